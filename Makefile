@@ -1,0 +1,76 @@
+# Builds, tests and demonstrates amp_ext in an environment of its own (.venv).
+
+SEEDS ?= 1
+BASE_PYTHON ?= python3
+
+ifdef PYTHON
+INSTALLED :=
+BUILT := build-in-place
+else
+PYTHON := .venv/bin/python
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+INSTALLED := .venv/.installed
+BUILT := .venv/.built
+endif
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+SOURCES := setup.py $(shell find csrc)
+CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format build build-in-place clean
+
+help:  ## Shows this list
+	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
+	@echo 'make TARGET PYTHON=python   in that environment as it is; nothing is installed'
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(BUILT)  ## Trains the photo example; SEEDS=3 repeats it with three seeds
+	@$(PYTHON) examples/photo.py --seeds $(SEEDS)
+
+test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
+	@$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)  ## Checks format, style, types and the direction of includes and imports
+	@$(PYTHON) -m ruff format --check --quiet
+	@$(PYTHON) -m ruff check --quiet
+	@clang-format --dry-run -Werror $(CXX_FILES)
+	@$(PYTHON) scripts/check_layers.py
+	@$(PYTHON) -m mypy
+
+format: $(INSTALLED)  ## Formats all sources
+	@$(PYTHON) -m ruff format
+	@$(PYTHON) -m ruff check --fix
+	@clang-format -i $(CXX_FILES)
+
+build: $(BUILT)  ## Builds the extension in place
+
+clean:  ## Removes what was built; .venv stays
+	@rm -rf build dist *.egg-info amp_ext/_C.*.so amp_ext/_build_info.json .venv/.built*
+	@find amp_ext tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/.installed: requirements.txt
+	@$(BASE_PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed, \
+	$(BASE_PYTHON) is " + sys.version.split()[0] + ": make BASE_PYTHON=python3.11")'
+	@echo 'Installing PyTorch and the tools into .venv (once, some minutes)'
+	@$(BASE_PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+define build_extension
+	@echo 'Building the extension (log: build/build.log)'
+	@mkdir -p build
+	@$(PYTHON) setup.py build_ext --inplace > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+	@grep '^amp_ext:' build/build.log
+endef
+
+.venv/.built: .venv/.installed $(SOURCES)
+	@touch $@.new
+	$(build_extension)
+	@mv $@.new $@
+
+# The present environment may have changed since the last build: setup.py and ninja look themselves.
+build-in-place:
+	@rm -f .venv/.built
+	$(build_extension)

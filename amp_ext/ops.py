@@ -1,0 +1,326 @@
+"""The kernels of amp_ext as functions over lists of tensors.
+
+All tensors of a call are on one device, the CPU or a GPU, and are float32, float64, float16 or
+bfloat16. Any dense or strided layout will do; tensors that are written may not share memory.
+Elements are computed in float32, those of float64 parameters in float64, and rounded once to the
+nearest number of the stored dtype. Nothing synchronises the host with a GPU.
+
+Every function raises RuntimeError on bad input, before anything is written, and names the
+argument, its index, what is wanted and what came.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from amp_ext import _C
+
+__all__ = [
+    "adam_",
+    "check_finite_",
+    "cpu_isa",
+    "refresh_masters_",
+    "sgd_",
+    "unscale_",
+    "update_scale_",
+]
+
+_REBUILD = (
+    "pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir <amp_ext's folder>"
+)
+
+
+class _BrokenBinary:
+    """Stands for a compiled module that does not load: importing works, the first use explains."""
+
+    def __init__(self, reason: str, cause: ImportError | None = None) -> None:
+        self._reason = reason
+        self._cause = cause
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ImportError(self._reason) from self._cause
+
+
+def _load_binary() -> Any:
+    """Imports the compiled module, unless it was built for another torch."""
+    info_file = Path(__file__).with_name("_build_info.json")
+    built = json.loads(info_file.read_text()) if info_file.exists() else {}
+    built_for = f"torch {built.get('torch')} and Python {built.get('python')}"
+    running = f"torch {torch.__version__} and Python {platform.python_version()}"
+    if built and built["torch"] != torch.__version__:
+        return _BrokenBinary(
+            f"amp_ext was built for {built_for}; you run {running}. Rebuild: {_REBUILD}"
+        )
+    if importlib.util.find_spec("amp_ext._C") is None:
+        return _BrokenBinary(
+            "amp_ext's compiled module amp_ext._C is not there for this Python "
+            f"({running}{f'; it was built for {built_for}' if built else ''}). Build it: {_REBUILD}"
+        )
+    try:
+        from amp_ext import _C
+    except ImportError as error:
+        return _BrokenBinary(
+            f"amp_ext's compiled module does not load: {error}. It was built for {built_for}; you "
+            f"run {running}. Rebuild: {_REBUILD}",
+            error,
+        )
+    return _C
+
+
+if not TYPE_CHECKING:
+    _C = _load_binary()
+
+
+def __getattr__(name: str) -> Any:
+    """Gives the optimizers the plan and the hyperparameters, which are classes of the binary."""
+    if name in ("AdamHyperparameters", "Plan", "SgdHyperparameters"):
+        return getattr(_C, name)
+    raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
+
+
+def cpu_isa() -> str:
+    """Returns the instruction set of the CPU kernels: "avx2" or "plain".
+
+    It is the widest that the processor has, or the one that the environment variable
+    ``AMP_EXT_CPU_ISA`` names when the first kernel runs.
+    """
+    return _C.cpu_isa()
+
+
+def check_finite_(
+    tensors: Sequence[Tensor], found_inf: Tensor, *, grad_scale: Tensor | None = None
+) -> None:
+    """Reports any inf or NaN among tensors, which it only reads.
+
+    Args:
+        tensors: Tensors of any shapes and dtypes; expanded ones too.
+        found_inf: One float32. Set to 1 when an element is inf or NaN, otherwise left as it is.
+        grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite (0 or
+            1e-39) counts as an overflow: its gradients can't be unscaled.
+
+    Raises:
+        RuntimeError: If a dtype is not floating, or the tensors differ in device.
+
+    Reference:
+        Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+    """
+    _C.check_finite_(tensors, found_inf, grad_scale)
+
+
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiplies gradients by ``inv_scale`` and reports any inf or NaN among them.
+
+    Args:
+        grads: Gradients of any shapes and dtypes. Updated in place.
+        inv_scale: One float32, 1 / loss scale. One that is not finite counts as an overflow.
+        found_inf: One float32. Set to 1 when a gradient is inf or NaN before the multiplication,
+            otherwise left as it is.
+
+    Raises:
+        RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.
+
+    Reference:
+        Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+    """
+    _C.unscale_(grads, inv_scale, found_inf)
+
+
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_infs: Sequence[Tensor],
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """Lets the loss scale follow the overflows of one iteration.
+
+    Args:
+        scale: One float32. Multiplied by ``backoff_factor`` if a flag is not 0, by
+            ``growth_factor`` when the count of clean iterations equals ``growth_interval``, unless
+            that gives inf.
+        growth_tracker: One int32, the number of clean iterations since the scale last changed.
+        found_infs: Flags of one float32 each; anything but 0 is an overflow.
+        growth_factor: Factor of growth, above 1.
+        backoff_factor: Factor after an overflow, below 1.
+        growth_interval: Clean iterations until the scale grows.
+
+    Raises:
+        RuntimeError: If a tensor is not one element of its dtype on the device of ``scale``.
+
+    Reference:
+        Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+    """
+    options = _C.LossScaleHyperparameters(
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
+    _C.update_scale_(scale, growth_tracker, found_infs, options)
+
+
+def adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    max_exp_avg_sqs: Sequence[Tensor] | None = None,
+    master_params: Sequence[Tensor] | None = None,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Takes one step of Adam, AdamW or AMSGrad for all parameters.
+
+    Args:
+        params: Parameters of any shapes. Updated in place.
+        grads: Gradients of the parameters' shapes, only read.
+        exp_avgs: First moments of the parameters' shapes, float32 or the parameter's dtype, float64
+            for float64 parameters. Updated in place.
+        exp_avg_sqs: Second moments, likewise.
+        steps: Steps taken so far, one float32 each. Incremented.
+        max_exp_avg_sqs: Largest second moments so far, likewise; given, this is AMSGrad.
+        master_params: float32 masters of 16-bit parameters, or None. Updated in place; the
+            parameter becomes the rounded master. Where a master does not round to its parameter
+            before the step, it becomes the parameter first.
+        lr: Learning rate; as a tensor, one element, read on its device.
+        beta1: Decay of the first moments, per step.
+        beta2: Decay of the second moments, per step.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay per step, before the learning rate.
+        maximize: Ascends instead.
+        decoupled_weight_decay: Shrinks parameters (AdamW) instead of adding to gradients (Adam).
+        grad_scale: One number, the loss scale that the gradients still carry, or None.
+        found_inf: One number, or None. If it is not 0, nothing at all is written.
+
+    Raises:
+        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
+
+    Reference:
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015. Loshchilov and Hutter,
+        "Decoupled Weight Decay Regularization", 2019. Reddi, Kale and Kumar, "On the Convergence of
+        Adam and Beyond", 2018.
+    """
+    options = _C.AdamHyperparameters(
+        lr=0.0 if isinstance(lr, Tensor) else lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+    )
+    _C.adam_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        steps,
+        max_exp_avg_sqs,
+        master_params,
+        options,
+        lr if isinstance(lr, Tensor) else None,
+        grad_scale,
+        found_inf,
+    )
+
+
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    momentum_buffers: Sequence[Tensor] | None = None,
+    steps: Sequence[Tensor] | None = None,
+    master_params: Sequence[Tensor] | None = None,
+    lr: float | Tensor,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Takes one step of stochastic gradient descent for all parameters.
+
+    Args:
+        params: Parameters of any shapes. Updated in place.
+        grads: Gradients of the parameters' shapes, only read.
+        momentum_buffers: Running sums of gradients of the parameters' shapes, float32 or the
+            parameter's dtype, float64 for float64 parameters; zeros at first. Updated in place.
+            Given if and only if ``momentum`` is not 0.
+        steps: Steps taken so far, one float32 each. Incremented. Needed with ``dampening`` only,
+            which the first step does not apply.
+        master_params: float32 masters of 16-bit parameters, or None. Updated in place; the
+            parameter becomes the rounded master. Where a master does not round to its parameter
+            before the step, it becomes the parameter first.
+        lr: Learning rate; as a tensor, one element, read on its device.
+        momentum: Decay of the momentum buffer, per step.
+        dampening: Share of the gradient that is kept out of the momentum buffer.
+        weight_decay: Weight decay per step, before the learning rate.
+        nesterov: Looks ahead along the momentum.
+        maximize: Ascends instead.
+        decoupled_weight_decay: Shrinks parameters instead of adding to gradients.
+        grad_scale: One number, the loss scale that the gradients still carry, or None.
+        found_inf: One number, or None. If it is not 0, nothing at all is written.
+
+    Raises:
+        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
+
+    Reference:
+        Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in
+        deep learning", 2013, in torch's form: the learning rate multiplies the whole update.
+    """
+    options = _C.SgdHyperparameters(
+        lr=0.0 if isinstance(lr, Tensor) else lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+    )
+    _C.sgd_(
+        params,
+        grads,
+        momentum_buffers,
+        steps,
+        master_params,
+        options,
+        lr if isinstance(lr, Tensor) else None,
+        grad_scale,
+        found_inf,
+    )
+
+
+def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None:
+    """Takes parameters that were changed behind their masters over into them.
+
+    Args:
+        params: float16 or bfloat16 parameters, only read.
+        master_params: Their float32 masters. Where a master does not round to its parameter, it
+            becomes the parameter; elsewhere it keeps its extra bits.
+
+    Raises:
+        RuntimeError: If lists differ in length, or tensors in shape or device.
+    """
+    _C.refresh_masters_(params, master_params)

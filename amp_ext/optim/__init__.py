@@ -1,0 +1,6 @@
+"""Optimizers with the constructors of torch.optim, one fused kernel each, and float32 masters."""
+
+from amp_ext.optim.adam import Adam, AdamW
+from amp_ext.optim.sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamW"]

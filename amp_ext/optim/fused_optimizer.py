@@ -1,0 +1,407 @@
+"""What all optimizers share: the state, the plan that steps it, masters and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+
+__all__ = ["FusedOptimizer"]
+
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Steps all parameters of all groups in one fused launch.
+
+    A subclass names its buffers and gives the hyperparameters of a group; the formula is a functor
+    of the compiled module. float16 and bfloat16 parameters have a float32 master in their state,
+    ``state[param]["master_param"]``, unless the group says ``master_weights=False``. Buffers are
+    float32 (float64 for float64 parameters), or the parameter's dtype with ``state_dtype=None``.
+
+    A gradient scaler hands over ``grad_scale`` and ``found_inf`` as attributes for the time of a
+    step: gradients are unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes
+    nothing at all, without a look from the host.
+
+    In-place writes to states are always seen. A state tensor that was replaced by another is seen
+    after ``load_state_dict``, ``add_param_group`` or :meth:`rebuild`.
+    """
+
+    _step_supports_amp_scaling = True
+    _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
+    _plan: Any = None
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        """Checks the options that all optimizers have and adds the parameters.
+
+        Args:
+            params: Parameters or groups, as for torch.optim.Optimizer.
+            defaults: Options of the groups.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        lr, weight_decay = defaults["lr"], defaults["weight_decay"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if defaults["differentiable"]:
+            raise RuntimeError(
+                f"{type(self).__name__}: differentiable must be False, got True: a fused kernel "
+                "is not differentiable; torch.optim's optimizers are"
+            )
+        if defaults["fused"] and defaults["foreach"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        self._set_dtype_name(defaults)
+        super().__init__(params, defaults)
+
+    # What a subclass says.
+
+    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns the state keys of the buffers that a group keeps, in the functor's order."""
+        raise TypeError(f"{type(self).__name__} does not name its buffers")
+
+    def _hyperparameters(self, group: dict[str, Any], lr: float) -> Any:
+        """Returns a group's hyperparameters as the compiled module takes them."""
+        raise TypeError(f"{type(self).__name__} does not give its hyperparameters")
+
+    def _keeps_step(self, group: dict[str, Any]) -> bool:
+        """Returns whether the functor needs the number of the step."""
+        return True
+
+    def _initial_step(self, state: dict[str, Any]) -> float:
+        """Returns the number of steps behind a state that has no counter."""
+        return 0.0
+
+    def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
+        """Returns the keys that a saved state would need and does not have."""
+        names = [*self.buffer_names(group), *(["step"] if self._keeps_step(group) else [])]
+        return [name for name in names if state.get(name) is None]
+
+    # Groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as torch.optim.Optimizer does.
+
+        Args:
+            param_group: ``params`` and the options that differ from the defaults.
+
+        Raises:
+            ValueError: If a parameter is listed twice, or ``state_dtype`` is not one.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._set_dtype_name(group)
+            self._check_unique(group["params"], len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self.rebuild()
+
+    def _check_unique(self, params: list[Tensor], group_index: int) -> None:
+        first_index: dict[Tensor, int] = {}
+        for index, param in enumerate(params):
+            if first_index.setdefault(param, index) != index:
+                raise ValueError(
+                    f"{type(self).__name__}: param {index} of group {group_index} must be listed "
+                    f"once, got it as param {first_index[param]} already"
+                )
+
+    def _set_dtype_name(self, group: dict[str, Any]) -> None:
+        """Stores state_dtype by name: distributed checkpoints refuse a torch.dtype in a group."""
+        dtype = group["state_dtype"]
+        if dtype not in (torch.float32, "float32", None):
+            raise ValueError(
+                f"{type(self).__name__}: state_dtype must be torch.float32 or None, got {dtype}"
+            )
+        group["state_dtype"] = None if dtype is None else "float32"
+
+    # State.
+
+    def _buffer_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
+        if group["state_dtype"] is None or param.dtype == torch.float64:
+            return param.dtype
+        return torch.float32
+
+    def _has_master(self, group: dict[str, Any], param: Tensor) -> bool:
+        return group["master_weights"] and param.dtype in _SIXTEEN_BIT
+
+    def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        """Creates what the state of a parameter lacks."""
+        state: dict[str, Any] = self.state[param]
+        if self._keeps_step(group) and "step" not in state:
+            initial = self._initial_step(state)
+            state["step"] = torch.full((), initial, dtype=torch.float32, device=param.device)
+        for name in self.buffer_names(group):
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(param, dtype=self._buffer_dtype(group, param))
+        if self._has_master(group, param) and "master_param" not in state:
+            state["master_param"] = param.detach().to(torch.float32, copy=True)
+        return state
+
+    # The plan.
+
+    def rebuild(self) -> None:
+        """Makes the next step look up all states again, after some were replaced by hand."""
+        self._plan = None
+
+    def _group_options(self) -> list[tuple[Any, ...]]:
+        return [
+            (self.buffer_names(g), self._keeps_step(g), g["master_weights"], g["state_dtype"])
+            for g in self.param_groups
+        ]
+
+    def _plan_is_current(self) -> bool:
+        if self._plan is None or self._planned_state is not self.state:
+            return False
+        if (
+            len(self.state) != self._planned_states
+            or self._planned_options != self._group_options()
+        ):
+            return False
+        groups = [group["params"] for group in self.param_groups]
+        return all(
+            len(planned) == len(params) and all(map(operator.is_, planned, params))
+            for planned, params in zip(self._planned_params, groups, strict=True)
+        )
+
+    def _current_plan(self) -> Any:
+        """Returns the plan for the groups and states as they are."""
+        if self._plan_is_current():
+            return self._plan
+        names = max((self.buffer_names(group) for group in self.param_groups), key=len)
+        plan = ops.Plan(type(self).__name__, list(names))
+        self._plan_places: list[tuple[int, Tensor]] = []
+        for group_index, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                plan.add_param(group_index, index, param)
+                self._plan_places.append((group_index, param))
+        self._plan = plan
+        self._planned_params = [list(group["params"]) for group in self.param_groups]
+        self._planned_options = self._group_options()
+        self._planned_state = self.state
+        self._planned_states = len(self.state)
+        return plan
+
+    def _plan_with_states(self) -> Any:
+        """Returns the plan, with the state of every parameter that has a gradient."""
+        plan = self._current_plan()
+        for number in plan.params_without_state():
+            group_index, param = self._plan_places[number]
+            group = self.param_groups[group_index]
+            state = self._init_state(group, param)
+            plan.set_state(
+                number,
+                [state[name] for name in self.buffer_names(group)],
+                state["master_param"] if self._has_master(group, param) else None,
+                state["step"] if self._keeps_step(group) else None,
+            )
+        self._planned_states = len(self.state)
+        return plan
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: Evaluates the model again, with gradients enabled, and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: If a gradient is sparse or complex, or a tensor of the state does not fit
+                its parameter; nothing has been written then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if not isinstance(found_inf, Tensor):  # torch's scaler says 0 where nothing has a gradient
+            if found_inf:
+                return loss
+            found_inf = None
+        plan = self._plan_with_states()
+        lrs = [group["lr"] for group in self.param_groups]
+        plan.step(
+            [
+                self._hyperparameters(group, 0.0 if isinstance(lr, Tensor) else lr)
+                for group, lr in zip(self.param_groups, lrs, strict=True)
+            ],
+            [lr if isinstance(lr, Tensor) else None for lr in lrs],
+            getattr(self, "grad_scale", None),
+            found_inf,
+        )
+        return loss
+
+    def _check_finite(
+        self, found_inf: Tensor, grad_scale: Tensor | None = None
+    ) -> dict[torch.device, Tensor]:
+        """Looks for inf and NaN in all gradients, for a scaler.
+
+        Args:
+            found_inf: One float32; copied, not written.
+            grad_scale: One float32, or None. Without a finite inverse it counts as an overflow.
+
+        Returns:
+            For each device that holds a gradient a copy of ``found_inf``, set to 1 if one there is
+            inf or NaN.
+        """
+        flags = self._current_plan().check_finite(found_inf, grad_scale)
+        return {flag.device: flag for flag in flags}
+
+    # Masters.
+
+    def refresh_masters(self) -> None:
+        """Takes parameters that were changed behind their masters over into them, at once.
+
+        Needed only after a write through ``.data``: other writes (``model.load_state_dict``, an
+        in-place operation) are noticed by the next step. Masters that round to their parameter
+        keep their extra bits.
+        """
+        pairs = [
+            (param, self.state[param]["master_param"])
+            for group in self.param_groups
+            for param in group["params"]
+            if "master_param" in self.state.get(param, {})
+        ]
+        ops.refresh_masters_([param for param, _ in pairs], [master for _, master in pairs])
+
+    # Checkpoints.
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores an optimizer from a pickle or a copy; fills in options that a file lacks."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self.rebuild()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of its namesake in torch.optim.
+
+        Tensors are copied, to the parameter's device and layout. Buffers get the configured
+        dtype, whatever the file's; ``master_weights`` and ``state_dtype`` stay as configured.
+        Masters that the file lacks are taken from the parameters: load the model first.
+
+        Args:
+            state_dict: From ``state_dict()``.
+
+        Raises:
+            KeyError: If the dict is not one of an optimizer.
+            ValueError: If it does not fit the groups, another class wrote it, or a part is missing.
+                Nothing has been changed then.
+        """
+        states: dict[Any, Any] = {}
+        configured = [(g["master_weights"], g["state_dtype"]) for g in self.param_groups]
+
+        def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any]:
+            states.update(self._loaded_states(incoming))  # all that can fail, fails here
+            # torch would cast every state to its parameter's dtype.
+            return {**incoming, "state": {}}
+
+        def restore_states(_: Any) -> None:
+            for group, (master_weights, state_dtype) in zip(
+                self.param_groups, configured, strict=True
+            ):
+                group.update(master_weights=master_weights, state_dtype=state_dtype)
+            self.state.update(states)
+            self.rebuild()
+
+        # Hooks of the user stand outside: theirs before see the file, theirs after the result.
+        hooks = (
+            self.register_load_state_dict_pre_hook(take_states),
+            self.register_load_state_dict_post_hook(restore_states, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _loaded_states(self, state_dict: dict[str, Any]) -> dict[Any, Any]:
+        """Checks a state dict and returns its states, copied as this optimizer keeps them."""
+        operation = f"{type(self).__name__}.load_state_dict"
+        for name in ("state", "param_groups"):
+            if name not in state_dict:
+                raise KeyError(
+                    f"{operation}: state_dict must have {name!r}, got {list(state_dict)}"
+                )
+        saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
+        for index, saved in enumerate(saved_groups):
+            missing = [name for name in self._required_options if name not in saved]
+            if missing:
+                raise ValueError(
+                    f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
+                )
+        lengths = [len(group["params"]) for group in self.param_groups]
+        if lengths != [len(saved["params"]) for saved in saved_groups]:
+            return {}  # torch refuses the groups in its own words, right after this
+        states: dict[Any, Any] = {}
+        param_keys = set()
+        for group_index, (group, saved) in enumerate(
+            zip(self.param_groups, saved_groups, strict=True)
+        ):
+            configured = {name: group[name] for name in ("master_weights", "state_dtype")}
+            loaded_group = {**self.defaults, **saved, **configured}
+            for index, (param, key) in enumerate(
+                zip(group["params"], saved["params"], strict=True)
+            ):
+                param_keys.add(key)
+                if saved_states.get(key):
+                    where = f"{operation}: %s of group {group_index}, param {index}"
+                    states[param] = self._loaded_state(
+                        loaded_group, param, saved_states[key], where
+                    )
+        others = {key: value for key, value in saved_states.items() if key not in param_keys}
+        return {**states, **copy.deepcopy(others)}
+
+    def _loaded_state(
+        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], where: str
+    ) -> dict[str, Any]:
+        """Copies a saved state in the configured dtypes, the parameter's device and layout."""
+        for name in self._missing_from(group, saved):
+            raise ValueError(f"{where % name} must be there, got {list(saved)}")
+        dtypes = dict.fromkeys(self.buffer_names(group), self._buffer_dtype(group, param))
+        dtypes["master_param"] = torch.float32
+        state: dict[str, Any] = {}
+        for name, value in saved.items():
+            if name == "step":
+                state[name] = _loaded_step(value, where % name).to(param.device, copy=True)
+            elif name not in dtypes:
+                state[name] = copy.deepcopy(value)
+            elif value is not None:
+                _check_saved_tensor(value, param, where % name)
+                if name != "master_param" or self._has_master(group, param):
+                    state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
+        return state
+
+
+def _check_saved_tensor(value: Any, param: Tensor, where: str) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{where} must be a tensor, got {type(value).__name__}")
+    if value.shape != param.shape:
+        raise ValueError(f"{where} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
+    if value.layout != torch.strided or not value.is_floating_point():
+        raise ValueError(f"{where} must be dense and floating, got {value.layout}, {value.dtype}")
+
+
+def _loaded_step(value: Any, where: str) -> Tensor:
+    """Reads a step counter, which older releases of torch save as a number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(()).to(torch.float32)
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value), dtype=torch.float32)
+    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise ValueError(f"{where} must be one number, got {got}")

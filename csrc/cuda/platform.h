@@ -1,0 +1,43 @@
+// Everything that the kernels take from CUDA, in one place.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+// A variable that the threads of a block share. It starts uninitialised.
+#define AMP_EXT_SHARED(Type, name) __shared__ Type name
+
+#if defined(__CUDACC__)
+
+#include "storage.h"
+
+namespace amp_ext::cuda {
+
+// Starts a kernel and returns the error code of the launch.
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+           const Arguments&... arguments) {
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
+  return static_cast<int>(cudaGetLastError());
+}
+
+// The processor's own conversions of 16-bit numbers; rounding to nearest even.
+__device__ __forceinline__ float load_as_float(Half value) {
+  return __half2float(__ushort_as_half(value.bits));
+}
+__device__ __forceinline__ float load_as_float(BFloat16 value) {
+  return __bfloat162float(__ushort_as_bfloat16(value.bits));
+}
+__device__ __forceinline__ void store_float(float value, Half& stored) {
+  stored.bits = __half_as_ushort(__float2half_rn(value));
+}
+__device__ __forceinline__ void store_float(float value, BFloat16& stored) {
+  stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+}  // namespace amp_ext::cuda
+
+#endif

@@ -1,0 +1,8 @@
+// The step kernels of float64 parameters. One file for each dtype: they compile side by side.
+#include "cuda/step.cuh"
+
+namespace amp_ext::cuda {
+
+template int step_params<double>(const StepLaunch&, uint32_t*, cudaStream_t, int64_t&);
+
+}  // namespace amp_ext::cuda

@@ -1,0 +1,149 @@
+// Runs launches on the engine of a device. The only code that knows threads and streams.
+#include "dispatch.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/zeros.h>
+
+#include <atomic>
+#include <cstdlib>
+
+#include "cpu/engine.h"
+
+#if defined(AMP_EXT_WITH_CUDA)
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/engine.h"
+#endif
+
+namespace amp_ext {
+
+namespace {
+
+// Below this cost a parallel region takes longer than the work.
+constexpr int64_t kSerialCost = 32768;
+
+const cpu::Engine& cpu_engine() {
+  static const cpu::Engine* const engine = cpu::select_engine();
+  TORCH_CHECK(engine != nullptr,
+              "amp_ext: the environment variable AMP_EXT_CPU_ISA must be plain or avx2, on a "
+              "processor that has it, got ",
+              std::getenv("AMP_EXT_CPU_ISA"));
+  return *engine;
+}
+
+// One parallel region over the tiles of all tensors. Returns whether work() did for any range.
+template <typename Work>
+bool any_in_parallel(const cpu::TileMap& tiles, const Work& work) {
+  std::atomic<bool> any{false};
+  at::parallel_for(0, tiles.total_cost(), kSerialCost, [&](int64_t begin, int64_t end) {
+    if (work(begin, end)) any.store(true, std::memory_order_relaxed);
+  });
+  return any.load();
+}
+
+void step_on_cpu(const StepLaunch& launch) {
+  const GradientGate gate = GradientGate::read(launch.grad_scale, launch.found_inf);
+  if (gate.skip) return;
+  const cpu::Engine& engine = cpu_engine();
+  const cpu::TileMap tiles(launch.records, launch.count);
+  any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    engine.step(launch, tiles, gate.inv_scale, begin, end);
+    return false;
+  });
+  for (int64_t i = 0; i < launch.count; ++i) {
+    if (launch.records[i].step != nullptr) *launch.records[i].step += 1.0f;
+  }
+}
+
+}  // namespace
+
+#if defined(AMP_EXT_WITH_CUDA)
+
+namespace {
+
+cudaStream_t current_stream(const at::Device& device) {
+  return c10::cuda::getCurrentCUDAStream(device.index());
+}
+
+void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
+
+}  // namespace
+
+uint32_t* StepScratch::block_counter(const at::Device& device) {
+  auto [counter, is_new] = counters_.try_emplace(device);
+  if (is_new) counter->second = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
+  return reinterpret_cast<uint32_t*>(counter->second.mutable_data_ptr<int32_t>());
+}
+
+#define AMP_EXT_RUN_ON_CUDA(device, call)               \
+  if ((device).is_cuda()) {                             \
+    const c10::cuda::CUDAGuard guard(device);           \
+    const cudaStream_t stream = current_stream(device); \
+    return check_launch(call);                          \
+  }
+
+#else
+
+#define AMP_EXT_RUN_ON_CUDA(device, call) static_cast<void>(device);
+
+#endif
+
+void check_device(const std::string& operation, const std::string& name, const at::Device& device) {
+  if (device.is_cpu()) return;
+#if defined(AMP_EXT_WITH_CUDA)
+  if (device.is_cuda()) return;
+#else
+  TORCH_CHECK(!device.is_cuda(), operation, ": ", name, " must be on cpu, got ", device,
+              ": this amp_ext was built without CUDA. Install a CUDA toolkit of torch's version, "
+              "set CUDA_HOME, and rebuild: AMP_EXT_CUDA=1 pip install --no-build-isolation "
+              "--force-reinstall --no-deps --no-cache-dir <amp_ext's folder>");
+#endif
+  TORCH_CHECK(false, operation, ": ", name, " must be on cpu or cuda, got ", device);
+}
+
+void run_step(const at::Device& device, const StepLaunch& launch,
+              [[maybe_unused]] StepScratch& scratch) {
+  AMP_EXT_RUN_ON_CUDA(device, cuda::step(launch, scratch.block_counter(device), stream))
+  step_on_cpu(launch);
+}
+
+void run_check_finite(const at::Device& device, const std::vector<TensorRecord>& records,
+                      const float* grad_scale, float* found_inf) {
+  const auto count = static_cast<int64_t>(records.size());
+  AMP_EXT_RUN_ON_CUDA(device,
+                      cuda::check_finite(records.data(), count, grad_scale, found_inf, stream))
+  const cpu::Engine& engine = cpu_engine();
+  const cpu::TileMap tiles(records.data(), count);
+  const bool found = any_in_parallel(
+      tiles, [&](int64_t begin, int64_t end) { return engine.check_finite(tiles, begin, end); });
+  if (found || GradientGate::read(grad_scale, nullptr).skip) *found_inf = 1.0f;
+}
+
+void run_unscale(const at::Device& device, const std::vector<TensorRecord>& records,
+                 const float* inv_scale, float* found_inf) {
+  const auto count = static_cast<int64_t>(records.size());
+  AMP_EXT_RUN_ON_CUDA(device, cuda::unscale(records.data(), count, inv_scale, found_inf, stream))
+  const cpu::Engine& engine = cpu_engine();
+  const cpu::TileMap tiles(records.data(), count);
+  const bool found = any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    return engine.unscale(tiles, *inv_scale, begin, end);
+  });
+  if (found || !is_finite(*inv_scale)) *found_inf = 1.0f;
+}
+
+void run_update_scale(const at::Device& device, const LossScaleHyperparameters& hyperparameters,
+                      const std::vector<const float*>& found_infs, float* scale,
+                      int32_t* growth_tracker) {
+  AMP_EXT_RUN_ON_CUDA(device, cuda::update_scale(hyperparameters, found_infs.data(),
+                                                 static_cast<int64_t>(found_infs.size()), scale,
+                                                 growth_tracker, stream))
+  bool overflow = false;
+  for (const float* found_inf : found_infs) overflow |= *found_inf != 0.0f;
+  update_loss_scale(hyperparameters, overflow, *scale, *growth_tracker);
+}
+
+const char* cpu_isa() { return cpu_engine().name; }
+
+}  // namespace amp_ext

@@ -1,0 +1,50 @@
+// Runs launches on the engine of a device. The only code that knows threads and streams.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "api.h"
+#include "functors/loss_scale.h"
+#include "multi_tensor.h"
+
+namespace amp_ext {
+
+// Device memory that step kernels need, kept by the caller so that two optimizers on two streams
+// never share it. Empty on the CPU.
+class StepScratch {
+ public:
+  // One counter on `device`, zero between launches.
+  uint32_t* block_counter(const at::Device& device);
+
+ private:
+  std::unordered_map<at::Device, at::Tensor> counters_;
+};
+
+// Throws unless an engine for this device was built.
+void check_device(const std::string& operation, const std::string& name, const at::Device& device);
+
+void run_step(const at::Device& device, const StepLaunch& launch, StepScratch& scratch);
+
+// Sets found_inf[0] to 1 if a gradient is inf or NaN, or if grad_scale (may be null) has no finite
+// inverse.
+void run_check_finite(const at::Device& device, const std::vector<TensorRecord>& records,
+                      const float* grad_scale, float* found_inf);
+
+// Multiplies gradients by inv_scale[0]; found_inf as above.
+void run_unscale(const at::Device& device, const std::vector<TensorRecord>& records,
+                 const float* inv_scale, float* found_inf);
+
+// found_infs may be of any number; the scale backs off if one of them is not 0.
+void run_update_scale(const at::Device& device, const LossScaleHyperparameters& hyperparameters,
+                      const std::vector<const float*>& found_infs, float* scale,
+                      int32_t* growth_tracker);
+
+// The instruction set of the CPU engine: "plain" or "avx2".
+AMP_EXT_API const char* cpu_isa();
+
+}  // namespace amp_ext

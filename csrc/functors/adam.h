@@ -1,0 +1,79 @@
+// Adam and AdamW, with or without AMSGrad, for one element.
+//
+// Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1; Loshchilov and
+// Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; Reddi, Kale and Kumar, "On
+// the Convergence of Adam and Beyond", 2018, algorithm 2. As in torch, AMSGrad keeps the largest
+// exp_avg_sq before its bias correction, and eps stands outside the root.
+#pragma once
+
+#include "functors/hyperparameters.h"
+#include "functors/numeric.h"
+#include "functors/weight_decay.h"
+
+namespace amp_ext {
+
+struct AdamHyperparameters : CommonHyperparameters {
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+};
+
+template <typename T>
+struct Adam {
+  using Hyperparameters = AdamHyperparameters;
+
+  WeightDecay<T> weight_decay;
+  T beta1;
+  T one_minus_beta1;
+  T beta2;
+  T one_minus_beta2;
+  T eps;
+  T step_size;              // lr / (1 - beta1^step)
+  T bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+
+  // `step` counts from 1. 1 - beta is formed in double: from a float beta2 of 0.999 it would be off
+  // by 1.3e-5 relative.
+  static AMP_EXT_INLINE Adam for_tensor(const AdamHyperparameters& hyperparameters, double lr,
+                                        double step) {
+    const double beta1 = hyperparameters.beta1;
+    const double beta2 = hyperparameters.beta2;
+    return {WeightDecay<T>::for_tensor(hyperparameters, lr),
+            static_cast<T>(beta1),
+            static_cast<T>(1.0 - beta1),
+            static_cast<T>(beta2),
+            static_cast<T>(1.0 - beta2),
+            static_cast<T>(hyperparameters.eps),
+            static_cast<T>(lr / (1.0 - whole_power(beta1, step))),
+            static_cast<T>(std::sqrt(1.0 - whole_power(beta2, step)))};
+  }
+
+  AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg, T& exp_avg_sq) const {
+    update_moments(grad, param, exp_avg, exp_avg_sq);
+    update_param(param, exp_avg, exp_avg_sq);
+  }
+
+  // AMSGrad.
+  AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg, T& exp_avg_sq,
+                                 T& max_exp_avg_sq) const {
+    update_moments(grad, param, exp_avg, exp_avg_sq);
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq);
+    update_param(param, exp_avg, max_exp_avg_sq);
+  }
+
+ private:
+  AMP_EXT_INLINE void update_moments(T grad, T& param, T& exp_avg, T& exp_avg_sq) const {
+    weight_decay(grad, param);
+    // Interpolates from the nearer end, as torch.lerp does: with beta1 = 0 exp_avg is the gradient.
+    const T difference = grad - exp_avg;
+    exp_avg = one_minus_beta1 < T(0.5) ? exp_avg + one_minus_beta1 * difference
+                                       : grad - difference * beta1;
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
+  }
+
+  AMP_EXT_INLINE void update_param(T& param, T exp_avg, T second_moment) const {
+    const T denominator = std::sqrt(second_moment) / bias_correction2_sqrt + eps;
+    param = param - step_size * exp_avg / denominator;
+  }
+};
+
+}  // namespace amp_ext

@@ -1,0 +1,14 @@
+// The hyperparameters that every optimizer has. They stay double until `for_tensor`.
+#pragma once
+
+namespace amp_ext {
+
+struct CommonHyperparameters {
+  double lr = 0.0;
+  const float* lr_on_device = nullptr;  // [1], or null: `lr` holds the value
+  double weight_decay = 0.0;
+  bool decoupled_weight_decay = false;
+  bool maximize = false;
+};
+
+}  // namespace amp_ext

@@ -1,0 +1,70 @@
+// Every kernel: the optimizers, and the dtypes that the CUDA engine is compiled for.
+#pragma once
+
+#include <optional>
+#include <type_traits>
+
+#include "functors/adam.h"
+#include "functors/sgd.h"
+#include "storage.h"
+
+// functor, number of buffers.
+#define AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(X) \
+  X(Adam, 2) /* exp_avg, exp_avg_sq */       \
+  X(Adam, 3) /* and max_exp_avg_sq */        \
+  X(Sgd, 0)                                  \
+  X(Sgd, 1) /* momentum_buffer */
+
+namespace amp_ext {
+
+// The dtypes of a gradient and of the buffers beside a parameter, which may have a float32 master.
+template <typename GradType, typename BufferType, bool kMaster>
+struct Combination {
+  using Grad = GradType;
+  using Buffer = BufferType;
+  static constexpr bool kHasMaster = kMaster;
+};
+
+template <typename... Each>
+struct Combinations {};
+
+// Every combination that the CUDA engine is compiled for, by the dtype of the parameter. (The CPU
+// engine converts 16-bit numbers block by block and needs no list.)
+template <typename Param>
+struct CombinationsFor {  // Half and BFloat16
+  using type = Combinations<Combination<Param, float, true>, Combination<float, float, true>,
+                            Combination<Param, Param, true>, Combination<float, Param, true>,
+                            Combination<Param, float, false>, Combination<float, float, false>,
+                            Combination<Param, Param, false>, Combination<float, Param, false>>;
+};
+template <>
+struct CombinationsFor<float> {
+  using type = Combinations<Combination<float, float, false>, Combination<Half, float, false>,
+                            Combination<BFloat16, float, false>>;
+};
+template <>
+struct CombinationsFor<double> {
+  using type = Combinations<Combination<double, double, false>, Combination<float, double, false>>;
+};
+
+// Names a kernel of the list: kAdam2, kAdam3, kSgd0, ...
+enum class OptimizerKernel : int {
+#define AMP_EXT_NAME(Functor, buffers) k##Functor##buffers,
+  AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_NAME)
+#undef AMP_EXT_NAME
+};
+
+// The kernel that takes these hyperparameters and this number of buffers, if there is one.
+template <typename Hyperparameters>
+std::optional<OptimizerKernel> kernel_for(int number_of_buffers) {
+#define AMP_EXT_MATCH(Functor, buffers)                                   \
+  if (std::is_same_v<Functor<float>::Hyperparameters, Hyperparameters> && \
+      number_of_buffers == buffers) {                                     \
+    return OptimizerKernel::k##Functor##buffers;                          \
+  }
+  AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_MATCH)
+#undef AMP_EXT_MATCH
+  return std::nullopt;
+}
+
+}  // namespace amp_ext

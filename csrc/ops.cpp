@@ -1,0 +1,221 @@
+// The operations over lists of tensors: checks them and runs the engines.
+#include "ops.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <string>
+#include <utility>
+
+#include "dispatch.h"
+#include "multi_tensor.h"
+#include "plan.h"
+#include "tensor_memory.h"
+
+namespace amp_ext {
+
+namespace {
+
+void check_is_plain(const char* operation, const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined() && is_plain(tensor), operation, ": ", name,
+              " must be a strided tensor with memory of its own, got ",
+              tensor.defined() ? tensor.toString() : "None");
+}
+
+// One number that a kernel reads or writes in place.
+void check_number(const char* operation, const char* name, const at::Tensor& tensor,
+                  at::ScalarType dtype, const at::Device& device) {
+  check_is_plain(operation, name, tensor);
+  TORCH_CHECK(tensor.scalar_type() == dtype, operation, ": ", name, " must be ", dtype, ", got ",
+              tensor.scalar_type());
+  TORCH_CHECK(tensor.numel() == 1, operation, ": ", name, " must be one element, got sizes ",
+              tensor.sizes());
+  TORCH_CHECK(tensor.device() == device, operation, ": ", name, " must be on ", device, ", got ",
+              tensor.device());
+}
+
+void check_gradients(const char* operation, const char* list, const TensorList& grads,
+                     const at::Device& device) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const std::string name = c10::str(list, "[", i, "]");
+    check_is_plain(operation, name, grads[i]);
+    TORCH_CHECK(dtype_of(grads[i]).has_value(), operation, ": ", name,
+                " must be Float, Double, Half or BFloat16, got ", grads[i].scalar_type());
+    TORCH_CHECK(grads[i].device() == device, operation, ": ", name, " must be on ", device,
+                ", got ", grads[i].device());
+  }
+}
+
+TensorRecord gradient_record(const at::Tensor& grad, void* data) {
+  TensorRecord record;
+  record.grad = data;
+  record.grad_dtype = *dtype_of(grad);
+  record.numel = grad.numel();
+  return record;
+}
+
+// A list that belongs to `params`, one tensor for each.
+void check_length(const char* operation, const char* name, const TensorList& list,
+                  const TensorList& params) {
+  TORCH_CHECK(list.size() == params.size(), operation, ": ", name, " must have ", params.size(),
+              " tensors, one for each of params, got ", list.size());
+}
+
+struct NamedList {
+  const char* name;
+  const TensorList* tensors;
+};
+
+// One step over lists: a plan that lives for this step only.
+template <typename Hyperparameters>
+void step_lists(const char* operation, const TensorList& params, const TensorList& grads,
+                const std::vector<NamedList>& buffers, const OptionalTensorList& steps,
+                const OptionalTensorList& master_params, const Hyperparameters& hyperparameters,
+                const OptionalTensor& lr, const OptionalTensor& grad_scale,
+                const OptionalTensor& found_inf) {
+  check_length(operation, "grads", grads, params);
+  std::vector<std::string> buffer_names;
+  for (const NamedList& list : buffers) {
+    check_length(operation, list.name, *list.tensors, params);
+    buffer_names.emplace_back(list.name, std::string(list.name).size() - 1);  // without the s
+  }
+  if (steps.has_value()) check_length(operation, "steps", *steps, params);
+  if (master_params.has_value()) {
+    check_length(operation, "master_params", *master_params, params);
+  }
+  Plan plan(operation, buffer_names, Naming::kLists);
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
+    check_is_plain(operation, c10::str("grads[", i, "]"), grads[i]);
+    TORCH_CHECK(params[i].device() == params[0].device(), operation, ": params[", i,
+                "] must be on ", params[0].device(), ", got ", params[i].device());
+    ParamState state;
+    for (const NamedList& list : buffers) state.buffers.push_back((*list.tensors)[i]);
+    if (steps.has_value()) state.step = (*steps)[i];
+    if (master_params.has_value()) state.master_param = (*master_params)[i];
+    plan.set_state(plan.add_param(0, static_cast<int64_t>(i), params[i], grads[i]),
+                   std::move(state));
+  }
+  plan.read_grads();
+  plan.step(std::vector<Hyperparameters>{hyperparameters}, {lr}, grad_scale, found_inf);
+}
+
+}  // namespace
+
+void refresh_masters_(const TensorList& params, const TensorList& master_params) {
+  check_length("refresh_masters_", "master_params", master_params, params);
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK(master_params[i].scalar_type() == at::kFloat &&
+                    master_params[i].sizes().equals(params[i].sizes()) &&
+                    master_params[i].device() == params[i].device(),
+                "refresh_masters_: master_params[", i, "] must be ", at::kFloat, " of sizes ",
+                params[i].sizes(), " on ", params[i].device(), ", got ",
+                master_params[i].scalar_type(), " of sizes ", master_params[i].sizes(), " on ",
+                master_params[i].device());
+  }
+  for (size_t i = 0; i < params.size(); ++i) refresh_master(params[i], master_params[i]);
+}
+
+void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
+                   const OptionalTensor& grad_scale) {
+  const char* const operation = "check_finite_";
+  check_is_plain(operation, "found_inf", found_inf);
+  const at::Device device = found_inf.device();
+  check_device(operation, "found_inf", device);
+  check_number(operation, "found_inf", found_inf, at::kFloat, device);
+  if (grad_scale.has_value()) {
+    check_number(operation, "grad_scale", *grad_scale, at::kFloat, device);
+  }
+  check_gradients(operation, "tensors", tensors, device);
+  TensorList dense;  // keeps copies alive
+  std::vector<TensorRecord> records;
+  for (const at::Tensor& tensor : tensors) {
+    dense.push_back(tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous());
+    records.push_back(gradient_record(tensor, const_cast<void*>(dense.back().const_data_ptr())));
+  }
+  run_check_finite(device, records,
+                   grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
+                   found_inf.mutable_data_ptr<float>());
+}
+
+void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf) {
+  const char* const operation = "unscale_";
+  check_is_plain(operation, "found_inf", found_inf);
+  const at::Device device = found_inf.device();
+  check_device(operation, "found_inf", device);
+  check_number(operation, "found_inf", found_inf, at::kFloat, device);
+  check_number(operation, "inv_scale", inv_scale, at::kFloat, device);
+  check_gradients(operation, "grads", grads, device);
+  std::vector<MemoryUse> uses;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    uses.push_back({&grads[i], true, 0, static_cast<int64_t>(i)});
+  }
+  check_no_overlap(operation, uses,
+                   [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
+
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, at::Tensor>> staged;  // a tensor with gaps, its dense copy
+  std::vector<TensorRecord> records;
+  for (const at::Tensor& grad : grads) {
+    at::Tensor dense = grad;
+    if (!grad.is_non_overlapping_and_dense()) {
+      dense = at::empty(grad.sizes(), grad.options().requires_grad(false));
+      dense.copy_(grad);
+      staged.emplace_back(grad, dense);
+    }
+    records.push_back(gradient_record(grad, dense.mutable_data_ptr()));
+  }
+  run_unscale(device, records, inv_scale.const_data_ptr<float>(),
+              found_inf.mutable_data_ptr<float>());
+  for (const auto& [grad, dense] : staged) grad.copy_(dense);
+  for (const at::Tensor& grad : grads) bump_version(grad);
+}
+
+void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                   const TensorList& found_infs, const LossScaleHyperparameters& hyperparameters) {
+  const char* const operation = "update_scale_";
+  check_is_plain(operation, "scale", scale);
+  const at::Device device = scale.device();
+  check_device(operation, "scale", device);
+  check_number(operation, "scale", scale, at::kFloat, device);
+  check_number(operation, "growth_tracker", growth_tracker, at::kInt, device);
+  std::vector<const float*> flags;
+  for (size_t i = 0; i < found_infs.size(); ++i) {
+    check_number(operation, c10::str("found_infs[", i, "]").c_str(), found_infs[i], at::kFloat,
+                 device);
+    flags.push_back(found_infs[i].const_data_ptr<float>());
+  }
+  run_update_scale(device, hyperparameters, flags, scale.mutable_data_ptr<float>(),
+                   growth_tracker.mutable_data_ptr<int32_t>());
+}
+
+void adam_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+           const TensorList& exp_avg_sqs, const TensorList& steps,
+           const OptionalTensorList& max_exp_avg_sqs, const OptionalTensorList& master_params,
+           const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
+           const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  std::vector<NamedList> buffers = {{"exp_avgs", &exp_avgs}, {"exp_avg_sqs", &exp_avg_sqs}};
+  if (max_exp_avg_sqs.has_value()) buffers.push_back({"max_exp_avg_sqs", &*max_exp_avg_sqs});
+  step_lists("adam_", params, grads, buffers, steps, master_params, hyperparameters, lr, grad_scale,
+             found_inf);
+}
+
+void sgd_(const TensorList& params, const TensorList& grads,
+          const OptionalTensorList& momentum_buffers, const OptionalTensorList& steps,
+          const OptionalTensorList& master_params, const SgdHyperparameters& hyperparameters,
+          const OptionalTensor& lr, const OptionalTensor& grad_scale,
+          const OptionalTensor& found_inf) {
+  TORCH_CHECK(
+      momentum_buffers.has_value() == (hyperparameters.momentum != 0.0),
+      "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum ",
+      hyperparameters.momentum);
+  TORCH_CHECK(
+      steps.has_value() || hyperparameters.momentum == 0.0 || hyperparameters.dampening == 0.0,
+      "sgd_: steps must be given with dampening, whose first step differs, got None");
+  std::vector<NamedList> buffers;
+  if (momentum_buffers.has_value()) buffers.push_back({"momentum_buffers", &*momentum_buffers});
+  step_lists("sgd_", params, grads, buffers, steps, master_params, hyperparameters, lr, grad_scale,
+             found_inf);
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,54 @@
+// The operations over lists of tensors. Throws c10::Error on bad input, before anything is written.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "api.h"
+#include "functors/adam.h"
+#include "functors/loss_scale.h"
+#include "functors/sgd.h"
+
+namespace amp_ext {
+
+using TensorList = std::vector<at::Tensor>;
+using OptionalTensor = std::optional<at::Tensor>;
+using OptionalTensorList = std::optional<std::vector<at::Tensor>>;
+
+// Sets found_inf to 1 if an element of `tensors` is inf or NaN, or if grad_scale has no finite
+// inverse; otherwise leaves it. Only reads the tensors.
+AMP_EXT_API void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
+                               const OptionalTensor& grad_scale);
+
+// Multiplies gradients by inv_scale in place; found_inf as above, of the values before.
+AMP_EXT_API void unscale_(const TensorList& grads, const at::Tensor& inv_scale,
+                          const at::Tensor& found_inf);
+
+// Backs the scale off if one of found_infs is not 0, grows it after an interval of clean steps.
+AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                               const TensorList& found_infs,
+                               const LossScaleHyperparameters& hyperparameters);
+
+// One step of Adam or AdamW; of AMSGrad if max_exp_avg_sqs is given. `lr`, if given, replaces the
+// learning rate of the hyperparameters.
+AMP_EXT_API void adam_(const TensorList& params, const TensorList& grads,
+                       const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+                       const TensorList& steps, const OptionalTensorList& max_exp_avg_sqs,
+                       const OptionalTensorList& master_params,
+                       const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
+                       const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
+
+// One step of SGD; with momentum if momentum_buffers is given, which hold zeros at first.
+AMP_EXT_API void sgd_(const TensorList& params, const TensorList& grads,
+                      const OptionalTensorList& momentum_buffers, const OptionalTensorList& steps,
+                      const OptionalTensorList& master_params,
+                      const SgdHyperparameters& hyperparameters, const OptionalTensor& lr,
+                      const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
+
+// Takes parameters that were changed behind their masters over into them. A master that rounds to
+// its parameter is left as it is.
+AMP_EXT_API void refresh_masters_(const TensorList& params, const TensorList& master_params);
+
+}  // namespace amp_ext

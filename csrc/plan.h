@@ -1,0 +1,147 @@
+// The tensors of one optimizer, owned over its life: what a step needs is checked when it changes,
+// and pointed to ever after.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "api.h"
+#include "dispatch.h"
+#include "functors/hyperparameters.h"
+#include "kernel_list.h"
+#include "multi_tensor.h"
+#include "tensor_memory.h"
+
+namespace amp_ext {
+
+// The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
+struct ParamState {
+  std::vector<at::Tensor> buffers;  // exp_avg, ...: of the parameter's shape
+  at::Tensor master_param;          // float32, of the parameter's shape
+  at::Tensor step;                  // float32, one element
+};
+
+// How messages name a tensor: "exp_avgs[3]" in a list, "exp_avg of group 0, param 3" in an
+// optimizer.
+enum class Naming { kLists, kGroups };
+
+// Where the master does not round to its parameter, the parameter has been changed behind it: there
+// the master becomes the parameter.
+void refresh_master(const at::Tensor& param, const at::Tensor& master_param);
+
+class AMP_EXT_API Plan {
+ public:
+  // `buffer_names` are the keys of the buffers, in the order in which ParamState holds them.
+  Plan(std::string operation, std::vector<std::string> buffer_names,
+       Naming naming = Naming::kGroups);
+
+  // Adds parameter number `index_in_group` of a group, whose gradient is `param.grad()`, or the one
+  // that is given. Returns its number in the plan.
+  int64_t add_param(int64_t group, int64_t index_in_group, at::Tensor param,
+                    at::Tensor explicit_grad = {});
+
+  // Hands over the state of a parameter, which later steps update in place.
+  void set_state(int64_t number, ParamState state);
+
+  // Reads the gradients. Call it before `check_finite` or `step`, while nothing else replaces them.
+  void read_grads();
+
+  // The parameters that have a gradient but no state yet, or changed their dtype since they got it.
+  std::vector<int64_t> params_without_state() const;
+
+  // Looks for inf and NaN in all gradients. Returns one found_inf for each device that holds a
+  // gradient: a copy of `found_inf` there, set to 1 where something was found.
+  std::vector<at::Tensor> check_finite(const at::Tensor& found_inf,
+                                       const std::optional<at::Tensor>& grad_scale);
+
+  // One step of every parameter that has a gradient. `groups` holds the hyperparameters of each
+  // group and `lrs` its learning rate if that is a tensor. With a `found_inf` other than 0 nothing
+  // is written at all.
+  template <typename Hyperparameters>
+  void step(std::vector<Hyperparameters> groups, const std::vector<std::optional<at::Tensor>>& lrs,
+            const std::optional<at::Tensor>& grad_scale,
+            const std::optional<at::Tensor>& found_inf) {
+    GroupTable table{
+        groups.data(), static_cast<int64_t>(groups.size()), {}, &kernel_for<Hyperparameters>};
+    for (Hyperparameters& group : groups) table.common.push_back(&group);
+    run_step(table, lrs, grad_scale, found_inf);
+  }
+
+ private:
+  enum List { kParam, kGrad, kMaster, kStep, kBuffer0 };
+  static constexpr int kLists = kBuffer0 + kMaxBuffers;
+
+  // A tensor whose memory a kernel can't walk, and the dense copy that it walks instead.
+  struct Staged {
+    at::Tensor original;
+    at::Tensor dense;
+    bool written;
+  };
+
+  struct Row {
+    int64_t group;
+    int64_t index_in_group;
+    at::Tensor param;
+    at::Tensor explicit_grad;
+    ParamState state;
+    at::ScalarType state_for = at::ScalarType::Undefined;  // the parameter's dtype at set_state
+    int64_t param_version = -1;  // as of our last step; only kept for a master
+    at::Tensor grad;             // between read_grads and the end of the operation
+    std::array<Fingerprint, kLists> fingerprints;
+    TensorRecord record;
+    bool record_is_current = false;
+    std::vector<Staged> staged;
+  };
+
+  // The hyperparameters of all groups, whatever their type.
+  struct GroupTable {
+    const void* hyperparameters;
+    int64_t count;
+    std::vector<CommonHyperparameters*> common;  // [count]
+    std::optional<OptimizerKernel> (*kernel)(int buffers);
+  };
+
+  // The rows that one launch updates.
+  struct Batch {
+    at::Device device;
+    OptimizerKernel kernel;
+    std::vector<Row*> rows;
+  };
+
+  // Lets go of the gradients at the end of an operation, also of one that throws: a plan must not
+  // keep them alive.
+  struct Cleanup {
+    Plan& plan;
+    ~Cleanup();
+  };
+
+  void run_step(GroupTable& table, const std::vector<std::optional<at::Tensor>>& lrs,
+                const std::optional<at::Tensor>& grad_scale,
+                const std::optional<at::Tensor>& found_inf);
+  Batch& batch_of(std::vector<Batch>& batches, const Row& row, const GroupTable& table) const;
+  void check_groups(const GroupTable& table,
+                    const std::vector<std::optional<at::Tensor>>& lrs) const;
+  void check_row(Row& row, const GroupTable& table);
+  void check_grad(const Row& row) const;
+  void check_tensors(const Row& row) const;
+  void check_memory();
+  void update_stale_master(Row& row);
+  void fill_record(Row& row);
+  void mark_written(Row& row);
+  const at::Tensor& tensor_of(const Row& row, int list) const;
+  std::string name_of(const Row& row, int list) const;
+
+  std::string operation_;
+  std::vector<std::string> buffer_names_;
+  Naming naming_;
+  std::vector<Row> rows_;
+  bool memory_is_checked_ = false;
+  StepScratch scratch_;
+};
+
+}  // namespace amp_ext

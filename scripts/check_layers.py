@@ -1,0 +1,144 @@
+"""Checks that includes and imports point one way: Python, bindings, operations, engines, functors.
+
+Prints every violation as ``file:line: what is wrong`` and exits with 1 if there is one.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+
+CXX = {".h", ".cuh", ".cpp", ".cu"}
+FUNCTORS, ENGINES, OPERATIONS, BINDINGS = range(4)
+
+INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')
+TORCH = re.compile(r"(torch|ATen|c10)/")
+NATIVE = re.compile(r"ATen/native/")
+PYTHON = re.compile(
+    r"pybind11/|Python\.h|torch/(torch|all|extension|python)\.h"
+    r"|torch/csrc/(Exceptions|THP|Export|python|utils/py)"
+)
+CUDA = re.compile(r"cuda|cub/|thrust/|cooperative_groups|nv|c10/cuda/|ATen/cuda/")
+
+
+def layer(path: Path) -> int:
+    """Returns the layer of a file in csrc; a header with a source beside it is an operation."""
+    inside = path.relative_to(CSRC)
+    if inside.name == "bindings.cpp":
+        return BINDINGS
+    if inside.parts[0] in ("cpu", "cuda"):
+        return ENGINES
+    if len(inside.parts) == 1 and path.with_suffix(".cpp").is_file():
+        return OPERATIONS
+    return FUNCTORS
+
+
+def includes(path: Path) -> Iterator[tuple[int, bool, str, bool]]:
+    """Yields line, whether quoted, name, and whether the line is behind AMP_EXT_WITH_CUDA."""
+    conditions: list[str] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        directive = re.match(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b(.*)", line)
+        if directive:
+            word, condition = directive.groups()
+            if word in ("elif", "else", "endif"):
+                conditions.pop()
+            if word in ("if", "ifdef", "elif"):
+                conditions.append(condition)
+            elif word in ("ifndef", "else"):
+                conditions.append("")
+        found = INCLUDE.match(line.lstrip())
+        if found:
+            behind = any(re.search(r"(?<!!)\bAMP_EXT_WITH_CUDA", text) for text in conditions)
+            yield number, found[1] == '"', found[2], behind
+
+
+def check_includes() -> Iterator[tuple[Path, int, str]]:
+    """Yields the violations of C++ and CUDA files."""
+    cuda_users: set[Path] = set()
+    for path in sorted(file for file in CSRC.rglob("*") if file.suffix in CXX):
+        folder, mine = path.relative_to(CSRC).parts[0], layer(path)
+        for line, quoted, name, behind_cuda in includes(path):
+            if quoted:
+                target = CSRC / name
+                if ".." in name or not target.is_file():
+                    yield path, line, f'"{name}" is not a path inside csrc'
+                elif layer(target) > mine:
+                    yield path, line, f'"{name}" belongs to a higher layer'
+                elif {folder, Path(name).parts[0]} == {"cpu", "cuda"}:
+                    yield path, line, f'"{name}" belongs to the other engine'
+                elif Path(name).parts[0] == "cuda" and folder != "cuda" and not behind_cuda:
+                    yield path, line, f'"{name}" must be behind AMP_EXT_WITH_CUDA'
+                continue
+            if NATIVE.match(name):
+                yield path, line, f"<{name}>: ATen/native is not PyTorch's public interface"
+            if TORCH.match(name) and folder in ("functors", "cuda"):
+                yield path, line, f"<{name}>: no PyTorch header in {folder}"
+            if PYTHON.match(name) and mine != BINDINGS:
+                yield path, line, f"<{name}> belongs to bindings.cpp"
+            if CUDA.match(name) and folder != "cuda":
+                cuda_users.add(path)
+                if not behind_cuda:
+                    yield path, line, f"<{name}> must be behind AMP_EXT_WITH_CUDA"
+                elif len(cuda_users) > 1:
+                    names = ", ".join(sorted(user.name for user in cuda_users))
+                    yield path, line, f"<{name}>: one file outside cuda/ may name CUDA, not {names}"
+
+
+def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields line and full name of everything imported, also where it is a string."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Constant) and node.value == "amp_ext._C":
+            yield node.lineno, "amp_ext._C"
+
+
+def check_imports() -> Iterator[tuple[Path, int, str]]:
+    """Yields the violations of the package's Python files."""
+    for path in sorted((ROOT / "amp_ext").rglob("*.py")):
+        inside = path.relative_to(ROOT / "amp_ext").as_posix()
+        for line, name in imports(path, ast.parse(path.read_text())):
+            if re.match(r"amp_ext\._C\b", name) and inside != "ops.py":
+                yield path, line, "only amp_ext/ops.py imports _C"
+            if inside == "grad_scaler.py" and re.match(r"amp_ext\.optim\b", name):
+                yield path, line, f"the scaler must not import {name}"
+            if inside.startswith("optim/") and re.match(r"amp_ext\.(grad_scaler|GradS)", name):
+                yield path, line, f"an optimizer must not import {name}"
+
+
+def check_openings() -> Iterator[tuple[Path, int, str]]:
+    """Yields the files that do not open with a sentence about themselves."""
+    folders = ("csrc", "amp_ext", "tests", "examples", "benchmarks", "scripts")
+    for path in sorted(file for folder in folders for file in (ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".pyi"):
+            text = path.read_text()
+            opens = ast.get_docstring(ast.parse(text)) is not None or text.startswith("# ")
+        elif path.suffix in CXX:
+            opens = path.read_text().startswith(("//", "/*"))
+        elif path.suffix == ".sh":
+            opens = path.read_text().partition("\n")[2].startswith("# ")
+        else:
+            continue
+        if not opens:
+            yield path, 1, "must open with a sentence about the file"
+
+
+def main() -> int:
+    """Prints all violations and returns the exit code."""
+    violations = [*check_includes(), *check_imports(), *check_openings()]
+    for path, line, text in violations:
+        print(f"{path.relative_to(ROOT)}:{line}: {text}")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

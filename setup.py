@@ -1,0 +1,193 @@
+"""Builds the binary amp_ext._C against the PyTorch of this environment.
+
+Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on. CUDA_HOME, TORCH_CUDA_ARCH_LIST,
+MAX_JOBS and CXX mean what they mean to PyTorch.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from glob import glob
+from pathlib import Path
+
+import setuptools
+
+ROOT = Path(__file__).resolve().parent
+INSTALL = (
+    '    pip install torch "setuptools>=77" ninja wheel && pip install --no-build-isolation .\n'
+)
+
+# No -std (PyTorch sets the one it needs), no -march=native (the engine picks at run time). Without
+# contraction every device computes the same bits; without errno sqrt becomes an instruction. Python
+# asks for debug information, which PyTorch's headers make 20 times larger than the code: -g0.
+CXX_FLAGS = [
+    "-O3",
+    "-g0",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+]
+NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
+
+BINDINGS = ["csrc/bindings.cpp"]
+
+
+def fail(message: str) -> None:
+    """Ends the build with a message that pip shows as it is."""
+    sys.exit(f"\namp_ext: {message}")
+
+
+if importlib.util.find_spec("torch") is None:
+    fail(
+        "the build needs PyTorch and cannot see it. PyTorch must be installed first, and pip must\n"
+        "be told not to hide it (--no-build-isolation): the binary fits only the PyTorch that it\n"
+        f"was compiled against. Run:\n\n{INSTALL}"
+    )
+if int(setuptools.__version__.split(".")[0]) < 77:
+    fail(f"setuptools {setuptools.__version__} is too old, 77 is needed. Run:\n\n{INSTALL}")
+
+import torch  # noqa: E402
+
+
+def first_line(*command: str) -> str | None:
+    """Returns the first line a command prints, or None if it fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.partition("\n")[0]
+
+
+def find_cuda_home() -> str | None:
+    """Returns the folder of the CUDA toolkit, or None.
+
+    ``nvcc`` on the PATH may be a wrapper script, so it is asked for its folder. PyTorch would take
+    the folder that the wrapper lies in.
+    """
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if given:
+        return given if os.access(f"{given}/bin/nvcc", os.X_OK) else None
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        return None
+    plan = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
+    )
+    top = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+    return str(Path(top[1].strip()).resolve()) if top else None
+
+
+def toolkit_version(cuda_home: str) -> tuple[int, int]:
+    """Returns the version of a CUDA toolkit."""
+    text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+)\.(\d+)", text.stdout)
+    if release is None:
+        fail(f"{cuda_home}/bin/nvcc --version names no release.")
+    return int(release[1]), int(release[2])
+
+
+def choose_cuda() -> bool:
+    """Says whether to build the CUDA backend, and points PyTorch to the toolkit if so."""
+    choice = os.environ.get("AMP_EXT_CUDA", "")
+    if choice not in ("", "0", "1"):
+        fail(f"AMP_EXT_CUDA must be 0 or 1, got {choice!r}.")
+    if choice == "0":
+        return False
+
+    if torch.version.cuda is None:
+        if choice == "1":
+            fail(f"AMP_EXT_CUDA=1, but PyTorch {torch.__version__} is built without CUDA.")
+        return False
+    cuda_home = find_cuda_home()
+    if cuda_home is None:
+        missing = (
+            f"PyTorch {torch.__version__} uses CUDA {torch.version.cuda}, but no nvcc of its "
+            f"toolkit is found (CUDA_HOME={os.environ.get('CUDA_HOME', 'not set')})"
+        )
+        if choice == "1":
+            fail(f"AMP_EXT_CUDA=1. {missing}.")
+        print(f"amp_ext: {missing}.")
+        return False
+
+    toolkit = toolkit_version(cuda_home)
+    if toolkit[0] != int(torch.version.cuda.split(".")[0]):
+        fail(
+            f"the CUDA toolkit is {toolkit[0]}.{toolkit[1]} (CUDA_HOME={cuda_home}), but PyTorch\n"
+            f"{torch.__version__} uses CUDA {torch.version.cuda}. Set CUDA_HOME to a toolkit of\n"
+            "that major version, or AMP_EXT_CUDA=0 to build for the CPU alone."
+        )
+    os.environ["CUDA_HOME"] = cuda_home
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
+        newest = ";10.0;12.0+PTX" if toolkit >= (12, 8) else "+PTX"
+        os.environ["TORCH_CUDA_ARCH_LIST"] = f"7.5;8.0;8.6;9.0{newest}"
+    return True
+
+
+def bound_jobs() -> None:
+    """Sets MAX_JOBS, unless given: a job per core, and 2 GiB of memory for each."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    jobs = max(1, min(len(os.sched_getaffinity(0)), memory // 2**31))
+    os.environ.setdefault("MAX_JOBS", str(jobs))
+
+
+with_cuda = choose_cuda()
+bound_jobs()
+# PyTorch looks for ninja on the PATH, which lacks the scripts of an environment not activated.
+os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
+
+# It fixes CUDA_HOME when it is imported.
+from torch.utils import cpp_extension  # noqa: E402
+
+define = ["-DAMP_EXT_WITH_CUDA=1"] if with_cuda else []
+flags = {"cxx": CXX_FLAGS + define, "nvcc": NVCC_FLAGS + define if with_cuda else []}
+
+# All that needs no Python: could be linked as a library of its own.
+core = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") + (glob("csrc/cuda/*.cu") if with_cuda else [])
+core = sorted(set(core) - set(BINDINGS))
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """Leaves beside the binary a file that says how it was built."""
+
+    def run(self) -> None:
+        """Builds, then writes ``_build_info.json``."""
+        backends = ["cpu", "cuda"] if with_cuda else ["cpu"]
+        print(f"amp_ext: building {' and '.join(backends)} for PyTorch {torch.__version__}")
+        super().run()
+        gpus = range(torch.cuda.device_count())
+        visible = {".".join(map(str, torch.cuda.get_device_capability(gpu))) for gpu in gpus}
+        arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(sorted(visible))
+        info = {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda if with_cuda else None,
+            "python": platform.python_version(),
+            "compiler": first_line(cpp_extension.get_cxx_compiler(), "--version"),
+            "arch_list": re.split("[; ]+", arch_list) if with_cuda else [],
+            "backends": backends,
+            "flags": flags,
+            "git": first_line("git", "rev-parse", "HEAD") if (ROOT / ".git").exists() else None,
+        }
+        package = Path(self.get_ext_fullpath("amp_ext._C")).parent
+        (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+
+
+Extension = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+setuptools.setup(
+    ext_modules=[
+        Extension(
+            "amp_ext._C",
+            core + BINDINGS,
+            include_dirs=[str(ROOT / "csrc")],
+            extra_compile_args=dict(flags),
+            extra_link_args=["-fopenmp"],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -1,0 +1,101 @@
+"""Sizes, layouts and dtypes that kernels get wrong, as rows of tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+# Nothing, a scalar, less than a vector, a vector and one more; a chunk less one, whole, more one;
+# several chunks with a tail.
+SHAPES = [(0,), (), (1,), (3,), (4,), (5,), (16383,), (16384,), (16385,), (70000,)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of one parameter, its gradient and its states, and whether it has a master."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    master: bool = False
+
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+DTYPES = [
+    pytest.param(Dtypes(F32, F32, F32), id="fp32"),
+    pytest.param(Dtypes(F64, F64, F64), id="fp64"),
+    pytest.param(Dtypes(F32, F16, F32), id="fp32-grad16"),
+    pytest.param(Dtypes(F32, BF16, F32), id="fp32-gradbf16"),
+    pytest.param(Dtypes(F32, F64, F32), id="fp32-grad64"),
+    pytest.param(Dtypes(F16, F16, F32, master=True), id="fp16-master"),
+    pytest.param(Dtypes(F16, F32, F32, master=True), id="fp16-master-grad32"),
+    pytest.param(Dtypes(F16, F16, F32), id="fp16-state32"),
+    pytest.param(Dtypes(F16, F16, F16), id="fp16-as-torch"),
+    pytest.param(Dtypes(F16, F16, F16, master=True), id="fp16-master-state16"),
+    pytest.param(Dtypes(F16, BF16, F32, master=True), id="fp16-master-gradbf16"),
+    pytest.param(Dtypes(BF16, BF16, F32, master=True), id="bf16-master"),
+    pytest.param(Dtypes(BF16, F32, F32, master=True), id="bf16-master-grad32"),
+    pytest.param(Dtypes(BF16, BF16, F32), id="bf16-state32"),
+    pytest.param(Dtypes(BF16, BF16, BF16), id="bf16-as-torch"),
+    pytest.param(Dtypes(BF16, BF16, BF16, master=True), id="bf16-master-state16"),
+]
+
+# One row for each kind of memory access, where the whole table would say nothing more.
+FEW_DTYPES = [row for row in DTYPES if row.id in {"fp32", "fp64", "fp16-master", "bf16-as-torch"}]
+
+# Fills the memory around a view; nothing may write there.
+SENTINEL = 7.0
+
+
+def contiguous(shape: tuple[int, ...], **kind) -> Tensor:
+    return torch.full((math.prod(shape) + 64,), SENTINEL, **kind)[32:-32].view(shape)
+
+
+def misaligned(shape: tuple[int, ...], **kind) -> Tensor:
+    return torch.full((math.prod(shape) + 2,), SENTINEL, **kind)[1:-1].view(shape)
+
+
+def strided(shape: tuple[int, ...], **kind) -> Tensor:
+    return torch.full((*shape[:-1], 2 * shape[-1]), SENTINEL, **kind)[..., ::2]
+
+
+def sliced(shape: tuple[int, ...], **kind) -> Tensor:
+    return torch.full((*shape[:-1], shape[-1] + 3), SENTINEL, **kind)[..., 2:-1]
+
+
+def transposed(shape: tuple[int, ...], **kind) -> Tensor:
+    return contiguous(tuple(reversed(shape)), **kind).permute(*reversed(range(len(shape))))
+
+
+def channels_last(shape: tuple[int, ...], **kind) -> Tensor:
+    batch, channels, height, width = shape
+    return contiguous((batch, height, width, channels), **kind).permute(0, 3, 1, 2)
+
+
+Layout = Callable[..., Tensor]
+LAYOUTS = [
+    pytest.param(layout, id=layout.__name__.replace("_", "-"))
+    for layout in (contiguous, misaligned, strided, sliced, transposed, channels_last)
+]
+# More than a chunk, and no side a multiple of a vector.
+LAYOUT_SHAPE = (3, 5, 33, 37)
+
+
+def placed(tensor: Tensor, layout: Layout) -> Tensor:
+    """Returns a view with the layout and the values of ``tensor``, in a buffer of its own."""
+    return layout(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def neighbours_untouched(view: Tensor) -> bool:
+    """Tells whether the memory around a view made by ``placed`` still holds the sentinel."""
+    count = view.untyped_storage().nbytes() // view.element_size()
+    whole = view.detach().as_strided((count,), (1,), 0)
+    outside = torch.ones(count, dtype=torch.bool, device=view.device)
+    outside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
+    return bool((whole[outside] == SENTINEL).all())

@@ -1,0 +1,107 @@
+"""Where the tests run: devices, and the instruction sets of the CPU engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Threads that wait sleep instead of spinning, which makes the tests ten times faster on a busy
+# machine. OpenMP reads it once, when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+TESTS = Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One place where the kernels run.
+
+    Attributes:
+        name: Shown in the test's name.
+        device: Where the tensors of the test live.
+        why_missing: Says why this machine lacks the row, or returns None.
+        selected: A context in which the operations take this row's kernels.
+    """
+
+    name: str
+    device: str
+    why_missing: Callable[[], str | None] = lambda: None
+    selected: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def why_no_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+ROWS = [Row("cpu", "cpu"), Row("cuda", "cuda", why_no_gpu)]
+
+
+@pytest.fixture(params=[pytest.param(row, id=row.name) for row in ROWS])
+def device(request: pytest.FixtureRequest):
+    """The device of the tensors, once for each row.
+
+    A missing GPU is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``.
+    """
+    row: Row = request.param
+    reason = row.why_missing()
+    if reason is not None:
+        if row.name == "cuda" and os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1":
+            pytest.fail(f"AMP_EXT_REQUIRE_CUDA=1, but {reason}")
+        pytest.skip(reason)
+    with row.selected():
+        yield torch.device(row.device)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+CHILD = """
+import importlib, sys
+import torch
+from amp_ext import ops
+tests, module, function, path = sys.argv[1:]
+sys.path.insert(0, tests)
+torch.manual_seed(0)
+torch.save((ops.cpu_isa(), getattr(importlib.import_module(module), function)()), path)
+"""
+
+
+@pytest.fixture
+def under_isa(tmp_path: Path) -> Callable[[Callable[[], Any], str | None], tuple[str, Any]]:
+    """Runs a function of a test module in a fresh interpreter, under a chosen instruction set.
+
+    ``under_isa(function, "plain")`` returns the instruction set that was taken and what the
+    function returned: anything of tensors, lists, dicts and numbers. The set is read when the
+    package is imported, so one process cannot do both. None leaves the choice to the package.
+    """
+
+    def run(function: Callable[[], Any], isa: str | None) -> tuple[str, Any]:
+        path = tmp_path / f"{function.__name__}-{isa}.pt"
+        environment = {k: v for k, v in os.environ.items() if k != "AMP_EXT_CPU_ISA"}
+        if isa is not None:
+            environment["AMP_EXT_CPU_ISA"] = isa
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, TESTS, function.__module__, function.__name__, path],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return torch.load(path)
+
+    return run

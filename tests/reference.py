@@ -1,0 +1,214 @@
+"""The formulas of the optimizers in plain torch float64, and how closely results must agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# How far one step may lie from the float64 formula that starts from the same stored numbers.
+# Exact where the maths is exact: then use torch.equal or `same_bits`, not this table.
+TOLERANCES: dict[torch.dtype, dict[str, float]] = {
+    # A dozen roundings of 1.1e-16, in another order than the reference.
+    torch.float64: {"rtol": 1e-12, "atol": 1e-14},
+    # A dozen roundings of 6e-8. Much below the 1.3e-5 by which 1 - beta2 is off when beta2 is a
+    # float; the absolute part is for sums of numbers up to 8 that cancel (gradient and decay).
+    torch.float32: {"rtol": 2e-6, "atol": 1e-6},
+    # Maths in float32, hence its absolute part, stored once: one unit in the last of 11 bits, since
+    # a value close to the middle of two neighbours may round to either.
+    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
+    # The same with 8 bits.
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
+}
+
+
+def tolerance(dtype: torch.dtype, steps: int = 1, size: float = 0.0) -> dict[str, float]:
+    """Returns the row of ``TOLERANCES`` for a run of several steps.
+
+    Each step starts from the rounded result of the one before, so the distances add up; and what
+    ends near zero was rounded on its way there, when it was as large as ``size``.
+    """
+    row = TOLERANCES[dtype]
+    on_the_way = size * row["rtol"] if steps > 1 else 0.0
+    return {"rtol": steps * row["rtol"], "atol": steps * row["atol"] + on_the_way}
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, steps: int = 1, what: str = "") -> None:
+    """Asserts that ``actual`` is ``expected`` to the rounding of the dtype of ``actual``.
+
+    Args:
+        actual: What the code under test stored.
+        expected: The same shape in any floating dtype, usually float64.
+        steps: How many roundings of the stored number lie between the two.
+        what: Named in the message.
+    """
+    actual_double, expected_double = (
+        actual.detach().double().cpu(),
+        expected.detach().double().cpu(),
+    )
+    size = expected_double.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        actual_double,
+        expected_double,
+        **tolerance(actual.dtype, steps, size),
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Tells whether two tensors hold the same bits: NaN equals itself, 0.0 is not -0.0."""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    return torch.equal(
+        actual.detach().cpu().contiguous().view(integers),
+        expected.detach().cpu().contiguous().view(integers),
+    )
+
+
+def snapshot(tensors: list[Tensor] | dict[str, Tensor]) -> Any:
+    """Returns copies that share nothing with ``tensors``, in the same kind of container."""
+    if isinstance(tensors, dict):
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def unscaled(grad: Tensor, grad_scale: Tensor | float | None) -> Tensor:
+    """Returns the gradient in float64, multiplied by float32(1 / float64(grad_scale))."""
+    if grad_scale is None:
+        return grad.double()
+    inverse = 1.0 / torch.as_tensor(grad_scale).double().cpu()
+    return grad.double() * inverse.float().double().item()
+
+
+def adam(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    grad_scale: Tensor | float | None = None,
+) -> dict[str, Tensor]:
+    """Takes one step of Adam, AdamW or AMSGrad in float64.
+
+    Args:
+        param: The number that is updated: the master where there is one. Nothing is written.
+        grad: Gradient, still multiplied by ``grad_scale``.
+        exp_avg: First moment before the step.
+        exp_avg_sq: Second moment before the step.
+        step: Steps taken before this one.
+        max_exp_avg_sq: Largest second moment so far; given means AMSGrad.
+
+    Returns:
+        The new values under the names of the arguments, in float64.
+
+    Reference:
+        Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay
+        Regularization", 2019; Reddi et al., "On the Convergence of Adam and Beyond", 2018.
+    """
+    param, grad = param.double(), unscaled(grad, grad_scale)
+    exp_avg, exp_avg_sq, step = exp_avg.double(), exp_avg_sq.double(), step.double() + 1
+    if maximize:
+        grad = -grad
+    if decoupled_weight_decay:
+        param = param * (1 - lr * weight_decay)
+    elif weight_decay != 0:
+        grad = grad + weight_decay * param
+    exp_avg = beta1 * exp_avg + (1 - beta1) * grad
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+    result = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": step}
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        second = torch.maximum(max_exp_avg_sq.double(), exp_avg_sq)
+        result["max_exp_avg_sq"] = second
+    corrected = exp_avg / (1 - beta1**step)
+    denominator = (second / (1 - beta2**step)).sqrt() + eps
+    return result | {"param": param - lr * corrected / denominator}
+
+
+def sgd(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None = None,
+    *,
+    first: bool,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    grad_scale: Tensor | float | None = None,
+) -> dict[str, Tensor]:
+    """Takes one step of SGD in float64.
+
+    Args:
+        param: The number that is updated: the master where there is one. Nothing is written.
+        grad: Gradient, still multiplied by ``grad_scale``.
+        momentum_buffer: Buffer before the step; needed unless ``momentum`` is 0.
+        first: Whether no step was taken yet: the buffer becomes the gradient, without dampening.
+
+    Returns:
+        The new ``param`` and, with momentum, ``momentum_buffer``, in float64.
+
+    Reference:
+        Sutskever et al., "On the importance of initialization and momentum in deep learning",
+        2013, in the variant of ``torch.optim.SGD``.
+    """
+    param, grad = param.double(), unscaled(grad, grad_scale)
+    if maximize:
+        grad = -grad
+    if decoupled_weight_decay:
+        param = param * (1 - lr * weight_decay)
+    elif weight_decay != 0:
+        grad = grad + weight_decay * param
+    if momentum == 0:
+        return {"param": param - lr * grad}
+    if first:
+        buffer = grad
+    else:
+        buffer = momentum * momentum_buffer.double() + (1 - dampening) * grad
+    direction = grad + momentum * buffer if nesterov else buffer
+    return {"param": param - lr * direction, "momentum_buffer": buffer}
+
+
+def refreshed_master(master: Tensor, param: Tensor) -> Tensor:
+    """Returns the master after somebody may have changed ``param`` under it.
+
+    Elements that still round to the parameter keep their extra bits.
+    """
+    return torch.where(master.to(param.dtype) == param, master, param.float())
+
+
+class FloatMasters:
+    """Mixed precision by hand: float32 copies of 16-bit parameters under an optimizer of torch.
+
+    Args:
+        params: fp16 or bf16 parameters. Never written; ``params`` of this object are copies.
+        optimizer: A class of ``torch.optim``.
+        options: Its arguments.
+    """
+
+    def __init__(self, params: list[Tensor], optimizer: type, **options: Any) -> None:
+        self.params = [param.detach().clone() for param in params]
+        self.masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+        self.optimizer = optimizer(self.masters, **options)
+
+    def step(self, grads: list[Tensor | None]) -> None:
+        """Steps the masters with the gradients in float32 and rounds them into ``params``."""
+        for master, grad in zip(self.masters, grads, strict=True):
+            master.grad = None if grad is None else grad.detach().float().contiguous()
+        self.optimizer.step()
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master.detach())
