@@ -1,7 +1,8 @@
-"""Mixed-precision training for PyTorch: fused optimizers with float32 masters."""
+"""Mixed-precision training for PyTorch: a gradient scaler and fused optimizers."""
 
 from amp_ext import ops, optim
+from amp_ext.grad_scaler import GradScaler
 
 __version__ = "0.1.0"
 
-__all__ = ["ops", "optim"]
+__all__ = ["GradScaler", "ops", "optim"]

@@ -1,0 +1,294 @@
+"""Tests of the loops that torch's AMP pages show, under ``torch.amp.GradScaler = ours``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference import tolerance
+from torch import Tensor, nn
+
+import amp_ext
+
+ITERATIONS = 12
+# So large that the first iterations overflow and the scale must come down.
+INIT_SCALE = 2.0**127
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+TORCH_OPTIMIZERS = [
+    pytest.param(lambda ps: torch.optim.SGD(ps, 0.01, momentum=0.9), id="torch-sgd"),
+    pytest.param(lambda ps: torch.optim.Adam(ps, 0.05, foreach=False), id="torch-adam-loop"),
+    pytest.param(lambda ps: torch.optim.Adam(ps, 0.05, fused=True), id="torch-adam-fused"),
+    pytest.param(lambda ps: torch.optim.AdamW(ps, 0.05, foreach=False), id="torch-adamw-loop"),
+    pytest.param(lambda ps: torch.optim.AdamW(ps, 0.05, fused=True), id="torch-adamw-fused"),
+]
+# Ours, and the optimizer of torch that it replaces.
+OUR_OPTIMIZERS = [
+    pytest.param(
+        lambda ps: amp_ext.optim.SGD(ps, 0.01, momentum=0.9),
+        lambda ps: torch.optim.SGD(ps, 0.01, momentum=0.9),
+        id="our-sgd",
+    ),
+    pytest.param(
+        lambda ps: amp_ext.optim.Adam(ps, 0.05, eps=1e-3),
+        lambda ps: torch.optim.Adam(ps, 0.05, eps=1e-3),
+        id="our-adam",
+    ),
+    pytest.param(
+        lambda ps: amp_ext.optim.AdamW(ps, 0.05, eps=1e-3),
+        lambda ps: torch.optim.AdamW(ps, 0.05, eps=1e-3),
+        id="our-adamw",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keeps matrix products of a few elements away from threads, whose start costs far more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Log:
+    """What a recipe leaves behind: losses, scales and the parameters at the end."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.scales: list[float] = []
+        self.params: list[Tensor] = []
+
+    def iteration(self, scaler: torch.amp.GradScaler, *losses: Tensor) -> None:
+        self.losses.extend(loss.detach().float().cpu() for loss in losses)
+        self.scales.append(scaler.get_scale())
+
+
+def new_model(device: Any, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(device)
+
+
+def batches(device: Any) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    inputs = [torch.randn(8, 6) for _ in range(ITERATIONS)]
+    return [(x.to(device), 10 * x[:, :2].to(device) + 5) for x in inputs]
+
+
+def autocast(device: Any) -> torch.autocast:
+    return torch.autocast(device_type=device.type, dtype=torch.bfloat16)
+
+
+def new_scaler(device: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device.type, init_scale=INIT_SCALE, growth_interval=2)
+
+
+def plain(make: MakeOptimizer, device: Any) -> Log:
+    """Typical mixed precision training."""
+    model, scaler, log = new_model(device), new_scaler(device), Log()
+    optimizer = make(model.parameters())
+    for x, target in batches(device):
+        optimizer.zero_grad()
+        with autocast(device):
+            loss = nn.functional.mse_loss(model(x).float(), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        log.iteration(scaler, loss)
+    log.params.extend(model.parameters())
+    return log
+
+
+def clipping(make: MakeOptimizer, device: Any) -> Log:
+    """Gradient clipping after ``unscale_``."""
+    model, scaler, log = new_model(device), new_scaler(device), Log()
+    optimizer = make(model.parameters())
+    for x, target in batches(device):
+        optimizer.zero_grad()
+        with autocast(device):
+            loss = nn.functional.mse_loss(model(x).float(), target)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        log.iteration(scaler, loss)
+    log.params.extend(model.parameters())
+    return log
+
+
+def clipping_scaled_gradients(make: MakeOptimizer, device: Any) -> Log:
+    """Gradient clipping by ``max_norm`` times the scale, without ``unscale_``."""
+    model, scaler, log = new_model(device), new_scaler(device), Log()
+    optimizer = make(model.parameters())
+    for x, target in batches(device):
+        optimizer.zero_grad()
+        with autocast(device):
+            loss = nn.functional.mse_loss(model(x).float(), target)
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1 * scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        log.iteration(scaler, loss)
+    log.params.extend(model.parameters())
+    return log
+
+
+def accumulation(make: MakeOptimizer, device: Any) -> Log:
+    """Gradient accumulation over two batches."""
+    model, scaler, log = new_model(device), new_scaler(device), Log()
+    optimizer = make(model.parameters())
+    for index, (x, target) in enumerate(batches(device) * 2):
+        with autocast(device):
+            loss = nn.functional.mse_loss(model(x).float(), target) / 2
+        scaler.scale(loss).backward()
+        if (index + 1) % 2 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        log.iteration(scaler, loss)
+    log.params.extend(model.parameters())
+    return log
+
+
+def gradient_penalty(make: MakeOptimizer, device: Any) -> Log:
+    """A loss that contains the norm of unscaled gradients."""
+    model, scaler, log = new_model(device), new_scaler(device), Log()
+    optimizer = make(model.parameters())
+    for x, target in batches(device):
+        optimizer.zero_grad()
+        with autocast(device):
+            loss = nn.functional.mse_loss(model(x).float(), target)
+        scaled_grads = torch.autograd.grad(
+            outputs=scaler.scale(loss), inputs=model.parameters(), create_graph=True
+        )
+        inv_scale = 1.0 / scaler.get_scale()
+        grads = [grad * inv_scale for grad in scaled_grads]
+        with autocast(device):
+            norm = sum(grad.pow(2).sum() for grad in grads).sqrt()
+            loss = loss + 0.1 * norm
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        log.iteration(scaler, loss)
+    log.params.extend(model.parameters())
+    return log
+
+
+def several_models(make: MakeOptimizer, device: Any) -> Log:
+    """Two models, two losses and two optimizers with one scaler."""
+    first, second = new_model(device), new_model(device, seed=3)
+    optimizers = make(first.parameters()), make(second.parameters())
+    scaler, log = new_scaler(device), Log()
+    for x, target in batches(device):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with autocast(device):
+            outputs = first(x).float(), second(x).float()
+            loss = nn.functional.mse_loss(2 * outputs[0] + 3 * outputs[1], target)
+            other = nn.functional.mse_loss(3 * outputs[0] - 5 * outputs[1], target)
+        scaler.scale(loss).backward(retain_graph=True)
+        scaler.scale(other).backward()
+        scaler.unscale_(optimizers[0])
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        log.iteration(scaler, loss, other)
+    log.params.extend([*first.parameters(), *second.parameters()])
+    return log
+
+
+def saving_every_iteration(make: MakeOptimizer, device: Any) -> Log:
+    """A scaler and an optimizer rebuilt from their checkpoints in each iteration."""
+    model, scaler, log = new_model(device), new_scaler(device), Log()
+    optimizer = make(model.parameters())
+    for x, target in batches(device):
+        states = scaler.state_dict(), optimizer.state_dict()
+        scaler, optimizer = new_scaler(device), make(model.parameters())
+        scaler.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        optimizer.zero_grad()
+        with autocast(device):
+            loss = nn.functional.mse_loss(model(x).float(), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        log.iteration(scaler, loss)
+    log.params.extend(model.parameters())
+    return log
+
+
+def disabled(make: MakeOptimizer, device: Any) -> Log:
+    """The same program with ``enabled=False``."""
+    model, log = new_model(device), Log()
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    optimizer = make(model.parameters())
+    for x, target in batches(device):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), target)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        log.iteration(scaler, loss)
+    log.params.extend(model.parameters())
+    return log
+
+
+RECIPES = [
+    plain,
+    clipping,
+    clipping_scaled_gradients,
+    accumulation,
+    gradient_penalty,
+    several_models,
+    saving_every_iteration,
+    disabled,
+]
+
+
+def check_that_some_steps_overflowed(log: Log, recipe: Callable[..., Log]) -> None:
+    """Makes sure that a recipe saw overflows and clean steps, else it would show little."""
+    falls = [later < sooner for sooner, later in itertools.pairwise([INIT_SCALE, *log.scales])]
+    assert recipe is disabled or 0 < sum(falls) < len(falls) - 2
+
+
+@pytest.mark.parametrize("make", TORCH_OPTIMIZERS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+def test_the_losses_of_a_recipe_are_torchs_to_the_bit(
+    recipe: Callable[..., Log], make: MakeOptimizer, device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = recipe(make, device)
+    monkeypatch.setattr(torch.amp, "GradScaler", amp_ext.GradScaler)
+    actual = recipe(make, device)
+    check_that_some_steps_overflowed(actual, recipe)
+    assert actual.scales == expected.scales
+    losses, expected_losses = torch.stack(actual.losses), torch.stack(expected.losses)
+    torch.testing.assert_close(losses, expected_losses, rtol=0, atol=0, equal_nan=True)
+    assert all(map(torch.equal, actual.params, expected.params))
+
+
+@pytest.mark.parametrize(("make", "make_torchs"), OUR_OPTIMIZERS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+def test_a_recipe_with_our_optimizers_trains_as_with_torchs(
+    recipe: Callable[..., Log],
+    make: MakeOptimizer,
+    make_torchs: MakeOptimizer,
+    device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = recipe(make_torchs, device)
+    monkeypatch.setattr(torch.amp, "GradScaler", amp_ext.GradScaler)
+    actual = recipe(make, device)
+    check_that_some_steps_overflowed(actual, recipe)
+    assert actual.scales == expected.scales
+    losses, expected_losses = torch.stack(actual.losses), torch.stack(expected.losses)
+    close = tolerance(torch.bfloat16)
+    torch.testing.assert_close(losses, expected_losses, **close, equal_nan=True)
+    for param, wanted in zip(actual.params, expected.params, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-2, atol=1e-3)
