@@ -2,7 +2,10 @@
 
 SEEDS ?= 1
 BASE_PYTHON ?= python3
+TORCH ?= 2.11.0
+FOLDER ?= results/gpu_check
 
+PATH_BEFORE := $(PATH)
 ifdef PYTHON
 INSTALLED :=
 BUILT := build-in-place
@@ -18,19 +21,22 @@ SOURCES := setup.py $(shell find csrc)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format build build-in-place clean
+.PHONY: help demo test sanitize lint format build build-in-place cuda-build gpu-check clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
 	@echo 'make TARGET PYTHON=python   in that environment as it is; nothing is installed'
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(BUILT)  ## Trains the photo example; SEEDS=3 repeats it with three seeds
 	@$(PYTHON) examples/photo.py --seeds $(SEEDS)
 
 test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
 	@$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+sanitize: $(INSTALLED)  ## Runs them with sanitizers in the CPU engine and the emulated kernels
+	@PYTHON=$(PYTHON) scripts/sanitize.sh $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## Checks format, style, types and the direction of includes and imports
 	@$(PYTHON) -m ruff format --check --quiet
@@ -46,7 +52,15 @@ format: $(INSTALLED)  ## Formats all sources
 
 build: $(BUILT)  ## Builds the extension in place
 
-clean:  ## Removes what was built; .venv stays
+# Neither uses .venv: the one makes an environment, the other takes the present one.
+cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses
+	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/cuda_build.sh
+
+gpu-check:  ## Tests and times on a GPU, in the present environment; FOLDER=... takes the results
+	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \
+	    scripts/gpu_check.sh $(FOLDER)
+
+clean:  ## Removes what was built; .venv and .venv-cuda stay
 	@rm -rf build dist *.egg-info amp_ext/_C.*.so amp_ext/_build_info.json .venv/.built*
 	@find amp_ext tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
 

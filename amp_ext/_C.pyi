@@ -3,34 +3,38 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-class AdamHyperparameters:
-    def __init__(
-        self,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled_weight_decay: bool,
-        maximize: bool,
-    ) -> None: ...
+class _CommonHyperparameters:
+    lr: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+    maximize: bool
+    clip_value: float
+    write_back_grads: bool
+    def __init__(self, **fields: float | bool) -> None: ...
 
-class SgdHyperparameters:
-    def __init__(
-        self,
-        lr: float,
-        momentum: float,
-        dampening: float,
-        weight_decay: float,
-        nesterov: bool,
-        decoupled_weight_decay: bool,
-        maximize: bool,
-    ) -> None: ...
+class AdamHyperparameters(_CommonHyperparameters):
+    beta1: float
+    beta2: float
+    eps: float
+
+class SgdHyperparameters(_CommonHyperparameters):
+    momentum: float
+    dampening: float
+    nesterov: bool
 
 class LossScaleHyperparameters:
-    def __init__(
-        self, growth_factor: float, backoff_factor: float, growth_interval: int
-    ) -> None: ...
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    def __init__(self, **fields: float) -> None: ...
+
+class GradientOptions:
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    max_grad_norm: float | None
+    sum_of_squares: Tensor | None
+    grad_norm: Tensor | None
+    def __init__(self, **fields: Tensor | float | None) -> None: ...
 
 class Plan:
     def __init__(self, operation: str, buffer_names: Sequence[str]) -> None: ...
@@ -42,19 +46,26 @@ class Plan:
         master_param: Tensor | None,
         step: Tensor | None,
     ) -> None: ...
-    def params_without_state(self) -> list[int]: ...
-    def check_finite(self, found_inf: Tensor, grad_scale: Tensor | None) -> list[Tensor]: ...
+    def has_params(self, groups: Sequence[list[Tensor]]) -> bool: ...
+    def read_grads(self) -> list[int]: ...
+    def check_finite(
+        self, found_inf: Tensor, grad_scale: Tensor | None, sum_squares: bool
+    ) -> list[Tensor]: ...
     def step(
         self,
         groups: Sequence[AdamHyperparameters] | Sequence[SgdHyperparameters],
         lrs: Sequence[Tensor | None],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
+        options: GradientOptions,
     ) -> None: ...
 
 def check_finite_(
-    tensors: Sequence[Tensor], found_inf: Tensor, grad_scale: Tensor | None
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    grad_scale: Tensor | None,
+    sum_of_squares: Tensor | None,
 ) -> None: ...
+def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor: ...
+def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None: ...
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None: ...
 def update_scale_(
     scale: Tensor,
@@ -72,8 +83,7 @@ def adam_(
     master_params: Sequence[Tensor] | None,
     hyperparameters: AdamHyperparameters,
     lr: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    options: GradientOptions,
 ) -> None: ...
 def sgd_(
     params: Sequence[Tensor],
@@ -83,8 +93,7 @@ def sgd_(
     master_params: Sequence[Tensor] | None,
     hyperparameters: SgdHyperparameters,
     lr: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    options: GradientOptions,
 ) -> None: ...
 def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None: ...
 def cpu_isa() -> str: ...

@@ -180,9 +180,10 @@ def _gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tenso
             if grad.dtype == torch.float16:
                 if not allow_fp16:
                     raise ValueError(
-                        "Attempting to unscale FP16 gradients. They would vanish in float16; call "
-                        "scaler.step(optimizer) with an optimizer of amp_ext.optim instead, which "
-                        "unscales them in float32 inside its step."
+                        "Attempting to unscale FP16 gradients. They would vanish in float16: call "
+                        "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which "
+                        "unscales them in float32 inside its step; to clip them, construct it with "
+                        "max_grad_norm=."
                     )
                 if grad.is_sparse:
                     # The sum of duplicate entries may overflow where none of them does.

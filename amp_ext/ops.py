@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "adam_",
     "check_finite_",
+    "clip_grads_",
+    "count_nonfinite",
     "cpu_isa",
     "refresh_masters_",
     "sgd_",
@@ -82,7 +85,7 @@ if not TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Gives the optimizers the plan and the hyperparameters, which are classes of the binary."""
-    if name in ("AdamHyperparameters", "Plan", "SgdHyperparameters"):
+    if name in ("AdamHyperparameters", "GradientOptions", "Plan", "SgdHyperparameters"):
         return getattr(_C, name)
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 
@@ -97,15 +100,23 @@ def cpu_isa() -> str:
 
 
 def check_finite_(
-    tensors: Sequence[Tensor], found_inf: Tensor, *, grad_scale: Tensor | None = None
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    *,
+    grad_scale: Tensor | None = None,
+    sum_of_squares: Tensor | None = None,
 ) -> None:
-    """Reports any inf or NaN among tensors, which it only reads.
+    """Reports any inf or NaN among tensors, which it only reads, and sums their squares.
+
+    The sum is taken in one fixed order, whatever the number of threads: the same bits every run.
+    A square too large or too small for float32 counts in full.
 
     Args:
         tensors: Tensors of any shapes and dtypes; expanded ones too.
         found_inf: One float32. Set to 1 when an element is inf or NaN, otherwise left as it is.
         grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite (0 or
             1e-39) counts as an overflow: its gradients can't be unscaled.
+        sum_of_squares: One float64, or None. Set to the sum over all elements.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device.
@@ -113,7 +124,41 @@ def check_finite_(
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
-    _C.check_finite_(tensors, found_inf, grad_scale)
+    _C.check_finite_(tensors, found_inf, grad_scale, sum_of_squares)
+
+
+def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """Counts the infs and NaNs of each tensor.
+
+    Args:
+        tensors: Tensors of any shapes and dtypes, only read.
+
+    Returns:
+        int64 of shape ``[len(tensors)]``, on the tensors' device.
+
+    Raises:
+        RuntimeError: If a dtype is not floating, or the tensors differ in device.
+    """
+    return _C.count_nonfinite(tensors)
+
+
+def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float) -> None:
+    """Scales gradients down to a norm, given the one that they have.
+
+    Args:
+        grads: Gradients of any shapes and dtypes. Multiplied in place by
+            ``max_norm / (total_norm + 1e-6)``; nothing is written where that is 1 or more.
+        total_norm: One float32, the norm of all gradients together.
+        max_norm: Norm to keep below.
+
+    Raises:
+        RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.
+
+    Reference:
+        Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+        2013.
+    """
+    _C.clip_grads_(grads, total_norm, max_norm)
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -187,12 +232,17 @@ def adam_(
     decoupled_weight_decay: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    sum_of_squares: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    write_back_grads: bool = False,
 ) -> None:
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
 
     Args:
         params: Parameters of any shapes. Updated in place.
-        grads: Gradients of the parameters' shapes, only read.
+        grads: Gradients of the parameters' shapes, only read but for ``write_back_grads``.
         exp_avgs: First moments of the parameters' shapes, float32 or the parameter's dtype, float64
             for float64 parameters. Updated in place.
         exp_avg_sqs: Second moments, likewise.
@@ -210,6 +260,13 @@ def adam_(
         decoupled_weight_decay: Shrinks parameters (AdamW) instead of adding to gradients (Adam).
         grad_scale: One number, the loss scale that the gradients still carry, or None.
         found_inf: One number, or None. If it is not 0, nothing at all is written.
+        clip_value: Largest magnitude of an unscaled gradient, after ``max_grad_norm``.
+        max_grad_norm: Norm to keep all unscaled gradients together below.
+        sum_of_squares: One float64, of the gradients as they are (:func:`check_finite_`). Without
+            it, ``max_grad_norm`` costs a look at all gradients.
+        grad_norm: One float32. Set to the norm of the unscaled gradients if there is a
+            ``max_grad_norm``.
+        write_back_grads: Stores the unscaled, clipped gradients, in their dtype.
 
     Raises:
         RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
@@ -227,6 +284,15 @@ def adam_(
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
+        clip_value=math.inf if clip_value is None else clip_value,
+        write_back_grads=write_back_grads,
+    )
+    gradient_options = _C.GradientOptions(
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        max_grad_norm=max_grad_norm,
+        sum_of_squares=sum_of_squares,
+        grad_norm=grad_norm,
     )
     _C.adam_(
         params,
@@ -238,8 +304,7 @@ def adam_(
         master_params,
         options,
         lr if isinstance(lr, Tensor) else None,
-        grad_scale,
-        found_inf,
+        gradient_options,
     )
 
 
@@ -259,12 +324,17 @@ def sgd_(
     decoupled_weight_decay: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    sum_of_squares: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    write_back_grads: bool = False,
 ) -> None:
     """Takes one step of stochastic gradient descent for all parameters.
 
     Args:
         params: Parameters of any shapes. Updated in place.
-        grads: Gradients of the parameters' shapes, only read.
+        grads: Gradients of the parameters' shapes, only read but for ``write_back_grads``.
         momentum_buffers: Running sums of gradients of the parameters' shapes, float32 or the
             parameter's dtype, float64 for float64 parameters; zeros at first. Updated in place.
             Given if and only if ``momentum`` is not 0.
@@ -282,6 +352,13 @@ def sgd_(
         decoupled_weight_decay: Shrinks parameters instead of adding to gradients.
         grad_scale: One number, the loss scale that the gradients still carry, or None.
         found_inf: One number, or None. If it is not 0, nothing at all is written.
+        clip_value: Largest magnitude of an unscaled gradient, after ``max_grad_norm``.
+        max_grad_norm: Norm to keep all unscaled gradients together below.
+        sum_of_squares: One float64, of the gradients as they are (:func:`check_finite_`). Without
+            it, ``max_grad_norm`` costs a look at all gradients.
+        grad_norm: One float32. Set to the norm of the unscaled gradients if there is a
+            ``max_grad_norm``.
+        write_back_grads: Stores the unscaled, clipped gradients, in their dtype.
 
     Raises:
         RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
@@ -298,6 +375,15 @@ def sgd_(
         nesterov=nesterov,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
+        clip_value=math.inf if clip_value is None else clip_value,
+        write_back_grads=write_back_grads,
+    )
+    gradient_options = _C.GradientOptions(
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        max_grad_norm=max_grad_norm,
+        sum_of_squares=sum_of_squares,
+        grad_norm=grad_norm,
     )
     _C.sgd_(
         params,
@@ -307,8 +393,7 @@ def sgd_(
         master_params,
         options,
         lr if isinstance(lr, Tensor) else None,
-        grad_scale,
-        found_inf,
+        gradient_options,
     )
 
 

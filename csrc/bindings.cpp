@@ -1,5 +1,6 @@
 // Everything that Python can call.
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "dispatch.h"
@@ -12,29 +13,55 @@ using release_gil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
+// Whether the plan was made of just these parameters, listed by group.
+bool has_params(const Plan& plan, const std::vector<py::list>& groups) {
+  int64_t number = 0;
+  for (const py::list& params : groups) {
+    for (const py::handle param : params) {
+      if (!THPVariable_Check(param.ptr()) ||
+          !plan.is_param(number++, THPVariable_Unpack(param.ptr()))) {
+        return false;
+      }
+    }
+  }
+  return number == plan.number_of_params();
+}
+
 // Gradients are read while Python stands still; the step itself lets other threads run.
 template <typename Hyperparameters>
 void step(Plan& plan, std::vector<Hyperparameters> groups, const std::vector<OptionalTensor>& lrs,
-          const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  plan.read_grads();
+          const GradientOptions& options) {
   const py::gil_scoped_release release;
-  plan.step(std::move(groups), lrs, grad_scale, found_inf);
+  plan.step(std::move(groups), lrs, options);
 }
 
 std::vector<at::Tensor> check_finite(Plan& plan, const at::Tensor& found_inf,
-                                     const OptionalTensor& grad_scale) {
+                                     const OptionalTensor& grad_scale, bool sum_squares) {
   plan.read_grads();
   const py::gil_scoped_release release;
-  return plan.check_finite(found_inf, grad_scale);
+  return plan.check_finite(found_inf, grad_scale, sum_squares);
+}
+
+// A struct of options, whose fields Python gives by name.
+template <typename Options>
+py::class_<Options> options_class(py::module_& module, const char* name) {
+  return py::class_<Options>(module, name).def(py::init([](const py::kwargs& fields) {
+    Options options;
+    const py::object self = py::cast(&options, py::return_value_policy::reference);
+    for (const auto& [field, value] : fields) self.attr(field) = value;
+    return options;
+  }));
 }
 
 template <typename Hyperparameters>
-void set_common(Hyperparameters& hyperparameters, double lr, double weight_decay,
-                bool decoupled_weight_decay, bool maximize) {
-  hyperparameters.lr = lr;
-  hyperparameters.weight_decay = weight_decay;
-  hyperparameters.decoupled_weight_decay = decoupled_weight_decay;
-  hyperparameters.maximize = maximize;
+py::class_<Hyperparameters> hyperparameters_class(py::module_& module, const char* name) {
+  return options_class<Hyperparameters>(module, name)
+      .def_readwrite("lr", &Hyperparameters::lr)
+      .def_readwrite("weight_decay", &Hyperparameters::weight_decay)
+      .def_readwrite("decoupled_weight_decay", &Hyperparameters::decoupled_weight_decay)
+      .def_readwrite("maximize", &Hyperparameters::maximize)
+      .def_readwrite("clip_value", &Hyperparameters::clip_value)
+      .def_readwrite("write_back_grads", &Hyperparameters::write_back_grads);
 }
 
 }  // namespace
@@ -42,37 +69,27 @@ void set_common(Hyperparameters& hyperparameters, double lr, double weight_decay
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Kernels of amp_ext; documented in amp_ext.ops.";
 
-  py::class_<AdamHyperparameters>(module, "AdamHyperparameters")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
-                       bool decoupled_weight_decay, bool maximize) {
-             AdamHyperparameters hyperparameters;
-             set_common(hyperparameters, lr, weight_decay, decoupled_weight_decay, maximize);
-             hyperparameters.beta1 = beta1;
-             hyperparameters.beta2 = beta2;
-             hyperparameters.eps = eps;
-             return hyperparameters;
-           }),
-           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-           py::arg("weight_decay"), py::arg("decoupled_weight_decay"), py::arg("maximize"));
+  hyperparameters_class<AdamHyperparameters>(module, "AdamHyperparameters")
+      .def_readwrite("beta1", &AdamHyperparameters::beta1)
+      .def_readwrite("beta2", &AdamHyperparameters::beta2)
+      .def_readwrite("eps", &AdamHyperparameters::eps);
 
-  py::class_<SgdHyperparameters>(module, "SgdHyperparameters")
-      .def(py::init([](double lr, double momentum, double dampening, double weight_decay,
-                       bool nesterov, bool decoupled_weight_decay, bool maximize) {
-             SgdHyperparameters hyperparameters;
-             set_common(hyperparameters, lr, weight_decay, decoupled_weight_decay, maximize);
-             hyperparameters.momentum = momentum;
-             hyperparameters.dampening = dampening;
-             hyperparameters.nesterov = nesterov;
-             return hyperparameters;
-           }),
-           py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
-           py::arg("nesterov"), py::arg("decoupled_weight_decay"), py::arg("maximize"));
+  hyperparameters_class<SgdHyperparameters>(module, "SgdHyperparameters")
+      .def_readwrite("momentum", &SgdHyperparameters::momentum)
+      .def_readwrite("dampening", &SgdHyperparameters::dampening)
+      .def_readwrite("nesterov", &SgdHyperparameters::nesterov);
 
-  py::class_<LossScaleHyperparameters>(module, "LossScaleHyperparameters")
-      .def(py::init([](double growth_factor, double backoff_factor, int64_t growth_interval) {
-             return LossScaleHyperparameters{growth_factor, backoff_factor, growth_interval};
-           }),
-           py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"));
+  options_class<LossScaleHyperparameters>(module, "LossScaleHyperparameters")
+      .def_readwrite("growth_factor", &LossScaleHyperparameters::growth_factor)
+      .def_readwrite("backoff_factor", &LossScaleHyperparameters::backoff_factor)
+      .def_readwrite("growth_interval", &LossScaleHyperparameters::growth_interval);
+
+  options_class<GradientOptions>(module, "GradientOptions")
+      .def_readwrite("grad_scale", &GradientOptions::grad_scale)
+      .def_readwrite("found_inf", &GradientOptions::found_inf)
+      .def_readwrite("max_grad_norm", &GradientOptions::max_grad_norm)
+      .def_readwrite("sum_of_squares", &GradientOptions::sum_of_squares)
+      .def_readwrite("grad_norm", &GradientOptions::grad_norm);
 
   py::class_<Plan>(module, "Plan")
       .def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
@@ -91,19 +108,20 @@ PYBIND11_MODULE(_C, module) {
                                     step.value_or(at::Tensor())});
           },
           py::arg("number"), py::arg("buffers"), py::arg("master_param"), py::arg("step"))
-      .def("params_without_state",
-           [](Plan& plan) {
-             plan.read_grads();
-             return plan.params_without_state();
-           })
-      .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"))
+      .def("has_params", &has_params, py::arg("groups"))
+      .def("read_grads", &Plan::read_grads)
+      .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),
+           py::arg("sum_squares"))
       .def("step", &step<AdamHyperparameters>, py::arg("groups"), py::arg("lrs"),
-           py::arg("grad_scale"), py::arg("found_inf"))
+           py::arg("options"))
       .def("step", &step<SgdHyperparameters>, py::arg("groups"), py::arg("lrs"),
-           py::arg("grad_scale"), py::arg("found_inf"));
+           py::arg("options"));
 
   module.def("check_finite_", &check_finite_, release_gil(), py::arg("tensors"),
-             py::arg("found_inf"), py::arg("grad_scale"));
+             py::arg("found_inf"), py::arg("grad_scale"), py::arg("sum_of_squares"));
+  module.def("count_nonfinite", &count_nonfinite, release_gil(), py::arg("tensors"));
+  module.def("clip_grads_", &clip_grads_, release_gil(), py::arg("grads"), py::arg("total_norm"),
+             py::arg("max_norm"));
   module.def("unscale_", &unscale_, release_gil(), py::arg("grads"), py::arg("inv_scale"),
              py::arg("found_inf"));
   module.def("update_scale_", &update_scale_, release_gil(), py::arg("scale"),
@@ -111,11 +129,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("adam_", &adam_, release_gil(), py::arg("params"), py::arg("grads"),
              py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"),
              py::arg("max_exp_avg_sqs"), py::arg("master_params"), py::arg("hyperparameters"),
-             py::arg("lr"), py::arg("grad_scale"), py::arg("found_inf"));
+             py::arg("lr"), py::arg("options"));
   module.def("sgd_", &sgd_, release_gil(), py::arg("params"), py::arg("grads"),
              py::arg("momentum_buffers"), py::arg("steps"), py::arg("master_params"),
-             py::arg("hyperparameters"), py::arg("lr"), py::arg("grad_scale"),
-             py::arg("found_inf"));
+             py::arg("hyperparameters"), py::arg("lr"), py::arg("options"));
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
   module.def("cpu_isa", &cpu_isa);

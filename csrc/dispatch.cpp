@@ -2,6 +2,7 @@
 #include "dispatch.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <atomic>
@@ -10,9 +11,11 @@
 #include "cpu/engine.h"
 
 #if defined(AMP_EXT_WITH_CUDA)
+#if !defined(AMP_EXT_CUDA_EMULATOR)
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#endif
 
 #include "cuda/engine.h"
 #endif
@@ -21,8 +24,9 @@ namespace amp_ext {
 
 namespace {
 
-// Below this cost a parallel region takes longer than the work.
-constexpr int64_t kSerialCost = 32768;
+// Below this cost, some 0.1 ms of work, threads are not worth waking: on a busy machine that alone
+// may take milliseconds.
+constexpr int64_t kSerialCost = 131072;
 
 const cpu::Engine& cpu_engine() {
   static const cpu::Engine* const engine = cpu::select_engine();
@@ -44,12 +48,13 @@ bool any_in_parallel(const cpu::TileMap& tiles, const Work& work) {
 }
 
 void step_on_cpu(const StepLaunch& launch) {
-  const GradientGate gate = GradientGate::read(launch.grad_scale, launch.found_inf);
-  if (gate.skip) return;
+  const GradientFactor factor = GradientFactor::read(launch.inputs);
+  if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
+  if (factor.skip) return;
   const cpu::Engine& engine = cpu_engine();
   const cpu::TileMap tiles(launch.records, launch.count);
   any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-    engine.step(launch, tiles, gate.inv_scale, begin, end);
+    engine.step(launch, tiles, factor, begin, end);
     return false;
   });
   for (int64_t i = 0; i < launch.count; ++i) {
@@ -59,15 +64,55 @@ void step_on_cpu(const StepLaunch& launch) {
 
 }  // namespace
 
+bool uses_cuda_engine(const at::Device& device) {
+#if defined(AMP_EXT_CUDA_EMULATOR)
+  return device.is_cpu();
+#else
+  return device.is_cuda();
+#endif
+}
+
 #if defined(AMP_EXT_WITH_CUDA)
 
 namespace {
+
+#if defined(AMP_EXT_CUDA_EMULATOR)
+
+struct DeviceGuard {
+  explicit DeviceGuard(const at::Device&) {}
+};
+
+cudaStream_t current_stream(const at::Device&) { return nullptr; }
+
+void check_launch(int error) { TORCH_CHECK(error == cudaSuccess, "CUDA error ", error); }
+
+#else
+
+using DeviceGuard = c10::cuda::CUDAGuard;
 
 cudaStream_t current_stream(const at::Device& device) {
   return c10::cuda::getCurrentCUDAStream(device.index());
 }
 
 void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
+
+#endif
+
+int look_on_cuda(const at::Device& device, const std::vector<TensorRecord>& records,
+                 const float* grad_scale, float* found_inf, double* sum_of_squares,
+                 StepScratch& scratch, cudaStream_t stream) {
+  const auto count = static_cast<int64_t>(records.size());
+  if (sum_of_squares == nullptr) {
+    return cuda::look(records.data(), count, grad_scale, found_inf, {}, stream);
+  }
+  // Freed before the kernels run, in the order of the stream.
+  const int64_t tiles = cuda::number_of_tiles(records.data(), count);
+  const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
+  return cuda::look(
+      records.data(), count, grad_scale, found_inf,
+      {sum_of_squares, tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)},
+      stream);
+}
 
 }  // namespace
 
@@ -78,8 +123,8 @@ uint32_t* StepScratch::block_counter(const at::Device& device) {
 }
 
 #define AMP_EXT_RUN_ON_CUDA(device, call)               \
-  if ((device).is_cuda()) {                             \
-    const c10::cuda::CUDAGuard guard(device);           \
+  if (uses_cuda_engine(device)) {                       \
+    const DeviceGuard guard(device);                    \
     const cudaStream_t stream = current_stream(device); \
     return check_launch(call);                          \
   }
@@ -103,34 +148,65 @@ void check_device(const std::string& operation, const std::string& name, const a
   TORCH_CHECK(false, operation, ": ", name, " must be on cpu or cuda, got ", device);
 }
 
+bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs) {
+  return !uses_cuda_engine(device) && GradientFactor::read(inputs).skip;
+}
+
 void run_step(const at::Device& device, const StepLaunch& launch,
               [[maybe_unused]] StepScratch& scratch) {
   AMP_EXT_RUN_ON_CUDA(device, cuda::step(launch, scratch.block_counter(device), stream))
   step_on_cpu(launch);
 }
 
-void run_check_finite(const at::Device& device, const std::vector<TensorRecord>& records,
-                      const float* grad_scale, float* found_inf) {
+void run_look(const at::Device& device, const std::vector<TensorRecord>& records,
+              const float* grad_scale, float* found_inf, double* sum_of_squares,
+              [[maybe_unused]] StepScratch& scratch) {
   const auto count = static_cast<int64_t>(records.size());
-  AMP_EXT_RUN_ON_CUDA(device,
-                      cuda::check_finite(records.data(), count, grad_scale, found_inf, stream))
+  AMP_EXT_RUN_ON_CUDA(
+      device, look_on_cuda(device, records, grad_scale, found_inf, sum_of_squares, scratch, stream))
   const cpu::Engine& engine = cpu_engine();
   const cpu::TileMap tiles(records.data(), count);
-  const bool found = any_in_parallel(
-      tiles, [&](int64_t begin, int64_t end) { return engine.check_finite(tiles, begin, end); });
-  if (found || GradientGate::read(grad_scale, nullptr).skip) *found_inf = 1.0f;
+  std::vector<double> sums(sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
+  double* const sums_or_null = sum_of_squares != nullptr ? sums.data() : nullptr;
+  const bool found = any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    return engine.look(tiles, sums_or_null, begin, end);
+  });
+  // In the order of the tiles, however many threads there were.
+  for (const double sum : sums) *sum_of_squares += sum;
+  if (found || GradientFactor::read({grad_scale}).skip) *found_inf = 1.0f;
 }
 
-void run_unscale(const at::Device& device, const std::vector<TensorRecord>& records,
-                 const float* inv_scale, float* found_inf) {
+void run_multiply(const at::Device& device, const std::vector<TensorRecord>& records,
+                  const MultiplyInputs& inputs, float* found_inf) {
   const auto count = static_cast<int64_t>(records.size());
-  AMP_EXT_RUN_ON_CUDA(device, cuda::unscale(records.data(), count, inv_scale, found_inf, stream))
+  AMP_EXT_RUN_ON_CUDA(device, cuda::multiply(records.data(), count, inputs, found_inf, stream))
+  const float factor = inputs.factor();
   const cpu::Engine& engine = cpu_engine();
   const cpu::TileMap tiles(records.data(), count);
-  const bool found = any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-    return engine.unscale(tiles, *inv_scale, begin, end);
+  bool found = false;
+  if (factor != 1.0f) {
+    found = any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      return engine.multiply(tiles, factor, begin, end);
+    });
+  } else if (found_inf != nullptr) {
+    found = any_in_parallel(
+        tiles, [&](int64_t begin, int64_t end) { return engine.look(tiles, nullptr, begin, end); });
+  }
+  if (found_inf != nullptr && (found || !is_finite(factor))) *found_inf = 1.0f;
+}
+
+void run_count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
+                         int64_t* counts) {
+  const auto count = static_cast<int64_t>(records.size());
+  AMP_EXT_RUN_ON_CUDA(device, cuda::count_nonfinite(records.data(), count, counts, stream))
+  const cpu::Engine& engine = cpu_engine();
+  const cpu::TileMap tiles(records.data(), count);
+  std::vector<std::atomic<int64_t>> found(records.size());
+  any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    engine.count_nonfinite(tiles, found.data(), begin, end);
+    return false;
   });
-  if (found || !is_finite(*inv_scale)) *found_inf = 1.0f;
+  for (int64_t i = 0; i < count; ++i) counts[i] += found[i].load();
 }
 
 void run_update_scale(const at::Device& device, const LossScaleHyperparameters& hyperparameters,

@@ -25,19 +25,32 @@ class StepScratch {
   std::unordered_map<at::Device, at::Tensor> counters_;
 };
 
+// Whether kernels work on the memory of this device, which the host then never reads. In the build
+// for tests that runs them on the CPU (AMP_EXT_CUDA_EMULATOR), they work on CPU tensors.
+bool uses_cuda_engine(const at::Device& device);
+
 // Throws unless an engine for this device was built.
 void check_device(const std::string& operation, const std::string& name, const at::Device& device);
+
+// Whether the host can tell without waiting that the step does nothing.
+bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs);
 
 void run_step(const at::Device& device, const StepLaunch& launch, StepScratch& scratch);
 
 // Sets found_inf[0] to 1 if a gradient is inf or NaN, or if grad_scale (may be null) has no finite
-// inverse.
-void run_check_finite(const at::Device& device, const std::vector<TensorRecord>& records,
-                      const float* grad_scale, float* found_inf);
+// inverse. Adds the sum of squares to sum_of_squares[0], unless null.
+void run_look(const at::Device& device, const std::vector<TensorRecord>& records,
+              const float* grad_scale, float* found_inf, double* sum_of_squares,
+              StepScratch& scratch);
 
-// Multiplies gradients by inv_scale[0]; found_inf as above.
-void run_unscale(const at::Device& device, const std::vector<TensorRecord>& records,
-                 const float* inv_scale, float* found_inf);
+// Multiplies gradients in place; a factor of 1 writes nothing. found_inf (may be null) as above,
+// for the gradients before and for the factor.
+void run_multiply(const at::Device& device, const std::vector<TensorRecord>& records,
+                  const MultiplyInputs& inputs, float* found_inf);
+
+// Adds the number of infs and NaNs of each gradient to counts[records.size()].
+void run_count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
+                         int64_t* counts);
 
 // found_infs may be of any number; the scale backs off if one of them is not 0.
 void run_update_scale(const at::Device& device, const LossScaleHyperparameters& hyperparameters,

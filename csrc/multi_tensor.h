@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "functors/clipping.h"
 #include "functors/loss_scale.h"
 #include "functors/numeric.h"
 #include "kernel_list.h"
@@ -28,25 +29,56 @@ struct TensorRecord {
   DType buffer_dtype = DType::kFloat32;
 };
 
+// What a step reads from the device before it touches a gradient.
+struct GradientInputs {
+  const float* grad_scale = nullptr;  // [1], or null: gradients are not scaled
+  const float* found_inf = nullptr;   // [1], or null; anything but 0: the step does nothing
+  const double* sum_of_squares =
+      nullptr;                 // [1], of the scaled gradients; null: no clipping by norm
+  double max_grad_norm = 0.0;  // of the unscaled gradients
+};
+
+// What the step makes of it. A scale without a finite inverse (0, or 1e-39) counts as an overflow:
+// its gradients can't be unscaled.
+struct GradientFactor {
+  float inv_scale;
+  float clip_coefficient;
+  float grad_norm;  // of the unscaled gradients, if it is clipped by
+  bool skip;
+
+  static AMP_EXT_INLINE GradientFactor read(const GradientInputs& inputs) {
+    GradientFactor factor{1.0f, 1.0f, 0.0f, false};
+    if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(*inputs.grad_scale);
+    factor.skip =
+        (inputs.found_inf != nullptr && *inputs.found_inf != 0.0f) || !is_finite(factor.inv_scale);
+    if (inputs.sum_of_squares != nullptr) {
+      const double norm = std::sqrt(*inputs.sum_of_squares) * factor.inv_scale;
+      factor.grad_norm = static_cast<float>(norm);
+      factor.clip_coefficient = amp_ext::clip_coefficient(inputs.max_grad_norm, factor.grad_norm);
+    }
+    return factor;
+  }
+};
+
 // One optimizer step over many tensors.
 struct StepLaunch {
   OptimizerKernel kernel;
   const TensorRecord* records;  // [count]
   int64_t count;
   const void* hyperparameters;  // [groups] of Functor::Hyperparameters
-  const float* grad_scale;      // [1], or null: gradients are not scaled
-  const float* found_inf;       // [1], or null; anything but 0 makes the step do nothing
+  GradientInputs inputs;
+  float* grad_norm;  // [1], written with the norm, or null
 };
 
-// What the step makes of grad_scale and found_inf. A scale without a finite inverse (0, or 1e-39)
-// counts as an overflow: its gradients can't be unscaled.
-struct GradientGate {
-  float inv_scale;
-  bool skip;
+// Where the factor comes from that gradients are multiplied by in place: an inverse scale, or a
+// norm and its limit.
+struct MultiplyInputs {
+  const float* inv_scale = nullptr;   // [1], or null
+  const float* total_norm = nullptr;  // [1], if inv_scale is null
+  double max_norm = 0.0;
 
-  static AMP_EXT_INLINE GradientGate read(const float* grad_scale, const float* found_inf) {
-    const float inv_scale = grad_scale == nullptr ? 1.0f : inverse_scale(*grad_scale);
-    return {inv_scale, (found_inf != nullptr && *found_inf != 0.0f) || !is_finite(inv_scale)};
+  AMP_EXT_INLINE float factor() const {
+    return inv_scale != nullptr ? *inv_scale : clip_coefficient(max_norm, *total_norm);
   }
 };
 
@@ -54,25 +86,37 @@ struct GradientGate {
 template <typename Functor, typename T>
 struct TensorConstants {
   Functor update;
-  T grad_factor;  // inverse scale, negative to maximize
+  T grad_factor;  // inverse scale and clip coefficient
+  T clip_value;
+  T direction;  // -1 to maximize
+  bool write_back_grads;
 
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, const float* step,
-       float inv_scale) {
+       const GradientFactor& factor) {
     const double lr = hyperparameters.lr_on_device == nullptr
                           ? hyperparameters.lr
                           : static_cast<double>(*hyperparameters.lr_on_device);
     const double this_step = step == nullptr ? 0.0 : static_cast<double>(*step) + 1.0;
-    const T grad_factor = hyperparameters.maximize ? -inv_scale : inv_scale;
-    return {Functor::for_tensor(hyperparameters, lr, this_step), grad_factor};
+    return {Functor::for_tensor(hyperparameters, lr, this_step),
+            static_cast<T>(factor.inv_scale) * static_cast<T>(factor.clip_coefficient),
+            static_cast<T>(hyperparameters.clip_value),
+            static_cast<T>(hyperparameters.maximize ? -1.0 : 1.0),
+            hyperparameters.write_back_grads};
+  }
+
+  // The gradient as the optimizer sees it.
+  AMP_EXT_INLINE T unscale_and_clip(T grad) const {
+    return amp_ext::clip_value(grad * grad_factor, clip_value);
   }
 };
 
-// Calls the functor for one element: its gradient, the parameter, and its first `kBuffers` buffers.
+// Calls the functor for one element: its gradient, unscaled and clipped, the parameter, and its
+// first `kBuffers` buffers.
 template <int kBuffers, typename Functor, typename T>
 AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, T grad, T& param,
                                    T& buffer0, T& buffer1, T& buffer2) {
-  grad = grad * constants.grad_factor;
+  grad = grad * constants.direction;
   if constexpr (kBuffers == 0) constants.update(grad, param);
   if constexpr (kBuffers == 1) constants.update(grad, param, buffer0);
   if constexpr (kBuffers == 2) constants.update(grad, param, buffer0, buffer1);

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <string>
 #include <utility>
@@ -71,8 +72,7 @@ template <typename Hyperparameters>
 void step_lists(const char* operation, const TensorList& params, const TensorList& grads,
                 const std::vector<NamedList>& buffers, const OptionalTensorList& steps,
                 const OptionalTensorList& master_params, const Hyperparameters& hyperparameters,
-                const OptionalTensor& lr, const OptionalTensor& grad_scale,
-                const OptionalTensor& found_inf) {
+                const OptionalTensor& lr, const GradientOptions& options) {
   check_length(operation, "grads", grads, params);
   std::vector<std::string> buffer_names;
   for (const NamedList& list : buffers) {
@@ -83,12 +83,20 @@ void step_lists(const char* operation, const TensorList& params, const TensorLis
   if (master_params.has_value()) {
     check_length(operation, "master_params", *master_params, params);
   }
+  if (params.empty()) return;
+  const at::Device device = params[0].device();
+  if (options.sum_of_squares.has_value()) {
+    check_number(operation, "sum_of_squares", *options.sum_of_squares, at::kDouble, device);
+  }
+  if (options.grad_norm.has_value()) {
+    check_number(operation, "grad_norm", *options.grad_norm, at::kFloat, device);
+  }
   Plan plan(operation, buffer_names, Naming::kLists);
   for (size_t i = 0; i < params.size(); ++i) {
     check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
     check_is_plain(operation, c10::str("grads[", i, "]"), grads[i]);
-    TORCH_CHECK(params[i].device() == params[0].device(), operation, ": params[", i,
-                "] must be on ", params[0].device(), ", got ", params[i].device());
+    TORCH_CHECK(params[i].device() == device, operation, ": params[", i, "] must be on ", device,
+                ", got ", params[i].device());
     ParamState state;
     for (const NamedList& list : buffers) state.buffers.push_back((*list.tensors)[i]);
     if (steps.has_value()) state.step = (*steps)[i];
@@ -97,54 +105,25 @@ void step_lists(const char* operation, const TensorList& params, const TensorLis
                    std::move(state));
   }
   plan.read_grads();
-  plan.step(std::vector<Hyperparameters>{hyperparameters}, {lr}, grad_scale, found_inf);
+  plan.step(std::vector<Hyperparameters>{hyperparameters}, {lr}, options);
 }
 
-}  // namespace
-
-void refresh_masters_(const TensorList& params, const TensorList& master_params) {
-  check_length("refresh_masters_", "master_params", master_params, params);
-  for (size_t i = 0; i < params.size(); ++i) {
-    TORCH_CHECK(master_params[i].scalar_type() == at::kFloat &&
-                    master_params[i].sizes().equals(params[i].sizes()) &&
-                    master_params[i].device() == params[i].device(),
-                "refresh_masters_: master_params[", i, "] must be ", at::kFloat, " of sizes ",
-                params[i].sizes(), " on ", params[i].device(), ", got ",
-                master_params[i].scalar_type(), " of sizes ", master_params[i].sizes(), " on ",
-                master_params[i].device());
-  }
-  for (size_t i = 0; i < params.size(); ++i) refresh_master(params[i], master_params[i]);
-}
-
-void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
-                   const OptionalTensor& grad_scale) {
-  const char* const operation = "check_finite_";
-  check_is_plain(operation, "found_inf", found_inf);
-  const at::Device device = found_inf.device();
-  check_device(operation, "found_inf", device);
-  check_number(operation, "found_inf", found_inf, at::kFloat, device);
-  if (grad_scale.has_value()) {
-    check_number(operation, "grad_scale", *grad_scale, at::kFloat, device);
-  }
-  check_gradients(operation, "tensors", tensors, device);
-  TensorList dense;  // keeps copies alive
+// Records of tensors that are only read.
+struct DenseReads {
+  TensorList copies;  // of those with gaps
   std::vector<TensorRecord> records;
-  for (const at::Tensor& tensor : tensors) {
-    dense.push_back(tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous());
-    records.push_back(gradient_record(tensor, const_cast<void*>(dense.back().const_data_ptr())));
-  }
-  run_check_finite(device, records,
-                   grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
-                   found_inf.mutable_data_ptr<float>());
-}
 
-void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf) {
-  const char* const operation = "unscale_";
-  check_is_plain(operation, "found_inf", found_inf);
-  const at::Device device = found_inf.device();
-  check_device(operation, "found_inf", device);
-  check_number(operation, "found_inf", found_inf, at::kFloat, device);
-  check_number(operation, "inv_scale", inv_scale, at::kFloat, device);
+  explicit DenseReads(const TensorList& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      copies.push_back(tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous());
+      records.push_back(gradient_record(tensor, const_cast<void*>(copies.back().const_data_ptr())));
+    }
+  }
+};
+
+// Multiplies gradients in place, through dense copies of those with gaps.
+void multiply(const char* operation, const TensorList& grads, const at::Device& device,
+              const MultiplyInputs& inputs, float* found_inf) {
   check_gradients(operation, "grads", grads, device);
   std::vector<MemoryUse> uses;
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -165,10 +144,87 @@ void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Te
     }
     records.push_back(gradient_record(grad, dense.mutable_data_ptr()));
   }
-  run_unscale(device, records, inv_scale.const_data_ptr<float>(),
-              found_inf.mutable_data_ptr<float>());
+  run_multiply(device, records, inputs, found_inf);
+  if (device.is_cpu() && inputs.factor() == 1.0f) return;  // nothing was written
   for (const auto& [grad, dense] : staged) grad.copy_(dense);
   for (const at::Tensor& grad : grads) bump_version(grad);
+}
+
+}  // namespace
+
+void refresh_masters_(const TensorList& params, const TensorList& master_params) {
+  check_length("refresh_masters_", "master_params", master_params, params);
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK(master_params[i].scalar_type() == at::kFloat &&
+                    master_params[i].sizes().equals(params[i].sizes()) &&
+                    master_params[i].device() == params[i].device(),
+                "refresh_masters_: master_params[", i, "] must be ", at::kFloat, " of sizes ",
+                params[i].sizes(), " on ", params[i].device(), ", got ",
+                master_params[i].scalar_type(), " of sizes ", master_params[i].sizes(), " on ",
+                master_params[i].device());
+  }
+  for (size_t i = 0; i < params.size(); ++i) refresh_master(params[i], master_params[i]);
+}
+
+void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
+                   const OptionalTensor& grad_scale, const OptionalTensor& sum_of_squares) {
+  const char* const operation = "check_finite_";
+  check_is_plain(operation, "found_inf", found_inf);
+  const at::Device device = found_inf.device();
+  check_device(operation, "found_inf", device);
+  check_number(operation, "found_inf", found_inf, at::kFloat, device);
+  if (grad_scale.has_value()) {
+    check_number(operation, "grad_scale", *grad_scale, at::kFloat, device);
+  }
+  double* sum = nullptr;
+  if (sum_of_squares.has_value()) {
+    check_number(operation, "sum_of_squares", *sum_of_squares, at::kDouble, device);
+    sum = sum_of_squares->mutable_data_ptr<double>();
+  }
+  check_gradients(operation, "tensors", tensors, device);
+  const DenseReads reads(tensors);
+  if (sum != nullptr) sum_of_squares->zero_();
+  StepScratch scratch;
+  run_look(device, reads.records,
+           grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
+           found_inf.mutable_data_ptr<float>(), sum, scratch);
+}
+
+at::Tensor count_nonfinite(const TensorList& tensors) {
+  const char* const operation = "count_nonfinite";
+  const auto count = static_cast<int64_t>(tensors.size());
+  if (count == 0) return at::zeros({0}, at::TensorOptions().dtype(at::kLong));
+  check_is_plain(operation, "tensors[0]", tensors[0]);
+  const at::Device device = tensors[0].device();
+  check_device(operation, "tensors[0]", device);
+  check_gradients(operation, "tensors", tensors, device);
+  const at::Tensor counts = at::zeros({count}, at::TensorOptions(device).dtype(at::kLong));
+  run_count_nonfinite(device, DenseReads(tensors).records, counts.mutable_data_ptr<int64_t>());
+  return counts;
+}
+
+void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf) {
+  const char* const operation = "unscale_";
+  check_is_plain(operation, "found_inf", found_inf);
+  const at::Device device = found_inf.device();
+  check_device(operation, "found_inf", device);
+  check_number(operation, "found_inf", found_inf, at::kFloat, device);
+  check_number(operation, "inv_scale", inv_scale, at::kFloat, device);
+  MultiplyInputs inputs;
+  inputs.inv_scale = inv_scale.const_data_ptr<float>();
+  multiply(operation, grads, device, inputs, found_inf.mutable_data_ptr<float>());
+}
+
+void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
+  const char* const operation = "clip_grads_";
+  check_is_plain(operation, "total_norm", total_norm);
+  const at::Device device = total_norm.device();
+  check_device(operation, "total_norm", device);
+  check_number(operation, "total_norm", total_norm, at::kFloat, device);
+  MultiplyInputs inputs;
+  inputs.total_norm = total_norm.const_data_ptr<float>();
+  inputs.max_norm = max_norm;
+  multiply(operation, grads, device, inputs, nullptr);
 }
 
 void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
@@ -193,18 +249,16 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
            const TensorList& exp_avg_sqs, const TensorList& steps,
            const OptionalTensorList& max_exp_avg_sqs, const OptionalTensorList& master_params,
            const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
-           const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+           const GradientOptions& options) {
   std::vector<NamedList> buffers = {{"exp_avgs", &exp_avgs}, {"exp_avg_sqs", &exp_avg_sqs}};
   if (max_exp_avg_sqs.has_value()) buffers.push_back({"max_exp_avg_sqs", &*max_exp_avg_sqs});
-  step_lists("adam_", params, grads, buffers, steps, master_params, hyperparameters, lr, grad_scale,
-             found_inf);
+  step_lists("adam_", params, grads, buffers, steps, master_params, hyperparameters, lr, options);
 }
 
 void sgd_(const TensorList& params, const TensorList& grads,
           const OptionalTensorList& momentum_buffers, const OptionalTensorList& steps,
           const OptionalTensorList& master_params, const SgdHyperparameters& hyperparameters,
-          const OptionalTensor& lr, const OptionalTensor& grad_scale,
-          const OptionalTensor& found_inf) {
+          const OptionalTensor& lr, const GradientOptions& options) {
   TORCH_CHECK(
       momentum_buffers.has_value() == (hyperparameters.momentum != 0.0),
       "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum ",
@@ -214,8 +268,7 @@ void sgd_(const TensorList& params, const TensorList& grads,
       "sgd_: steps must be given with dampening, whose first step differs, got None");
   std::vector<NamedList> buffers;
   if (momentum_buffers.has_value()) buffers.push_back({"momentum_buffers", &*momentum_buffers});
-  step_lists("sgd_", params, grads, buffers, steps, master_params, hyperparameters, lr, grad_scale,
-             found_inf);
+  step_lists("sgd_", params, grads, buffers, steps, master_params, hyperparameters, lr, options);
 }
 
 }  // namespace amp_ext

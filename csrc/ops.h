@@ -10,21 +10,30 @@
 #include "functors/adam.h"
 #include "functors/loss_scale.h"
 #include "functors/sgd.h"
+#include "plan.h"
 
 namespace amp_ext {
 
 using TensorList = std::vector<at::Tensor>;
-using OptionalTensor = std::optional<at::Tensor>;
 using OptionalTensorList = std::optional<std::vector<at::Tensor>>;
 
 // Sets found_inf to 1 if an element of `tensors` is inf or NaN, or if grad_scale has no finite
-// inverse; otherwise leaves it. Only reads the tensors.
+// inverse; otherwise leaves it. Sets sum_of_squares, if given. Only reads the tensors.
 AMP_EXT_API void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
-                               const OptionalTensor& grad_scale);
+                               const OptionalTensor& grad_scale,
+                               const OptionalTensor& sum_of_squares);
 
 // Multiplies gradients by inv_scale in place; found_inf as above, of the values before.
 AMP_EXT_API void unscale_(const TensorList& grads, const at::Tensor& inv_scale,
                           const at::Tensor& found_inf);
+
+// Multiplies gradients of this norm by the coefficient that brings it down to max_norm. Writes
+// nothing where it is small enough.
+AMP_EXT_API void clip_grads_(const TensorList& grads, const at::Tensor& total_norm,
+                             double max_norm);
+
+// The number of infs and NaNs of each tensor, in one int64 tensor.
+AMP_EXT_API at::Tensor count_nonfinite(const TensorList& tensors);
 
 // Backs the scale off if one of found_infs is not 0, grows it after an interval of clean steps.
 AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
@@ -38,14 +47,14 @@ AMP_EXT_API void adam_(const TensorList& params, const TensorList& grads,
                        const TensorList& steps, const OptionalTensorList& max_exp_avg_sqs,
                        const OptionalTensorList& master_params,
                        const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
-                       const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
+                       const GradientOptions& gradient_options);
 
 // One step of SGD; with momentum if momentum_buffers is given, which hold zeros at first.
 AMP_EXT_API void sgd_(const TensorList& params, const TensorList& grads,
                       const OptionalTensorList& momentum_buffers, const OptionalTensorList& steps,
                       const OptionalTensorList& master_params,
                       const SgdHyperparameters& hyperparameters, const OptionalTensor& lr,
-                      const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
+                      const GradientOptions& gradient_options);
 
 // Takes parameters that were changed behind their masters over into them. A master that rounds to
 // its parameter is left as it is.

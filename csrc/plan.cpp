@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <utility>
@@ -31,8 +32,7 @@ at::Tensor scalar_on(const at::Device& device, const at::Tensor& scalar) {
   return scalar.to(device, at::kFloat, /*non_blocking=*/true);
 }
 
-void check_scalar(const std::string& operation, const char* name,
-                  const std::optional<at::Tensor>& scalar) {
+void check_scalar(const std::string& operation, const char* name, const OptionalTensor& scalar) {
   if (!scalar.has_value()) return;
   TORCH_CHECK(is_plain(*scalar) && scalar->numel() == 1 && scalar->is_floating_point(), operation,
               ": ", name, " must be one floating-point element, got ", scalar->scalar_type(),
@@ -59,7 +59,7 @@ int64_t Plan::add_param(int64_t group, int64_t index_in_group, at::Tensor param,
   Row row;
   row.group = group;
   row.index_in_group = index_in_group;
-  row.param = std::move(param);
+  row.tensors[kParam] = std::move(param);
   row.explicit_grad = std::move(explicit_grad);
   rows_.push_back(std::move(row));
   memory_is_checked_ = false;
@@ -68,97 +68,177 @@ int64_t Plan::add_param(int64_t group, int64_t index_in_group, at::Tensor param,
 
 void Plan::set_state(int64_t number, ParamState state) {
   Row& row = rows_.at(number);
-  row.state = std::move(state);
-  row.state_for = row.param.scalar_type();
+  row.number_of_buffers = static_cast<int>(state.buffers.size());
+  TORCH_CHECK(row.number_of_buffers <= kMaxBuffers, operation_, ": ", name_of(row, kParam),
+              " must have up to ", kMaxBuffers, " buffers, got ", row.number_of_buffers);
+  for (int i = 0; i < kMaxBuffers; ++i) {
+    row.tensors[kBuffer0 + i] = i < row.number_of_buffers ? state.buffers[i] : at::Tensor();
+  }
+  row.tensors[kMaster] = std::move(state.master_param);
+  row.tensors[kStep] = std::move(state.step);
+  row.state_for = row.param().scalar_type();
+  row.kernel.reset();
   row.param_version = -1;
   row.record_is_current = false;
   memory_is_checked_ = false;
 }
 
-void Plan::read_grads() {
-  for (Row& row : rows_) {
-    row.grad =
-        row.explicit_grad.defined() ? row.explicit_grad : row.param.unsafeGetTensorImpl()->grad();
-  }
-}
-
-std::vector<int64_t> Plan::params_without_state() const {
-  std::vector<int64_t> numbers;
+std::vector<int64_t> Plan::read_grads() {
+  std::vector<int64_t> without_state;
   for (size_t i = 0; i < rows_.size(); ++i) {
-    const Row& row = rows_[i];
-    if (row.grad.defined() && row.state_for != row.param.scalar_type()) numbers.push_back(i);
+    Row& row = rows_[i];
+    row.tensors[kGrad] =
+        row.explicit_grad.defined() ? row.explicit_grad : row.param().unsafeGetTensorImpl()->grad();
+    if (row.has_grad() && row.state_for != row.param().scalar_type()) without_state.push_back(i);
   }
-  return numbers;
+  return without_state;
 }
 
 std::vector<at::Tensor> Plan::check_finite(const at::Tensor& found_inf,
-                                           const std::optional<at::Tensor>& grad_scale) {
+                                           const OptionalTensor& grad_scale, bool sum_squares) {
   const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
-  check_scalar(operation_, "found_inf", found_inf);
-  check_scalar(operation_, "grad_scale", grad_scale);
-  struct Look {
-    at::Tensor found_inf;
-    std::vector<TensorRecord> records;
-  };
-  std::vector<Look> looks;
-  for (Row& row : rows_) {
-    if (!row.grad.defined()) continue;
-    check_grad(row);
-    const at::Device device = row.grad.device();
-    auto look = std::find_if(looks.begin(), looks.end(), [&](const Look& candidate) {
-      return candidate.found_inf.device() == device;
-    });
-    if (look == looks.end()) {
-      const at::Tensor copy =
-          found_inf.to(device, at::kFloat, /*non_blocking=*/true, /*copy=*/true);
-      look = looks.insert(look, {copy, {}});
-    }
-    if (!row.grad.is_non_overlapping_and_dense()) row.grad = row.grad.contiguous();
-    TensorRecord record;
-    record.grad = const_cast<void*>(row.grad.const_data_ptr());
-    record.grad_dtype = *dtype_of(row.grad);
-    record.numel = row.grad.numel();
-    look->records.push_back(record);
-  }
+  looks_ = look(found_inf, grad_scale, sum_squares);
   std::vector<at::Tensor> found_infs;
-  for (Look& look : looks) {
-    const at::Device device = look.found_inf.device();
-    const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
-    run_check_finite(device, look.records, float_data(scale),
-                     look.found_inf.mutable_data_ptr<float>());
+  for (Look& look : looks_) {
     found_infs.push_back(look.found_inf);
+    look.records.clear();
   }
   return found_infs;
 }
 
-void Plan::run_step(GroupTable& table, const std::vector<std::optional<at::Tensor>>& lrs,
-                    const std::optional<at::Tensor>& grad_scale,
-                    const std::optional<at::Tensor>& found_inf) {
+std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
+                                   const OptionalTensor& grad_scale, bool sum_squares) {
+  check_scalar(operation_, "found_inf", found_inf);
+  check_scalar(operation_, "grad_scale", grad_scale);
+  std::vector<Look> looks;
+  for (Row& row : rows_) {
+    row.looked_at.reset();
+    if (!row.has_grad()) continue;
+    check_grad(row);
+    const at::Device device = row.grad().device();
+    auto look = std::find_if(looks.begin(), looks.end(), [&](const Look& candidate) {
+      return candidate.found_inf.device() == device;
+    });
+    if (look == looks.end()) {
+      const auto options = at::TensorOptions(device).dtype(at::kFloat);
+      look = looks.insert(look, Look());
+      look->found_inf = found_inf.has_value() ? found_inf->to(device, at::kFloat,
+                                                              /*non_blocking=*/true, /*copy=*/true)
+                                              : at::zeros({}, options);
+      if (sum_squares) look->sum_of_squares = at::zeros({}, options.dtype(at::kDouble));
+    }
+    row.looked_at = LookedAt{WeakTensor(row.grad().getIntrusivePtr()), row.grad().const_data_ptr(),
+                             version_of(row.grad())};
+    at::Tensor dense = row.grad();
+    if (!dense.is_non_overlapping_and_dense()) {
+      dense = dense.contiguous();
+      row.staged.push_back({row.grad(), dense, false});  // keeps it alive
+    }
+    TensorRecord record;
+    record.grad = const_cast<void*>(dense.const_data_ptr());
+    record.grad_dtype = *dtype_of(dense);
+    record.numel = dense.numel();
+    look->records.push_back(record);
+  }
+  for (Look& look : looks) {
+    const at::Device device = look.found_inf.device();
+    const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
+    run_look(device, look.records, float_data(scale), look.found_inf.mutable_data_ptr<float>(),
+             sum_squares ? look.sum_of_squares.mutable_data_ptr<double>() : nullptr, scratch_);
+  }
+  for (Row& row : rows_) row.staged.clear();
+  return looks;
+}
+
+bool Plan::gradients_are_as_looked_at() const {
+  return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
+    if (!row.has_grad() || !row.looked_at.has_value()) {
+      return row.has_grad() == row.looked_at.has_value();
+    }
+    const LookedAt& seen = *row.looked_at;
+    return seen.tensor._unsafe_get_target() == row.grad().unsafeGetTensorImpl() &&
+           seen.data == row.grad().const_data_ptr() && seen.version == version_of(row.grad());
+  });
+}
+
+void Plan::run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
+                    const GradientOptions& options) {
   const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
   check_groups(table, lrs);
-  check_scalar(operation_, "grad_scale", grad_scale);
-  check_scalar(operation_, "found_inf", found_inf);
+  check_scalar(operation_, "grad_scale", options.grad_scale);
+  check_scalar(operation_, "found_inf", options.found_inf);
+  check_scalar(operation_, "sum_of_squares", options.sum_of_squares);
   for (Row& row : rows_) {
-    if (row.grad.defined()) check_row(row, table);
+    if (!row.has_grad()) continue;
+    const bool writes_grad = table.common[row.group]->write_back_grads;
+    if (row.writes_grad != writes_grad) row.fingerprints[kGrad] = {};  // is checked anew
+    row.writes_grad = writes_grad;
+    if (!row.kernel.has_value()) row.kernel = kernel_of(row, table);
+    check_row(row);
   }
   if (!memory_is_checked_) check_memory();
 
+  // The look that belongs to this step, taken now if it was not, or if gradients changed since.
+  std::vector<Look> looks;
+  std::swap(looks, looks_);
+  const bool clips = options.max_grad_norm.has_value();
+  const bool stale = !looks.empty() && !gradients_are_as_looked_at();
+  const bool lacks_sum = clips && !options.sum_of_squares.has_value() &&
+                         (looks.empty() || !looks.front().sum_of_squares.defined());
+  const bool looks_again = lacks_sum || (stale && (clips || options.found_inf.has_value()));
+  if (looks_again) looks = look({}, {}, clips);
+  const auto sum_on = [&](const at::Device& device) {
+    if (options.sum_of_squares.has_value()) {
+      return options.sum_of_squares->to(device, at::kDouble, /*non_blocking=*/true);
+    }
+    at::Tensor sum;
+    for (const Look& look : looks) {
+      const at::Tensor here = look.sum_of_squares.to(device, /*non_blocking=*/true);
+      sum = sum.defined() ? sum.add(here) : here;
+    }
+    return sum;
+  };
+  const auto found_on = [&](const at::Device& device) {
+    at::Tensor found = scalar_on(device, *options.found_inf);
+    if (looks_again) {
+      for (const Look& look : looks) found = found.add(look.found_inf.to(device));
+    }
+    return found;
+  };
+
+  if (clips && options.grad_norm.has_value() && looks.empty() &&
+      !options.sum_of_squares.has_value()) {
+    options.grad_norm->zero_();  // of no gradients
+  }
+
   std::vector<Batch> batches;
   for (Row& row : rows_) {
-    if (row.grad.defined()) batch_of(batches, row, table).rows.push_back(&row);
+    if (row.has_grad()) batch_of(batches, row).rows.push_back(&row);
   }
   for (Batch& batch : batches) {
     const at::Device device = batch.device;
-    const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
-    const at::Tensor found = found_inf.has_value() ? scalar_on(device, *found_inf) : at::Tensor();
-    if (device.is_cpu() && GradientGate::read(float_data(scale), float_data(found)).skip) continue;
+    const at::Tensor scale =
+        options.grad_scale.has_value() ? scalar_on(device, *options.grad_scale) : at::Tensor();
+    const at::Tensor found = options.found_inf.has_value() ? found_on(device) : at::Tensor();
+    const at::Tensor sum = clips ? sum_on(device) : at::Tensor();
+    const GradientInputs inputs{float_data(scale), float_data(found),
+                                clips ? sum.const_data_ptr<double>() : nullptr,
+                                options.max_grad_norm.value_or(0.0)};
+    float* grad_norm = nullptr;
+    if (clips && options.grad_norm.has_value() && options.grad_norm->device() == device) {
+      grad_norm = options.grad_norm->mutable_data_ptr<float>();
+    }
+    if (host_knows_of_skip(device, inputs)) {
+      if (grad_norm != nullptr) *grad_norm = GradientFactor::read(inputs).grad_norm;
+      continue;
+    }
 
     std::vector<at::Tensor> device_lrs(lrs.size());
     for (size_t i = 0; i < lrs.size(); ++i) {
       if (!lrs[i].has_value()) continue;
-      if (device.is_cpu() || lrs[i]->is_cpu()) {
+      if (!uses_cuda_engine(device) || !uses_cuda_engine(lrs[i]->device())) {
         table.common[i]->lr = lrs[i]->item().toDouble();
       } else {
         device_lrs[i] = scalar_on(device, *lrs[i]);
@@ -174,26 +254,31 @@ void Plan::run_step(GroupTable& table, const std::vector<std::optional<at::Tenso
       records.push_back(row->record);
     }
     const StepLaunch launch{
-        batch.kernel,          records.data(),    static_cast<int64_t>(records.size()),
-        table.hyperparameters, float_data(scale), float_data(found)};
+        batch.kernel,          records.data(), static_cast<int64_t>(records.size()),
+        table.hyperparameters, inputs,         grad_norm};
     amp_ext::run_step(device, launch, scratch_);
     for (Row* row : batch.rows) mark_written(*row);
   }
 }
 
-Plan::Batch& Plan::batch_of(std::vector<Batch>& batches, const Row& row,
-                            const GroupTable& table) const {
-  const at::Device device = row.param.device();
-  const OptimizerKernel kernel = *table.kernel(static_cast<int>(row.state.buffers.size()));
+OptimizerKernel Plan::kernel_of(const Row& row, const GroupTable& table) const {
+  const auto kernel = table.kernel(row.number_of_buffers);
+  TORCH_CHECK(row.state_for == row.param().scalar_type() && kernel.has_value(), operation_, ": ",
+              name_of(row, kParam), " has the state of no kernel, got ", row.number_of_buffers,
+              " buffers");
+  return *kernel;
+}
+
+Plan::Batch& Plan::batch_of(std::vector<Batch>& batches, const Row& row) {
+  const at::Device device = row.param().device();
   for (Batch& batch : batches) {
-    if (batch.kernel == kernel && batch.device == device) return batch;
+    if (batch.kernel == *row.kernel && batch.device == device) return batch;
   }
-  batches.push_back({device, kernel, {}});
+  batches.push_back({device, *row.kernel, {}});
   return batches.back();
 }
 
-void Plan::check_groups(const GroupTable& table,
-                        const std::vector<std::optional<at::Tensor>>& lrs) const {
+void Plan::check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs) const {
   TORCH_CHECK(static_cast<int64_t>(lrs.size()) == table.count, operation_,
               ": lrs must have one entry for each of the ", table.count, " groups, got ",
               lrs.size());
@@ -204,32 +289,48 @@ void Plan::check_groups(const GroupTable& table,
   for (const auto& lr : lrs) check_scalar(operation_, "lr", lr);
 }
 
-void Plan::check_row(Row& row, const GroupTable& table) {
-  const auto buffers = static_cast<int>(row.state.buffers.size());
-  TORCH_CHECK(row.state_for == row.param.scalar_type() && table.kernel(buffers).has_value(),
-              operation_, ": ", name_of(row, kParam), " has the state of no kernel, got ", buffers,
-              " buffers");
-  check_grad(row);
-  bool memory_moved = false;
+void Plan::check_row(Row& row) {
+  if (has_moved(row, kGrad)) row.grad_is_current = false;
+  bool memory_moved = row.writes_grad && !row.grad_is_current;
   for (int list = 0; list < kLists; ++list) {
-    const at::Tensor& tensor = tensor_of(row, list);
-    if (!tensor.defined()) continue;
-    TORCH_CHECK(is_plain(tensor), operation_, ": ", name_of(row, list),
-                " must be a strided tensor with memory of its own, got ", tensor.toString());
-    const Fingerprint fingerprint = Fingerprint::of(tensor);
-    if (fingerprint == row.fingerprints[list]) continue;
-    row.fingerprints[list] = fingerprint;
+    if (list == kGrad || !has_moved(row, list)) continue;
     row.record_is_current = false;
-    memory_moved |= list != kGrad;
+    memory_moved = true;
     if (list == kParam) row.param_version = -1;  // other memory under the same master
   }
-  if (row.record_is_current) return;
-  check_tensors(row);
   if (memory_moved) memory_is_checked_ = false;
+  if (row.record_is_current && (row.grad_is_current || take_new_grad(row))) return;
+  row.record_is_current = false;
+  check_grad(row);
+  check_tensors(row);
+}
+
+bool Plan::has_moved(Row& row, int list) {
+  const at::Tensor& tensor = row.tensors[list];
+  if (!tensor.defined()) return false;
+  const Fingerprint fingerprint = Fingerprint::of(tensor);
+  if (fingerprint == row.fingerprints[list]) return false;
+  row.fingerprints[list] = fingerprint;
+  return true;
+}
+
+// Most gradients are new at each step and like the last ones: only the address changes.
+bool Plan::take_new_grad(Row& row) {
+  const at::Tensor& grad = row.grad();
+  if (!is_plain(grad) || !grad.is_contiguous() || !grad.sizes().equals(row.param().sizes()) ||
+      grad.device() != row.param().device() ||
+      gradient_dtype(grad.scalar_type(), row.param().scalar_type()) != grad.scalar_type() ||
+      !dtype_of(grad).has_value()) {
+    return false;
+  }
+  row.record.grad = const_cast<void*>(grad.const_data_ptr());
+  row.record.grad_dtype = *dtype_of(grad);
+  row.grad_is_current = true;
+  return true;
 }
 
 void Plan::check_grad(const Row& row) const {
-  const at::Tensor& grad = row.grad;
+  const at::Tensor& grad = row.grad();
   TORCH_CHECK(grad.layout() == at::kStrided, operation_,
               " does not support sparse gradients: ", name_of(row, kGrad), " must be Strided, got ",
               grad.layout());
@@ -240,7 +341,12 @@ void Plan::check_grad(const Row& row) const {
 }
 
 void Plan::check_tensors(const Row& row) const {
-  const at::Tensor& param = row.param;
+  for (int list = 0; list < kLists; ++list) {
+    const at::Tensor& tensor = row.tensors[list];
+    TORCH_CHECK(!tensor.defined() || is_plain(tensor), operation_, ": ", name_of(row, list),
+                " must be a strided tensor with memory of its own, got ", tensor.toString());
+  }
+  const at::Tensor& param = row.param();
   const at::ScalarType dtype = param.scalar_type();
   TORCH_CHECK(dtype_of(param).has_value(), operation_, ": ", name_of(row, kParam),
               " must be Float, Double, Half or BFloat16, got ", dtype);
@@ -249,7 +355,7 @@ void Plan::check_tensors(const Row& row) const {
     TORCH_CHECK(ok, operation_, ": ", name_of(row, list), " must be ", message...);
   };
   for (int list = kGrad; list < kLists; ++list) {
-    const at::Tensor& tensor = tensor_of(row, list);
+    const at::Tensor& tensor = row.tensors[list];
     if (!tensor.defined()) continue;
     const at::ScalarType got = tensor.scalar_type();
     check(list, tensor.device() == param.device(), "on ", param.device(), ", got ",
@@ -270,8 +376,8 @@ void Plan::check_tensors(const Row& row) const {
       const at::ScalarType wanted = got == dtype ? dtype : computed;
       check(list, got == wanted, wanted, is_16_bit(dtype) ? " or the parameter's dtype" : "",
             ", got ", got);
-      check(list, got == row.state.buffers[0].scalar_type(),
-            "of one dtype with the other buffers, ", row.state.buffers[0].scalar_type(), ", got ",
+      check(list, got == row.tensors[kBuffer0].scalar_type(),
+            "of one dtype with the other buffers, ", row.tensors[kBuffer0].scalar_type(), ", got ",
             got);
     } else {
       check(list, got == at::kFloat, at::kFloat, ", got ", got);
@@ -284,9 +390,10 @@ void Plan::check_memory() {
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].fingerprints[kParam].numel < 0) continue;  // has not had a gradient yet
     for (int list = 0; list < kLists; ++list) {
-      const at::Tensor& tensor = tensor_of(rows_[i], list);
+      const at::Tensor& tensor = rows_[i].tensors[list];
       if (!tensor.defined()) continue;
-      uses.push_back({&tensor, list != kGrad, list, static_cast<int64_t>(i)});
+      const bool written = list != kGrad || rows_[i].writes_grad;
+      uses.push_back({&tensor, written, list, static_cast<int64_t>(i)});
     }
   }
   check_no_overlap(operation_, uses,
@@ -295,16 +402,16 @@ void Plan::check_memory() {
 }
 
 void Plan::update_stale_master(Row& row) {
-  const at::Tensor& master = row.state.master_param;
-  if (!master.defined() || row.param_version == version_of(row.param)) return;
-  refresh_master(row.param, master);
+  const at::Tensor& master = row.master_param();
+  if (!master.defined() || row.param_version == version_of(row.param())) return;
+  refresh_master(row.param(), master);
 }
 
 void Plan::fill_record(Row& row) {
   // All memory is walked in the order of the parameter's, or of its dense copy.
-  at::Tensor layout = row.param;
+  at::Tensor layout = row.param();
   if (!layout.is_non_overlapping_and_dense()) {
-    layout = at::empty(row.param.sizes(), row.param.options().requires_grad(false));
+    layout = at::empty(row.param().sizes(), row.param().options().requires_grad(false));
   }
   const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype, bool written) -> void* {
     if (!tensor.defined()) return nullptr;
@@ -317,26 +424,28 @@ void Plan::fill_record(Row& row) {
     row.staged.push_back({tensor, dense, written});
     return dense.mutable_data_ptr();
   };
-  const at::ScalarType param_dtype = row.param.scalar_type();
-  const at::ScalarType grad_dtype = gradient_dtype(row.grad.scalar_type(), param_dtype);
-  const ParamState& state = row.state;
+  const at::ScalarType param_dtype = row.param().scalar_type();
+  const at::ScalarType grad_dtype = gradient_dtype(row.grad().scalar_type(), param_dtype);
   TensorRecord& record = row.record;
   record = TensorRecord();
-  record.param = memory(row.param, param_dtype, true);
-  record.param_dtype = *dtype_of(row.param);
-  record.grad = memory(row.grad, grad_dtype, false);
+  record.param = memory(row.param(), param_dtype, true);
+  record.param_dtype = *dtype_of(row.param());
+  record.grad = memory(row.grad(), grad_dtype, row.writes_grad);
   record.grad_dtype = *dtype_of(grad_dtype);
-  record.master_param = static_cast<float*>(memory(state.master_param, at::kFloat, true));
+  record.master_param = static_cast<float*>(memory(row.master_param(), at::kFloat, true));
   record.buffer_dtype = param_dtype == at::kDouble ? DType::kFloat64 : DType::kFloat32;
-  for (size_t i = 0; i < state.buffers.size(); ++i) {
-    const at::Tensor& buffer = state.buffers[i];
+  for (int i = 0; i < row.number_of_buffers; ++i) {
+    const at::Tensor& buffer = row.tensors[kBuffer0 + i];
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
     record.buffer_dtype = *dtype_of(buffer);
   }
-  if (state.step.defined()) record.step = state.step.mutable_data_ptr<float>();
-  record.numel = row.param.numel();
+  if (row.tensors[kStep].defined()) {
+    record.step = row.tensors[kStep].mutable_data_ptr<float>();
+  }
+  record.numel = row.param().numel();
   record.group = static_cast<int32_t>(row.group);
   // Other strides would not show in the fingerprint of a tensor that is not contiguous.
+  row.grad_is_current = true;
   row.record_is_current =
       row.staged.empty() && std::all_of(row.fingerprints.begin(), row.fingerprints.end(),
                                         [](const Fingerprint& fingerprint) {
@@ -344,39 +453,22 @@ void Plan::fill_record(Row& row) {
                                         });
 }
 
-void Plan::mark_written(Row& row) {
+void Plan::mark_written(Row& row) const {
   for (const Staged& staged : row.staged) {
     if (staged.written) staged.original.copy_(staged.dense);
   }
   for (int list = 0; list < kLists; ++list) {
-    if (list != kGrad) bump_version(tensor_of(row, list));
+    const bool written = row.tensors[list].defined() && (list != kGrad || row.writes_grad);
+    if (written) bump_version(row.tensors[list]);
   }
-  row.param_version = version_of(row.param);
+  if (row.master_param().defined()) row.param_version = version_of(row.param());
 }
 
 Plan::Cleanup::~Cleanup() {
   for (Row& row : plan.rows_) {
-    row.grad.reset();
+    row.tensors[kGrad].reset();
     row.staged.clear();
   }
-}
-
-const at::Tensor& Plan::tensor_of(const Row& row, int list) const {
-  static const at::Tensor undefined;
-  switch (list) {
-    case kParam:
-      return row.param;
-    case kGrad:
-      return row.grad;
-    case kMaster:
-      return row.state.master_param;
-    case kStep:
-      return row.state.step;
-    default:
-      break;
-  }
-  const auto buffer = static_cast<size_t>(list - kBuffer0);
-  return buffer < row.state.buffers.size() ? row.state.buffers[buffer] : undefined;
 }
 
 std::string Plan::name_of(const Row& row, int list) const {

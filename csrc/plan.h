@@ -19,6 +19,18 @@
 
 namespace amp_ext {
 
+using OptionalTensor = std::optional<at::Tensor>;
+
+// What a step makes of the gradients, beside the hyperparameters of a group.
+struct GradientOptions {
+  OptionalTensor grad_scale;  // one number, the scale that the gradients carry
+  OptionalTensor found_inf;   // one number; anything but 0: nothing is written
+  std::optional<double> max_grad_norm;
+  OptionalTensor
+      sum_of_squares;        // one float64, of the scaled gradients; None: the step looks itself
+  OptionalTensor grad_norm;  // one float32, written with the norm of the unscaled gradients
+};
+
 // The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
 struct ParamState {
   std::vector<at::Tensor> buffers;  // exp_avg, ...: of the parameter's shape
@@ -48,28 +60,32 @@ class AMP_EXT_API Plan {
   // Hands over the state of a parameter, which later steps update in place.
   void set_state(int64_t number, ParamState state);
 
-  // Reads the gradients. Call it before `check_finite` or `step`, while nothing else replaces them.
-  void read_grads();
+  int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
+  bool is_param(int64_t number, const at::Tensor& tensor) const {
+    return number < number_of_params() && rows_[number].param().is_same(tensor);
+  }
 
-  // The parameters that have a gradient but no state yet, or changed their dtype since they got it.
-  std::vector<int64_t> params_without_state() const;
+  // Reads the gradients, while nothing else replaces them; the next operation works on these.
+  // Returns the parameters that have one but no state yet, or changed their dtype since they got
+  // it.
+  std::vector<int64_t> read_grads();
 
-  // Looks for inf and NaN in all gradients. Returns one found_inf for each device that holds a
-  // gradient: a copy of `found_inf` there, set to 1 where something was found.
+  // Looks for inf and NaN in all gradients, and sums their squares if the step will want that.
+  // Returns one found_inf for each device that holds a gradient: a copy of `found_inf` there, set
+  // to 1 where something was found.
   std::vector<at::Tensor> check_finite(const at::Tensor& found_inf,
-                                       const std::optional<at::Tensor>& grad_scale);
+                                       const OptionalTensor& grad_scale, bool sum_squares);
 
   // One step of every parameter that has a gradient. `groups` holds the hyperparameters of each
-  // group and `lrs` its learning rate if that is a tensor. With a `found_inf` other than 0 nothing
-  // is written at all.
+  // group and `lrs` its learning rate if that is a tensor. With a found_inf other than 0 nothing
+  // is written at all. A gradient that changed since `check_finite` is looked at again.
   template <typename Hyperparameters>
-  void step(std::vector<Hyperparameters> groups, const std::vector<std::optional<at::Tensor>>& lrs,
-            const std::optional<at::Tensor>& grad_scale,
-            const std::optional<at::Tensor>& found_inf) {
+  void step(std::vector<Hyperparameters> groups, const std::vector<OptionalTensor>& lrs,
+            const GradientOptions& options) {
     GroupTable table{
         groups.data(), static_cast<int64_t>(groups.size()), {}, &kernel_for<Hyperparameters>};
     for (Hyperparameters& group : groups) table.common.push_back(&group);
-    run_step(table, lrs, grad_scale, found_inf);
+    run_step(table, lrs, options);
   }
 
  private:
@@ -83,19 +99,45 @@ class AMP_EXT_API Plan {
     bool written;
   };
 
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  // A gradient at the time of a look. The weak reference keeps another from taking its place in
+  // memory unnoticed, but not its elements alive.
+  struct LookedAt {
+    WeakTensor tensor;
+    const void* data;
+    int64_t version;
+  };
+
   struct Row {
     int64_t group;
     int64_t index_in_group;
-    at::Tensor param;
+    std::array<at::Tensor, kLists>
+        tensors;  // the gradient from read_grads to the end of the operation
+    int number_of_buffers = 0;
     at::Tensor explicit_grad;
-    ParamState state;
     at::ScalarType state_for = at::ScalarType::Undefined;  // the parameter's dtype at set_state
     int64_t param_version = -1;  // as of our last step; only kept for a master
-    at::Tensor grad;             // between read_grads and the end of the operation
     std::array<Fingerprint, kLists> fingerprints;
     TensorRecord record;
     bool record_is_current = false;
+    bool grad_is_current = false;  // the gradient in the record is
+    std::optional<OptimizerKernel> kernel;
+    bool writes_grad = false;
     std::vector<Staged> staged;
+    std::optional<LookedAt> looked_at;  // the gradient that check_finite saw
+
+    const at::Tensor& param() const { return tensors[kParam]; }
+    const at::Tensor& grad() const { return tensors[kGrad]; }
+    const at::Tensor& master_param() const { return tensors[kMaster]; }
+    bool has_grad() const { return grad().defined(); }
+  };
+
+  // What was seen in the gradients of one device.
+  struct Look {
+    at::Tensor found_inf;       // [1]
+    at::Tensor sum_of_squares;  // [1], or undefined
+    std::vector<TensorRecord> records;
   };
 
   // The hyperparameters of all groups, whatever their type.
@@ -120,20 +162,23 @@ class AMP_EXT_API Plan {
     ~Cleanup();
   };
 
-  void run_step(GroupTable& table, const std::vector<std::optional<at::Tensor>>& lrs,
-                const std::optional<at::Tensor>& grad_scale,
-                const std::optional<at::Tensor>& found_inf);
-  Batch& batch_of(std::vector<Batch>& batches, const Row& row, const GroupTable& table) const;
-  void check_groups(const GroupTable& table,
-                    const std::vector<std::optional<at::Tensor>>& lrs) const;
-  void check_row(Row& row, const GroupTable& table);
+  void run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
+                const GradientOptions& options);
+  std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
+                         bool sum_squares);
+  bool gradients_are_as_looked_at() const;
+  OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
+  static Batch& batch_of(std::vector<Batch>& batches, const Row& row);
+  void check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs) const;
+  void check_row(Row& row);
+  static bool has_moved(Row& row, int list);
+  static bool take_new_grad(Row& row);
   void check_grad(const Row& row) const;
   void check_tensors(const Row& row) const;
   void check_memory();
   void update_stale_master(Row& row);
   void fill_record(Row& row);
-  void mark_written(Row& row);
-  const at::Tensor& tensor_of(const Row& row, int list) const;
+  void mark_written(Row& row) const;
   std::string name_of(const Row& row, int list) const;
 
   std::string operation_;
@@ -141,6 +186,7 @@ class AMP_EXT_API Plan {
   Naming naming_;
   std::vector<Row> rows_;
   bool memory_is_checked_ = false;
+  std::vector<Look> looks_;  // of check_finite, for the step that follows
   StepScratch scratch_;
 };
 

@@ -121,14 +121,6 @@ std::optional<DType> dtype_of(at::ScalarType dtype) {
 
 std::optional<DType> dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
-bool is_plain(const at::Tensor& tensor) {
-  static const c10::DispatchKeySet special = c10::DispatchKeySet(
-      {c10::DispatchKey::Python, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
-       c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
-  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(special) &&
-         tensor.has_storage();
-}
-
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
   if (a.is_contiguous() && b.is_contiguous()) return a.numel() == b.numel();
   if (!a.is_non_overlapping_and_dense() || !a.sizes().equals(b.sizes())) return false;
@@ -136,14 +128,6 @@ bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
     if (a.size(dim) > 1 && a.stride(dim) != b.stride(dim)) return false;
   }
   return true;
-}
-
-void bump_version(const at::Tensor& tensor) {
-  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-Fingerprint Fingerprint::of(const at::Tensor& tensor) {
-  return {tensor.const_data_ptr(), tensor.numel(), tensor.scalar_type(), tensor.is_contiguous()};
 }
 
 void check_no_overlap(const std::string& operation, const std::vector<MemoryUse>& uses,

@@ -19,27 +19,46 @@ std::optional<DType> dtype_of(const at::Tensor& tensor);
 
 // A strided tensor with memory of its own: not sparse, lazy, negated or a subclass with other
 // rules.
-bool is_plain(const at::Tensor& tensor);
+inline bool is_plain(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Negative,
+                                         c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,
+                                         c10::DispatchKey::Functionalize});
+  return !tensor.key_set().has_any(special) && tensor.layout() == at::kStrided &&
+         tensor.has_storage();
+}
 
 // Both without gaps, with their elements in the same order: one loop over memory pairs them up.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
 // Tells autograd that a tensor was written, so that it refuses to use an older saved copy.
-void bump_version(const at::Tensor& tensor);
+inline void bump_version(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
 
-// What tells that a tensor's memory is where it was. Cheap enough to read at every step.
+// What tells that a plain tensor's memory is where it was, and as it was. Read at every step for
+// every tensor: it touches the tensor and its storage and calls nothing.
 struct Fingerprint {
-  const void* data = nullptr;
+  const void* storage = nullptr;
+  int64_t offset = 0;
   int64_t numel = -1;
-  at::ScalarType dtype = at::ScalarType::Undefined;
+  uint64_t keys = 0;
+  caffe2::TypeMeta dtype;
   bool contiguous = false;
 
-  static Fingerprint of(const at::Tensor& tensor);
-  bool operator==(const Fingerprint& other) const {
-    return data == other.data && numel == other.numel && dtype == other.dtype &&
-           contiguous == other.contiguous;
+  static Fingerprint of(const at::Tensor& tensor) {
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    const c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
+    return {storage != nullptr ? storage->data() : nullptr,
+            impl.storage_offset(),
+            impl.numel(),
+            impl.key_set().raw_repr(),
+            impl.dtype(),
+            impl.is_contiguous()};
   }
-  bool operator!=(const Fingerprint& other) const { return !(*this == other); }
+  bool operator==(const Fingerprint& other) const {
+    return storage == other.storage && offset == other.offset && numel == other.numel &&
+           keys == other.keys && dtype == other.dtype && contiguous == other.contiguous;
+  }
 };
 
 // A tensor of a launch, for the search for shared memory: number `index` of list number `list`.

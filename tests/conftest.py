@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,12 +47,52 @@ def why_no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
-ROWS = [Row("cpu", "cpu"), Row("cuda", "cuda", why_no_gpu)]
+def why_no_emulator() -> str | None:
+    """The emulator changes stacks in assembly."""
+    machine = platform.machine()
+    return None if machine == "x86_64" else f"the CUDA emulator needs x86-64, not {machine}"
+
+
+@functools.cache
+def emulated_binary() -> ModuleType | RuntimeError:
+    """Builds the CUDA kernels for the emulator and loads them; returns the error if that fails."""
+    from cuda_emulator import build
+
+    try:
+        path = build.build_emulated(os.environ.get("CUDA_EMULATOR_SANITIZERS", ""))
+    except RuntimeError as error:
+        return error
+    spec = importlib.util.spec_from_file_location("amp_ext_emulated._C", path)
+    assert spec is not None
+    assert spec.loader is not None
+    binary = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(binary)
+    return binary
+
+
+@contextlib.contextmanager
+def emulated_cuda() -> Iterator[None]:
+    """Lets the operations run the CUDA kernels on CPU tensors."""
+    from amp_ext import ops
+
+    binary = emulated_binary()
+    if isinstance(binary, RuntimeError):
+        raise binary
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_C", binary)
+        yield
+
+
+ROWS = [
+    Row("cpu", "cpu"),
+    Row("emulated", "cpu", why_no_emulator, emulated_cuda),
+    Row("cuda", "cuda", why_no_gpu),
+]
 
 
 @pytest.fixture(params=[pytest.param(row, id=row.name) for row in ROWS])
-def device(request: pytest.FixtureRequest):
-    """The device of the tensors, once for each row.
+def row(request: pytest.FixtureRequest) -> Iterator[Row]:
+    """Every place in turn, for tests that expect more of one than of another.
 
     A missing GPU is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``.
     """
@@ -59,7 +103,13 @@ def device(request: pytest.FixtureRequest):
             pytest.fail(f"AMP_EXT_REQUIRE_CUDA=1, but {reason}")
         pytest.skip(reason)
     with row.selected():
-        yield torch.device(row.device)
+        yield row
+
+
+@pytest.fixture
+def device(row: Row) -> torch.device:
+    """The device of the tensors, once for each row."""
+    return torch.device(row.device)
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +129,10 @@ torch.save((ops.cpu_isa(), getattr(importlib.import_module(module), function)())
 """
 
 
-@pytest.fixture
-def under_isa(tmp_path: Path) -> Callable[[Callable[[], Any], str | None], tuple[str, Any]]:
+@pytest.fixture(scope="session")
+def under_isa(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Callable[[], Any], str | None], tuple[str, Any]]:
     """Runs a function of a test module in a fresh interpreter, under a chosen instruction set.
 
     ``under_isa(function, "plain")`` returns the instruction set that was taken and what the
@@ -89,7 +141,7 @@ def under_isa(tmp_path: Path) -> Callable[[Callable[[], Any], str | None], tuple
     """
 
     def run(function: Callable[[], Any], isa: str | None) -> tuple[str, Any]:
-        path = tmp_path / f"{function.__name__}-{isa}.pt"
+        path = tmp_path_factory.mktemp("under_isa") / "result.pt"
         environment = {k: v for k, v in os.environ.items() if k != "AMP_EXT_CPU_ISA"}
         if isa is not None:
             environment["AMP_EXT_CPU_ISA"] = isa

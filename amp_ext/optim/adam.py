@@ -25,6 +25,11 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter.
         state_dtype: torch.float32, the least precision of the moments, or None for the parameter's.
+        max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
+            step; the norm is then in ``grad_norm``. None measures and clips nothing.
+        clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
+        write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
+            leaves ``.grad`` as the backward pass made it.
         foreach: Accepted for drop-in use; there is one path.
         fused: Likewise.
         capturable: Likewise; every step can be captured.
@@ -53,6 +58,9 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         master_weights: bool = True,
         state_dtype: torch.dtype | None = torch.float32,
+        max_grad_norm: float | None = None,
+        clip_value: float | None = None,
+        write_back_grads: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -82,6 +90,9 @@ class Adam(FusedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "master_weights": master_weights,
             "state_dtype": state_dtype,
+            "max_grad_norm": max_grad_norm,
+            "clip_value": clip_value,
+            "write_back_grads": write_back_grads,
         }
         super().__init__(params, defaults)
 
@@ -91,16 +102,10 @@ class Adam(FusedOptimizer):
             return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return ("exp_avg", "exp_avg_sq")
 
-    def _hyperparameters(self, group: dict[str, Any], lr: float) -> Any:
+    def _hyperparameters(self, group: dict[str, Any], common: dict[str, Any]) -> Any:
         beta1, beta2 = group["betas"]
         return ops.AdamHyperparameters(
-            lr=lr,
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
+            **common, beta1=float(beta1), beta2=float(beta2), eps=group["eps"]
         )
 
 
@@ -125,6 +130,9 @@ class AdamW(Adam):
         maximize: bool = False,
         master_weights: bool = True,
         state_dtype: torch.dtype | None = torch.float32,
+        max_grad_norm: float | None = None,
+        clip_value: float | None = None,
+        write_back_grads: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -142,6 +150,9 @@ class AdamW(Adam):
             decoupled_weight_decay=True,
             master_weights=master_weights,
             state_dtype=state_dtype,
+            max_grad_norm=max_grad_norm,
+            clip_value=clip_value,
+            write_back_grads=write_back_grads,
             foreach=foreach,
             fused=fused,
             capturable=capturable,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import operator
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,6 +15,9 @@ from amp_ext import ops
 __all__ = ["FusedOptimizer"]
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+# Options that torch does not have. A checkpoint never changes how they were configured.
+_CONFIGURED = ("master_weights", "state_dtype", "max_grad_norm", "clip_value", "write_back_grads")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -36,6 +39,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: Any = None
+    _planned_state: Any = None
+
+    #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
+    #: later steps write anew: clone it to keep it. None without ``max_grad_norm``.
+    grad_norm: Tensor | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         """Checks the options that all optimizers have and adds the parameters.
@@ -61,7 +69,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._set_dtype_name(defaults)
+        self._check_own_options(defaults)
         super().__init__(params, defaults)
 
     # What a subclass says.
@@ -70,8 +78,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns the state keys of the buffers that a group keeps, in the functor's order."""
         raise TypeError(f"{type(self).__name__} does not name its buffers")
 
-    def _hyperparameters(self, group: dict[str, Any], lr: float) -> Any:
-        """Returns a group's hyperparameters as the compiled module takes them."""
+    def _hyperparameters(self, group: dict[str, Any], common: dict[str, Any]) -> Any:
+        """Returns a group's hyperparameters as the compiled module takes them.
+
+        Args:
+            group: The group.
+            common: Those that all optimizers have.
+        """
         raise TypeError(f"{type(self).__name__} does not give its hyperparameters")
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
@@ -101,7 +114,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._set_dtype_name(group)
+            self._check_own_options(group)
             self._check_unique(group["params"], len(self.param_groups) - 1)
         except ValueError:
             self.param_groups.pop()
@@ -117,8 +130,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"once, got it as param {first_index[param]} already"
                 )
 
-    def _set_dtype_name(self, group: dict[str, Any]) -> None:
-        """Stores state_dtype by name: distributed checkpoints refuse a torch.dtype in a group."""
+    def _check_own_options(self, group: dict[str, Any]) -> None:
+        """Checks what torch does not know, and stores state_dtype by its name.
+
+        Distributed checkpoints refuse a torch.dtype in a group.
+        """
+        for name in ("max_grad_norm", "clip_value"):
+            limit = group[name]
+            if limit is not None and not limit >= 0.0:
+                raise ValueError(f"Invalid {name} value: {limit}")
         dtype = group["state_dtype"]
         if dtype not in (torch.float32, "float32", None):
             raise ValueError(
@@ -154,6 +174,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def rebuild(self) -> None:
         """Makes the next step look up all states again, after some were replaced by hand."""
         self._plan = None
+        self._planned_state = None
 
     def _group_options(self) -> list[tuple[Any, ...]]:
         return [
@@ -162,17 +183,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         ]
 
     def _plan_is_current(self) -> bool:
-        if self._plan is None or self._planned_state is not self.state:
-            return False
-        if (
-            len(self.state) != self._planned_states
-            or self._planned_options != self._group_options()
-        ):
-            return False
-        groups = [group["params"] for group in self.param_groups]
-        return all(
-            len(planned) == len(params) and all(map(operator.is_, planned, params))
-            for planned, params in zip(self._planned_params, groups, strict=True)
+        return (
+            self._plan is not None
+            and self._planned_state is self.state
+            and self._planned_states == len(self.state)
+            and self._planned_options == self._group_options()
+            and self._plan.has_params([group["params"] for group in self.param_groups])
         )
 
     def _current_plan(self) -> Any:
@@ -187,16 +203,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                 plan.add_param(group_index, index, param)
                 self._plan_places.append((group_index, param))
         self._plan = plan
-        self._planned_params = [list(group["params"]) for group in self.param_groups]
         self._planned_options = self._group_options()
         self._planned_state = self.state
         self._planned_states = len(self.state)
         return plan
 
     def _plan_with_states(self) -> Any:
-        """Returns the plan, with the state of every parameter that has a gradient."""
+        """Reads the gradients; gives every parameter that has one a state; returns the plan."""
         plan = self._current_plan()
-        for number in plan.params_without_state():
+        for number in plan.read_grads():
             group_index, param = self._plan_places[number]
             group = self.param_groups[group_index]
             state = self._init_state(group, param)
@@ -232,17 +247,32 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return loss
             found_inf = None
         plan = self._plan_with_states()
+        max_grad_norm = self._max_grad_norm()
+        if max_grad_norm is not None and self.grad_norm is None and self._plan_places:
+            device = self._plan_places[0][1].device
+            self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         lrs = [group["lr"] for group in self.param_groups]
         plan.step(
-            [
-                self._hyperparameters(group, 0.0 if isinstance(lr, Tensor) else lr)
-                for group, lr in zip(self.param_groups, lrs, strict=True)
-            ],
+            [self._hyperparameters(group, _common(group)) for group in self.param_groups],
             [lr if isinstance(lr, Tensor) else None for lr in lrs],
-            getattr(self, "grad_scale", None),
-            found_inf,
+            ops.GradientOptions(
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=found_inf,
+                max_grad_norm=max_grad_norm,
+                grad_norm=self.grad_norm,
+            ),
         )
         return loss
+
+    def _max_grad_norm(self) -> float | None:
+        """Returns the limit of the norm over all groups."""
+        limits = {group["max_grad_norm"] for group in self.param_groups}
+        if len(limits) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: max_grad_norm must be the same in all groups, whose norm "
+                f"is taken together, got {[group['max_grad_norm'] for group in self.param_groups]}"
+            )
+        return next(iter(limits), None)
 
     def _check_finite(
         self, found_inf: Tensor, grad_scale: Tensor | None = None
@@ -257,7 +287,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             For each device that holds a gradient a copy of ``found_inf``, set to 1 if one there is
             inf or NaN.
         """
-        flags = self._current_plan().check_finite(found_inf, grad_scale)
+        sum_squares = self._max_grad_norm() is not None
+        flags = self._current_plan().check_finite(found_inf, grad_scale, sum_squares)
         return {flag.device: flag for flag in flags}
 
     # Masters.
@@ -291,7 +322,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Loads a state dict of this class or of its namesake in torch.optim.
 
         Tensors are copied, to the parameter's device and layout. Buffers get the configured
-        dtype, whatever the file's; ``master_weights`` and ``state_dtype`` stay as configured.
+        dtype, whatever the file's; options that torch does not have stay as configured.
         Masters that the file lacks are taken from the parameters: load the model first.
 
         Args:
@@ -303,7 +334,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 Nothing has been changed then.
         """
         states: dict[Any, Any] = {}
-        configured = [(g["master_weights"], g["state_dtype"]) for g in self.param_groups]
+        configured = [{name: g[name] for name in _CONFIGURED} for g in self.param_groups]
 
         def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any]:
             states.update(self._loaded_states(incoming))  # all that can fail, fails here
@@ -311,10 +342,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return {**incoming, "state": {}}
 
         def restore_states(_: Any) -> None:
-            for group, (master_weights, state_dtype) in zip(
-                self.param_groups, configured, strict=True
-            ):
-                group.update(master_weights=master_weights, state_dtype=state_dtype)
+            for group, options in zip(self.param_groups, configured, strict=True):
+                group.update(options)
             self.state.update(states)
             self.rebuild()
 
@@ -353,7 +382,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group_index, (group, saved) in enumerate(
             zip(self.param_groups, saved_groups, strict=True)
         ):
-            configured = {name: group[name] for name in ("master_weights", "state_dtype")}
+            configured = {name: group[name] for name in _CONFIGURED}
             loaded_group = {**self.defaults, **saved, **configured}
             for index, (param, key) in enumerate(
                 zip(group["params"], saved["params"], strict=True)
@@ -386,6 +415,19 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if name != "master_param" or self._has_master(group, param):
                     state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
         return state
+
+
+def _common(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the hyperparameters that all optimizers have; a tensor lr travels apart."""
+    clip_value = group["clip_value"]
+    return {
+        "lr": 0.0 if isinstance(group["lr"], Tensor) else group["lr"],
+        "weight_decay": group["weight_decay"],
+        "decoupled_weight_decay": group["decoupled_weight_decay"],
+        "maximize": group["maximize"],
+        "clip_value": math.inf if clip_value is None else clip_value,
+        "write_back_grads": group["write_back_grads"],
+    }
 
 
 def _check_saved_tensor(value: Any, param: Tensor, where: str) -> None:

@@ -27,6 +27,11 @@ class SGD(FusedOptimizer):
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter.
         state_dtype: torch.float32, the least precision of the momentum buffer, or None for the
             parameter's.
+        max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
+            step; the norm is then in ``grad_norm``. None measures and clips nothing.
+        clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
+        write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
+            leaves ``.grad`` as the backward pass made it.
         foreach: Accepted for drop-in use; there is one path.
         fused: Likewise.
         differentiable: Must be False.
@@ -61,6 +66,9 @@ class SGD(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         master_weights: bool = True,
         state_dtype: torch.dtype | None = torch.float32,
+        max_grad_norm: float | None = None,
+        clip_value: float | None = None,
+        write_back_grads: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -83,6 +91,9 @@ class SGD(FusedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "master_weights": master_weights,
             "state_dtype": state_dtype,
+            "max_grad_norm": max_grad_norm,
+            "clip_value": clip_value,
+            "write_back_grads": write_back_grads,
         }
         super().__init__(params, defaults)
 
@@ -100,13 +111,10 @@ class SGD(FusedOptimizer):
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
         return []  # without momentum_buffer the next step is the first
 
-    def _hyperparameters(self, group: dict[str, Any], lr: float) -> Any:
+    def _hyperparameters(self, group: dict[str, Any], common: dict[str, Any]) -> Any:
         return ops.SgdHyperparameters(
-            lr=lr,
+            **common,
             momentum=group["momentum"],
             dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
         )

@@ -22,7 +22,8 @@ namespace plain {
 #include "cpu/engine_body.h"
 }  // namespace plain
 
-const Engine kPlainEngine = {"plain", plain::step, plain::check_finite, plain::unscale};
+const Engine kPlainEngine = {"plain", plain::step, plain::look, plain::multiply,
+                             plain::count_nonfinite};
 
 #if defined(__x86_64__)
 #pragma GCC push_options
@@ -34,7 +35,7 @@ namespace avx2 {
 #undef AMP_EXT_ENGINE_HAS_F16C
 #pragma GCC pop_options
 
-const Engine kAvx2Engine = {"avx2", avx2::step, avx2::check_finite, avx2::unscale};
+const Engine kAvx2Engine = {"avx2", avx2::step, avx2::look, avx2::multiply, avx2::count_nonfinite};
 #endif
 
 const Engine* select_engine() {

@@ -1,6 +1,7 @@
 // The CPU engine: the kernels of one instruction set, and the choice among the sets built in.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "cpu/tile_map.h"
@@ -11,11 +12,16 @@ namespace amp_ext::cpu {
 // Kernels work on the tiles that start in [begin, end) of a TileMap's axis of cost.
 struct Engine {
   const char* name;
-  void (*step)(const StepLaunch& launch, const TileMap& tiles, float inv_scale, int64_t begin,
-               int64_t end);
-  // Both return whether a gradient is inf or NaN.
-  bool (*check_finite)(const TileMap& tiles, int64_t begin, int64_t end);
-  bool (*unscale)(const TileMap& tiles, float inv_scale, int64_t begin, int64_t end);
+  void (*step)(const StepLaunch& launch, const TileMap& tiles, const GradientFactor& factor,
+               int64_t begin, int64_t end);
+  // Returns whether a gradient is inf or NaN. Fills sums[tiles.number_of_tiles()], unless null,
+  // with the sums of squares of its tiles; inf or NaN where a gradient is.
+  bool (*look)(const TileMap& tiles, double* sums, int64_t begin, int64_t end);
+  // Multiplies gradients in place. Returns whether one was inf or NaN before.
+  bool (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);
+  // Adds the numbers of infs and NaNs to counts[records].
+  void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
+                          int64_t end);
 };
 
 extern const Engine kPlainEngine;

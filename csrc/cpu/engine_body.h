@@ -48,7 +48,7 @@ T* open_block(void* tensor, DType dtype, int64_t offset, int64_t count, T* scrat
     Storage* stored = static_cast<Storage*>(tensor) + offset;
     if constexpr (std::is_same_v<Storage, T>) {
       block = stored;
-    } else if constexpr (std::is_same_v<typename ComputeType<Storage>::type, float>) {
+    } else {
       convert(stored, scratch, count);
     }
   });
@@ -61,10 +61,7 @@ void close_block(void* tensor, DType dtype, int64_t offset, int64_t count, const
   for_dtype(dtype, [&](auto element) {
     using Storage = decltype(element);
     Storage* stored = static_cast<Storage*>(tensor) + offset;
-    if constexpr (!std::is_same_v<Storage, T> &&
-                  std::is_same_v<typename ComputeType<Storage>::type, T>) {
-      convert(block, stored, count);
-    }
+    if constexpr (!std::is_same_v<Storage, T>) convert(block, stored, count);
   });
 }
 
@@ -80,7 +77,8 @@ void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* 
     T element0 = kBuffers > 0 ? buffer0[i] : T();
     T element1 = kBuffers > 1 ? buffer1[i] : T();
     T element2 = kBuffers > 2 ? buffer2[i] : T();
-    update_element<kBuffers>(constants, grad[i], value, element0, element1, element2);
+    update_element<kBuffers>(constants, constants.unscale_and_clip(grad[i]), value, element0,
+                             element1, element2);
     param[i] = value;
     if constexpr (kBuffers > 0) buffer0[i] = element0;
     if constexpr (kBuffers > 1) buffer1[i] = element1;
@@ -88,18 +86,36 @@ void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* 
   }
 }
 
+// Stores the gradients as the optimizer sees them.
+template <typename Functor, typename T>
+void write_back_block(const TensorConstants<Functor, T>& tensor_constants, T* grad, int64_t count) {
+  const TensorConstants<Functor, T> constants = tensor_constants;
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) grad[i] = constants.unscale_and_clip(grad[i]);
+}
+
 template <int kBuffers, typename Functor, typename T>
-void step_tile(const TensorConstants<Functor, T>& constants, const TensorRecord& record,
-               int64_t begin, int64_t end) {
+void step_tile(TensorConstants<Functor, T> constants, const Tile& tile) {
+  const TensorRecord& record = tile.record;
+  const TensorConstants<Functor, T> write_back_constants = constants;
+  if (constants.write_back_grads) constants.grad_factor = T(1);  // done before
+  // Without anything to convert, the tile is one block.
+  const bool all_native = record.param_dtype == kDType<T> && record.grad_dtype == kDType<T> &&
+                          record.buffer_dtype == kDType<T>;
+  const int64_t block_size = all_native ? kTileSize : kBlockSize;
   alignas(64) T grad_scratch[kBlockSize];
   alignas(64) T param_scratch[kBlockSize];
   alignas(64) T buffer_scratch[kMaxBuffers][kBlockSize];
   void* computed = record.master_param == nullptr ? record.param : record.master_param;
   const DType computed_dtype =
       record.master_param == nullptr ? record.param_dtype : DType::kFloat32;
-  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
-    const int64_t count = std::min(kBlockSize, end - offset);
-    const T* grad = open_block(record.grad, record.grad_dtype, offset, count, grad_scratch);
+  for (int64_t offset = tile.begin; offset < tile.end; offset += block_size) {
+    const int64_t count = std::min(block_size, tile.end - offset);
+    T* grad = open_block(record.grad, record.grad_dtype, offset, count, grad_scratch);
+    if (constants.write_back_grads) {
+      write_back_block(write_back_constants, grad, count);
+      close_block(record.grad, record.grad_dtype, offset, count, grad);
+    }
     T* param = open_block(computed, computed_dtype, offset, count, param_scratch);
     T* buffers[kMaxBuffers] = {};
     for (int i = 0; i < kBuffers; ++i) {
@@ -120,55 +136,68 @@ class ConstantsCache {
  public:
   using Constants = TensorConstants<Functor<T>, T>;
 
-  ConstantsCache(const StepLaunch& launch, float inv_scale)
+  ConstantsCache(const StepLaunch& launch, const GradientFactor& factor)
       : hyperparameters_(
             static_cast<const typename Functor<T>::Hyperparameters*>(launch.hyperparameters)),
-        inv_scale_(inv_scale) {}
+        factor_(factor) {}
 
   const Constants& of(const TensorRecord& record) {
     const float step = record.step == nullptr ? -1.0f : *record.step;
     if (record.group != group_ || step != step_) {
       group_ = record.group;
       step_ = step;
-      constants_ = Constants::make(hyperparameters_[group_], record.step, inv_scale_);
+      constants_ = Constants::make(hyperparameters_[group_], record.step, factor_);
     }
     return constants_;
   }
 
  private:
   const typename Functor<T>::Hyperparameters* hyperparameters_;  // [groups]
-  float inv_scale_;
+  GradientFactor factor_;
   int32_t group_ = -1;
   float step_ = -1.0f;
   Constants constants_;
 };
 
 template <template <typename> class Functor, int kBuffers>
-void step_with(const StepLaunch& launch, const TileMap& tiles, float inv_scale, int64_t begin,
-               int64_t end) {
-  ConstantsCache<Functor, float> in_float(launch, inv_scale);
-  ConstantsCache<Functor, double> in_double(launch, inv_scale);
-  tiles.for_each_tile(begin, end, [&](const TensorRecord& record, int64_t first, int64_t last) {
-    if (record.param_dtype == DType::kFloat64) {
-      step_tile<kBuffers>(in_double.of(record), record, first, last);
+void step_with(const StepLaunch& launch, const TileMap& tiles, const GradientFactor& factor,
+               int64_t begin, int64_t end) {
+  ConstantsCache<Functor, float> in_float(launch, factor);
+  ConstantsCache<Functor, double> in_double(launch, factor);
+  tiles.for_each_tile(begin, end, [&](const Tile& tile) {
+    if (tile.record.param_dtype == DType::kFloat64) {
+      step_tile<kBuffers>(in_double.of(tile.record), tile);
     } else {
-      step_tile<kBuffers>(in_float.of(record), record, first, last);
+      step_tile<kBuffers>(in_float.of(tile.record), tile);
     }
   });
 }
 
-inline void step(const StepLaunch& launch, const TileMap& tiles, float inv_scale, int64_t begin,
-                 int64_t end) {
+inline void step(const StepLaunch& launch, const TileMap& tiles, const GradientFactor& factor,
+                 int64_t begin, int64_t end) {
   switch (launch.kernel) {
 #define AMP_EXT_CASE(Functor, buffers)       \
   case OptimizerKernel::k##Functor##buffers: \
-    return step_with<Functor, buffers>(launch, tiles, inv_scale, begin, end);
+    return step_with<Functor, buffers>(launch, tiles, factor, begin, end);
     AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CASE)
 #undef AMP_EXT_CASE
   }
 }
 
-// True if one of the elements is inf or NaN: if all bits of its exponent are set.
+// The number of elements that are inf or NaN: all bits of their exponent are set.
+template <typename Count, typename Storage>
+Count count_nonfinite(const Storage* elements, int64_t count) {
+  using Bits = typename BitPattern<Storage>::type;
+  Count found = 0;
+#pragma omp simd reduction(+ : found)
+  for (int64_t i = 0; i < count; ++i) {
+    Bits bits;
+    memcpy(&bits, elements + i, sizeof bits);
+    found += static_cast<Count>((bits & kExponentMask<Storage>) == kExponentMask<Storage>);
+  }
+  return found;
+}
+
 template <typename Storage>
 bool any_nonfinite(const Storage* elements, int64_t count) {
   using Bits = typename BitPattern<Storage>::type;
@@ -182,37 +211,117 @@ bool any_nonfinite(const Storage* elements, int64_t count) {
   return found != 0;
 }
 
-inline bool check_finite(const TileMap& tiles, int64_t begin, int64_t end) {
+// Eight numbers; operations of a narrower instruction set take them in pieces, with the same bits.
+typedef float FloatVector __attribute__((vector_size(32), aligned(4)));
+
+// Sums in one fixed order: 32 running sums, then pairwise. `count` up to kBlockSize.
+inline float sum_of_squares_of_block(const float* elements, int64_t count) {
+  FloatVector sums[4] = {};
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    for (int k = 0; k < 4; ++k) {
+      FloatVector values;
+      memcpy(&values, elements + i + 8 * k, sizeof values);
+      sums[k] += values * values;
+    }
+  }
+  float rest = 0.0f;
+  for (; i < count; ++i) rest += elements[i] * elements[i];
+  const FloatVector sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  return (((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]))) + rest;
+}
+
+template <typename T>
+double sum_of_squares_in_double(const T* elements, int64_t count) {
+  double sums[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    for (int k = 0; k < 8; ++k) {
+      const double value = elements[i + k];
+      sums[k] += value * value;
+    }
+  }
+  for (; i < count; ++i) sums[0] += static_cast<double>(elements[i]) * elements[i];
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+// Squares below this lose bits in float32.
+constexpr float kSmallSum = 1e-20f;
+
+// The sum of squares of one tile, whose squares may be too large or too small for float32.
+template <typename T>
+double sum_of_squares(const TensorRecord& record, int64_t begin, int64_t end) {
+  alignas(64) T scratch[kBlockSize];
+  double sum = 0.0;
+  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
+    const int64_t count = std::min(kBlockSize, end - offset);
+    const T* grad = open_block(record.grad, record.grad_dtype, offset, count, scratch);
+    if constexpr (std::is_same_v<T, float>) {
+      const float in_float = sum_of_squares_of_block(grad, count);
+      if (in_float >= kSmallSum && is_finite(in_float)) {
+        sum += in_float;
+        continue;
+      }
+    }
+    sum += sum_of_squares_in_double(grad, count);
+  }
+  return sum;
+}
+
+inline bool look(const TileMap& tiles, double* sums, int64_t begin, int64_t end) {
   bool found = false;
-  tiles.for_each_tile(begin, end, [&](const TensorRecord& record, int64_t first, int64_t last) {
+  tiles.for_each_tile(begin, end, [&](const Tile& tile) {
+    const TensorRecord& record = tile.record;
+    if (sums != nullptr) {
+      const double sum = record.grad_dtype == DType::kFloat64
+                             ? sum_of_squares<double>(record, tile.begin, tile.end)
+                             : sum_of_squares<float>(record, tile.begin, tile.end);
+      sums[tile.number] = sum;
+      // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
+      if (is_finite(sum)) return;
+    }
     for_dtype(record.grad_dtype, [&](auto element) {
-      found |= any_nonfinite(static_cast<decltype(element)*>(record.grad) + first, last - first);
+      const auto* grad = static_cast<const decltype(element)*>(record.grad) + tile.begin;
+      found |= any_nonfinite(grad, tile.end - tile.begin);
     });
   });
   return found;
 }
 
+inline void count_nonfinite(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
+                            int64_t end) {
+  tiles.for_each_tile(begin, end, [&](const Tile& tile) {
+    for_dtype(tile.record.grad_dtype, [&](auto element) {
+      using Storage = decltype(element);
+      using Count = typename BitPattern<Storage>::type;  // a tile has fewer elements
+      const auto* grad = static_cast<const Storage*>(tile.record.grad) + tile.begin;
+      const auto count = count_nonfinite<Count>(grad, tile.end - tile.begin);
+      if (count != 0) counts[tile.index].fetch_add(count, std::memory_order_relaxed);
+    });
+  });
+}
+
 template <typename T>
-bool unscale_tile(const TensorRecord& record, T inv_scale, int64_t begin, int64_t end) {
+bool multiply_tile(const Tile& tile, T factor) {
+  const TensorRecord& record = tile.record;
   alignas(64) T scratch[kBlockSize];
   bool found = false;
-  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
-    const int64_t count = std::min(kBlockSize, end - offset);
+  for (int64_t offset = tile.begin; offset < tile.end; offset += kBlockSize) {
+    const int64_t count = std::min(kBlockSize, tile.end - offset);
     T* grad = open_block(record.grad, record.grad_dtype, offset, count, scratch);
     found |= any_nonfinite(grad, count);
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) grad[i] = grad[i] * inv_scale;
+    for (int64_t i = 0; i < count; ++i) grad[i] = grad[i] * factor;
     close_block(record.grad, record.grad_dtype, offset, count, grad);
   }
   return found;
 }
 
-inline bool unscale(const TileMap& tiles, float inv_scale, int64_t begin, int64_t end) {
+inline bool multiply(const TileMap& tiles, float factor, int64_t begin, int64_t end) {
   bool found = false;
-  tiles.for_each_tile(begin, end, [&](const TensorRecord& record, int64_t first, int64_t last) {
-    found |= record.grad_dtype == DType::kFloat64
-                 ? unscale_tile<double>(record, inv_scale, first, last)
-                 : unscale_tile<float>(record, inv_scale, first, last);
+  tiles.for_each_tile(begin, end, [&](const Tile& tile) {
+    found |= tile.record.grad_dtype == DType::kFloat64 ? multiply_tile<double>(tile, factor)
+                                                       : multiply_tile<float>(tile, factor);
   });
   return found;
 }

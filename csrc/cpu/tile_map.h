@@ -12,36 +12,53 @@ namespace amp_ext::cpu {
 // Elements of a tile. Any size from 1K to 256K is within a few percent.
 inline constexpr int64_t kTileSize = 8192;
 
+// Elements [begin, end) of one tensor.
+struct Tile {
+  const TensorRecord& record;
+  int64_t index;   // of the record
+  int64_t number;  // among all tiles
+  int64_t begin;
+  int64_t end;
+};
+
 // Tensors stand behind each other on one axis of cost: each takes its elements and an overhead that
 // stands for the work of starting it. A tile belongs to the range in which it starts, so that
 // any cut of the axis gives each tile to one thread, whatever the number of threads.
 class TileMap {
  public:
-  TileMap(const TensorRecord* records, int64_t count) : records_(records), starts_(count + 1) {
-    for (int64_t i = 0; i < count; ++i) starts_[i + 1] = starts_[i] + kOverhead + records[i].numel;
+  TileMap(const TensorRecord* records, int64_t count)
+      : records_(records), starts_(count + 1), first_tiles_(count + 1) {
+    for (int64_t i = 0; i < count; ++i) {
+      starts_[i + 1] = starts_[i] + kOverhead + records[i].numel;
+      first_tiles_[i + 1] = first_tiles_[i] + (records[i].numel + kTileSize - 1) / kTileSize;
+    }
   }
 
   int64_t total_cost() const { return starts_.back(); }
+  int64_t number_of_tiles() const { return first_tiles_.back(); }
 
-  // Calls visit(record, first element, end element) for each tile that starts in [begin, end).
+  // Calls visit(tile) for each tile that starts in [begin, end).
   template <typename Visit>
   void for_each_tile(int64_t begin, int64_t end, Visit&& visit) const {
-    auto start = std::upper_bound(starts_.begin(), starts_.end(), begin) - 1;
-    for (; start + 1 < starts_.end() && *start < end; ++start) {
-      const TensorRecord& record = records_[start - starts_.begin()];
-      const int64_t skipped = std::max<int64_t>(begin - *start, 0);
-      int64_t first = (skipped + kTileSize - 1) / kTileSize * kTileSize;
-      for (; first < record.numel && *start + first < end; first += kTileSize) {
-        visit(record, first, std::min(first + kTileSize, record.numel));
+    int64_t index = std::upper_bound(starts_.begin(), starts_.end(), begin) - starts_.begin() - 1;
+    for (; index + 1 < static_cast<int64_t>(starts_.size()) && starts_[index] < end; ++index) {
+      const TensorRecord& record = records_[index];
+      const int64_t skipped = std::max<int64_t>(begin - starts_[index], 0);
+      int64_t number = (skipped + kTileSize - 1) / kTileSize;
+      for (; number * kTileSize < record.numel && starts_[index] + number * kTileSize < end;
+           ++number) {
+        visit(Tile{record, index, first_tiles_[index] + number, number * kTileSize,
+                   std::min((number + 1) * kTileSize, record.numel)});
       }
     }
   }
 
  private:
-  static constexpr int64_t kOverhead = 256;
+  static constexpr int64_t kOverhead = 64;
 
-  const TensorRecord* records_;  // [count]
-  std::vector<int64_t> starts_;  // [count + 1], on the axis of cost
+  const TensorRecord* records_;       // [count]
+  std::vector<int64_t> starts_;       // [count + 1], on the axis of cost
+  std::vector<int64_t> first_tiles_;  // [count + 1], numbers of tiles
 };
 
 }  // namespace amp_ext::cpu

@@ -25,63 +25,184 @@ __device__ bool is_nonfinite(Storage value) {
   return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
 }
 
-using LookTable = TensorTable<1, kLargeArguments - 64>;
-using SmallLookTable = TensorTable<1, kSmallArguments - 64>;
+// Bytes of a kernel's arguments beside the table.
+constexpr int kOtherBytes = 80;
+using LargeTable = TensorTable<1, kLargeArguments - kOtherBytes>;
+using SmallTable = TensorTable<1, kSmallArguments - kOtherBytes>;
 
-template <typename Table>
-struct GradientArguments {
-  Table table;
-  const float* scale;  // of check_finite: the loss scale, or null; of unscale: its inverse
-  float* found_inf;
+// The gradient that a block works on, and its part of it.
+template <typename Storage>
+struct GradientTile {
+  Storage* grad;
+  int tensor;
+  int64_t begin;
+  int64_t end;
+
+  template <typename Table>
+  __device__ explicit GradientTile(const Table& table) {
+    const auto tile = static_cast<int32_t>(blockIdx.x);
+    tensor = table.tensor_of(tile);
+    grad = static_cast<Storage*>(table.pointers[0][tensor]);
+    begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * kTileSize;
+    end = min(begin + kTileSize, table.numel[tensor]);
+  }
+
+  // Calls visit(pack, index) for all elements, some at a time.
+  template <typename Visit>
+  __device__ void for_each(const Visit& visit) const {
+    const int64_t aligned = begin + elements_to_boundary(grad + begin);
+    for_each_pack<kPackSize<Storage>>(begin, aligned < end ? aligned : end, end,
+                                      [&](int64_t index, auto count) {
+                                        visit(pack_at<decltype(count)::value>(grad, index), count);
+                                      });
+  }
 };
 
 __device__ void report(bool found, float* found_inf) {
   if (__syncthreads_or(found) && threadIdx.x == 0) atomicExch(found_inf, 1.0f);
 }
 
-template <typename Storage, typename Table>
-__global__ void __launch_bounds__(kThreads)
-    check_finite_kernel(const GradientArguments<Table> __grid_constant__ arguments) {
-  const Table& table = arguments.table;
-  const auto tile = static_cast<int32_t>(blockIdx.x);
-  const int tensor = table.tensor_of(tile);
-  Storage* const grad = static_cast<Storage*>(table.pointers[0][tensor]);
-  const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * kTileSize;
-  const int64_t end = min(begin + kTileSize, table.numel[tensor]);
-  bool found = tile == 0 && GradientGate::read(arguments.scale, nullptr).skip;
-  for_each_pack<kPackSize<Storage>>(
-      begin, first_pack(grad, begin, end), end, [&](int64_t index, auto count) {
-        const auto values = pack_at<decltype(count)::value>(grad, index);
+constexpr int kWarps = kThreads / 32;
+
+template <typename T>
+struct WarpValues {
+  T values[kWarps];
+};
+
+// The sum over the threads of a block, known to all of them. In a fixed order.
+template <typename T>
+__device__ T block_sum(T value) {
+  AMP_EXT_SHARED(WarpValues<T>, warp_sums);
 #pragma unroll
-        for (int i = 0; i < decltype(count)::value; ++i) found |= is_nonfinite(values.values[i]);
-      });
+  for (int offset = 16; offset > 0; offset /= 2)
+    value += __shfl_down_sync(0xffffffffu, value, offset);
+  __syncthreads();  // an earlier sum may still be read
+  if (threadIdx.x % 32 == 0) warp_sums.values[threadIdx.x / 32] = value;
+  __syncthreads();
+  T sum = warp_sums.values[0];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) sum += warp_sums.values[warp];
+  return sum;
+}
+
+template <typename Table>
+struct LookArguments {
+  Table table;
+  const float* grad_scale;
+  float* found_inf;
+  SumOutputs sums;
+};
+
+// The sum of squares of a tile. Squares too large or too small for float32 are summed in double.
+template <typename T, typename Storage>
+__device__ T tile_sum_of_squares(const GradientTile<Storage>& tile) {
+  T sum = 0;
+  tile.for_each([&](const auto& pack, auto count) {
+#pragma unroll
+    for (int i = 0; i < decltype(count)::value; ++i) {
+      const T value = load(pack.values[i]);
+      sum += value * value;
+    }
+  });
+  return block_sum(sum);
+}
+
+template <typename Storage>
+__device__ double careful_sum_of_squares(const GradientTile<Storage>& tile) {
+  if constexpr (!std::is_same_v<Storage, double>) {
+    const float sum = tile_sum_of_squares<float>(tile);
+    if (sum >= 1e-20f && is_finite(sum)) return sum;
+  }
+  return tile_sum_of_squares<double>(tile);
+}
+
+template <typename Storage, typename Table, bool kSumSquares>
+__global__ void __launch_bounds__(kThreads)
+    look_kernel(const LookArguments<Table> __grid_constant__ arguments) {
+  const GradientTile<Storage> tile(arguments.table);
+  bool found = blockIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip;
+  if constexpr (kSumSquares) {
+    AMP_EXT_SHARED(bool, is_last);
+    const SumOutputs& sums = arguments.sums;
+    const double sum = careful_sum_of_squares(tile);
+    if (threadIdx.x == 0) {
+      sums.tile_sums[blockIdx.x] = sum;
+      __threadfence();
+      is_last = atomicAdd(sums.block_counter, 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (is_last) {
+      __threadfence();
+      double total = 0.0;
+      for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) {
+        total += *static_cast<volatile double*>(sums.tile_sums + i);
+      }
+      total = block_sum(total);
+      if (threadIdx.x == 0) {
+        *sums.sum_of_squares += total;
+        *sums.block_counter = 0;
+      }
+    }
+    // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
+    if (is_finite(sum)) {
+      report(found, arguments.found_inf);
+      return;
+    }
+  }
+  tile.for_each([&](const auto& pack, auto count) {
+#pragma unroll
+    for (int i = 0; i < decltype(count)::value; ++i) found |= is_nonfinite(pack.values[i]);
+  });
   report(found, arguments.found_inf);
 }
 
+template <typename Table>
+struct MultiplyArguments {
+  Table table;
+  MultiplyInputs inputs;
+  float* found_inf;
+};
+
 template <typename Storage, typename Table>
 __global__ void __launch_bounds__(kThreads)
-    unscale_kernel(const GradientArguments<Table> __grid_constant__ arguments) {
+    multiply_kernel(const MultiplyArguments<Table> __grid_constant__ arguments) {
   using T = typename ComputeType<Storage>::type;
-  const Table& table = arguments.table;
-  const auto tile = static_cast<int32_t>(blockIdx.x);
-  const int tensor = table.tensor_of(tile);
-  Storage* const grad = static_cast<Storage*>(table.pointers[0][tensor]);
-  const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * kTileSize;
-  const int64_t end = min(begin + kTileSize, table.numel[tensor]);
-  const T inv_scale = *arguments.scale;
-  bool found = tile == 0 && !is_finite(inv_scale);
-  for_each_pack<kPackSize<Storage>>(begin, first_pack(grad, begin, end), end,
-                                    [&](int64_t index, auto count) {
-                                      auto& in_place = pack_at<decltype(count)::value>(grad, index);
-                                      auto values = in_place;
+  const float factor = arguments.inputs.factor();
+  if (factor == 1.0f && arguments.found_inf == nullptr) return;
+  const GradientTile<Storage> tile(arguments.table);
+  bool found = blockIdx.x == 0 && !is_finite(factor);
+  tile.for_each([&](auto& in_place, auto count) {
+    auto pack = in_place;
 #pragma unroll
-                                      for (int i = 0; i < decltype(count)::value; ++i) {
-                                        found |= is_nonfinite(values.values[i]);
-                                        store(load(values.values[i]) * inv_scale, values.values[i]);
-                                      }
-                                      in_place = values;
-                                    });
-  report(found, arguments.found_inf);
+    for (int i = 0; i < decltype(count)::value; ++i) {
+      found |= is_nonfinite(pack.values[i]);
+      store(load(pack.values[i]) * static_cast<T>(factor), pack.values[i]);
+    }
+    if (factor != 1.0f) in_place = pack;
+  });
+  if (arguments.found_inf != nullptr) report(found, arguments.found_inf);
+}
+
+template <typename Table>
+struct CountArguments {
+  Table table;
+  unsigned long long* counts;  // [records]; a tensor's number stands in the table as its group
+};
+
+template <typename Storage, typename Table>
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const CountArguments<Table> __grid_constant__ arguments) {
+  const GradientTile<Storage> tile(arguments.table);
+  unsigned found = 0;
+  tile.for_each([&](const auto& pack, auto count) {
+#pragma unroll
+    for (int i = 0; i < decltype(count)::value; ++i) found += is_nonfinite(pack.values[i]) ? 1 : 0;
+  });
+  const unsigned sum = block_sum(found);
+  if (threadIdx.x == 0 && sum != 0) {
+    atomicAdd(arguments.counts + arguments.table.group[tile.tensor],
+              static_cast<unsigned long long>(sum));
+  }
 }
 
 // Flags that one launch looks at: one for each optimizer and device.
@@ -105,47 +226,41 @@ __global__ void update_scale_kernel(const UpdateArguments __grid_constant__ argu
   }
 }
 
-enum class GradientKernel { kCheckFinite, kUnscale };
+template <typename TableOfSize>
+struct TableType {
+  using Table = TableOfSize;
+};
 
-template <typename Storage, typename Table>
-int launch_gradients(GradientKernel kernel, const TensorRecord* records, int64_t count,
-                     const float* scale, float* found_inf, cudaStream_t stream) {
-  static_assert(sizeof(GradientArguments<Table>) <= kLargeArguments);
-  GradientArguments<Table> arguments;
-  arguments.scale = scale;
-  arguments.found_inf = found_inf;
-  arguments.table.count = 0;
-  arguments.table.tiles = 0;
-  const auto flush = [&]() -> int {
-    const auto function = kernel == GradientKernel::kUnscale ? unscale_kernel<Storage, Table>
-                                                             : check_finite_kernel<Storage, Table>;
-    const int error = launch(function, arguments.table.blocks(), kThreads, stream, arguments);
-    arguments.table.count = 0;
-    arguments.table.tiles = 0;
-    return error;
-  };
+// Launches a kernel over the gradients of one dtype, in as many pieces as its arguments need. All
+// of `arguments` but its table is set.
+template <typename Storage, typename Kernel, typename Arguments>
+int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
+                     Arguments& arguments, cudaStream_t stream) {
+  static_assert(sizeof(Arguments) <= kLargeArguments);
+  auto& table = arguments.table;
+  table.clear();
   for (int64_t i = 0; i < count; ++i) {
     if (records[i].grad_dtype != kDType<Storage>) continue;
-    if (arguments.table.is_full()) {
-      if (const int error = flush()) return error;
+    if (table.is_full()) {
+      if (const int error = launch(kernel, table.blocks(), kThreads, stream, arguments))
+        return error;
+      table.clear();
     }
-    arguments.table.pointers[0][arguments.table.add(records[i], 0)] = records[i].grad;
+    table.pointers[0][table.add(records[i], static_cast<int32_t>(i))] = records[i].grad;
   }
-  return arguments.table.count > 0 ? flush() : 0;
+  return table.count > 0 ? launch(kernel, table.blocks(), kThreads, stream, arguments) : 0;
 }
 
-int run_gradients(GradientKernel kernel, const TensorRecord* records, int64_t count,
-                  const float* scale, float* found_inf, cudaStream_t stream) {
+// Calls run(element, table) with a value of each dtype and a table of the size that the driver
+// takes, until one returns an error.
+template <typename Run>
+int for_each_dtype(const Run& run) {
   int error = 0;
   for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
     for_dtype(dtype, [&](auto element) {
-      using Storage = decltype(element);
       if (error != 0) return;
-      error = driver_takes_large_arguments()
-                  ? launch_gradients<Storage, LookTable>(kernel, records, count, scale, found_inf,
-                                                         stream)
-                  : launch_gradients<Storage, SmallLookTable>(kernel, records, count, scale,
-                                                              found_inf, stream);
+      error = driver_takes_large_arguments() ? run(element, TableType<LargeTable>())
+                                             : run(element, TableType<SmallTable>());
     });
   }
   return error;
@@ -167,14 +282,50 @@ int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream)
   return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 
-int check_finite(const TensorRecord* records, int64_t count, const float* grad_scale,
-                 float* found_inf, cudaStream_t stream) {
-  return run_gradients(GradientKernel::kCheckFinite, records, count, grad_scale, found_inf, stream);
+int64_t number_of_tiles(const TensorRecord* records, int64_t count) {
+  int64_t tiles = 1;  // a launch has a block at least
+  for (int64_t i = 0; i < count; ++i) tiles += (records[i].numel + kTileSize - 1) / kTileSize;
+  return tiles;
 }
 
-int unscale(const TensorRecord* records, int64_t count, const float* inv_scale, float* found_inf,
-            cudaStream_t stream) {
-  return run_gradients(GradientKernel::kUnscale, records, count, inv_scale, found_inf, stream);
+int look(const TensorRecord* records, int64_t count, const float* grad_scale, float* found_inf,
+         const SumOutputs& sums, cudaStream_t stream) {
+  return for_each_dtype([&](auto element, auto table_type) {
+    using Storage = decltype(element);
+    using Table = typename decltype(table_type)::Table;
+    LookArguments<Table> arguments;
+    arguments.grad_scale = grad_scale;
+    arguments.found_inf = found_inf;
+    arguments.sums = sums;
+    const auto kernel = sums.sum_of_squares != nullptr ? look_kernel<Storage, Table, true>
+                                                       : look_kernel<Storage, Table, false>;
+    return launch_gradients<Storage>(kernel, records, count, arguments, stream);
+  });
+}
+
+int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& inputs,
+             float* found_inf, cudaStream_t stream) {
+  return for_each_dtype([&](auto element, auto table_type) {
+    using Storage = decltype(element);
+    using Table = typename decltype(table_type)::Table;
+    MultiplyArguments<Table> arguments;
+    arguments.inputs = inputs;
+    arguments.found_inf = found_inf;
+    return launch_gradients<Storage>(multiply_kernel<Storage, Table>, records, count, arguments,
+                                     stream);
+  });
+}
+
+int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
+                    cudaStream_t stream) {
+  return for_each_dtype([&](auto element, auto table_type) {
+    using Storage = decltype(element);
+    using Table = typename decltype(table_type)::Table;
+    CountArguments<Table> arguments;
+    arguments.counts = reinterpret_cast<unsigned long long*>(counts);
+    return launch_gradients<Storage>(count_kernel<Storage, Table>, records, count, arguments,
+                                     stream);
+  });
 }
 
 int update_scale(const LossScaleHyperparameters& hyperparameters, const float* const* found_infs,

@@ -1,16 +1,20 @@
 // Everything that the kernels take from CUDA, in one place.
 #pragma once
 
+#if defined(AMP_EXT_CUDA_EMULATOR)
+#include <cuda_emulator.h>  // from tests/: the same names for g++, with threads on the CPU
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <cstdint>
-
 // A variable that the threads of a block share. It starts uninitialised.
 #define AMP_EXT_SHARED(Type, name) __shared__ Type name
+#endif
 
-#if defined(__CUDACC__)
+#include <cstdint>
+
+#if defined(__CUDACC__) || defined(AMP_EXT_CUDA_EMULATOR)
 
 #include "storage.h"
 
@@ -20,7 +24,14 @@ namespace amp_ext::cuda {
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
            const Arguments&... arguments) {
+#if defined(AMP_EXT_CUDA_EMULATOR)
+  static_cast<void>(stream);
+  cuda_emulator::launch(kernel, blocks, threads, arguments...);
+#else
+  // clang-format off
   kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
+  // clang-format on
+#endif
   return static_cast<int>(cudaGetLastError());
 }
 

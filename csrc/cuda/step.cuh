@@ -80,7 +80,7 @@ struct Streams {
   template <int kCount, typename Constants>
   __device__ void update(const Constants& constants, int64_t index) const {
     // All loads before the first use of one.
-    const auto grads = pack_at<kCount>(grad, index);
+    auto grads = pack_at<kCount>(grad, index);
     auto computed_values = pack_at<kCount>(computed, index);
     Pack<Buffer, kCount> buffer_values[kBuffers > 0 ? kBuffers : 1];
 #pragma unroll
@@ -92,13 +92,16 @@ struct Streams {
       T elements[kMaxBuffers];
 #pragma unroll
       for (int k = 0; k < kBuffers; ++k) elements[k] = load(buffer_values[k].values[i]);
-      update_element<kBuffers>(constants, static_cast<T>(load(grads.values[i])), value, elements[0],
-                               elements[1], elements[2]);
+      const T grad = constants.unscale_and_clip(static_cast<T>(load(grads.values[i])));
+      update_element<kBuffers>(constants, grad, value, elements[0], elements[1], elements[2]);
+      if (constants.write_back_grads)
+        store(static_cast<typename ComputeType<Grad>::type>(grad), grads.values[i]);
       store(value, computed_values.values[i]);
       if constexpr (kHasMaster) store(value, params.values[i]);
 #pragma unroll
       for (int k = 0; k < kBuffers; ++k) store(elements[k], buffer_values[k].values[i]);
     }
+    if (constants.write_back_grads) pack_at<kCount>(grad, index) = grads;
     pack_at<kCount>(computed, index) = computed_values;
     if constexpr (kHasMaster) pack_at<kCount>(param, index) = params;
 #pragma unroll
@@ -109,14 +112,14 @@ struct Streams {
 template <typename Functor, typename Streams, int kBytes>
 struct StepArguments {
   using Hyperparameters = typename Functor::Hyperparameters;
-  static constexpr int kOtherBytes =
-      kMaxGroups * sizeof(Hyperparameters) + 2 * sizeof(int32_t) + 3 * sizeof(void*);
+  static constexpr int kOtherBytes = kMaxGroups * sizeof(Hyperparameters) + sizeof(int64_t) +
+                                     sizeof(GradientInputs) + 2 * sizeof(void*);
 
   TensorTable<Streams::kPointers, kBytes - kOtherBytes> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
-  const float* grad_scale;
-  const float* found_inf;
+  GradientInputs inputs;
+  float* grad_norm;         // [1], written with the norm, or null
   uint32_t* block_counter;  // null: no tensor has a step
 };
 
@@ -128,8 +131,9 @@ struct BlockState {
   bool is_last;
 };
 
+// Two blocks on a multiprocessor keep enough loads under way; for more of them the compiler spills.
 template <typename Functor, typename Streams, int kBytes>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     step_kernel(const StepArguments<Functor, Streams, kBytes> __grid_constant__ arguments) {
   using Constants = TensorConstants<Functor, typename Streams::T>;
   AMP_EXT_SHARED(BlockState<Constants>, block);
@@ -138,12 +142,13 @@ __global__ void __launch_bounds__(kThreads)
   const int tensor = table.tensor_of(tile);
 
   if (threadIdx.x == 0) {
-    const GradientGate gate = GradientGate::read(arguments.grad_scale, arguments.found_inf);
-    block.skip = gate.skip;
+    const GradientFactor factor = GradientFactor::read(arguments.inputs);
+    if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
+    block.skip = factor.skip;
     block.is_last = false;
-    if (!gate.skip) {
-      block.constants = Constants::make(arguments.groups[table.group[tensor]], table.step[tensor],
-                                        gate.inv_scale);
+    if (!factor.skip) {
+      block.constants =
+          Constants::make(arguments.groups[table.group[tensor]], table.step[tensor], factor);
       if (arguments.block_counter != nullptr) {
         // Whoever comes last knows that every block has read its step.
         __threadfence();
@@ -179,11 +184,10 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
   const auto clear = [&] {
-    arguments.table.count = 0;
-    arguments.table.tiles = 0;
+    arguments.table.clear();
     arguments.number_of_groups = 0;
-    arguments.grad_scale = launch_of_all.grad_scale;
-    arguments.found_inf = launch_of_all.found_inf;
+    arguments.inputs = launch_of_all.inputs;
+    arguments.grad_norm = launch_of_all.grad_norm;
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {

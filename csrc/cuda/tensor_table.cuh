@@ -40,6 +40,11 @@ struct TensorTable {
   int32_t count;
   int32_t tiles;
 
+  void clear() {
+    count = 0;
+    tiles = 0;
+  }
+
   bool is_full() const { return count == kCapacity; }
 
   // Adds a tensor; its pointers are for the caller to fill in.

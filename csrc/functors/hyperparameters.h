@@ -1,6 +1,8 @@
 // The hyperparameters that every optimizer has. They stay double until `for_tensor`.
 #pragma once
 
+#include <limits>
+
 namespace amp_ext {
 
 struct CommonHyperparameters {
@@ -9,6 +11,8 @@ struct CommonHyperparameters {
   double weight_decay = 0.0;
   bool decoupled_weight_decay = false;
   bool maximize = false;
+  double clip_value = std::numeric_limits<double>::infinity();  // of unscaled gradients
+  bool write_back_grads = false;  // store the unscaled, clipped gradients
 };
 
 }  // namespace amp_ext

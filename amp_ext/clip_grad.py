@@ -1,0 +1,94 @@
+"""Clipping of gradients apart from a step, in place of torch.nn.utils.clip_grad_norm_."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from types import GeneratorType
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    total_norm: Tensor | None = None,
+) -> Tensor:
+    """Clips the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Reads every gradient once; writes them only if the norm is too large. Nothing waits for a GPU.
+    Inside a step it costs nothing more: see ``max_grad_norm`` of the optimizers.
+
+    Args:
+        parameters: One tensor or an iterable of them. Their gradients are multiplied in place by
+            ``max_norm / (norm + 1e-6)`` where that is below 1.
+        max_norm: Norm to keep below.
+        norm_type: Other norms than 2 are torch's own.
+        error_if_nonfinite: Raises if the norm is inf or NaN; this waits for a GPU.
+        foreach: Accepted for drop-in use; there is one path.
+        total_norm: The norm, one number, if the caller has it: nothing is read for it then.
+
+    Returns:
+        The norm before clipping, one float32 on the device of the first gradient.
+
+    Raises:
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or a gradient
+            does not fit; nothing has been written then.
+
+    Reference:
+        Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+        2013.
+    """
+    is_generator = isinstance(parameters, GeneratorType)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if is_generator and not parameters:
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
+        )
+    norm_type = float(norm_type)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    ours = True
+    for param in parameters:
+        if (grad := param.grad) is not None:
+            by_device.setdefault(grad.device, []).append(grad)
+            ours &= type(grad) is Tensor and not grad.is_sparse and grad.is_floating_point()
+    ours &= all(device.type in ("cpu", "cuda") for device in by_device)
+    if total_norm is None:
+        if norm_type != 2.0 or not ours or not by_device:
+            return torch.nn.utils.clip_grad_norm_(
+                parameters, max_norm, norm_type, error_if_nonfinite, foreach
+            )
+        total_norm = _total_norm(by_device)
+    if error_if_nonfinite and not torch.isfinite(total_norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is "
+            "non-finite, so it cannot be clipped. To disable this error and scale the gradients "
+            "by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    if ours:
+        for device, grads in by_device.items():
+            norm = total_norm.to(device, torch.float32, non_blocking=True)
+            ops.clip_grads_(grads, norm, max_norm=float(max_norm))
+    else:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+    return total_norm
+
+
+def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
+    """Returns the 2-norm of all gradients together, one float32 on the first of the devices."""
+    first_device = next(iter(by_device))
+    total = torch.zeros((), dtype=torch.float64, device=first_device)
+    for device, grads in by_device.items():
+        sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        ops.check_finite_(grads, found_inf, sum_of_squares=sum_of_squares)
+        total += sum_of_squares.to(first_device, non_blocking=True)
+    return total.sqrt().float()

@@ -1,0 +1,155 @@
+#!/usr/bin/env bash
+# Builds the extension for the CPU and for CUDA against a CUDA PyTorch and tests all that needs no GPU.
+# Everything lies in .venv-cuda/<version of PyTorch>; what is built in the checkout stays as it is.
+#
+#   TORCH=2.11.0        version of PyTorch; its environment, several GB, is made when it is missing
+#   BASE_PYTHON=python  makes it: by default Python 3.12 if there is one, else python3
+#
+# Ends at once if csrc/, setup.py and this script are as they were when it last passed. Exit code 3:
+# the CUDA toolkit of this machine can't build for that PyTorch, so nothing was tested.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+torch=${TORCH:-2.11.0}
+home=.venv-cuda/$torch
+python=$PWD/$home/bin/python
+tests=$PWD/tests
+unset PYTHONPATH # the checkout would hide what is installed
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() {
+  echo "cuda_build.sh: $1" >&2
+  exit "${2:-1}"
+}
+
+find_python() {
+  local candidate candidates
+  candidates=(python3.12 "$(pyenv prefix "$(pyenv latest 3.12)" 2> /dev/null)/bin/python3" python3)
+  [ -z "${BASE_PYTHON:-}" ] || candidates=("$BASE_PYTHON")
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "Python 3.10 or newer is needed: make cuda-build BASE_PYTHON=python3.12"
+}
+
+# Complete or not at all. The wheels are unpacked and dropped, never cached.
+make_environment() {
+  local base
+  base=$(find_python)
+  echo "Installing PyTorch $torch into $home, $("$base" --version) (once, several GB)"
+  rm -rf "$home"
+  trap 'rm -rf "$home"' EXIT
+  mkdir -p "$home/tmp"
+  "$base" -m venv "$home"
+  grep -E '^(hypothesis|ninja|numpy|pytest|wheel)==' requirements.txt > "$home/tmp/requirements.txt"
+  TMPDIR=$PWD/$home/tmp "$python" -m pip install -qq --no-cache-dir \
+    "torch==$torch" 'setuptools>=77' -r "$home/tmp/requirements.txt"
+  rm -rf "$home/tmp"
+  touch "$home/.installed"
+  trap - EXIT
+}
+
+# As a user would: with pip, into site-packages. The copy of the sources keeps its objects.
+build() {
+  local source=$home/source
+  mkdir -p "$source"
+  rm -rf "$source"/{amp_ext,csrc,build/lib*,build/bdist*}
+  tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
+    LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
+  export AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST='8.0;9.0'
+  (cd "$source" && "$python" setup.py --name) > "$home/build.log" 2>&1 || {
+    cat "$home/build.log" >&2
+    fail "PyTorch $torch can't be tested on this machine" 3
+  }
+  "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
+    "./$source" > "$home/build.log" 2>&1 || {
+    cat "$home/build.log" >&2
+    fail "the build failed"
+  }
+}
+
+check() {
+  CUDA_VISIBLE_DEVICES='' "$python" -I - "$torch" << 'END'
+import importlib.metadata, json, pathlib, shutil, subprocess, sys, warnings
+import torch, amp_ext
+from amp_ext import _C, ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+folder = pathlib.Path(amp_ext.__file__).parent
+assert folder.is_relative_to(sys.prefix), folder
+assert importlib.metadata.version("amp-ext") == amp_ext.__version__
+
+info = json.loads((folder / "_build_info.json").read_text())
+assert torch.__version__.split("+")[0] == sys.argv[1].split("+")[0], torch.__version__
+assert info["torch"] == torch.__version__, info
+assert info["cuda"] == torch.version.cuda, info
+assert info["python"] == ".".join(map(str, sys.version_info[:3])), info
+assert info["backends"] == ["cpu", "cuda"], info
+assert info["arch_list"] == ["8.0", "9.0"], info
+print(f"built for torch {info['torch']}, CUDA {info['cuda']}, Python {info['python']}")
+
+# PyTorch's compiler brings cuobjdump.
+found = shutil.which("cuobjdump") or next(pathlib.Path(sys.prefix).rglob("bin/cuobjdump"), None)
+if found is None:
+    print("no cuobjdump: the architectures in the binary were not looked at")
+else:
+    listed = subprocess.run([found, "--list-elf", _C.__file__], capture_output=True, check=True)
+    names = [line.split()[-1] for line in listed.stdout.decode().splitlines() if line]
+    count = {arch: sum(arch in name for name in names) for arch in ("sm_80", "sm_90")}
+    assert count["sm_80"] == count["sm_90"] == len(names) // 2 > 0, names
+    print(f"the binary, {pathlib.Path(_C.__file__).stat().st_size >> 20} MiB, has {count}")
+
+param = torch.ones(3, requires_grad=True)
+param.grad = torch.ones(3)
+amp_ext.optim.Adam([param], lr=0.5).step()
+torch.testing.assert_close(param.detach(), torch.full((3,), 0.5))
+
+# Without a GPU there is no CUDA tensor that could reach a kernel: torch refuses to make one.
+assert not torch.cuda.is_available()
+try:
+    torch.ones(3, device="cuda")
+except RuntimeError as error:
+    print(f"a CUDA tensor: {str(error).splitlines()[0][:75]}")
+else:
+    raise AssertionError("a CUDA tensor without a GPU")
+# A tensor that only says that it is on a GPU is refused by name, and nothing crashes.
+with FakeTensorMode():
+    fake = torch.ones(3, device="cuda")
+try:
+    ops.sgd_([fake], [fake], lr=0.1)
+except RuntimeError as error:
+    assert str(error).startswith("sgd_: params[0] must be "), error
+    print(f"a fake one: {error}")
+else:
+    raise AssertionError("a step of a tensor without memory")
+# As torch's own scaler.
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert not amp_ext.GradScaler("cuda").is_enabled()
+assert any("CUDA is not available" in str(warning.message) for warning in caught), caught
+print(f"GradScaler('cuda'): {caught[0].message}")
+END
+}
+
+# The rows of the CPU, with the binary that also holds the CUDA kernels.
+run_tests() {
+  (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat')
+}
+
+[ -e "$home/.installed" ] || make_environment
+digest=$({ echo "$torch" && find csrc setup.py scripts/cuda_build.sh -type f -print0 |
+  LC_ALL=C sort -z | xargs -0 sha256sum; } | sha256sum)
+if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
+  echo "the CUDA build for PyTorch $torch is as it was when it passed ($home)"
+  exit
+fi
+rm -f "$home/.passed"
+echo "Building for PyTorch $torch, sm_80 and sm_90 (log: $home/build.log)"
+build
+check
+run_tests
+echo "$digest" > "$home/.passed"
+echo "passed for PyTorch $torch in $SECONDS s"

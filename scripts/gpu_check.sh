@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Uses a GPU to the full within nine minutes: builds for it, runs every test, the sanitizers and the
+# benchmark, and leaves logs, report.json and a picture in one folder.
+#
+#   scripts/gpu_check.sh [--dry-run] [FOLDER]     FOLDER is results/gpu_check unless given
+#
+#   PYTHON=python3   has a CUDA PyTorch, ninja, pytest, hypothesis, rich and matplotlib; nothing is
+#                    installed, and no setting of the GPU is changed
+#
+# Each step has its own limit; one that fails leaves the others alone. The exit code is 1 if one
+# failed, 2 if there is nothing to check.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+dry_run=
+if [ "${1:-}" = --dry-run ]; then
+  dry_run=yes
+  shift
+fi
+out=${1:-results/gpu_check}
+python=${PYTHON:-python3}
+seconds_in_all=525
+
+# step NAME LIMIT COMMAND...
+step() {
+  local name=$1 limit=$2 log=$out/$1.log start=$SECONDS code=0 left
+  shift 2
+  if [ -n "$dry_run" ]; then
+    printf '\n%s, at most %d s:\n   %s\n' "$name" "$limit" "$*"
+    return
+  fi
+  left=$((seconds_in_all - SECONDS))
+  if ((left < 10)); then
+    echo "not started: the $seconds_in_all s of all steps are used up" > "$log"
+    code=125
+  else
+    printf '%s (%d s so far)\n' "$name" "$SECONDS"
+    ((limit <= left)) || limit=$left
+    timeout --kill-after=5 "$limit" "$@" > "$log" 2>&1 < /dev/null || code=$?
+    ((code == 0)) || tail -n 15 "$log" | awk '{ print "    " $0 }'
+  fi
+  printf '%s\t%d\t%d\t%d\t%s\n' "$name" "$code" $((SECONDS - start)) "$limit" "$*" >> "$out/steps.tsv"
+}
+
+if [ -n "$dry_run" ]; then
+  capability='<of the GPU>'
+else
+  capability=$("$python" -c 'import torch
+assert torch.version.cuda, f"PyTorch {torch.__version__} is built without CUDA"
+assert torch.cuda.is_available(), f"PyTorch {torch.__version__} sees no GPU"
+print(*torch.cuda.get_device_capability(), sep=".")' 2>&1 | tail -n 1)
+  [[ $capability =~ ^[0-9]+\.[0-9]+$ ]] || {
+    echo "gpu_check.sh: $python: $capability" >&2
+    exit 2
+  }
+  mkdir -p "$out" && rm -f "$out"/*.{log,json,png,xml,tsv}
+  rm -f .venv/.built # the build below replaces what make remembers
+fi
+COMMIT=${COMMIT:-$(git describe --always --dirty --abbrev=40 2> /dev/null)}
+export COMMIT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 AMP_EXT_REQUIRE_CUDA=1
+
+pytest=("$python" -m pytest -p no:cacheprovider)
+parallel=()
+! "$python" -c 'import xdist' 2> /dev/null || parallel=(-n 4)
+# Without PyTorch's cache of memory each tensor is an allocation that the sanitizer knows.
+sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
+sanitize=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9 --print-limit 20)
+benchmark=("$python" benchmarks/gpu_quick.py)
+[ ! -e amp_ext/bench/__main__.py ] || benchmark=("$python" -m amp_ext.bench --quick --device cuda)
+
+step build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$(nproc)" \
+  "$python" setup.py build_ext --inplace
+# Graphs, streams, waiting, launches.
+step gpu-tests 100 "${pytest[@]}" tests/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml"
+step benchmark 110 "${benchmark[@]}" --json "$out/benchmark.json" --plot "$out/benchmark.png"
+step suite 220 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" --junitxml "$out/suite.xml" \
+  --ignore tests/test_gpu.py tests
+for tool in memcheck racecheck synccheck initcheck; do
+  options=()
+  # PyTorch calls the driver with questions whose answer may be no.
+  [ $tool != memcheck ] || options=(--report-api-errors no --padding 64)
+  step $tool 80 "${sanitize[@]}" --tool $tool "${options[@]}" "$python" tests/gpu_cases.py
+done
+
+if [ -n "$dry_run" ]; then
+  printf '\nthen, from the logs in %s:\n   %s\n' "$out" "$python scripts/gpu_report.py $out"
+  exit
+fi
+"$python" scripts/gpu_report.py "$out"

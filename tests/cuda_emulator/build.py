@@ -1,0 +1,230 @@
+"""Compiles the CUDA sources for the emulator: as an extension module, and as programs of their own.
+
+    python tests/cuda_emulator/build.py emulated address,undefined
+
+builds the module with these sanitizers (or none) and prints its path; ``cpu`` in its place stands
+for the module without CUDA, ``program`` for the one that launches every kernel.
+
+Objects are kept in ``build/cuda_emulator`` under a hash of their command and of everything that
+they were compiled from, so that nothing is compiled twice and a change of any header is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+EMULATOR = Path(__file__).resolve().parent
+ROOT = EMULATOR.parent.parent
+CSRC = ROOT / "csrc"
+CACHE = ROOT / "build" / "cuda_emulator"
+
+CXX = os.environ.get("CXX", "g++")
+
+# What setup.py passes, as far as it can change a result, but optimized for a short build.
+FLAGS = [
+    "-std=c++20",
+    "-fPIC",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    f"-I{CSRC}",
+    f"-I{EMULATOR}",
+]
+EMULATE = ["-DAMP_EXT_CUDA_EMULATOR"]
+# The module holds its own copy of every class beside those of amp_ext._C, under another namespace.
+EMULATED_MODULE = [
+    *EMULATE,
+    "-DAMP_EXT_WITH_CUDA=1",
+    "-Damp_ext=amp_ext_emulated",
+    "-fvisibility=hidden",
+]
+
+Command = list[str]
+Job = TypeVar("Job")
+
+
+def sanitizer_flags(sanitizers: str) -> Command:
+    if not sanitizers:
+        return []
+    # An array at the end of a struct is no longer than it says. What torch's classes are is torch's
+    # affair.
+    strict = ["-fsanitize=bounds-strict", "-fno-sanitize=vptr"] if "undefined" in sanitizers else []
+    return [
+        f"-fsanitize={sanitizers}",
+        *strict,
+        "-fno-sanitize-recover=all",
+        "-fno-omit-frame-pointer",
+        "-g1",
+    ]
+
+
+def torch_flags() -> tuple[Command, Command]:
+    """Returns what compiling and linking against torch and Python takes."""
+    from torch.utils import cpp_extension
+
+    folders = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    library = cpp_extension.library_paths()[0]
+    names = ("torch_python", "torch", "torch_cpu", "c10")
+    return (
+        [flag for folder in folders for flag in ("-isystem", folder)],
+        [f"-L{library}", f"-Wl,-rpath,{library}", *(f"-l{name}" for name in names)],
+    )
+
+
+def host_sources() -> list[Path]:
+    """Returns the sources that know no kernel, the slowest to compile first."""
+    sources = [*CSRC.glob("*.cpp"), *CSRC.glob("cpu/*.cpp")]
+    return sorted(sources, key=lambda source: (source.name != "bindings.cpp", source))
+
+
+def kernel_sources() -> list[Path]:
+    return sorted(CSRC.glob("cuda/*.cu"))
+
+
+def digest(command: Command, files: list[Path]) -> str:
+    """Returns a hash of a command and of the content of files."""
+    text = hashlib.sha256("\0".join(command).encode())
+    for file in files:
+        text.update(str(file).encode() + file.read_bytes())
+    return text.hexdigest()[:24]
+
+
+def run(command: Command) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[:4000]}")
+
+
+def sources_in(depfile: Path) -> list[Path]:
+    """Returns the files of this repository that a compilation has read."""
+    names = depfile.read_text().replace("\\\n", " ").split()[1:]
+    return sorted({Path(name) for name in names if Path(name).is_relative_to(ROOT)})
+
+
+def compiled(source: Path, flags: Command) -> Path:
+    """Returns the object file of a source, compiled unless it is there already."""
+    command = [CXX, *flags, "-x", "c++", "-c", str(source)]
+    folder = CACHE / digest(command, [])
+    depfile = folder / "read.d"
+    with contextlib.suppress(OSError):  # never compiled, or a header is gone
+        known = folder / f"{digest(command, sources_in(depfile))}.o"
+        if known.exists():
+            return known
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.o"):
+        old.unlink()
+    made = folder / "new"
+    while True:
+        started = time.time()
+        run([*command, "-MMD", "-MF", str(depfile), "-o", str(made)])
+        sources = sources_in(depfile)
+        if all(file.stat().st_mtime < started for file in sources):  # not edited meanwhile
+            return made.rename(folder / f"{digest(command, sources)}.o")
+
+
+def linked(name: str, objects: list[Path], flags: Command) -> Path:
+    """Returns what the objects are linked to, linked unless it is there already."""
+    command = [CXX, *map(str, objects), *flags]
+    target = CACHE / digest(command, []) / name
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = target.with_suffix(".new")
+        run([*command, "-o", str(made)])
+        made.rename(target)
+    return target
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Waits for other processes that build here."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def side_by_side(function: Callable[[Job], Path], jobs: Iterable[Job]) -> list[Path]:
+    """Runs a function for each job, one a core; the order is kept."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(function, jobs))
+
+
+def compiled_all(jobs: list[tuple[Path, Command]]) -> list[Path]:
+    return side_by_side(lambda job: compiled(*job), jobs)
+
+
+def scheduler() -> tuple[Path, Command]:
+    """Returns the emulator's own source, which is compiled without sanitizers."""
+    return EMULATOR / "cuda_emulator.cpp", [*FLAGS, *EMULATE, "-O2"]
+
+
+def linked_module(objects: list[Path], sanitizers: Command) -> Path:
+    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return linked(name, objects, ["-shared", "-fopenmp", *sanitizers, *torch_flags()[1]])
+
+
+def build_emulated(sanitizers: str = "") -> Path:
+    """Builds everything that amp_ext._C holds, with CUDA kernels that take CPU tensors.
+
+    Args:
+        sanitizers: For the kernels, as gcc's ``-fsanitize=`` takes them.
+
+    Returns:
+        The extension module ``_C``.
+    """
+    sanitize = sanitizer_flags(sanitizers)
+    host = [*FLAGS, *EMULATED_MODULE, "-O0", "-fopenmp", *torch_flags()[0]]
+    jobs = [(source, host) for source in host_sources()]
+    kernels = [*FLAGS, *EMULATED_MODULE, "-O1", *sanitize]
+    jobs += [(source, kernels) for source in kernel_sources()]
+    with alone():
+        return linked_module(compiled_all([*jobs, scheduler()]), sanitize)
+
+
+def build_cpu(sanitizers: str) -> Path:
+    """Builds amp_ext._C without CUDA; the sanitizers watch all of it but the bindings."""
+    sanitize = sanitizer_flags(sanitizers)
+    flags = [*FLAGS, "-fvisibility=hidden", "-fopenmp", *torch_flags()[0]]
+    jobs = [
+        (source, [*flags, "-O0"] if source.name == "bindings.cpp" else [*flags, "-O1", *sanitize])
+        for source in host_sources()
+    ]
+    with alone():
+        return linked_module(compiled_all(jobs), sanitize)
+
+
+def build_programs(programs: list[tuple[list[Path], str]]) -> list[Path]:
+    """Builds programs that know nothing of torch, from their sources and under their sanitizers."""
+
+    def link(program: tuple[list[Path], str]) -> Path:
+        sources, sanitizers = program
+        parts = [objects[source, sanitizers] for source in sources]
+        return linked(sources[0].stem, [*parts, runtime], sanitizer_flags(sanitizers))
+
+    parts = [(source, sanitizers) for sources, sanitizers in programs for source in sources]
+    jobs = [(source, [*FLAGS, *EMULATE, "-O1", *sanitizer_flags(name)]) for source, name in parts]
+    with alone():
+        *made, runtime = compiled_all([*jobs, scheduler()])
+        objects = dict(zip(parts, made, strict=True))
+        return side_by_side(link, programs)
+
+
+def build_program(sanitizers: str = "") -> Path:
+    """Builds the program that launches every kernel."""
+    return build_programs([([EMULATOR / "every_kernel.cu", *kernel_sources()], sanitizers)])[0]
+
+
+if __name__ == "__main__":
+    what, *options = sys.argv[1:]
+    builders = {"emulated": build_emulated, "cpu": build_cpu, "program": build_program}
+    print(builders[what](*options))

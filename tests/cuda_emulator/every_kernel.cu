@@ -1,0 +1,180 @@
+// Launches every kernel for every combination of dtypes that it is compiled for, on tensors of
+// awkward sizes and places, without torch: what ThreadSanitizer is to look at.
+#include <cmath>
+
+#include "cuda/engine.h"
+#include "program.h"
+
+using amp_ext::DType;
+using amp_ext::OptimizerKernel;
+using amp_ext::StepLaunch;
+using amp_ext::TensorRecord;
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+constexpr int64_t kSizes[] = {0, 1, 7, 4096, 9001, 300};
+
+size_t size_of(DType dtype) {
+  size_t size = 0;
+  amp_ext::for_dtype(dtype, [&](auto element) { size = sizeof element; });
+  return size;
+}
+
+// Memory that all tensors are cut from, filled with zeros.
+class Memory {
+ public:
+  // `misaligned` starts one element behind a boundary of 16 bytes.
+  void* tensor(DType dtype, int64_t numel, bool misaligned) {
+    blocks_.emplace_back(numel * size_of(dtype) / sizeof(Block) + 2);
+    return reinterpret_cast<char*>(blocks_.back().data()) + (misaligned ? size_of(dtype) : 0);
+  }
+
+ private:
+  struct alignas(16) Block {
+    char bytes[16] = {};
+  };
+  std::vector<std::vector<Block>> blocks_;
+};
+
+// The hyperparameters of two groups, for any kernel.
+struct Groups {
+  std::vector<amp_ext::AdamHyperparameters> adam{2};
+  std::vector<amp_ext::SgdHyperparameters> sgd{2};
+
+  const void* of(OptimizerKernel kernel) const {
+    const bool is_adam = kernel == OptimizerKernel::kAdam2 || kernel == OptimizerKernel::kAdam3;
+    return is_adam ? static_cast<const void*>(adam.data()) : sgd.data();
+  }
+};
+
+// Two steps of tensors of all sizes. Returns whether the counters of steps have advanced; true if
+// there is no kernel for these dtypes.
+bool step_twice(OptimizerKernel kernel, int buffers, DType param, DType grad, DType buffer,
+                bool master, bool& launched) {
+  Memory memory;
+  std::vector<TensorRecord> records;
+  std::vector<float> steps(std::size(kSizes) * 2, 0.0f);
+  for (const bool misaligned : {false, true}) {
+    for (const int64_t numel : kSizes) {
+      TensorRecord record;
+      record.param_dtype = param;
+      record.grad_dtype = grad;
+      record.buffer_dtype = buffer;
+      record.numel = numel;
+      record.param = memory.tensor(param, numel, misaligned);
+      record.grad = memory.tensor(grad, numel, misaligned);
+      if (master) {
+        record.master_param =
+            static_cast<float*>(memory.tensor(DType::kFloat32, numel, misaligned));
+      }
+      for (int i = 0; i < buffers; ++i) {
+        record.buffers[i] = memory.tensor(buffer, numel, misaligned);
+      }
+      record.step = &steps[records.size()];
+      record.group = misaligned ? 1 : 0;
+      records.push_back(record);
+    }
+  }
+  const Groups groups;
+  const float grad_scale = 2.0f;
+  const float found_inf = 0.0f;
+  StepLaunch launch = {};
+  launch.kernel = kernel;
+  launch.records = records.data();
+  launch.count = static_cast<int64_t>(records.size());
+  launch.hyperparameters = groups.of(kernel);
+  launch.inputs.grad_scale = &grad_scale;
+  launch.inputs.found_inf = &found_inf;
+  uint32_t block_counter = 0;
+  for (int i = 0; i < 2; ++i) {
+    if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
+  }
+  launched = true;
+  return block_counter == 0 && equal(steps, std::vector<float>(steps.size(), 2.0f));
+}
+
+bool step_all() {
+  struct Kernel {
+    OptimizerKernel kernel;
+    int buffers;
+  };
+#define AMP_EXT_KERNEL(Functor, buffers) {OptimizerKernel::k##Functor##buffers, buffers},
+  constexpr Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
+#undef AMP_EXT_KERNEL
+  bool right = true;
+  for (const Kernel& kernel : kKernels) {
+    int combinations = 0;
+    for (const DType param : kDTypes) {
+      for (const DType grad : kDTypes) {
+        for (const DType buffer : kDTypes) {
+          for (const bool master : {false, true}) {
+            bool launched = false;
+            right &=
+                step_twice(kernel.kernel, kernel.buffers, param, grad, buffer, master, launched);
+            combinations += launched;
+          }
+        }
+      }
+    }
+    right &= combinations >= 9;  // a param of each dtype, masters and gradients of float32
+  }
+  return right;
+}
+
+// The operations on gradients alone, all dtypes in one list.
+bool run_gradients() {
+  Memory memory;
+  std::vector<TensorRecord> records;
+  for (const DType dtype : kDTypes) {
+    for (const bool misaligned : {false, true}) {
+      for (const int64_t numel : kSizes) {
+        TensorRecord record;
+        record.grad_dtype = dtype;
+        record.numel = numel;
+        record.grad = memory.tensor(dtype, numel, misaligned);
+        records.push_back(record);
+      }
+    }
+  }
+  const auto count = static_cast<int64_t>(records.size());
+  bool right = true;
+  for (const bool overflow : {false, true}) {
+    float found_inf = 0.0f;
+    double sum_of_squares = 0.0;
+    uint32_t block_counter = 0;
+    std::vector<double> tile_sums(amp_ext::cuda::number_of_tiles(records.data(), count));
+    std::vector<int64_t> counts(records.size());
+    const float one = 1.0f;
+    const float half = 0.5f;
+    if (overflow) static_cast<float*>(records[4].grad)[9000] = INFINITY;
+    int error = amp_ext::cuda::look(records.data(), count, &one, &found_inf, {}, nullptr);
+    error |= amp_ext::cuda::look(records.data(), count, &one, &found_inf,
+                                 {&sum_of_squares, tile_sums.data(), &block_counter}, nullptr);
+    error |= amp_ext::cuda::multiply(records.data(), count, {&half}, &found_inf, nullptr);
+    error |= amp_ext::cuda::multiply(records.data(), count, {nullptr, &one, 0.5}, nullptr, nullptr);
+    error |= amp_ext::cuda::count_nonfinite(records.data(), count, counts.data(), nullptr);
+    right &= error == cudaSuccess && block_counter == 0 && (found_inf == 1.0f) == overflow;
+    right &= std::isfinite(sum_of_squares) != overflow && counts[4] == overflow;
+  }
+  return right;
+}
+
+bool update_scale() {
+  std::vector<float> found_infs(5, 0.0f);
+  std::vector<const float*> flags;
+  for (const float& found_inf : found_infs) flags.push_back(&found_inf);
+  found_infs[4] = 1.0f;
+  float scale = 8.0f;
+  int32_t growth_tracker = 3;
+  const int error =
+      amp_ext::cuda::update_scale({}, flags.data(), 5, &scale, &growth_tracker, nullptr);
+  return error == cudaSuccess && scale == 4.0f && growth_tracker == 0;
+}
+
+template <bool>
+bool run() {
+  const bool right[] = {step_all(), run_gradients(), update_scale()};
+  std::fprintf(right[0] && right[1] && right[2] ? stdout : stderr,
+               "steps %s, gradients %s, scale %s\n", right[0] ? "right" : "wrong",
+               right[1] ? "right" : "wrong", right[2] ? "right" : "wrong");
+  return right[0] && right[1] && right[2];
+}

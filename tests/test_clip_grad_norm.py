@@ -1,0 +1,539 @@
+"""Tests of ``clip_grad_norm_`` and ``ops.clip_grads_``: torch's, which writes only if it must."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64, LAYOUT_SHAPE, LAYOUTS, Layout, neighbours_untouched, placed
+from reference import assert_close, same_bits
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_ as torchs
+from training import SHAPES, give_grads, make_params, twins
+
+import amp_ext
+from amp_ext import clip_grad_norm_, ops
+
+# The gradients of a test have norms from 130 up: 0 and the first two clip them.
+MAX_NORMS = [0.0, 0.01, 50.0, 1e4, math.inf]
+CLIPPING, NOT_CLIPPING = MAX_NORMS[:3], MAX_NORMS[3:]
+# Two float32 norms, and two products, that were rounded in another order.
+FP32 = {"rtol": 1e-6, "atol": 0.0}
+
+
+def with_grads(device, *dtypes: torch.dtype) -> list[Parameter]:
+    """Returns parameters with gradients, of many shapes in each dtype."""
+    params = [param for dtype in dtypes or (F32,) for param in make_params(dtype, device)]
+    give_grads(params)
+    return params
+
+
+def copies(params: list[Parameter]) -> list[Parameter]:
+    """Returns parameters with equal gradients that share nothing."""
+    others = twins(params)
+    for param, other in zip(params, others, strict=True):
+        other.grad = None if param.grad is None else param.grad.clone()
+    return others
+
+
+def grads_of(params: list[Parameter]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def norm_of(grads: list[Tensor]) -> float:
+    return math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
+
+
+def coefficient(max_norm: float, norm: Tensor) -> float:
+    """Returns what gradients are multiplied by, as a float32 number."""
+    return torch.tensor(max_norm / (norm.item() + 1e-6)).clamp(max=1.0).item()
+
+
+def assert_as_torchs(params: list[Parameter], *args: Any, **kwargs: Any) -> None:
+    """Asserts that ours and torch's do and return the same, to the rounding of float32."""
+    others = copies(params)
+    actual, expected = clip_grad_norm_(params, *args, **kwargs), torchs(others, *args, **kwargs)
+    torch.testing.assert_close(actual, expected, **FP32, equal_nan=True)
+    for param, other in zip(params, others, strict=True):
+        assert (param.grad is None) == (other.grad is None)
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad, other.grad, **FP32, equal_nan=True)
+
+
+def assert_untouched(params: list[Parameter], before: list[Tensor], versions: list[int]) -> None:
+    grads = grads_of(params)
+    assert all(map(same_bits, grads, before))
+    if grads[0].is_cpu:  # on a GPU the host does not know
+        assert [grad._version for grad in grads] == versions
+
+
+def test_the_signature_is_torchs_and_one_more() -> None:
+    ours = inspect.signature(clip_grad_norm_).parameters
+    theirs = inspect.signature(torchs).parameters
+    assert list(ours)[:-1] == list(theirs)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+    assert ours["total_norm"].kind == inspect.Parameter.KEYWORD_ONLY
+    assert ours["total_norm"].default is None
+
+
+@pytest.mark.parametrize("max_norm", MAX_NORMS)
+def test_float32_gradients_are_clipped_as_by_torch(max_norm: float, device) -> None:
+    assert_as_torchs(with_grads(device), max_norm)
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("error_if_nonfinite", [False, True])
+@pytest.mark.parametrize("norm_type", [2, 2.0, "2"])
+def test_arguments_of_torch_are_taken_by_place(
+    norm_type: Any, error_if_nonfinite: bool, foreach: bool | None, device
+) -> None:
+    assert_as_torchs(with_grads(device), 1.0, norm_type, error_if_nonfinite, foreach)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(lambda params: params, id="list"),
+        pytest.param(tuple, id="tuple"),
+        pytest.param(iter, id="iterator"),
+        pytest.param(lambda params: (param for param in params), id="generator"),
+        pytest.param(lambda params: dict(enumerate(params)).values(), id="values"),
+        pytest.param(lambda params: torch.nn.ParameterList(params).parameters(), id="parameters"),
+        pytest.param(torch.nn.ParameterList, id="parameter-list"),
+        pytest.param(
+            lambda params: dict(torch.nn.ParameterList(params).named_parameters()).values(),
+            id="named-parameters",
+        ),
+    ],
+)
+def test_any_iterable_of_parameters_is_taken(kind: Callable[[Any], Any], device) -> None:
+    params = with_grads(device)
+    others = copies(params)
+    torch.testing.assert_close(
+        clip_grad_norm_(kind(params), 1.0), torchs(kind(others), 1.0), **FP32
+    )
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param.grad, other.grad, **FP32)
+
+
+@pytest.mark.parametrize("shape", [(16385,), (3, 5), ()], ids=str)
+def test_a_single_tensor_is_taken(shape: tuple[int, ...], device) -> None:
+    (param,) = make_params(F32, device, [shape])
+    give_grads([param])
+    (other,) = copies([param])
+    torch.testing.assert_close(clip_grad_norm_(param, 0.1), torchs(other, 0.1), **FP32)
+    torch.testing.assert_close(param.grad, other.grad, **FP32)
+
+
+def test_parameters_without_gradients_are_passed_over(device) -> None:
+    params = with_grads(device)
+    for index in (0, 3, 4):
+        params[index].grad = None
+    assert_as_torchs(params, 0.5)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_no_gradients_have_the_norm_zero(norm_type: float) -> None:
+    for params in ([], make_params(F32)):
+        norm = clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
+        assert same_bits(norm, torch.tensor(0.0))
+
+
+def test_empty_gradients_have_the_norm_zero(device) -> None:
+    params = make_params(F32, device, [(0,), (3, 0)])
+    give_grads(params)
+    assert_as_torchs(params, 1.0)
+    assert clip_grad_norm_(params, 1.0).item() == 0
+
+
+def test_an_empty_generator_is_warned_of_as_by_torch() -> None:
+    caught = []
+    for clip in (clip_grad_norm_, torchs):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert clip((param for param in ()), 1.0).item() == 0
+        caught.append([(str(w.message), w.category, w.filename) for w in warned])
+    assert caught[0] == caught[1]
+
+
+@pytest.mark.parametrize("max_norm", [0.25, math.inf])
+@pytest.mark.parametrize("norm_type", [0.0, 0.5, 1, 3.0, math.inf, "inf", -math.inf])
+def test_other_norms_are_torchs(norm_type: Any, max_norm: float, device) -> None:
+    params = [param for param in with_grads(device) if param.numel()]
+    assert_as_torchs(params, max_norm, norm_type)
+
+
+@pytest.mark.parametrize(
+    "max_norm",
+    [
+        pytest.param(lambda device: 1, id="int"),
+        pytest.param(lambda device: torch.tensor(0.5), id="tensor"),
+        pytest.param(lambda device: torch.tensor([0.5], dtype=F64), id="double-tensor"),
+        pytest.param(lambda device: torch.tensor(2, device=device), id="int-tensor"),
+    ],
+)
+def test_the_limit_may_be_any_number(max_norm: Callable[[Any], Any], device) -> None:
+    assert_as_torchs(with_grads(device), max_norm(device))
+
+
+def test_the_norm_is_one_float32_outside_of_any_graph(device) -> None:
+    for dtype in (F32, F16, BF16):
+        (param,) = make_params(dtype, device, [(5,)])
+        param.grad = torch.ones_like(param, requires_grad=True)
+        norm = clip_grad_norm_([param], 1.0)
+        assert (norm.shape, norm.dtype, norm.device) == ((), F32, param.device)
+        assert not norm.requires_grad
+        assert param.grad.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
+@pytest.mark.parametrize("max_norm", CLIPPING)
+def test_each_dtype_is_multiplied_in_float32_and_rounded_once(
+    max_norm: float, dtype: torch.dtype, device
+) -> None:
+    params = with_grads(device, dtype)
+    before = [grad.clone() for grad in grads_of(params)]
+    norm = clip_grad_norm_(params, max_norm)
+    assert norm.item() == pytest.approx(norm_of(before), rel=1e-6)
+    factor = coefficient(max_norm, norm)
+    for grad, old in zip(grads_of(params), before, strict=True):
+        wide = old if dtype == F64 else old.float()
+        assert same_bits(grad, (wide * factor).to(dtype))
+
+
+@pytest.mark.parametrize("max_norm", MAX_NORMS)
+def test_one_norm_is_taken_over_all_dtypes(max_norm: float, device) -> None:
+    params = with_grads(device, F32, F16, BF16, F64)
+    before = [grad.clone() for grad in grads_of(params)]
+    norm = clip_grad_norm_(params, max_norm)
+    assert norm.item() == pytest.approx(norm_of(before), rel=1e-6)
+    for grad, old in zip(grads_of(params), before, strict=True):
+        assert_close(grad, old.double() * coefficient(max_norm, norm))
+
+
+def test_a_norm_above_the_largest_half_is_finite(device) -> None:
+    """torch takes the norm of float16 gradients in float16: inf, and the gradients become 0."""
+    params = make_params(F16, device, [(1000,), (7,)])
+    for param in params:
+        param.grad = torch.full_like(param, 60000.0)
+    norm = clip_grad_norm_(params, 1000.0, error_if_nonfinite=True)
+    assert norm.item() == pytest.approx(60000 * math.sqrt(1007), rel=1e-6)
+    for param in params:
+        assert_close(param.grad, torch.full_like(param, 1000 / math.sqrt(1007)))
+
+
+@pytest.mark.parametrize("value", [3e38, 1e30, 1e-22, 1e-40])
+def test_squares_outside_of_float32_do_not_spoil_the_norm(value: float, device) -> None:
+    (param,) = make_params(F32, device, [(1,)])
+    param.grad = torch.full_like(param, value)
+    kept = param.grad.item()
+    norm = clip_grad_norm_([param], 1.0)
+    assert norm.item() == pytest.approx(kept, rel=1e-6, abs=1e-45)
+    torch.testing.assert_close(param.grad, torch.full_like(param, min(kept, 1.0)), **FP32)
+
+
+@pytest.mark.parametrize("max_norm", NOT_CLIPPING)
+def test_gradients_that_need_no_clipping_are_not_written(max_norm: float, device) -> None:
+    params = with_grads(device, F32, F16, BF16, F64)
+    before = [grad.clone() for grad in grads_of(params)]
+    versions = [grad._version for grad in grads_of(params)]
+    clip_grad_norm_(params, max_norm)
+    assert_untouched(params, before, versions)
+    clip_grad_norm_(params, max_norm, total_norm=torch.tensor(0.5, device=device))
+    assert_untouched(params, before, versions)
+    ops.clip_grads_(grads_of(params), torch.tensor(0.5, device=device), max_norm=max_norm)
+    assert_untouched(params, before, versions)
+
+
+@pytest.mark.parametrize("max_norm", CLIPPING)
+def test_gradients_that_are_clipped_get_a_new_version(max_norm: float, device) -> None:
+    params = with_grads(device, F32, F16, BF16, F64)
+    versions = [grad._version for grad in grads_of(params)]
+    clip_grad_norm_(params, max_norm)
+    assert all(grad._version > old for grad, old in zip(grads_of(params), versions, strict=True))
+
+
+READ_ONLY = """
+import mmap, sys
+import torch, amp_ext
+from amp_ext import ops
+with open(sys.argv[1], "rb") as file:
+    pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+    whole = torch.frombuffer(pages, dtype=dtype)
+    grads = [whole[:5000], whole[5001:9001].view(40, 100).t(), whole[9001:10001:2]]
+    params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads):
+        param.grad = grad
+    assert amp_ext.clip_grad_norm_(params, 1.0).item() == 0
+    ops.clip_grads_(grads, torch.tensor(0.5), max_norm=1.0)
+    optimizer = amp_ext.optim.AdamW(params, max_grad_norm=1.0, clip_value=1.0)
+    optimizer.step()
+    amp_ext.optim.SGD(params, max_grad_norm=1.0, clip_value=1.0).step()
+"""
+
+
+def test_gradients_that_cannot_be_written_can_be_measured(tmp_path: Path) -> None:
+    """A write of any kind, even of the same bits, would end the child with a signal."""
+    file = tmp_path / "read_only"
+    file.write_bytes(bytes(8 * 10_001))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", READ_ONLY, file],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
+@pytest.mark.parametrize("max_norm", [1.0, 1e6])
+def test_gradients_of_any_layout_are_clipped_in_place(
+    max_norm: float, dtype: torch.dtype, layout: Layout, device
+) -> None:
+    (param,) = make_params(dtype, device, [LAYOUT_SHAPE])
+    dense = torch.randn(LAYOUT_SHAPE, device=device).to(dtype)
+    view = param.grad = placed(dense, layout)
+    version = view._version
+    norm = clip_grad_norm_([param], max_norm)
+    assert param.grad is view
+    assert norm.item() == pytest.approx(norm_of([dense]), rel=1e-6)
+    wide = dense if dtype == F64 else dense.float()
+    assert same_bits(view, (wide * coefficient(max_norm, norm)).to(dtype))
+    assert neighbours_untouched(view)
+    if view.is_cpu:
+        assert (view._version > version) == (max_norm == 1.0)
+
+
+BAD = [pytest.param(value, id=name) for name, value in
+       [("inf", math.inf), ("minus-inf", -math.inf), ("nan", math.nan)]]  # fmt: skip
+
+
+@pytest.mark.parametrize("max_norm", MAX_NORMS)
+@pytest.mark.parametrize("value", BAD)
+def test_a_norm_that_is_not_finite_acts_as_in_torch(value: float, max_norm: float, device) -> None:
+    params = with_grads(device)
+    params[0].grad[7] = value
+    assert_as_torchs(params, max_norm)
+
+
+@pytest.mark.parametrize("norm_type", [2, 2.0, "2", 1, 3.0, math.inf, "inf"])
+@pytest.mark.parametrize("value", BAD)
+def test_the_error_of_a_norm_that_is_not_finite_is_torchs(
+    value: float, norm_type: Any, device
+) -> None:
+    params = with_grads(device)
+    params = [param for param in params if param.numel()]
+    params[0].grad[7] = value
+    before = [grad.clone() for grad in grads_of(params)]
+    versions = [grad._version for grad in grads_of(params)]
+    with pytest.raises(RuntimeError) as expected:
+        torchs(copies(params), 1.0, norm_type, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError) as actual:
+        clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
+    assert str(actual.value) == str(expected.value)
+    assert_untouched(params, before, versions)
+
+
+# A norm that the caller has.
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("norm", [1024.0, 0.75, 1e-3, 0.0])
+def test_a_given_norm_decides(
+    norm: float, shape: tuple[int, ...], dtype: torch.dtype, device
+) -> None:
+    params = with_grads(device)
+    others = copies(params)
+    total_norm = torch.full(shape, norm, dtype=dtype, device=device)
+    assert clip_grad_norm_(params, 0.5, total_norm=total_norm) is total_norm
+    assert total_norm.item() == torch.tensor(norm, dtype=dtype).item()
+    torch.nn.utils.clip_grads_with_norm_(others, 0.5, total_norm.reshape(()))
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param.grad, other.grad, **FP32)
+
+
+def test_nothing_is_read_for_a_given_norm(device) -> None:
+    params = with_grads(device)
+    params[0].grad[7] = math.nan
+    total_norm = torch.tensor(2.0, device=device)
+    clip_grad_norm_(params, 1.0, error_if_nonfinite=True, total_norm=total_norm)
+    assert total_norm.item() == 2
+    assert params[0].grad.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("norm_type", [1.0, math.inf])
+def test_a_given_norm_may_be_of_any_type(norm_type: float, device) -> None:
+    params = with_grads(device)
+    before = [grad.clone() for grad in grads_of(params)]
+    total_norm = torch.tensor(1024.0, device=device)
+    assert clip_grad_norm_(params, 512.0, norm_type, total_norm=total_norm).item() == 1024
+    for grad, old in zip(grads_of(params), before, strict=True):
+        torch.testing.assert_close(grad, old / 2, **FP32)
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_given_norm_that_is_not_finite_raises_if_asked(value: float, device) -> None:
+    params = with_grads(device)
+    total_norm = torch.tensor(value, device=device)
+    with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 .* is non-finite"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True, total_norm=total_norm)
+
+
+def test_a_given_norm_is_returned_without_gradients(device) -> None:
+    total_norm = torch.tensor(3.0, device=device)
+    assert clip_grad_norm_(make_params(F32, device), 1.0, total_norm=total_norm).item() == 3
+
+
+def test_the_norm_of_the_last_step_may_be_given(device) -> None:
+    params = with_grads(device)
+    others = copies(params)
+    optimizer = amp_ext.optim.SGD(params, max_grad_norm=math.inf)
+    optimizer.step()
+    clip_grad_norm_(params, 1.0, total_norm=optimizer.grad_norm)
+    torchs(others, 1.0)
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param.grad, other.grad, **FP32)
+
+
+# Gradients that are not plain tensors, or share memory.
+
+
+def test_complex_gradients_are_clipped_as_by_torch() -> None:
+    params = [Parameter(torch.ones(5, dtype=torch.complex64)), Parameter(torch.ones(3))]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    others = copies(params)
+    torch.testing.assert_close(clip_grad_norm_(params, 0.1), torchs(others, 0.1), **FP32)
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param.grad, other.grad, **FP32)
+
+
+def test_overlapping_gradients_are_refused_before_anything_is_written() -> None:
+    params = with_grads("cpu")
+    before = params[0].grad.clone()
+    params[1].grad = torch.ones(5).expand(3, 5)
+    with pytest.raises(RuntimeError):
+        torchs(copies(params)[:1] + params[1:2], 1.0)
+    with pytest.raises(RuntimeError, match=r"grads\[1\] .*overlap"):
+        clip_grad_norm_(params, 1.0)
+    assert same_bits(params[0].grad, before)
+
+
+def test_no_flag_of_autograd_matters(device) -> None:
+    params = with_grads(device)
+    with torch.enable_grad():
+        for param in params:
+            param.grad.requires_grad_()
+        assert_as_torchs(params, 1.0)
+    with torch.inference_mode():
+        assert_as_torchs(params, 0.5)
+
+
+# The operation.
+
+
+def test_the_operation_multiplies_by_the_coefficient(device) -> None:
+    for dtype in (F32, F64, F16, BF16):
+        for norm, max_norm in ((1024.0, 512.0), (3.0, 1.0), (0.7, 0.6), (1e-7, 1e-8), (2.0, 0.0)):
+            grads = [torch.randn(size, device=device).to(dtype) for size in (0, 1, 5, 16385)]
+            before = [grad.clone() for grad in grads]
+            total_norm = torch.tensor(norm, device=device)
+            ops.clip_grads_(grads, total_norm, max_norm=max_norm)
+            factor = coefficient(max_norm, total_norm)
+            for grad, old in zip(grads, before, strict=True):
+                wide = old if dtype == F64 else old.float()
+                assert same_bits(grad, (wide * factor).to(dtype)), (dtype, norm)
+
+
+def test_three_thousand_gradients_are_clipped_as_one(device) -> None:
+    sizes = [index % 7 for index in range(3000)]
+    whole = torch.randn(sum(sizes), device=device)
+    grads = [part.clone() for part in whole.split(sizes)]
+    total_norm = torch.tensor([3.0], device=device)
+    ops.clip_grads_([whole], total_norm, max_norm=1.0)
+    ops.clip_grads_(grads, total_norm, max_norm=1.0)
+    assert same_bits(torch.cat(grads), whole)
+
+
+def test_nothing_to_clip_is_nothing_to_do(device) -> None:
+    ops.clip_grads_([], torch.tensor(3.0, device=device), max_norm=1.0)
+    ops.clip_grads_([torch.empty(0, device=device)], torch.ones(1, device=device), max_norm=0.5)
+
+
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
+    params = [param for dtype in (F32, F16, BF16, F64)
+              for param in make_params(dtype, shapes=[(200_001,), *SHAPES])]  # fmt: skip
+    give_grads(params)
+    others, threads, norms = copies(params), torch.get_num_threads(), []
+    try:
+        for count, side in ((1, params), (2, others)):
+            torch.set_num_threads(count)
+            norms.append(clip_grad_norm_(side, 1.0))
+    finally:
+        torch.set_num_threads(threads)
+    assert same_bits(*norms)
+    assert all(map(same_bits, grads_of(params), grads_of(others)))
+
+
+FINE = torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "total_norm", "text"),
+    [
+        pytest.param(torch.ones(2).int(), FINE, r"grads\[1\] must be .*Int", id="integers"),
+        pytest.param(torch.ones(2).cfloat(), FINE, r"grads\[1\] must be .*Complex", id="complex"),
+        pytest.param(torch.ones(2).to_sparse(), FINE, r"grads\[1\] must .*[Ss]parse", id="sparse"),
+        pytest.param(torch.ones(2, device="meta"), FINE, r"grads\[1\] must .*meta", id="device"),
+        pytest.param(
+            torch.ones(1).expand(2), FINE, r"grads\[1\] .*must not overlap itself", id="expanded"
+        ),
+        pytest.param(
+            torch.ones(2), FINE.double(), "total_norm must be Float, got Dou", id="double"
+        ),
+        pytest.param(torch.ones(2), FINE.half(), "total_norm must be Float, got Half", id="half"),
+        pytest.param(torch.ones(2), torch.ones(2), "total_norm must be one element", id="two"),
+        pytest.param(torch.ones(2), torch.ones(0), "total_norm must be one element", id="none"),
+        pytest.param(torch.ones(2), FINE.to("meta"), "total_norm .*meta", id="norm-elsewhere"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_is_written(
+    bad: Tensor, total_norm: Tensor, text: str
+) -> None:
+    grads = [torch.ones(3), bad]
+    with pytest.raises(RuntimeError, match=f"^clip_grads_: {text}"):
+        ops.clip_grads_(grads, total_norm, max_norm=1.0)
+    assert torch.equal(grads[0], torch.ones(3))
+
+
+def test_gradients_that_share_memory_are_named() -> None:
+    whole = torch.ones(10)
+    for first, second in ((whole, whole), (whole[:6], whole[5:])):
+        with pytest.raises(RuntimeError, match=r"^clip_grads_: grads\[[01]\] .* grads\[[01]\]"):
+            ops.clip_grads_([first, second], FINE, max_norm=1.0)
+    assert torch.equal(whole, torch.ones(10))
+    ops.clip_grads_([whole[:5], whole[5:]], torch.tensor(1024.0), max_norm=512.0)
+    assert torch.equal(whole, torch.full((10,), 0.5))
+
+
+def test_interleaved_gradients_are_clipped() -> None:
+    whole = torch.ones(10)
+    ops.clip_grads_([whole[::2], whole[1::2]], torch.tensor(1024.0), max_norm=512.0)
+    assert torch.equal(whole, torch.full((10,), 0.5))

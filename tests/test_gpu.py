@@ -1,0 +1,301 @@
+"""What only a GPU can show: graphs, streams, how many launches, and that the host never waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import gpu_cases
+import pytest
+import torch
+from reference import same_bits
+from torch import Tensor, nn
+from torch.nn import Parameter
+from training import assert_same_bits, bits_of
+
+import amp_ext
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+MakeOptimizer = Callable[[list[Parameter], Any], torch.optim.Optimizer]
+
+OPTIMIZERS = [
+    pytest.param(lambda params, lr: amp_ext.optim.AdamW(params, lr), id="adamw"),
+    pytest.param(lambda params, lr: amp_ext.optim.Adam(params, lr, amsgrad=True), id="amsgrad"),
+    pytest.param(
+        lambda params, lr: amp_ext.optim.SGD(params, lr, momentum=0.9, dampening=0.1), id="momentum"
+    ),
+]
+DTYPES = pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """The GPU; a missing one is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``."""
+    if not torch.cuda.is_available():
+        if os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1":
+            pytest.fail("AMP_EXT_REQUIRE_CUDA=1, but no CUDA device")
+        pytest.skip("no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def without_waiting(function: Callable[[], None]) -> None:
+    """Calls a function, which fails where the host would wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Training:
+    """Iterations over tensors that stay where they are, as a CUDA graph wants them.
+
+    Every gradient is elementwise, so that two runs agree to the bit.
+    """
+
+    def __init__(
+        self, make: MakeOptimizer, dtype: torch.dtype, device: torch.device, tensor_lr: bool = False
+    ) -> None:
+        shapes = [(4097,), (33, 5), (1,), ()]
+        torch.manual_seed(0)
+        self.params = [Parameter(torch.randn(shape).to(dtype).to(device)) for shape in shapes]
+        self.inputs = [torch.zeros_like(param, requires_grad=False) for param in self.params]
+        self.lr = torch.tensor(0.05).to(device) if tensor_lr else 0.05
+        self.optimizer = make(self.params, self.lr)
+        self.scaler = amp_ext.GradScaler(device.type, init_scale=64.0, growth_interval=3)
+        self.scales: list[Tensor] = []
+
+    def load(self, batch: int, overflow: bool) -> None:
+        torch.manual_seed(1 + batch)
+        for tensor in self.inputs:
+            value = torch.rand(tensor.shape)
+            tensor.copy_(value * float("inf") if overflow else value)
+        if isinstance(self.lr, Tensor):
+            self.lr.mul_(0.75)
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = [
+            (param * tensor).float().square().sum()
+            for param, tensor in zip(self.params, self.inputs, strict=True)
+        ]
+        self.scaler.scale(torch.stack(losses).sum()).backward()
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def iterate(self) -> None:
+        self.backward()
+        self.step()
+
+    def record(self) -> None:
+        self.scales.append(self.scaler._scale.clone())
+
+
+WARM_UP, BATCHES, OVERFLOWS = 3, 12, (5, 6, 9)
+
+
+def train_eagerly(training: Training) -> None:
+    for batch in range(BATCHES):
+        training.load(batch, batch in OVERFLOWS)
+        training.iterate()
+        training.record()
+
+
+def train_in_a_graph(training: Training) -> None:
+    """Takes the first steps on a side stream, captures one and replays it for the others."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in range(WARM_UP):
+            training.load(batch, batch in OVERFLOWS)
+            training.iterate()
+            training.record()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    training.optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        training.iterate()
+    for batch in range(WARM_UP, BATCHES):
+        training.load(batch, batch in OVERFLOWS)
+        graph.replay()
+        training.record()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float-lr", "tensor-lr"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@DTYPES
+def test_a_replayed_graph_trains_as_eagerly_to_the_bit(
+    gpu: torch.device, dtype: torch.dtype, make: MakeOptimizer, tensor_lr: bool
+) -> None:
+    """Scale, backward, step and update in one graph, through growth, overflow and backoff."""
+    eager, graphed = (Training(make, dtype, gpu, tensor_lr) for _ in range(2))
+    train_eagerly(eager)
+    train_in_a_graph(graphed)
+    scales = [scale.item() for scale in graphed.scales]
+    assert scales == [scale.item() for scale in eager.scales]
+    assert scales == [64, 64, 128, 128, 128, 64, 32, 32, 32, 16, 16, 16]
+    assert_same_bits(graphed.optimizer, eager.optimizer)
+    assert same_bits(graphed.scaler._growth_tracker, eager.scaler._growth_tracker)
+    if dtype != F32:
+        for param in graphed.params:
+            assert same_bits(param, graphed.optimizer.state[param]["master_param"].to(dtype))
+
+
+def test_a_network_in_fp16_with_masters_learns_in_a_graph(gpu: torch.device) -> None:
+    def run(graphed: bool) -> tuple[list[float], nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16)).to(gpu, F16)
+        optimizer = amp_ext.optim.AdamW(model.parameters(), 1e-3)
+        scaler = amp_ext.GradScaler("cuda", growth_interval=8)
+        x, target = torch.randn(32, 64).to(gpu, F16), torch.randn(32, 16).to(gpu)
+        loss = torch.zeros((), device=gpu)
+
+        def iterate() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            new_loss = nn.functional.mse_loss(model(x).float(), target)
+            scaler.scale(new_loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            loss.copy_(new_loss.detach())
+
+        losses = []
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                iterate()
+                losses.append(loss.item())
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        if graphed:
+            with torch.cuda.graph(graph):
+                iterate()
+        for _ in range(60):
+            graph.replay() if graphed else iterate()
+            losses.append(loss.item())
+        return losses, model
+
+    (eager, eager_model), (graphed, graphed_model) = run(False), run(True)
+    assert graphed[-1] < 0.5 * graphed[0]
+    # Matrix products may be summed in another order on another stream.
+    torch.testing.assert_close(torch.tensor(graphed), torch.tensor(eager), rtol=5e-2, atol=1e-3)
+    for param, expected in zip(graphed_model.parameters(), eager_model.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@DTYPES
+def test_the_host_never_waits_in_step_and_update(
+    gpu: torch.device, dtype: torch.dtype, make: MakeOptimizer
+) -> None:
+    """Not in the first step either, which makes states and masters, nor after an overflow."""
+    training = Training(make, dtype, gpu)
+    for batch in range(4):
+        training.load(batch, overflow=batch == 2)
+        training.backward()
+        without_waiting(training.step)
+    assert training.scaler.get_scale() == 32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda params, lr: torch.optim.AdamW(params, lr, fused=True), id="fused"),
+        *OPTIMIZERS,
+    ],
+)
+def test_the_host_never_waits_with_unscale_first(gpu: torch.device, make: MakeOptimizer) -> None:
+    training = Training(make, F32, gpu)
+
+    def step() -> None:
+        training.scaler.unscale_(training.optimizer)
+        training.step()
+
+    for batch in range(3):
+        training.load(batch, overflow=batch == 1)
+        training.backward()
+        without_waiting(step)
+    assert training.scaler.get_scale() == 32
+
+
+def kernels_of(function: Callable[[], None]) -> list[str]:
+    """Returns the names of the kernels that a function launches."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+        torch.cuda.synchronize()
+    on_the_gpu = torch.autograd.DeviceType.CUDA
+    return [
+        event.name
+        for event in profile.events()
+        if event.device_type == on_the_gpu and not event.is_user_annotation
+    ]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@DTYPES
+def test_a_step_is_one_look_one_step_and_one_update(
+    gpu: torch.device, dtype: torch.dtype, make: MakeOptimizer, groups: int
+) -> None:
+    params = [Parameter(torch.randn(1000).to(dtype).to(gpu)) for _ in range(300)]
+    optimizer = make([{"params": params[i::groups]} for i in range(groups)], 0.01)
+    scaler = amp_ext.GradScaler("cuda")
+    scaler.scale(torch.ones((), device=gpu))
+    for param in params:
+        param.grad = torch.randn_like(param)
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    kernels = kernels_of(step)
+    print(f"{len(params)} tensors in {groups} groups, {len(kernels)} launches:", *kernels, sep="\n")
+    ours = [kernel for kernel in kernels if "amp_ext" in kernel]
+    for name in ("check_finite_kernel", "step_kernel", "update_scale_kernel"):
+        assert sum(name in kernel for kernel in ours) == 1, kernels
+    assert len(ours) == 3, kernels
+    assert len(kernels) <= 10, kernels  # torch's own: zeros, copies and sums of one number
+
+
+@DTYPES
+def test_a_step_goes_to_the_stream_that_is_current(gpu: torch.device, dtype: torch.dtype) -> None:
+    """The gradient arrives late on a side stream; only a step behind it sees it."""
+    param = Parameter(torch.ones(70_000).to(dtype).to(gpu))
+    expected = Parameter(param.detach().cpu().clone())
+    optimizers = [amp_ext.optim.AdamW([p], 0.1) for p in (param, expected)]
+    param.grad = torch.zeros_like(param)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        param.grad.fill_(1.0)
+        optimizers[0].step()
+    side.synchronize()
+    expected.grad = torch.ones_like(expected)
+    optimizers[1].step()
+    assert_same_bits(*map(bits_of, optimizers))
+
+
+def test_steps_after_the_first_leave_no_memory_behind(gpu: torch.device) -> None:
+    training = Training(lambda params, lr: amp_ext.optim.AdamW(params, lr), F16, gpu)
+    training.load(0, overflow=False)
+    training.iterate()
+    allocated = torch.cuda.memory_allocated()
+    for _ in range(5):
+        training.iterate()
+        training.optimizer.zero_grad(set_to_none=True)
+        training.backward()
+    assert torch.cuda.memory_allocated() == allocated
+
+
+@pytest.mark.parametrize("name", gpu_cases.CASES)
+def test_every_kernel_gives_the_bits_of_the_cpu(gpu: torch.device, name: str) -> None:
+    assert list(gpu_cases.differences(gpu_cases.CASES[name], gpu)) == []

@@ -1,0 +1,583 @@
+"""Tests of what an optimizer remembers between steps: any change of its tensors is seen."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, channels_last, misaligned, placed, strided, transposed
+from reference import same_bits
+from torch import Tensor
+from torch.nn import Parameter
+from training import (
+    EACH_CLASS,
+    assert_same_bits,
+    bits_of,
+    give_grads,
+    make_params,
+    ours,
+    params_of,
+    twins,
+)
+
+import amp_ext
+
+Optimizer = torch.optim.Optimizer
+SHAPES = [(6, 6), (3,), (), (2, 3, 4, 5)]
+
+
+def stepped_anew(optimizer: Optimizer, found_inf: float = 0.0) -> list[dict[str, Tensor]]:
+    """Returns what the next step must lead to: that of a new optimizer which remembers nothing.
+
+    It has dense copies of all parameters, gradients and states.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        params = twins(group["params"])
+        for param, original in zip(params, group["params"], strict=True):
+            param.grad_dtype = None
+            if original.grad is not None:
+                param.grad = original.grad.detach().clone(memory_format=torch.contiguous_format)
+        groups.append(group | {"params": params})
+    fresh = type(optimizer)(groups)
+    for twin, original in zip(params_of(fresh), params_of(optimizer), strict=True):
+        if original in optimizer.state:
+            fresh.state[twin] = {
+                name: value.clone(memory_format=torch.contiguous_format)
+                for name, value in optimizer.state[original].items()
+            }
+    fresh.rebuild()
+    fresh.found_inf = torch.full((), found_inf, device=params_of(fresh)[0].device)
+    fresh.step()
+    return bits_of(fresh)
+
+
+def assert_steps_right(optimizer: Optimizer, found_inf: float = 0.0) -> None:
+    """Takes a step and asserts that it is the one of an optimizer that remembers nothing."""
+    expected = stepped_anew(optimizer, found_inf)
+    if found_inf:
+        optimizer.found_inf = torch.full((), found_inf)
+    optimizer.step()
+    if found_inf:
+        del optimizer.found_inf
+    assert_same_bits(optimizer, expected)
+
+
+def trained(name: str, options: dict[str, Any], device="cpu", dtype=F32, shapes=SHAPES) -> Any:
+    """Returns an optimizer that has taken steps, with new gradients."""
+    optimizer = ours(name)(make_params(dtype, device, shapes), **options)
+    for _ in range(2):
+        give_grads(params_of(optimizer))
+        optimizer.step()
+    give_grads(params_of(optimizer))
+    return optimizer
+
+
+# Any sequence of changes. Each takes the optimizer and a source of chance, and returns the
+# optimizer that goes on.
+
+
+def new_grads(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    give_grads(params_of(optimizer))
+    return optimizer
+
+
+def some_grads_gone(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for param in params_of(optimizer):
+        if chance.random() < 0.5:
+            param.grad = None
+    return optimizer
+
+
+def all_grads_gone(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def grads_of_other_layouts(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for param in params_of(optimizer):
+        grad = torch.randn_like(param)
+        if param.dim() >= 2:
+            grad = chance.choice(
+                [
+                    placed(grad, transposed),
+                    placed(grad, strided),
+                    placed(grad, misaligned),
+                    grad[:1].expand_as(grad),
+                    grad.transpose(0, 1).contiguous().transpose(0, 1),
+                ]
+            )
+        param.grad = grad
+    return optimizer
+
+
+def grads_in_place(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for param in params_of(optimizer):
+        if param.grad is not None and param.grad.is_contiguous():
+            param.grad.mul_(-0.5)
+    return optimizer
+
+
+def other_memory(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for param in params_of(optimizer):
+        param.data = param.data.clone()
+    return optimizer
+
+
+def other_strides(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for param in params_of(optimizer):
+        if param.dim() == 2:
+            param.data = param.data.t()  # the same memory
+        elif param.dim() == 4:
+            param.data = placed(param.data, chance.choice([channels_last, strided, transposed]))
+    return optimizer
+
+
+def other_parameter(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    group = chance.choice(optimizer.param_groups)
+    index = chance.randrange(len(group["params"]))
+    optimizer.state.pop(group["params"][index], None)
+    group["params"][index] = Parameter(torch.randn(chance.choice(SHAPES)))
+    give_grads([group["params"][index]])
+    return optimizer
+
+
+def parameter_appended(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    params = chance.choice(optimizer.param_groups)["params"]
+    params.append(Parameter(torch.randn(chance.choice(SHAPES))))
+    give_grads(params[-1:])
+    return optimizer
+
+
+def parameters_turned_round(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    chance.choice(optimizer.param_groups)["params"].reverse()
+    return optimizer
+
+
+def group_added(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    if len(optimizer.param_groups) < 4:
+        params = make_params(chance.choice([F32, BF16]), shapes=SHAPES[:2])
+        optimizer.add_param_group({"params": params, "lr": 0.01})
+        give_grads(params)
+    return optimizer
+
+
+def group_removed(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    if len(optimizer.param_groups) > 1:
+        removed = optimizer.param_groups.pop(chance.randrange(len(optimizer.param_groups)))
+        for param in removed["params"]:
+            optimizer.state.pop(param, None)  # torch can't save what is left of others
+    return optimizer
+
+
+def groups_turned_round(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    optimizer.param_groups.reverse()
+    return optimizer
+
+
+def own_state_loaded(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer
+
+
+def copied(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    twin = copy.deepcopy(optimizer)
+    for param, original in zip(params_of(twin), params_of(optimizer), strict=True):
+        param.grad = None if original.grad is None else original.grad.clone()
+    return twin
+
+
+def pickled(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    twin = pickle.loads(pickle.dumps(optimizer))
+    give_grads(params_of(twin))
+    return twin
+
+
+def state_cleared(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    optimizer.state.clear()
+    return optimizer
+
+
+def one_state_deleted(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    optimizer.state.pop(chance.choice(params_of(optimizer)), None)
+    return optimizer
+
+
+def states_replaced(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.clone() * (1 if name in ("step", "master_param") else 0.5)
+    optimizer.rebuild()
+    return optimizer
+
+
+def states_in_place(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name not in ("step", "master_param"):
+                value.mul_(0.5)
+    return optimizer
+
+
+def data_of_states(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name not in ("step", "master_param"):
+                value.data = value.data * 0.25
+    return optimizer
+
+
+def other_options(optimizer: Optimizer, chance: random.Random) -> Optimizer:
+    for group in optimizer.param_groups:
+        group["lr"] = chance.choice([0.01, 0.1])
+        group["weight_decay"] = chance.choice([0.0, 0.1])
+        group["maximize"] = chance.random() < 0.5
+        if "amsgrad" in group:
+            group["amsgrad"] = chance.random() < 0.5
+        if "momentum" in group:
+            group["momentum"] = chance.choice([0.0, 0.9])
+    return optimizer
+
+
+CHANGES: list[Callable[[Any, random.Random], Any]] = [
+    new_grads,
+    some_grads_gone,
+    all_grads_gone,
+    grads_of_other_layouts,
+    grads_in_place,
+    other_memory,
+    other_strides,
+    other_parameter,
+    parameter_appended,
+    parameters_turned_round,
+    group_added,
+    group_removed,
+    groups_turned_round,
+    own_state_loaded,
+    copied,
+    pickled,
+    state_cleared,
+    one_state_deleted,
+    states_replaced,
+    states_in_place,
+    data_of_states,
+    other_options,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_a_change_is_seen_by_the_next_step(name, options, change) -> None:
+    chance = random.Random(0)
+    for dtype in (F32, BF16):
+        optimizer = trained(name, options, dtype=dtype)
+        optimizer.add_param_group({"params": make_params(F32, shapes=SHAPES)})
+        give_grads(params_of(optimizer))
+        optimizer.step()
+        optimizer = change(optimizer, chance)
+        assert_steps_right(optimizer)
+        give_grads(params_of(optimizer))
+        assert_steps_right(optimizer)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_any_sequence_of_changes_is_seen(name, options, seed: int) -> None:
+    chance = random.Random(seed)
+    optimizer = trained(name, options, dtype=chance.choice([F32, F16, BF16]))
+    for _ in range(20):
+        for change in chance.choices(CHANGES, k=chance.randrange(4)):
+            optimizer = change(optimizer, chance)
+        assert_steps_right(optimizer, chance.choice([0.0, 0.0, 0.0, 1.0]))
+
+
+# Some of them in words, and on every device.
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_a_square_that_is_transposed_in_its_own_memory_is_seen(name, options, device) -> None:
+    """Address, size and dtype stay; only the strides differ."""
+    optimizer = trained(name, options, device, shapes=[(6, 6)])
+    (param,) = params_of(optimizer)
+    for _ in range(3):
+        address = param.data_ptr()
+        param.data = param.data.t()
+        assert param.data_ptr() == address
+        assert_steps_right(optimizer)
+        give_grads([param])
+    for turn in (lambda grad: grad.t(), lambda grad: grad.flip(0).t(), lambda grad: grad):
+        param.grad = turn(torch.randn_like(param))
+        assert_steps_right(optimizer)
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_strides_of_one_layout_with_gaps_after_another_are_seen(name, options, device) -> None:
+    optimizer = trained(name, options, device, shapes=[(4, 4)])
+    (param,) = params_of(optimizer)
+    memory = torch.randn(200, device=device)
+    for strides in ((8, 2), (2, 8), (16, 1), (1, 16), (12, 3), (4, 1), (1, 4)):
+        param.data = memory.as_strided((4, 4), strides)
+        param.grad = torch.randn(200, device=device).as_strided((4, 4), strides[::-1])
+        assert_steps_right(optimizer)
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_a_parameter_exchanged_in_its_group_is_stepped_and_the_old_one_not(
+    name, options, device
+) -> None:
+    optimizer = trained(name, options, device)
+    params = optimizer.param_groups[0]["params"]
+    old, new = params[1], Parameter(torch.randn(3, device=device))
+    params[1], kept = new, old.detach().clone()
+    give_grads([new, old])
+    assert_steps_right(optimizer)
+    assert same_bits(old, kept)
+    assert new in optimizer.state
+
+
+def test_momentum_may_be_switched_on_and_off(device) -> None:
+    optimizer = trained("SGD", {"lr": 0.1}, device)
+    for momentum, dampening in ((0.9, 0.0), (0.0, 0.0), (0.9, 0.5), (0.5, 0.0), (0.9, 0.9)):
+        optimizer.param_groups[0].update(momentum=momentum, dampening=dampening)
+        for _ in range(2):
+            assert_steps_right(optimizer)
+            give_grads(params_of(optimizer))
+
+
+def test_amsgrad_may_be_switched_on_and_off(device) -> None:
+    optimizer = trained("AdamW", {"lr": 0.1}, device)
+    for amsgrad in (True, False, True):
+        optimizer.param_groups[0]["amsgrad"] = amsgrad
+        for _ in range(2):
+            assert_steps_right(optimizer)
+            give_grads(params_of(optimizer))
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_a_cleared_state_starts_anew(name, options, device) -> None:
+    optimizer = trained(name, options, device)
+    fresh = ours(name)(twins(params_of(optimizer)), **options)
+    optimizer.state.clear()
+    for _ in range(2):
+        give_grads(params_of(optimizer), params_of(fresh))
+        optimizer.step()
+        fresh.step()
+        assert_same_bits(optimizer, fresh)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_other_memory_under_a_state_is_seen(name, options, dtype, device) -> None:
+    optimizer = trained(name, options, device, dtype)
+    param = params_of(optimizer)[0]
+    for buffer in [key for key in optimizer.state[param] if key != "step"]:
+        tensor = optimizer.state[param][buffer]
+        old = tensor.data
+        kept = old.clone()
+        tensor.data = tensor.data * 2
+        if buffer == "master_param":
+            param.data.copy_(tensor)
+        assert_steps_right(optimizer)
+        assert same_bits(old, kept), buffer
+        give_grads(params_of(optimizer))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, None])
+def test_a_state_replaced_by_hand_is_seen_after_rebuild(state_dtype, device) -> None:
+    optimizer = trained("AdamW", {"state_dtype": state_dtype}, device, BF16)
+    param = params_of(optimizer)[0]
+    state = optimizer.state[param]
+    old = state["exp_avg"]
+    state["exp_avg"], kept = torch.ones_like(old), old.clone()
+    optimizer.rebuild()
+    assert_steps_right(optimizer)
+    assert same_bits(old, kept)
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_a_loaded_state_is_stepped_and_the_old_one_not(name, options, device) -> None:
+    optimizer, other = (trained(name, options, device) for _ in range(2))
+    old = [value for state in optimizer.state.values() for value in state.values()]
+    kept = [value.clone() for value in old]
+    optimizer.load_state_dict(other.state_dict())
+    before = bits_of(other)
+    assert_steps_right(optimizer)
+    assert all(map(same_bits, old, kept))
+    assert_same_bits(other, before)
+
+
+def test_a_parameter_may_change_its_dtype_between_steps(device) -> None:
+    optimizer = trained("SGD", {"lr": 0.1, "master_weights": False}, device, shapes=[(5,)])
+    (param,) = params_of(optimizer)
+    for dtype in (BF16, F32, F16):
+        param.grad = None
+        param.data = param.data.to(dtype)
+        give_grads([param])
+        assert_steps_right(optimizer)
+
+
+def test_a_frozen_parameter_may_be_thawed(device) -> None:
+    optimizer = trained("AdamW", {}, device)
+    param = params_of(optimizer)[0]
+    param.requires_grad_(False)
+    param.grad, kept = None, param.detach().clone()
+    assert_steps_right(optimizer)
+    assert same_bits(param, kept)
+    param.requires_grad_()
+    give_grads([param])
+    assert_steps_right(optimizer)
+
+
+# Very many tensors.
+
+
+def test_65_000_tensors_step_as_one() -> None:
+    """Under a scaler and with a norm, which is of all of them."""
+    sizes = [1 + index % 3 for index in range(65_000)]
+    whole = Parameter(torch.randn(sum(sizes)))
+    params = [Parameter(part.clone()) for part in whole.detach().split(sizes)]
+    one = amp_ext.optim.AdamW([whole], max_grad_norm=math.inf)
+    many = amp_ext.optim.AdamW(params, max_grad_norm=math.inf)
+    scaler = amp_ext.GradScaler("cpu", 2.0**10)
+    for step in range(2):
+        whole.grad = scaler.scale(torch.randn_like(whole))
+        for param, grad in zip(params, whole.grad.split(sizes), strict=True):
+            param.grad = grad.clone()
+        if step == 1:
+            params[64_321].grad.fill_(math.nan)
+            scaler.step(many)
+            params[64_321].grad = whole.grad.split(sizes)[64_321].clone()
+            scaler.update()
+            whole.grad.mul_(0.5)
+            for param in params:
+                param.grad.mul_(0.5)
+        for optimizer in (one, many):
+            scaler.step(optimizer)
+        assert many.grad_norm.item() == pytest.approx(one.grad_norm.item(), rel=1e-6)
+        assert same_bits(torch.cat([param.detach() for param in params]), whole)
+        scaler.update()
+
+
+def test_many_tensors_of_all_dtypes_and_groups_step_as_each_alone(device) -> None:
+    dtypes = [F32, F16, BF16, torch.float64]
+    groups = [
+        {
+            "params": [Parameter(torch.randn(1 + n % 3).to(device, dtype)) for n in range(100)],
+            "lr": 0.01 * (index + 1),
+            "weight_decay": 0.1 * index,
+        }
+        for index, dtype in enumerate(dtypes * 2)
+    ]
+    alone = [{**group, "params": twins(group["params"])} for group in groups]
+    together = amp_ext.optim.AdamW(groups)
+    apart = [amp_ext.optim.AdamW([group]) for group in alone]
+    for _ in range(2):
+        give_grads(params_of(together), [param for one in apart for param in params_of(one)])
+        together.step()
+        for optimizer in apart:
+            optimizer.step()
+    assert_same_bits(together, [row for optimizer in apart for row in bits_of(optimizer)])
+
+
+# Memory.
+
+
+def under_our_scaler(optimizer: Optimizer, *, bad: bool = False) -> None:
+    scaler = amp_ext.GradScaler(params_of(optimizer)[0].device.type, 4.0)
+    scaler.scale(torch.ones((), device=params_of(optimizer)[0].device))
+    if bad:
+        params_of(optimizer)[0].grad.fill_(math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def unscaled_first(optimizer: Optimizer) -> None:
+    scaler = amp_ext.GradScaler(params_of(optimizer)[0].device.type, 4.0)
+    scaler.scale(torch.ones((), device=params_of(optimizer)[0].device))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def refused_step(optimizer: Optimizer) -> None:
+    param = params_of(optimizer)[1]
+    param.grad = param.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+USES = [
+    pytest.param(lambda optimizer: optimizer.step(), id="step"),
+    pytest.param(under_our_scaler, id="our-scaler"),
+    pytest.param(lambda optimizer: under_our_scaler(optimizer, bad=True), id="skipped-step"),
+    pytest.param(unscaled_first, id="unscale-step"),
+    pytest.param(
+        lambda optimizer: optimizer._check_finite(
+            torch.zeros((), device=params_of(optimizer)[0].device)
+        ),
+        id="look-without-step",
+    ),
+    pytest.param(refused_step, id="refused-step"),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0, "write_back_grads": True}])
+def test_the_memory_of_gradients_is_not_kept(clipping, use, device) -> None:
+    optimizer = trained("AdamW", clipping, device, shapes=[(6, 6), (5,)])
+    first, second = params_of(optimizer)
+    second.grad = None
+    for layout in (None, transposed):
+        grad = torch.randn(6, 6, device=device)
+        first.grad = grad if layout is None else placed(grad, layout)
+        second.grad = torch.randn(5, device=device)
+        alive = [weakref.ref(param.grad) for param in (first, second)]
+        del grad
+        use(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        assert [reference() for reference in alive] == [None, None]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0}])
+def test_a_deleted_optimizer_frees_parameters_and_states(clipping, use, device) -> None:
+    """At once: a cycle would keep gigabytes until Python happens to look for it."""
+    for name in ("AdamW", "SGD"):
+        optimizer = trained(name, clipping, device, BF16)
+        use(optimizer)
+        alive = [weakref.ref(optimizer)]
+        alive += [weakref.ref(param) for param in params_of(optimizer)]
+        alive += [weakref.ref(v) for state in optimizer.state.values() for v in state.values()]
+        gc.disable()
+        try:
+            del optimizer
+            assert [reference() for reference in alive] == [None] * len(alive)
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_an_exchanged_parameter_is_freed(name, options, device) -> None:
+    optimizer = trained(name, options, device)
+    params = optimizer.param_groups[0]["params"]
+    alive = weakref.ref(params[0])
+    optimizer.state.pop(params[0], None)
+    params[0] = Parameter(torch.randn(3, device=device))
+    give_grads(params)
+    optimizer.step()
+    assert alive() is None
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_states_that_were_loaded_over_are_freed(name, options, device) -> None:
+    optimizer = trained(name, options, device, BF16)
+    old = [weakref.ref(v) for state in optimizer.state.values() for v in state.values()]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [reference() for reference in old] == [None] * len(old)
