@@ -65,8 +65,7 @@ parallel=()
 # Without PyTorch's cache of memory each tensor is an allocation that the sanitizer knows.
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 sanitize=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9 --print-limit 20)
-benchmark=("$python" benchmarks/gpu_quick.py)
-[ ! -e amp_ext/bench/__main__.py ] || benchmark=("$python" -m amp_ext.bench --quick --device cuda)
+benchmark=("$python" -m amp_ext.bench --quick --device cuda)
 
 step build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$(nproc)" \
   "$python" setup.py build_ext --inplace

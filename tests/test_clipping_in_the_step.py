@@ -607,10 +607,8 @@ def test_a_closure_makes_the_gradients_that_are_clipped(device) -> None:
         assert_same_bits(fused, apart)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[4]])
 def test_a_gradient_clipped_by_hand_before_is_clipped_again(way: Way, device) -> None:
-    if way.scaler is not None and not way.unscale_first:
-        pytest.skip("the gradients are scaled")
     fused, apart = pair("SGD", {"lr": 0.1}, {"max_grad_norm": 1.0}, device)
     scaler = way.make_scaler(device)
     give_grads(params_of(fused), params_of(apart))
@@ -1327,9 +1325,8 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
 
 
 def test_every_instruction_set_gives_the_same_bits(under_isa) -> None:
+    if ops.cpu_isa() == "plain":
+        pytest.skip("this process has the plain engine itself")
     plain_isa, plain = under_isa(trained, "plain")
     assert plain_isa == "plain"
-    best_isa, best = under_isa(trained, None)
-    if best_isa == "plain":
-        pytest.skip("this machine has the plain engine only")
-    assert_same_bits(best, plain)
+    assert_same_bits(trained(), plain)

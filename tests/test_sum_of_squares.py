@@ -117,17 +117,15 @@ EXTREMES = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 5, 16385, 100_000])
 @pytest.mark.parametrize(
     ("dtype", "value"), [pytest.param(*row, id=f"{row[1]}-{row[0]}") for row in EXTREMES]
 )
-def test_squares_may_leave_the_range_of_float32(
-    dtype: torch.dtype, value: float, size: int, device
-) -> None:
-    tensor = torch.full((size,), value, dtype=F64).to(device, dtype)
-    assert tensor[0] != 0
-    tensor[::2] *= -1
-    assert_right([tensor])
+def test_squares_may_leave_the_range_of_float32(dtype: torch.dtype, value: float, device) -> None:
+    for size in (1, 5, 16385, 100_000):
+        tensor = torch.full((size,), value, dtype=F64).to(device, dtype)
+        assert tensor[0] != 0
+        tensor[::2] *= -1
+        assert_right([tensor], f"{size} elements")
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -255,10 +253,13 @@ def test_tensors_are_only_read(device) -> None:
 def awkward_lists(device: torch.device | str) -> Iterator[list[Tensor]]:
     """Lists whose sums depend on the order of the additions."""
     for dtype in DTYPES:
-        yield [torch.randn(size, device=device).to(dtype) for size in (1, 300_001, 0, 7, 70_000)]
-        yield [torch.randn(index % 40, device=device).to(dtype) for index in range(1000)]
-    yield [torch.randn(LAYOUT_SHAPE, device=device).permute(3, 1, 0, 2), torch.rand(5, 9).t()]
-    spread = (10 ** (torch.rand(200_000, dtype=F64) * 76 - 38)).float().to(device)
+        yield [torch.randn(size, device=device).to(dtype) for size in (1, 100_001, 0, 7, 30_000)]
+        yield [torch.randn(index % 40, device=device).to(dtype) for index in range(500)]
+    yield [
+        torch.randn(LAYOUT_SHAPE, device=device).permute(3, 1, 0, 2),
+        torch.rand(5, 9, device=device).t(),
+    ]
+    spread = (10 ** (torch.rand(60_000, dtype=F64) * 76 - 38)).float().to(device)
     yield [spread, spread[1:], spread[::3]]
     yield [spread.double(), spread.bfloat16(), spread]
 
@@ -293,12 +294,11 @@ def sample_results() -> Tensor:
 
 
 def test_every_instruction_set_gives_the_same_bits(under_isa) -> None:
+    if ops.cpu_isa() == "plain":
+        pytest.skip("this process has the plain engine itself")
     plain_isa, plain = under_isa(sample_results, "plain")
     assert plain_isa == "plain"
-    best_isa, best = under_isa(sample_results, None)
-    if best_isa == "plain":
-        pytest.skip("this machine has the plain engine only")
-    assert same_bits(best, plain)
+    assert same_bits(sample_results(), plain)
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ std::string name_of_thread(int thread) {
 }
 
 bool same_place(const Site& a, const Site& b) {
-  return a.line == b.line && std::strcmp(a.file, b.file) == 0;
+  return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
 }
 
 bool have_met(const Thread& a, const Thread& b) {

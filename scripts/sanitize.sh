@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Runs the tests over a CPU engine and over CUDA kernels on the emulator that are compiled with
+# AddressSanitizer and UndefinedBehaviorSanitizer, and every kernel under ThreadSanitizer.
+#
+# AddressSanitizer sees accesses outside a tensor's memory, the other one misaligned accesses,
+# overflows and the like. The emulated kernels run in a random order, with the small arguments of
+# drivers before CUDA 12.1. ThreadSanitizer takes the threads of a block for threads: it sees a
+# missing barrier. Arguments go to pytest (scripts/sanitize.sh -k adam); without any, the tests of
+# both engines run side by side.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+python=$(realpath --no-symlinks "$(command -v "${PYTHON:-.venv/bin/python}")")
+build=("$python" tests/cuda_emulator/build.py)
+export CUDA_EMULATOR_SANITIZERS=address,undefined
+# Older sanitizers do not find their way where addresses are very random.
+! setarch -R true 2> /dev/null || run="setarch -R"
+
+echo "Building the modules with $CUDA_EMULATOR_SANITIZERS"
+module=$("${build[@]}" cpu $CUDA_EMULATOR_SANITIZERS)
+"${build[@]}" emulated $CUDA_EMULATOR_SANITIZERS > /dev/null
+grep -q __asan_report "$module"
+
+echo "Running every kernel under ThreadSanitizer"
+program=$("${build[@]}" program thread)
+for seed in '' 1 2; do
+  env ${seed:+CUDA_EMULATOR_SEED=$seed} TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
+done
+
+# The package, with the module just built in place of its own.
+package=$root/build/sanitize/amp_ext
+rm -rf "$package"
+mkdir -p "$package"
+ln -s "$root"/amp_ext/* "$package"
+rm -f "$package"/_C.*.so "$package"/_build_info.json
+ln -s "$module" "$package"
+cd "$package/.."
+
+echo "Running the tests"
+# Before Python, which knows nothing of them; the C++ library too, or the first exception ends it.
+preload="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)"
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1 CUDA_EMULATOR_DRIVER_VERSION=12000
+checked() {
+  ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
+}
+tests() {
+  checked -m pytest -q -r fE --rootdir "$root" -c "$root/pyproject.toml" -p no:cacheprovider \
+    "$root/tests" --ignore "$root/tests/test_cuda_emulator.py" "$@"
+}
+checked -c 'import sys; from amp_ext import ops
+if not ops._C.__file__.startswith(sys.argv[1]): sys.exit(f"another module is used: {ops._C}")' "$PWD"
+if [ $# -gt 0 ]; then
+  tests "$@"
+else
+  tests -k 'not emulated' > cpu.log 2>&1 &
+  tests -k emulated || failed=1
+  wait $! || failed=1
+  cat cpu.log
+  exit ${failed:-0}
+fi
