@@ -1,0 +1,134 @@
+"""The command line of the benchmark.
+
+python -m amp_ext.bench --quick                              # what has a target, in a minute
+python -m amp_ext.bench --json results/ --plot results/      # everything, with files
+python -m amp_ext.bench --load results/some.json --markdown  # shows what was measured before
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_ext.bench import plot, report, surroundings
+from amp_ext.bench.measure import Effort, choose_rows, matches, measure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures or loads, prints a table, and writes the files that are asked for.
+
+    Args:
+        arguments: Those of the command line, or None for the process's own.
+
+    Returns:
+        The exit code: a missed target is no error.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(given)
+    for module, needed in (("rich", True), ("matplotlib", options.plot is not None)):
+        if needed and importlib.util.find_spec(module) is None:
+            parser.error(f"{module} is missing: pip install rich matplotlib")
+    from rich.console import Console
+
+    # A table in a file or a pipe is not squeezed into 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    if options.load:
+        result = json.loads(options.load.read_text())
+        result["rows"] = [
+            row for row in result["rows"] if matches(options.filter, row["work"], row["shapes"])
+        ]
+    else:
+        result = _measure(options, parser, given)
+    if options.markdown:
+        print(report.markdown(result))
+    else:
+        console.print("\n".join(report.heading(result)), style="bold")
+        console.print(report.make_table(result))
+        console.print(report.NOTE, style="dim")
+        console.print("\n".join(report.summary(result)), soft_wrap=True)
+    if options.json:
+        path = _file(options.json, result, ".json")
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        console.print(f"Written: {path}", soft_wrap=True)
+    if options.plot:
+        path = _file(options.plot, result, ".png")
+        plot.draw(result, path)
+        console.print(f"Written: {path}", soft_wrap=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_ext.bench",
+        description="Times steps of scaler and optimizer, ours beside torch's, in turns.",
+        epilog="--json and --plot take a file, or a folder in which it is named after date and "
+        "hardware.",
+    )
+    parser.add_argument("--quick", action="store_true", help="only what has a target; a minute")
+    parser.add_argument("--device", type=torch.device, help="cpu or cuda (a GPU if any)")
+    parser.add_argument("--filter", default="", help="regular expression on 'work, shapes'")
+    parser.add_argument("--list", action="store_true", help="shows the names of the rows")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--plot", type=Path, help="where the picture goes")
+    parser.add_argument("--markdown", action="store_true", help="prints a table for a README")
+    parser.add_argument("--load", type=Path, help="shows these figures instead of measuring")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each side (6)")
+    parser.add_argument("--seconds", type=float, help="least time of a turn (0.15; quick 0.05)")
+    parser.add_argument("--shrink", type=int, default=1, help="divides the sizes, for a trial (1)")
+    return parser
+
+
+def _measure(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, given: list[str]
+) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    effort = Effort(
+        rounds=options.rounds,
+        seconds=options.seconds or (0.05 if options.quick else 0.15),
+        quick=options.quick,
+        shrink=options.shrink,
+        pattern=options.filter,
+    )
+    rows = choose_rows(device, effort)
+    if options.list:
+        print("\n".join(row.name for row in rows))
+        parser.exit()
+    if not rows:
+        parser.error(f"--filter {options.filter!r} matches no row; --list shows them")
+    about = surroundings.describe(device, given)
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(rows))
+        done = -1
+
+        def show(name: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, description=name, completed=done)
+
+        with surroundings.OthersOnTheCpu() as others:
+            result = measure(device, rows, effort, show)
+    return {"surroundings": about, "cpu_used_by_others": others.share, **result}
+
+
+def _file(path: Path, result: dict[str, Any], suffix: str) -> Path:
+    """Returns the file that was named, or one in the folder that was."""
+    if path.suffix == "" or path.is_dir():
+        path = path / f"{surroundings.file_stem(result['surroundings'])}{suffix}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Times the sides of a row in turns, in one process, and keeps the fastest run of each."""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import timeit
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+
+from amp_ext.bench.shapes import ShapeList, for_device
+from amp_ext.bench.steps import Step, make_program
+from amp_ext.bench.work import (
+    DTYPES,
+    EVERY,
+    FEATURED,
+    SIDES,
+    SLOW,
+    Work,
+    is_quick,
+    target_ratios,
+    target_share,
+)
+
+STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32, far larger than caches
+_ROOM = 0.75  # of the free memory may be taken
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        rounds: How often each side of a row has its turn.
+        seconds: The least time of a turn.
+        quick: Whether only some rows are measured, and slow sides only where they have a target.
+        shrink: Divides all sizes, for a trial of the tool itself.
+        pattern: Regular expression that a row's name must match.
+    """
+
+    rounds: int = 6
+    seconds: float = 0.15
+    quick: bool = False
+    shrink: int = 1
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some work on some parameters."""
+
+    work: Work
+    shapes: ShapeList
+
+    @property
+    def name(self) -> str:
+        """As ``--list`` and the progress show it."""
+        return row_name(self.work.name, self.shapes.name)
+
+
+def row_name(work: str, shapes: str) -> str:
+    """Returns what ``--filter`` is held against, in letters that keyboards have."""
+    return f"{work}, {shapes}".replace("×", "x")
+
+
+def matches(pattern: str, work: str, shapes: str) -> bool:
+    """Returns whether a row is chosen by a regular expression."""
+    return re.search(pattern, row_name(work, shapes), re.IGNORECASE) is not None
+
+
+def choose_rows(device: torch.device, effort: Effort) -> list[Row]:
+    """Returns what is to be measured on a device."""
+    room = int(_ROOM * free_memory(device) / 60)  # three sides of 16 to 20 bytes an element
+    rows = [
+        Row(work, shapes)
+        for index, shapes in enumerate(for_device(device.type, room))
+        for work in (EVERY if index < 2 else FEATURED)
+    ]
+    if effort.quick:
+        rows = [row for row in rows if is_quick(row.work, row.shapes, device.type)]
+    rows = [Row(row.work, row.shapes.shrunk(effort.shrink)) for row in rows]
+    return [row for row in rows if matches(effort.pattern, row.work.name, row.shapes.name)]
+
+
+def measure(
+    device: torch.device, rows: list[Row], effort: Effort, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measures all rows.
+
+    Args:
+        device: Where to measure.
+        rows: What to measure.
+        effort: How long.
+        report: Called with the name of each row before it is measured.
+
+    Returns:
+        ``rows``, each as :func:`measure_row` returns it, and ``left_out``: for which sides of which
+        rows the memory is too small.
+    """
+    stream, streaming = make_streaming(device, effort.shrink)
+    measured, left_out = [], []
+    for row in rows:
+        report(row.name)
+        wanted = wanted_sides(row, device, effort)
+        sides = sides_that_fit(row, wanted, device)
+        if sides:
+            measured.append(measure_row(row, sides, device, effort, stream, streaming["bytes"]))
+        if len(sides) < len(wanted):
+            names = ", ".join(SIDES[side] for side in wanted[len(sides) :])
+            left_out.append({"row": row.name, "why": f"too little free memory for {names}"})
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    speeds = [row["streaming_gb_per_s"] for row in measured if row["streaming_gb_per_s"]]
+    return {
+        "streaming": {**streaming, "gb_per_s": max(speeds, default=None)},
+        "rows": measured,
+        "left_out": left_out,
+    }
+
+
+def make_streaming(
+    device: torch.device, shrink: int
+) -> tuple[Callable[[], object], dict[str, Any]]:
+    """Returns the operation that shows the bandwidth of memory, and its description."""
+    elements = STREAMING_ELEMENTS[device.type] // shrink
+    tensor = torch.ones(elements, device=device)
+    size = f"{elements / 1e6:.3g}M float32"
+    if device.type == "cpu":
+        return lambda: tensor.mul_(1.0000001), {"what": f"x.mul_(c), {size}", "bytes": 8 * elements}
+    target = torch.empty_like(tensor)
+    return lambda: target.copy_(tensor), {"what": f"y.copy_(x), {size}", "bytes": 8 * elements}
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes that can be had."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        available = re.search(r"MemAvailable: *(\d+) kB", file.read())
+    return 1024 * int(available[1]) if available else 0
+
+
+def wanted_sides(row: Row, device: torch.device, effort: Effort) -> list[str]:
+    """Returns the sides of a row that are to be measured."""
+    sides = row.work.sides(device.type)
+    if not effort.quick:
+        return sides
+    targets = target_ratios(row.work, row.shapes, device.type)
+    return [side for side in sides if side not in SLOW or side in targets]
+
+
+def sides_that_fit(row: Row, sides: list[str], device: torch.device) -> list[str]:
+    """Returns the first of some sides; none if two do not fit into the memory."""
+    work, elements, sides = row.work, row.shapes.elements, list(sides)
+    param = work.dtype.itemsize
+    held = 2 * param + 2 * (4 if work.masters else param) + 4 * work.has_masters
+    extra = {"by_hand": 4, "foreach": 3 * held // 4}  # fp32 gradients; temporary tensors
+    free = _ROOM * free_memory(device)
+    while sides and elements * (held * len(sides) + max(extra.get(s, 0) for s in sides)) > free:
+        sides.pop()
+    return sides if len(sides) > 1 else []
+
+
+def measure_row(
+    row: Row,
+    sides: list[str],
+    device: torch.device,
+    effort: Effort,
+    stream: Callable[[], object],
+    stream_bytes: int,
+) -> dict[str, Any]:
+    """Measures one row.
+
+    Returns:
+        What the row is, the bandwidth of streaming measured in turns with it (None for many small
+        tensors), the figures of each side, the ratios of their times to ours, and the targets.
+    """
+    work, shapes = row.work, row.shapes
+    steps = {side: make_program(side, work, shapes, device).step for side in sides}
+    for step in steps.values():  # makes the states
+        step()
+    streamed = not shapes.many_small
+    times = interleaved({**steps, "streaming": stream} if streamed else steps, effort)
+    streaming = 1e-9 * stream_bytes / min(times.pop("streaming")) if streamed else None
+    figures = {}
+    for side, step in steps.items():
+        seconds = min(times[side])
+        gb_per_s = 1e-9 * work.bytes_per_element * shapes.elements / seconds
+        host = seconds if device.type == "cpu" else host_seconds(step)
+        figures[side] = {
+            "seconds": seconds,
+            "seconds_median": statistics.median(times[side]),
+            "ns_per_element": 1e9 * seconds / shapes.elements,
+            "gb_per_s": gb_per_s,
+            "share_of_streaming": gb_per_s / streaming if streaming else None,
+            "host_us_per_tensor": 1e6 * host / len(shapes.sizes),
+            "launches": launches(step) if device.type == "cuda" else None,
+        }
+    return {
+        "work": work.name,
+        "shapes": shapes.name,
+        "optimizer": work.optimizer,
+        "dtype": DTYPES[work.dtype],
+        "scaler": work.scaler,
+        "clip": work.clip,
+        "masters": work.has_masters,
+        "featured": work in FEATURED,
+        "many_small": shapes.many_small,
+        "tensors": len(shapes.sizes),
+        "elements": shapes.elements,
+        "bytes_per_element": work.bytes_per_element,
+        "streaming_gb_per_s": streaming,
+        "sides": figures,
+        "ratios": {side: min(times[side]) / min(times["ours"]) for side in sides[1:]},
+        "target_ratios": target_ratios(work, shapes, device.type),
+        "target_share": target_share(shapes, device.type),
+    }
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], object]], effort: Effort
+) -> dict[str, list[float]]:
+    """Returns the seconds of every run of each step.
+
+    The order turns round each time: a machine that changes its clocks, or that others use as well,
+    meets all sides alike. Slow sides have every other turn.
+    """
+    threads = torch.get_num_threads()
+    timers = {
+        name: Timer("step()", globals={"step": step}, num_threads=threads)
+        for name, step in steps.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for turn in range(effort.rounds):
+        for name in list(timers)[:: 1 if turn % 2 == 0 else -1]:
+            if name in SLOW and turn % 2:
+                continue
+            times[name] += timers[name].blocked_autorange(min_run_time=effort.seconds).times
+    return times
+
+
+def host_seconds(step: Step, calls: int = 3, repeats: int = 10) -> float:
+    """Returns the time until a step's work is queued on a GPU, the least of some trials."""
+    fastest = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = timeit.default_timer()
+        for _ in range(calls):
+            step()
+        fastest = min(fastest, (timeit.default_timer() - start) / calls)
+    torch.cuda.synchronize()
+    return fastest
+
+
+def launches(step: Step) -> int:
+    """Returns the number of kernels of one step; copies and fills of memory do not count."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    return sum(
+        event.device_type.name == "CUDA"
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset"))
+        for event in profiler.events()
+    )

@@ -1,0 +1,138 @@
+"""The programs that are timed: one step of each side, on parameters and gradients of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext.bench.shapes import ShapeList
+from amp_ext.bench.work import Work
+
+Step = Callable[[], None]
+
+MAX_NORM = 1.0  # exceeded by far, so that every side clips
+_NOISE = 1 << 20  # random numbers, repeated
+
+
+@dataclass(frozen=True)
+class Program:
+    """One side of a row.
+
+    Attributes:
+        params: The parameters that it trains, with gradients.
+        step: What a training loop calls after the backward pass.
+    """
+
+    params: list[Parameter]
+    step: Step
+
+
+def make_program(side: str, work: Work, shapes: ShapeList, device: torch.device) -> Program:
+    """Makes parameters, gradients, optimizer and scaler of one side.
+
+    The scale is 1: torch divides the stored gradients by it in every step, ours leaves them as they
+    are, and so both find the same ones again.
+
+    Args:
+        side: A key of ``SIDES``.
+        work: What to do.
+        shapes: The parameters.
+        device: Where they are.
+    """
+    params = _make_params(shapes, work.dtype, device)
+    if side == "ours":
+        return Program(params, _ours(work, params))
+    held = [Parameter(p.detach().float()) for p in params] if side == "by_hand" else params
+    fused = {"fused": True} if side in ("fused", "by_hand") else {}
+    options = {"foreach": True} if side == "foreach" else fused
+    optimizer = _optimizer(torch.optim, work)(held, **options)
+    step = _torch(work, held, optimizer)
+    return Program(params, _by_hand(params, held, step) if side == "by_hand" else step)
+
+
+def _make_params(shapes: ShapeList, dtype: torch.dtype, device: torch.device) -> list[Parameter]:
+    generator = torch.Generator(device).manual_seed(0)
+    values = (1e-2 * torch.randn(_NOISE, generator=generator, device=device)).to(dtype)
+    params = [Parameter(_repeated(values, size)) for size in shapes.sizes]
+    for param in params:
+        param.grad = _repeated(values, param.shape)
+    return params
+
+
+def _repeated(values: Tensor, size: Sequence[int]) -> Tensor:
+    tensor = values.new_empty(size)
+    flat = tensor.view(-1)
+    rest = flat.numel() % len(values)
+    whole = flat.numel() - rest
+    flat[:whole].view(-1, len(values)).copy_(values)
+    flat[whole:].copy_(values[:rest])
+    return tensor
+
+
+def _optimizer(module: Any, work: Work) -> Callable[..., torch.optim.Optimizer]:
+    if work.optimizer == "SGD":
+        return lambda params, **options: module.SGD(params, 1e-2, momentum=0.9, **options)
+    return lambda params, **options: module.AdamW(params, 1e-2, **options)
+
+
+def _started(scaler_class: type[torch.amp.GradScaler], device: torch.device) -> Any:
+    """Returns a scaler that has seen its device, and whose scale stays 1."""
+    scaler = scaler_class(device.type, init_scale=1.0, growth_interval=2**30)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+def _ours(work: Work, params: list[Parameter]) -> Step:
+    options: dict[str, Any] = {"max_grad_norm": MAX_NORM} if work.clip else {}
+    if not work.masters:
+        options |= {"master_weights": False, "state_dtype": None}
+    optimizer = _optimizer(amp_ext.optim, work)(params, **options)
+    if not work.scaler:
+        return lambda: optimizer.step()
+    scaler = _started(amp_ext.GradScaler, params[0].device)
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _torch(work: Work, params: list[Parameter], optimizer: torch.optim.Optimizer) -> Step:
+    scaler = _started(torch.amp.GradScaler, params[0].device) if work.scaler else None
+
+    def step() -> None:
+        if work.clip:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        if scaler is None:
+            optimizer.step()
+            return
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _grads(params: list[Parameter]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _by_hand(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
+    """Returns the loop around masters, as quick as torch's Python interface allows."""
+    for master in masters:
+        master.grad = torch.empty_like(master)
+
+    def step() -> None:
+        torch._foreach_copy_(_grads(masters), _grads(params))
+        step_masters()
+        torch._foreach_copy_([p.detach() for p in params], [m.detach() for m in masters])
+
+    return step

@@ -1,0 +1,184 @@
+"""The benchmark's tool: its programs do the same work, and its files hold what they promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from amp_ext.bench import report, shapes
+from amp_ext.bench.__main__ import main
+from amp_ext.bench.steps import make_program
+from amp_ext.bench.work import EVERY, SIDES, Work, is_quick, target_ratios
+
+CPU = torch.device("cpu")
+TINY = ["--device=cpu", "--shrink=20000", "--rounds=1", "--seconds=1e-4"]
+
+
+@pytest.mark.parametrize("work", EVERY, ids=lambda work: work.name)
+def test_all_sides_do_the_same_work(work: Work):
+    few = shapes.ShapeList("few", ((3, 5), (70_000,), (1,)))
+    trained = {}
+    for side in work.sides("cpu"):
+        program = make_program(side, work, few, CPU)
+        before = [param.detach().clone() for param in program.params]
+        for _ in range(5):
+            program.step()
+        assert all((p != b).any() for p, b in zip(program.params, before, strict=True)), side
+        trained[side] = [param.detach() for param in program.params]
+    # With masters, by a rounding of the parameter at most; without, by one in each operation.
+    tolerance = 1e-6 if work.dtype == torch.float32 else 1e-2 if work.masters else 5e-2
+    for side, params in trained.items():
+        for param, ours in zip(params, trained["ours"], strict=True):
+            torch.testing.assert_close(
+                param,
+                ours,
+                rtol=tolerance,
+                atol=tolerance / 100,
+                msg=lambda text, s=side: f"{s}: {text}",
+            )
+
+
+@pytest.mark.parametrize(
+    ("work", "floor"),
+    [
+        (Work("AdamW", torch.float32), 28),
+        (Work("AdamW", torch.float32, scaler=True, clip=True), 32),
+        (Work("AdamW", torch.float16), 28),
+        (Work("AdamW", torch.bfloat16, clip=True), 30),
+        (Work("SGD", torch.float32), 20),
+        (Work("SGD", torch.float32, scaler=True), 24),
+        (Work("AdamW", torch.bfloat16, masters=False), 14),
+    ],
+    ids=lambda value: value.name if isinstance(value, Work) else None,
+)
+def test_the_floor_counts_each_operand_once(work: Work, floor: int):
+    assert work.bytes_per_element == floor
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "elements"),
+    [
+        (shapes.resnet50(), 161, 25_557_032),
+        (shapes.gpt2(), 148, 124_439_808),
+        (shapes.llama3_8b(), 291, 8_030_261_248),
+        (shapes.llama3_8b(2), 18, 436_224_000),
+        (shapes.uniform(300, 100_000), 300, 30_000_000),
+    ],
+    ids=lambda value: value.name if isinstance(value, shapes.ShapeList) else None,
+)
+def test_models_have_the_published_number_of_parameters(model, tensors, elements):
+    assert len(model.sizes) == tensors
+    assert model.elements == elements
+
+
+def test_quick_on_a_cpu_takes_every_row_with_a_target():
+    lists = shapes.for_device("cpu", 10**9)
+    quick = [(w.name, s.name) for s in lists for w in EVERY if is_quick(w, s, "cpu")]
+    assert len(quick) == 13
+    targets = [t for s in lists for w in EVERY for t in target_ratios(w, s, "cpu").items()]
+    assert sorted(targets) == sorted(
+        [("fused", r) for r in (1.2, 1.4, 1.8, 1.9, 1.5, 1.7, 30, 45)]
+        + [(side, 5) for side in ("default", "foreach") for _ in range(2)]
+        + [("by_hand", r) for r in (4.2, 2, 4.5, 2.4, 40)]
+    )
+
+
+def test_files_hold_what_they_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    chosen = "AdamW fp(32|16 . master) . scaler, (4 x 8M|1,000 x 64)"
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    command = [*TINY, f"--filter={chosen}", f"--json={figures}", f"--plot={picture}"]
+    assert main(command) == 0
+    assert "AdamW fp32 + scaler" in capsys.readouterr().out
+
+    result = json.loads(figures.read_text())
+    about = result["surroundings"]
+    assert {"cpu", "cores", "threads", "memory_gib", "gpu", "driver"} <= about["hardware"].keys()
+    versions = {"torch", "cuda", "python", "amp_ext", "instructions"}
+    assert about["versions"].keys() == versions
+    assert {"commit", "date", "command", "load_average"} <= about.keys()
+    assert about["command"].startswith("python -m amp_ext.bench --device=cpu")
+    assert result["streaming"]["gb_per_s"] > 0
+    assert result["left_out"] == []
+    for row in result["rows"]:
+        sides = row["sides"]
+        assert sides.keys() <= SIDES.keys()
+        assert row["ratios"].keys() == sides.keys() - {"ours"}
+        bytes_moved = row["bytes_per_element"] * row["elements"]
+        for side, values in sides.items():
+            seconds = values["seconds"]
+            assert values["gb_per_s"] == pytest.approx(1e-9 * bytes_moved / seconds)
+            assert values["ns_per_element"] == pytest.approx(1e9 * seconds / row["elements"])
+            assert values["host_us_per_tensor"] == pytest.approx(1e6 * seconds / row["tensors"])
+            assert (values["share_of_streaming"] is None) == row["many_small"]
+            assert values["launches"] is None
+            if side != "ours":
+                ratio = seconds / sides["ours"]["seconds"]
+                assert row["ratios"][side] == pytest.approx(ratio)
+
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_figures_that_were_stored_are_shown_again(tmp_path: Path, capsys):
+    assert main([*TINY, "--filter=fp32 [+] scaler, 4 x 8M", f"--json={tmp_path}"]) == 0
+    (stored,) = tmp_path.iterdir()
+    result = json.loads(stored.read_text())
+    assert stored.name.startswith(result["surroundings"]["date"][:10])
+    capsys.readouterr()
+
+    assert main([f"--load={stored}", "--markdown"]) == 0
+    about, empty, heading, line, shape, *rows = capsys.readouterr().out.splitlines()
+    assert result["surroundings"]["command"] in about
+    assert empty == ""
+    assert heading.startswith("| scaler.step + update | B/elem. | ns/elem. | GB/s | of stream |")
+    assert line.count("|") == heading.count("|") == shape.count("|")
+    assert [row.split("|")[1].strip() for row in rows] == ["AdamW fp32 + scaler"]
+
+
+def test_stored_rows_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stored = tmp_path / "figures.json"
+    main([*TINY, "--filter=SGD fp32 [+] momentum.*, 4 x 8M", f"--json={stored}"])
+    capsys.readouterr()
+    main([f"--load={stored}", "--markdown", "--filter=scaler [+] clip"])
+    rows = capsys.readouterr().out.splitlines()[5:]
+    assert [row.split("|")[1].strip() for row in rows] == ["SGD fp32 + momentum + scaler + clip"]
+
+
+def test_targets_are_marked_as_met_or_missed():
+    def row(ratio: float, share: float) -> dict:
+        figures = {"ns_per_element": 1.0, "gb_per_s": 1.0, "share_of_streaming": share}
+        sides = {"ours": figures | {"launches": 3}, "fused": figures | {"launches": 7}}
+        return {
+            **{"work": "AdamW fp32", "shapes": "4 × 8M", "tensors": 4, "elements": 4},
+            **{"bytes_per_element": 28, "many_small": False, "sides": sides},
+            **{"ratios": {"fused": ratio}, "target_ratios": {"fused": 1.2}, "target_share": 0.9},
+        }
+
+    rows = [row(1.2, 0.9), row(1.19, 0.89)]
+    cells = report.columns(rows)
+    assert cells["÷ fused"] == ["1.20 ✓ ≥1.2", "1.19 ✗ ≥1.2"]
+    assert cells["of stream"] == ["90.0% ✓", "89.0% ✗"]
+    assert cells["launches"] == ["3 / 7", "3 / 7"]
+    assert "÷ foreach" not in cells
+    lines = report.summary({"rows": rows, "left_out": [], "cpu_used_by_others": 0.5})
+    assert lines[0] == "Targets met: 2 of 4"
+    assert [line.partition(":")[0] for line in lines[1:3]] == ["missed", "missed"]
+    assert "Other programs took 50%" in lines[3]
+
+
+def test_a_filter_without_rows_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--device=cpu", "--filter=nothing like this"])
+    assert exit_info.value.code == 2
+    assert "matches no row" in capsys.readouterr().err
+
+
+def test_rows_are_listed_without_measuring(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--device=cpu", "--quick", "--list"])
+    assert "AdamW fp16 + master + scaler, 300 x 100k" in capsys.readouterr().out.splitlines()
