@@ -20,7 +20,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
-    total_norm: Tensor | None = None,
+    total_norm: Tensor | float | None = None,
 ) -> Tensor:
     """Clips the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -28,9 +28,9 @@ def clip_grad_norm_(
     Inside a step it costs nothing more: see ``max_grad_norm`` of the optimizers.
 
     Args:
-        parameters: One tensor or an iterable of them. Their gradients are multiplied in place by
-            ``max_norm / (norm + 1e-6)`` where that is below 1.
-        max_norm: Norm to keep below.
+        parameters: One tensor or an iterable of them, of which one listed twice counts once. Their
+            gradients are multiplied in place by ``max_norm / (norm + 1e-6)`` where that is below 1.
+        max_norm: Norm to keep below; 0 makes every gradient 0.
         norm_type: Other norms than 2 are torch's own.
         error_if_nonfinite: Raises if the norm is inf or NaN; this waits for a GPU.
         foreach: Accepted for drop-in use; there is one path.
@@ -56,7 +56,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     by_device: dict[torch.device, list[Tensor]] = {}
     ours = True
-    for param in parameters:
+    for param in dict.fromkeys(parameters):  # a tied parameter counts once
         if (grad := param.grad) is not None:
             by_device.setdefault(grad.device, []).append(grad)
             ours &= type(grad) is Tensor and not grad.is_sparse and grad.is_floating_point()
@@ -67,6 +67,7 @@ def clip_grad_norm_(
                 parameters, max_norm, norm_type, error_if_nonfinite, foreach
             )
         total_norm = _total_norm(by_device)
+    total_norm = torch.as_tensor(total_norm)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is "

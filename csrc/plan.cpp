@@ -123,6 +123,7 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
     if (look == looks.end()) {
       const auto options = at::TensorOptions(device).dtype(at::kFloat);
       look = looks.insert(look, Look());
+      look->records.reserve(rows_.size());
       look->found_inf = found_inf.has_value() ? found_inf->to(device, at::kFloat,
                                                               /*non_blocking=*/true, /*copy=*/true)
                                               : at::zeros({}, options);

@@ -26,7 +26,8 @@ class Adam(FusedOptimizer):
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter.
         state_dtype: torch.float32, the least precision of the moments, or None for the parameter's.
         max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
-            step; the norm is then in ``grad_norm``. None measures and clips nothing.
+            step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
+            gradient 0.
         clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
         write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
             leaves ``.grad`` as the backward pass made it.

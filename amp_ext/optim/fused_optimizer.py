@@ -248,7 +248,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             found_inf = None
         plan = self._plan_with_states()
         max_grad_norm = self._max_grad_norm()
-        if max_grad_norm is not None and self.grad_norm is None and self._plan_places:
+        if max_grad_norm is None:
+            self.grad_norm = None
+        elif self.grad_norm is None and self._plan_places:
             device = self._plan_places[0][1].device
             self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         lrs = [group["lr"] for group in self.param_groups]
