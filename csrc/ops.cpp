@@ -47,14 +47,6 @@ void check_gradients(const char* operation, const char* list, const TensorList& 
   }
 }
 
-TensorRecord gradient_record(const at::Tensor& grad, void* data) {
-  TensorRecord record;
-  record.grad = data;
-  record.grad_dtype = *dtype_of(grad);
-  record.numel = grad.numel();
-  return record;
-}
-
 // A list that belongs to `params`, one tensor for each.
 void check_length(const char* operation, const char* name, const TensorList& list,
                   const TensorList& params) {

@@ -136,11 +136,7 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
       dense = dense.contiguous();
       row.staged.push_back({row.grad(), dense, false});  // keeps it alive
     }
-    TensorRecord record;
-    record.grad = const_cast<void*>(dense.const_data_ptr());
-    record.grad_dtype = *dtype_of(dense);
-    record.numel = dense.numel();
-    look->records.push_back(record);
+    look->records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr())));
   }
   for (Look& look : looks) {
     const at::Device device = look.found_inf.device();
@@ -445,8 +441,8 @@ void Plan::fill_record(Row& row) {
   }
   record.numel = row.param().numel();
   record.group = static_cast<int32_t>(row.group);
-  // Other strides would not show in the fingerprint of a tensor that is not contiguous.
   row.grad_is_current = true;
+  // Other strides would not show in the fingerprint of a tensor that is not contiguous.
   row.record_is_current =
       row.staged.empty() && std::all_of(row.fingerprints.begin(), row.fingerprints.end(),
                                         [](const Fingerprint& fingerprint) {

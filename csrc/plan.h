@@ -112,8 +112,8 @@ class AMP_EXT_API Plan {
   struct Row {
     int64_t group;
     int64_t index_in_group;
-    std::array<at::Tensor, kLists>
-        tensors;  // the gradient from read_grads to the end of the operation
+    // By List; the gradient only from read_grads to the end of the operation.
+    std::array<at::Tensor, kLists> tensors;
     int number_of_buffers = 0;
     at::Tensor explicit_grad;
     at::ScalarType state_for = at::ScalarType::Undefined;  // the parameter's dtype at set_state

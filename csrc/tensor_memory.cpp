@@ -121,6 +121,14 @@ std::optional<DType> dtype_of(at::ScalarType dtype) {
 
 std::optional<DType> dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
+TensorRecord gradient_record(const at::Tensor& grad, void* data) {
+  TensorRecord record;
+  record.grad = data;
+  record.grad_dtype = *dtype_of(grad);
+  record.numel = grad.numel();
+  return record;
+}
+
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
   if (a.is_contiguous() && b.is_contiguous()) return a.numel() == b.numel();
   if (!a.is_non_overlapping_and_dense() || !a.sizes().equals(b.sizes())) return false;

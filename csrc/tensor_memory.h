@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "multi_tensor.h"
 #include "storage.h"
 
 namespace amp_ext {
@@ -26,6 +27,9 @@ inline bool is_plain(const at::Tensor& tensor) {
   return !tensor.key_set().has_any(special) && tensor.layout() == at::kStrided &&
          tensor.has_storage();
 }
+
+// What an operation on gradients alone needs of one, whose elements lie densely at `data`.
+TensorRecord gradient_record(const at::Tensor& grad, void* data);
 
 // Both without gaps, with their elements in the same order: one loop over memory pairs them up.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);

@@ -198,17 +198,10 @@ Count count_nonfinite(const Storage* elements, int64_t count) {
   return found;
 }
 
+// `count` up to kTileSize: the narrowest of the counters holds that.
 template <typename Storage>
 bool any_nonfinite(const Storage* elements, int64_t count) {
-  using Bits = typename BitPattern<Storage>::type;
-  Bits found = 0;
-#pragma omp simd reduction(| : found)
-  for (int64_t i = 0; i < count; ++i) {
-    Bits bits;
-    memcpy(&bits, elements + i, sizeof bits);
-    found |= static_cast<Bits>((bits & kExponentMask<Storage>) == kExponentMask<Storage>);
-  }
-  return found != 0;
+  return count_nonfinite<typename BitPattern<Storage>::type>(elements, count) != 0;
 }
 
 // Eight numbers anywhere in memory; a narrower instruction set takes them in pieces, with the same
