@@ -28,8 +28,8 @@ struct Adam {
   T beta2;
   T one_minus_beta2;
   T eps;
-  T step_size;              // lr / (1 - beta1^step)
-  T bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+  T step_size;                  // lr / (1 - beta1^step)
+  T inv_bias_correction2_sqrt;  // 1 / sqrt(1 - beta2^step): a division for each element costs 15 %
 
   // `step` counts from 1. 1 - beta is formed in double: from a float beta2 of 0.999 it would be off
   // by 1.3e-5 relative.
@@ -44,7 +44,7 @@ struct Adam {
             static_cast<T>(1.0 - beta2),
             static_cast<T>(hyperparameters.eps),
             static_cast<T>(lr / (1.0 - whole_power(beta1, step))),
-            static_cast<T>(std::sqrt(1.0 - whole_power(beta2, step)))};
+            static_cast<T>(1.0 / std::sqrt(1.0 - whole_power(beta2, step)))};
   }
 
   AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg, T& exp_avg_sq) const {
@@ -71,7 +71,7 @@ struct Adam {
   }
 
   AMP_EXT_INLINE void update_param(T& param, T exp_avg, T second_moment) const {
-    const T denominator = std::sqrt(second_moment) / bias_correction2_sqrt + eps;
+    const T denominator = std::sqrt(second_moment) * inv_bias_correction2_sqrt + eps;
     param = param - step_size * exp_avg / denominator;
   }
 };
