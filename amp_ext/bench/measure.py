@@ -160,7 +160,11 @@ def sides_that_fit(row: Row, sides: list[str], device: torch.device) -> list[str
     work, elements, sides = row.work, row.shapes.elements, list(sides)
     param = work.dtype.itemsize
     held = 2 * param + 2 * (4 if work.masters else param) + 4 * work.has_masters
-    extra = {"by_hand": 4, "foreach": 3 * held // 4}  # fp32 gradients; temporary tensors
+    extra = {
+        "by_hand": 4,
+        "by_hand_buffered": 4,
+        "foreach": 3 * held // 4,
+    }  # fp32 gradients; temporary tensors
     free = _ROOM * free_memory(device)
     while sides and elements * (held * len(sides) + max(extra.get(s, 0) for s in sides)) > free:
         sides.pop()

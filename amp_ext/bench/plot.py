@@ -15,6 +15,7 @@ _COLOURS = {
     "default": "#B8BEC6",
     "foreach": "#8A9099",
     "by_hand": "#E69F00",
+    "by_hand_buffered": "#F5D08A",
 }
 _PANELS = 3  # beside each other
 

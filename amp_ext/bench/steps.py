@@ -48,12 +48,12 @@ def make_program(side: str, work: Work, shapes: ShapeList, device: torch.device)
     params = _make_params(shapes, work.dtype, device)
     if side == "ours":
         return Program(params, _ours(work, params))
-    held = [Parameter(p.detach().float()) for p in params] if side == "by_hand" else params
-    fused = {"fused": True} if side in ("fused", "by_hand") else {}
-    options = {"foreach": True} if side == "foreach" else fused
-    optimizer = _optimizer(torch.optim, work)(held, **options)
-    step = _torch(work, held, optimizer)
-    return Program(params, _by_hand(params, held, step) if side == "by_hand" else step)
+    if side in BY_HAND:
+        masters = [Parameter(p.detach().float()) for p in params]
+        optimizer = _optimizer(torch.optim, work)(masters, fused=True)
+        return Program(params, BY_HAND[side](params, masters, _torch(work, masters, optimizer)))
+    options = {} if side == "default" else {side: True}
+    return Program(params, _torch(work, params, _optimizer(torch.optim, work)(params, **options)))
 
 
 def _make_params(shapes: ShapeList, dtype: torch.dtype, device: torch.device) -> list[Parameter]:
@@ -126,7 +126,24 @@ def _grads(params: list[Parameter]) -> list[Tensor]:
 
 
 def _by_hand(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
-    """Returns the loop around masters, as quick as torch's Python interface allows."""
+    """Returns the loop around masters as people write it."""
+
+    @torch.no_grad()
+    def step() -> None:
+        for param, master in zip(params, masters, strict=True):
+            if param.grad is not None:
+                master.grad = param.grad.float()
+        step_masters()
+        for param, master in zip(params, masters, strict=True):
+            param.copy_(master)
+
+    return step
+
+
+def _by_hand_buffered(
+    params: list[Parameter], masters: list[Parameter], step_masters: Step
+) -> Step:
+    """Returns the loop around masters as quick as torch's Python interface allows."""
     for master in masters:
         master.grad = torch.empty_like(master)
 
@@ -136,3 +153,7 @@ def _by_hand(params: list[Parameter], masters: list[Parameter], step_masters: St
         torch._foreach_copy_([p.detach() for p in params], [m.detach() for m in masters])
 
     return step
+
+
+#: Loops around float32 masters that torch's fused optimizer steps.
+BY_HAND = {"by_hand": _by_hand, "by_hand_buffered": _by_hand_buffered}
