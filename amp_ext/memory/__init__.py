@@ -1,0 +1,359 @@
+"""How much memory training takes: parameters, masters, gradients and optimizer states in bytes.
+
+Counted is what lives from one step to the next, to the byte. :data:`NOT_COUNTED` says what is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "CONFIGURATIONS",
+    "NOT_COUNTED",
+    "OPTIMIZERS",
+    "Configuration",
+    "ElementCount",
+    "MemoryUsage",
+    "count_elements",
+    "make_table",
+    "parse_count",
+    "training_memory",
+]
+
+#: How many states each optimizer keeps, of the size of the parameter.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "sgd": 0, "momentum": 1}
+
+#: What the sizes leave out.
+NOT_COUNTED = (
+    "activations",
+    "the 16-bit copies of weights that autocast keeps until its block ends",
+    "temporary tensors within a step (torch's foreach optimizers make some)",
+    "step counters (4 bytes a tensor) and the kernels' scratch space",
+    "what the allocator rounds up or keeps in reserve",
+)
+
+_LARGEST_COUNT = 10**18
+_COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([kmbt]?)", re.I)
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """In which dtypes a model is trained.
+
+    Attributes:
+        name: As the table shows it.
+        dtype: Of floating parameters, gradients and buffers; None leaves a model's as they are.
+            bfloat16 stands for both 16-bit dtypes.
+        master_weights: The option of amp_ext's optimizers.
+        state_dtype: Likewise; torch's optimizers do as ours without masters and with None.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    master_weights: bool = True
+    state_dtype: torch.dtype | None = torch.float32
+
+    @property
+    def options(self) -> str:
+        """What to tell amp_ext's optimizers, as Python."""
+        given = ["master_weights=False"] * (not self.master_weights)
+        given += ["state_dtype=None"] * (self.state_dtype is None)
+        return ", ".join(given)
+
+
+_AS_IT_IS = Configuration("the model as it is", None)
+
+#: The rows that :func:`training_memory` returns.
+CONFIGURATIONS = (
+    Configuration("fp32", torch.float32),
+    Configuration("fp32 under torch.amp", torch.float32),
+    Configuration("16-bit, 16-bit states", torch.bfloat16, False, None),
+    Configuration("16-bit, fp32 states", torch.bfloat16, False),
+    Configuration("16-bit + masters, fp32 states", torch.bfloat16),
+    Configuration("16-bit + masters, 16-bit states", torch.bfloat16, True, None),
+)
+
+
+@dataclass(frozen=True)
+class ElementCount:
+    """How many elements a model has, by dtype.
+
+    Attributes:
+        trainable: In parameters that require a gradient.
+        frozen: In other parameters.
+        buffers: In buffers.
+    """
+
+    trainable: Mapping[torch.dtype, int]
+    frozen: Mapping[torch.dtype, int]
+    buffers: Mapping[torch.dtype, int]
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """The bytes that one configuration takes.
+
+    Attributes:
+        configuration: In which dtypes.
+        optimizer: A name of :data:`OPTIMIZERS`.
+        parameter_count: How many parameters there are.
+        trainable_count: How many of them require a gradient.
+        parameters: Bytes of all of them.
+        masters: Bytes of the float32 masters.
+        gradients: Bytes of one gradient, in the parameter's dtype, for each trainable parameter.
+        states: Bytes of the optimizer's states, masters apart.
+        buffers: Bytes of a model's buffers.
+    """
+
+    configuration: Configuration
+    optimizer: str
+    parameter_count: int
+    trainable_count: int
+    parameters: int
+    masters: int
+    gradients: int
+    states: int
+    buffers: int
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """All sizes by name, and their ``total``."""
+        names = ("parameters", "masters", "gradients", "states", "buffers")
+        sizes = {name: getattr(self, name) for name in names}
+        return {**sizes, "total": sum(sizes.values())}
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes."""
+        return self.bytes["total"]
+
+    @property
+    def bytes_per_parameter(self) -> dict[str, int | float]:
+        """The same divided by the number of all parameters; whole numbers are ints."""
+        count = self.parameter_count
+        return {
+            name: size / count if size % count else size // count
+            for name, size in self.bytes.items()
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything for JSON."""
+        return {
+            "configuration": self.configuration.name,
+            "options": self.configuration.options,
+            "optimizer": self.optimizer,
+            "parameter_count": self.parameter_count,
+            "trainable_count": self.trainable_count,
+            "bytes": self.bytes,
+            "bytes_per_parameter": self.bytes_per_parameter,
+        }
+
+
+def training_memory(
+    model: nn.Module | int | float | str,
+    optimizer: str = "adamw",
+    *,
+    trainable: int | float | str | None = None,
+) -> list[MemoryUsage]:
+    """Returns the memory that training takes, by configuration.
+
+    Frozen parameters have neither gradient, master nor state; tied ones count once. A model is
+    never changed and may be on the meta device, where it takes no memory itself.
+
+    Args:
+        model: A model, or a number of parameters as :func:`parse_count` takes it.
+        optimizer: A name of :data:`OPTIMIZERS`.
+        trainable: How many of a number of parameters are trained; all of them by default. A model
+            says so itself.
+
+    Returns:
+        One row for each of :data:`CONFIGURATIONS`: what the model would take if all its floating
+        parameters and buffers had that dtype. Before them, for a model, one row with its own
+        dtypes under amp_ext's optimizers.
+
+    Raises:
+        ValueError: If the model has no parameters, or some without a shape yet, or a name or a
+            number is not one.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = Model()
+        >>> for row in amp_ext.memory.training_memory(model):
+        ...     print(row.configuration.name, row.total / 2**30, "GiB")
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"training_memory: optimizer must be one of {list(OPTIMIZERS)}, got {optimizer!r}"
+        )
+    if isinstance(model, nn.Module):
+        if trainable is not None:
+            raise ValueError(
+                "training_memory: trainable must be None for a model, whose parameters say "
+                f"themselves whether they require a gradient, got {trainable!r}"
+            )
+        count = count_elements(model)
+        return [_usage(row, optimizer, count) for row in (_AS_IT_IS, *CONFIGURATIONS)]
+    parameters = parse_count(model)
+    trained = parameters if trainable is None else parse_count(trainable)
+    if trained > parameters:
+        raise ValueError(
+            f"training_memory: trainable must be at most the {parameters} parameters, got {trained}"
+        )
+    frozen = parameters - trained
+    count = ElementCount({torch.float32: trained}, {torch.float32: frozen}, {})
+    return [_usage(configuration, optimizer, count) for configuration in CONFIGURATIONS]
+
+
+def parse_count(text: int | float | str) -> int:
+    """Reads a number of parameters: 7B, 124M, 1.3e9, 7_000_000_000 or 7,000,000,000.
+
+    Args:
+        text: The number; K, M, B and T stand for thousands, millions, billions and trillions.
+
+    Raises:
+        ValueError: If it is no whole number from 1 to 10**18.
+    """
+    match = _COUNT.fullmatch(str(text).strip())
+    if match:
+        whole, fraction, exponent, suffix = match.groups(default="")
+        digits = Fraction(re.sub("[,_]", "", whole) + fraction)
+        number = digits * 10 ** int(exponent or 0) * _SUFFIXES[suffix.lower()]
+        if number.denominator == 1 and 1 <= number <= _LARGEST_COUNT:
+            return int(number)
+    raise ValueError(
+        "parse_count: a number of parameters must be a whole number from 1 to 10**18 such as 7B, "
+        f"124M, 1.3e9 or 7_000_000_000, got {text!r}"
+    )
+
+
+def count_elements(model: nn.Module) -> ElementCount:
+    """Counts a model's elements by dtype; tied parameters and shared buffers once.
+
+    Args:
+        model: Of which only shapes and dtypes are read.
+
+    Raises:
+        ValueError: If it has no parameters, or a lazy one without a shape.
+    """
+    for name, param in model.named_parameters():
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"count_elements: {name} must have a shape, got a lazy parameter: run the model "
+                "once first"
+            )
+    params = list(model.parameters())
+    if not any(param.numel() for param in params):
+        raise ValueError(
+            f"count_elements: model must have parameters, got {type(model).__name__} without"
+        )
+    return ElementCount(
+        trainable=_by_dtype(param for param in params if param.requires_grad),
+        frozen=_by_dtype(param for param in params if not param.requires_grad),
+        buffers=_by_dtype(model.buffers()),
+    )
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, int]:
+    counter: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        counter[tensor.dtype] += tensor.numel()
+    return dict(counter)
+
+
+def _usage(configuration: Configuration, optimizer: str, count: ElementCount) -> MemoryUsage:
+    def stored(dtype: torch.dtype) -> torch.dtype:
+        if configuration.dtype is None or not dtype.is_floating_point:
+            return dtype
+        return configuration.dtype
+
+    def size(counts: Mapping[torch.dtype, int]) -> int:
+        return sum(number * stored(dtype).itemsize for dtype, number in counts.items())
+
+    masters = states = 0
+    for original, number in count.trainable.items():
+        dtype = state_dtype = stored(original)
+        if dtype in _SIXTEEN_BIT:
+            state_dtype = configuration.state_dtype or dtype
+            masters += number * torch.float32.itemsize * configuration.master_weights
+        states += number * state_dtype.itemsize * OPTIMIZERS[optimizer]
+    trainable, frozen = sum(count.trainable.values()), sum(count.frozen.values())
+    return MemoryUsage(
+        configuration=configuration,
+        optimizer=optimizer,
+        parameter_count=trainable + frozen,
+        trainable_count=trainable,
+        parameters=size(count.trainable) + size(count.frozen),
+        masters=masters,
+        gradients=size(count.trainable),
+        states=states,
+        buffers=size(count.buffers),
+    )
+
+
+def make_table(usages: Sequence[MemoryUsage]) -> Table:
+    """Returns a table for the terminal: sizes in one unit, and bytes per parameter.
+
+    These are the same sizes in the same order, divided by the number of all parameters.
+
+    Args:
+        usages: From :func:`training_memory`, of one or more optimizers.
+
+    Raises:
+        ImportError: If rich is missing: ``pip install rich``.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    unit, divisor = _unit(max(usage.total for usage in usages))
+    left_out = "" if any(usage.buffers for usage in usages) else "buffers"
+    names = [name for name in usages[0].bytes if name != left_out]
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"Sizes in {unit}; 16-bit is fp16 or bf16",
+        title_justify="left",
+    )
+    table.add_column("configuration")
+    for name in names:
+        short = name.replace("parameters", "params").replace("gradients", "grads")
+        table.add_column(short, justify="right", no_wrap=True)
+    table.add_column("B/param", justify="right")
+    table.add_column("options", overflow="fold")
+    for optimizer, rows in itertools.groupby(usages, lambda usage: usage.optimizer):
+        table.add_section()
+        table.add_row(f"[bold]{optimizer}")
+        for row in rows:
+            shares = [f"{row.bytes_per_parameter[name]:.3g}" for name in names]
+            table.add_row(
+                row.configuration.name,
+                *(_three_digits(row.bytes[name] / divisor) for name in names),
+                f"{'+'.join(shares[:-1])} = {shares[-1]}",
+                row.configuration.options or "defaults",
+            )
+    return table
+
+
+def _unit(size: int) -> tuple[str, int]:
+    """Returns the unit, GiB at most, in which a size is readable."""
+    names = ("B", "KiB", "MiB", "GiB")
+    power = min((size.bit_length() - 1) // 10, len(names) - 1)
+    return names[power], 1024**power
+
+
+def _three_digits(size: float) -> str:
+    decimals = 0 if size == 0 or size >= 100 else 1 if size >= 10 else 2
+    return f"{size:,.{decimals}f}"

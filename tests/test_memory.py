@@ -1,0 +1,385 @@
+"""The memory calculator: every configuration against the bytes of a model and its optimizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import in_16_bits, ours, theirs
+
+import amp_ext
+from amp_ext import memory
+from amp_ext.memory import __main__ as command_line
+
+GIB = 2**30
+
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adam": ("Adam", {}),
+    "amsgrad": ("Adam", {"amsgrad": True}),
+    "sgd": ("SGD", {}),
+    "momentum": ("SGD", {"momentum": 0.9}),
+}
+BY_NAME = {configuration.name: configuration for configuration in memory.CONFIGURATIONS}
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen layer, a scalar, an empty parameter, and buffers of three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+        self.factor = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0))
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(7, dtype=torch.bool))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        features = self.norm(self.frozen(self.embedding(tokens)))
+        return self.head(features) * self.factor + self.empty.sum()
+
+
+TRAINABLE = 11 * 6 + 2 * 6 + 11 + 1
+FROZEN = 6 * 6 + 6
+TRAINABLE_TENSORS = 6
+
+
+def allocated(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes behind some tensors, shared ones once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def allocations(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Returns the bytes that are there after a step, and those of the step counters."""
+    params = [param for module in model.modules() for param in module._parameters.values()]
+    buffers = [buffer for module in model.modules() for buffer in module._buffers.values()]
+    states = [(name, s) for state in optimizer.state.values() for name, s in state.items()]
+    sizes = {
+        "parameters": allocated(param for param in params if param is not None),
+        "masters": allocated(s for name, s in states if name == "master_param"),
+        "gradients": allocated(p.grad for p in params if p is not None and p.grad is not None),
+        "states": allocated(s for name, s in states if name not in ("master_param", "step")),
+        "buffers": allocated(buffer for buffer in buffers if buffer is not None),
+    }
+    counters = allocated(s for name, s in states if name == "step")
+    return {**sizes, "total": sum(sizes.values()), "step counters": counters}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False) -> None:
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        output = model(torch.arange(11, device=device))
+    output.float().square().sum().backward()
+    optimizer.step()
+
+
+def expected(usage: memory.MemoryUsage, tensors: int = TRAINABLE_TENSORS) -> dict[str, int]:
+    """Returns what must be allocated: what was calculated, and a counter for each of Adam's."""
+    counters = 0 if usage.optimizer in ("sgd", "momentum") else 4 * tensors
+    return {**usage.bytes, "step counters": counters}
+
+
+def calculated(name: str, optimizer: str) -> memory.MemoryUsage:
+    rows = memory.training_memory(Model(), optimizer)
+    (usage,) = [row for row in rows if row.configuration.name == name]
+    return usage
+
+
+@pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_our_optimizers_allocate_what_was_calculated(name, dtype, optimizer, device):
+    configuration = BY_NAME[name]
+    model = Model().to(device, dtype if configuration.dtype == torch.bfloat16 else torch.float32)
+    class_name, options = CLASSES[optimizer]
+    actual = ours(class_name)(
+        model.parameters(),
+        master_weights=configuration.master_weights,
+        state_dtype=configuration.state_dtype,
+        **options,
+    )
+    step(model, actual, autocast=name == "fp32 under torch.amp")
+    assert allocations(model, actual) == expected(calculated(name, optimizer))
+
+
+@pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
+@pytest.mark.parametrize("name", ["fp32", "fp32 under torch.amp", "16-bit, 16-bit states"])
+def test_torchs_optimizers_allocate_what_was_calculated(name: str, optimizer: str):
+    dtype = BY_NAME[name].dtype
+    model = Model().to(dtype)
+    class_name, options = CLASSES[optimizer]
+    switches = in_16_bits(class_name) if dtype == torch.bfloat16 else {}
+    actual = theirs(class_name)(model.parameters(), **options, **switches)
+    step(model, actual, autocast=name == "fp32 under torch.amp")
+    assert allocations(model, actual) == expected(calculated(name, optimizer))
+
+
+@pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
+def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer: str):
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    model = nn.ParameterList(torch.zeros(3 + i, dtype=dtype) for i, dtype in enumerate(dtypes))
+    frozen = nn.Parameter(torch.zeros(9, dtype=torch.int8), requires_grad=False)
+    model.append(frozen)
+    class_name, options = CLASSES[optimizer]
+    actual = ours(class_name)(model.parameters(), **options)
+    for param in model:
+        param.grad = torch.zeros_like(param) if param.requires_grad else None
+    actual.step()
+    usage = memory.training_memory(model, optimizer)[0]
+    assert usage.configuration.name == "the model as it is"
+    assert allocations(model, actual) == expected(usage, tensors=4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"),
+    [
+        pytest.param("adamw", [16, 16, 8, 12, 16, 12], id="adamw"),
+        pytest.param("adam", [16, 16, 8, 12, 16, 12], id="adam"),
+        pytest.param("amsgrad", [20, 20, 10, 16, 20, 14], id="amsgrad"),
+        pytest.param("sgd", [8, 8, 4, 4, 8, 8], id="sgd"),
+        pytest.param("momentum", [12, 12, 6, 8, 12, 10], id="momentum"),
+    ],
+)
+def test_bytes_per_parameter(optimizer: str, bytes_per_parameter: list[int]):
+    rows = memory.training_memory("7B", optimizer)
+    assert [row.configuration for row in rows] == list(memory.CONFIGURATIONS)
+    assert [row.bytes_per_parameter["total"] for row in rows] == bytes_per_parameter
+    assert [row.total for row in rows] == [7_000_000_000 * size for size in bytes_per_parameter]
+    assert all(type(size) is int for row in rows for size in row.bytes_per_parameter.values())
+
+
+def test_elements_are_counted_by_dtype_and_tied_ones_once():
+    model = Model()
+    model.norm.half()
+    count = memory.count_elements(model)
+    assert count.trainable == {torch.float32: TRAINABLE - 12, torch.float16: 12}
+    assert count.frozen == {torch.float32: FROZEN}
+    assert count.buffers == {torch.float32: 5, torch.int64: 3, torch.bool: 7}
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state():
+    for row in memory.training_memory(1000, trainable="100"):
+        full = memory.training_memory(100)[memory.CONFIGURATIONS.index(row.configuration)]
+        assert (row.parameter_count, row.trainable_count) == (1000, 100)
+        assert row.parameters == 10 * full.parameters
+        for name in ("masters", "gradients", "states"):
+            assert getattr(row, name) == getattr(full, name)
+
+
+def test_a_model_on_the_meta_device_is_enough():
+    with torch.device("meta"):
+        model = nn.Linear(100_000, 100_000, bias=False)
+    rows = memory.training_memory(model)
+    assert [row.bytes for row in rows[1:]] == [
+        row.bytes for row in memory.training_memory(10_000_000_000)
+    ]
+    assert rows[0].bytes == rows[1].bytes
+    assert (model.weight.device.type, model.weight.dtype) == ("meta", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        pytest.param("7B", 7_000_000_000, id="billions"),
+        pytest.param("124M", 124_000_000, id="millions"),
+        pytest.param("1.3e9", 1_300_000_000, id="exponent"),
+        pytest.param("7_000_000_000", 7_000_000_000, id="underscores"),
+        pytest.param("6,738,415,616", 6_738_415_616, id="commas"),
+        pytest.param(" 350 k ", 350_000, id="blanks"),
+        pytest.param("0.5t", 500_000_000_000, id="lower-case"),
+        pytest.param("1.000000001B", 1_000_000_001, id="exact"),
+        pytest.param("1e+18", 10**18, id="largest"),
+        pytest.param(7e9, 7_000_000_000, id="float"),
+        pytest.param(1, 1, id="int"),
+    ],
+)
+def test_counts_are_read_exactly(text: Any, count: int):
+    assert memory.parse_count(text) == count
+    assert type(memory.parse_count(text)) is int
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7X",
+        "B",
+        "-7B",
+        "0",
+        "1.5",
+        "1.0000000001B",
+        "1,3B",
+        "7_0",
+        "inf",
+        "nan",
+        "1e99",
+        "2e18",
+    ],
+)
+def test_what_is_no_count_is_refused(text: str):
+    message = f"parse_count: a number of parameters must be a whole number .* got {text!r}"
+    with pytest.raises(ValueError, match=message):
+        memory.parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda: memory.training_memory("7B", "lion"),
+            "training_memory: optimizer must be one of ['adamw', 'adam', 'amsgrad', 'sgd', "
+            "'momentum'], got 'lion'",
+            id="optimizer",
+        ),
+        pytest.param(
+            lambda: memory.training_memory("7B", trainable="8B"),
+            "training_memory: trainable must be at most the 7000000000 parameters, got 8000000000",
+            id="more-trainable",
+        ),
+        pytest.param(
+            lambda: memory.training_memory(nn.Linear(2, 2), trainable=3),
+            "training_memory: trainable must be None for a model",
+            id="trainable-of-a-model",
+        ),
+        pytest.param(
+            lambda: memory.training_memory(nn.Flatten()),
+            "count_elements: model must have parameters, got Flatten without",
+            id="no-parameters",
+        ),
+        pytest.param(
+            lambda: memory.training_memory(nn.Sequential(nn.LazyLinear(3))),
+            "count_elements: 0.weight must have a shape, got a lazy parameter: run the model once",
+            id="lazy",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call: Callable[[], object], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_the_command_line_prints_a_table(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("rich")
+    assert command_line.main(["7B"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("7,000,000,000 parameters\nSizes in GiB")
+    (row,) = re.findall("16-bit [+] masters, fp32 states .*", shown)
+    sizes = [*(f"{7e9 * size / GIB:.1f}" for size in (2, 4, 2, 8)), f"{7e9 * 16 / GIB:.0f}"]
+    assert row.split()[5:] == [*sizes, "2+4+2+8", "=", "16", "defaults"]
+    (row,) = re.findall("16-bit, 16-bit states .*", shown)
+    assert row.rstrip().endswith("2+0+2+4 = 8   master_weights=False, state_dtype=None")
+    assert "Not counted: activations;" in shown
+    assert "autocast" in shown
+
+
+@pytest.mark.parametrize(
+    ("count", "unit", "total"),
+    [
+        pytest.param("60", "B", "960", id="bytes"),
+        pytest.param("640", "KiB", "10.0", id="kibibytes"),
+        pytest.param("655360", "MiB", "10.0", id="mebibytes"),
+        pytest.param("1T", "GiB", "14,901", id="not-above-gibibytes"),
+    ],
+)
+def test_sizes_are_readable(count: str, unit: str, total: str, capsys):
+    pytest.importorskip("rich")
+    command_line.main([count])
+    shown = capsys.readouterr().out
+    assert f"Sizes in {unit};" in shown
+    (row,) = re.findall(r"fp32 under torch.amp .*", shown)
+    assert row.split()[7] == total
+
+
+def test_every_optimizer_and_a_part_that_is_trained(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("rich")
+    assert command_line.main(["7B", "--optimizer=all", "--trainable=7M"]) == 0
+    shown = capsys.readouterr().out
+    assert "7,000,000,000 parameters, 7,000,000 of them trained" in shown
+    assert [line.strip() for line in shown.splitlines() if line.strip() in memory.OPTIMIZERS] == [
+        *memory.OPTIMIZERS
+    ]
+    assert "2+0.004+0.002+0.008 = 2.01" in shown
+
+
+def test_a_models_buffers_have_a_column():
+    console = pytest.importorskip("rich.console").Console(width=150)
+    with console.capture() as capture:
+        console.print(memory.make_table(memory.training_memory(Model())))
+    assert "states   buffers   total" in capture.get()
+    assert "the model as it is" in capture.get()
+
+
+def test_json_holds_exact_integers(capsys: pytest.CaptureFixture[str]):
+    assert command_line.main(["6738415617", "--json", "--optimizer=amsgrad"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["not_counted"] == list(memory.NOT_COUNTED)
+    row = result["rows"][4]
+    assert row["configuration"] == "16-bit + masters, fp32 states"
+    assert row["optimizer"] == "amsgrad"
+    sizes = {"parameters": 2, "masters": 4, "gradients": 2, "states": 12, "buffers": 0, "total": 20}
+    assert row["bytes_per_parameter"] == sizes
+    assert row["bytes"] == {name: 6_738_415_617 * size for name, size in sizes.items()}
+    assert all(type(size) is int for size in row["bytes"].values())
+    assert result["rows"][2]["options"] == "master_weights=False, state_dtype=None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["7X"], "must be a whole number", id="count"),
+        pytest.param(["7B", "--trainable=8B"], "at most the 7000000000", id="trainable"),
+        pytest.param(["7B", "--optimizer=lion"], "invalid choice: 'lion'", id="optimizer"),
+        pytest.param([], "parameters", id="nothing"),
+    ],
+)
+def test_the_command_line_refuses_bad_input(arguments, message: str, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        command_line.main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_rich_is_explained(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        command_line.main(["7B"])
+    assert exit_info.value.code == 2
+    assert "rich is missing: pip install rich, or ask for --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["amp_ext.memory", "7B"], id="memory"),
+        pytest.param(["amp_ext.tensor_core", "vocab_size=50257"], id="tensor_core"),
+    ],
+)
+def test_the_command_lines_need_no_binary(arguments: list[str], tmp_path: Path):
+    package = Path(amp_ext.__file__).parent
+    shutil.copytree(package, tmp_path / "amp_ext", ignore=shutil.ignore_patterns("_C.*so"))
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments, "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)
