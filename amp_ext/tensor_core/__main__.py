@@ -1,0 +1,133 @@
+"""The command line of the advice on Tensor Cores.
+
+python -m amp_ext.tensor_core config.json                          # as Hugging Face has it
+python -m amp_ext.tensor_core config.json vocab_size=50257 --json  # with a change
+python -m amp_ext.tensor_core n_embd=768 n_head=12 n_layer=12 vocab_size=50257 --batch-size 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from amp_ext.tensor_core import (
+    MULTIPLE,
+    VOCABULARY_MULTIPLE,
+    make_table,
+    of_config,
+    tensor_core_advice,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a table or JSON.
+
+    Args:
+        arguments: Those of the command line, or None for the process's own.
+
+    Returns:
+        The exit code, 0 whatever the advice. Bad input exits with 2.
+    """
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config: dict[str, Any] = {}
+        for text in options.config:
+            config |= _read(text)
+        advice = tensor_core_advice(
+            config,
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+            multiple=options.multiple,
+            vocabulary_multiple=options.vocabulary_multiple,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if options.json:
+        print(json.dumps([asdict(row) for row in advice], indent=1))
+        return 0
+    if importlib.util.find_spec("rich") is None:
+        parser.error("rich is missing: pip install rich, or ask for --json")
+    from rich.console import Console
+
+    # A table in a file or a pipe is not squeezed into 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    if advice:
+        console.print(make_table(advice))
+        console.print("Adds: parameters, an estimate, if only this row is padded.", style="dim")
+    else:
+        console.print(
+            f"Every dimension is a multiple of {options.multiple}, "
+            f"the vocabulary of {options.vocabulary_multiple}."
+        )
+    return 0
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Reads one argument: a JSON object, ``name=value`` or the path of a JSON file.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if text.lstrip().startswith("{"):
+        return _parse(text, "the JSON object")
+    name, equals, value = text.partition("=")
+    if equals and name.isidentifier():
+        if name not in of_config.NAMES:
+            raise ValueError(f"{name} is unknown; known are {', '.join(of_config.NAMES)}")
+        try:
+            return {name: json.loads(value)}
+        except json.JSONDecodeError:
+            return {name: value}
+    try:
+        content = Path(text).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{text} is neither name=value nor a file to read: {error}") from error
+    return _parse(content, text)
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{source} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_ext.tensor_core",
+        description="Shows which dimensions of a model should be padded so that fp16 and bf16 "
+        "matrix products run on Tensor Cores at full speed.",
+    )
+    parser.add_argument(
+        "config",
+        nargs="+",
+        help="name=value, a JSON file or a JSON object, with Hugging Face's names; later ones "
+        "replace values of earlier ones",
+    )
+    parser.add_argument("--batch-size", type=int, help="sequences in a batch")
+    parser.add_argument("--sequence-length", type=int, help="tokens in a sequence")
+    parser.add_argument(
+        "--multiple", type=int, default=MULTIPLE, help=f"for dimensions ({MULTIPLE})"
+    )
+    parser.add_argument(
+        "--vocabulary-multiple",
+        type=int,
+        default=VOCABULARY_MULTIPLE,
+        help=f"for the vocabulary ({VOCABULARY_MULTIPLE})",
+    )
+    parser.add_argument("--json", action="store_true", help="prints a list instead of a table")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

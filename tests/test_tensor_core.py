@@ -1,0 +1,573 @@
+"""The advice on Tensor Cores: every kind of layer against one that was built with padded sizes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_ext.tensor_core import __main__ as command_line
+from amp_ext.tensor_core import make_table, tensor_core_advice
+
+Build = Callable[..., nn.Module]
+
+GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_inner": None}
+LLAMA = {
+    **{"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "rms_norm_eps": 1e-5},
+    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
+    **{"tie_word_embeddings": False, "torch_dtype": "float16", "rope_scaling": None},
+}
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def sizes(model: Any, **options: Any) -> dict[str, tuple[int, int]]:
+    """Returns every dimension that is to be padded, as it is and padded."""
+    return {row.dimension: (row.size, row.padded) for row in tensor_core_advice(model, **options)}
+
+
+class Text(nn.Module):
+    """A model of text with a table of positions, and perhaps an output layer."""
+
+    def __init__(
+        self, vocabulary: int = 50257, width: int = 16, output: bool = True, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(1001, width)
+        self.kinds = nn.Embedding(2, width)
+        self.is_next = nn.Linear(width, 2)
+        if output:
+            self.output = nn.Linear(width, vocabulary)
+        if tied:
+            self.output.weight = self.tokens.weight
+
+
+# How to build a layer, sizes that need padding, and the sizes to pad to.
+LAYERS = [
+    pytest.param(
+        nn.Linear,
+        {"in_features": 30, "out_features": 17},
+        {"in_features": 32, "out_features": 24},
+        id="linear",
+    ),
+    pytest.param(
+        lambda **s: nn.Linear(bias=False, **s),
+        {"in_features": 30, "out_features": 17},
+        {"in_features": 32, "out_features": 24},
+        id="linear-without-bias",
+    ),
+    pytest.param(
+        lambda **s: nn.Conv2d(kernel_size=(3, 5), **s),
+        {"in_channels": 3, "out_channels": 20},
+        {"in_channels": 8, "out_channels": 24},
+        id="conv2d",
+    ),
+    pytest.param(
+        lambda **s: nn.Conv1d(kernel_size=3, bias=False, **s),
+        {"in_channels": 3, "out_channels": 20},
+        {"in_channels": 8, "out_channels": 24},
+        id="conv1d-without-bias",
+    ),
+    pytest.param(
+        lambda **s: nn.ConvTranspose2d(kernel_size=2, **s),
+        {"in_channels": 9, "out_channels": 6},
+        {"in_channels": 16, "out_channels": 8},
+        id="transposed-conv",
+    ),
+    pytest.param(
+        nn.Embedding,
+        {"num_embeddings": 100, "embedding_dim": 6},
+        {"num_embeddings": 128, "embedding_dim": 8},
+        id="embedding",
+    ),
+    pytest.param(
+        nn.EmbeddingBag,
+        {"num_embeddings": 100, "embedding_dim": 6},
+        {"num_embeddings": 128, "embedding_dim": 8},
+        id="embedding-bag",
+    ),
+    pytest.param(
+        lambda **s: nn.MultiheadAttention(num_heads=3, **s),
+        {"embed_dim": 30},
+        {"embed_dim": 48},
+        id="attention",
+    ),
+    pytest.param(
+        lambda **s: nn.MultiheadAttention(num_heads=3, add_bias_kv=True, **s),
+        {"embed_dim": 30, "kdim": 20, "vdim": 7},
+        {"embed_dim": 48, "kdim": 24, "vdim": 8},
+        id="attention-on-other-widths",
+    ),
+    pytest.param(
+        lambda **s: nn.MultiheadAttention(num_heads=1, bias=False, **s),
+        {"embed_dim": 30},
+        {"embed_dim": 32},
+        id="attention-without-bias",
+    ),
+    pytest.param(
+        lambda **s: nn.LSTM(num_layers=3, bidirectional=True, **s),
+        {"input_size": 7, "hidden_size": 12, "proj_size": 5},
+        {"input_size": 8, "hidden_size": 16, "proj_size": 8},
+        id="lstm-with-projection",
+    ),
+    pytest.param(
+        lambda **s: nn.GRU(num_layers=2, bias=False, **s),
+        {"input_size": 7, "hidden_size": 12},
+        {"input_size": 8, "hidden_size": 16},
+        id="gru-without-bias",
+    ),
+    pytest.param(
+        nn.RNN,
+        {"input_size": 7, "hidden_size": 12},
+        {"input_size": 8, "hidden_size": 16},
+        id="rnn",
+    ),
+    pytest.param(
+        nn.LSTMCell,
+        {"input_size": 7, "hidden_size": 12},
+        {"input_size": 8, "hidden_size": 16},
+        id="lstm-cell",
+    ),
+    pytest.param(
+        lambda **s: nn.GRUCell(bias=False, **s),
+        {"input_size": 7, "hidden_size": 12},
+        {"input_size": 8, "hidden_size": 16},
+        id="gru-cell-without-bias",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "given", "padded"), LAYERS)
+def test_padding_costs_what_a_padded_layer_has_more(build: Build, given, padded):
+    layer = build(**given)
+    advice = {row.dimension: row for row in tensor_core_advice(layer)}
+    advice.pop("head_dim", None)
+    assert {name: (row.size, row.padded) for name, row in advice.items()} == {
+        name: (given[name], padded[name]) for name in given
+    }
+    for name, row in advice.items():
+        extra = parameters(build(**{**given, name: padded[name]})) - parameters(layer)
+        assert row.extra_parameters == extra > 0
+        assert row.extra_percent == pytest.approx(100 * extra / parameters(layer))
+
+
+@pytest.mark.parametrize(("build", "given", "padded"), LAYERS)
+def test_padded_layers_need_no_advice(build: Build, given, padded):
+    assert tensor_core_advice(build(**padded)) == []
+
+
+def test_heads_share_the_width():
+    layer = nn.MultiheadAttention(1000, num_heads=8)
+    (row,) = tensor_core_advice(layer)  # 1000 is a multiple of 8, 125 is not
+    assert (row.dimension, row.size, row.padded) == ("head_dim", 125, 128)
+    assert row.extra_parameters == parameters(nn.MultiheadAttention(1024, 8)) - parameters(layer)
+
+
+def test_layers_around_attention_get_its_padded_width():
+    model = nn.TransformerEncoderLayer(300, nhead=6, dim_feedforward=1201)
+    assert sizes(model) == {
+        "self_attn.embed_dim": (300, 336),
+        "self_attn.head_dim": (50, 56),
+        "linear1.in_features": (300, 336),
+        "linear1.out_features": (1201, 1208),
+        "linear2.in_features": (1201, 1208),
+        "linear2.out_features": (300, 336),
+    }
+
+
+def test_groups_are_looked_at_one_by_one():
+    layer = nn.Conv2d(24, 40, 3, groups=4)
+    advice = {row.dimension: row for row in tensor_core_advice(layer)}
+    assert {name: (row.size, row.padded) for name, row in advice.items()} == {
+        "in_channels / groups": (6, 8),
+        "out_channels / groups": (10, 16),
+    }
+    for name, padded in (("in_channels", (32, 40)), ("out_channels", (24, 64))):
+        extra = parameters(nn.Conv2d(*padded, 3, groups=4)) - parameters(layer)
+        assert advice[f"{name} / groups"].extra_parameters == extra
+    assert tensor_core_advice(nn.Conv2d(12, 12, 3, groups=12)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param(
+            {},
+            {"tokens.num_embeddings": 47 * 16, "output.out_features": 47 * 17},
+            id="output-layer",
+        ),
+        pytest.param(
+            {"tied": True},
+            {"tokens.num_embeddings": 47 * 16, "output.out_features": 47},
+            id="tied",
+        ),
+        pytest.param({"output": False}, {"tokens.num_embeddings": 47 * 16}, id="no-output-layer"),
+    ],
+)
+def test_the_vocabulary_is_padded_to_64(options, expected: dict[str, int]):
+    model = Text(**options)
+    advice = tensor_core_advice(model)
+    vocabulary = [row for row in advice if row.size == 50257]
+    assert {row.dimension: row.extra_parameters for row in vocabulary} == expected
+    assert {(row.multiple, row.padded) for row in vocabulary} == {(64, 50304)}
+    grown = parameters(Text(50304, **options)) - parameters(model)
+    assert sum(row.extra_parameters for row in vocabulary) == grown
+    others = {row.dimension: (row.size, row.padded) for row in advice if row not in vocabulary}
+    assert others == {"is_next.out_features": (2, 8)}  # and no rows of the other tables
+
+
+def test_a_vocabulary_may_be_smaller_than_the_table_of_positions():
+    assert sizes(Text(vocabulary=65))["output.out_features"] == (65, 128)
+    assert sizes(Text(vocabulary=65))["tokens.num_embeddings"] == (65, 128)
+
+
+def test_a_table_as_long_as_wide_is_not_the_vocabulary():
+    model = nn.Sequential(nn.Embedding(1000, 72), nn.Embedding(72, 72), nn.Linear(72, 72))
+    assert sizes(model) == {"0.num_embeddings": (1000, 1024)}
+
+
+def test_a_small_vocabulary_is_padded_as_any_dimension():
+    assert sizes({"vocab_size": 27}) == {"vocab_size": (27, 32)}
+    assert sizes(nn.Sequential(nn.Embedding(27, 8), nn.Linear(8, 27))) == {
+        "1.out_features": (27, 32)
+    }
+
+
+def test_a_weight_that_is_tied_is_paid_for_once():
+    model = Text(width=30, tied=True)
+    width = {r.dimension: r.extra_parameters for r in tensor_core_advice(model) if r.size == 30}
+    assert width["tokens.embedding_dim"] == 2 * 50257
+    assert width["output.in_features"] == 0
+
+
+def test_weights_that_are_computed_are_not_taken_for_tied():
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(12, 16)) for _ in range(5)]
+    (row,) = tensor_core_advice(nn.Sequential(*layers))
+    assert (row.layers, row.extra_parameters) == (5, 5 * 4 * 16)
+
+
+def test_layers_that_are_alike_are_joined():
+    model = nn.Sequential(*(nn.Linear(10, 16) for _ in range(3)), nn.Linear(12, 16))
+    three, one = tensor_core_advice(model)
+    assert (three.dimension, three.layers, three.size) == ("*.in_features", 3, 10)
+    assert three.extra_parameters == 3 * 6 * 16
+    assert three.extra_percent == pytest.approx(100 * 3 * 6 * 16 / parameters(model))
+    assert (one.dimension, one.layers, one.size) == ("3.in_features", 1, 12)
+
+
+def test_a_model_is_not_changed_and_may_have_no_memory():
+    with torch.device("meta"):
+        model = Text(vocabulary=10**9)
+    assert sizes(model, vocabulary_multiple=1000) == {"is_next.out_features": (2, 8)}
+    assert (model.tokens.weight.shape, model.tokens.weight.device.type) == ((10**9, 16), "meta")
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        # Without biases, norms, positions and pooling, which are less than 2 %.
+        pytest.param(GPT2, 124_439_808, id="gpt2"),
+        pytest.param(LLAMA, 6_738_415_616, id="llama-2-7b"),
+        pytest.param(
+            {
+                **LLAMA,
+                **{"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
+            },
+            8_030_261_248,
+            id="llama-3-8b",
+        ),
+        pytest.param(
+            {
+                **{"hidden_size": 768, "intermediate_size": 3072, "vocab_size": 30522},
+                **{"num_hidden_layers": 12, "num_attention_heads": 12, "layer_norm_eps": 1e-12},
+            },
+            109_482_240,
+            id="bert-base",
+        ),
+    ],
+)
+def test_parameters_of_a_configuration_are_close_to_the_published(config, published: int):
+    config = {**config, "vocab_size": config["vocab_size"] + 1}
+    (row,) = tensor_core_advice(config)
+    assert row.extra_parameters is not None
+    assert row.extra_percent is not None
+    assert 100 * row.extra_parameters / row.extra_percent == pytest.approx(published, rel=0.02)
+
+
+def test_a_configuration_of_gpt2():
+    (row,) = tensor_core_advice(GPT2)
+    assert (row.dimension, row.size, row.multiple, row.padded) == ("vocab_size", 50257, 64, 50304)
+    assert row.extra_parameters == 47 * 768
+    assert row.extra_percent == pytest.approx(0.029, abs=0.0005)
+    untied = tensor_core_advice({**GPT2, "tie_word_embeddings": False})
+    assert untied[0].extra_parameters == 2 * 47 * 768
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        pytest.param(LLAMA, {}, id="llama"),
+        pytest.param({"hidden_size": 301}, {"hidden_size": (301, 304)}, id="width-alone"),
+        pytest.param(
+            {"hidden_size": 300, "num_attention_heads": 6},
+            {"hidden_size": (300, 336), "hidden_size / num_attention_heads": (50, 56)},
+            id="heads",
+        ),
+        pytest.param(
+            {"hidden_size": 300, "num_attention_heads": 7, "head_dim": 60},
+            {"hidden_size": (300, 304), "head_dim": (60, 64)},
+            id="width-of-a-head",
+        ),
+        pytest.param(
+            {"d_model": 132, "encoder_attention_heads": 6, "decoder_attention_heads": 4},
+            {
+                "d_model": (132, 192),
+                "d_model / encoder_attention_heads": (22, 24),
+                "d_model / decoder_attention_heads": (33, 40),
+            },
+            id="two-numbers-of-heads",
+        ),
+        pytest.param(
+            {"d_model": 64, "encoder_ffn_dim": 100, "decoder_ffn_dim": 104, "num_beams": 3},
+            {"encoder_ffn_dim": (100, 104)},
+            id="encoder-and-decoder",
+        ),
+        pytest.param(
+            {"model_type": "both", "text_config": {"vocab_size": 65}, "vision": {"n_inner": 9}},
+            {"text_config.vocab_size": (65, 128), "vision.n_inner": (9, 16)},
+            id="configurations-inside",
+        ),
+    ],
+)
+def test_dimensions_of_configurations(config: dict[str, Any], expected):
+    assert sizes(config) == expected
+
+
+def test_a_wider_configuration_costs_in_every_matrix():
+    small = {"hidden_size": 300, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 6}
+    rows = {row.dimension: row for row in tensor_core_advice(small)}
+    extra = (64 * 336 + 2 * 12 * 336**2) - (64 * 300 + 2 * 12 * 300**2)
+    assert rows["hidden_size"].extra_parameters == extra
+    assert rows["hidden_size / num_attention_heads"].extra_parameters == extra
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"num_local_experts": 8}, id="experts"),
+        pytest.param({"is_encoder_decoder": True}, id="encoder-and-decoder"),
+        pytest.param({"kv_lora_rank": 512}, id="compressed-attention"),
+        pytest.param({"d_ff": 4000}, id="two-inner-widths"),
+        pytest.param({"num_hidden_layers": None}, id="no-layers"),
+    ],
+)
+def test_parameters_that_cannot_be_told_are_left_open(change: dict[str, Any]):
+    rows = tensor_core_advice({**LLAMA, "vocab_size": 32001, **change})
+    (row,) = [row for row in rows if row.dimension == "vocab_size"]
+    assert (row.padded, row.extra_parameters, row.extra_percent) == (32064, None, None)
+
+
+def test_layers_of_a_configuration_are_joined_without_a_cost():
+    (row,) = tensor_core_advice({"blocks": {"0": {"n_inner": 9}, "1": {"n_inner": 9}}})
+    assert (row.dimension, row.layers, row.padded) == ("blocks.*.n_inner", 2, 16)
+    assert (row.extra_parameters, row.extra_percent) == (None, None)
+
+
+def test_an_object_with_a_dict_is_a_configuration():
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return {"n_embd": 12}
+
+    assert sizes(Config()) == {"n_embd": (12, 16)}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "sequence_length", "expected"),
+    [
+        pytest.param(3, None, {"batch_size": (3, 8)}, id="samples"),
+        pytest.param(3, 1024, {}, id="enough-tokens"),
+        pytest.param(
+            3, 100, {"sequence_length": (100, 104), "batch_size": (3, 4)}, id="both-uneven"
+        ),
+        pytest.param(None, 1001, {"sequence_length": (1001, 1008)}, id="tokens"),
+        pytest.param(16, 1001, {"sequence_length": (1001, 1008)}, id="batch-is-even"),
+    ],
+)
+def test_batches_are_counted_in_tokens(batch_size, sequence_length, expected):
+    options = {"batch_size": batch_size, "sequence_length": sequence_length}
+    assert sizes(nn.Linear(8, 8), **options) == expected
+    for row in tensor_core_advice(nn.Linear(8, 8), **options):
+        assert (row.extra_parameters, row.extra_percent) == (0, 0.0)
+
+
+def test_multiples_can_be_chosen():
+    assert sizes(nn.Linear(72, 128), multiple=64) == {"in_features": (72, 128)}
+    assert sizes({"vocab_size": 65}, vocabulary_multiple=8) == {"vocab_size": (65, 72)}
+
+
+def test_advice_is_frozen():
+    (row,) = tensor_core_advice({"vocab_size": 65})
+    with pytest.raises(FrozenInstanceError):
+        row.padded = 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        pytest.param(
+            lambda: tensor_core_advice([8]),
+            TypeError,
+            "tensor_core_advice: model must be a torch.nn.Module, a mapping or a configuration "
+            "with to_dict(), got list",
+            id="list",
+        ),
+        pytest.param(
+            lambda: tensor_core_advice({"hidden": 8}),
+            ValueError,
+            "tensor_core_advice: a configuration must have some of vocab_size, hidden_size, ",
+            id="unknown-names",
+        ),
+        pytest.param(
+            lambda: tensor_core_advice({"hidden_size": 8.5}),
+            ValueError,
+            "tensor_core_advice: hidden_size must be a positive int, got 8.5",
+            id="size",
+        ),
+        pytest.param(
+            lambda: tensor_core_advice({"text_config": {"hidden_size": True}}),
+            ValueError,
+            "tensor_core_advice: text_config.hidden_size must be a positive int, got True",
+            id="size-inside",
+        ),
+        pytest.param(
+            lambda: tensor_core_advice({"n_embd": 100, "n_head": 3}),
+            ValueError,
+            "tensor_core_advice: n_embd must be a multiple of n_head, or head_dim be given, got "
+            "100 and 3",
+            id="heads",
+        ),
+        pytest.param(
+            lambda: tensor_core_advice(nn.Linear(8, 8), batch_size=0),
+            ValueError,
+            "tensor_core_advice: batch_size must be a positive int, got 0",
+            id="batch-size",
+        ),
+        pytest.param(
+            lambda: tensor_core_advice(nn.Linear(8, 8), multiple=2.5),
+            ValueError,
+            "tensor_core_advice: multiple must be a positive int, got 2.5",
+            id="multiple",
+        ),
+        pytest.param(
+            lambda: tensor_core_advice(nn.Sequential(nn.LazyLinear(3))),
+            ValueError,
+            "tensor_core_advice: 0.weight must have a shape, got a lazy parameter: run the model",
+            id="lazy",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call, error: type[Exception], message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_the_command_line_prints_a_table(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("rich")
+    arguments = ["n_embd=768", "n_head=12", "n_layer=12", "vocab_size=50257", "--batch-size=3"]
+    assert command_line.main(arguments) == 0
+    shown = capsys.readouterr().out
+    (heading,) = re.findall(" dimension .*", shown)
+    assert heading.split() == ["dimension", "layers", "size", "multiple", "padded", "adds", "%"]
+    (row,) = re.findall(" vocab_size .*", shown)
+    assert row.split() == ["vocab_size", "1", "50,257", "64", "50,304", "36,096", "0.0292"]
+    (row,) = re.findall(" batch_size .*", shown)
+    assert row.split() == ["batch_size", "1", "3", "8", "8", "0", "0"]
+
+
+def test_unknown_costs_are_shown_as_such():
+    console = pytest.importorskip("rich.console").Console(width=100)
+    with console.capture() as capture:
+        console.print(make_table(tensor_core_advice({"vocab_size": 50257})))
+    assert "50,304   unknown" in capture.get()
+
+
+def test_the_command_line_says_that_nothing_needs_padding(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("rich")
+    assert command_line.main(["hidden_size=4096"]) == 0
+    assert capsys.readouterr().out == (
+        "Every dimension is a multiple of 8, the vocabulary of 64.\n"
+    )
+
+
+def test_the_command_line_reads_files_objects_and_names_in_turn(tmp_path: Path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**GPT2, "vocab_size": 10, "architectures": ["GPT2LMHeadModel"]}))
+    assert command_line.main([str(file), '{"vocab_size": 20}', "vocab_size=50257", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "dimension": "vocab_size",
+            "layers": 1,
+            "size": 50257,
+            "multiple": 64,
+            "padded": 50304,
+            "extra_parameters": 36096,
+            "extra_percent": pytest.approx(0.0292, abs=1e-4),
+        }
+    ]
+    assert command_line.main([str(file), "--json", "--multiple=1", "vocab_size=64"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param([], "config", id="nothing"),
+        pytest.param(["hidden=8"], "hidden is unknown; known are vocab_size,", id="name"),
+        pytest.param(["n_embd=wide"], "n_embd must be a positive int, got 'wide'", id="size"),
+        pytest.param(["nowhere.json"], "nowhere.json is neither name=value nor a file", id="file"),
+        pytest.param(["{'a': 1}"], "the JSON object is not JSON: ", id="object"),
+        pytest.param(['{"a": 1}'], "a configuration must have some of", id="unknown-names"),
+        pytest.param(["n_embd=8", "--batch-size=0"], "batch_size must be a positive", id="batch"),
+        pytest.param(["n_embd=8", "--multiple=two"], "invalid int value: 'two'", id="multiple"),
+    ],
+)
+def test_the_command_line_refuses_bad_input(arguments, message: str, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        command_line.main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(b"[1]", "must hold a JSON object, got list", id="list"),
+        pytest.param(b"{", "is not JSON", id="half"),
+        pytest.param(b"\xff\xfe", "nor a file to read", id="binary"),
+    ],
+)
+def test_a_file_without_a_configuration_is_refused(content, message: str, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit) as exit_info:
+        command_line.main([str(file)])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_rich_is_explained(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        command_line.main(["vocab_size=50257"])
+    assert exit_info.value.code == 2
+    assert "rich is missing: pip install rich, or ask for --json" in capsys.readouterr().err
