@@ -2,5 +2,19 @@
 
 from amp_ext.optim.adam import Adam, AdamW
 from amp_ext.optim.sgd import SGD
+from amp_ext.optim.weight_decay_scheduler import (
+    CosineAnnealingWeightDecay,
+    LambdaWeightDecay,
+    StepWeightDecay,
+    WeightDecayScheduler,
+)
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "CosineAnnealingWeightDecay",
+    "LambdaWeightDecay",
+    "StepWeightDecay",
+    "WeightDecayScheduler",
+]

@@ -1,0 +1,504 @@
+"""Schedules of the weight decay: closed forms, torch's optimizers decayed by hand, resumed runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_close
+from torch.nn import Parameter
+from torch.optim import lr_scheduler
+from training import SHAPES, assert_same_bits, make_params, ours, theirs, train, twins
+
+from amp_ext.optim import (
+    CosineAnnealingWeightDecay,
+    LambdaWeightDecay,
+    StepWeightDecay,
+    WeightDecayScheduler,
+)
+
+EPOCHS = 12
+INITIAL = 0.3
+
+
+def ramp(epoch: int) -> float:
+    return min(1.0, (epoch + 1) / 5)
+
+
+class Decline:
+    """A factor that has a memory, so that a state dict must hold it."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        self.rate = rate
+        self.calls: list[int] = []
+
+    def __call__(self, epoch: int) -> float:
+        self.calls.append(epoch)
+        return self.rate ** len(self.calls)
+
+
+def half_cosine(epoch: int, initial: float, final: float, length: int) -> float:
+    return final + (initial - final) * 0.5 * (1 + math.cos(math.pi * epoch / length))
+
+
+# How to make a scheduler, and the value after a number of steps from INITIAL.
+SCHEDULERS = [
+    pytest.param(
+        functools.partial(LambdaWeightDecay, weight_decay_lambda=ramp),
+        [0.06, 0.12, 0.18, 0.24, *[0.3] * 8],
+        id="lambda",
+    ),
+    pytest.param(
+        functools.partial(StepWeightDecay, step_size=4, gamma=0.5),
+        [*[0.3] * 4, *[0.15] * 4, *[0.075] * 4],
+        id="step",
+    ),
+    pytest.param(
+        functools.partial(CosineAnnealingWeightDecay, T_max=10),
+        [half_cosine(epoch, INITIAL, 0.0, 10) for epoch in range(EPOCHS)],
+        id="cosine",
+    ),
+    pytest.param(
+        functools.partial(CosineAnnealingWeightDecay, T_max=10, final_weight_decay=0.5),
+        [half_cosine(epoch, INITIAL, 0.5, 10) for epoch in range(EPOCHS)],
+        id="cosine-upwards",
+    ),
+]
+
+OPTIMIZERS = [
+    pytest.param("SGD", {"momentum": 0.9}, id="sgd"),
+    pytest.param("Adam", {}, id="adam"),
+    pytest.param("Adam", {"decoupled_weight_decay": True}, id="adam-decoupled"),
+    pytest.param("AdamW", {"amsgrad": True}, id="adamw"),
+]
+
+Make = Callable[..., WeightDecayScheduler]
+
+
+def sgd(weight_decay: Any = INITIAL, groups: int = 1) -> torch.optim.Optimizer:
+    params = [{"params": [Parameter(torch.ones(3))]} for _ in range(groups)]
+    return torch.optim.SGD(params, lr=0.1, weight_decay=weight_decay)
+
+
+def decays(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["weight_decay"] for group in optimizer.param_groups]
+
+
+def run(scheduler: WeightDecayScheduler, epochs: int = EPOCHS) -> list[float]:
+    """Returns the weight decay of the first group in some epochs, from the present one on."""
+    values = []
+    for _ in range(epochs):
+        values.append(decays(scheduler.optimizer)[0])
+        scheduler.step()
+    return values
+
+
+@pytest.mark.parametrize(("make", "expected"), SCHEDULERS)
+def test_values_follow_the_closed_form(make: Make, expected: list[float]):
+    scheduler = make(sgd())
+    assert scheduler.get_last_weight_decay() == decays(scheduler.optimizer)
+    values = run(scheduler)
+    assert values == pytest.approx(expected, rel=1e-14, abs=1e-16)
+    assert all(type(value) is float for value in values)
+    assert scheduler.last_epoch == EPOCHS
+    assert scheduler.get_last_weight_decay() == decays(scheduler.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "make_torchs"),
+    [
+        pytest.param(
+            functools.partial(LambdaWeightDecay, weight_decay_lambda=ramp),
+            functools.partial(lr_scheduler.LambdaLR, lr_lambda=ramp),
+            id="lambda",
+        ),
+        pytest.param(
+            functools.partial(StepWeightDecay, step_size=3),
+            functools.partial(lr_scheduler.StepLR, step_size=3),
+            id="step",
+        ),
+        pytest.param(
+            functools.partial(CosineAnnealingWeightDecay, T_max=7, final_weight_decay=0.02),
+            functools.partial(lr_scheduler.CosineAnnealingLR, T_max=7, eta_min=0.02),
+            id="cosine",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_values_are_those_of_torchs_learning_rates(make: Make, make_torchs):
+    scheduler = make(sgd())
+    torchs = make_torchs(torch.optim.SGD([Parameter(torch.ones(3))], lr=INITIAL))
+    for _ in range(25):  # over the end of the cosine, and back
+        assert scheduler.get_last_weight_decay() == pytest.approx(torchs.get_last_lr(), rel=1e-9)
+        scheduler.step()
+        torchs.step()
+
+
+def test_the_ends_of_the_cosine_are_exact():
+    scheduler = CosineAnnealingWeightDecay(sgd(0.04), T_max=3, final_weight_decay=0.4)
+    values = run(scheduler, 7)
+    assert (values[0], values[3], values[6]) == (0.04, 0.4, 0.04)
+
+
+@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_torchs_optimizers_step_as_if_decayed_by_hand(name, options, make: Make, values):
+    params = make_params(torch.float32, shapes=[(17,), (3, 5)])
+    scheduled = theirs(name)(params, lr=0.05, weight_decay=INITIAL, **options)
+    by_hand = theirs(name)(twins(params), lr=0.05, weight_decay=INITIAL, **options)
+    scheduler = make(scheduled)
+    exact = [scheduler.weight_decay_at(epoch, INITIAL, 0) for epoch in range(EPOCHS)]
+    assert exact == pytest.approx(values, rel=1e-14, abs=1e-16)
+    for value in exact:
+        by_hand.param_groups[0]["weight_decay"] = value
+        train([scheduled, by_hand], 1)
+        scheduler.step()
+    assert_same_bits(scheduled, by_hand)
+
+
+@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_our_optimizers_read_the_decay_at_each_step(name, options, make: Make, values, device):
+    params = make_params(torch.float32, device)
+    doubles = twins(params, torch.float64)
+    scheduled = ours(name)(params, lr=0.05, weight_decay=INITIAL, **options)
+    by_hand = theirs(name)(doubles, lr=0.05, weight_decay=INITIAL, **options)
+    scheduler = make(scheduled)
+    for value in values:
+        by_hand.param_groups[0]["weight_decay"] = value
+        train([scheduled, by_hand], 1)
+        scheduler.step()
+    for index, (param, double) in enumerate(zip(params, doubles, strict=True)):
+        assert_close(param, double, steps=EPOCHS, what=f"param {index}")
+
+
+def test_decoupled_sgd_shrinks_by_the_scheduled_decay(device: torch.device):
+    param = Parameter(torch.full((5,), 2.0, dtype=torch.float64, device=device))
+    param.grad = torch.zeros_like(param)
+    optimizer = ours("SGD")([param], lr=0.5, weight_decay=0.4, decoupled_weight_decay=True)
+    scheduler = StepWeightDecay(optimizer, step_size=2, gamma=0.5)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    expected = 2.0 * 0.8**2 * 0.9**2 * 0.95
+    torch.testing.assert_close(param.detach().cpu(), torch.full((5,), expected).double())
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(["make", "load optimizer", "load"], id="optimizer-first"),
+        pytest.param(["make", "load", "load optimizer"], id="schedule-first"),
+        pytest.param(["load optimizer", "make", "load"], id="schedule-made-late"),
+    ],
+)
+@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
+@pytest.mark.parametrize("find", [ours, theirs], ids=["ours", "torch"])
+def test_a_resumed_run_has_the_bits_of_one(find, make: Make, values, order: list[str]):
+    whole = make_params(torch.float32, shapes=SHAPES[1:])
+    parts = twins(whole)
+    whole_optimizer, optimizer = (
+        find("AdamW")(params, lr=0.05, weight_decay=INITIAL) for params in (whole, parts)
+    )
+    whole_scheduler, scheduler = make(whole_optimizer), make(optimizer)
+    for epoch in range(EPOCHS):
+        if epoch == 5:
+            file = io.BytesIO()
+            torch.save([optimizer.state_dict(), scheduler.state_dict()], file)
+            file.seek(0)
+            saved, saved_schedule = torch.load(file, weights_only=True)
+            optimizer = find("AdamW")(parts, lr=0.9, weight_decay=0.7)
+            for action in order:
+                if action == "make":
+                    scheduler = make(optimizer)
+                elif action == "load":
+                    scheduler.load_state_dict(saved_schedule)
+                else:
+                    optimizer.load_state_dict(saved)
+            assert decays(optimizer) == decays(whole_optimizer)
+        train([whole_optimizer, optimizer], 1)
+        whole_scheduler.step()
+        scheduler.step()
+    assert decays(optimizer) == decays(whole_optimizer)
+    assert_same_bits(optimizer, whole_optimizer)
+
+
+@pytest.mark.parametrize(("make", "expected"), SCHEDULERS)
+def test_last_epoch_goes_on_behind_an_earlier_scheduler(make: Make, expected: list[float]):
+    scheduler = make(sgd())
+    run(scheduler, 5)
+    assert scheduler.last_epoch == 5
+    following = make(scheduler.optimizer, last_epoch=scheduler.last_epoch)
+    assert following.last_epoch == 6
+    assert run(following, EPOCHS - 6) == pytest.approx(expected[6:], rel=1e-14, abs=1e-16)
+
+
+@pytest.mark.parametrize(("make", "expected"), SCHEDULERS)
+def test_copies_go_on_alone(make: Make, expected: list[float]):
+    optimizer = ours("AdamW")(make_params(torch.float32), weight_decay=INITIAL)
+    scheduler = make(optimizer)
+    run(scheduler, 4)
+    other_optimizer, other = copy.deepcopy((optimizer, scheduler))
+    assert other.optimizer is other_optimizer
+    assert run(other, EPOCHS - 4) == pytest.approx(expected[4:], rel=1e-14, abs=1e-16)
+    assert decays(optimizer) == pytest.approx([expected[4]], rel=1e-14)
+
+
+@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
+def test_a_group_that_is_added_later_joins_at_the_next_step(make: Make, values: list[float]):
+    optimizer = ours("AdamW")(make_params(torch.float32), weight_decay=INITIAL)
+    scheduler = make(optimizer)
+    run(scheduler, 4)
+    late = make_params(torch.float32)
+    optimizer.add_param_group({"params": late, "weight_decay": 2 * INITIAL})
+    scheduler.step()
+    expected = [scheduler.weight_decay_at(5, INITIAL, 0), scheduler.weight_decay_at(5, 0.6, 0)]
+    assert decays(optimizer) == scheduler.get_last_weight_decay() == expected
+    assert expected[0] == pytest.approx(values[5], rel=1e-14)
+    assert [group["initial_weight_decay"] for group in optimizer.param_groups] == [INITIAL, 0.6]
+
+
+def test_a_state_from_before_a_group_was_added_is_loaded():
+    scheduler = StepWeightDecay(sgd(), step_size=2)
+    run(scheduler, 3)
+    optimizer = sgd(groups=2)
+    resumed = StepWeightDecay(optimizer, step_size=1)
+    resumed.load_state_dict(scheduler.state_dict())
+    assert decays(optimizer) == pytest.approx([0.03, 0.3])
+    resumed.step()
+    assert decays(optimizer) == pytest.approx([0.003, 0.003])
+
+
+@pytest.mark.parametrize("made", ["LW", "WL"])
+@pytest.mark.parametrize("stepped", ["LW", "WL"])
+def test_learning_rate_schedulers_may_stand_beside_it(made, stepped):
+    optimizer = ours("AdamW")(make_params(torch.float32), lr=0.5, weight_decay=INITIAL)
+    makers = {
+        "L": lambda: lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=EPOCHS),
+        "W": lambda: CosineAnnealingWeightDecay(optimizer, T_max=10),
+    }
+    schedulers = {kind: makers[kind]() for kind in made}
+    alone = torch.optim.AdamW([Parameter(torch.ones(1))], lr=0.5)
+    one_cycle = lr_scheduler.OneCycleLR(alone, max_lr=0.5, total_steps=EPOCHS)
+    for epoch in range(EPOCHS - 1):
+        group = optimizer.param_groups[0]
+        assert group["weight_decay"] == pytest.approx(half_cosine(epoch, INITIAL, 0, 10), abs=1e-16)
+        assert (group["lr"], group["betas"]) == (
+            alone.param_groups[0]["lr"],
+            alone.param_groups[0]["betas"],
+        )
+        optimizer.step()
+        alone.step()
+        for kind in stepped:
+            schedulers[kind].step()
+        one_cycle.step()
+
+
+def test_a_checkpoint_without_a_schedule_does_not_disturb_one():
+    plain = sgd(0.7)
+    optimizer = sgd(INITIAL)
+    scheduler = StepWeightDecay(optimizer, step_size=2, gamma=0.5)
+    optimizer.load_state_dict(plain.state_dict())
+    assert decays(optimizer) == [0.7]
+    assert "initial_weight_decay" not in optimizer.param_groups[0]
+    assert [(scheduler.step(), *decays(optimizer))[1] for _ in range(3)] == [0.3, 0.15, 0.15]
+    assert optimizer.param_groups[0]["initial_weight_decay"] == INITIAL
+
+
+def test_each_group_has_a_function_of_its_own():
+    scheduler = LambdaWeightDecay(sgd(groups=2), [lambda epoch: epoch, lambda _: 2.0])
+    assert decays(scheduler.optimizer) == [0.0, 0.6]
+    scheduler.step()
+    scheduler.step()
+    assert decays(scheduler.optimizer) == scheduler.get_last_weight_decay() == [0.6, 0.6]
+
+
+def test_groups_without_decay_stay_without_under_the_cosine():
+    params = [{"params": [Parameter(torch.ones(1))], "weight_decay": wd} for wd in (0.04, 0.0)]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scheduler = CosineAnnealingWeightDecay(optimizer, T_max=2, final_weight_decay=0.4)
+    scheduler.step()
+    scheduler.step()
+    assert decays(optimizer) == [0.4, 0.0]
+
+
+def test_a_tensor_becomes_a_float():
+    optimizer = sgd(torch.tensor(0.5))
+    StepWeightDecay(optimizer, step_size=1)
+    assert [type(value) for value in decays(optimizer)] == [float]
+    assert decays(optimizer) == [0.5]
+
+
+def test_a_state_holds_the_attributes_of_callables_and_no_functions():
+    decline = Decline()
+    scheduler = LambdaWeightDecay(sgd(groups=3), [decline, ramp, math.sqrt])
+    scheduler.step()
+    state = scheduler.state_dict()
+    assert state["weight_decay_lambdas"] == [{"rate": 0.5, "calls": [0, 1]}, None, None]
+    assert "optimizer" not in state
+    scheduler.step()
+    assert state["weight_decay_lambdas"][0]["calls"] == [0, 1]
+
+    other = Decline(rate=0.9)
+    resumed = LambdaWeightDecay(sgd(groups=3), [other, ramp, math.sqrt])
+    resumed.load_state_dict(state)
+    assert resumed.weight_decay_lambdas == [other, ramp, math.sqrt]
+    assert (other.rate, other.calls) == (0.5, [0, 1])
+    resumed.step()
+    assert resumed.get_last_weight_decay() == scheduler.get_last_weight_decay()
+    assert state["weight_decay_lambdas"][0]["calls"] == [0, 1]
+
+
+def test_values_that_were_handed_out_can_be_changed():
+    scheduler = StepWeightDecay(sgd(), step_size=2)
+    scheduler.get_last_weight_decay()[0] = 9.0
+    scheduler.state_dict()["base_weight_decays"][0] = 9.0
+    assert run(scheduler, 4) == pytest.approx([0.3, 0.3, 0.03, 0.03])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        pytest.param(
+            lambda: StepWeightDecay([Parameter(torch.ones(1))], 1),
+            TypeError,
+            "StepWeightDecay: optimizer must be a torch.optim.Optimizer, got list",
+            id="optimizer",
+        ),
+        pytest.param(
+            lambda: StepWeightDecay(sgd(), 1, last_epoch=-2),
+            ValueError,
+            "StepWeightDecay: last_epoch must be an int of at least -1, got -2",
+            id="last-epoch",
+        ),
+        pytest.param(
+            lambda: StepWeightDecay(sgd(), 1, last_epoch=3),
+            ValueError,
+            "StepWeightDecay: param_groups[0] must have initial_weight_decay to go on after "
+            "last_epoch=3, got ['lr', ",
+            id="nothing-to-go-on-from",
+        ),
+        pytest.param(
+            lambda: StepWeightDecay(torch.optim.Rprop([Parameter(torch.ones(1))]), 1),
+            ValueError,
+            "StepWeightDecay: param_groups[0] must have weight_decay, got ['lr', 'etas', ",
+            id="no-weight-decay",
+        ),
+        pytest.param(
+            lambda: StepWeightDecay(sgd(), 0),
+            ValueError,
+            "StepWeightDecay: step_size must be a positive int, got 0",
+            id="step-size",
+        ),
+        pytest.param(
+            lambda: StepWeightDecay(sgd(), 1, gamma=-0.5),
+            ValueError,
+            "StepWeightDecay: gamma must be finite and at least 0, got -0.5",
+            id="gamma",
+        ),
+        pytest.param(
+            lambda: CosineAnnealingWeightDecay(sgd(), T_max=2.5),
+            ValueError,
+            "CosineAnnealingWeightDecay: T_max must be a positive int, got 2.5",
+            id="t-max",
+        ),
+        pytest.param(
+            lambda: CosineAnnealingWeightDecay(sgd(), 5, final_weight_decay=math.nan),
+            ValueError,
+            "CosineAnnealingWeightDecay: final_weight_decay must be finite and at least 0, got nan",
+            id="final",
+        ),
+        pytest.param(
+            lambda: LambdaWeightDecay(sgd(groups=2), [ramp, 0.5]),
+            TypeError,
+            "LambdaWeightDecay: weight_decay_lambda[1] must be callable, got float",
+            id="not-callable",
+        ),
+        pytest.param(
+            lambda: LambdaWeightDecay(sgd(groups=3), [ramp, ramp]),
+            ValueError,
+            "LambdaWeightDecay: weight_decay_lambda must be one function, or one for each of 3 "
+            "groups, got 2",
+            id="number-of-functions",
+        ),
+        pytest.param(
+            lambda: LambdaWeightDecay(sgd(), lambda epoch: -1.0),
+            ValueError,
+            "LambdaWeightDecay.step: weight_decay of group 0 must be finite and at least 0, got "
+            "-0.3 for epoch 0",
+            id="negative-value",
+        ),
+        pytest.param(
+            lambda: WeightDecayScheduler(sgd()), TypeError, "abstract", id="the-base-class"
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, error: type[Exception], message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_a_bad_value_changes_nothing():
+    optimizer = sgd(groups=2)
+    scheduler = LambdaWeightDecay(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 1 - epoch])
+    scheduler.step()
+    before = (decays(optimizer), scheduler.state_dict())
+    with pytest.raises(ValueError, match="weight_decay of group 1 must be finite"):
+        scheduler.step()
+    assert (decays(optimizer), scheduler.state_dict()) == before
+
+
+def test_groups_that_do_not_fit_are_refused():
+    optimizer = sgd(groups=2)
+    scheduler = StepWeightDecay(optimizer, 1)
+    of_each = LambdaWeightDecay(optimizer, [ramp, ramp])
+    before = of_each.state_dict()
+    later = {**before, "last_epoch": 5}
+    optimizer.add_param_group({"params": [Parameter(torch.ones(1))]})
+    for action in (of_each.step, lambda: of_each.load_state_dict(later)):
+        with pytest.raises(ValueError, match="one for each of 3 groups, got 2"):
+            action()
+        assert of_each.state_dict() == before
+    del optimizer.param_groups[1:]
+    with pytest.raises(ValueError, match="must have at least 2 groups as before, got 1"):
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        pytest.param(
+            lambda: CosineAnnealingWeightDecay(sgd(), 5).state_dict(),
+            "LambdaWeightDecay.load_state_dict: state_dict must have ['_last_weight_decay', ",
+            id="another-class",
+        ),
+        pytest.param(
+            lambda: LambdaWeightDecay(sgd(groups=2), Decline()).state_dict(),
+            "LambdaWeightDecay.load_state_dict: base_weight_decays must be of at most 1 groups, "
+            "got 2",
+            id="more-groups",
+        ),
+        pytest.param(
+            lambda: {
+                **LambdaWeightDecay(sgd(), Decline()).state_dict(),
+                "weight_decay_lambdas": [None, None],
+            },
+            "LambdaWeightDecay.load_state_dict: weight_decay_lambdas must be of 1 functions, got 2",
+            id="more-functions",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(state, message: str):
+    optimizer = sgd()
+    scheduler = LambdaWeightDecay(optimizer, Decline())
+    before = (decays(optimizer), scheduler.state_dict())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scheduler.load_state_dict(state())
+    assert (decays(optimizer), scheduler.state_dict()) == before
