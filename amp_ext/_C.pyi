@@ -9,6 +9,7 @@ class _CommonHyperparameters:
     decoupled_weight_decay: bool
     maximize: bool
     clip_value: float
+    timestep: float
     write_back_grads: bool
     def __init__(self, **fields: float | bool) -> None: ...
 
@@ -16,6 +17,7 @@ class AdamHyperparameters(_CommonHyperparameters):
     beta1: float
     beta2: float
     eps: float
+    denominator_floor: float
 
 class SgdHyperparameters(_CommonHyperparameters):
     momentum: float
@@ -26,7 +28,14 @@ class LossScaleHyperparameters:
     growth_factor: float
     backoff_factor: float
     growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
+    dynamic: bool
     def __init__(self, **fields: float) -> None: ...
+
+class StepScratch:
+    def __init__(self) -> None: ...
 
 class GradientOptions:
     grad_scale: Tensor | None
@@ -34,7 +43,48 @@ class GradientOptions:
     max_grad_norm: float | None
     sum_of_squares: Tensor | None
     grad_norm: Tensor | None
-    def __init__(self, **fields: Tensor | float | None) -> None: ...
+    skip_nonfinite: bool
+    scratch: StepScratch | None
+    def __init__(self, **fields: Tensor | float | StepScratch | None) -> None: ...
+
+class Finding:
+    found_inf: Tensor
+    first_nonfinite: Tensor
+
+class LookResult:
+    found_inf: Tensor
+    first_nonfinite: Tensor | None
+    slot: int
+    def __init__(self, **fields: Tensor | int | None) -> None: ...
+
+class ScalerReport:
+    updates: int
+    skips: int
+    consecutive_skips: int
+    settled_after: int
+    nonfinite_slot: int
+    nonfinite_number: int
+    scale: float
+    smallest_scale: float
+    largest_scale: float
+    settled_scale: float
+
+class OptimizerReport:
+    update: int
+    skips: int
+    last_was_skipped: bool
+
+class ScaleHistory:
+    first_update: int
+    scales: list[float]
+    skipped: list[bool]
+
+class ScalerMonitor:
+    def __init__(self, scale: Tensor) -> None: ...
+    def add_optimizer(self) -> int: ...
+    def read(self) -> ScalerReport: ...
+    def read_optimizer(self, slot: int) -> OptimizerReport: ...
+    def history(self) -> ScaleHistory: ...
 
 class Plan:
     def __init__(self, operation: str, buffer_names: Sequence[str]) -> None: ...
@@ -49,8 +99,12 @@ class Plan:
     def has_params(self, groups: Sequence[list[Tensor]]) -> bool: ...
     def read_grads(self) -> list[int]: ...
     def check_finite(
-        self, found_inf: Tensor, grad_scale: Tensor | None, sum_squares: bool
-    ) -> list[Tensor]: ...
+        self,
+        found_inf: Tensor,
+        grad_scale: Tensor | None,
+        sum_squares: bool,
+        skip_nonfinite: bool,
+    ) -> list[Finding]: ...
     def step(
         self,
         groups: Sequence[AdamHyperparameters] | Sequence[SgdHyperparameters],
@@ -63,22 +117,30 @@ def check_finite_(
     found_inf: Tensor,
     grad_scale: Tensor | None,
     sum_of_squares: Tensor | None,
+    first_nonfinite: Tensor | None,
 ) -> None: ...
 def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor: ...
 def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None: ...
-def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None: ...
+def unscale_(
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    first_nonfinite: Tensor | None,
+) -> None: ...
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
-    found_infs: Sequence[Tensor],
+    looks: Sequence[LookResult],
     hyperparameters: LossScaleHyperparameters,
+    hysteresis_tracker: Tensor | None,
+    monitor: ScalerMonitor | None,
 ) -> None: ...
 def adam_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    steps: Sequence[Tensor] | None,
     max_exp_avg_sqs: Sequence[Tensor] | None,
     master_params: Sequence[Tensor] | None,
     hyperparameters: AdamHyperparameters,
@@ -97,3 +159,5 @@ def sgd_(
 ) -> None: ...
 def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None: ...
 def cpu_isa() -> str: ...
+
+NO_TENSOR: int

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
+import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +15,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp_ext import ops
+from amp_ext.scaler_stats import LookedAt, ScalerHistory, ScalerStats
 
+_LOGGER = logging.getLogger("amp_ext")
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
@@ -27,12 +32,24 @@ class GradScaler(torch.amp.GradScaler):
     * A scale that has no finite inverse (0, or 1e-39) counts as an overflow and warns once; torch
       would write NaN into the parameters.
     * ``update`` also takes an int, or a tensor of one element and any shape.
+    * The scale can be kept within limits, held still, or made to endure some overflows.
+    * :meth:`last_step_skipped`, :meth:`stats` and :meth:`history` tell what happened, without
+      waiting for a GPU.
+
+    Three rules of hysteresis are in use. torch has none: every overflow backs off. NeMo refills it
+    at every clean step, so that only overflows in a row count. Here, as in Megatron-LM, only a
+    growth refills it: with ``hysteresis=3`` the third overflow since the last growth backs off, and
+    each one after it does too.
+
+    The logger "amp_ext" gets one line at level INFO when the first scale has settled, and a WARNING
+    with the name of the first bad parameter when ``warn_after`` updates in a row were skipped.
 
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
 
     _warned_of_scale = False
+    _hysteresis_tracker: Tensor | None = None
 
     def __init__(
         self,
@@ -42,6 +59,12 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        dynamic: bool = True,
+        hysteresis: int = 1,
+        warn_after: int = 10,
     ) -> None:
         """Sets the options; tensors are made where the first scaled loss is.
 
@@ -52,10 +75,27 @@ class GradScaler(torch.amp.GradScaler):
             backoff_factor: Factor after an overflow, below 1.
             growth_interval: Clean iterations until the scale grows.
             enabled: If false, every method passes through.
+            min_scale: What a backoff does not fall below, or None. With a limit the scale need not
+                fall after an overflow: do not infer a skip from it then.
+            max_scale: What a growth does not exceed, or None.
+            dynamic: If false, the scale stays at ``init_scale``; overflows are skipped as ever.
+            hysteresis: Number of overflows since the last growth of which the last backs off.
+            warn_after: Updates skipped in a row until a warning is logged.
 
         Raises:
             AssertionError: If a factor is out of range.
+            ValueError: If the limits do not enclose ``init_scale``, or a count is below 1.
         """
+        smallest = 0.0 if min_scale is None else min_scale
+        largest = math.inf if max_scale is None else max_scale
+        if enabled and not 0.0 <= smallest <= init_scale <= largest:
+            raise ValueError(
+                "GradScaler: init_scale must lie between min_scale and max_scale, got "
+                f"init_scale={init_scale}, min_scale={min_scale}, max_scale={max_scale}"
+            )
+        for name, count in (("hysteresis", hysteresis), ("warn_after", warn_after)):
+            if count < 1:
+                raise ValueError(f"GradScaler: {name} must be at least 1, got {count}")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -64,6 +104,43 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_factor = growth_factor
             self._backoff_factor = backoff_factor
             self._growth_interval = growth_interval
+        self._min_scale = smallest
+        self._max_scale = largest
+        self._dynamic = dynamic
+        self._hysteresis = hysteresis
+        self._init_hysteresis_tracker = hysteresis
+        self._warn_after = warn_after
+        self._forget_reports()
+
+    def _forget_reports(self) -> None:
+        """Starts counting anew; the parts that hold memory are made when they are needed."""
+        self._monitor: Any = None
+        self._seen: dict[int, LookedAt] = {}  # by id
+        self._last_update: torch.cuda.Event | None = None
+        self._told_of_settling = False
+        self._told_of_skips = False
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        if self._hysteresis != 1:
+            self._hysteresis_tracker = torch.full(
+                (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
+            )
+
+    def _monitor_of(self) -> Any:
+        """Returns what keeps the reports, beside the scale."""
+        if self._monitor is None:
+            scale, _ = self._check_scale_growth_tracker("step")
+            self._monitor = ops.ScalerMonitor(scale)
+        return self._monitor
+
+    def _saw(self, optimizer: torch.optim.Optimizer) -> LookedAt:
+        """Returns what is known of an optimizer whose gradients are looked at."""
+        seen = self._seen.get(id(optimizer))
+        if seen is None or seen.optimizer() is not optimizer:
+            seen = LookedAt(_reference_to(optimizer), self._monitor_of().add_optimizer())
+            self._seen[id(optimizer)] = seen
+        return seen
 
     def _unscale_grads_(
         self,
@@ -73,13 +150,22 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
-        grads = _gradients(optimizer, allow_fp16)
+        params, grads = _gradients(optimizer, allow_fp16)
         if not _are_ours(grads):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        by_device = _by_device(grads)
+        seen = None if self._scale is None else self._saw(optimizer)
+        if seen is not None:
+            seen.params = params if len(by_device) == 1 else ()
         flags: dict[torch.device, Tensor] = {}
-        for device, group in _by_device(grads).items():
+        for device, group in by_device.items():
             flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-            ops.unscale_(group, inv_scale.to(device, non_blocking=True), flags[device])
+            ops.unscale_(
+                group,
+                inv_scale.to(device, non_blocking=True),
+                flags[device],
+                first_nonfinite=None if seen is None else seen.first_nonfinite(device),
+            )
         return flags
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -88,18 +174,27 @@ class GradScaler(torch.amp.GradScaler):
             return super()._check_inf_per_device(optimizer)  # someone's own way of looking
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        seen = self._saw(optimizer)
         check_finite = getattr(optimizer, "_check_finite", None)
         if check_finite is not None:
             flags = check_finite(found_inf, scale)
+            seen.first_nonfinites = dict(getattr(optimizer, "_first_nonfinites", {}))
         else:
-            grads = _gradients(optimizer, allow_fp16=True)
+            params, grads = _gradients(optimizer, allow_fp16=True)
             if not _are_ours(grads):
                 return super()._check_inf_per_device(optimizer)
+            by_device = _by_device(grads)
+            seen.params = params if len(by_device) == 1 else ()
             flags = {}
-            for device, group in _by_device(grads).items():
+            for device, group in by_device.items():
                 flags[device] = found_inf.to(device, non_blocking=True, copy=True)
                 grad_scale = scale.to(device, non_blocking=True)
-                ops.check_finite_(group, flags[device], grad_scale=grad_scale)
+                ops.check_finite_(
+                    group,
+                    flags[device],
+                    grad_scale=grad_scale,
+                    first_nonfinite=seen.first_nonfinite(device),
+                )
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -116,7 +211,13 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        scale, _ = self._check_scale_growth_tracker("update")
+        has_flags = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
+        if scale.device.type in _DEVICE_TYPES and has_flags:
+            self._update_from_looks(dynamic=self._dynamic and new_scale is None)
+            self._report()
+        elif new_scale is None:
+            super().update()  # of another device, or nothing was looked at
         if new_scale is not None:
             if isinstance(new_scale, Tensor):
                 if new_scale.numel() == 1:
@@ -124,27 +225,210 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 new_scale = float(new_scale)
             super().update(new_scale)
-        elif scale.device.type not in _DEVICE_TYPES:
-            super().update()
-        else:
-            found_infs = [
-                found_inf.to(scale.device, non_blocking=True)
-                for state in self._per_optimizer_states.values()
-                for found_inf in state["found_inf_per_device"].values()
-            ]
-            if not found_infs:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            ops.update_scale_(
-                scale,
-                growth_tracker,
-                found_infs,
-                growth_factor=self._growth_factor,
-                backoff_factor=self._backoff_factor,
-                growth_interval=self._growth_interval,
-            )
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if scale.is_cpu:
             self._warn_of_scale(scale.item())
+
+    def _update_from_looks(self, dynamic: bool) -> None:
+        """Takes the flags of this iteration's looks to the kernel that updates the scale."""
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found_infs: list[Tensor] = []
+        first_nonfinites: list[Tensor | None] = []
+        slots: list[int] = []
+        elsewhere: list[Tensor] = []
+        for key, state in self._per_optimizer_states.items():
+            seen = self._seen.get(key)
+            if seen is None:  # someone's own way of looking
+                seen = LookedAt(lambda: None, self._monitor_of().add_optimizer())
+                self._seen[key] = seen
+            for device, found_inf in state["found_inf_per_device"].items():
+                first = seen.first_nonfinites.get(device)
+                if first is not None and device != scale.device:
+                    elsewhere.append(first)
+                    first = first.to(scale.device, non_blocking=True)
+                found_infs.append(found_inf.to(scale.device, non_blocking=True))
+                first_nonfinites.append(first)
+                slots.append(seen.slot)
+        ops.update_scale_(
+            scale,
+            growth_tracker,
+            found_infs,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            min_scale=self._min_scale,
+            max_scale=self._max_scale,
+            hysteresis=self._hysteresis,
+            hysteresis_tracker=self._hysteresis_tracker,
+            dynamic=dynamic,
+            monitor=self._monitor_of(),
+            slots=slots,
+            first_nonfinites=first_nonfinites,
+        )
+        for first in elsewhere:  # a copy of it was reset
+            first.fill_(ops.NO_TENSOR)
+        if scale.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                self._last_update = None
+            else:
+                self._last_update = self._last_update or torch.cuda.Event()
+                self._last_update.record(torch.cuda.current_stream(scale.device))
+
+    def _report(self) -> None:
+        """Logs what the last finished update has shown, as far as it is worth a line."""
+        report = self._monitor.read()
+        if not self._told_of_settling and report.settled_after >= 0:
+            self._told_of_settling = True
+            _LOGGER.info(
+                "GradScaler: the loss scale settled at %g after %d skipped updates",
+                report.settled_scale,
+                report.settled_after,
+            )
+        if report.consecutive_skips < self._warn_after:
+            self._told_of_skips = False
+        elif not self._told_of_skips:
+            self._told_of_skips = True
+            name = self._name_of_nonfinite(report)
+            _LOGGER.warning(
+                "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is "
+                "%g. The first bad gradient was that of %s. Gradients that are inf or NaN at any "
+                "scale come from the model or the data.",
+                report.consecutive_skips,
+                report.updates,
+                report.scale,
+                name or "a parameter that is not known here",
+            )
+
+    def _name_of_nonfinite(self, report: Any) -> str | None:
+        for seen in self._seen.values():
+            if seen.slot == report.nonfinite_slot:
+                return seen.name_of(report.nonfinite_number)
+        return None
+
+    def _wait_for_update(self) -> None:
+        """Waits until the device has finished the last update."""
+        if self._scale is None or not self._scale.is_cuda:
+            return
+        if self._last_update is not None:
+            self._last_update.synchronize()
+        else:  # it was captured into a graph, which may have run since
+            torch.cuda.synchronize(self._scale.device)
+
+    def last_step_skipped(
+        self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
+    ) -> bool | None:
+        """Returns whether the step before the last update was skipped.
+
+        Does not wait for a GPU, unless asked: the answer is as of the last update that the device
+        has finished.
+
+        Args:
+            optimizer: Whose step; None for that of any.
+            wait: Waits for the last update, so that the answer is exact.
+
+        Returns:
+            None if no update has been finished yet, or none with this optimizer.
+        """
+        if not self._enabled:
+            return False
+        if self._monitor is None:
+            return None
+        if wait:
+            self._wait_for_update()
+        if optimizer is None:
+            report = self._monitor.read()
+            return report.consecutive_skips > 0 if report.updates else None
+        seen = self._seen.get(id(optimizer))
+        if seen is None or seen.optimizer() is not optimizer:
+            return None
+        of_optimizer = self._monitor.read_optimizer(seen.slot)
+        return of_optimizer.last_was_skipped if of_optimizer.update else None
+
+    def stats(self, *, wait: bool = False) -> ScalerStats:
+        """Returns counts of steps and skips, the limits of the scale and the last bad tensor.
+
+        Does not wait for a GPU, unless asked: they are as of the last update that the device has
+        finished, whose number is among them.
+
+        Args:
+            wait: Waits for the last update, so that the counts are exact.
+        """
+        if self._monitor is not None and wait:
+            self._wait_for_update()
+        report = self._monitor.read() if self._monitor is not None else None
+        if report is None or report.updates == 0:
+            scale = float(self._init_scale) if self._enabled and self._init_scale else 1.0
+            return ScalerStats(0, 0, 0, 0, scale, scale, scale, None)
+        return ScalerStats(
+            updates=report.updates,
+            steps=report.updates - report.skips,
+            skips=report.skips,
+            consecutive_skips=report.consecutive_skips,
+            scale=report.scale,
+            smallest_scale=report.smallest_scale,
+            largest_scale=report.largest_scale,
+            last_nonfinite=self._name_of_nonfinite(report),
+        )
+
+    def history(self, *, wait: bool = False) -> ScalerHistory:
+        """Returns the scales and skips of the last 4,096 updates, for plots.
+
+        Does not wait for a GPU, unless asked.
+
+        Args:
+            wait: Waits for the last update, so that it is among them.
+        """
+        if self._monitor is None:
+            return ScalerHistory([], [], [])
+        if wait:
+            self._wait_for_update()
+        history = self._monitor.history()
+        first = history.first_update
+        return ScalerHistory(
+            list(range(first, first + len(history.scales))), history.scales, history.skipped
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state: torch's five entries, and one more with a hysteresis."""
+        state = super().state_dict()
+        if state and self._hysteresis != 1:
+            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this class or of torch's; limits stay as constructed.
+
+        Args:
+            state_dict: From ``state_dict()``.
+
+        Raises:
+            RuntimeError: If the dict is empty, as that of a disabled scaler.
+        """
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        tracker = min(state_dict.get("_hysteresis_tracker", self._hysteresis), self._hysteresis)
+        self._init_hysteresis_tracker = tracker
+        if self._hysteresis_tracker is not None:
+            self._hysteresis_tracker.fill_(tracker)
+
+    def _get_hysteresis_tracker(self) -> int:
+        if self._hysteresis_tracker is None:
+            return self._init_hysteresis_tracker
+        return int(self._hysteresis_tracker.item())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what belongs to this process; a copy starts its counts anew."""
+        state = super().__getstate__()
+        state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        for name in ("_hysteresis_tracker", "_monitor", "_seen", "_last_update"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a scaler from a pickle or a copy."""
+        self.__dict__.update(state)
+        self._forget_reports()
 
     def get_scale(self) -> float:
         """Returns the scale, or 1.0 if scaling is disabled. Waits for a GPU."""
@@ -165,12 +449,22 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
+def _reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer | None]:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # something that only looks like an optimizer
+        return lambda: optimizer
+
+
 # What tells an override, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
 
 
-def _gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor]:
-    """Collects what is to be looked at: gradients, and the values of sparse ones."""
+def _gradients(
+    optimizer: torch.optim.Optimizer, allow_fp16: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Collects parameters and what is to be looked at: gradients, and values of sparse ones."""
+    params: list[Tensor] = []
     grads: list[Tensor] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -188,8 +482,9 @@ def _gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tenso
                 if grad.is_sparse:
                     # The sum of duplicate entries may overflow where none of them does.
                     param.grad = grad = grad.coalesce()
+            params.append(param)
             grads.append(grad._values() if grad.is_sparse else grad)
-    return grads
+    return params, grads
 
 
 def _are_ours(grads: list[Tensor]) -> bool:

@@ -11,6 +11,7 @@ argument, its index, what is wanted and what came.
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import json
 import math
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
     from amp_ext import _C
 
 __all__ = [
+    "OptimizerType",
+    "OptimizerWorkspace",
     "adam_",
     "check_finite_",
     "clip_grads_",
     "count_nonfinite",
     "cpu_isa",
+    "optimizer_update_",
     "refresh_masters_",
     "sgd_",
     "unscale_",
@@ -83,9 +87,20 @@ if not TYPE_CHECKING:
     _C = _load_binary()
 
 
+_CLASSES = (
+    "AdamHyperparameters",
+    "GradientOptions",
+    "LookResult",
+    "NO_TENSOR",
+    "Plan",
+    "ScalerMonitor",
+    "SgdHyperparameters",
+)
+
+
 def __getattr__(name: str) -> Any:
-    """Gives the optimizers the plan and the hyperparameters, which are classes of the binary."""
-    if name in ("AdamHyperparameters", "GradientOptions", "Plan", "SgdHyperparameters"):
+    """Gives the scaler and the optimizers the classes of the binary that they hold."""
+    if name in _CLASSES:
         return getattr(_C, name)
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 
@@ -105,6 +120,7 @@ def check_finite_(
     *,
     grad_scale: Tensor | None = None,
     sum_of_squares: Tensor | None = None,
+    first_nonfinite: Tensor | None = None,
 ) -> None:
     """Reports any inf or NaN among tensors, which it only reads, and sums their squares.
 
@@ -117,6 +133,8 @@ def check_finite_(
         grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite (0 or
             1e-39) counts as an overflow: its gradients can't be unscaled.
         sum_of_squares: One float64, or None. Set to the sum over all elements.
+        first_nonfinite: One int64, or None. Lowered to the index of the first tensor that holds an
+            inf or NaN, if it was larger.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device.
@@ -124,7 +142,7 @@ def check_finite_(
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
-    _C.check_finite_(tensors, found_inf, grad_scale, sum_of_squares)
+    _C.check_finite_(tensors, found_inf, grad_scale, sum_of_squares, first_nonfinite)
 
 
 def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -161,7 +179,13 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float)
     _C.clip_grads_(grads, total_norm, max_norm)
 
 
-def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+def unscale_(
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    first_nonfinite: Tensor | None = None,
+) -> None:
     """Multiplies gradients by ``inv_scale`` and reports any inf or NaN among them.
 
     Args:
@@ -169,6 +193,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         inv_scale: One float32, 1 / loss scale. One that is not finite counts as an overflow.
         found_inf: One float32. Set to 1 when a gradient is inf or NaN before the multiplication,
             otherwise left as it is.
+        first_nonfinite: One int64, or None. Lowered to the index of the first such gradient, if it
+            was larger.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.
@@ -176,7 +202,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
-    _C.unscale_(grads, inv_scale, found_inf)
+    _C.unscale_(grads, inv_scale, found_inf, first_nonfinite)
 
 
 def update_scale_(
@@ -187,6 +213,14 @@ def update_scale_(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
+    min_scale: float = 0.0,
+    max_scale: float = math.inf,
+    hysteresis: int = 1,
+    hysteresis_tracker: Tensor | None = None,
+    dynamic: bool = True,
+    monitor: _C.ScalerMonitor | None = None,
+    slots: Sequence[int] | None = None,
+    first_nonfinites: Sequence[Tensor | None] | None = None,
 ) -> None:
     """Lets the loss scale follow the overflows of one iteration.
 
@@ -199,6 +233,17 @@ def update_scale_(
         growth_factor: Factor of growth, above 1.
         backoff_factor: Factor after an overflow, below 1.
         growth_interval: Clean iterations until the scale grows.
+        min_scale: What a backoff does not fall below.
+        max_scale: What a growth does not exceed.
+        hysteresis: Number of overflows since the last growth of which the last backs off; every
+            one after it does so too.
+        hysteresis_tracker: One int32, overflows left until one backs off, or None if
+            ``hysteresis`` is 1. Refilled by a growth only.
+        dynamic: If false, the scale stays as it is.
+        monitor: Where the update is reported, or None.
+        slots: For each flag the number of its optimizer's report in the monitor.
+        first_nonfinites: For each flag one int64 or None, as a look left it: the number of the
+            first bad gradient. Reported and reset.
 
     Raises:
         RuntimeError: If a tensor is not one element of its dtype on the device of ``scale``.
@@ -210,8 +255,20 @@ def update_scale_(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        hysteresis=hysteresis,
+        dynamic=dynamic,
     )
-    _C.update_scale_(scale, growth_tracker, found_infs, options)
+    looks = [
+        _C.LookResult(
+            found_inf=found_inf,
+            first_nonfinite=None if first_nonfinites is None else first_nonfinites[i],
+            slot=0 if slots is None else slots[i],
+        )
+        for i, found_inf in enumerate(found_infs)
+    ]
+    _C.update_scale_(scale, growth_tracker, looks, options, hysteresis_tracker, monitor)
 
 
 def adam_(
@@ -237,6 +294,8 @@ def adam_(
     sum_of_squares: Tensor | None = None,
     grad_norm: Tensor | None = None,
     write_back_grads: bool = False,
+    skip_nonfinite: bool = False,
+    denominator_floor: float = 0.0,
 ) -> None:
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
 
@@ -267,6 +326,9 @@ def adam_(
         grad_norm: One float32. Set to the norm of the unscaled gradients if there is a
             ``max_grad_norm``.
         write_back_grads: Stores the unscaled, clipped gradients, in their dtype.
+        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
+            out of the norm.
+        denominator_floor: Least value of the corrected second moment, under the root.
 
     Raises:
         RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
@@ -281,6 +343,7 @@ def adam_(
         beta1=beta1,
         beta2=beta2,
         eps=eps,
+        denominator_floor=denominator_floor,
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
@@ -293,6 +356,7 @@ def adam_(
         max_grad_norm=max_grad_norm,
         sum_of_squares=sum_of_squares,
         grad_norm=grad_norm,
+        skip_nonfinite=skip_nonfinite,
     )
     _C.adam_(
         params,
@@ -329,6 +393,7 @@ def sgd_(
     sum_of_squares: Tensor | None = None,
     grad_norm: Tensor | None = None,
     write_back_grads: bool = False,
+    skip_nonfinite: bool = False,
 ) -> None:
     """Takes one step of stochastic gradient descent for all parameters.
 
@@ -359,6 +424,8 @@ def sgd_(
         grad_norm: One float32. Set to the norm of the unscaled gradients if there is a
             ``max_grad_norm``.
         write_back_grads: Stores the unscaled, clipped gradients, in their dtype.
+        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
+            out of the norm.
 
     Raises:
         RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
@@ -384,6 +451,7 @@ def sgd_(
         max_grad_norm=max_grad_norm,
         sum_of_squares=sum_of_squares,
         grad_norm=grad_norm,
+        skip_nonfinite=skip_nonfinite,
     )
     _C.sgd_(
         params,
@@ -395,6 +463,152 @@ def sgd_(
         lr if isinstance(lr, Tensor) else None,
         gradient_options,
     )
+
+
+class OptimizerType(enum.Enum):
+    """What :func:`optimizer_update_` does: plain descent, descent with momentum, or AdamW."""
+
+    SGD = "sgd"
+    MOMENTUM = "momentum"
+    ADAM = "adam"
+
+
+class OptimizerWorkspace:
+    """Device memory that updates need beside the tensors, to be kept from one to the next.
+
+    Updates that may run at the same time, on two streams or threads, need one each.
+
+    Attributes:
+        grad_norm: Norm of the gradients of the last update that had a ``max_grad_norm``, one
+            float32 on their device, which the next one writes anew; None before.
+    """
+
+    def __init__(self) -> None:
+        """Holds nothing yet; memory is taken at the first update."""
+        self.grad_norm: Tensor | None = None
+        self._scratch = _C.StepScratch()
+
+    def _grad_norm_on(self, device: torch.device) -> Tensor:
+        if self.grad_norm is None or self.grad_norm.device != device:
+            self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        return self.grad_norm
+
+
+def optimizer_update_(
+    optimizer_type: OptimizerType,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    velocities: Sequence[Tensor] | None = None,
+    exp_avgs: Sequence[Tensor] | None = None,
+    exp_avg_sqs: Sequence[Tensor] | None = None,
+    master_params: Sequence[Tensor] | None = None,
+    lr: float | Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    timestep: int,
+    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    workspace: OptimizerWorkspace | None = None,
+) -> None:
+    """Takes one step of an optimizer for people who keep their own loop and buffers.
+
+    It is the classic contract of CUDA training code: weight decay is decoupled for all three, an
+    element whose gradient is inf or NaN is left alone, and Adam's denominator is
+    ``sqrt(max(v, 1e-12)) + eps`` with the corrected second moment v. :func:`adam_` and :func:`sgd_`
+    have every option.
+
+    Args:
+        optimizer_type: SGD: ``p -= lr * g``; MOMENTUM: ``v = beta1 * v + g; p -= lr * v``; ADAM.
+        params: Parameters of any shapes. Updated in place, after ``p *= 1 - lr * weight_decay``.
+        grads: Gradients of the parameters' shapes, only read.
+        velocities: MOMENTUM: running sums of the parameters' shapes, zeros at first; float32 or the
+            parameter's dtype, float64 for float64 parameters. Updated in place.
+        exp_avgs: ADAM: first moments, likewise.
+        exp_avg_sqs: ADAM: second moments, likewise.
+        master_params: float32 masters of 16-bit parameters, or None. Updated in place.
+        lr: Learning rate; as a tensor, one element, read on its device.
+        beta1: Decay of the velocity or of the first moment, per step.
+        beta2: Decay of the second moment, per step.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay per step, before the learning rate.
+        timestep: Number of this step, from 1, for Adam's bias corrections.
+        clip_value: Largest magnitude of a gradient's element, after ``max_grad_norm``.
+        max_grad_norm: Norm to keep all gradients together below, over their finite elements.
+        workspace: Memory to use again; None takes new memory at each call.
+
+    Raises:
+        RuntimeError: If ``timestep`` is below 1, a buffer is missing or too many, or lists and
+            tensors do not fit each other.
+
+    Example::
+
+        workspace = ops.OptimizerWorkspace()
+        for timestep, batch in enumerate(batches, start=1):
+            grads = torch.autograd.grad(loss_of(batch), params)
+            ops.optimizer_update_(
+                ops.OptimizerType.MOMENTUM, params, grads, velocities=velocities,
+                lr=0.1, timestep=timestep, workspace=workspace,
+            )
+
+    Reference:
+        As :func:`adam_` and :func:`sgd_`.
+    """
+    if not isinstance(optimizer_type, OptimizerType):
+        raise RuntimeError(
+            "optimizer_update_: optimizer_type must be an OptimizerType, got "
+            f"{type(optimizer_type).__name__}"
+        )
+    if not timestep >= 1:
+        raise RuntimeError(f"optimizer_update_: timestep must be at least 1, got {timestep}")
+    buffers = {"velocities": velocities, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    needed = _BUFFERS_OF[optimizer_type]
+    for name, tensors in buffers.items():
+        if (tensors is not None) != (name in needed):
+            wanted = "given" if name in needed else "None"
+            got = "None" if tensors is None else f"{len(tensors)} tensors"
+            raise RuntimeError(
+                f"optimizer_update_: {name} must be {wanted} for {optimizer_type}, got {got}"
+            )
+    workspace = workspace or OptimizerWorkspace()
+    has_norm = max_grad_norm is not None and len(params) > 0
+    common: dict[str, Any] = {
+        "lr": 0.0 if isinstance(lr, Tensor) else lr,
+        "weight_decay": weight_decay,
+        "decoupled_weight_decay": True,
+        "clip_value": math.inf if clip_value is None else clip_value,
+        "timestep": float(timestep),
+    }
+    tensor_lr = lr if isinstance(lr, Tensor) else None
+    options = _C.GradientOptions(
+        max_grad_norm=max_grad_norm,
+        grad_norm=workspace._grad_norm_on(params[0].device) if has_norm else None,
+        skip_nonfinite=True,
+        scratch=workspace._scratch,
+    )
+    if optimizer_type is OptimizerType.ADAM:
+        assert exp_avgs is not None
+        assert exp_avg_sqs is not None
+        adam = _C.AdamHyperparameters(
+            **common, beta1=beta1, beta2=beta2, eps=eps, denominator_floor=1e-12
+        )
+        _C.adam_(
+            *(params, grads, exp_avgs, exp_avg_sqs, None, None, master_params),
+            *(adam, tensor_lr, options),
+        )
+    else:
+        momentum = beta1 if optimizer_type is OptimizerType.MOMENTUM else 0.0
+        sgd = _C.SgdHyperparameters(**common, momentum=momentum)
+        _C.sgd_(params, grads, velocities, None, master_params, sgd, tensor_lr, options)
+
+
+_BUFFERS_OF = {
+    OptimizerType.SGD: (),
+    OptimizerType.MOMENTUM: ("velocities",),
+    OptimizerType.ADAM: ("exp_avgs", "exp_avg_sqs"),
+}
 
 
 def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None:

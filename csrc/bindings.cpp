@@ -3,9 +3,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+
 #include "dispatch.h"
 #include "ops.h"
 #include "plan.h"
+#include "scaler_monitor.h"
 
 namespace py = pybind11;
 using namespace amp_ext;
@@ -35,11 +38,12 @@ void step(Plan& plan, std::vector<Hyperparameters> groups, const std::vector<Opt
   plan.step(std::move(groups), lrs, options);
 }
 
-std::vector<at::Tensor> check_finite(Plan& plan, const at::Tensor& found_inf,
-                                     const OptionalTensor& grad_scale, bool sum_squares) {
+std::vector<Finding> check_finite(Plan& plan, const at::Tensor& found_inf,
+                                  const OptionalTensor& grad_scale, bool sum_squares,
+                                  bool skip_nonfinite) {
   plan.read_grads();
   const py::gil_scoped_release release;
-  return plan.check_finite(found_inf, grad_scale, sum_squares);
+  return plan.check_finite(found_inf, grad_scale, sum_squares, skip_nonfinite);
 }
 
 // A struct of options, whose fields Python gives by name.
@@ -61,6 +65,7 @@ py::class_<Hyperparameters> hyperparameters_class(py::module_& module, const cha
       .def_readwrite("decoupled_weight_decay", &Hyperparameters::decoupled_weight_decay)
       .def_readwrite("maximize", &Hyperparameters::maximize)
       .def_readwrite("clip_value", &Hyperparameters::clip_value)
+      .def_readwrite("timestep", &Hyperparameters::timestep)
       .def_readwrite("write_back_grads", &Hyperparameters::write_back_grads);
 }
 
@@ -72,7 +77,8 @@ PYBIND11_MODULE(_C, module) {
   hyperparameters_class<AdamHyperparameters>(module, "AdamHyperparameters")
       .def_readwrite("beta1", &AdamHyperparameters::beta1)
       .def_readwrite("beta2", &AdamHyperparameters::beta2)
-      .def_readwrite("eps", &AdamHyperparameters::eps);
+      .def_readwrite("eps", &AdamHyperparameters::eps)
+      .def_readwrite("denominator_floor", &AdamHyperparameters::denominator_floor);
 
   hyperparameters_class<SgdHyperparameters>(module, "SgdHyperparameters")
       .def_readwrite("momentum", &SgdHyperparameters::momentum)
@@ -82,14 +88,63 @@ PYBIND11_MODULE(_C, module) {
   options_class<LossScaleHyperparameters>(module, "LossScaleHyperparameters")
       .def_readwrite("growth_factor", &LossScaleHyperparameters::growth_factor)
       .def_readwrite("backoff_factor", &LossScaleHyperparameters::backoff_factor)
-      .def_readwrite("growth_interval", &LossScaleHyperparameters::growth_interval);
+      .def_readwrite("growth_interval", &LossScaleHyperparameters::growth_interval)
+      .def_readwrite("min_scale", &LossScaleHyperparameters::min_scale)
+      .def_readwrite("max_scale", &LossScaleHyperparameters::max_scale)
+      .def_readwrite("hysteresis", &LossScaleHyperparameters::hysteresis)
+      .def_readwrite("dynamic", &LossScaleHyperparameters::dynamic);
 
   options_class<GradientOptions>(module, "GradientOptions")
       .def_readwrite("grad_scale", &GradientOptions::grad_scale)
       .def_readwrite("found_inf", &GradientOptions::found_inf)
       .def_readwrite("max_grad_norm", &GradientOptions::max_grad_norm)
       .def_readwrite("sum_of_squares", &GradientOptions::sum_of_squares)
-      .def_readwrite("grad_norm", &GradientOptions::grad_norm);
+      .def_readwrite("grad_norm", &GradientOptions::grad_norm)
+      .def_readwrite("skip_nonfinite", &GradientOptions::skip_nonfinite)
+      .def_readwrite("scratch", &GradientOptions::scratch);
+
+  py::class_<StepScratch, std::shared_ptr<StepScratch>>(module, "StepScratch").def(py::init<>());
+
+  py::class_<Finding>(module, "Finding")
+      .def_readonly("found_inf", &Finding::found_inf)
+      .def_readonly("first_nonfinite", &Finding::first_nonfinite);
+
+  options_class<LookResult>(module, "LookResult")
+      .def_readwrite("found_inf", &LookResult::found_inf)
+      .def_readwrite("first_nonfinite", &LookResult::first_nonfinite)
+      .def_readwrite("slot", &LookResult::slot);
+
+  py::class_<ScalerReport>(module, "ScalerReport")
+      .def_readonly("updates", &ScalerReport::updates)
+      .def_readonly("skips", &ScalerReport::skips)
+      .def_readonly("consecutive_skips", &ScalerReport::consecutive_skips)
+      .def_readonly("settled_after", &ScalerReport::settled_after)
+      .def_readonly("nonfinite_slot", &ScalerReport::nonfinite_slot)
+      .def_readonly("nonfinite_number", &ScalerReport::nonfinite_number)
+      .def_readonly("scale", &ScalerReport::scale)
+      .def_readonly("smallest_scale", &ScalerReport::smallest_scale)
+      .def_readonly("largest_scale", &ScalerReport::largest_scale)
+      .def_readonly("settled_scale", &ScalerReport::settled_scale);
+
+  py::class_<OptimizerReport>(module, "OptimizerReport")
+      .def_readonly("update", &OptimizerReport::update)
+      .def_readonly("skips", &OptimizerReport::skips)
+      .def_property_readonly("last_was_skipped", [](const OptimizerReport& report) {
+        return report.last_was_skipped != 0;
+      });
+
+  py::class_<ScaleHistory>(module, "ScaleHistory")
+      .def_readonly("first_update", &ScaleHistory::first_update)
+      .def_readonly("scales", &ScaleHistory::scales)
+      .def_readonly("skipped", &ScaleHistory::skipped);
+
+  py::class_<ScalerMonitor>(module, "ScalerMonitor")
+      .def(py::init([](const at::Tensor& scale) { return ScalerMonitor(scale.device()); }),
+           py::arg("scale"))
+      .def("add_optimizer", &ScalerMonitor::add_optimizer)
+      .def("read", &ScalerMonitor::read)
+      .def("read_optimizer", &ScalerMonitor::read_optimizer, py::arg("slot"))
+      .def("history", &ScalerMonitor::history);
 
   py::class_<Plan>(module, "Plan")
       .def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
@@ -111,21 +166,24 @@ PYBIND11_MODULE(_C, module) {
       .def("has_params", &has_params, py::arg("groups"))
       .def("read_grads", &Plan::read_grads)
       .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),
-           py::arg("sum_squares"))
+           py::arg("sum_squares"), py::arg("skip_nonfinite"))
       .def("step", &step<AdamHyperparameters>, py::arg("groups"), py::arg("lrs"),
            py::arg("options"))
       .def("step", &step<SgdHyperparameters>, py::arg("groups"), py::arg("lrs"),
            py::arg("options"));
 
   module.def("check_finite_", &check_finite_, release_gil(), py::arg("tensors"),
-             py::arg("found_inf"), py::arg("grad_scale"), py::arg("sum_of_squares"));
+             py::arg("found_inf"), py::arg("grad_scale"), py::arg("sum_of_squares"),
+             py::arg("first_nonfinite"));
   module.def("count_nonfinite", &count_nonfinite, release_gil(), py::arg("tensors"));
   module.def("clip_grads_", &clip_grads_, release_gil(), py::arg("grads"), py::arg("total_norm"),
              py::arg("max_norm"));
   module.def("unscale_", &unscale_, release_gil(), py::arg("grads"), py::arg("inv_scale"),
-             py::arg("found_inf"));
+             py::arg("found_inf"), py::arg("first_nonfinite"));
   module.def("update_scale_", &update_scale_, release_gil(), py::arg("scale"),
-             py::arg("growth_tracker"), py::arg("found_infs"), py::arg("hyperparameters"));
+             py::arg("growth_tracker"), py::arg("looks"), py::arg("hyperparameters"),
+             py::arg("hysteresis_tracker"), py::arg("monitor"));
+  module.attr("NO_TENSOR") = kNoTensor;
   module.def("adam_", &adam_, release_gil(), py::arg("params"), py::arg("grads"),
              py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"),
              py::arg("max_exp_avg_sqs"), py::arg("master_params"), py::arg("hyperparameters"),

@@ -37,14 +37,21 @@ const cpu::Engine& cpu_engine() {
   return *engine;
 }
 
-// One parallel region over the tiles of all tensors. Returns whether work() did for any range.
+// One parallel region over the tiles of all tensors. Returns the least of work()'s results.
 template <typename Work>
-bool any_in_parallel(const cpu::TileMap& tiles, const Work& work) {
-  std::atomic<bool> any{false};
+int64_t least_in_parallel(const cpu::TileMap& tiles, const Work& work) {
+  std::atomic<int64_t> least{kNoTensor};
   at::parallel_for(0, tiles.total_cost(), kSerialCost, [&](int64_t begin, int64_t end) {
-    if (work(begin, end)) any.store(true, std::memory_order_relaxed);
+    const int64_t number = work(begin, end);
+    int64_t so_far = least.load();
+    while (number < so_far && !least.compare_exchange_weak(so_far, number)) {
+    }
   });
-  return any.load();
+  return least.load();
+}
+
+void lower(int64_t* first_nonfinite, int64_t number) {
+  if (first_nonfinite != nullptr && number < *first_nonfinite) *first_nonfinite = number;
 }
 
 void step_on_cpu(const StepLaunch& launch) {
@@ -53,9 +60,9 @@ void step_on_cpu(const StepLaunch& launch) {
   if (factor.skip) return;
   const cpu::Engine& engine = cpu_engine();
   const cpu::TileMap tiles(launch.records, launch.count);
-  any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+  least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
     engine.step(launch, tiles, factor, begin, end);
-    return false;
+    return kNoTensor;
   });
   for (int64_t i = 0; i < launch.count; ++i) {
     if (launch.records[i].step != nullptr) *launch.records[i].step += 1.0f;
@@ -98,20 +105,25 @@ void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); 
 
 #endif
 
-int look_on_cuda(const at::Device& device, const std::vector<TensorRecord>& records,
-                 const float* grad_scale, float* found_inf, double* sum_of_squares,
-                 StepScratch& scratch, cudaStream_t stream) {
-  const auto count = static_cast<int64_t>(records.size());
-  if (sum_of_squares == nullptr) {
-    return cuda::look(records.data(), count, grad_scale, found_inf, {}, stream);
-  }
+int look_on_cuda(const at::Device& device, const LookLaunch& launch, StepScratch& scratch,
+                 cudaStream_t stream) {
+  if (launch.sum_of_squares == nullptr) return cuda::look(launch, {}, stream);
   // Freed before the kernels run, in the order of the stream.
-  const int64_t tiles = cuda::number_of_tiles(records.data(), count);
+  const int64_t tiles = cuda::number_of_tiles(launch.records, launch.count);
   const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
-  return cuda::look(
-      records.data(), count, grad_scale, found_inf,
-      {sum_of_squares, tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)},
-      stream);
+  return cuda::look(launch, {tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)},
+                    stream);
+}
+
+int update_scale_on_cuda(const at::Device& device, const ScaleUpdate& update,
+                         const std::vector<OverflowFlag>& flags, cudaStream_t stream) {
+  at::Tensor earlier_overflow;
+  if (flags.size() > cuda::kMaxFlags) {
+    earlier_overflow = at::zeros({1}, at::TensorOptions(device).dtype(at::kInt));
+  }
+  return cuda::update_scale(
+      update, flags.data(), static_cast<int64_t>(flags.size()),
+      earlier_overflow.defined() ? earlier_overflow.mutable_data_ptr<int32_t>() : nullptr, stream);
 }
 
 }  // namespace
@@ -158,41 +170,44 @@ void run_step(const at::Device& device, const StepLaunch& launch,
   step_on_cpu(launch);
 }
 
-void run_look(const at::Device& device, const std::vector<TensorRecord>& records,
-              const float* grad_scale, float* found_inf, double* sum_of_squares,
+void run_look(const at::Device& device, const LookLaunch& launch,
               [[maybe_unused]] StepScratch& scratch) {
-  const auto count = static_cast<int64_t>(records.size());
-  AMP_EXT_RUN_ON_CUDA(
-      device, look_on_cuda(device, records, grad_scale, found_inf, sum_of_squares, scratch, stream))
+  AMP_EXT_RUN_ON_CUDA(device, look_on_cuda(device, launch, scratch, stream))
   const cpu::Engine& engine = cpu_engine();
-  const cpu::TileMap tiles(records.data(), count);
-  std::vector<double> sums(sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
-  double* const sums_or_null = sum_of_squares != nullptr ? sums.data() : nullptr;
-  const bool found = any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-    return engine.look(tiles, sums_or_null, begin, end);
+  const cpu::TileMap tiles(launch.records, launch.count);
+  std::vector<double> sums(launch.sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
+  double* const sums_or_null = launch.sum_of_squares != nullptr ? sums.data() : nullptr;
+  const int64_t first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    return engine.look(tiles, sums_or_null, launch.skip_nonfinite, begin, end);
   });
   // In the order of the tiles, however many threads there were.
-  for (const double sum : sums) *sum_of_squares += sum;
-  if (found || GradientFactor::read({grad_scale}).skip) *found_inf = 1.0f;
+  for (const double sum : sums) *launch.sum_of_squares += sum;
+  if (first != kNoTensor || GradientFactor::read({launch.grad_scale}).skip) {
+    *launch.found_inf = 1.0f;
+  }
+  lower(launch.first_nonfinite, first);
 }
 
 void run_multiply(const at::Device& device, const std::vector<TensorRecord>& records,
-                  const MultiplyInputs& inputs, float* found_inf) {
+                  const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   const auto count = static_cast<int64_t>(records.size());
-  AMP_EXT_RUN_ON_CUDA(device, cuda::multiply(records.data(), count, inputs, found_inf, stream))
+  AMP_EXT_RUN_ON_CUDA(
+      device, cuda::multiply(records.data(), count, inputs, found_inf, first_nonfinite, stream))
   const float factor = inputs.factor();
   const cpu::Engine& engine = cpu_engine();
   const cpu::TileMap tiles(records.data(), count);
-  bool found = false;
+  int64_t first = kNoTensor;
   if (factor != 1.0f) {
-    found = any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
       return engine.multiply(tiles, factor, begin, end);
     });
   } else if (found_inf != nullptr) {
-    found = any_in_parallel(
-        tiles, [&](int64_t begin, int64_t end) { return engine.look(tiles, nullptr, begin, end); });
+    first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      return engine.look(tiles, nullptr, false, begin, end);
+    });
   }
-  if (found_inf != nullptr && (found || !is_finite(factor))) *found_inf = 1.0f;
+  if (found_inf != nullptr && (first != kNoTensor || !is_finite(factor))) *found_inf = 1.0f;
+  lower(first_nonfinite, first);
 }
 
 void run_count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
@@ -202,22 +217,33 @@ void run_count_nonfinite(const at::Device& device, const std::vector<TensorRecor
   const cpu::Engine& engine = cpu_engine();
   const cpu::TileMap tiles(records.data(), count);
   std::vector<std::atomic<int64_t>> found(records.size());
-  any_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+  least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
     engine.count_nonfinite(tiles, found.data(), begin, end);
-    return false;
+    return kNoTensor;
   });
   for (int64_t i = 0; i < count; ++i) counts[i] += found[i].load();
 }
 
-void run_update_scale(const at::Device& device, const LossScaleHyperparameters& hyperparameters,
-                      const std::vector<const float*>& found_infs, float* scale,
-                      int32_t* growth_tracker) {
-  AMP_EXT_RUN_ON_CUDA(device, cuda::update_scale(hyperparameters, found_infs.data(),
-                                                 static_cast<int64_t>(found_infs.size()), scale,
-                                                 growth_tracker, stream))
+void run_update_scale(const at::Device& device, const ScaleUpdate& update,
+                      const std::vector<OverflowFlag>& flags) {
+  AMP_EXT_RUN_ON_CUDA(device, update_scale_on_cuda(device, update, flags, stream))
+  const ReportMemory& reports = update.reports;
   bool overflow = false;
-  for (const float* found_inf : found_infs) overflow |= *found_inf != 0.0f;
-  update_loss_scale(hyperparameters, overflow, *scale, *growth_tracker);
+  for (const OverflowFlag& flag : flags) {
+    const bool found = *flag.found_inf != 0.0f;
+    overflow |= found;
+    if (reports.report != nullptr) {
+      report_flag(flag, found, *reports.report, reports.optimizers);
+    }
+  }
+  const float scale_before = *update.state.scale;
+  update_loss_scale(update.hyperparameters, overflow, update.state);
+  if (reports.report == nullptr) return;
+  report_update(overflow, scale_before, *update.state.scale, *reports.report);
+  const int64_t number = reports.report->updates;
+  __atomic_store_n(&reports.mirror->started, number, __ATOMIC_SEQ_CST);
+  reports.copy(0, 1);
+  __atomic_store_n(&reports.mirror->finished, number, __ATOMIC_SEQ_CST);
 }
 
 const char* cpu_isa() { return cpu_engine().name; }

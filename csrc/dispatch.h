@@ -37,25 +37,20 @@ bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs);
 
 void run_step(const at::Device& device, const StepLaunch& launch, StepScratch& scratch);
 
-// Sets found_inf[0] to 1 if a gradient is inf or NaN, or if grad_scale (may be null) has no finite
-// inverse. Adds the sum of squares to sum_of_squares[0], unless null.
-void run_look(const at::Device& device, const std::vector<TensorRecord>& records,
-              const float* grad_scale, float* found_inf, double* sum_of_squares,
-              StepScratch& scratch);
+void run_look(const at::Device& device, const LookLaunch& launch, StepScratch& scratch);
 
-// Multiplies gradients in place; a factor of 1 writes nothing. found_inf (may be null) as above,
-// for the gradients before and for the factor.
+// Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
+// be null) as in a look, for the gradients before and for the factor.
 void run_multiply(const at::Device& device, const std::vector<TensorRecord>& records,
-                  const MultiplyInputs& inputs, float* found_inf);
+                  const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite);
 
 // Adds the number of infs and NaNs of each gradient to counts[records.size()].
 void run_count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
                          int64_t* counts);
 
-// found_infs may be of any number; the scale backs off if one of them is not 0.
-void run_update_scale(const at::Device& device, const LossScaleHyperparameters& hyperparameters,
-                      const std::vector<const float*>& found_infs, float* scale,
-                      int32_t* growth_tracker);
+// The scale backs off if one of the flags, of any number, is not 0.
+void run_update_scale(const at::Device& device, const ScaleUpdate& update,
+                      const std::vector<OverflowFlag>& flags);
 
 // The instruction set of the CPU engine: "plain" or "avx2".
 AMP_EXT_API const char* cpu_isa();

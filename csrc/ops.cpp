@@ -108,14 +108,23 @@ struct DenseReads {
   explicit DenseReads(const TensorList& tensors) {
     for (const at::Tensor& tensor : tensors) {
       copies.push_back(tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous());
-      records.push_back(gradient_record(tensor, const_cast<void*>(copies.back().const_data_ptr())));
+      records.push_back(gradient_record(tensor, const_cast<void*>(copies.back().const_data_ptr()),
+                                        static_cast<int64_t>(records.size())));
     }
   }
 };
 
+// Memory of an optional first_nonfinite.
+int64_t* number_data(const char* operation, const char* name, const OptionalTensor& number,
+                     const at::Device& device) {
+  if (!number.has_value()) return nullptr;
+  check_number(operation, name, *number, at::kLong, device);
+  return number->mutable_data_ptr<int64_t>();
+}
+
 // Multiplies gradients in place, through dense copies of those with gaps.
 void multiply(const char* operation, const TensorList& grads, const at::Device& device,
-              const MultiplyInputs& inputs, float* found_inf) {
+              const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   check_gradients(operation, "grads", grads, device);
   std::vector<MemoryUse> uses;
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -134,9 +143,10 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
       dense.copy_(grad);
       staged.emplace_back(grad, dense);
     }
-    records.push_back(gradient_record(grad, dense.mutable_data_ptr()));
+    records.push_back(
+        gradient_record(grad, dense.mutable_data_ptr(), static_cast<int64_t>(records.size())));
   }
-  run_multiply(device, records, inputs, found_inf);
+  run_multiply(device, records, inputs, found_inf, first_nonfinite);
   if (device.is_cpu() && inputs.factor() == 1.0f) return;  // nothing was written
   for (const auto& [grad, dense] : staged) grad.copy_(dense);
   for (const at::Tensor& grad : grads) bump_version(grad);
@@ -159,7 +169,8 @@ void refresh_masters_(const TensorList& params, const TensorList& master_params)
 }
 
 void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
-                   const OptionalTensor& grad_scale, const OptionalTensor& sum_of_squares) {
+                   const OptionalTensor& grad_scale, const OptionalTensor& sum_of_squares,
+                   const OptionalTensor& first_nonfinite) {
   const char* const operation = "check_finite_";
   check_is_plain(operation, "found_inf", found_inf);
   const at::Device device = found_inf.device();
@@ -173,13 +184,19 @@ void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
     check_number(operation, "sum_of_squares", *sum_of_squares, at::kDouble, device);
     sum = sum_of_squares->mutable_data_ptr<double>();
   }
+  int64_t* const first = number_data(operation, "first_nonfinite", first_nonfinite, device);
   check_gradients(operation, "tensors", tensors, device);
   const DenseReads reads(tensors);
   if (sum != nullptr) sum_of_squares->zero_();
   StepScratch scratch;
-  run_look(device, reads.records,
-           grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
-           found_inf.mutable_data_ptr<float>(), sum, scratch);
+  const LookLaunch launch{reads.records.data(),
+                          static_cast<int64_t>(reads.records.size()),
+                          grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
+                          found_inf.mutable_data_ptr<float>(),
+                          first,
+                          sum,
+                          /*skip_nonfinite=*/false};
+  run_look(device, launch, scratch);
 }
 
 at::Tensor count_nonfinite(const TensorList& tensors) {
@@ -195,7 +212,8 @@ at::Tensor count_nonfinite(const TensorList& tensors) {
   return counts;
 }
 
-void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf) {
+void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf,
+              const OptionalTensor& first_nonfinite) {
   const char* const operation = "unscale_";
   check_is_plain(operation, "found_inf", found_inf);
   const at::Device device = found_inf.device();
@@ -204,7 +222,8 @@ void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Te
   check_number(operation, "inv_scale", inv_scale, at::kFloat, device);
   MultiplyInputs inputs;
   inputs.inv_scale = inv_scale.const_data_ptr<float>();
-  multiply(operation, grads, device, inputs, found_inf.mutable_data_ptr<float>());
+  multiply(operation, grads, device, inputs, found_inf.mutable_data_ptr<float>(),
+           number_data(operation, "first_nonfinite", first_nonfinite, device));
 }
 
 void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
@@ -216,32 +235,57 @@ void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double m
   MultiplyInputs inputs;
   inputs.total_norm = total_norm.const_data_ptr<float>();
   inputs.max_norm = max_norm;
-  multiply(operation, grads, device, inputs, nullptr);
+  multiply(operation, grads, device, inputs, nullptr, nullptr);
 }
 
 void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
-                   const TensorList& found_infs, const LossScaleHyperparameters& hyperparameters) {
+                   const std::vector<LookResult>& looks,
+                   const LossScaleHyperparameters& hyperparameters,
+                   const OptionalTensor& hysteresis_tracker, const ScalerMonitor* monitor) {
   const char* const operation = "update_scale_";
   check_is_plain(operation, "scale", scale);
   const at::Device device = scale.device();
   check_device(operation, "scale", device);
   check_number(operation, "scale", scale, at::kFloat, device);
   check_number(operation, "growth_tracker", growth_tracker, at::kInt, device);
-  std::vector<const float*> flags;
-  for (size_t i = 0; i < found_infs.size(); ++i) {
-    check_number(operation, c10::str("found_infs[", i, "]").c_str(), found_infs[i], at::kFloat,
-                 device);
-    flags.push_back(found_infs[i].const_data_ptr<float>());
+  TORCH_CHECK(hysteresis_tracker.has_value() || hyperparameters.hysteresis == 1, operation,
+              ": hysteresis_tracker must be given with a hysteresis of ",
+              hyperparameters.hysteresis, ", got None");
+  int32_t* hysteresis = nullptr;
+  if (hysteresis_tracker.has_value()) {
+    check_number(operation, "hysteresis_tracker", *hysteresis_tracker, at::kInt, device);
+    hysteresis = hysteresis_tracker->mutable_data_ptr<int32_t>();
   }
-  run_update_scale(device, hyperparameters, flags, scale.mutable_data_ptr<float>(),
-                   growth_tracker.mutable_data_ptr<int32_t>());
+  if (monitor != nullptr) {
+    TORCH_CHECK(monitor->device() == device, operation, ": monitor must be on ", device, ", got ",
+                monitor->device());
+  }
+  std::vector<OverflowFlag> flags;
+  for (size_t i = 0; i < looks.size(); ++i) {
+    const LookResult& look = looks[i];
+    check_number(operation, c10::str("found_infs[", i, "]").c_str(), look.found_inf, at::kFloat,
+                 device);
+    TORCH_CHECK(monitor == nullptr || look.slot < monitor->number_of_optimizers(), operation,
+                ": slots[", i, "] must be one that the monitor has added, got ", look.slot);
+    const std::string first = c10::str("first_nonfinites[", i, "]");
+    flags.push_back({look.found_inf.const_data_ptr<float>(),
+                     number_data(operation, first.c_str(), look.first_nonfinite, device),
+                     look.slot});
+  }
+  const ScaleUpdate update{
+      hyperparameters,
+      {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
+      monitor != nullptr ? monitor->memory() : ReportMemory()};
+  run_update_scale(device, update, flags);
 }
 
 void adam_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-           const TensorList& exp_avg_sqs, const TensorList& steps,
+           const TensorList& exp_avg_sqs, const OptionalTensorList& steps,
            const OptionalTensorList& max_exp_avg_sqs, const OptionalTensorList& master_params,
            const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
            const GradientOptions& options) {
+  TORCH_CHECK(steps.has_value() || hyperparameters.timestep >= 1.0,
+              "adam_: steps must be given unless there is a timestep, got None");
   std::vector<NamedList> buffers = {{"exp_avgs", &exp_avgs}, {"exp_avg_sqs", &exp_avg_sqs}};
   if (max_exp_avg_sqs.has_value()) buffers.push_back({"max_exp_avg_sqs", &*max_exp_avg_sqs});
   step_lists("adam_", params, grads, buffers, steps, master_params, hyperparameters, lr, options);

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eq.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -94,25 +95,37 @@ std::vector<int64_t> Plan::read_grads() {
   return without_state;
 }
 
-std::vector<at::Tensor> Plan::check_finite(const at::Tensor& found_inf,
-                                           const OptionalTensor& grad_scale, bool sum_squares) {
+std::vector<Finding> Plan::check_finite(const at::Tensor& found_inf,
+                                        const OptionalTensor& grad_scale, bool sum_squares,
+                                        bool skip_nonfinite) {
   const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
-  looks_ = look(found_inf, grad_scale, sum_squares);
-  std::vector<at::Tensor> found_infs;
+  looks_ = look(found_inf, grad_scale, sum_squares, skip_nonfinite, scratch_);
+  std::vector<Finding> findings;
   for (Look& look : looks_) {
-    found_infs.push_back(look.found_inf);
+    findings.push_back({look.found_inf, first_nonfinite_on(look.found_inf.device())});
     look.records.clear();
   }
-  return found_infs;
+  return findings;
+}
+
+at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
+  for (const at::Tensor& first : first_nonfinites_) {
+    if (first.device() == device) return first;
+  }
+  const auto options = at::TensorOptions(device).dtype(at::kLong);
+  first_nonfinites_.push_back(at::full({}, kNoTensor, options));
+  return first_nonfinites_.back();
 }
 
 std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
-                                   const OptionalTensor& grad_scale, bool sum_squares) {
+                                   const OptionalTensor& grad_scale, bool sum_squares,
+                                   bool skip_nonfinite, StepScratch& scratch) {
   check_scalar(operation_, "found_inf", found_inf);
   check_scalar(operation_, "grad_scale", grad_scale);
   std::vector<Look> looks;
-  for (Row& row : rows_) {
+  for (size_t number = 0; number < rows_.size(); ++number) {
+    Row& row = rows_[number];
     row.looked_at.reset();
     if (!row.has_grad()) continue;
     check_grad(row);
@@ -136,13 +149,20 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
       dense = dense.contiguous();
       row.staged.push_back({row.grad(), dense, false});  // keeps it alive
     }
-    look->records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr())));
+    look->records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
+                                            static_cast<int64_t>(number)));
   }
   for (Look& look : looks) {
     const at::Device device = look.found_inf.device();
     const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
-    run_look(device, look.records, float_data(scale), look.found_inf.mutable_data_ptr<float>(),
-             sum_squares ? look.sum_of_squares.mutable_data_ptr<double>() : nullptr, scratch_);
+    const LookLaunch launch{look.records.data(),
+                            static_cast<int64_t>(look.records.size()),
+                            float_data(scale),
+                            look.found_inf.mutable_data_ptr<float>(),
+                            first_nonfinite_on(device).mutable_data_ptr<int64_t>(),
+                            sum_squares ? look.sum_of_squares.mutable_data_ptr<double>() : nullptr,
+                            skip_nonfinite};
+    run_look(device, launch, scratch);
   }
   for (Row& row : rows_) row.staged.clear();
   return looks;
@@ -163,7 +183,7 @@ void Plan::run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
                     const GradientOptions& options) {
   const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
-  check_groups(table, lrs);
+  check_groups(table, lrs, options.max_grad_norm);
   check_scalar(operation_, "grad_scale", options.grad_scale);
   check_scalar(operation_, "found_inf", options.found_inf);
   check_scalar(operation_, "sum_of_squares", options.sum_of_squares);
@@ -180,12 +200,13 @@ void Plan::run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
   // The look that belongs to this step, taken now if it was not, or if gradients changed since.
   std::vector<Look> looks;
   std::swap(looks, looks_);
+  StepScratch& scratch = options.scratch != nullptr ? *options.scratch : scratch_;
   const bool clips = options.max_grad_norm.has_value();
   const bool stale = !looks.empty() && !gradients_are_as_looked_at();
   const bool lacks_sum = clips && !options.sum_of_squares.has_value() &&
                          (looks.empty() || !looks.front().sum_of_squares.defined());
   const bool looks_again = lacks_sum || (stale && (clips || options.found_inf.has_value()));
-  if (looks_again) looks = look({}, {}, clips);
+  if (looks_again) looks = look({}, {}, clips, options.skip_nonfinite, scratch);
   const auto sum_on = [&](const at::Device& device) {
     if (options.sum_of_squares.has_value()) {
       return options.sum_of_squares->to(device, at::kDouble, /*non_blocking=*/true);
@@ -222,7 +243,7 @@ void Plan::run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
     const at::Tensor sum = clips ? sum_on(device) : at::Tensor();
     const GradientInputs inputs{float_data(scale), float_data(found),
                                 clips ? sum.const_data_ptr<double>() : nullptr,
-                                options.max_grad_norm.value_or(0.0)};
+                                options.max_grad_norm.value_or(0.0), options.skip_nonfinite};
     float* grad_norm = nullptr;
     if (clips && options.grad_norm.has_value() && options.grad_norm->device() == device) {
       grad_norm = options.grad_norm->mutable_data_ptr<float>();
@@ -253,7 +274,7 @@ void Plan::run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
     const StepLaunch launch{
         batch.kernel,          records.data(), static_cast<int64_t>(records.size()),
         table.hyperparameters, inputs,         grad_norm};
-    amp_ext::run_step(device, launch, scratch_);
+    amp_ext::run_step(device, launch, scratch);
     for (Row* row : batch.rows) mark_written(*row);
   }
 }
@@ -275,7 +296,8 @@ Plan::Batch& Plan::batch_of(std::vector<Batch>& batches, const Row& row) {
   return batches.back();
 }
 
-void Plan::check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs) const {
+void Plan::check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs,
+                        const std::optional<double>& max_grad_norm) const {
   TORCH_CHECK(static_cast<int64_t>(lrs.size()) == table.count, operation_,
               ": lrs must have one entry for each of the ", table.count, " groups, got ",
               lrs.size());
@@ -284,6 +306,12 @@ void Plan::check_groups(const GroupTable& table, const std::vector<OptionalTenso
                 " are missing, got ", table.count, " groups");
   }
   for (const auto& lr : lrs) check_scalar(operation_, "lr", lr);
+  for (const CommonHyperparameters* common : table.common) {
+    TORCH_CHECK(common->clip_value >= 0.0, operation_, ": clip_value must be at least 0, got ",
+                common->clip_value);
+  }
+  TORCH_CHECK(!max_grad_norm.has_value() || *max_grad_norm >= 0.0, operation_,
+              ": max_grad_norm must be at least 0, got ", *max_grad_norm);
 }
 
 void Plan::check_row(Row& row) {

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -27,8 +28,16 @@ struct GradientOptions {
   OptionalTensor found_inf;   // one number; anything but 0: nothing is written
   std::optional<double> max_grad_norm;
   OptionalTensor
-      sum_of_squares;        // one float64, of the scaled gradients; None: the step looks itself
-  OptionalTensor grad_norm;  // one float32, written with the norm of the unscaled gradients
+      sum_of_squares;           // one float64, of the scaled gradients; None: the step looks itself
+  OptionalTensor grad_norm;     // one float32, written with the norm of the unscaled gradients
+  bool skip_nonfinite = false;  // leaves elements alone whose gradient is inf or NaN
+  std::shared_ptr<StepScratch> scratch;  // device memory of the caller's; null: the plan's own
+};
+
+// What a look found on one device.
+struct Finding {
+  at::Tensor found_inf;        // one float32
+  at::Tensor first_nonfinite;  // one int64, the number of the first parameter, or kNoTensor
 };
 
 // The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
@@ -70,11 +79,12 @@ class AMP_EXT_API Plan {
   // it.
   std::vector<int64_t> read_grads();
 
-  // Looks for inf and NaN in all gradients, and sums their squares if the step will want that.
-  // Returns one found_inf for each device that holds a gradient: a copy of `found_inf` there, set
-  // to 1 where something was found.
-  std::vector<at::Tensor> check_finite(const at::Tensor& found_inf,
-                                       const OptionalTensor& grad_scale, bool sum_squares);
+  // Looks for inf and NaN in all gradients, and sums their squares if the step will want that:
+  // with `skip_nonfinite` only those of finite elements. Returns a finding for each device that
+  // holds a gradient: a copy of `found_inf` there, set to 1 where something was found, and the
+  // plan's own first_nonfinite, which is lowered, for an update of the scale to read and reset.
+  std::vector<Finding> check_finite(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
+                                    bool sum_squares, bool skip_nonfinite);
 
   // One step of every parameter that has a gradient. `groups` holds the hyperparameters of each
   // group and `lrs` its learning rate if that is a tensor. With a found_inf other than 0 nothing
@@ -165,11 +175,13 @@ class AMP_EXT_API Plan {
   void run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
                 const GradientOptions& options);
   std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
-                         bool sum_squares);
+                         bool sum_squares, bool skip_nonfinite, StepScratch& scratch);
+  at::Tensor first_nonfinite_on(const at::Device& device);
   bool gradients_are_as_looked_at() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
   static Batch& batch_of(std::vector<Batch>& batches, const Row& row);
-  void check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs) const;
+  void check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs,
+                    const std::optional<double>& max_grad_norm) const;
   void check_row(Row& row);
   static bool has_moved(Row& row, int list);
   static bool take_new_grad(Row& row);
@@ -186,7 +198,8 @@ class AMP_EXT_API Plan {
   Naming naming_;
   std::vector<Row> rows_;
   bool memory_is_checked_ = false;
-  std::vector<Look> looks_;  // of check_finite, for the step that follows
+  std::vector<Look> looks_;                   // of check_finite, for the step that follows
+  std::vector<at::Tensor> first_nonfinites_;  // one for each device
   StepScratch scratch_;
 };
 

@@ -121,11 +121,12 @@ std::optional<DType> dtype_of(at::ScalarType dtype) {
 
 std::optional<DType> dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
-TensorRecord gradient_record(const at::Tensor& grad, void* data) {
+TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number) {
   TensorRecord record;
   record.grad = data;
   record.grad_dtype = *dtype_of(grad);
   record.numel = grad.numel();
+  record.group = static_cast<int32_t>(number);
   return record;
 }
 

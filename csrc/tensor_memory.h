@@ -28,8 +28,9 @@ inline bool is_plain(const at::Tensor& tensor) {
          tensor.has_storage();
 }
 
-// What an operation on gradients alone needs of one, whose elements lie densely at `data`.
-TensorRecord gradient_record(const at::Tensor& grad, void* data);
+// What an operation on gradients alone needs of one, whose elements lie densely at `data`. `number`
+// is what reports call it.
+TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number);
 
 // Both without gaps, with their elements in the same order: one loop over memory pairs them up.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);

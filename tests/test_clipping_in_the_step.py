@@ -1330,3 +1330,19 @@ def test_every_instruction_set_gives_the_same_bits(under_isa) -> None:
     plain_isa, plain = under_isa(trained, "plain")
     assert plain_isa == "plain"
     assert_same_bits(trained(), plain)
+
+
+@pytest.mark.parametrize("option", ["max_grad_norm", "clip_value"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "1", [1.0]])
+def test_a_limit_that_is_none_is_refused(option, value):
+    with pytest.raises(ValueError, match=rf"Invalid {option} value: "):
+        amp_ext.optim.SGD([Parameter(torch.zeros(1))], **{option: value})
+
+
+@pytest.mark.parametrize("option", ["max_grad_norm", "clip_value"])
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_the_operation_refuses_a_limit_that_is_none(option, value, device):
+    param, grad = torch.zeros(1, device=device), torch.ones(1, device=device)
+    with pytest.raises(RuntimeError, match=rf"sgd_: {option} must be at least 0, got "):
+        ops.sgd_([param], [grad], lr=0.1, **{option: value})
+    assert param.item() == 0.0

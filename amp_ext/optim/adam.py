@@ -29,6 +29,10 @@ class Adam(FusedOptimizer):
             step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
             gradient 0.
         clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
+        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
+            out of the norm. Under a gradient scaler such a step is skipped whole all the same.
+        denominator_floor: Least value of the corrected second moment, under the root: the
+            denominator is ``sqrt(max(v, denominator_floor)) + eps``.
         write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
             leaves ``.grad`` as the backward pass made it.
         foreach: Accepted for drop-in use; there is one path.
@@ -61,6 +65,8 @@ class Adam(FusedOptimizer):
         state_dtype: torch.dtype | None = torch.float32,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
+        skip_nonfinite: bool = False,
+        denominator_floor: float = 0.0,
         write_back_grads: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -70,6 +76,8 @@ class Adam(FusedOptimizer):
         """Checks the options; see the class."""
         if not eps >= 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
+        if not denominator_floor >= 0.0:
+            raise ValueError(f"Invalid denominator_floor value: {denominator_floor}")
         for index, beta in enumerate(betas):
             if isinstance(beta, Tensor) and beta.numel() != 1:
                 raise ValueError(f"Tensor betas[{index}] must be 1-element")
@@ -94,6 +102,8 @@ class Adam(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
             "clip_value": clip_value,
             "write_back_grads": write_back_grads,
+            "skip_nonfinite": skip_nonfinite,
+            "denominator_floor": denominator_floor,
         }
         super().__init__(params, defaults)
 
@@ -106,7 +116,11 @@ class Adam(FusedOptimizer):
     def _hyperparameters(self, group: dict[str, Any], common: dict[str, Any]) -> Any:
         beta1, beta2 = group["betas"]
         return ops.AdamHyperparameters(
-            **common, beta1=float(beta1), beta2=float(beta2), eps=group["eps"]
+            **common,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            denominator_floor=group["denominator_floor"],
         )
 
 
@@ -133,6 +147,8 @@ class AdamW(Adam):
         state_dtype: torch.dtype | None = torch.float32,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
+        skip_nonfinite: bool = False,
+        denominator_floor: float = 0.0,
         write_back_grads: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -154,6 +170,8 @@ class AdamW(Adam):
             max_grad_norm=max_grad_norm,
             clip_value=clip_value,
             write_back_grads=write_back_grads,
+            skip_nonfinite=skip_nonfinite,
+            denominator_floor=denominator_floor,
             foreach=foreach,
             fused=fused,
             capturable=capturable,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +19,15 @@ __all__ = ["FusedOptimizer"]
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 # Options that torch does not have. A checkpoint never changes how they were configured.
-_CONFIGURED = ("master_weights", "state_dtype", "max_grad_norm", "clip_value", "write_back_grads")
+_CONFIGURED = (
+    "master_weights",
+    "state_dtype",
+    "max_grad_norm",
+    "clip_value",
+    "write_back_grads",
+    "skip_nonfinite",
+    "denominator_floor",
+)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -40,6 +50,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: Any = None
     _planned_state: Any = None
+    # By device, as the last look of a scaler left them: the number of the first bad gradient.
+    _first_nonfinites: Mapping[torch.device, Tensor] = MappingProxyType({})
 
     #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
     #: later steps write anew: clone it to keep it. None without ``max_grad_norm``.
@@ -137,7 +149,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for name in ("max_grad_norm", "clip_value"):
             limit = group[name]
-            if limit is not None and not limit >= 0.0:
+            if limit is not None and not (isinstance(limit, Real) and limit >= 0.0):
                 raise ValueError(f"Invalid {name} value: {limit}")
         dtype = group["state_dtype"]
         if dtype not in (torch.float32, "float32", None):
@@ -247,7 +259,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return loss
             found_inf = None
         plan = self._plan_with_states()
-        max_grad_norm = self._max_grad_norm()
+        max_grad_norm = self._for_all_groups("max_grad_norm")
         if max_grad_norm is None:
             self.grad_norm = None
         elif self.grad_norm is None and self._plan_places:
@@ -262,19 +274,20 @@ class FusedOptimizer(torch.optim.Optimizer):
                 found_inf=found_inf,
                 max_grad_norm=max_grad_norm,
                 grad_norm=self.grad_norm,
+                skip_nonfinite=self._for_all_groups("skip_nonfinite"),
             ),
         )
         return loss
 
-    def _max_grad_norm(self) -> float | None:
-        """Returns the limit of the norm over all groups."""
-        limits = {group["max_grad_norm"] for group in self.param_groups}
-        if len(limits) > 1:
+    def _for_all_groups(self, option: str) -> Any:
+        """Returns an option that concerns the norm of all groups together."""
+        values = [group[option] for group in self.param_groups]
+        if any(value != values[0] for value in values):
             raise ValueError(
-                f"{type(self).__name__}: max_grad_norm must be the same in all groups, whose norm "
-                f"is taken together, got {[group['max_grad_norm'] for group in self.param_groups]}"
+                f"{type(self).__name__}: {option} must be the same in all groups, whose norm is "
+                f"taken together, got {values}"
             )
-        return next(iter(limits), None)
+        return values[0]
 
     def _check_finite(
         self, found_inf: Tensor, grad_scale: Tensor | None = None
@@ -289,9 +302,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             For each device that holds a gradient a copy of ``found_inf``, set to 1 if one there is
             inf or NaN.
         """
-        sum_squares = self._max_grad_norm() is not None
-        flags = self._current_plan().check_finite(found_inf, grad_scale, sum_squares)
-        return {flag.device: flag for flag in flags}
+        findings = self._current_plan().check_finite(
+            found_inf,
+            grad_scale,
+            self._for_all_groups("max_grad_norm") is not None,
+            self._for_all_groups("skip_nonfinite"),
+        )
+        self._first_nonfinites = {
+            finding.found_inf.device: finding.first_nonfinite for finding in findings
+        }
+        return {finding.found_inf.device: finding.found_inf for finding in findings}
+
+    def _planned_param(self, number: int) -> Tensor | None:
+        """Returns the parameter that a look reports by this number."""
+        places = self._plan_places if self._plan is not None else []
+        return places[number][1] if number < len(places) else None
 
     # Masters.
 
@@ -336,7 +361,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 Nothing has been changed then.
         """
         states: dict[Any, Any] = {}
-        configured = [{name: g[name] for name in _CONFIGURED} for g in self.param_groups]
+        configured = [_configured(group) for group in self.param_groups]
 
         def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any]:
             states.update(self._loaded_states(incoming))  # all that can fail, fails here
@@ -384,8 +409,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group_index, (group, saved) in enumerate(
             zip(self.param_groups, saved_groups, strict=True)
         ):
-            configured = {name: group[name] for name in _CONFIGURED}
-            loaded_group = {**self.defaults, **saved, **configured}
+            loaded_group = {**self.defaults, **saved, **_configured(group)}
             for index, (param, key) in enumerate(
                 zip(group["params"], saved["params"], strict=True)
             ):
@@ -417,6 +441,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if name != "master_param" or self._has_master(group, param):
                     state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
         return state
+
+
+def _configured(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a group's options that no checkpoint changes."""
+    return {name: group[name] for name in _CONFIGURED if name in group}
 
 
 def _common(group: dict[str, Any]) -> dict[str, Any]:

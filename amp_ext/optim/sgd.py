@@ -31,6 +31,8 @@ class SGD(FusedOptimizer):
             step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
             gradient 0.
         clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
+        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
+            out of the norm. Under a gradient scaler such a step is skipped whole all the same.
         write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
             leaves ``.grad`` as the backward pass made it.
         foreach: Accepted for drop-in use; there is one path.
@@ -69,6 +71,7 @@ class SGD(FusedOptimizer):
         state_dtype: torch.dtype | None = torch.float32,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
+        skip_nonfinite: bool = False,
         write_back_grads: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -95,6 +98,7 @@ class SGD(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
             "clip_value": clip_value,
             "write_back_grads": write_back_grads,
+            "skip_nonfinite": skip_nonfinite,
         }
         super().__init__(params, defaults)
 

@@ -14,11 +14,13 @@ struct Engine {
   const char* name;
   void (*step)(const StepLaunch& launch, const TileMap& tiles, const GradientFactor& factor,
                int64_t begin, int64_t end);
-  // Returns whether a gradient is inf or NaN. Fills sums[tiles.number_of_tiles()], unless null,
-  // with the sums of squares of its tiles; inf or NaN where a gradient is.
-  bool (*look)(const TileMap& tiles, double* sums, int64_t begin, int64_t end);
-  // Multiplies gradients in place. Returns whether one was inf or NaN before.
-  bool (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);
+  // Returns the least number of a gradient that is inf or NaN, or kNoTensor. Fills
+  // sums[tiles.number_of_tiles()], unless null, with the sums of squares of its tiles: inf or NaN
+  // where a gradient is, unless those are left out.
+  int64_t (*look)(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
+                  int64_t end);
+  // Multiplies gradients in place. Returns the least number of one that was inf or NaN before.
+  int64_t (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);
   // Adds the numbers of infs and NaNs to counts[records].
   void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                           int64_t end);

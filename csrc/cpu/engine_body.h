@@ -65,6 +65,26 @@ void close_block(void* tensor, DType dtype, int64_t offset, int64_t count, const
   });
 }
 
+// The number of elements that are inf or NaN: all bits of their exponent are set.
+template <typename Count, typename Storage>
+Count count_nonfinite(const Storage* elements, int64_t count) {
+  using Bits = typename BitPattern<Storage>::type;
+  Count found = 0;
+#pragma omp simd reduction(+ : found)
+  for (int64_t i = 0; i < count; ++i) {
+    Bits bits;
+    memcpy(&bits, elements + i, sizeof bits);
+    found += static_cast<Count>((bits & kExponentMask<Storage>) == kExponentMask<Storage>);
+  }
+  return found;
+}
+
+// `count` up to kTileSize: the narrowest of the counters holds that.
+template <typename Storage>
+bool any_nonfinite(const Storage* elements, int64_t count) {
+  return count_nonfinite<typename BitPattern<Storage>::type>(elements, count) != 0;
+}
+
 template <int kBuffers, typename Functor, typename T>
 void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* __restrict grad,
                   T* __restrict param, T* __restrict buffer0, T* __restrict buffer1,
@@ -86,12 +106,29 @@ void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* 
   }
 }
 
+// The same, without the elements whose gradient is inf or NaN. Not a vector loop.
+template <int kBuffers, typename Functor, typename T>
+void update_finite_elements(const TensorConstants<Functor, T>& constants, const T* grad, T* param,
+                            T* const* buffers, int64_t count) {
+  T absent = T();
+  for (int64_t i = 0; i < count; ++i) {
+    if (!is_finite(grad[i])) continue;
+    update_element<kBuffers>(constants, constants.unscale_and_clip(grad[i]), param[i],
+                             kBuffers > 0 ? buffers[0][i] : absent,
+                             kBuffers > 1 ? buffers[1][i] : absent,
+                             kBuffers > 2 ? buffers[2][i] : absent);
+  }
+}
+
 // Stores the gradients as the optimizer sees them.
 template <typename Functor, typename T>
 void write_back_block(const TensorConstants<Functor, T>& tensor_constants, T* grad, int64_t count) {
   const TensorConstants<Functor, T> constants = tensor_constants;
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) grad[i] = constants.unscale_and_clip(grad[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    const T seen = constants.unscale_and_clip(grad[i]);
+    grad[i] = constants.skips(grad[i]) ? grad[i] : seen;
+  }
 }
 
 template <int kBuffers, typename Functor, typename T>
@@ -122,7 +159,11 @@ void step_tile(TensorConstants<Functor, T> constants, const Tile& tile) {
       buffers[i] =
           open_block(record.buffers[i], record.buffer_dtype, offset, count, buffer_scratch[i]);
     }
-    update_block<kBuffers>(constants, grad, param, buffers[0], buffers[1], buffers[2], count);
+    if (constants.skip_nonfinite && any_nonfinite(grad, count)) {
+      update_finite_elements<kBuffers>(constants, grad, param, buffers, count);
+    } else {
+      update_block<kBuffers>(constants, grad, param, buffers[0], buffers[1], buffers[2], count);
+    }
     close_block(record.param, record.param_dtype, offset, count, param);
     for (int i = 0; i < kBuffers; ++i) {
       close_block(record.buffers[i], record.buffer_dtype, offset, count, buffers[i]);
@@ -182,26 +223,6 @@ inline void step(const StepLaunch& launch, const TileMap& tiles, const GradientF
     AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CASE)
 #undef AMP_EXT_CASE
   }
-}
-
-// The number of elements that are inf or NaN: all bits of their exponent are set.
-template <typename Count, typename Storage>
-Count count_nonfinite(const Storage* elements, int64_t count) {
-  using Bits = typename BitPattern<Storage>::type;
-  Count found = 0;
-#pragma omp simd reduction(+ : found)
-  for (int64_t i = 0; i < count; ++i) {
-    Bits bits;
-    memcpy(&bits, elements + i, sizeof bits);
-    found += static_cast<Count>((bits & kExponentMask<Storage>) == kExponentMask<Storage>);
-  }
-  return found;
-}
-
-// `count` up to kTileSize: the narrowest of the counters holds that.
-template <typename Storage>
-bool any_nonfinite(const Storage* elements, int64_t count) {
-  return count_nonfinite<typename BitPattern<Storage>::type>(elements, count) != 0;
 }
 
 // Eight numbers anywhere in memory; a narrower instruction set takes them in pieces, with the same
@@ -267,24 +288,48 @@ double sum_of_squares(const TensorRecord& record, int64_t begin, int64_t end) {
   return sum;
 }
 
-inline bool look(const TileMap& tiles, double* sums, int64_t begin, int64_t end) {
-  bool found = false;
+// The same without the elements that are inf or NaN.
+template <typename T>
+double sum_of_finite_squares(const TensorRecord& record, int64_t begin, int64_t end) {
+  alignas(64) T scratch[kBlockSize];
+  double sum = 0.0;
+  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
+    const int64_t count = std::min(kBlockSize, end - offset);
+    const T* grad = open_block(record.grad, record.grad_dtype, offset, count, scratch);
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = grad[i];
+      sum += is_finite(value) ? value * value : 0.0;
+    }
+  }
+  return sum;
+}
+
+inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
+                    int64_t end) {
+  int64_t first = kNoTensor;
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
     const TensorRecord& record = tile.record;
+    const bool in_double = record.grad_dtype == DType::kFloat64;
     if (sums != nullptr) {
-      const double sum = record.grad_dtype == DType::kFloat64
-                             ? sum_of_squares<double>(record, tile.begin, tile.end)
-                             : sum_of_squares<float>(record, tile.begin, tile.end);
+      const double sum = in_double ? sum_of_squares<double>(record, tile.begin, tile.end)
+                                   : sum_of_squares<float>(record, tile.begin, tile.end);
       sums[tile.number] = sum;
       // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
       if (is_finite(sum)) return;
     }
+    bool found = false;
     for_dtype(record.grad_dtype, [&](auto element) {
       const auto* grad = static_cast<const decltype(element)*>(record.grad) + tile.begin;
-      found |= any_nonfinite(grad, tile.end - tile.begin);
+      found = any_nonfinite(grad, tile.end - tile.begin);
     });
+    if (!found) return;
+    first = std::min<int64_t>(first, record.group);
+    if (sums != nullptr && skip_nonfinite) {
+      sums[tile.number] = in_double ? sum_of_finite_squares<double>(record, tile.begin, tile.end)
+                                    : sum_of_finite_squares<float>(record, tile.begin, tile.end);
+    }
   });
-  return found;
+  return first;
 }
 
 inline void count_nonfinite(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
@@ -316,11 +361,13 @@ bool multiply_tile(const Tile& tile, T factor) {
   return found;
 }
 
-inline bool multiply(const TileMap& tiles, float factor, int64_t begin, int64_t end) {
-  bool found = false;
+inline int64_t multiply(const TileMap& tiles, float factor, int64_t begin, int64_t end) {
+  int64_t first = kNoTensor;
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    found |= tile.record.grad_dtype == DType::kFloat64 ? multiply_tile<double>(tile, factor)
-                                                       : multiply_tile<float>(tile, factor);
+    const bool found = tile.record.grad_dtype == DType::kFloat64
+                           ? multiply_tile<double>(tile, factor)
+                           : multiply_tile<float>(tile, factor);
+    if (found) first = std::min<int64_t>(first, tile.record.group);
   });
-  return found;
+  return first;
 }

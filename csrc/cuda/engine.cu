@@ -58,8 +58,18 @@ struct GradientTile {
   }
 };
 
-__device__ void report(bool found, float* found_inf) {
-  if (__syncthreads_or(found) && threadIdx.x == 0) atomicExch(found_inf, 1.0f);
+// Where a block says that it found inf or NaN.
+struct Findings {
+  float* found_inf;          // [1], or null: nothing is said
+  int64_t* first_nonfinite;  // [1], or null
+};
+
+// Says whether a thread found one in tensor `number`.
+__device__ void report(bool found, int32_t number, const Findings& findings) {
+  if (!__syncthreads_or(found) || threadIdx.x != 0) return;
+  atomicExch(findings.found_inf, 1.0f);
+  if (findings.first_nonfinite == nullptr) return;
+  atomicMin(reinterpret_cast<long long*>(findings.first_nonfinite), static_cast<long long>(number));
 }
 
 constexpr int kWarps = kThreads / 32;
@@ -89,19 +99,21 @@ template <typename Table>
 struct LookArguments {
   Table table;
   const float* grad_scale;
-  float* found_inf;
-  SumOutputs sums;
+  Findings findings;
+  double* sum_of_squares;
+  SumScratch scratch;
+  bool skip_nonfinite;
 };
 
 // The sum of squares of a tile. Squares too large or too small for float32 are summed in double.
 template <typename T, typename Storage>
-__device__ T tile_sum_of_squares(const GradientTile<Storage>& tile) {
+__device__ T tile_sum_of_squares(const GradientTile<Storage>& tile, bool skip_nonfinite = false) {
   T sum = 0;
   tile.for_each([&](const auto& pack, auto count) {
 #pragma unroll
     for (int i = 0; i < decltype(count)::value; ++i) {
       const T value = load(pack.values[i]);
-      sum += value * value;
+      sum += skip_nonfinite && !is_finite(value) ? T(0) : value * value;
     }
   });
   return block_sum(sum);
@@ -120,47 +132,52 @@ template <typename Storage, typename Table, bool kSumSquares>
 __global__ void __launch_bounds__(kThreads)
     look_kernel(const LookArguments<Table> __grid_constant__ arguments) {
   const GradientTile<Storage> tile(arguments.table);
-  bool found = blockIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip;
+  const int32_t number = arguments.table.group[tile.tensor];
+  if (blockIdx.x == 0 && threadIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip) {
+    atomicExch(arguments.findings.found_inf, 1.0f);
+  }
+  bool found = false;
   if constexpr (kSumSquares) {
     AMP_EXT_SHARED(bool, is_last);
-    const SumOutputs& sums = arguments.sums;
+    const SumScratch& scratch = arguments.scratch;
     const double sum = careful_sum_of_squares(tile);
+    const bool is_usual = is_finite(sum);  // of all threads alike
+    const double counted = is_usual || !arguments.skip_nonfinite
+                               ? sum
+                               : static_cast<double>(tile_sum_of_squares<double>(tile, true));
     if (threadIdx.x == 0) {
-      sums.tile_sums[blockIdx.x] = sum;
+      scratch.tile_sums[blockIdx.x] = counted;
       __threadfence();
-      is_last = atomicAdd(sums.block_counter, 1u) == gridDim.x - 1;
+      is_last = atomicAdd(scratch.block_counter, 1u) == gridDim.x - 1;
     }
     __syncthreads();
     if (is_last) {
       __threadfence();
       double total = 0.0;
       for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) {
-        total += *static_cast<volatile double*>(sums.tile_sums + i);
+        total += *static_cast<volatile double*>(scratch.tile_sums + i);
       }
       total = block_sum(total);
       if (threadIdx.x == 0) {
-        *sums.sum_of_squares += total;
-        *sums.block_counter = 0;
+        *arguments.sum_of_squares += total;
+        *scratch.block_counter = 0;
       }
     }
     // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
-    if (is_finite(sum)) {
-      report(found, arguments.found_inf);
-      return;
-    }
+    if (is_usual) return;
   }
   tile.for_each([&](const auto& pack, auto count) {
 #pragma unroll
     for (int i = 0; i < decltype(count)::value; ++i) found |= is_nonfinite(pack.values[i]);
   });
-  report(found, arguments.found_inf);
+  report(found, number, arguments.findings);
 }
 
 template <typename Table>
 struct MultiplyArguments {
   Table table;
   MultiplyInputs inputs;
-  float* found_inf;
+  Findings findings;
 };
 
 template <typename Storage, typename Table>
@@ -168,9 +185,12 @@ __global__ void __launch_bounds__(kThreads)
     multiply_kernel(const MultiplyArguments<Table> __grid_constant__ arguments) {
   using T = typename ComputeType<Storage>::type;
   const float factor = arguments.inputs.factor();
-  if (factor == 1.0f && arguments.found_inf == nullptr) return;
+  const Findings& findings = arguments.findings;
+  if (factor == 1.0f && findings.found_inf == nullptr) return;
   const GradientTile<Storage> tile(arguments.table);
-  bool found = blockIdx.x == 0 && !is_finite(factor);
+  const bool bad_factor = blockIdx.x == 0 && threadIdx.x == 0 && !is_finite(factor);
+  if (bad_factor && findings.found_inf != nullptr) atomicExch(findings.found_inf, 1.0f);
+  bool found = false;
   tile.for_each([&](auto& in_place, auto count) {
     auto pack = in_place;
 #pragma unroll
@@ -180,13 +200,15 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (factor != 1.0f) in_place = pack;
   });
-  if (arguments.found_inf != nullptr) report(found, arguments.found_inf);
+  if (findings.found_inf != nullptr) {
+    report(found, arguments.table.group[tile.tensor], findings);
+  }
 }
 
 template <typename Table>
 struct CountArguments {
   Table table;
-  unsigned long long* counts;  // [records]; a tensor's number stands in the table as its group
+  unsigned long long* counts;  // by the numbers of the tensors
 };
 
 template <typename Storage, typename Table>
@@ -205,24 +227,55 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Flags that one launch looks at: one for each optimizer and device.
-constexpr int kMaxFlags = 256;
-
 struct UpdateArguments {
-  const float* found_infs[kMaxFlags];
+  OverflowFlag flags[kMaxFlags];
   int32_t count;
-  LossScaleHyperparameters hyperparameters;
-  float* scale;
-  int32_t* growth_tracker;
+  bool is_last;               // of the launches of one update
+  int32_t* earlier_overflow;  // [1], of the launches before, or null
+  ScaleUpdate update;
+};
+static_assert(sizeof(UpdateArguments) <= kSmallArguments);
+
+struct FoundFlags {
+  bool values[kMaxFlags];
 };
 
-__global__ void update_scale_kernel(const UpdateArguments __grid_constant__ arguments) {
-  const auto flag = static_cast<int32_t>(threadIdx.x);
-  const bool overflow =
-      __syncthreads_or(flag < arguments.count && *arguments.found_infs[flag] != 0.0f);
-  if (threadIdx.x == 0) {
-    update_loss_scale(arguments.hyperparameters, overflow, *arguments.scale,
-                      *arguments.growth_tracker);
+__global__ void __launch_bounds__(kMaxFlags)
+    update_scale_kernel(const UpdateArguments __grid_constant__ arguments) {
+  AMP_EXT_SHARED(FoundFlags, found);
+  const ScaleUpdate& update = arguments.update;
+  const ReportMemory& reports = update.reports;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  found.values[thread] = thread < arguments.count && *arguments.flags[thread].found_inf != 0.0f;
+  const bool found_any = __syncthreads_or(found.values[thread]);
+  if (thread == 0) {
+    bool overflow = found_any;
+    if (arguments.earlier_overflow != nullptr) {
+      overflow |= *arguments.earlier_overflow != 0;
+      *arguments.earlier_overflow = overflow ? 1 : 0;
+    }
+    if (reports.report != nullptr) {
+      for (int32_t i = 0; i < arguments.count; ++i) {
+        report_flag(arguments.flags[i], found.values[i], *reports.report, reports.optimizers);
+      }
+    }
+    if (arguments.is_last) {
+      const float scale_before = *update.state.scale;
+      update_loss_scale(update.hyperparameters, overflow, update.state);
+      if (reports.report != nullptr) {
+        report_update(overflow, scale_before, *update.state.scale, *reports.report);
+        *static_cast<volatile int64_t*>(&reports.mirror->started) = reports.report->updates;
+        __threadfence_system();
+      }
+    }
+  }
+  if (!arguments.is_last || reports.report == nullptr) return;
+  __syncthreads();
+  reports.copy(thread, kMaxFlags);
+  __threadfence_system();
+  __syncthreads();
+  if (thread == 0) {
+    *static_cast<volatile int64_t*>(&reports.mirror->finished) = reports.report->updates;
   }
 }
 
@@ -246,7 +299,7 @@ int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
         return error;
       table.clear();
     }
-    table.pointers[0][table.add(records[i], static_cast<int32_t>(i))] = records[i].grad;
+    table.pointers[0][table.add(records[i], records[i].group)] = records[i].grad;
   }
   return table.count > 0 ? launch(kernel, table.blocks(), kThreads, stream, arguments) : 0;
 }
@@ -288,29 +341,32 @@ int64_t number_of_tiles(const TensorRecord* records, int64_t count) {
   return tiles;
 }
 
-int look(const TensorRecord* records, int64_t count, const float* grad_scale, float* found_inf,
-         const SumOutputs& sums, cudaStream_t stream) {
+int look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
   return for_each_dtype([&](auto element, auto table_type) {
     using Storage = decltype(element);
     using Table = typename decltype(table_type)::Table;
     LookArguments<Table> arguments;
-    arguments.grad_scale = grad_scale;
-    arguments.found_inf = found_inf;
-    arguments.sums = sums;
-    const auto kernel = sums.sum_of_squares != nullptr ? look_kernel<Storage, Table, true>
-                                                       : look_kernel<Storage, Table, false>;
-    return launch_gradients<Storage>(kernel, records, count, arguments, stream);
+    arguments.grad_scale = launch_of_all.grad_scale;
+    arguments.findings = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
+    arguments.sum_of_squares = launch_of_all.sum_of_squares;
+    arguments.scratch = scratch;
+    arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
+    const auto kernel = launch_of_all.sum_of_squares != nullptr
+                            ? look_kernel<Storage, Table, true>
+                            : look_kernel<Storage, Table, false>;
+    return launch_gradients<Storage>(kernel, launch_of_all.records, launch_of_all.count, arguments,
+                                     stream);
   });
 }
 
 int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& inputs,
-             float* found_inf, cudaStream_t stream) {
+             float* found_inf, int64_t* first_nonfinite, cudaStream_t stream) {
   return for_each_dtype([&](auto element, auto table_type) {
     using Storage = decltype(element);
     using Table = typename decltype(table_type)::Table;
     MultiplyArguments<Table> arguments;
     arguments.inputs = inputs;
-    arguments.found_inf = found_inf;
+    arguments.findings = {found_inf, first_nonfinite};
     return launch_gradients<Storage>(multiply_kernel<Storage, Table>, records, count, arguments,
                                      stream);
   });
@@ -328,16 +384,23 @@ int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
   });
 }
 
-int update_scale(const LossScaleHyperparameters& hyperparameters, const float* const* found_infs,
-                 int64_t count, float* scale, int32_t* growth_tracker, cudaStream_t stream) {
-  if (count > kMaxFlags) return static_cast<int>(cudaErrorInvalidValue);
+int update_scale(const ScaleUpdate& update, const OverflowFlag* flags, int64_t count,
+                 int32_t* earlier_overflow, cudaStream_t stream) {
   UpdateArguments arguments;
-  arguments.count = static_cast<int32_t>(count);
-  for (int64_t i = 0; i < count; ++i) arguments.found_infs[i] = found_infs[i];
-  arguments.hyperparameters = hyperparameters;
-  arguments.scale = scale;
-  arguments.growth_tracker = growth_tracker;
-  return launch(update_scale_kernel, 1, kMaxFlags, stream, arguments);
+  arguments.earlier_overflow = earlier_overflow;
+  arguments.update = update;
+  int64_t done = 0;
+  do {
+    const auto next = static_cast<int32_t>(count - done < kMaxFlags ? count - done : kMaxFlags);
+    for (int32_t i = 0; i < next; ++i) arguments.flags[i] = flags[done + i];
+    arguments.count = next;
+    done += next;
+    arguments.is_last = done == count;
+    if (const int error = launch(update_scale_kernel, 1, kMaxFlags, stream, arguments)) {
+      return error;
+    }
+  } while (done < count);
+  return 0;
 }
 
 }  // namespace amp_ext::cuda

@@ -92,10 +92,13 @@ struct Streams {
       T elements[kMaxBuffers];
 #pragma unroll
       for (int k = 0; k < kBuffers; ++k) elements[k] = load(buffer_values[k].values[i]);
-      const T grad = constants.unscale_and_clip(static_cast<T>(load(grads.values[i])));
-      update_element<kBuffers>(constants, grad, value, elements[0], elements[1], elements[2]);
-      if (constants.write_back_grads)
-        store(static_cast<typename ComputeType<Grad>::type>(grad), grads.values[i]);
+      const T scaled_grad = static_cast<T>(load(grads.values[i]));
+      if (!constants.skips(scaled_grad)) {
+        const T grad = constants.unscale_and_clip(scaled_grad);
+        update_element<kBuffers>(constants, grad, value, elements[0], elements[1], elements[2]);
+        if (constants.write_back_grads)
+          store(static_cast<typename ComputeType<Grad>::type>(grad), grads.values[i]);
+      }
       store(value, computed_values.values[i]);
       if constexpr (kHasMaster) store(value, params.values[i]);
 #pragma unroll

@@ -3,8 +3,10 @@
 // Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1; Loshchilov and
 // Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; Reddi, Kale and Kumar, "On
 // the Convergence of Adam and Beyond", 2018, algorithm 2. As in torch, AMSGrad keeps the largest
-// exp_avg_sq before its bias correction, and eps stands outside the root.
+// exp_avg_sq before its bias correction, and eps stands outside the root. NaN passes any floor.
 #pragma once
+
+#include <limits>
 
 #include "functors/hyperparameters.h"
 #include "functors/numeric.h"
@@ -16,6 +18,7 @@ struct AdamHyperparameters : CommonHyperparameters {
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
+  double denominator_floor = 0.0;  // of the corrected second moment, under the root
 };
 
 template <typename T>
@@ -30,6 +33,7 @@ struct Adam {
   T eps;
   T step_size;                  // lr / (1 - beta1^step)
   T inv_bias_correction2_sqrt;  // 1 / sqrt(1 - beta2^step): a division for each element costs 15 %
+  T second_moment_floor;        // before its bias correction; -inf: none
 
   // `step` counts from 1. 1 - beta is formed in double: from a float beta2 of 0.999 it would be off
   // by 1.3e-5 relative.
@@ -37,6 +41,8 @@ struct Adam {
                                         double step) {
     const double beta1 = hyperparameters.beta1;
     const double beta2 = hyperparameters.beta2;
+    const double bias_correction2 = 1.0 - whole_power(beta2, step);
+    const double floor = hyperparameters.denominator_floor;
     return {WeightDecay<T>::for_tensor(hyperparameters, lr),
             static_cast<T>(beta1),
             static_cast<T>(1.0 - beta1),
@@ -44,7 +50,9 @@ struct Adam {
             static_cast<T>(1.0 - beta2),
             static_cast<T>(hyperparameters.eps),
             static_cast<T>(lr / (1.0 - whole_power(beta1, step))),
-            static_cast<T>(1.0 / std::sqrt(1.0 - whole_power(beta2, step)))};
+            static_cast<T>(1.0 / std::sqrt(bias_correction2)),
+            floor > 0.0 ? static_cast<T>(floor * bias_correction2)
+                        : -std::numeric_limits<T>::infinity()};
   }
 
   AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg, T& exp_avg_sq) const {
@@ -71,7 +79,8 @@ struct Adam {
   }
 
   AMP_EXT_INLINE void update_param(T& param, T exp_avg, T second_moment) const {
-    const T denominator = std::sqrt(second_moment) * inv_bias_correction2_sqrt + eps;
+    const T floored = second_moment < second_moment_floor ? second_moment_floor : second_moment;
+    const T denominator = std::sqrt(floored) * inv_bias_correction2_sqrt + eps;
     param = param - step_size * exp_avg / denominator;
   }
 };

@@ -12,6 +12,7 @@ struct CommonHyperparameters {
   bool decoupled_weight_decay = false;
   bool maximize = false;
   double clip_value = std::numeric_limits<double>::infinity();  // of unscaled gradients
+  double timestep = 0.0;          // the number of this step where no tensor counts them, from 1
   bool write_back_grads = false;  // store the unscaled, clipped gradients
 };
 

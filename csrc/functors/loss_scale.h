@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "functors/numeric.h"
 
@@ -18,22 +19,48 @@ struct LossScaleHyperparameters {
   double growth_factor = 2.0;
   double backoff_factor = 0.5;
   int64_t growth_interval = 2000;
+  double min_scale = 0.0;
+  double max_scale = std::numeric_limits<double>::infinity();
+  int32_t hysteresis = 1;  // overflows since the last growth, of which the last backs off
+  bool dynamic = true;
+};
+
+// What an update reads and writes.
+struct LossScale {
+  float* scale;                 // [1]
+  int32_t* growth_tracker;      // [1], clean steps since the last change
+  int32_t* hysteresis_tracker;  // [1], overflows left until one backs off; null: each does
 };
 
 // Backs off after an overflow; grows when the count of clean steps equals the interval, unless the
-// grown scale would be inf.
+// grown scale would be inf. Only a growth refills the hysteresis: once it is used up, every
+// overflow backs off.
 AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparameters,
-                                      bool overflow, float& scale, int32_t& growth_tracker) {
+                                      bool overflow, const LossScale& state) {
+  if (!hyperparameters.dynamic) return;
+  const float scale = *state.scale;
   if (overflow) {
-    scale = static_cast<float>(static_cast<double>(scale) * hyperparameters.backoff_factor);
-    growth_tracker = 0;
+    *state.growth_tracker = 0;
+    if (state.hysteresis_tracker != nullptr && *state.hysteresis_tracker > 1) {
+      *state.hysteresis_tracker -= 1;
+      return;
+    }
+    const double backed_off = static_cast<double>(scale) * hyperparameters.backoff_factor;
+    *state.scale = static_cast<float>(
+        backed_off < hyperparameters.min_scale ? hyperparameters.min_scale : backed_off);
     return;
   }
-  growth_tracker += 1;
-  if (growth_tracker != hyperparameters.growth_interval) return;
-  const auto grown = static_cast<float>(scale * hyperparameters.growth_factor);
-  if (is_finite(grown)) scale = grown;
-  growth_tracker = 0;
+  *state.growth_tracker += 1;
+  if (*state.growth_tracker != hyperparameters.growth_interval) return;
+  *state.growth_tracker = 0;
+  double wanted = static_cast<double>(scale) * hyperparameters.growth_factor;
+  if (wanted > hyperparameters.max_scale) {
+    wanted = larger<double>(hyperparameters.max_scale, scale);  // a scale above it was set by hand
+  }
+  const auto grown = static_cast<float>(wanted);
+  if (!is_finite(grown) || grown == scale) return;
+  *state.scale = grown;
+  if (state.hysteresis_tracker != nullptr) *state.hysteresis_tracker = hyperparameters.hysteresis;
 }
 
 }  // namespace amp_ext

@@ -31,6 +31,9 @@ AMP_EXT_INLINE double whole_power(double base, double exponent) {
 }
 
 // False for inf and NaN.
-AMP_EXT_INLINE bool is_finite(double value) { return value - value == 0.0; }
+template <typename T>
+AMP_EXT_INLINE bool is_finite(T value) {
+  return value - value == T(0);
+}
 
 }  // namespace amp_ext

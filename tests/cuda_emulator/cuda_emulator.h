@@ -225,6 +225,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize,
 // Memory.
 
 inline void __threadfence() { asm volatile("" ::: "memory"); }
+inline void __threadfence_system() { asm volatile("" ::: "memory"); }
 inline void __threadfence_block() { asm volatile("" ::: "memory"); }
 
 template <typename T>

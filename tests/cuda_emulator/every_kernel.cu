@@ -131,6 +131,7 @@ bool run_gradients() {
         record.grad_dtype = dtype;
         record.numel = numel;
         record.grad = memory.tensor(dtype, numel, misaligned);
+        record.group = static_cast<int32_t>(records.size());
         records.push_back(record);
       }
     }
@@ -146,28 +147,52 @@ bool run_gradients() {
     const float one = 1.0f;
     const float half = 0.5f;
     if (overflow) static_cast<float*>(records[4].grad)[9000] = INFINITY;
-    int error = amp_ext::cuda::look(records.data(), count, &one, &found_inf, {}, nullptr);
-    error |= amp_ext::cuda::look(records.data(), count, &one, &found_inf,
-                                 {&sum_of_squares, tile_sums.data(), &block_counter}, nullptr);
-    error |= amp_ext::cuda::multiply(records.data(), count, {&half}, &found_inf, nullptr);
-    error |= amp_ext::cuda::multiply(records.data(), count, {nullptr, &one, 0.5}, nullptr, nullptr);
+    int64_t first = amp_ext::kNoTensor;
+    amp_ext::LookLaunch launch = {records.data(), count, &one, &found_inf, &first, nullptr, false};
+    int error = amp_ext::cuda::look(launch, {}, nullptr);
+    launch.sum_of_squares = &sum_of_squares;
+    error |= amp_ext::cuda::look(launch, {tile_sums.data(), &block_counter}, nullptr);
+    double finite_sum_of_squares = 0.0;
+    launch.sum_of_squares = &finite_sum_of_squares;
+    launch.skip_nonfinite = true;
+    error |= amp_ext::cuda::look(launch, {tile_sums.data(), &block_counter}, nullptr);
+    error |= amp_ext::cuda::multiply(records.data(), count, {&half}, &found_inf, &first, nullptr);
+    error |= amp_ext::cuda::multiply(records.data(), count, {nullptr, &one, 0.5}, nullptr, nullptr,
+                                     nullptr);
     error |= amp_ext::cuda::count_nonfinite(records.data(), count, counts.data(), nullptr);
     right &= error == cudaSuccess && block_counter == 0 && (found_inf == 1.0f) == overflow;
     right &= std::isfinite(sum_of_squares) != overflow && counts[4] == overflow;
+    right &= std::isfinite(finite_sum_of_squares) && (first == 4) == overflow;
   }
   return right;
 }
 
 bool update_scale() {
-  std::vector<float> found_infs(5, 0.0f);
-  std::vector<const float*> flags;
-  for (const float& found_inf : found_infs) flags.push_back(&found_inf);
+  constexpr int kFlags = 200;  // more than one launch takes
+  std::vector<float> found_infs(kFlags, 0.0f);
+  std::vector<int64_t> first(kFlags, amp_ext::kNoTensor);
   found_infs[4] = 1.0f;
+  first[4] = 7;
+  std::vector<amp_ext::OptimizerReport> optimizers(2);
+  std::vector<amp_ext::OptimizerReport> optimizers_mirror(2);
+  std::vector<amp_ext::ScalerReport> reports(2);
+  std::vector<amp_ext::OverflowFlag> flags;
+  for (int i = 0; i < kFlags; ++i) flags.push_back({&found_infs[i], &first[i], i % 2});
   float scale = 8.0f;
   int32_t growth_tracker = 3;
+  int32_t hysteresis_tracker = 1;
+  int32_t earlier_overflow = 0;
+  amp_ext::ScaleUpdate update;
+  update.state = {&scale, &growth_tracker, &hysteresis_tracker};
+  update.reports = {&reports[0], &reports[1], optimizers.data(), optimizers_mirror.data(), 2};
   const int error =
-      amp_ext::cuda::update_scale({}, flags.data(), 5, &scale, &growth_tracker, nullptr);
-  return error == cudaSuccess && scale == 4.0f && growth_tracker == 0;
+      amp_ext::cuda::update_scale(update, flags.data(), kFlags, &earlier_overflow, nullptr);
+  const amp_ext::ScalerReport& mirror = reports[1];
+  return error == cudaSuccess && scale == 4.0f && growth_tracker == 0 &&
+         first[4] == amp_ext::kNoTensor && mirror.started == 1 && mirror.finished == 1 &&
+         mirror.updates == 1 && mirror.skips == 1 && mirror.scale == 4.0 &&
+         mirror.nonfinite_number == 7 && mirror.history[0] == -8.0 &&
+         optimizers_mirror[0].skips == 1 && optimizers_mirror[1].skips == 0;
 }
 
 template <bool>

@@ -1,0 +1,163 @@
+"""Finds out which tensors hold inf or NaN, and keeps a bad loss from doing harm."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+
+__all__ = ["check_for_overflow", "find_nonfinite", "handle_nan_loss"]
+
+_LOGGER = logging.getLogger("amp_ext")
+_NAMED_AT_MOST = 5
+
+
+@torch.no_grad()
+def find_nonfinite(
+    source: torch.nn.Module | torch.optim.Optimizer, *, params: bool = False
+) -> dict[str, int]:
+    """Counts the infs and NaNs of each gradient, in one launch for each device and dtype.
+
+    The answer is on the host: this waits for a GPU.
+
+    Args:
+        source: A model or an optimizer. An optimizer that was given ``named_parameters()`` knows
+            names; another says "group 0, param 3". A name that stands for several parameters
+            follows their place: "group 0, param 3 (weight)".
+        params: Looks at parameters and buffers instead. (An optimizer has no buffers.)
+
+    Returns:
+        Name and number of bad elements of every tensor that has some, in the source's order.
+
+    Raises:
+        TypeError: If ``source`` is neither a model nor an optimizer.
+
+    Example::
+
+        scaler.step(optimizer)
+        if scaler.last_step_skipped(optimizer, wait=True):
+            print(amp_ext.find_nonfinite(model))  # {"head.weight": 12}
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _named_tensors(source, params):
+        looked_at = tensor if params else tensor.grad
+        if looked_at is None:
+            continue
+        if looked_at.is_sparse:
+            looked_at = looked_at.coalesce()
+        if looked_at.layout is not torch.strided:
+            looked_at = looked_at.values()
+        if hasattr(looked_at, "to_local"):
+            looked_at = looked_at.to_local()
+        if looked_at.is_complex():
+            looked_at = torch.view_as_real(looked_at.resolve_conj())
+        if looked_at.is_floating_point():
+            looked_at = looked_at.detach()
+            tensors[name] = looked_at.float() if looked_at.itemsize == 1 else looked_at
+    by_device: dict[torch.device, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        by_device[tensor.device].append(name)
+    counts: dict[str, int] = {}
+    for names in by_device.values():
+        found = ops.count_nonfinite([tensors[name] for name in names])
+        counts.update(zip(names, found.tolist(), strict=True))
+    return {name: counts[name] for name in tensors if counts[name]}
+
+
+def check_for_overflow(model: torch.nn.Module) -> bool:
+    """Returns whether a gradient of a model holds inf or NaN; a warning in the log names them.
+
+    Waits for a GPU. The logger is "amp_ext".
+
+    Args:
+        model: A model after its backward pass.
+    """
+    counts = find_nonfinite(model)
+    if counts:
+        _LOGGER.warning("check_for_overflow: inf or NaN in %s", _listed(counts))
+    return bool(counts)
+
+
+def handle_nan_loss(
+    loss: Tensor | float,
+    *optimizers: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None = None,
+) -> bool:
+    """Returns whether a loss is inf or NaN, and if so undoes the iteration.
+
+    Gradients of the optimizers are set to None, also those accumulated in earlier passes, and the
+    scaler forgets what it has seen since its last update, so that the next iteration starts clean.
+    The scale stays: it is not to blame. Call it before or after the backward pass::
+
+        if amp_ext.handle_nan_loss(loss, optimizer, scaler=scaler):
+            continue
+
+    Without it a scaler skips the step all the same, for the gradients are bad too, but it also
+    halves the scale. Reading the loss waits for a GPU; the logger is "amp_ext".
+
+    Args:
+        loss: One number, before it is scaled. A tensor of several counts as bad if one is.
+        optimizers: Those that the iteration would have stepped.
+        scaler: Their scaler, or None.
+
+    Raises:
+        TypeError: If ``loss`` is neither a tensor nor a number.
+    """
+    if not isinstance(loss, (Tensor, int, float)):
+        raise TypeError(
+            f"handle_nan_loss: loss must be a tensor or a number, got {type(loss).__name__}"
+        )
+    with torch.no_grad():
+        values = torch.as_tensor(loss).detach()
+        if bool(values.isfinite().all()):
+            return False
+    what = "NaN" if bool(values.isnan().any()) else "inf"
+    _LOGGER.warning("handle_nan_loss: the loss is %s; this iteration is dropped", what)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    if scaler is not None and scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
+    return True
+
+
+def place_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str | None:
+    """Returns what an optimizer calls a parameter: its name if it has one, or where it stands."""
+    for name, candidate in _named_tensors(optimizer, params=True):
+        if candidate is param:
+            return name
+    return None
+
+
+def _named_tensors(
+    source: torch.nn.Module | torch.optim.Optimizer, params: bool
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(source, torch.nn.Module):
+        yield from source.named_parameters()
+        if params:
+            yield from source.named_buffers()
+    elif hasattr(source, "param_groups"):
+        groups = source.param_groups
+        uses = Counter(name for group in groups for name in group.get("param_names") or ())
+        for group_index, group in enumerate(groups):
+            names = group.get("param_names")
+            for index, param in enumerate(group["params"]):
+                name = f"group {group_index}, param {index}"
+                if names:
+                    name = names[index] if uses[names[index]] == 1 else f"{name} ({names[index]})"
+                yield name, param
+    else:
+        raise TypeError(
+            "find_nonfinite: source must be a torch.nn.Module or a torch.optim.Optimizer, got "
+            f"{type(source).__name__}"
+        )
+
+
+def _listed(counts: dict[str, int]) -> str:
+    shown = [f"{name} ({count})" for name, count in list(counts.items())[:_NAMED_AT_MOST]]
+    rest = len(counts) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
