@@ -1,6 +1,6 @@
 """Mixed-precision training for PyTorch: a gradient scaler and fused optimizers."""
 
-from amp_ext import memory, ops, optim, tensor_core
+from amp_ext import memory, ops, optim, tensor_core, training
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.nonfinite import check_for_overflow, find_nonfinite, handle_nan_loss
@@ -20,4 +20,5 @@ __all__ = [
     "ops",
     "optim",
     "tensor_core",
+    "training",
 ]

@@ -1,0 +1,20 @@
+"""Mixed-precision training in one call a batch, and which precision pays."""
+
+from amp_ext.training.benchmark import PrecisionBenchmark, PrecisionTiming, benchmark_precision
+from amp_ext.training.config import MixedPrecisionConfig
+from amp_ext.training.metrics import StepMetrics
+from amp_ext.training.precision import PrecisionChoice, choose_precision
+from amp_ext.training.scaler import create_fp16_grad_scaler
+from amp_ext.training.trainer import MixedPrecisionTrainer
+
+__all__ = [
+    "MixedPrecisionConfig",
+    "MixedPrecisionTrainer",
+    "PrecisionBenchmark",
+    "PrecisionChoice",
+    "PrecisionTiming",
+    "StepMetrics",
+    "benchmark_precision",
+    "choose_precision",
+    "create_fp16_grad_scaler",
+]

@@ -1,0 +1,230 @@
+"""Time, throughput and memory of a model's training step in each precision."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_ext.optim import AdamW
+from amp_ext.training.config import MixedPrecisionConfig, Precision
+from amp_ext.training.loss import loss_in
+from amp_ext.training.trainer import MixedPrecisionTrainer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WARM_UP_STEPS = 3
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class PrecisionTiming:
+    """What was measured in one precision.
+
+    Attributes:
+        precision: "fp32", "bf16" or "fp16".
+        seconds_per_step: Of a whole training step: forward, backward, optimizer; the median of
+            three runs. None if the precision failed.
+        samples_per_second: None also if the inputs do not tell how many samples they are.
+        peak_memory_bytes: Most memory that training took, with parameters, gradients, states and
+            activations, without what was allocated before. None on other devices than CUDA, whose
+            allocators keep no such figure.
+        error: Why the precision failed, in torch's words, or None.
+    """
+
+    precision: Precision
+    seconds_per_step: float | None = None
+    samples_per_second: float | None = None
+    peak_memory_bytes: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class PrecisionBenchmark:
+    """Timings side by side; ``print`` shows them as a table (needs rich).
+
+    Attributes:
+        device: Name of the device.
+        samples: Samples in a step: the first dimension of the first tensor among the inputs; None
+            if there is none.
+        steps: Steps in each of the three runs.
+        rows: One for each precision, in the order asked for.
+    """
+
+    device: str
+    samples: int | None
+    steps: int
+    rows: tuple[PrecisionTiming, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all figures in dicts and lists, ready for JSON."""
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+    def __rich__(self) -> Table:
+        """Returns the table for rich's own print."""
+        from rich.table import Table
+
+        title = f"{self.device}, {self.samples or '?'} samples a step"
+        table = Table(title=title, title_justify="left")
+        for column in ("precision", "ms a step", "samples/s", "speed-up", "peak memory, MiB"):
+            table.add_column(column, justify="left" if column == "precision" else "right")
+        first = next((row.seconds_per_step for row in self.rows if row.seconds_per_step), None)
+        for row in self.rows:
+            if row.seconds_per_step is None or first is None:
+                table.add_row(row.precision, "failed")
+                continue
+            speed, memory = row.samples_per_second, row.peak_memory_bytes
+            table.add_row(
+                row.precision,
+                f"{1e3 * row.seconds_per_step:.3g}",
+                "-" if speed is None else f"{speed:,.1f}",
+                f"{first / row.seconds_per_step:.2f}",
+                "-" if memory is None else f"{memory / 2**20:,.1f}",
+            )
+        errors = [f"{row.precision}: {row.error}" for row in self.rows if row.error]
+        table.caption = "\n".join(errors) or None
+        table.caption_justify = "left"
+        return table
+
+    def __str__(self) -> str:
+        """Returns the table as text.
+
+        Raises:
+            ImportError: If rich is missing; ``to_dict`` does without.
+        """
+        try:
+            from rich.console import Console
+        except ImportError as error:
+            raise ImportError("the table needs rich: pip install rich") from error
+        console = Console(width=100)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+
+def benchmark_precision(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    targets: Any = None,
+    loss_function: Callable[..., Tensor] | None = None,
+    precisions: Sequence[Precision] = ("fp32", "fp16", "bf16"),
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = AdamW,
+    steps: int = 10,
+) -> PrecisionBenchmark:
+    """Measures training steps of a model in each precision, one after the other.
+
+    Each precision trains a copy of the model, in train mode, on copies of the inputs. The caller's
+    model, inputs and random numbers stay as they are, to the bit. On CUDA torch's own peak of
+    memory is reset.
+
+    Args:
+        model: On the device to measure. 16-bit parameters fit only their own precision.
+        inputs: As for :meth:`~amp_ext.training.MixedPrecisionTrainer.train_step`.
+        targets: Likewise.
+        loss_function: Takes the output, and the targets if there are any. None takes the loss that
+            the output has, or else the mean square of all that is floating in it: the loss itself
+            hardly matters to the time.
+        precisions: Which, in which order. The first that works is the base of the speed-up shown.
+        optimizer: Makes an optimizer for the parameters of a copy.
+        steps: Steps in each of three runs, which some steps to warm up precede.
+
+    Returns:
+        The figures. A precision that fails has its error there.
+
+    Raises:
+        ValueError: If a precision is unknown, ``steps`` is less than 1, or there are targets
+            without a loss function.
+
+    Example:
+        >>> print(benchmark_precision(model.cuda(), torch.randn(64, 784, device="cuda")))
+    """
+    if not steps >= 1:
+        raise ValueError(f"benchmark_precision: steps must be 1 or more, got {steps}")
+    if targets is not None and loss_function is None:
+        raise ValueError("benchmark_precision: loss_function must be given with targets, got None")
+    configs = [
+        MixedPrecisionConfig(precision=precision, initial_loss_scale=1024.0)
+        for precision in precisions
+    ]
+    tensors = [*model.parameters(), *_tensors(inputs)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), None)
+
+    def measure(config: MixedPrecisionConfig) -> PrecisionTiming:
+        before = _start_of_memory(device)
+        trained = copy.deepcopy(model).train()
+        trainer = MixedPrecisionTrainer(
+            trained,
+            optimizer(trained.parameters()),
+            config,
+            loss_function=_any_loss if loss_function is None else loss_function,
+        )
+        batch = copy.deepcopy((inputs, targets))
+        seconds = _seconds_per_step(lambda: trainer.train_step(*batch), steps)
+        return PrecisionTiming(
+            config.precision,
+            seconds,
+            None if samples is None else samples / seconds,
+            None if before is None else torch.cuda.max_memory_allocated(device) - before,
+        )
+
+    rows = []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for config in configs:
+            try:
+                rows.append(measure(config))
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                rows.append(PrecisionTiming(config.precision, error=text))
+            gc.collect()  # before the next one takes its memory
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return PrecisionBenchmark(name, samples, steps, tuple(rows))
+
+
+def _seconds_per_step(step: Callable[[], object], steps: int) -> float:
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    timer.timeit(_WARM_UP_STEPS)
+    return statistics.median(timer.timeit(steps).mean for _ in range(_ROUNDS))
+
+
+def _start_of_memory(device: torch.device) -> int | None:
+    """Starts to watch for a new peak; returns the bytes that are allocated now."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _any_loss(output: Any) -> Tensor:
+    """Returns the loss in a model's output, or the mean square of what is floating in it."""
+    loss = loss_in(output)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    squares = [t.float().square().mean() for t in _tensors(output) if t.is_floating_point()]
+    if not squares:
+        raise ValueError(
+            "benchmark_precision: loss_function must be given for a model whose output is "
+            f"{type(output).__name__}"
+        )
+    return torch.stack(squares).sum()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

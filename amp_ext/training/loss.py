@@ -1,0 +1,50 @@
+"""Finding the loss: in a model's output, or from a loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def loss_in(output: Any) -> Any:
+    """Returns the loss that a model gives with its output.
+
+    Args:
+        output: The loss itself, an object with ``.loss``, a mapping with ``["loss"]``, or a tuple
+            or list whose first item is the loss.
+
+    Returns:
+        What is found there; None if there is nothing.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if hasattr(output, "loss"):
+        return output.loss
+    return output[0] if isinstance(output, (tuple, list)) and output else None
+
+
+def one_number(loss: Any, source: str) -> Tensor:
+    """Returns a loss with shape ``()``.
+
+    Args:
+        loss: What should be a tensor of one number.
+        source: Where it comes from, for the error.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if not isinstance(loss, Tensor):
+        got = "none" if loss is None else type(loss).__name__
+        raise ValueError(
+            f"train_step: {source} must give a loss, a tensor of one number, got {got}"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"train_step: {source} must give a loss, a tensor of one number, got shape "
+            f"{tuple(loss.shape)}"
+        )
+    return loss.reshape(())

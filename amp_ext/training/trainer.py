@@ -1,0 +1,380 @@
+"""The loop body of mixed-precision training: autocast, loss scale, accumulation, clipping, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from amp_ext.clip_grad import clip_grad_norm_
+from amp_ext.grad_scaler import GradScaler
+from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.training.config import MixedPrecisionConfig
+from amp_ext.training.loss import loss_in, one_number
+from amp_ext.training.metrics import StepMetrics
+from amp_ext.training.scaler import create_fp16_grad_scaler
+
+
+class MixedPrecisionTrainer:
+    """Trains any module in mixed precision, one call a batch.
+
+    ::
+
+        config = MixedPrecisionConfig(precision="fp16", max_grad_norm=1.0)
+        optimizer = amp_ext.optim.AdamW(model.parameters(), lr=1e-3)
+        trainer = MixedPrecisionTrainer(model, optimizer, config, loss_function=F.cross_entropy)
+        for inputs, targets in loader:
+            metrics = trainer.train_step(inputs, targets)
+        trainer.flush()
+        print(metrics.to_dict())  # loss, loss_scale, grad_norm and skipped as numbers
+
+    What runs in which precision:
+
+    * float32 parameters: the model and the loss function run under autocast.
+    * All parameters in the configured 16 bits (``model.half()``, ``model.bfloat16()``): there is
+      nothing to autocast. Floating tensors among the inputs are converted, the model runs as it is,
+      and only the loss function runs under autocast, which computes losses in float32. Take an
+      optimizer of ``amp_ext.optim``: it keeps float32 masters.
+    * Some parameters in 16 bits (a frozen base, say): as with float32 parameters.
+    * "fp32" switches autocast off, also around the caller's.
+
+    Under a scaler a step whose gradients are inf or NaN is skipped, the scale falls, and the next
+    step is as good as ever: a NaN loss costs its batch, or those accumulated with it. bf16 and fp32
+    have no scaler and no such guard unless they are given one that only guards,
+    ``scaler=amp_ext.GradScaler(device_type, init_scale=1.0, dynamic=False)``.
+
+    The host waits for the GPU at one place: with a scaler *and* a scheduler, before an optimizer
+    step, for the end of the previous one. (Besides, torch's optimizers wait under a scaler, unless
+    they are fused.) Train or eval mode is the caller's.
+
+    Attributes:
+        model: As given.
+        optimizer: As given. Its gradients are dropped at the start of the next step, so they can
+            still be looked at after one; under a scaler they may be scaled.
+        config: As given.
+        loss_function: As given.
+        scheduler: As given; see :meth:`finish_scheduler_step`.
+        scaler: The gradient scaler, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: MixedPrecisionConfig,
+        *,
+        loss_function: Callable[..., Tensor] | None = None,
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        """Checks that the parts fit, and makes the scaler that fp16 needs.
+
+        Args:
+            model: On its device and in its dtypes.
+            optimizer: Over parameters of the model. One of ``amp_ext.optim`` clips inside its step:
+                its groups take over the config's ``max_grad_norm``, if there is one.
+            config: The settings.
+            loss_function: Takes the model's output, and the targets if there are any; returns one
+                number. Without it the model's output must be the loss or have it: as ``.loss``,
+                ``["loss"]``, or the first item of a tuple.
+            scheduler: Moves on after every optimizer step that was not skipped. One that counts
+                epochs is for the caller to step.
+            scaler: Takes the place of the one that the config asks for.
+
+        Raises:
+            TypeError: If a part is of another kind, or the scheduler needs a figure to step.
+            ValueError: If the optimizer has no parameters, their dtype does not fit the precision,
+                the optimizer can't unscale float16 gradients, or the scaler is disabled.
+        """
+        _check_kind("model", model, nn.Module)
+        _check_kind("optimizer", optimizer, torch.optim.Optimizer)
+        _check_kind("config", config, MixedPrecisionConfig)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "MixedPrecisionTrainer: scheduler must step without a figure, got "
+                "ReduceLROnPlateau: step it yourself after each validation"
+            )
+        params = _params(optimizer)
+        _check_params(params, optimizer, config)
+        if scaler is not None:
+            _check_kind("scaler", scaler, GradScaler)
+            if not scaler.is_enabled():
+                raise ValueError(
+                    "MixedPrecisionTrainer: scaler must be enabled, got a disabled one"
+                )
+        elif config.needs_scaler:
+            scaler = create_fp16_grad_scaler(
+                params[0].device,
+                init_scale=config.initial_loss_scale,
+                growth_factor=config.growth_factor,
+                backoff_factor=config.backoff_factor,
+                growth_interval=config.growth_interval,
+                min_scale=config.min_scale,
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.loss_function = loss_function
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self._fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
+        if self._fused is not None and config.max_grad_norm is not None:
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                group["max_grad_norm"] = config.max_grad_norm
+        self._some_param = params[0]
+        self._mixed = config.precision != "fp32"
+        self._in_16_bits = self._mixed and all(
+            param.dtype == config.dtype for param in model.parameters() if param.is_floating_point()
+        )
+        self._accumulated = 0  # batches since the last step
+        self._scheduler_is_due = False
+        # What the metrics show without a scaler.
+        self._no_scale = torch.ones((), device=params[0].device)
+        self._not_skipped = torch.zeros((), dtype=torch.bool, device=params[0].device)
+
+    # Training.
+
+    def train_step(self, inputs: Any, targets: Any = None) -> StepMetrics:
+        """Trains on a batch; steps the optimizer when enough batches have accumulated.
+
+        If the forward pass raises, it is as if the batch had never come. If the backward pass or
+        the step does, what has accumulated is discarded, and the next call starts anew.
+
+        Args:
+            inputs: What the model is called with: a tuple or list gives positional arguments, a
+                mapping gives keywords, anything else is the one argument. (A model that takes one
+                list gets ``([...],)``.)
+            targets: Second argument of the loss function; None calls it with the output alone.
+
+        Returns:
+            The figures of this batch, on the device. ``grad_norm`` and ``skipped`` are None if the
+            optimizer's turn has not come.
+
+        Raises:
+            ValueError: If there are targets and no loss function, or no loss of one number.
+        """
+        if targets is not None and self.loss_function is None:
+            raise ValueError(
+                "train_step: targets must be None without a loss_function, got "
+                f"{type(targets).__name__}"
+            )
+        if self._accumulated == 0:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss = self._compute_loss(inputs, targets)
+        batches = self.config.gradient_accumulation_steps
+        share = loss / batches if batches > 1 else loss
+        try:
+            (share if self.scaler is None else self.scaler.scale(share)).backward()
+            self._accumulated += 1
+            self._loss = loss.detach()
+            if self._accumulated < batches:
+                return StepMetrics(self._loss, self._loss_scale())
+            return self._step()
+        except BaseException:  # also an interrupt, after which a notebook goes on
+            self.discard()
+            raise
+
+    def flush(self) -> StepMetrics | None:
+        """Steps with the batches that are left over; call it at the end of an epoch.
+
+        The step takes the mean over the batches that there are, not over
+        ``gradient_accumulation_steps``. The scheduler's step is finished as well.
+
+        Returns:
+            The figures of the step, with the loss of the last batch; None if nothing was left.
+        """
+        metrics = None
+        if self._accumulated:
+            correction = self.config.gradient_accumulation_steps / self._accumulated
+            try:
+                for param in _params(self.optimizer):
+                    if param.grad is not None:
+                        param.grad.mul_(correction)
+                metrics = self._step()
+            except BaseException:
+                self.discard()
+                raise
+        self.finish_scheduler_step()
+        return metrics
+
+    def discard(self) -> None:
+        """Forgets the batches that have accumulated, and their gradients."""
+        self._accumulated = 0
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+            for name in ("grad_scale", "found_inf"):  # stay behind if the optimizer raised
+                vars(self.optimizer).pop(name, None)
+
+    def finish_scheduler_step(self) -> None:
+        """Moves the scheduler on if the last optimizer step was taken; waits for that step.
+
+        At first only the GPU knows whether a step was skipped. So the scheduler moves on just
+        before the next step: each step has the learning rate that it would have if skips were known
+        at once, while in between ``scheduler.get_last_lr()`` may be that of the step before.
+        :meth:`flush` and :meth:`state_dict` finish too.
+        """
+        if self.scaler is not None and self.scheduler is not None and self._scheduler_is_due:
+            self._scheduler_is_due = False
+            if not self.scaler.last_step_skipped(self.optimizer, wait=True):
+                self.scheduler.step()
+
+    def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
+        with self._autocast(self._mixed and not self._in_16_bits):
+            if isinstance(inputs, Mapping):
+                output = self.model(**{name: self._cast(value) for name, value in inputs.items()})
+            elif isinstance(inputs, (tuple, list)):
+                output = self.model(*map(self._cast, inputs))
+            else:
+                output = self.model(self._cast(inputs))
+        if self.loss_function is None:
+            return one_number(loss_in(output), "without a loss_function the model's output")
+        with self._autocast(self._mixed):
+            arguments = (output,) if targets is None else (output, targets)
+            return one_number(self.loss_function(*arguments), "loss_function")
+
+    def _autocast(self, enabled: bool) -> torch.autocast:
+        return torch.autocast(self._some_param.device.type, self.config.dtype, enabled=enabled)
+
+    def _cast(self, value: Any) -> Any:
+        """Converts a floating input of a model that is in 16 bits throughout."""
+        if self._in_16_bits and isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self.config.dtype)
+        return value
+
+    def _loss_scale(self) -> Tensor:
+        if self.scaler is None:
+            return self._no_scale
+        scale, _ = self.scaler._check_scale_growth_tracker("train_step")
+        return scale.clone()
+
+    def _step(self) -> StepMetrics:
+        """Clips, steps the optimizer, lets the scale and the scheduler follow."""
+        self.finish_scheduler_step()
+        loss_scale, grad_norm, skipped = self._loss_scale(), None, self._not_skipped
+        if self._fused is None and self.config.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            grad_norm = clip_grad_norm_(_params(self.optimizer), self.config.max_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        else:
+            self.scaler.step(self.optimizer)
+            flags = list(self.scaler._found_inf_per_device(self.optimizer).values())
+            self.scaler.update()
+            self._scheduler_is_due = True
+            skipped = sum(flag.to(loss_scale.device, non_blocking=True) for flag in flags) != 0
+        if self._fused is not None and self._fused.grad_norm is not None:
+            grad_norm = self._fused.grad_norm.clone()
+        self._accumulated = 0
+        return StepMetrics(self._loss, loss_scale, grad_norm, skipped)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that a resumed training needs beside the model and the random numbers.
+
+        That is the state of the optimizer, the scaler and the scheduler, and what has accumulated:
+        a resumed run has the same bits, also in the middle of an accumulation. The tensors are
+        those in use, as in an optimizer's ``state_dict()``: save them, or copy them to keep them.
+        """
+        self.finish_scheduler_step()
+        gradients = [param.grad for param in _params(self.optimizer)] if self._accumulated else []
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
+            "accumulated": self._accumulated,
+            "gradients": gradients,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was called. Load the model first.
+
+        The precision may have changed in between: a saved scaler is left out where this trainer has
+        none, and this trainer's starts as configured where none was saved.
+
+        Args:
+            state_dict: From ``state_dict()``.
+
+        Raises:
+            KeyError: If an entry is missing.
+            ValueError: If only one side has a scheduler, or the batches that have accumulated do
+                not fit this trainer. Nothing has been changed then.
+        """
+        operation = "MixedPrecisionTrainer.load_state_dict"
+        own = self.state_dict()
+        missing = [name for name in own if name not in state_dict]
+        if missing:
+            raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state_dict)}")
+        if (own["scheduler"] is None) != (state_dict["scheduler"] is None):
+            here, there = ("none", "one") if own["scheduler"] is None else ("one", "none")
+            raise ValueError(
+                f"{operation}: state_dict must have {here} of a scheduler, got {there}"
+            )
+        params, gradients = _params(self.optimizer), state_dict["gradients"]
+        if state_dict["accumulated"]:
+            wanted = _accumulation(own, len(params))
+            got = _accumulation(state_dict, len(gradients))
+            if wanted != got:
+                raise ValueError(
+                    f"{operation}: batches that have accumulated must be {wanted}, got {got}: call "
+                    "flush() before you save"
+                )
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        if self.scaler is not None and state_dict["scaler"] is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state_dict["scheduler"])
+        self._accumulated = state_dict["accumulated"]
+        for param, grad in zip(params, gradients, strict=False):
+            param.grad = None if grad is None else grad.to(param.device, copy=True)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_kind(name: str, part: object, kind: type) -> None:
+    if not isinstance(part, kind):
+        wanted = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+        raise TypeError(
+            f"MixedPrecisionTrainer: {name} must be {wanted}, got {type(part).__name__}"
+        )
+
+
+def _check_params(
+    params: list[Tensor], optimizer: torch.optim.Optimizer, config: MixedPrecisionConfig
+) -> None:
+    """Checks that the parameters can be trained in the precision by the optimizer."""
+    if not params:
+        raise ValueError("MixedPrecisionTrainer: optimizer must have parameters, got none")
+    dtypes = {param.dtype for param in params}
+    for precision, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if dtype in dtypes and config.precision != precision:
+            raise ValueError(
+                f"MixedPrecisionTrainer: config.precision must be {precision!r} for parameters of "
+                f"{dtype}, got {config.precision!r}"
+            )
+    unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if isinstance(optimizer, FusedOptimizer) or torch.float16 not in dtypes:
+        return
+    if config.max_grad_norm is not None or not unscales:
+        raise ValueError(
+            "MixedPrecisionTrainer: optimizer must be one of amp_ext.optim for parameters of "
+            f"torch.float16, got {type(optimizer).__module__}.{type(optimizer).__name__}, which "
+            "cannot unscale and clip their gradients"
+        )
+
+
+def _accumulation(state: Mapping[str, Any], params: int) -> str:
+    """Describes what the gradients of an unfinished accumulation are, for comparison and errors."""
+    steps = state["gradient_accumulation_steps"]
+    scaled = "unscaled" if state["scaler"] is None else "scaled"
+    return f"{steps} to a step, {scaled}, with {params} parameters"

@@ -1,0 +1,443 @@
+"""Tests of the choice of a precision, and of its benchmark."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+from torch import Tensor, nn
+
+import amp_ext
+from amp_ext.training import (
+    MixedPrecisionConfig,
+    MixedPrecisionTrainer,
+    PrecisionBenchmark,
+    PrecisionChoice,
+    PrecisionTiming,
+    benchmark_precision,
+    choose_precision,
+)
+from amp_ext.training.precision import Facts, choose_from_facts, gather_facts
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keeps matrix products of a few elements away from threads, whose start costs far more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# The choice.
+
+
+def facts(device_type: str, *dtypes: torch.dtype, **others: Any) -> Facts:
+    return Facts(device_type, dtypes=frozenset(dtypes or {F32}), **others)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "words"),
+    [
+        pytest.param(
+            facts("cuda", capability=(8, 0)),
+            "bf16",
+            ["compute capability 8.0", "Tensor Cores", "range of float32"],
+            id="ampere",
+        ),
+        pytest.param(facts("cuda", capability=(9, 0)), "bf16", ["9.0"], id="hopper"),
+        pytest.param(facts("cuda", capability=(12, 0)), "bf16", ["12.0"], id="blackwell"),
+        pytest.param(
+            facts("cuda", capability=(7, 5)),
+            "fp16",
+            ["compute capability 7.5", "emulate bfloat16", "65504"],
+            id="turing",
+        ),
+        pytest.param(
+            facts("cuda", capability=(7, 0)), "fp32", ["7.0", "older than 7.5"], id="volta"
+        ),
+        pytest.param(facts("cuda", capability=(6, 1)), "fp32", ["6.1"], id="pascal"),
+        pytest.param(
+            facts("cpu", cpu_multiplies_bf16=True), "bf16", ["AVX512-BF16 or AMX"], id="cpu-bf16"
+        ),
+        pytest.param(facts("cpu"), "fp32", ["10 to 100 times slower"], id="cpu"),
+        pytest.param(facts("mps"), "fp32", ["Nothing is known", "'mps'"], id="another-device"),
+        pytest.param(
+            facts("cuda", F64, F32, capability=(9, 0)), "fp32", ["float64", "autocast"], id="fp64"
+        ),
+        pytest.param(
+            facts("cuda", torch.complex64, F32, capability=(9, 0)),
+            "fp32",
+            ["complex", "scalers do not take"],
+            id="complex",
+        ),
+        pytest.param(
+            facts("cuda", F16, capability=(9, 0)),
+            "fp16",
+            ["float16 already", "65504", "float32 masters"],
+            id="fp16-parameters",
+        ),
+        pytest.param(
+            facts("cuda", F16, F32, capability=(9, 0)), "fp16", ["already"], id="some-fp16"
+        ),
+        pytest.param(
+            facts("cuda", F16, F64, capability=(9, 0)), "fp16", ["already"], id="fp16-and-fp64"
+        ),
+        pytest.param(
+            facts("cuda", BF16, capability=(9, 0)),
+            "bf16",
+            ["bfloat16 already", "float32 masters"],
+            id="bf16-parameters",
+        ),
+    ],
+)
+def test_each_kind_of_device_and_model_has_its_precision(given, chosen, words):
+    choice = choose_from_facts(given)
+    assert choice.precision == chosen
+    assert choice.needs_scaler == (chosen == "fp16") == MixedPrecisionConfig(chosen).needs_scaler
+    for word in words:
+        assert word in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "slow"),
+    [
+        pytest.param(facts("cuda", BF16, capability=(8, 0)), False, id="bf16-on-ampere"),
+        pytest.param(facts("cuda", BF16, capability=(7, 5)), True, id="bf16-on-turing"),
+        pytest.param(facts("cuda", F16, capability=(7, 5)), False, id="fp16-on-turing"),
+        pytest.param(facts("cuda", F16, capability=(6, 1)), True, id="fp16-on-pascal"),
+        pytest.param(facts("cpu", BF16, cpu_multiplies_bf16=True), False, id="bf16-on-cpu"),
+        pytest.param(facts("cpu", BF16), True, id="bf16-on-old-cpu"),
+        pytest.param(facts("cpu", F16, cpu_multiplies_bf16=True), True, id="fp16-on-cpu"),
+        pytest.param(facts("mps", F16), False, id="another-device"),
+    ],
+)
+def test_parameters_in_16_bits_on_a_slow_device_are_told_so(given, slow):
+    assert ("float32 would be faster" in choose_from_facts(given).reason) == slow
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_batch_norm_in_16_bits_is_warned_of(dtype):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).to(dtype)
+    assert ("BatchNorm" in choose_precision(model).reason) == (dtype != F32)
+
+
+def test_parameters_in_both_16_bit_dtypes_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2, dtype=F16), nn.Linear(2, 2, dtype=BF16))
+    with pytest.raises(
+        ValueError,
+        match="choose_precision: parameters to train must be in one 16-bit dtype, got float16 and "
+        "bfloat16",
+    ):
+        choose_precision(model)
+
+
+def test_a_model_without_parameters_needs_a_device():
+    assert choose_precision(nn.ReLU(), "cpu").precision in ("fp32", "bf16")
+    with pytest.raises(
+        ValueError,
+        match="choose_precision: device must be given for a model without parameters, got None",
+    ):
+        choose_precision(nn.ReLU())
+
+
+def test_only_parameters_to_train_count():
+    model = nn.Sequential(nn.Linear(2, 2, dtype=F16), nn.Linear(2, 2))
+    assert gather_facts(model).dtypes == {F16, F32}
+    model[0].requires_grad_(False)
+    assert gather_facts(model).dtypes == {F32}
+    model[1].requires_grad_(False)
+    assert gather_facts(model).dtypes == {F16, F32}
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["onednn", "no-onednn"])
+@pytest.mark.parametrize("avx512", [True, False], ids=["avx512-bf16", "no-avx512-bf16"])
+@pytest.mark.parametrize("amx", [True, False], ids=["amx", "no-amx"])
+def test_a_cpu_needs_instructions_and_a_library_for_bf16(library, avx512, amx, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: library)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert gather_facts(nn.Linear(2, 2)).cpu_multiplies_bf16 == (library and (avx512 or amx))
+    chosen = "bf16" if library and (avx512 or amx) else "fp32"
+    assert choose_precision(nn.Linear(2, 2), "cpu").precision == chosen
+
+
+def test_the_capability_is_that_of_the_device(monkeypatch):
+    asked = []
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 7, 5
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    choice = choose_precision(nn.Linear(2, 2), "cuda:1")
+    assert (choice.precision, choice.needs_scaler) == ("fp16", True)
+    assert asked == [torch.device("cuda:1")]
+
+
+def test_the_choice_for_this_machine_trains(device):
+    model = nn.Linear(4, 2).to(device)
+    choice = choose_precision(model)
+    assert isinstance(choice, PrecisionChoice)
+    assert choice == choose_precision(model, device)
+    trainer = MixedPrecisionTrainer(
+        model,
+        amp_ext.optim.SGD(model.parameters(), 0.1),
+        MixedPrecisionConfig(choice.precision),
+        loss_function=lambda output: output.square().mean(),
+    )
+    trainer.train_step(torch.randn(3, 4, device=device))
+    assert (trainer.scaler is not None) == choice.needs_scaler
+
+
+# The benchmark.
+
+
+class Stateful(nn.Module):
+    """Has buffers that training changes, draws random numbers and writes to an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.rest = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor, calls: Tensor) -> Tensor:
+        calls.add_(1)
+        return self.rest(self.first(x))
+
+
+def all_bits(model: nn.Module, x: Tensor, calls: Tensor) -> dict[str, Tensor | None]:
+    """Returns everything that training could change."""
+    tensors = {"x": x, "x.grad": x.grad, "calls": calls, **model.state_dict()}
+    tensors |= {f"{name}.grad": param.grad for name, param in model.named_parameters()}
+    tensors["random"] = torch.get_rng_state().to(torch.float64)
+    if x.is_cuda:
+        tensors["cuda random"] = torch.cuda.get_rng_state().to(torch.float64)
+    return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("has_grads", [True, False], ids=["grads", "no-grads"])
+def test_the_callers_model_inputs_and_random_numbers_stay(device, train, has_grads):
+    model = Stateful().to(device).train(train)
+    model.rest[0].train(not train)
+    x = torch.randn(4, 6, device=device, requires_grad=has_grads)
+    calls = torch.zeros((), device=device)
+    if has_grads:
+        model(x, calls).sum().backward()
+    model.first.bias.requires_grad_(False)
+    before = all_bits(model, x, calls)
+    modes = [module.training for module in model.modules()]
+    needs_grad = [param.requires_grad for param in model.parameters()]
+    threads = torch.get_num_threads()
+    result = benchmark_precision(model, (x, calls), steps=1)
+    assert [row.error for row in result.rows] == [None] * 3
+    after = all_bits(model, x, calls)
+    for name, value in before.items():
+        same = after[name] is None if value is None else same_bits(after[name], value)
+        assert same, name
+    assert [module.training for module in model.modules()] == modes
+    assert [param.requires_grad for param in model.parameters()] == needs_grad
+    assert torch.get_num_threads() == threads
+
+
+def noting(model: nn.Module, seen: list[Any]) -> nn.Module:
+    """Lets a linear layer and its copies note how they run."""
+    model.register_forward_hook(
+        lambda module, _, output: seen.append(
+            (output.dtype, module.training, module.weight.detach().sum().item())
+        )
+    )
+    return model
+
+
+def test_each_precision_trains_a_copy_in_that_precision(device):
+    seen: list[Any] = []
+    model = noting(nn.Linear(6, 2), seen).to(device).eval()
+    result = benchmark_precision(model, torch.randn(4, 6, device=device), steps=2)
+    dtypes = [dtype for dtype, _, _ in seen]
+    assert list(dict.fromkeys(dtypes)) == [F32, F16, BF16]
+    assert all(training for _, training, _ in seen)
+    for dtype in (F32, F16, BF16):
+        weights = [weight for seen_dtype, _, weight in seen if seen_dtype == dtype]
+        assert weights[0] == model.weight.sum().item()
+        assert len(set(weights)) > len(weights) // 2, "every copy must be trained"
+    assert [row.precision for row in result.rows] == ["fp32", "fp16", "bf16"]
+    assert (result.samples, result.steps) == (4, 2)
+    for row in result.rows:
+        assert row.seconds_per_step > 0
+        assert row.samples_per_second == pytest.approx(4 / row.seconds_per_step)
+        # Parameters, gradients and two states; caching allocators count in pieces of 512 bytes.
+        known = row.peak_memory_bytes is not None
+        assert known == (device.type == "cuda")
+        assert not known or row.peak_memory_bytes >= 4 * (512 + 512)
+
+
+def test_steps_run_with_the_callers_number_of_threads():
+    torch.set_num_threads(2)
+    threads = set()
+    model = nn.Linear(6, 2)
+    model.register_forward_hook(lambda *_: threads.add(torch.get_num_threads()))
+    benchmark_precision(model, torch.randn(3, 6), precisions=["fp32"], steps=1)
+    assert threads == {2}
+
+
+def test_the_loss_function_and_the_optimizer_may_be_chosen():
+    calls = []
+
+    def loss_function(output: Tensor, targets: Tensor) -> Tensor:
+        calls.append(targets.tolist())
+        return nn.functional.cross_entropy(output, targets)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        calls.append("made")
+        return torch.optim.SGD(params, 0.1)
+
+    result = benchmark_precision(
+        nn.Linear(6, 2),
+        {"input": torch.randn(3, 6)},
+        targets=torch.tensor([0, 1, 1]),
+        loss_function=loss_function,
+        precisions=("bf16",),
+        optimizer=optimizer,
+        steps=1,
+    )
+    assert [row.precision for row in result.rows] == ["bf16"]
+    assert result.rows[0].error is None
+    assert calls[0] == "made"
+    assert calls.count("made") == 1
+    assert calls.count([0, 1, 1]) == len(calls) - 1 > 3
+
+
+class Wrapped(nn.Module):
+    """Returns its output in some wrapping."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "error"),
+    [
+        pytest.param(lambda y: y, None, id="tensor"),
+        pytest.param(lambda y: y.mean(), None, id="loss"),
+        pytest.param(lambda y: {"loss": y.mean(), "logits": y}, None, id="dict-with-loss"),
+        pytest.param(lambda y: {"loss": None, "logits": y}, None, id="dict-without-loss"),
+        pytest.param(lambda y: ([y, y.argmax(1)], {"y": y}), None, id="nested"),
+        pytest.param(
+            lambda y: types.SimpleNamespace(logits=y),
+            "ValueError: benchmark_precision: loss_function must be given for a model whose output "
+            "is SimpleNamespace",
+            id="object-without-loss",
+        ),
+    ],
+)
+def test_a_loss_is_made_of_most_outputs(wrap, error):
+    result = benchmark_precision(Wrapped(wrap), torch.randn(3, 6), precisions=["fp32"], steps=1)
+    assert result.rows[0].error == error
+
+
+class FailsInHalf(nn.Linear):
+    """Stands for an operation that a precision lacks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.dtype == F16:
+            raise NotImplementedError("no kernel for Half\nand a second line")
+        return y
+
+
+def test_a_precision_that_fails_is_a_row_with_the_error():
+    result = benchmark_precision(FailsInHalf(6, 2), torch.randn(3, 6), steps=1)
+    assert [row.error for row in result.rows] == [
+        None,
+        "NotImplementedError: no kernel for Half",
+        None,
+    ]
+    failed = result.rows[1]
+    assert failed.seconds_per_step is failed.samples_per_second is failed.peak_memory_bytes is None
+
+
+def test_16_bit_parameters_are_measured_in_their_own_precision_alone():
+    result = benchmark_precision(nn.Linear(6, 2, dtype=BF16), torch.randn(3, 6), steps=1)
+    errors = [row.error for row in result.rows]
+    assert errors[2] is None
+    for error in errors[:2]:
+        assert "config.precision must be 'bf16' for parameters of torch.bfloat16" in error
+
+
+def test_results_are_a_table_and_json():
+    pytest.importorskip("rich")
+    result = benchmark_precision(FailsInHalf(6, 2), torch.randn(1500, 6), steps=1)
+    figures = json.loads(json.dumps(result.to_dict()))
+    assert figures["device"] == "cpu"
+    assert figures["samples"] == 1500
+    assert [row["precision"] for row in figures["rows"]] == ["fp32", "fp16", "bf16"]
+    lines = str(result).splitlines()
+    assert lines[0].strip() == "cpu, 1500 samples a step"
+    rows = {line.split()[1]: line.split()[3::2] for line in lines if line.startswith("│")}
+    fp32, bf16 = result.rows[0], result.rows[2]
+    assert rows["fp32"] == [
+        f"{1e3 * fp32.seconds_per_step:.3g}",
+        f"{fp32.samples_per_second:,.1f}",
+        "1.00",
+        "-",
+    ]
+    assert rows["bf16"][2] == f"{fp32.seconds_per_step / bf16.seconds_per_step:.2f}"
+    assert rows["fp16"][0] == "failed"
+    assert "fp16: NotImplementedError: no kernel for Half" in str(result)
+
+
+def test_memory_is_shown_in_mib():
+    pytest.importorskip("rich")
+    row = PrecisionTiming("fp32", 0.5, None, 3 * 2**20)
+    table = str(PrecisionBenchmark("some GPU", None, 1, (row,)))
+    assert "some GPU, ? samples a step" in table
+    assert "500" in table
+    assert "3.0" in table
+
+
+def test_without_rich_the_table_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    result = PrecisionBenchmark("cpu", 1, 1, ())
+    assert result.to_dict()["rows"] == []
+    with pytest.raises(ImportError, match="the table needs rich: pip install rich"):
+        str(result)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        pytest.param(
+            {"steps": 0}, "benchmark_precision: steps must be 1 or more, got 0", id="no-steps"
+        ),
+        pytest.param(
+            {"precisions": ["fp32", "int8"]},
+            "precision must be 'fp32', 'bf16' or 'fp16', got 'int8'",
+            id="unknown-precision",
+        ),
+        pytest.param(
+            {"targets": torch.zeros(3)},
+            "benchmark_precision: loss_function must be given with targets, got None",
+            id="targets-alone",
+        ),
+    ],
+)
+def test_a_benchmark_of_nonsense_is_refused(options, text):
+    seen: list[Any] = []
+    with pytest.raises(ValueError, match=text):
+        benchmark_precision(noting(nn.Linear(6, 2), seen), torch.randn(3, 6), **options)
+    assert seen == []
