@@ -153,6 +153,11 @@ core = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") + (glob("csrc/cuda/*.cu") if 
 core = sorted(set(core) - set(BINDINGS))
 
 
+def architectures() -> list[str]:
+    """Returns what the binary holds for GPUs: sm_90 is machine code, compute_90 is PTX."""
+    return sorted(set(re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))))
+
+
 class BuildExtension(cpp_extension.BuildExtension):
     """Leaves beside the binary a file that says how it was built."""
 
@@ -164,15 +169,20 @@ class BuildExtension(cpp_extension.BuildExtension):
         gpus = range(torch.cuda.device_count())
         visible = {".".join(map(str, torch.cuda.get_device_capability(gpu))) for gpu in gpus}
         arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(sorted(visible))
+        toolkit = "{}.{}".format(*toolkit_version(os.environ["CUDA_HOME"])) if with_cuda else None
+        # The commit, with -dirty behind it if files differ from it.
+        describe = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
         info = {
             "torch": torch.__version__,
             "cuda": torch.version.cuda if with_cuda else None,
+            "toolkit": toolkit,
             "python": platform.python_version(),
             "compiler": first_line(cpp_extension.get_cxx_compiler(), "--version"),
             "arch_list": re.split("[; ]+", arch_list) if with_cuda else [],
+            "architectures": architectures() if with_cuda else [],
             "backends": backends,
             "flags": flags,
-            "git": first_line("git", "rev-parse", "HEAD") if (ROOT / ".git").exists() else None,
+            "git": first_line(*describe) if (ROOT / ".git").exists() else None,
         }
         package = Path(self.get_ext_fullpath("amp_ext._C")).parent
         (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")

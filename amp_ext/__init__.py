@@ -4,6 +4,7 @@ from amp_ext import memory, ops, optim, tensor_core, training
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.nonfinite import check_for_overflow, find_nonfinite, handle_nan_loss
+from amp_ext.patch import patch_torch
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "memory",
     "ops",
     "optim",
+    "patch_torch",
     "tensor_core",
     "training",
 ]

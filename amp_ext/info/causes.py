@@ -1,0 +1,157 @@
+"""Why a compiled module does not work: a table of causes, how each is recognised, and its cure."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+import shlex
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from amp_ext.info.facts import ISA_VARIABLE, PACKAGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """One row of the table.
+
+    Attributes:
+        key: Its name in ``--json``.
+        text: The cause in words.
+        signs: Regular expression that finds it in what was seen.
+        setting: Environment variable to set for a rebuild, where a plain one does not do.
+        command: What to type instead of a rebuild.
+    """
+
+    key: str
+    text: str
+    signs: str
+    setting: str = ""
+    command: str = ""
+
+    @property
+    def cure(self) -> str:
+        """What to do, in short."""
+        setting = self.setting.format(capabilities="…")
+        return self.command or f"rebuild{setting and f' with {setting}'}"
+
+    def line(self, capabilities: list[str]) -> str:
+        """Returns the line to type.
+
+        Args:
+            capabilities: Those of the GPUs, ["9.0"].
+        """
+        setting = self.setting.format(capabilities=";".join(capabilities))
+        return self.command or rebuild_line(setting)
+
+
+_IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
+
+# The first whose signs are seen is it, so what is certain comes before what is likely.
+CAUSES = (
+    Cause(
+        "cpu-isa",
+        f"{ISA_VARIABLE} names no instruction set, or one that this processor lacks",
+        f"{ISA_VARIABLE} must be",
+        command=f"unset {ISA_VARIABLE}",
+    ),
+    Cause("missing", "the compiled module is not there", "no compiled module lies"),
+    Cause(
+        "other-python",
+        "it was built for another Python or platform",
+        "for another Python or platform|was compiled for Python",
+    ),
+    Cause(
+        "other-processor",
+        "it was built for another processor",
+        "for another processor|wrong ELF class",
+    ),
+    Cause("other-torch", "it was built for another torch", "^amp_ext was built for torch"),
+    Cause(
+        "other-cuda",
+        "it was built for another major version of CUDA, or for CUDA, which this torch lacks",
+        r"lib(cu\w+|nv\w+|c10_cuda|torch_cuda)\.so\S*: cannot open shared object",
+    ),
+    Cause(
+        "old-libstdc++",
+        "its compiler is newer than the C++ library that Python loads",
+        "version `(GLIBCXX|CXXABI)_",
+        command="conda install -c conda-forge libstdcxx-ng" if _IN_CONDA else "",
+    ),
+    Cause("old-libc", "it was built on a newer system", "version `GLIBC_"),
+    Cause(
+        "undefined-symbol",
+        "it was built against another torch, another C++ ABI, or older files of amp_ext",
+        "undefined symbol",
+    ),
+    Cause(
+        "missing-library",
+        "a library that it was linked with is not installed here",
+        "cannot open shared object file",
+    ),
+    Cause(
+        "damaged",
+        "the file is damaged, or not amp_ext's",
+        "no shared library|file too short|cannot read file data|ELF|does not define module export",
+    ),
+    Cause(
+        "other-version",
+        "it is older or newer than the Python files beside it",
+        r"amp_ext\._C.* has no attribute|incompatible (function|constructor) arguments",
+    ),
+    Cause(
+        "no-cuda",
+        "there is a GPU, and it was built for the CPU alone",
+        "built without CUDA",
+        setting="AMP_EXT_CUDA=1",
+    ),
+    Cause(
+        "gpu-architecture",
+        "it holds no code for this GPU",
+        "no code for GPU|no kernel image is available",
+        setting="TORCH_CUDA_ARCH_LIST='{capabilities}'",
+    ),
+)
+UNKNOWN = Cause("unknown", "none of these", "")
+
+
+def recognise(seen: str) -> Cause:
+    """Returns the cause of what was seen.
+
+    Args:
+        seen: The text of an error, and what else was found out.
+    """
+    found = (cause for cause in CAUSES if re.search(cause.signs, seen, re.MULTILINE))
+    return next(found, UNKNOWN)
+
+
+def rebuild_line(setting: str = "") -> str:
+    """Returns the line that builds the extension anew for this Python.
+
+    In place where the package lies in its source folder, else with pip, from the folder that it was
+    installed from.
+
+    Args:
+        setting: Environment variable to set, ``AMP_EXT_CUDA=1``.
+    """
+    setting, python = setting and f"{setting} ", shlex.quote(sys.executable)
+    if (PACKAGE.parent / "Makefile").is_file():
+        return f"{setting}make -C {shlex.quote(str(PACKAGE.parent))} clean build PYTHON={python}"
+    return (
+        f"{setting}{python} -m pip install --no-build-isolation --force-reinstall --no-deps "
+        f"--no-cache-dir {_source_folder() or '<the source folder of amp_ext>'}"
+    )
+
+
+def _source_folder() -> str | None:
+    """Returns the folder that pip installed from, as it noted it."""
+    try:
+        noted = importlib.metadata.distribution("amp-ext").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    url = urllib.parse.urlparse(json.loads(noted or "{}").get("url", ""))
+    return shlex.quote(urllib.request.url2pathname(url.path)) if url.scheme == "file" else None

@@ -1,0 +1,142 @@
+"""Versions, build, processor and GPUs, as far as they can be told without the compiled module."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import amp_ext
+from amp_ext import ops
+
+PACKAGE = Path(amp_ext.__file__).parent
+ISA_VARIABLE = "AMP_EXT_CPU_ISA"
+
+_ELF_MAGIC = b"\x7fELF"
+_ELF_PROCESSORS = {3: "x86", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv"}
+
+
+def describe() -> dict[str, Any]:
+    """Returns all facts, as ``--json`` prints them.
+
+    Returns:
+        ``versions``; ``folder`` of the package; ``build``, None where the build left no file;
+        ``cpu``, whose ``instructions`` is None if the compiled module does not load; ``gpus``.
+    """
+    build = read_build()
+    try:
+        instructions = ops.cpu_isa()
+    except (ImportError, RuntimeError):
+        instructions = None
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "versions": {
+            "amp_ext": amp_ext.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "folder": str(PACKAGE),
+        "build": build,
+        "cpu": {
+            "instructions": instructions,
+            "variable": os.environ.get(ISA_VARIABLE),
+            "threads": torch.get_num_threads(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "gpus": [_describe_gpu(index, build) for index in range(gpus)],
+    }
+
+
+def read_build() -> dict[str, Any] | None:
+    """Returns what the build noted beside the binary, or None if there is no note.
+
+    ``commit`` is None where no git was at hand; ``uncommitted_changes`` says whether files differed
+    from it. ``architectures`` are sm_90 for machine code, compute_90 for PTX.
+    """
+    file = PACKAGE / "_build_info.json"
+    if not file.exists():
+        return None
+    noted = json.loads(file.read_text())
+    commit, dirty, _ = (noted.get("git") or "").partition("-dirty")
+    return {
+        **{name: noted.get(name) for name in ("torch", "python", "compiler", "cuda", "toolkit")},
+        "backends": noted.get("backends", []),
+        "architectures": noted.get("architectures", []),
+        "commit": commit or None,
+        "uncommitted_changes": bool(dirty) if commit else None,
+    }
+
+
+def _describe_gpu(index: int, build: dict[str, Any] | None) -> dict[str, Any]:
+    capability = torch.cuda.get_device_capability(index)
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "capability": "{}.{}".format(*capability),
+        "code": None if build is None else code_for(capability, build["architectures"]),
+    }
+
+
+def code_for(capability: tuple[int, int], architectures: Sequence[str]) -> str | None:
+    """Returns the architecture of a binary that a GPU takes, or None if it can take none.
+
+    Machine code runs on GPUs of its major version from its minor version on; PTX is compiled by the
+    driver for any later GPU. Names that end in ``a`` hold for one GPU alone, those in ``f`` for its
+    family.
+
+    Args:
+        capability: Of the GPU, (9, 0).
+        architectures: What the binary holds, ``["sm_80", "compute_90"]``.
+
+    Reference:
+        CUDA C++ Programming Guide, "Compute capabilities" and "Application compatibility".
+    """
+    fitting = []
+    for name in architectures:
+        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if parts is None:
+            continue
+        made_for = int(parts[2]), int(parts[3])
+        if parts[4] == "a":
+            fits = made_for == capability
+        elif parts[1] == "sm" or parts[4] == "f":
+            fits = made_for[0] == capability[0] and made_for <= capability
+        else:
+            fits = made_for <= capability
+        if fits:
+            fitting.append((parts[1] == "sm", made_for, name))
+    return max(fitting)[2] if fitting else None
+
+
+def look_at_binary() -> list[str]:
+    """Returns sentences about what is wrong with the file of the compiled module, if it shows."""
+    found = sorted(path.name for path in PACKAGE.glob("_C.*") if path.suffix in (".so", ".pyd"))
+    wanted = [f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    fitting = [name for name in wanted if name in found]
+    if not found:
+        return [f"no compiled module lies in {PACKAGE}"]
+    if not fitting:
+        return [f"for another Python or platform: {', '.join(found)}; this one wants {wanted[0]}"]
+    header, own = (_elf_header(path) for path in (PACKAGE / fitting[0], Path(sys.executable)))
+    if not own.startswith(_ELF_MAGIC):
+        return []
+    if not header.startswith(_ELF_MAGIC):
+        return [f"no shared library: {fitting[0]} begins with {header[:4]!r}"]
+    made_for, needed = (int.from_bytes(part[18:20], sys.byteorder) for part in (header, own))
+    if made_for != needed:
+        names = [_ELF_PROCESSORS.get(number, str(number)) for number in (made_for, needed)]
+        return [f"for another processor: {fitting[0]} is for {names[0]}, this one is {names[1]}"]
+    return []
+
+
+def _elf_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(20)
