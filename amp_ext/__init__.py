@@ -1,6 +1,6 @@
 """Mixed-precision training for PyTorch: a gradient scaler and fused optimizers."""
 
-from amp_ext import memory, ops, optim, tensor_core, training
+from amp_ext import compiled_ops, memory, ops, optim, tensor_core, training
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.nonfinite import check_for_overflow, find_nonfinite, handle_nan_loss
@@ -15,6 +15,7 @@ __all__ = [
     "ScalerStats",
     "check_for_overflow",
     "clip_grad_norm_",
+    "compiled_ops",
     "find_nonfinite",
     "handle_nan_loss",
     "memory",

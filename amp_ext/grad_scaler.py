@@ -142,6 +142,7 @@ class GradScaler(torch.amp.GradScaler):
             self._seen[id(optimizer)] = seen
         return seen
 
+    @torch.compiler.disable  # a compiled program steps around these
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -168,6 +169,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         return flags
 
+    @torch.compiler.disable
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
@@ -229,6 +231,7 @@ class GradScaler(torch.amp.GradScaler):
         if scale.is_cpu:
             self._warn_of_scale(scale.item())
 
+    @torch.compiler.disable
     def _update_from_looks(self, dynamic: bool) -> None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale."""
         scale, growth_tracker = self._check_scale_growth_tracker("update")
@@ -274,6 +277,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._last_update = self._last_update or torch.cuda.Event()
                 self._last_update.record(torch.cuda.current_stream(scale.device))
 
+    @torch.compiler.disable
     def _report(self) -> None:
         """Logs what the last finished update has shown, as far as it is worth a line."""
         report = self._monitor.read()

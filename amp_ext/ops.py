@@ -5,6 +5,8 @@ bfloat16. Any dense or strided layout will do; tensors that are written may not 
 Elements are computed in float32, those of float64 parameters in float64, and rounded once to the
 nearest number of the stored dtype. Nothing synchronises the host with a GPU.
 
+Inside ``torch.compile`` every function is one operator of the graph (:mod:`amp_ext.compiled_ops`).
+
 Every function raises RuntimeError on bad input, before anything is written, and names the
 argument, its index, what is wanted and what came.
 """
@@ -142,6 +144,11 @@ def check_finite_(
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.amp_ext.check_finite(
+            tensors, found_inf, grad_scale, sum_of_squares, first_nonfinite
+        )
+        return
     _C.check_finite_(tensors, found_inf, grad_scale, sum_of_squares, first_nonfinite)
 
 
@@ -157,6 +164,8 @@ def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device.
     """
+    if torch.compiler.is_compiling():
+        return torch.ops.amp_ext.count_nonfinite(tensors)
     return _C.count_nonfinite(tensors)
 
 
@@ -176,6 +185,9 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float)
         Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
         2013.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.amp_ext.clip_grads(grads, total_norm, max_norm)
+        return
     _C.clip_grads_(grads, total_norm, max_norm)
 
 
@@ -202,6 +214,9 @@ def unscale_(
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.amp_ext.unscale(grads, inv_scale, found_inf, first_nonfinite)
+        return
     _C.unscale_(grads, inv_scale, found_inf, first_nonfinite)
 
 
@@ -251,6 +266,12 @@ def update_scale_(
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
+    if torch.compiler.is_compiling() and monitor is None:
+        torch.ops.amp_ext.update_scale(
+            *(scale, growth_tracker, found_infs, growth_factor, backoff_factor, growth_interval),
+            *(min_scale, max_scale, hysteresis, hysteresis_tracker, dynamic),
+        )
+        return
     options = _C.LossScaleHyperparameters(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -338,6 +359,16 @@ def adam_(
         "Decoupled Weight Decay Regularization", 2019. Reddi, Kale and Kumar, "On the Convergence of
         Adam and Beyond", 2018.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.amp_ext.adam(
+            *(params, grads, exp_avgs, exp_avg_sqs, steps),
+            *(max_exp_avg_sqs or [], master_params or []),
+            *((0.0, lr) if isinstance(lr, Tensor) else (lr, None)),
+            *(beta1, beta2, eps, weight_decay, maximize, decoupled_weight_decay),
+            *(grad_scale, found_inf, clip_value, max_grad_norm, sum_of_squares, grad_norm),
+            *(write_back_grads, skip_nonfinite, denominator_floor),
+        )
+        return
     options = _C.AdamHyperparameters(
         lr=0.0 if isinstance(lr, Tensor) else lr,
         beta1=beta1,
@@ -434,6 +465,15 @@ def sgd_(
         Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in
         deep learning", 2013, in torch's form: the learning rate multiplies the whole update.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.amp_ext.sgd(
+            *(params, grads, momentum_buffers or [], steps or [], master_params or []),
+            *((0.0, lr) if isinstance(lr, Tensor) else (lr, None)),
+            *(momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay),
+            *(grad_scale, found_inf, clip_value, max_grad_norm, sum_of_squares, grad_norm),
+            *(write_back_grads, skip_nonfinite),
+        )
+        return
     options = _C.SgdHyperparameters(
         lr=0.0 if isinstance(lr, Tensor) else lr,
         momentum=momentum,
@@ -622,4 +662,7 @@ def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) 
     Raises:
         RuntimeError: If lists differ in length, or tensors in shape or device.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.amp_ext.refresh_masters(params, master_params)
+        return
     _C.refresh_masters_(params, master_params)

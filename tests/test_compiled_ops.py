@@ -1,0 +1,198 @@
+"""Tests of the operations inside torch.compile, and of steps around compiled code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+from torch import Tensor
+
+import amp_ext
+from amp_ext import compiled_ops, ops
+
+FP16 = torch.float16
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(3, 5), (), (17,)]
+    return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+
+
+def number(value: float, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def counters(device: str = "cpu") -> list[Tensor]:
+    return [number(2.0, device=device) for _ in range(3)]
+
+
+def adam_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    masters = [p.float() for p in tensors(0, dtype, device)] if dtype == FP16 else []
+    squares = [t.square() for t in tensors(3, device=device)]
+    return (
+        *(tensors(0, dtype, device), tensors(1, dtype, device), tensors(2, device=device)),
+        *(squares, counters(device), [s + 1 for s in squares], masters),
+        *(0.1, None, 0.9, 0.99, 1e-8, 0.01, False, True),
+        *(number(2.0, device=device), number(0.0, device=device), 0.5, 1.0, None),
+        *(number(0.0, device=device), False, False, 0.0),
+    )
+
+
+def sgd_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    masters = [p.float() for p in tensors(0, dtype, device)] if dtype == FP16 else []
+    return (
+        *(tensors(0, dtype, device), tensors(1, dtype, device), tensors(2, device=device)),
+        *(counters(device), masters, 0.0, number(0.1, device=device)),
+        *(0.9, 0.1, 0.01, False, False, False, None, None, None, None, None, None, True, False),
+    )
+
+
+ARGUMENTS: dict[str, Callable[[str], tuple[Any, ...]]] = {
+    "check_finite": lambda device: (
+        tensors(0, device=device),
+        *(number(0.0, device=device), number(2.0, device=device)),
+        *(number(0.0, torch.float64, device), number(9, torch.int64, device)),
+    ),
+    "count_nonfinite": lambda device: (tensors(0, device=device),),
+    "clip_grads": lambda device: (tensors(0, device=device), number(4.0, device=device), 1.0),
+    "unscale": lambda device: (
+        tensors(0, device=device),
+        *(number(0.5, device=device), number(0.0, device=device)),
+        number(9, torch.int64, device),
+    ),
+    "update_scale": lambda device: (
+        *(number(8.0, device=device), number(0, torch.int32, device)),
+        *([number(1.0, device=device)], 2.0, 0.5, 2000, 0.0, 1e9, 2),
+        *(number(1, torch.int32, device), True),
+    ),
+    "adam": lambda device: adam_arguments(device, torch.float32),
+    "adam-fp16": lambda device: adam_arguments(device, FP16),
+    "sgd": lambda device: sgd_arguments(device, torch.float32),
+    "sgd-fp16": lambda device: sgd_arguments(device, FP16),
+    "refresh_masters": lambda device: (tensors(0, FP16, device), tensors(1, device=device)),
+}
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in tensors_in(value)]
+    return []
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_an_operator_declares_is_what_it_does(name: str) -> None:
+    operator = getattr(compiled_ops, name.partition("-")[0])
+    torch.library.opcheck(operator, ARGUMENTS[name]("cpu"))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_compiled_and_plain_calls_give_the_same_bits(name: str, device) -> None:
+    operator = getattr(torch.ops.amp_ext, name.partition("-")[0])
+    plain, compiled = ARGUMENTS[name](device), ARGUMENTS[name](device)
+    result = operator(*plain)
+    torch._dynamo.reset()
+    in_graph = torch.compile(lambda *values: operator(*values), backend="aot_eager", fullgraph=True)
+    compiled_result = in_graph(*compiled)
+    got, wanted = tensors_in([compiled, compiled_result]), tensors_in([plain, result])
+    assert len(got) == len(wanted) > 0
+    assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def all_operations(grads: list[Tensor], params: list[Tensor], state: dict[str, Any]) -> Tensor:
+    """A step of a loop of one's own, with all operations, and its number of bad elements."""
+    ops.check_finite_(grads, state["found_inf"], sum_of_squares=state["sum"])
+    bad = ops.count_nonfinite(grads)
+    ops.adam_(
+        *(params, grads, state["exp_avgs"], state["exp_avg_sqs"], state["steps"]),
+        *(),
+        lr=state["lr"],
+        beta1=0.9,
+        beta2=0.99,
+        eps=1e-8,
+        weight_decay=0.01,
+        found_inf=state["found_inf"],
+        max_grad_norm=1.0,
+        sum_of_squares=state["sum"],
+    )
+    ops.unscale_(grads, state["inv_scale"], state["found_inf"])
+    ops.clip_grads_(grads, state["norm"], max_norm=0.5)
+    ops.sgd_(params, grads, momentum_buffers=state["exp_avgs"], lr=0.1, momentum=0.9)
+    ops.update_scale_(
+        *(state["scale"], state["growth_tracker"], [state["found_inf"]]),
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=1,
+    )
+    return bad
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float-lr", "tensor-lr"])
+def test_a_loop_of_ones_own_compiles_without_a_graph_break(lr) -> None:
+    def make() -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+        state: dict[str, Any] = {
+            "found_inf": number(0.0),
+            "sum": number(0.0, torch.float64),
+            "exp_avgs": tensors(2),
+            "exp_avg_sqs": [t.square() for t in tensors(3)],
+            "steps": counters(),
+            "lr": copy.deepcopy(lr),
+            "inv_scale": number(0.5),
+            "norm": number(3.0),
+            "scale": number(8.0),
+            "growth_tracker": number(0, torch.int32),
+        }
+        return tensors(1), tensors(0), state
+
+    plain, compiled = make(), make()
+    wanted = all_operations(*plain)
+    torch._dynamo.reset()
+    got = torch.compile(all_operations, backend="aot_eager", fullgraph=True)(*compiled)
+    assert torch.equal(got, wanted)
+    for a, b in zip(plain, compiled, strict=True):
+        left, right = (list(x.values()) if isinstance(x, dict) else x for x in (a, b))
+        pairs = zip(tensors_in(left), tensors_in(right), strict=True)
+        assert all(same_bits(one, other) for one, other in pairs)
+
+
+def trained(compiled: bool, whole_step: bool, make_optimizer: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = make_optimizer(model.parameters())
+    scaler = amp_ext.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    batches = torch.randn(6, 5, 4)
+    batches[2] *= float("inf")
+    forward = torch.compile(model, backend="aot_eager") if compiled and not whole_step else model
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(forward(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    run = torch.compile(step, backend="aot_eager") if compiled and whole_step else step
+    for batch in batches:
+        run(batch)
+    assert scaler.stats(wait=True).skips == 1
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("whole_step", [False, True], ids=["model", "step"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        pytest.param(lambda p: amp_ext.optim.AdamW(p, lr=0.1, max_grad_norm=1.0), id="adamw"),
+        pytest.param(lambda p: amp_ext.optim.SGD(p, lr=0.1, momentum=0.9), id="momentum"),
+    ],
+)
+def test_training_around_compiled_code_is_training(whole_step: bool, make_optimizer) -> None:
+    wanted = trained(False, whole_step, make_optimizer)
+    for a, b in zip(trained(True, whole_step, make_optimizer), wanted, strict=True):
+        torch.testing.assert_close(a, b)
