@@ -50,6 +50,8 @@ class GradientOptions:
 class Finding:
     found_inf: Tensor
     first_nonfinite: Tensor
+    sum_of_squares: Tensor | None
+    partition: int
 
 class LookResult:
     found_inf: Tensor
@@ -64,6 +66,7 @@ class ScalerReport:
     settled_after: int
     nonfinite_slot: int
     nonfinite_number: int
+    nonfinite_update: int
     scale: float
     smallest_scale: float
     largest_scale: float
@@ -89,6 +92,10 @@ class ScalerMonitor:
 class Plan:
     def __init__(self, operation: str, buffer_names: Sequence[str]) -> None: ...
     def add_param(self, group: int, index_in_group: int, param: Tensor) -> int: ...
+    def add_sharded_param(
+        self, group: int, index_in_group: int, param: Tensor, partition: int
+    ) -> int: ...
+    def set_shard(self, number: int, param: Tensor, grad: Tensor | None) -> None: ...
     def set_state(
         self,
         number: int,
@@ -146,6 +153,7 @@ def adam_(
     hyperparameters: AdamHyperparameters,
     lr: Tensor | None,
     options: GradientOptions,
+    operation: str = "adam_",
 ) -> None: ...
 def sgd_(
     params: Sequence[Tensor],
@@ -156,6 +164,8 @@ def sgd_(
     hyperparameters: SgdHyperparameters,
     lr: Tensor | None,
     options: GradientOptions,
+    operation: str = "sgd_",
+    buffers_name: str = "momentum_buffers",
 ) -> None: ...
 def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None: ...
 def cpu_isa() -> str: ...

@@ -8,14 +8,17 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp_ext import ops
 from amp_ext.scaler_stats import LookedAt, ScalerHistory, ScalerStats
+from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
 
 _LOGGER = logging.getLogger("amp_ext")
 _DEVICE_TYPES = ("cpu", "cuda")
@@ -49,6 +52,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     _warned_of_scale = False
+    _takes_fp16 = False
     _hysteresis_tracker: Tensor | None = None
 
     def __init__(
@@ -65,6 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         dynamic: bool = True,
         hysteresis: int = 1,
         warn_after: int = 10,
+        process_group: Any = None,
     ) -> None:
         """Sets the options; tensors are made where the first scaled loss is.
 
@@ -81,11 +86,18 @@ class GradScaler(torch.amp.GradScaler):
             dynamic: If false, the scale stays at ``init_scale``; overflows are skipped as ever.
             hysteresis: Number of overflows since the last growth of which the last backs off.
             warn_after: Updates skipped in a row until a warning is logged.
+            process_group: Ranks that skip a step together (``torch.distributed.ProcessGroup``):
+                each look ends in one all-reduce of one number over them, so all of them have to
+                step the same optimizers. None for no collective: gradients that were reduced, as
+                DDP does, agree by themselves, and so do those of DTensors.
 
         Raises:
             AssertionError: If a factor is out of range.
-            ValueError: If the limits do not enclose ``init_scale``, or a count is below 1.
+            ValueError: If the limits do not enclose ``init_scale``, a count is not an int of at
+                least 1, or another type of device is to keep limits.
+            TypeError: If ``process_group`` is none, or not one that this process is a member of.
         """
+        _check_process_group(process_group)
         smallest = 0.0 if min_scale is None else min_scale
         largest = math.inf if max_scale is None else max_scale
         if enabled and not 0.0 <= smallest <= init_scale <= largest:
@@ -94,11 +106,23 @@ class GradScaler(torch.amp.GradScaler):
                 f"init_scale={init_scale}, min_scale={min_scale}, max_scale={max_scale}"
             )
         for name, count in (("hysteresis", hysteresis), ("warn_after", warn_after)):
-            if count < 1:
-                raise ValueError(f"GradScaler: {name} must be at least 1, got {count}")
+            if not isinstance(count, Integral) or count < 1:
+                raise ValueError(f"GradScaler: {name} must be an int of at least 1, got {count!r}")
+        has_options = (smallest, largest, dynamic, hysteresis) != (0.0, math.inf, True, 1)
+        if has_options and device not in _DEVICE_TYPES:
+            raise ValueError(
+                "GradScaler: min_scale, max_scale, dynamic and hysteresis need device 'cuda' or "
+                f"'cpu', got {device!r}"
+            )
         super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
         )
+        self.process_group = process_group
         if not self._enabled:  # torch leaves these out, and its getters fail then
             self._scale = None
             self._growth_factor = growth_factor
@@ -135,14 +159,54 @@ class GradScaler(torch.amp.GradScaler):
         return self._monitor
 
     def _saw(self, optimizer: torch.optim.Optimizer) -> LookedAt:
-        """Returns what is known of an optimizer whose gradients are looked at."""
+        """Returns what is known of an optimizer."""
         seen = self._seen.get(id(optimizer))
         if seen is None or seen.optimizer() is not optimizer:
             seen = LookedAt(_reference_to(optimizer), self._monitor_of().add_optimizer())
             self._seen[id(optimizer)] = seen
         return seen
 
-    @torch.compiler.disable  # a compiled program steps around these
+    def _looks_at(self, optimizer: torch.optim.Optimizer) -> LookedAt:
+        """Returns what is known of an optimizer, ready for a look at its gradients."""
+        seen = self._saw(optimizer)
+        if seen.awaits_update:  # the iteration of the last look was dropped
+            seen.forget()
+        seen.awaits_update = True
+        return seen
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscales an optimizer's gradients in place and looks for inf and NaN among them.
+
+        Args:
+            optimizer: Whose gradients; once between two updates, before its step.
+
+        Raises:
+            AssertionError: If nothing was scaled.
+            RuntimeError: If they were unscaled, or the optimizer stepped, since the last update.
+            ValueError: If a gradient is float16.
+        """
+        torch.amp.GradScaler.unscale_(self, optimizer)
+        if self._enabled:
+            self._saw(optimizer)  # also where someone's own way of looking was taken
+            self._agree_over_group(optimizer)
+
+    def _reduces_over(self) -> Any:
+        """Returns the process group whose ranks skip together, or None."""
+        return self.process_group
+
+    @torch.compiler.disable
+    def _agree_over_group(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        """Makes what this look found known to all ranks; those without a gradient take part."""
+        state = self._per_optimizer_states[id(optimizer)]
+        flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        group = self._reduces_over()
+        if group is not None:
+            scale, _ = self._check_scale_growth_tracker("unscale_")
+            flags = all_reduce_flags(flags, scale.device, group)
+            state["found_inf_per_device"] = flags
+        return flags
+
+    @_disable_dynamo  # a compiled program steps around these
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -151,15 +215,13 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
-        params, grads = _gradients(optimizer, allow_fp16)
+        allow_fp16 = allow_fp16 or self._takes_fp16
+        grads, sharded_over = _gradients(optimizer, allow_fp16)
         if not _are_ours(grads):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        by_device = _by_device(grads)
-        seen = None if self._scale is None else self._saw(optimizer)
-        if seen is not None:
-            seen.params = params if len(by_device) == 1 else ()
+        seen = None if self._scale is None else self._looks_at(optimizer)
         flags: dict[torch.device, Tensor] = {}
-        for device, group in by_device.items():
+        for device, group in _by_device(grads).items():
             flags[device] = found_inf.to(device, non_blocking=True, copy=True)
             ops.unscale_(
                 group,
@@ -167,28 +229,29 @@ class GradScaler(torch.amp.GradScaler):
                 flags[device],
                 first_nonfinite=None if seen is None else seen.first_nonfinite(device),
             )
-        return flags
+        return _agreed_over_shards(sharded_over, flags, found_inf)
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
-        if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            return super()._check_inf_per_device(optimizer)  # someone's own way of looking
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
+            self._saw(optimizer)
+            super()._check_inf_per_device(optimizer)  # someone's own way of looking
+            return self._agree_over_group(optimizer)
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        seen = self._saw(optimizer)
+        seen = self._looks_at(optimizer)
         check_finite = getattr(optimizer, "_check_finite", None)
         if check_finite is not None:
             flags = check_finite(found_inf, scale)
             seen.first_nonfinites = dict(getattr(optimizer, "_first_nonfinites", {}))
         else:
-            params, grads = _gradients(optimizer, allow_fp16=True)
+            grads, sharded_over = _gradients(optimizer, allow_fp16=True)
             if not _are_ours(grads):
-                return super()._check_inf_per_device(optimizer)
-            by_device = _by_device(grads)
-            seen.params = params if len(by_device) == 1 else ()
+                super()._check_inf_per_device(optimizer)
+                return self._agree_over_group(optimizer)
             flags = {}
-            for device, group in by_device.items():
+            for device, group in _by_device(grads).items():
                 flags[device] = found_inf.to(device, non_blocking=True, copy=True)
                 grad_scale = scale.to(device, non_blocking=True)
                 ops.check_finite_(
@@ -197,8 +260,9 @@ class GradScaler(torch.amp.GradScaler):
                     grad_scale=grad_scale,
                     first_nonfinite=seen.first_nonfinite(device),
                 )
+            flags = _agreed_over_shards(sharded_over, flags, found_inf)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
-        return flags
+        return self._agree_over_group(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, without a look from the host.
@@ -214,6 +278,17 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        if isinstance(new_scale, Tensor):
+            if new_scale.numel() == 1:
+                new_scale = new_scale.reshape(())
+            if (
+                new_scale.numel() != 1
+                or new_scale.device.type != self._device
+                or new_scale.requires_grad
+            ):
+                super().update(new_scale)  # raises, before anything is changed
+        elif new_scale is not None:
+            new_scale = float(new_scale)
         has_flags = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
         if scale.device.type in _DEVICE_TYPES and has_flags:
             self._update_from_looks(dynamic=self._dynamic and new_scale is None)
@@ -221,17 +296,12 @@ class GradScaler(torch.amp.GradScaler):
         elif new_scale is None:
             super().update()  # of another device, or nothing was looked at
         if new_scale is not None:
-            if isinstance(new_scale, Tensor):
-                if new_scale.numel() == 1:
-                    new_scale = new_scale.reshape(())
-            else:
-                new_scale = float(new_scale)
             super().update(new_scale)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if scale.is_cpu:
             self._warn_of_scale(scale.item())
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _update_from_looks(self, dynamic: bool) -> None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale."""
         scale, growth_tracker = self._check_scale_growth_tracker("update")
@@ -252,6 +322,7 @@ class GradScaler(torch.amp.GradScaler):
                 found_infs.append(found_inf.to(scale.device, non_blocking=True))
                 first_nonfinites.append(first)
                 slots.append(seen.slot)
+            seen.awaits_update = False
         ops.update_scale_(
             scale,
             growth_tracker,
@@ -277,7 +348,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._last_update = self._last_update or torch.cuda.Event()
                 self._last_update.record(torch.cuda.current_stream(scale.device))
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _report(self) -> None:
         """Logs what the last finished update has shown, as far as it is worth a line."""
         report = self._monitor.read()
@@ -292,7 +363,8 @@ class GradScaler(torch.amp.GradScaler):
             self._told_of_skips = False
         elif not self._told_of_skips:
             self._told_of_skips = True
-            name = self._name_of_nonfinite(report)
+            is_of_these = report.nonfinite_update > report.updates - report.consecutive_skips
+            name = self._name_of_nonfinite(report) if is_of_these else None
             _LOGGER.warning(
                 "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is "
                 "%g. The first bad gradient was that of %s. Gradients that are inf or NaN at any "
@@ -304,7 +376,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _name_of_nonfinite(self, report: Any) -> str | None:
-        for seen in self._seen.values():
+        for seen in list(self._seen.values()):  # another thread may be adding to it
             if seen.slot == report.nonfinite_slot:
                 return seen.name_of(report.nonfinite_number)
         return None
@@ -331,7 +403,8 @@ class GradScaler(torch.amp.GradScaler):
             wait: Waits for the last update, so that the answer is exact.
 
         Returns:
-            None if no update has been finished yet, or none with this optimizer.
+            None if no update has been finished yet, or none with this optimizer; False if scaling
+            is disabled.
         """
         if not self._enabled:
             return False
@@ -361,7 +434,7 @@ class GradScaler(torch.amp.GradScaler):
             self._wait_for_update()
         report = self._monitor.read() if self._monitor is not None else None
         if report is None or report.updates == 0:
-            scale = float(self._init_scale) if self._enabled and self._init_scale else 1.0
+            scale = float(self._init_scale) if self._enabled else 1.0
             return ScalerStats(0, 0, 0, 0, scale, scale, scale, None)
         return ScalerStats(
             updates=report.updates,
@@ -432,6 +505,8 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a scaler from a pickle or a copy."""
         self.__dict__.update(state)
+        if self._enabled:  # a shallow copy would share it
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._forget_reports()
 
     def get_scale(self) -> float:
@@ -466,14 +541,22 @@ _UNSCALE_GRADS = GradScaler._unscale_grads_
 
 def _gradients(
     optimizer: torch.optim.Optimizer, allow_fp16: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Collects parameters and what is to be looked at: gradients, and values of sparse ones."""
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
+) -> tuple[list[Tensor | None], ShardedOver]:
+    """Collects what is to be looked at of every parameter: gradients, values of sparse ones.
+
+    Of DTensors it is this rank's part; the second result knows the ranks that have the others.
+    """
+    grads: list[Tensor | None] = []
+    sharded_over = ShardedOver()
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
             grad = param.grad
+            if type(param) is not torch.nn.Parameter and is_dtensor(param):
+                name = f"GradScaler: param of group {group_index}, param {index}"
+                sharded_over.add(param, name)
+                grad = local_grad(param, name)
             if grad is None:
+                grads.append(None)
                 continue
             if grad.dtype == torch.float16:
                 if not allow_fp16:
@@ -486,23 +569,51 @@ def _gradients(
                 if grad.is_sparse:
                     # The sum of duplicate entries may overflow where none of them does.
                     param.grad = grad = grad.coalesce()
-            params.append(param)
             grads.append(grad._values() if grad.is_sparse else grad)
-    return params, grads
+    return grads, sharded_over
 
 
-def _are_ours(grads: list[Tensor]) -> bool:
+def _agreed_over_shards(
+    sharded_over: ShardedOver, flags: dict[torch.device, Tensor], found_inf: Tensor
+) -> dict[torch.device, Tensor]:
+    """Makes what was found in the shards of one rank known to all that have a part of them."""
+    if not sharded_over:
+        return flags
+    everywhere, _ = sharded_over.all_reduce([found_inf, *flags.values()])
+    devices = list(flags) or [found_inf.device]
+    return {device: everywhere.to(device, non_blocking=True) for device in devices}
+
+
+def _check_process_group(group: Any) -> None:
+    if group is None:
+        return
+    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
+        raise TypeError(
+            "GradScaler: process_group must be None or a torch.distributed.ProcessGroup that this "
+            f"process is a member of, got {group!r}"
+        )
+
+
+def _are_ours(grads: list[Tensor | None]) -> bool:
     """Returns whether our kernels take these; torch has its own for the rest."""
     return all(
-        grad.device.type in _DEVICE_TYPES
-        and type(grad) in (Tensor, torch.nn.Parameter)
-        and not grad.is_complex()
+        grad is None
+        or (
+            grad.device.type in _DEVICE_TYPES
+            and type(grad) in (Tensor, torch.nn.Parameter)
+            and not grad.is_complex()
+        )
         for grad in grads
     )
 
 
-def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        groups[grad.device].append(grad)
+def _by_device(grads: list[Tensor | None]) -> dict[torch.device, list[Tensor]]:
+    """Returns for each device a tensor for every parameter, so that its index tells which it is."""
+    devices = dict.fromkeys(grad.device for grad in grads if grad is not None)
+    groups: dict[torch.device, list[Tensor]] = {}
+    for device in devices:
+        nothing = torch.empty(0, device=device)
+        groups[device] = [
+            nothing if grad is None or grad.device != device else grad for grad in grads
+        ]
     return groups

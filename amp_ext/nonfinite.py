@@ -112,10 +112,12 @@ def handle_nan_loss(
         raise TypeError(
             f"handle_nan_loss: loss must be a tensor or a number, got {type(loss).__name__}"
         )
-    with torch.no_grad():
-        values = torch.as_tensor(loss).detach()
-        if bool(values.isfinite().all()):
-            return False
+    if isinstance(loss, Tensor):
+        values = loss.detach()
+    else:
+        values = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+    if bool(values.isfinite().all()):
+        return False
     what = "NaN" if bool(values.isnan().any()) else "inf"
     _LOGGER.warning("handle_nan_loss: the loss is %s; this iteration is dropped", what)
     for optimizer in optimizers:
@@ -125,12 +127,15 @@ def handle_nan_loss(
     return True
 
 
-def place_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str | None:
-    """Returns what an optimizer calls a parameter: its name if it has one, or where it stands."""
-    for name, candidate in _named_tensors(optimizer, params=True):
-        if candidate is param:
-            return name
-    return None
+def name_of_param(optimizer: torch.optim.Optimizer, number: int) -> str | None:
+    """Returns what an optimizer calls a parameter: its name if it has one, or where it stands.
+
+    Args:
+        optimizer: The optimizer.
+        number: Index among the parameters of all groups.
+    """
+    names = [name for name, _ in _named_tensors(optimizer, params=True)]
+    return names[number] if number < len(names) else None
 
 
 def _named_tensors(

@@ -343,7 +343,8 @@ def adam_(
         clip_value: Largest magnitude of an unscaled gradient, after ``max_grad_norm``.
         max_grad_norm: Norm to keep all unscaled gradients together below.
         sum_of_squares: One float64, of the gradients as they are (:func:`check_finite_`). Without
-            it, ``max_grad_norm`` costs a look at all gradients.
+            it, ``max_grad_norm`` costs a look at all gradients; with ``skip_nonfinite`` leave it
+            to that look, which counts finite elements only.
         grad_norm: One float32. Set to the norm of the unscaled gradients if there is a
             ``max_grad_norm``.
         write_back_grads: Stores the unscaled, clipped gradients, in their dtype.
@@ -451,7 +452,8 @@ def sgd_(
         clip_value: Largest magnitude of an unscaled gradient, after ``max_grad_norm``.
         max_grad_norm: Norm to keep all unscaled gradients together below.
         sum_of_squares: One float64, of the gradients as they are (:func:`check_finite_`). Without
-            it, ``max_grad_norm`` costs a look at all gradients.
+            it, ``max_grad_norm`` costs a look at all gradients; with ``skip_nonfinite`` leave it
+            to that look, which counts finite elements only.
         grad_norm: One float32. Set to the norm of the unscaled gradients if there is a
             ``max_grad_norm``.
         write_back_grads: Stores the unscaled, clipped gradients, in their dtype.
@@ -474,6 +476,11 @@ def sgd_(
             *(write_back_grads, skip_nonfinite),
         )
         return
+    if (momentum_buffers is None) != (momentum == 0):
+        raise RuntimeError(
+            "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum "
+            f"{momentum}"
+        )
     options = _C.SgdHyperparameters(
         lr=0.0 if isinstance(lr, Tensor) else lr,
         momentum=momentum,
@@ -529,8 +536,9 @@ class OptimizerWorkspace:
         self._scratch = _C.StepScratch()
 
     def _grad_norm_on(self, device: torch.device) -> Tensor:
+        """Returns the norm's memory, which becomes ``grad_norm`` when an update has written it."""
         if self.grad_norm is None or self.grad_norm.device != device:
-            self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+            return torch.zeros((), dtype=torch.float32, device=device)
         return self.grad_norm
 
 
@@ -601,8 +609,10 @@ def optimizer_update_(
             "optimizer_update_: optimizer_type must be an OptimizerType, got "
             f"{type(optimizer_type).__name__}"
         )
-    if not timestep >= 1:
-        raise RuntimeError(f"optimizer_update_: timestep must be at least 1, got {timestep}")
+    if not isinstance(timestep, int) or timestep < 1:
+        raise RuntimeError(
+            f"optimizer_update_: timestep must be an int of at least 1, got {timestep}"
+        )
     buffers = {"velocities": velocities, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     needed = _BUFFERS_OF[optimizer_type]
     for name, tensors in buffers.items():
@@ -613,18 +623,19 @@ def optimizer_update_(
                 f"optimizer_update_: {name} must be {wanted} for {optimizer_type}, got {got}"
             )
     workspace = workspace or OptimizerWorkspace()
-    has_norm = max_grad_norm is not None and len(params) > 0
+    grad_norm = None
+    if max_grad_norm is not None and len(params) > 0:
+        grad_norm = workspace._grad_norm_on(params[0].device)
     common: dict[str, Any] = {
         "lr": 0.0 if isinstance(lr, Tensor) else lr,
         "weight_decay": weight_decay,
         "decoupled_weight_decay": True,
         "clip_value": math.inf if clip_value is None else clip_value,
-        "timestep": float(timestep),
     }
     tensor_lr = lr if isinstance(lr, Tensor) else None
     options = _C.GradientOptions(
         max_grad_norm=max_grad_norm,
-        grad_norm=workspace._grad_norm_on(params[0].device) if has_norm else None,
+        grad_norm=grad_norm,
         skip_nonfinite=True,
         scratch=workspace._scratch,
     )
@@ -632,16 +643,26 @@ def optimizer_update_(
         assert exp_avgs is not None
         assert exp_avg_sqs is not None
         adam = _C.AdamHyperparameters(
-            **common, beta1=beta1, beta2=beta2, eps=eps, denominator_floor=1e-12
+            **common,
+            timestep=float(timestep),
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            denominator_floor=1e-12,
         )
         _C.adam_(
             *(params, grads, exp_avgs, exp_avg_sqs, None, None, master_params),
-            *(adam, tensor_lr, options),
+            *(adam, tensor_lr, options, "optimizer_update_"),
         )
     else:
         momentum = beta1 if optimizer_type is OptimizerType.MOMENTUM else 0.0
         sgd = _C.SgdHyperparameters(**common, momentum=momentum)
-        _C.sgd_(params, grads, velocities, None, master_params, sgd, tensor_lr, options)
+        _C.sgd_(
+            *(params, grads, velocities, None, master_params, sgd, tensor_lr, options),
+            *("optimizer_update_", "velocities"),
+        )
+    if grad_norm is not None:
+        workspace.grad_norm = grad_norm
 
 
 _BUFFERS_OF = {

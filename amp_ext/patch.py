@@ -82,9 +82,9 @@ _constructors: dict[Any, Callable[..., None]] = {}  # torch's own, while there a
 class TorchPatch:
     """A patch of torch that is in force until :meth:`undo` or the end of a ``with`` statement.
 
-    Made by :func:`patch_torch`. Patches may overlap and end in any order: a class of torch is
-    itself again when the last one that covers it ends. One patch may be entered again, also while
-    it is entered; the outermost ``with`` ends it.
+    Made by :func:`amp_ext.patch_torch`. Patches may overlap and end in any order: a class of torch
+    is itself again when the last one that covers it ends. One patch may be entered again, also
+    while it is entered; the outermost ``with`` ends it.
     """
 
     def __init__(self, classes: dict[Any, Any]) -> None:

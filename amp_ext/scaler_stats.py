@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.nonfinite import place_of
+from amp_ext.nonfinite import name_of_param
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class ScalerStats:
         steps: Updates after which every optimizer had stepped.
         skips: Updates of which an optimizer's step was skipped.
         consecutive_skips: Of these, how many were the last ones in a row.
-        scale: Loss scale after the update.
+        scale: Loss scale after the update; one set by ``update(new_scale)`` shows after the next.
         smallest_scale: Least scale so far.
         largest_scale: Largest scale so far.
         last_nonfinite: Name of the first tensor with an inf or NaN at the last skip that found one
@@ -62,14 +61,15 @@ class LookedAt:
     Attributes:
         optimizer: A weak reference to it.
         slot: Number of its report.
-        first_nonfinites: By device, where looks write the number of the first bad gradient.
-        params: Those whose gradients the last look numbered, if it went by one list.
+        first_nonfinites: By device, where looks write the number of the first bad gradient. All
+            parameters of all groups are counted, also those without a gradient.
+        awaits_update: Whether it was looked at since the last update.
     """
 
     optimizer: Callable[[], torch.optim.Optimizer | None]
     slot: int
     first_nonfinites: dict[torch.device, Tensor] = field(default_factory=dict)
-    params: Sequence[Tensor] = ()
+    awaits_update: bool = False
 
     def first_nonfinite(self, device: torch.device) -> Tensor:
         """Returns one int64 on a device for looks to lower."""
@@ -79,13 +79,12 @@ class LookedAt:
             )
         return self.first_nonfinites[device]
 
+    def forget(self) -> None:
+        """Drops what looks have found."""
+        for first in self.first_nonfinites.values():
+            first.fill_(ops.NO_TENSOR)
+
     def name_of(self, number: int) -> str | None:
-        """Returns the name of the gradient with this number."""
-        optimizer: Any = self.optimizer()
-        if optimizer is None:
-            return None
-        if hasattr(optimizer, "_planned_param"):
-            param = optimizer._planned_param(number)
-        else:
-            param = self.params[number] if number < len(self.params) else None
-        return None if param is None else place_of(optimizer, param)
+        """Returns the name of the parameter with this number."""
+        optimizer = self.optimizer()
+        return None if optimizer is None else name_of_param(optimizer, number)

@@ -107,7 +107,9 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<Finding>(module, "Finding")
       .def_readonly("found_inf", &Finding::found_inf)
-      .def_readonly("first_nonfinite", &Finding::first_nonfinite);
+      .def_readonly("first_nonfinite", &Finding::first_nonfinite)
+      .def_readonly("sum_of_squares", &Finding::sum_of_squares)
+      .def_readonly("partition", &Finding::partition);
 
   options_class<LookResult>(module, "LookResult")
       .def_readwrite("found_inf", &LookResult::found_inf)
@@ -121,6 +123,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("settled_after", &ScalerReport::settled_after)
       .def_readonly("nonfinite_slot", &ScalerReport::nonfinite_slot)
       .def_readonly("nonfinite_number", &ScalerReport::nonfinite_number)
+      .def_readonly("nonfinite_update", &ScalerReport::nonfinite_update)
       .def_readonly("scale", &ScalerReport::scale)
       .def_readonly("smallest_scale", &ScalerReport::smallest_scale)
       .def_readonly("largest_scale", &ScalerReport::largest_scale)
@@ -156,6 +159,19 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("group"), py::arg("index_in_group"), py::arg("param"))
       .def(
+          "add_sharded_param",
+          [](Plan& plan, int64_t group, int64_t index_in_group, at::Tensor param,
+             int64_t partition) {
+            return plan.add_sharded_param(group, index_in_group, {std::move(param), partition});
+          },
+          py::arg("group"), py::arg("index_in_group"), py::arg("param"), py::arg("partition"))
+      .def(
+          "set_shard",
+          [](Plan& plan, int64_t number, at::Tensor param, const OptionalTensor& grad) {
+            plan.set_shard(number, std::move(param), grad.value_or(at::Tensor()));
+          },
+          py::arg("number"), py::arg("param"), py::arg("grad"))
+      .def(
           "set_state",
           [](Plan& plan, int64_t number, std::vector<at::Tensor> buffers,
              const OptionalTensor& master_param, const OptionalTensor& step) {
@@ -187,10 +203,11 @@ PYBIND11_MODULE(_C, module) {
   module.def("adam_", &adam_, release_gil(), py::arg("params"), py::arg("grads"),
              py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"),
              py::arg("max_exp_avg_sqs"), py::arg("master_params"), py::arg("hyperparameters"),
-             py::arg("lr"), py::arg("options"));
+             py::arg("lr"), py::arg("options"), py::arg("operation") = "adam_");
   module.def("sgd_", &sgd_, release_gil(), py::arg("params"), py::arg("grads"),
              py::arg("momentum_buffers"), py::arg("steps"), py::arg("master_params"),
-             py::arg("hyperparameters"), py::arg("lr"), py::arg("options"));
+             py::arg("hyperparameters"), py::arg("lr"), py::arg("options"),
+             py::arg("operation") = "sgd_", py::arg("buffers_name") = "momentum_buffers");
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
   module.def("cpu_isa", &cpu_isa);

@@ -242,6 +242,7 @@ void run_update_scale(const at::Device& device, const ScaleUpdate& update,
   report_update(overflow, scale_before, *update.state.scale, *reports.report);
   const int64_t number = reports.report->updates;
   __atomic_store_n(&reports.mirror->started, number, __ATOMIC_SEQ_CST);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
   reports.copy(0, 1);
   __atomic_store_n(&reports.mirror->finished, number, __ATOMIC_SEQ_CST);
 }

@@ -265,8 +265,9 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
     const LookResult& look = looks[i];
     check_number(operation, c10::str("found_infs[", i, "]").c_str(), look.found_inf, at::kFloat,
                  device);
-    TORCH_CHECK(monitor == nullptr || look.slot < monitor->number_of_optimizers(), operation,
-                ": slots[", i, "] must be one that the monitor has added, got ", look.slot);
+    TORCH_CHECK(
+        monitor == nullptr || (look.slot >= 0 && look.slot < monitor->number_of_optimizers()),
+        operation, ": slots[", i, "] must be one that the monitor has added, got ", look.slot);
     const std::string first = c10::str("first_nonfinites[", i, "]");
     flags.push_back({look.found_inf.const_data_ptr<float>(),
                      number_data(operation, first.c_str(), look.first_nonfinite, device),
@@ -283,28 +284,30 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
            const TensorList& exp_avg_sqs, const OptionalTensorList& steps,
            const OptionalTensorList& max_exp_avg_sqs, const OptionalTensorList& master_params,
            const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
-           const GradientOptions& options) {
-  TORCH_CHECK(steps.has_value() || hyperparameters.timestep >= 1.0,
-              "adam_: steps must be given unless there is a timestep, got None");
+           const GradientOptions& options, const std::string& operation) {
+  TORCH_CHECK(steps.has_value() || hyperparameters.timestep >= 1.0, operation,
+              ": steps must be given unless there is a timestep, got None");
   std::vector<NamedList> buffers = {{"exp_avgs", &exp_avgs}, {"exp_avg_sqs", &exp_avg_sqs}};
   if (max_exp_avg_sqs.has_value()) buffers.push_back({"max_exp_avg_sqs", &*max_exp_avg_sqs});
-  step_lists("adam_", params, grads, buffers, steps, master_params, hyperparameters, lr, options);
+  step_lists(operation.c_str(), params, grads, buffers, steps, master_params, hyperparameters, lr,
+             options);
 }
 
 void sgd_(const TensorList& params, const TensorList& grads,
           const OptionalTensorList& momentum_buffers, const OptionalTensorList& steps,
           const OptionalTensorList& master_params, const SgdHyperparameters& hyperparameters,
-          const OptionalTensor& lr, const GradientOptions& options) {
-  TORCH_CHECK(
-      momentum_buffers.has_value() == (hyperparameters.momentum != 0.0),
-      "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum ",
-      hyperparameters.momentum);
+          const OptionalTensor& lr, const GradientOptions& options, const std::string& operation,
+          const std::string& buffers_name) {
+  TORCH_CHECK(momentum_buffers.has_value() || hyperparameters.momentum == 0.0, operation, ": ",
+              buffers_name, " must be given with momentum ", hyperparameters.momentum,
+              ", got None");
   TORCH_CHECK(
       steps.has_value() || hyperparameters.momentum == 0.0 || hyperparameters.dampening == 0.0,
-      "sgd_: steps must be given with dampening, whose first step differs, got None");
+      operation, ": steps must be given with dampening, whose first step differs, got None");
   std::vector<NamedList> buffers;
-  if (momentum_buffers.has_value()) buffers.push_back({"momentum_buffers", &*momentum_buffers});
-  step_lists("sgd_", params, grads, buffers, steps, master_params, hyperparameters, lr, options);
+  if (momentum_buffers.has_value()) buffers.push_back({buffers_name.c_str(), &*momentum_buffers});
+  step_lists(operation.c_str(), params, grads, buffers, steps, master_params, hyperparameters, lr,
+             options);
 }
 
 }  // namespace amp_ext

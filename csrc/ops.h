@@ -61,14 +61,17 @@ AMP_EXT_API void adam_(const TensorList& params, const TensorList& grads,
                        const OptionalTensorList& steps, const OptionalTensorList& max_exp_avg_sqs,
                        const OptionalTensorList& master_params,
                        const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
-                       const GradientOptions& gradient_options);
+                       const GradientOptions& gradient_options,
+                       const std::string& operation = "adam_");
 
 // One step of SGD; with momentum if momentum_buffers is given, which hold zeros at first.
 AMP_EXT_API void sgd_(const TensorList& params, const TensorList& grads,
                       const OptionalTensorList& momentum_buffers, const OptionalTensorList& steps,
                       const OptionalTensorList& master_params,
                       const SgdHyperparameters& hyperparameters, const OptionalTensor& lr,
-                      const GradientOptions& gradient_options);
+                      const GradientOptions& gradient_options,
+                      const std::string& operation = "sgd_",
+                      const std::string& buffers_name = "momentum_buffers");
 
 // Takes parameters that were changed behind their masters over into them. A master that rounds to
 // its parameter is left as it is.

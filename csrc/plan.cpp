@@ -67,6 +67,18 @@ int64_t Plan::add_param(int64_t group, int64_t index_in_group, at::Tensor param,
   return static_cast<int64_t>(rows_.size()) - 1;
 }
 
+int64_t Plan::add_sharded_param(int64_t group, int64_t index_in_group, ShardOf shard_of) {
+  const int64_t number = add_param(group, index_in_group, {});
+  rows_[number].shard_of = std::move(shard_of);
+  return number;
+}
+
+void Plan::set_shard(int64_t number, at::Tensor param, at::Tensor grad) {
+  Row& row = rows_.at(number);
+  row.tensors[kParam] = std::move(param);
+  row.explicit_grad = std::move(grad);
+}
+
 void Plan::set_state(int64_t number, ParamState state) {
   Row& row = rows_.at(number);
   row.number_of_buffers = static_cast<int>(state.buffers.size());
@@ -88,8 +100,9 @@ std::vector<int64_t> Plan::read_grads() {
   std::vector<int64_t> without_state;
   for (size_t i = 0; i < rows_.size(); ++i) {
     Row& row = rows_[i];
+    const bool is_explicit = row.shard_of.has_value() || row.explicit_grad.defined();
     row.tensors[kGrad] =
-        row.explicit_grad.defined() ? row.explicit_grad : row.param().unsafeGetTensorImpl()->grad();
+        is_explicit ? row.explicit_grad : row.param().unsafeGetTensorImpl()->grad();
     if (row.has_grad() && row.state_for != row.param().scalar_type()) without_state.push_back(i);
   }
   return without_state;
@@ -103,9 +116,11 @@ std::vector<Finding> Plan::check_finite(const at::Tensor& found_inf,
   looks_ = look(found_inf, grad_scale, sum_squares, skip_nonfinite, scratch_);
   std::vector<Finding> findings;
   for (Look& look : looks_) {
-    findings.push_back({look.found_inf, first_nonfinite_on(look.found_inf.device())});
+    findings.push_back({look.found_inf, first_nonfinite_on(look.found_inf.device()),
+                        look.sum_of_squares, look.partition});
     look.records.clear();
   }
+  if (is_partitioned()) looks_.clear();
   return findings;
 }
 
@@ -131,11 +146,12 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
     check_grad(row);
     const at::Device device = row.grad().device();
     auto look = std::find_if(looks.begin(), looks.end(), [&](const Look& candidate) {
-      return candidate.found_inf.device() == device;
+      return candidate.found_inf.device() == device && candidate.partition == row.partition();
     });
     if (look == looks.end()) {
       const auto options = at::TensorOptions(device).dtype(at::kFloat);
       look = looks.insert(look, Look());
+      look->partition = row.partition();
       look->records.reserve(rows_.size());
       look->found_inf = found_inf.has_value() ? found_inf->to(device, at::kFloat,
                                                               /*non_blocking=*/true, /*copy=*/true)
@@ -166,6 +182,11 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
   }
   for (Row& row : rows_) row.staged.clear();
   return looks;
+}
+
+bool Plan::is_partitioned() const {
+  return std::any_of(rows_.begin(), rows_.end(),
+                     [](const Row& row) { return row.partition() != 0; });
 }
 
 bool Plan::gradients_are_as_looked_at() const {
@@ -428,7 +449,7 @@ void Plan::check_memory() {
 
 void Plan::update_stale_master(Row& row) {
   const at::Tensor& master = row.master_param();
-  if (!master.defined() || row.param_version == version_of(row.param())) return;
+  if (!master.defined() || row.param_version == row.version()) return;
   refresh_master(row.param(), master);
 }
 
@@ -478,6 +499,11 @@ void Plan::fill_record(Row& row) {
                                         });
 }
 
+// A write to a sharded parameter shows there; one to its shard, here.
+int64_t Plan::Row::version() const {
+  return version_of(param()) + (shard_of.has_value() ? version_of(shard_of->param) : 0);
+}
+
 void Plan::mark_written(Row& row) const {
   for (const Staged& staged : row.staged) {
     if (staged.written) staged.original.copy_(staged.dense);
@@ -486,12 +512,14 @@ void Plan::mark_written(Row& row) const {
     const bool written = row.tensors[list].defined() && (list != kGrad || row.writes_grad);
     if (written) bump_version(row.tensors[list]);
   }
-  if (row.master_param().defined()) row.param_version = version_of(row.param());
+  if (row.shard_of.has_value()) bump_version(row.identity());
+  if (row.master_param().defined()) row.param_version = row.version();
 }
 
 Plan::Cleanup::~Cleanup() {
   for (Row& row : plan.rows_) {
     row.tensors[kGrad].reset();
+    if (row.shard_of.has_value()) row.explicit_grad.reset();
     row.staged.clear();
   }
 }

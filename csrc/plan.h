@@ -34,10 +34,19 @@ struct GradientOptions {
   std::shared_ptr<StepScratch> scratch;  // device memory of the caller's; null: the plan's own
 };
 
-// What a look found on one device.
+// What a look found on one device, in the parameters of one partition.
 struct Finding {
   at::Tensor found_inf;        // one float32
   at::Tensor first_nonfinite;  // one int64, the number of the first parameter, or kNoTensor
+  at::Tensor sum_of_squares;   // one float64, or undefined if none was wanted
+  int64_t partition;
+};
+
+// Whose shard a row works on: the parameter itself, which stays the same tensor while its shard may
+// be replaced, and the number of its partition, 0 if every rank has all of it.
+struct ShardOf {
+  at::Tensor param;
+  int64_t partition = 0;
 };
 
 // The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
@@ -66,12 +75,19 @@ class AMP_EXT_API Plan {
   int64_t add_param(int64_t group, int64_t index_in_group, at::Tensor param,
                     at::Tensor explicit_grad = {});
 
+  // Adds a parameter that other ranks have parts of. Its row works on what `set_shard` hands over.
+  int64_t add_sharded_param(int64_t group, int64_t index_in_group, ShardOf shard_of);
+
+  // Hands over this rank's part of a parameter and of its gradient, which may be undefined: before
+  // each operation, after which the plan lets go of the gradient.
+  void set_shard(int64_t number, at::Tensor param, at::Tensor grad);
+
   // Hands over the state of a parameter, which later steps update in place.
   void set_state(int64_t number, ParamState state);
 
   int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
   bool is_param(int64_t number, const at::Tensor& tensor) const {
-    return number < number_of_params() && rows_[number].param().is_same(tensor);
+    return number < number_of_params() && rows_[number].identity().is_same(tensor);
   }
 
   // Reads the gradients, while nothing else replaces them; the next operation works on these.
@@ -83,6 +99,8 @@ class AMP_EXT_API Plan {
   // with `skip_nonfinite` only those of finite elements. Returns a finding for each device that
   // holds a gradient: a copy of `found_inf` there, set to 1 where something was found, and the
   // plan's own first_nonfinite, which is lowered, for an update of the scale to read and reset.
+  // Partitions are looked at apart. What one rank finds in its shards is not the whole: the step
+  // that follows takes found_inf and sum_of_squares from its options then, and never looks itself.
   std::vector<Finding> check_finite(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
                                     bool sum_squares, bool skip_nonfinite);
 
@@ -122,6 +140,7 @@ class AMP_EXT_API Plan {
   struct Row {
     int64_t group;
     int64_t index_in_group;
+    std::optional<ShardOf> shard_of;
     // By List; the gradient only from read_grads to the end of the operation.
     std::array<at::Tensor, kLists> tensors;
     int number_of_buffers = 0;
@@ -138,13 +157,17 @@ class AMP_EXT_API Plan {
     std::optional<LookedAt> looked_at;  // the gradient that check_finite saw
 
     const at::Tensor& param() const { return tensors[kParam]; }
+    const at::Tensor& identity() const { return shard_of.has_value() ? shard_of->param : param(); }
+    int64_t partition() const { return shard_of.has_value() ? shard_of->partition : 0; }
     const at::Tensor& grad() const { return tensors[kGrad]; }
     const at::Tensor& master_param() const { return tensors[kMaster]; }
     bool has_grad() const { return grad().defined(); }
+    int64_t version() const;
   };
 
-  // What was seen in the gradients of one device.
+  // What was seen in the gradients of one device and partition.
   struct Look {
+    int64_t partition;
     at::Tensor found_inf;       // [1]
     at::Tensor sum_of_squares;  // [1], or undefined
     std::vector<TensorRecord> records;
@@ -177,6 +200,7 @@ class AMP_EXT_API Plan {
   std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
                          bool sum_squares, bool skip_nonfinite, StepScratch& scratch);
   at::Tensor first_nonfinite_on(const at::Device& device);
+  bool is_partitioned() const;
   bool gradients_are_as_looked_at() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
   static Batch& batch_of(std::vector<Batch>& batches, const Row& row);

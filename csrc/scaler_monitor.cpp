@@ -43,7 +43,7 @@ ScalerMonitor::ScalerMonitor(at::Device device)
       optimizers_mirror_(bytes_on_host(device, kFirstRoom * sizeof(OptimizerReport))) {
   const ScalerReport blank;  // not all of it is zero
   std::memcpy(mirror_.mutable_data_ptr(), &blank, sizeof blank);
-  report_.copy_(mirror_);
+  report_.copy_(mirror_, /*non_blocking=*/true);
 }
 
 int64_t ScalerMonitor::add_optimizer() {
@@ -54,6 +54,7 @@ int64_t ScalerMonitor::add_optimizer() {
     const at::Tensor larger_mirror = bytes_on_host(device_, 2 * size);
     std::memcpy(larger_mirror.mutable_data_ptr(), optimizers_mirror_.const_data_ptr(),
                 static_cast<size_t>(size));
+    retired_.push_back(optimizers_);  // a captured graph writes both as long as it is replayed
     retired_.push_back(optimizers_mirror_);
     optimizers_ = larger;
     optimizers_mirror_ = larger_mirror;

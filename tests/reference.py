@@ -212,3 +212,125 @@ class FloatMasters:
         self.optimizer.step()
         for param, master in zip(self.params, self.masters, strict=True):
             param.copy_(master.detach())
+
+
+def adam_with_floor(
+    param: Tensor, *tensors: Tensor | None, denominator_floor: float, **options: Any
+) -> dict[str, Tensor]:
+    """Takes one step of :func:`adam` whose corrected second moment is at least a floor.
+
+    Args:
+        param: As for :func:`adam`.
+        tensors: Likewise.
+        denominator_floor: Least value under the root; NaN stays NaN.
+        options: As for :func:`adam`.
+    """
+    result = adam(param, *tensors, **options)
+    step, lr = result["step"], options["lr"]
+    second = result.get("max_exp_avg_sq", result["exp_avg_sq"])
+    corrected = second / (1 - options["beta2"] ** step)
+    floored = torch.where(corrected < denominator_floor, denominator_floor, corrected)
+    start = param.double()
+    if options.get("decoupled_weight_decay"):
+        start = start * (1 - lr * options["weight_decay"])
+    update = result["exp_avg"] / (1 - options["beta1"] ** step) / (floored.sqrt() + options["eps"])
+    return result | {"param": start - lr * update}
+
+
+def left_alone(
+    after: dict[str, Tensor], before: dict[str, Tensor], grad: Tensor
+) -> dict[str, Tensor]:
+    """Returns a step that left every element alone whose gradient is inf or NaN, in float64.
+
+    Args:
+        after: What the step would have made of all elements, in float64, by name; it may hold a
+            ``step``, which counts all the same.
+        before: The same tensors before.
+        grad: The gradient.
+    """
+    return {
+        name: new if name == "step" else torch.where(grad.isfinite(), new, before[name].double())
+        for name, new in after.items()
+    }
+
+
+def clipped(
+    grads: list[Tensor],
+    *,
+    grad_scale: Tensor | float | None = None,
+    max_grad_norm: float | None = None,
+    clip_value: float | None = None,
+) -> tuple[list[Tensor], float]:
+    """Unscales gradients and clips them, by their norm first; inf and NaN do not count.
+
+    Norm and coefficient are rounded to float32, as those of torch's clip_grad_norm_ are.
+
+    Args:
+        grads: Gradients, still multiplied by ``grad_scale``. Nothing is written.
+
+    Returns:
+        The gradients in float64, where inf and NaN are what they were, and the norm of their finite
+        elements before the clipping.
+
+    Reference:
+        Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+        2013.
+    """
+    doubles = [unscaled(grad, grad_scale) for grad in grads]
+    squares = sum(double[double.isfinite()].square().sum().item() for double in doubles)
+    norm = torch.tensor(squares, dtype=torch.float64).sqrt().float().double()
+    if max_grad_norm is not None:
+        coefficient = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float().double().item()
+        doubles = [
+            torch.where(double.isfinite(), double * coefficient, double) for double in doubles
+        ]
+    if clip_value is not None:
+        doubles = [
+            torch.where(double.isfinite(), double.clamp(-clip_value, clip_value), double)
+            for double in doubles
+        ]
+    return doubles, norm.item()
+
+
+def classic_update(
+    kind: str,
+    param: Tensor,
+    grad: Tensor,
+    buffers: dict[str, Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    timestep: int,
+) -> dict[str, Tensor]:
+    """Takes one step of an optimizer as CUDA training code classically has it, in float64.
+
+    Weight decay is decoupled, and elements whose gradient is inf or NaN are left alone.
+
+    Args:
+        kind: "sgd", "momentum" with a buffer ``velocity``, or "adam" with ``exp_avg`` and
+            ``exp_avg_sq``.
+        param: The number that is updated: the master where there is one. Nothing is written.
+        grad: Gradient, clipped already.
+        buffers: The state before the step.
+
+    Returns:
+        The new ``param`` and buffers by name, in float64.
+    """
+    old = {"param": param.double()} | {name: tensor.double() for name, tensor in buffers.items()}
+    grad = grad.double()
+    decayed = old["param"] * (1.0 - lr * weight_decay)
+    if kind == "sgd":
+        new = {"param": decayed - lr * grad}
+    elif kind == "momentum":
+        velocity = beta1 * old["velocity"] + grad
+        new = {"param": decayed - lr * velocity, "velocity": velocity}
+    else:
+        first = beta1 * old["exp_avg"] + (1.0 - beta1) * grad
+        second = beta2 * old["exp_avg_sq"] + (1.0 - beta2) * grad**2
+        root = (second / (1.0 - beta2**timestep)).clamp(min=1e-12).sqrt()
+        update = first / (1.0 - beta1**timestep) / (root + eps)
+        new = {"param": decayed - lr * update, "exp_avg": first, "exp_avg_sq": second}
+    return left_alone(new, old, grad)

@@ -37,8 +37,8 @@ def create_fp16_grad_scaler(
             take 100 or less.
         min_scale: The scale does not fall below, or None.
         max_scale: The scale does not grow above, or None.
-        hysteresis: Overflows in a row before the scale falls. With 2, one bad batch costs a step
-            and leaves the scale.
+        hysteresis: Number of overflows since the last growth of which the last backs off. With 2,
+            the first bad batch costs a step and leaves the scale.
 
     Returns:
         The scaler, switched on.

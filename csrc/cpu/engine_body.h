@@ -106,17 +106,19 @@ void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* 
   }
 }
 
-// The same, without the elements whose gradient is inf or NaN. Not a vector loop.
-template <int kBuffers, typename Functor, typename T>
+// The same, without the elements whose gradient is inf or NaN. Also stores the gradients as the
+// optimizer sees them, in `stored`, unless that is null. Not a vector loop.
+template <int kBuffers, typename Functor, typename T, typename Storage>
 void update_finite_elements(const TensorConstants<Functor, T>& constants, const T* grad, T* param,
-                            T* const* buffers, int64_t count) {
+                            T* const* buffers, int64_t count, Storage* stored) {
   T absent = T();
   for (int64_t i = 0; i < count; ++i) {
     if (!is_finite(grad[i])) continue;
-    update_element<kBuffers>(constants, constants.unscale_and_clip(grad[i]), param[i],
-                             kBuffers > 0 ? buffers[0][i] : absent,
+    const T seen = constants.unscale_and_clip(grad[i]);
+    update_element<kBuffers>(constants, seen, param[i], kBuffers > 0 ? buffers[0][i] : absent,
                              kBuffers > 1 ? buffers[1][i] : absent,
                              kBuffers > 2 ? buffers[2][i] : absent);
+    if (stored != nullptr) convert(&seen, stored + i, 1);
   }
 }
 
@@ -126,8 +128,7 @@ void write_back_block(const TensorConstants<Functor, T>& tensor_constants, T* gr
   const TensorConstants<Functor, T> constants = tensor_constants;
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    const T seen = constants.unscale_and_clip(grad[i]);
-    grad[i] = constants.skips(grad[i]) ? grad[i] : seen;
+    grad[i] = constants.unscale_and_clip(grad[i]);
   }
 }
 
@@ -149,7 +150,9 @@ void step_tile(TensorConstants<Functor, T> constants, const Tile& tile) {
   for (int64_t offset = tile.begin; offset < tile.end; offset += block_size) {
     const int64_t count = std::min(block_size, tile.end - offset);
     T* grad = open_block(record.grad, record.grad_dtype, offset, count, grad_scratch);
-    if (constants.write_back_grads) {
+    // Judged as they came: a finite one may be inf once it is unscaled.
+    const bool some_are_skipped = constants.skip_nonfinite && any_nonfinite(grad, count);
+    if (constants.write_back_grads && !some_are_skipped) {
       write_back_block(write_back_constants, grad, count);
       close_block(record.grad, record.grad_dtype, offset, count, grad);
     }
@@ -159,8 +162,12 @@ void step_tile(TensorConstants<Functor, T> constants, const Tile& tile) {
       buffers[i] =
           open_block(record.buffers[i], record.buffer_dtype, offset, count, buffer_scratch[i]);
     }
-    if (constants.skip_nonfinite && any_nonfinite(grad, count)) {
-      update_finite_elements<kBuffers>(constants, grad, param, buffers, count);
+    if (some_are_skipped) {
+      for_dtype(record.grad_dtype, [&](auto element) {
+        auto* stored = static_cast<decltype(element)*>(record.grad) + offset;
+        update_finite_elements<kBuffers>(write_back_constants, grad, param, buffers, count,
+                                         constants.write_back_grads ? stored : nullptr);
+      });
     } else {
       update_block<kBuffers>(constants, grad, param, buffers[0], buffers[1], buffers[2], count);
     }

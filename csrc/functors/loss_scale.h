@@ -46,8 +46,11 @@ AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparam
       return;
     }
     const double backed_off = static_cast<double>(scale) * hyperparameters.backoff_factor;
-    *state.scale = static_cast<float>(
-        backed_off < hyperparameters.min_scale ? hyperparameters.min_scale : backed_off);
+    // A scale that was set below the limit by hand does not rise at an overflow.
+    const double lowest = hyperparameters.min_scale < static_cast<double>(scale)
+                              ? hyperparameters.min_scale
+                              : static_cast<double>(scale);
+    *state.scale = static_cast<float>(backed_off < lowest ? lowest : backed_off);
     return;
   }
   *state.growth_tracker += 1;

@@ -21,6 +21,7 @@ struct ScalerReport {
   int64_t settled_after = -1;     // updates before the first clean one; -1: there was none yet
   int64_t nonfinite_slot = -1;    // whose gradient was the last bad one
   int64_t nonfinite_number = -1;  // its number among the optimizer's
+  int64_t nonfinite_update = 0;   // the update that reported it
   double scale = 0.0;             // after the update
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
@@ -59,6 +60,7 @@ AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerRepo
   if (found && *flag.first_nonfinite != kNoTensor) {
     report.nonfinite_slot = flag.slot;
     report.nonfinite_number = *flag.first_nonfinite;
+    report.nonfinite_update = report.updates + 1;
   }
   *flag.first_nonfinite = kNoTensor;
 }
@@ -73,8 +75,11 @@ AMP_EXT_INLINE void report_update(bool overflow, float scale_before, float scale
   report.skips += overflow ? 1 : 0;
   report.consecutive_skips = overflow ? report.consecutive_skips + 1 : 0;
   report.scale = scale_after;
-  if (report.smallest_scale > scale_after) report.smallest_scale = scale_after;
-  if (report.largest_scale < scale_after) report.largest_scale = scale_after;
+  const float scales[] = {scale_before, scale_after};  // the first may have been set by hand
+  for (const float scale : scales) {
+    if (report.smallest_scale > scale) report.smallest_scale = scale;
+    if (report.largest_scale < scale) report.largest_scale = scale;
+  }
   if (!overflow && report.settled_after < 0) {
     report.settled_after = report.updates - 1;
     report.settled_scale = scale_before;

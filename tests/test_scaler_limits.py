@@ -1,0 +1,586 @@
+"""Tests of what ``GradScaler`` adds to torch's rules: limits, a static scale and hysteresis."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import io
+import math
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext import ops
+
+TorchScaler = torch.amp.GradScaler
+INF = math.inf
+NAN = math.nan
+LARGEST = torch.finfo(torch.float32).max
+
+
+def in_float32(number: float) -> float:
+    return ctypes.c_float(number).value
+
+
+@dataclasses.dataclass
+class Rules:
+    """What the scale should be, in Python: the same names as the scaler's arguments."""
+
+    init_scale: float = 4.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float | None = None
+    dynamic: bool = True
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        self.scale = in_float32(self.init_scale)
+        self.clean_steps = 0
+        self.overflows_since_growth = 0
+
+    def update(self, overflow: bool) -> float:
+        """Counts one iteration and returns the scale after it."""
+        if not self.dynamic:
+            return self.scale
+        if overflow:
+            self.clean_steps = 0
+            self.overflows_since_growth += 1
+            if self.overflows_since_growth >= self.hysteresis:
+                lowest = 0.0 if self.min_scale is None else min(self.min_scale, self.scale)
+                self.scale = in_float32(max(self.scale * self.backoff_factor, lowest))
+            return self.scale
+        self.clean_steps += 1
+        if self.clean_steps == self.growth_interval:
+            self.clean_steps = 0
+            highest = INF if self.max_scale is None else self.max_scale
+            grown = in_float32(min(self.scale * self.growth_factor, highest))
+            if self.scale < grown < INF:
+                self.scale = grown
+                self.overflows_since_growth = 0
+        return self.scale
+
+    def hysteresis_tracker(self) -> int:
+        """Returns how many overflows are left until one backs off, that one included."""
+        return max(self.hysteresis - self.overflows_since_growth, 1)
+
+
+def new_optimizer(device: Any = "cpu", count: int = 1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([Parameter(torch.ones(3, device=device)) for _ in range(count)], lr=0.0)
+
+
+def ready(device: Any = "cpu", **options: Any) -> amp_ext.GradScaler:
+    """Builds a scaler whose tensors exist, with a scale of 4 unless told otherwise."""
+    scaler = amp_ext.GradScaler(torch.device(device).type, **{"init_scale": 4.0} | options)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+def take_step(scaler: TorchScaler, *optimizers: torch.optim.Optimizer, overflow: bool) -> None:
+    """Steps all optimizers, the last with a bad gradient on overflow; does not update."""
+    for optimizer in optimizers:
+        bad = overflow and optimizer is optimizers[-1]
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.full_like(param, INF if bad else 1.0)
+        scaler.step(optimizer)
+
+
+def scales(scaler: TorchScaler, sequence: str, device: Any = "cpu") -> list[float]:
+    """Returns the scale after each iteration of a sequence: "x" overflows, "." does not."""
+    optimizer, found = new_optimizer(device), []
+    for letter in sequence:
+        scaler.scale(torch.ones((), device=device))
+        take_step(scaler, optimizer, overflow=letter == "x")
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
+
+
+# The rules
+
+
+@pytest.mark.parametrize(
+    ("options", "sequence", "expected"),
+    [
+        pytest.param({}, "xx.", [2, 1, 1], id="torchs-rules"),
+        pytest.param({"min_scale": 3.0}, "xxx", [3, 3, 3], id="backs-off-to-the-minimum"),
+        pytest.param({"min_scale": 1.0}, "xxx", [2, 1, 1], id="backs-off-down-to-the-minimum"),
+        pytest.param({"min_scale": 4.0}, "x.", [4, 4], id="starts-at-the-minimum"),
+        pytest.param({"min_scale": 0.0}, "xx", [2, 1], id="a-minimum-of-zero"),
+        pytest.param(
+            {"min_scale": 1.0, "growth_interval": 1}, "xxx..", [2, 1, 1, 2, 4], id="grows-again"
+        ),
+        pytest.param(
+            {"max_scale": 10.0, "growth_interval": 1}, "...x", [8, 10, 10, 5], id="up-to-maximum"
+        ),
+        pytest.param(
+            {"max_scale": 4.0, "growth_interval": 1}, "..x.", [4, 4, 2, 4], id="starts-at-maximum"
+        ),
+        pytest.param(
+            {"max_scale": INF, "growth_interval": 1}, "..", [8, 16], id="an-infinite-maximum"
+        ),
+        pytest.param(
+            {"init_scale": LARGEST, "max_scale": 1e300, "growth_interval": 1},
+            ".",
+            [LARGEST],
+            id="a-maximum-above-float32",
+        ),
+        pytest.param(
+            {"min_scale": 4.0, "max_scale": 4.0, "growth_interval": 1},
+            ".x.",
+            [4, 4, 4],
+            id="no-room-between-the-limits",
+        ),
+        pytest.param(
+            {"dynamic": False, "growth_interval": 1}, "..xx.", [4, 4, 4, 4, 4], id="static"
+        ),
+        pytest.param(
+            {"dynamic": False, "hysteresis": 2, "growth_interval": 1},
+            "xxx.",
+            [4, 4, 4, 4],
+            id="static-with-hysteresis",
+        ),
+        pytest.param({"hysteresis": 3}, "xxx", [4, 4, 2], id="the-third-backs-off"),
+        pytest.param({"hysteresis": 3}, "xxxxx", [4, 4, 2, 1, 0.5], id="then-every-one-does"),
+        pytest.param({"hysteresis": 3}, "x.x.x.x", [4, 4, 4, 4, 2, 2, 1], id="not-in-a-row"),
+        pytest.param(
+            {"hysteresis": 2, "growth_interval": 2},
+            "xx.x..xx",
+            [4, 2, 2, 1, 1, 2, 2, 1],
+            id="a-growth-refills",
+        ),
+        pytest.param(
+            {"hysteresis": 2, "growth_interval": 3},
+            "x..x",
+            [4, 4, 4, 2],
+            id="clean-steps-do-not-refill",
+        ),
+        pytest.param(
+            {"hysteresis": 2, "growth_interval": 1, "max_scale": 4.0},
+            "x..x",
+            [4, 4, 4, 2],
+            id="a-growth-that-the-maximum-forbids-does-not-refill",
+        ),
+        pytest.param(
+            {"hysteresis": 2, "growth_interval": 2}, ".x.x", [4, 4, 4, 2], id="the-count-restarts"
+        ),
+        pytest.param(
+            {"hysteresis": 2, "min_scale": 3.0}, "xxxx", [4, 3, 3, 3], id="hysteresis-and-minimum"
+        ),
+    ],
+)
+def test_the_scale_follows_the_overflows(
+    options: dict[str, Any], sequence: str, expected: list[float], device
+) -> None:
+    assert scales(ready(device, **options), sequence, device) == expected
+    rules = Rules(**options)
+    assert [rules.update(letter == "x") for letter in sequence] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="torchs-rules"),
+        pytest.param({"hysteresis": 2}, id="hysteresis-2"),
+        pytest.param({"hysteresis": 5, "growth_interval": 1}, id="hysteresis-5"),
+        pytest.param({"min_scale": 0.3, "max_scale": 77.7}, id="limits-that-round"),
+        pytest.param(
+            {"growth_factor": 1.7, "backoff_factor": 0.3, "min_scale": 1e-3, "max_scale": 1e6},
+            id="factors-that-round",
+        ),
+        pytest.param({"init_scale": 2.0**126, "min_scale": 2.0**120}, id="near-the-largest"),
+        pytest.param({"dynamic": False, "hysteresis": 3}, id="static"),
+    ],
+)
+def test_a_long_sequence_follows_the_rules(options: dict[str, Any], device) -> None:
+    rules = Rules(**{"growth_interval": 2} | options)
+    scale = torch.full((), rules.init_scale, device=device)
+    growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+    hysteresis_tracker = torch.full((), rules.hysteresis, dtype=torch.int32, device=device)
+    draw = random.Random(0)
+    arguments = dataclasses.asdict(rules) | {
+        "min_scale": rules.min_scale or 0.0,
+        "max_scale": rules.max_scale or INF,
+    }
+    del arguments["init_scale"]
+    for step in range(300):
+        found_inf = torch.full((), float(draw.random() < 0.35), device=device)
+        ops.update_scale_(
+            scale,
+            growth_tracker,
+            [found_inf],
+            hysteresis_tracker=hysteresis_tracker,
+            **arguments,
+        )
+        assert scale.item() == rules.update(bool(found_inf)), step
+        assert growth_tracker.item() == rules.clean_steps, step
+        assert hysteresis_tracker.item() == rules.hysteresis_tracker(), step
+
+
+options_of_scalers = st.fixed_dictionaries(
+    {
+        "init_scale": st.floats(1.0, 2.0**20, width=32),
+        "growth_factor": st.floats(1.125, 8.0),
+        "backoff_factor": st.floats(0.125, 0.875),
+        "growth_interval": st.integers(1, 4),
+        "min_scale": st.none() | st.floats(0.0, 1.0),
+        "max_scale": st.none() | st.floats(2.0**20, 2.0**24),
+        "dynamic": st.sampled_from([True, True, True, False]),
+        "hysteresis": st.integers(1, 4),
+    }
+)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    options=options_of_scalers,
+    before=st.text("..x", max_size=12),
+    after=st.text("..x", max_size=12),
+    how=st.sampled_from(["as it is", "state dict", "pickle", "deepcopy"]),
+)
+def test_any_sequence_follows_the_rules_and_survives_a_checkpoint(
+    device, options: dict[str, Any], before: str, after: str, how: str
+) -> None:
+    rules = Rules(**options)
+    scaler = ready(device, **options)
+    assert scales(scaler, before, device) == [rules.update(letter == "x") for letter in before]
+    if how == "state dict":
+        state = scaler.state_dict()
+        scaler = amp_ext.GradScaler(device.type, **options)
+        scaler.load_state_dict(state)
+    elif how != "as it is":
+        scaler = pickle.loads(pickle.dumps(scaler)) if how == "pickle" else copy.deepcopy(scaler)
+    assert scales(scaler, after, device) == [rules.update(letter == "x") for letter in after]
+    state = scaler.state_dict()
+    assert state["scale"] == rules.scale
+    assert state["_growth_tracker"] == rules.clean_steps
+    assert state.get("_hysteresis_tracker", 1) == rules.hysteresis_tracker()
+
+
+def test_overflows_of_several_optimizers_count_once(device) -> None:
+    scaler = ready(device, hysteresis=3)
+    optimizers = [new_optimizer(device) for _ in range(4)]
+    found = []
+    for _ in range(4):
+        for optimizer in optimizers:
+            take_step(scaler, optimizer, overflow=True)
+        scaler.update()
+        found.append(scaler.get_scale())
+    assert found == [4, 4, 2, 1]
+
+
+def test_a_static_scale_skips_overflows_and_counts_nothing(device) -> None:
+    scaler = ready(device, dynamic=False, growth_interval=3)
+    param = Parameter(torch.ones(3, device=device))
+    optimizer = amp_ext.optim.SGD([param], lr=1.0)
+    for bad, expected in ((False, 0.75), (True, 0.75), (False, 0.5), (False, 0.25)):
+        param.grad = torch.full_like(param, INF if bad else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert param.tolist() == [expected] * 3
+        assert scaler.last_step_skipped(optimizer, wait=True) is bad
+    assert scaler.state_dict() == {
+        "scale": 4.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 3,
+        "_growth_tracker": 0,
+    }
+
+
+def test_a_scale_below_the_minimum_does_not_rise_at_an_overflow(device) -> None:
+    """It may stand there after ``update(new_scale)``, or out of another scaler's state."""
+    scaler = ready(device, init_scale=1024.0, min_scale=256.0, growth_interval=1)
+    scaler.update(1.0)
+    assert scales(scaler, "x..", device) == [1, 2, 4]
+    loaded = ready(device, init_scale=1024.0, min_scale=256.0)
+    loaded.load_state_dict(TorchScaler("cpu", init_scale=8.0).state_dict())
+    assert scales(loaded, "xx", device) == [8, 8]
+
+
+def test_a_scale_above_the_maximum_falls_and_does_not_grow(device) -> None:
+    scaler = ready(device, max_scale=8.0, growth_interval=1)
+    scaler.update(64.0)
+    assert scales(scaler, ".xxxxx.", device) == [64, 32, 16, 8, 4, 2, 4]
+
+
+def test_a_minimum_keeps_the_scale_from_falling_to_zero(device) -> None:
+    scaler = ready(device, backoff_factor=1e-30, min_scale=2.0**-14)
+    assert scales(scaler, "xxx", device) == [2.0**-14] * 3
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        pytest.param({"min_scale": 8.0}, "min_scale=8.0, max_scale=None", id="minimum-above"),
+        pytest.param({"max_scale": 2.0}, "min_scale=None, max_scale=2.0", id="maximum-below"),
+        pytest.param({"min_scale": -1.0}, "min_scale=-1.0, max_scale=None", id="negative-minimum"),
+        pytest.param({"max_scale": -1.0}, "min_scale=None, max_scale=-1.0", id="negative-maximum"),
+        pytest.param({"min_scale": NAN}, "min_scale=nan, max_scale=None", id="nan-minimum"),
+        pytest.param({"max_scale": NAN}, "min_scale=None, max_scale=nan", id="nan-maximum"),
+        pytest.param({"min_scale": INF}, "min_scale=inf, max_scale=None", id="infinite-minimum"),
+        pytest.param({"max_scale": 0.0}, "min_scale=None, max_scale=0.0", id="maximum-of-zero"),
+        pytest.param(
+            {"min_scale": 5.0, "max_scale": 3.0}, "min_scale=5.0, max_scale=3.0", id="no-room"
+        ),
+    ],
+)
+def test_limits_that_do_not_enclose_the_scale_are_refused(
+    options: dict[str, float], text: str
+) -> None:
+    expected = (
+        "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=4.0, "
+    )
+    with pytest.raises(ValueError, match=f"^{expected}{text}$"):
+        amp_ext.GradScaler("cpu", init_scale=4.0, **options)
+    assert not amp_ext.GradScaler("cpu", init_scale=4.0, **options, enabled=False).is_enabled()
+
+
+@pytest.mark.parametrize("count", [0, -3, 1.5, 0.5, NAN, None, "2"], ids=repr)
+@pytest.mark.parametrize("name", ["hysteresis", "warn_after"])
+def test_counts_that_are_none_are_refused(name: str, count: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^GradScaler: {name} must be an int of at least 1, got"):
+        amp_ext.GradScaler("cpu", **{name: count})
+
+
+def test_the_options_are_keywords_and_leave_torchs_as_they_are() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        amp_ext.GradScaler("cpu", 4.0, 2.0, 0.5, 2000, True, 1.0)
+    limited = amp_ext.GradScaler("cpu", min_scale=1.0, max_scale=2.0**20, dynamic=False)
+    assert limited.state_dict() == TorchScaler("cpu").state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        pytest.param(
+            {"hysteresis_tracker": None},
+            "hysteresis_tracker must be given with a hysteresis of 3, got None",
+            id="no-tracker",
+        ),
+        pytest.param(
+            {"hysteresis_tracker": torch.ones(())},
+            "hysteresis_tracker must be Int, got Float",
+            id="float-tracker",
+        ),
+        pytest.param(
+            {"hysteresis_tracker": torch.ones(2, dtype=torch.int32)},
+            r"hysteresis_tracker must be one element, got sizes \[2\]",
+            id="two-trackers",
+        ),
+        pytest.param(
+            {"first_nonfinites": [torch.zeros((), dtype=torch.int32)]},
+            r"first_nonfinites\[0\] must be Long, got Int",
+            id="int-first",
+        ),
+    ],
+)
+def test_bad_tensors_are_named_and_nothing_is_written(change: dict[str, Any], text: str) -> None:
+    scale, growth_tracker = torch.full((), 4.0), torch.zeros((), dtype=torch.int32)
+    arguments: dict[str, Any] = {
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 1,
+        "hysteresis": 3,
+        "hysteresis_tracker": torch.ones((), dtype=torch.int32),
+    }
+    with pytest.raises(RuntimeError, match=f"^update_scale_: {text}"):
+        ops.update_scale_(scale, growth_tracker, [torch.zeros(())], **arguments | change)
+    assert (scale.item(), growth_tracker.item()) == (4, 0)
+
+
+# State dict, pickle, copy
+
+
+def test_the_state_dict_has_torchs_keys_and_the_hysteresis_only_if_there_is_one(device) -> None:
+    torchs_keys = list(TorchScaler("cpu").state_dict())
+    plain = ready(device, min_scale=1.0, max_scale=8.0, dynamic=False, hysteresis=1, warn_after=3)
+    assert list(plain.state_dict()) == torchs_keys
+    patient = ready(device, hysteresis=3)
+    assert list(patient.state_dict()) == [*torchs_keys, "_hysteresis_tracker"]
+    scales(patient, "x", device)
+    state = patient.state_dict()
+    assert state["_hysteresis_tracker"] == 2
+    assert {type(value) for value in state.values()} == {float, int}
+
+
+def test_the_hysteresis_is_in_the_state_dict_before_the_first_scale() -> None:
+    scaler = amp_ext.GradScaler("cpu", hysteresis=3)
+    assert scaler.state_dict()["_hysteresis_tracker"] == 3
+    scaler.load_state_dict(scaler.state_dict() | {"_hysteresis_tracker": 2})
+    assert scaler.state_dict()["_hysteresis_tracker"] == 2
+    assert scales(scaler, "xx") == [65536, 32768]
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
+@pytest.mark.parametrize(
+    ("hysteresis", "saved", "expected"),
+    [
+        pytest.param(3, 3, [8, 8, 4], id="full"),
+        pytest.param(3, 2, [8, 4, 2], id="one-used-up"),
+        pytest.param(3, 1, [4, 2, 1], id="used-up"),
+        pytest.param(2, 5, [8, 4, 2], id="more-than-it-has-itself"),
+        pytest.param(1, 5, [4, 2, 1], id="has-none-itself"),
+        pytest.param(3, None, [8, 8, 4], id="torchs"),
+    ],
+)
+def test_the_hysteresis_goes_on_where_the_state_was_saved(
+    hysteresis: int, saved: int | None, expected: list[float], made: bool, device
+) -> None:
+    state = TorchScaler("cpu", init_scale=8.0).state_dict()
+    if saved is not None:
+        state["_hysteresis_tracker"] = saved
+    scaler = amp_ext.GradScaler(device.type, hysteresis=hysteresis)
+    if made:
+        scaler.scale(torch.ones((), device=device))
+        scales(scaler, "xx", device)
+    scaler.load_state_dict(state)
+    assert scales(scaler, "xxx", device) == expected
+
+
+def test_a_state_with_hysteresis_loads_into_torchs_through_a_file() -> None:
+    patient = ready(hysteresis=3, min_scale=2.0)
+    scales(patient, ".x")
+    file = io.BytesIO()
+    torch.save(patient.state_dict(), file)
+    file.seek(0)
+    theirs = TorchScaler("cpu")
+    theirs.load_state_dict(torch.load(file, weights_only=True))
+    saved = patient.state_dict()
+    assert saved.pop("_hysteresis_tracker") == 2
+    assert theirs.state_dict() == saved
+    patient.load_state_dict(theirs.state_dict())
+    assert patient.state_dict() == saved | {"_hysteresis_tracker": 3}
+
+
+def test_limits_stay_as_constructed_when_a_state_is_loaded(device) -> None:
+    wide = ready(device, min_scale=0.5, max_scale=2.0**30)
+    wide.load_state_dict(ready(device, min_scale=4.0, max_scale=4.0).state_dict())
+    assert scales(wide, "xxxx", device) == [2, 1, 0.5, 0.5]
+
+
+def test_an_empty_state_changes_nothing() -> None:
+    scaler = ready(hysteresis=3)
+    scales(scaler, "x")
+    before = scaler.state_dict()
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        scaler.load_state_dict({})
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        pytest.param(lambda scaler: pickle.loads(pickle.dumps(scaler)), id="pickle"),
+        pytest.param(copy.copy, id="copy"),
+        pytest.param(copy.deepcopy, id="deepcopy"),
+    ],
+)
+def test_a_duplicate_keeps_limits_and_hysteresis(
+    duplicate: Callable[[amp_ext.GradScaler], amp_ext.GradScaler], made: bool, device
+) -> None:
+    options = {"hysteresis": 3, "min_scale": 3.0, "max_scale": 5.0, "growth_interval": 2}
+    scaler = amp_ext.GradScaler(device.type, 4.0, **options)
+    done = "x" if made else ""
+    scales(scaler, done, device)
+    twin = duplicate(scaler)
+    rules = Rules(**options)
+    for letter in done:
+        rules.update(letter == "x")
+    expected = [rules.update(letter == "x") for letter in "xxx....xxxx"]
+    assert scales(twin, "xxx....xxxx", device) == expected
+    assert scales(scaler, "xxx....xxxx", device) == expected, "the twin shares nothing"
+
+
+def test_a_duplicate_of_a_static_scaler_is_static() -> None:
+    scaler = pickle.loads(pickle.dumps(ready(dynamic=False, growth_interval=1)))
+    assert scales(scaler, "x..") == [4, 4, 4]
+
+
+def test_a_disabled_scaler_with_options_can_be_duplicated() -> None:
+    scaler = amp_ext.GradScaler("cpu", enabled=False, hysteresis=3, min_scale=1.0)
+    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert not twin.is_enabled()
+        assert twin.state_dict() == {}
+
+
+# update(new_scale)
+
+
+@pytest.mark.parametrize(
+    "new_scale",
+    [
+        pytest.param(lambda device: 512.0, id="float"),
+        pytest.param(lambda device: 512, id="int"),
+        pytest.param(lambda device: torch.full((), 512.0, device=device), id="tensor"),
+        pytest.param(lambda device: torch.full((1, 1), 512.0, device=device), id="tensor-1-1"),
+        pytest.param(
+            lambda device: torch.full((), 512, dtype=torch.int64, device=device), id="int-tensor"
+        ),
+    ],
+)
+@pytest.mark.parametrize("sequence", ["", ".", "x"], ids=["no-step", "clean", "overflow"])
+def test_a_new_scale_replaces_the_rules_for_one_update(
+    sequence: str, new_scale: Callable[[Any], Any], device
+) -> None:
+    scaler = ready(device, growth_interval=2, hysteresis=2)
+    scales(scaler, ".", device)
+    if sequence:
+        take_step(scaler, new_optimizer(device), overflow=sequence == "x")
+    address = scaler._scale.data_ptr()
+    scaler.update(new_scale(device))
+    state = scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"], state["_hysteresis_tracker"]) == (512, 1, 2)
+    assert scaler._scale.data_ptr() == address
+    assert scales(scaler, ".", device) == [1024], "the count of clean iterations went on"
+
+
+def test_a_new_scale_also_sets_a_static_scale(device) -> None:
+    scaler = ready(device, dynamic=False)
+    scaler.update(16.0)
+    assert scales(scaler, "x.", device) == [16, 16]
+
+
+@pytest.mark.parametrize(
+    "new_scale",
+    [
+        pytest.param(torch.ones(2), id="two-elements"),
+        pytest.param(torch.ones((), device="meta"), id="elsewhere"),
+        pytest.param(torch.ones((), requires_grad=True), id="requires-grad"),
+        pytest.param("much", id="text"),
+        pytest.param([2.0], id="list"),
+    ],
+)
+def test_a_bad_new_scale_is_refused_and_the_iteration_can_still_be_updated(new_scale: Any) -> None:
+    scaler, optimizer = ready(), new_optimizer()
+    take_step(scaler, optimizer, overflow=True)
+    with pytest.raises(
+        AssertionError if isinstance(new_scale, Tensor) else (TypeError, ValueError)
+    ):
+        scaler.update(new_scale)
+    assert scaler.get_scale() == 4
+    assert scaler.stats().updates == 0
+    scaler.update()
+    assert scaler.get_scale() == 2
+    assert (scaler.stats().updates, scaler.stats().last_nonfinite) == (1, "group 0, param 0")

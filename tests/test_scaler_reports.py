@@ -1,0 +1,888 @@
+"""Tests of what ``GradScaler`` tells of its updates: skips, counts, history, names and log."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import io
+import logging
+import pickle
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext import ops
+
+INF = float("inf")
+HISTORY = 4096
+NOTHING_YET = amp_ext.ScalerStats(0, 0, 0, 0, 4.0, 4.0, 4.0, None)
+
+
+class Duck:
+    """Has what a scaler needs of an optimizer, and no room for weak references."""
+
+    __slots__ = ("param_groups",)
+
+    def __init__(self, params: Any) -> None:
+        torchs = torch.optim.SGD(params, lr=0.5)
+        self.param_groups = torchs.param_groups
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param -= 0.5 * param.grad
+
+
+MakeOptimizer = Callable[[Any], Any]
+OPTIMIZERS = [
+    pytest.param(lambda params: torch.optim.SGD(params, lr=0.5), id="torch-sgd"),
+    pytest.param(
+        lambda params: torch.optim.Adam(params, lr=0.5, fused=True), id="torch-fused-adam"
+    ),
+    pytest.param(lambda params: amp_ext.optim.SGD(params, lr=0.5), id="our-sgd"),
+    pytest.param(lambda params: amp_ext.optim.Adam(params, lr=0.5), id="our-adam"),
+    pytest.param(
+        lambda params: amp_ext.optim.AdamW(params, lr=0.5, max_grad_norm=1.0), id="our-adamw-norm"
+    ),
+    pytest.param(Duck, id="duck"),
+]
+unscaled_first = pytest.mark.parametrize(
+    "unscale", [False, True], ids=["step-alone", "unscale_-first"]
+)
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS)
+OUR_SGD, TORCHS_SGD = OPTIMIZERS[2].values[0], OPTIMIZERS[0].values[0]
+our_and_torchs_sgd = pytest.mark.parametrize("make", [OPTIMIZERS[0], OPTIMIZERS[2]])
+
+
+def ready(device: Any = "cpu", **options: Any) -> amp_ext.GradScaler:
+    """Builds a scaler whose tensors exist, with a scale of 4 unless told otherwise."""
+    scaler = amp_ext.GradScaler(torch.device(device).type, **{"init_scale": 4.0} | options)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+def params_of(optimizer: Any) -> list[Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def new_params(device: Any = "cpu", count: int = 3) -> list[Parameter]:
+    return [Parameter(torch.ones(5, device=device)) for _ in range(count)]
+
+
+def named(device: Any = "cpu", *names: str) -> list[tuple[str, Parameter]]:
+    return list(zip(names, new_params(device, len(names)), strict=True))
+
+
+def give_grads(optimizer: Any, *bad: int, missing: tuple[int, ...] = ()) -> None:
+    """Gives every parameter a gradient of ones; those with the numbers in ``bad`` hold one NaN."""
+    for number, param in enumerate(params_of(optimizer)):
+        param.grad = None if number in missing else torch.ones_like(param)
+        if number in bad:
+            param.grad[3] = float("nan")
+
+
+def iterate(
+    scaler: amp_ext.GradScaler, *optimizers: Any, bad: Any = (), unscale: bool = False
+) -> None:
+    """Takes one iteration; ``bad`` holds numbers of the last optimizer's parameters."""
+    for optimizer in optimizers:
+        give_grads(optimizer, *(bad if optimizer is optimizers[-1] else ()))
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def exact(scaler: amp_ext.GradScaler) -> amp_ext.ScalerStats:
+    return scaler.stats(wait=True)
+
+
+def name_of_last(scaler: amp_ext.GradScaler) -> str | None:
+    return exact(scaler).last_nonfinite
+
+
+@contextlib.contextmanager
+def tensors_out_of_reach() -> Iterator[None]:
+    """Lets whatever reads a tensor's values, or asks a GPU for anything, fail."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a tensor was read")
+
+    readers = ("item", "tolist", "cpu", "to", "numpy", "clone", "__bool__", "__float__", "__int__")
+    with pytest.MonkeyPatch.context() as patch:
+        for reader in readers:
+            patch.setattr(torch.Tensor, reader, refuse)
+        patch.setattr(torch.cuda, "synchronize", refuse)
+        patch.setattr(torch.cuda.Event, "synchronize", refuse)
+        yield
+
+
+def all_reads(scaler: amp_ext.GradScaler, *optimizers: Any, wait: bool = False) -> list[Any]:
+    return [
+        scaler.last_step_skipped(wait=wait),
+        [scaler.last_step_skipped(optimizer, wait=wait) for optimizer in optimizers],
+        scaler.stats(wait=wait),
+        scaler.history(wait=wait),
+    ]
+
+
+# Skips
+
+
+@unscaled_first
+@every_optimizer
+def test_a_skip_is_told_of_the_step_and_of_all(make: MakeOptimizer, unscale: bool, device) -> None:
+    scaler, optimizer = ready(device), make(new_params(device))
+    for bad in ((), (1,), (0, 2), (), (2,)):
+        before = [param.detach().clone() for param in params_of(optimizer)]
+        iterate(scaler, optimizer, bad=bad, unscale=unscale)
+        stayed = all(map(torch.equal, before, params_of(optimizer)))
+        assert stayed is bool(bad)
+        assert scaler.last_step_skipped(wait=True) is stayed
+        assert scaler.last_step_skipped(optimizer, wait=True) is stayed
+    stats = exact(scaler)
+    assert (stats.updates, stats.steps, stats.skips) == (5, 2, 3)
+
+
+def test_each_optimizer_has_its_own_answer(device) -> None:
+    scaler = ready(device)
+    optimizers = [row.values[0](new_params(device)) for row in OPTIMIZERS]
+    for culprit in range(len(optimizers)):
+        for number, optimizer in enumerate(optimizers):
+            give_grads(optimizer, *([1] if number == culprit else []))
+            scaler.step(optimizer)
+        scaler.update()
+        answers = [scaler.last_step_skipped(optimizer, wait=True) for optimizer in optimizers]
+        assert answers == [number == culprit for number in range(len(optimizers))]
+        assert scaler.last_step_skipped(wait=True) is True
+    iterate(scaler, *optimizers)
+    assert not any(scaler.last_step_skipped(optimizer, wait=True) for optimizer in optimizers)
+    assert scaler.last_step_skipped(wait=True) is False
+    assert exact(scaler).skips == len(optimizers)
+
+
+def test_an_optimizer_that_did_not_take_part_keeps_its_answer(device) -> None:
+    """As in training of a generator every few steps of its critic."""
+    scaler, rare, often = ready(device), OUR_SGD(new_params(device)), OUR_SGD(new_params(device))
+    iterate(scaler, often, rare, bad=[0])
+    iterate(scaler, often)
+    assert scaler.last_step_skipped(rare, wait=True) is True
+    assert scaler.last_step_skipped(often, wait=True) is False
+    assert scaler.last_step_skipped(wait=True) is False
+
+
+def test_before_the_first_update_nothing_is_known(device) -> None:
+    scaler, optimizer = amp_ext.GradScaler(device.type, 4.0), OUR_SGD(new_params(device))
+    unknown = [None, [None], NOTHING_YET, amp_ext.ScalerHistory([], [], [])]
+    assert all_reads(scaler, optimizer) == unknown
+    scaler.scale(torch.ones((), device=device))
+    assert all_reads(scaler, optimizer) == unknown
+    give_grads(optimizer, 0)
+    scaler.step(optimizer)
+    assert all_reads(scaler, optimizer) == all_reads(scaler, optimizer, wait=True) == unknown
+    scaler.update()
+    assert scaler.last_step_skipped(optimizer, wait=True) is True
+
+
+def test_of_a_stranger_nothing_is_known(device) -> None:
+    scaler, stranger = ready(device), OUR_SGD(new_params(device))
+    iterate(scaler, OUR_SGD(new_params(device)), bad=[0])
+    assert scaler.last_step_skipped(stranger, wait=True) is None
+
+
+@our_and_torchs_sgd
+def test_an_optimizer_in_the_place_of_another_has_a_new_answer(make: MakeOptimizer, device) -> None:
+    """A new object may get the id of one that is gone."""
+    scaler, first, second = ready(device), make(new_params(device)), make(new_params(device))
+    iterate(scaler, first, bad=[0])
+    scaler._seen[id(second)] = scaler._seen.pop(id(first))
+    del first
+    gc.collect()
+    assert scaler.last_step_skipped(second, wait=True) is None
+    iterate(scaler, second)
+    assert scaler.last_step_skipped(second, wait=True) is False
+    iterate(scaler, second, bad=[2])
+    assert scaler.last_step_skipped(second, wait=True) is True
+    assert name_of_last(scaler) == "group 0, param 2"
+
+
+@our_and_torchs_sgd
+def test_two_scalers_may_share_an_optimizer(make: MakeOptimizer, device) -> None:
+    scalers, optimizer = (ready(device), ready(device)), make(new_params(device))
+    iterate(scalers[0], optimizer, bad=[2])
+    iterate(scalers[1], optimizer)
+    iterate(scalers[0], optimizer, bad=[1])
+    found = [(scaler.last_step_skipped(optimizer, wait=True)) for scaler in scalers]
+    assert found == [True, False]
+    assert [name_of_last(scaler) for scaler in scalers] == ["group 0, param 1", None]
+    assert [exact(scaler).updates for scaler in scalers] == [2, 1]
+
+
+@unscaled_first
+def test_more_optimizers_than_one_launch_takes(unscale: bool, device) -> None:
+    scaler = ready(device)
+    optimizers = [TORCHS_SGD(named(device, f"of {i}")) for i in range(260)]
+    for culprits in ((), (0,), (127, 128), (259,), (5, 200), ()):
+        for i, optimizer in enumerate(optimizers):
+            give_grads(optimizer, *([0] if i in culprits else []))
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        skipped = [i for i, o in enumerate(optimizers) if scaler.last_step_skipped(o, wait=True)]
+        assert skipped == list(culprits)
+        assert scaler.last_step_skipped(wait=True) is bool(culprits)
+        if culprits:
+            assert name_of_last(scaler) == f"of {culprits[-1]}"
+    assert dataclasses.astuple(exact(scaler)) == (6, 2, 4, 0, 0.25, 0.25, 4.0, "of 200")
+
+
+def test_optimizers_that_come_later_leave_earlier_answers_alone(device) -> None:
+    scaler, first = ready(device), OUR_SGD(new_params(device))
+    iterate(scaler, first, bad=[0])
+    others = []
+    for _ in range(20):  # the room for reports grows on the way
+        others.append(OUR_SGD(new_params(device)))
+        iterate(scaler, *others)
+        assert scaler.last_step_skipped(first, wait=True) is True
+        assert not any(scaler.last_step_skipped(other, wait=True) for other in others)
+
+
+@unscaled_first
+@our_and_torchs_sgd
+def test_a_flag_that_foreign_code_sets_counts(make: MakeOptimizer, unscale: bool, device) -> None:
+    """As an all-reduce over ranks does, of which another has overflowed."""
+    scaler, optimizer = ready(device), make(new_params(device))
+    for found in (3.0, 0.0, 1.0):
+        give_grads(optimizer)
+        if unscale:
+            scaler.unscale_(optimizer)
+        else:
+            scaler.step(optimizer)
+        for found_inf in scaler._found_inf_per_device(optimizer).values():
+            found_inf.fill_(found)
+        if unscale:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step_skipped(wait=True) is bool(found)
+        assert scaler.last_step_skipped(optimizer, wait=True) is bool(found)
+    assert dataclasses.astuple(exact(scaler)) == (3, 1, 2, 1, 1.0, 1.0, 4.0, None)
+
+
+@pytest.mark.parametrize("call", ["unscale_", "_check_inf_per_device"])
+@our_and_torchs_sgd
+def test_anothers_way_of_looking_counts(make: MakeOptimizer, call: str, device) -> None:
+    class Foreign(amp_ext.GradScaler):
+        found = 0.0
+
+        def _unscale_grads_(self, optimizer: Any, *_: Any) -> dict[torch.device, Tensor]:
+            return {device: torch.full((), self.found, device=device)}
+
+    scaler = Foreign(device.type, 4.0)
+    scaler.scale(torch.ones((), device=device))
+    optimizer = make(new_params(device))
+    for found in (1.0, 0.0, 2.0):
+        scaler.found = found
+        give_grads(optimizer)
+        getattr(scaler, call)(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step_skipped(wait=True) is bool(found)
+        assert scaler.last_step_skipped(optimizer, wait=True) is bool(found)
+    assert dataclasses.astuple(exact(scaler)) == (3, 1, 2, 1, 1.0, 1.0, 4.0, None)
+
+
+def test_flags_written_into_the_state_by_hand_count(device) -> None:
+    scaler, optimizer = ready(device), OUR_SGD(new_params(device))
+    for found in (0.0, 1.0):
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {device: torch.full((), found, device=device)}
+        scaler.update()
+        assert scaler.last_step_skipped(wait=True) is bool(found)
+    assert exact(scaler).skips == 1
+
+
+def test_a_disabled_scaler_never_skips() -> None:
+    scaler, optimizer = amp_ext.GradScaler("cpu", enabled=False), OUR_SGD(new_params())
+    for _ in range(2):
+        scaler.scale(torch.ones(()))
+        iterate(scaler, optimizer, bad=[0])
+        assert scaler.last_step_skipped() is False
+        assert scaler.last_step_skipped(optimizer, wait=True) is False
+        assert scaler.stats() == amp_ext.ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
+        assert scaler.history(wait=True) == amp_ext.ScalerHistory([], [], [])
+
+
+# Counts and history
+
+
+def test_the_counts_and_the_history_are_those_of_the_loop(device) -> None:
+    scaler = ready(device, growth_interval=2)
+    optimizer = TORCHS_SGD(new_params(device))
+    scales, skipped, after, in_a_row = [], [], [], 0
+    for letter in "..x.xx....xxxx..":
+        scales.append(scaler.get_scale())
+        skipped.append(letter == "x")
+        in_a_row = in_a_row + 1 if skipped[-1] else 0
+        iterate(scaler, optimizer, bad=[0] * skipped[-1])
+        after.append(scaler.get_scale())
+        assert exact(scaler) == amp_ext.ScalerStats(
+            updates=len(scales),
+            steps=skipped.count(False),
+            skips=skipped.count(True),
+            consecutive_skips=in_a_row,
+            scale=after[-1],
+            smallest_scale=min(scales[0], *after),
+            largest_scale=max(scales[0], *after),
+            last_nonfinite="group 0, param 0" if any(skipped) else None,
+        )
+    history = scaler.history(wait=True)
+    assert history == amp_ext.ScalerHistory(list(range(1, 17)), scales, skipped)
+
+
+def test_the_history_holds_the_last_4096_updates(device) -> None:
+    scaler = ready(device, init_scale=1.0, growth_interval=1)
+    optimizer = TORCHS_SGD(new_params(device, 1))
+    (param,) = params_of(optimizer)
+    clean, bad = torch.ones_like(param), torch.full_like(param, INF)
+    for count in range(1, HISTORY + 101):
+        param.grad = bad if count % 3 == 0 else clean  # grows twice, falls once
+        scaler.unscale_(optimizer)
+        scaler.update(1.0 if count % 30 == 0 else None)
+        if count in (1, HISTORY - 1, HISTORY, HISTORY + 1, HISTORY + 100):
+            history = scaler.history(wait=True)
+            first = max(1, count - HISTORY + 1)
+            assert history.updates == list(range(first, count + 1))
+            assert history.skipped == [number % 3 == 0 for number in history.updates]
+            assert history.scales == [scale_of(number) for number in history.updates]
+    assert exact(scaler).updates == HISTORY + 100
+
+
+def scale_of(update: int) -> float:
+    """Returns the scale of an update that doubles, doubles, halves and starts anew after 30."""
+    done = (update - 1) % 30
+    return float(2 ** (done // 3 + done % 3))
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler. the scale fell to")
+def test_the_history_of_a_scale_of_zero_is_right(device) -> None:
+    scaler = ready(device)
+    optimizer = TORCHS_SGD(new_params(device))
+    scaler.update(0.0)
+    iterate(scaler, optimizer)
+    assert scaler.history(wait=True) == amp_ext.ScalerHistory([1], [0.0], [True])
+
+
+def test_the_smallest_and_largest_scale_enclose_every_scale_that_a_step_had(device) -> None:
+    scaler, optimizer = ready(device), TORCHS_SGD(new_params(device))
+    iterate(scaler, optimizer)
+    for new_scale, bad in ((2.0**20, [0]), (2.0**-10, [])):
+        scaler.update(new_scale)
+        iterate(scaler, optimizer, bad=bad)
+    history = scaler.history(wait=True)
+    assert history.scales == [4, 2.0**20, 2.0**-10]
+    assert (exact(scaler).smallest_scale, exact(scaler).largest_scale) == (2.0**-10, 2.0**20)
+
+
+def test_an_update_with_a_new_scale_counts_once_if_something_was_looked_at(device) -> None:
+    scaler, optimizer = ready(device), TORCHS_SGD(new_params(device))
+    scaler.update(8.0)
+    assert exact(scaler).updates == 0
+    give_grads(optimizer, 0)
+    scaler.step(optimizer)
+    scaler.update(16.0)
+    iterate(scaler, optimizer)
+    assert scaler.history(wait=True) == amp_ext.ScalerHistory([1, 2], [8, 16], [True, False])
+    assert exact(scaler).scale == 16
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        pytest.param(lambda scaler: pickle.loads(pickle.dumps(scaler)), id="pickle"),
+        pytest.param(copy.copy, id="copy"),
+        pytest.param(copy.deepcopy, id="deepcopy"),
+    ],
+)
+def test_a_duplicate_counts_anew(duplicate: Callable[..., Any], device) -> None:
+    scaler, optimizer = ready(device), OUR_SGD(new_params(device))
+    iterate(scaler, optimizer)
+    iterate(scaler, optimizer, bad=[1])
+    twin = duplicate(scaler)
+    fresh = amp_ext.ScalerStats(0, 0, 0, 0, 2.0, 2.0, 2.0, None)
+    assert all_reads(twin, optimizer) == [None, [None], fresh, amp_ext.ScalerHistory([], [], [])]
+    twin.scale(torch.ones((), device=device))
+    iterate(twin, optimizer)
+    assert exact(twin) == amp_ext.ScalerStats(1, 1, 0, 0, 2.0, 2.0, 2.0, None)
+    assert (exact(scaler).updates, exact(scaler).skips) == (2, 1), "the original keeps its counts"
+
+
+def test_a_loaded_state_leaves_the_counts_alone(device) -> None:
+    scaler, optimizer = ready(device), OUR_SGD(new_params(device))
+    assert scaler.stats().scale == 4
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 32.0})
+    assert scaler.stats().scale == 32
+    iterate(scaler, optimizer, bad=[0])
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 64.0})
+    iterate(scaler, optimizer)
+    assert scaler.history(wait=True) == amp_ext.ScalerHistory([1, 2], [32, 64], [True, False])
+
+
+def test_results_cannot_be_changed_and_are_the_callers_own(device) -> None:
+    scaler = ready(device)
+    iterate(scaler, OUR_SGD(new_params(device)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        exact(scaler).skips = 5
+    history = scaler.history(wait=True)
+    history.scales.append(1.0)
+    assert scaler.history(wait=True).scales == [4]
+    assert types_of(history) == (int, float, bool)
+
+
+def types_of(history: amp_ext.ScalerHistory) -> tuple[type, ...]:
+    lists = history.updates, history.scales, history.skipped
+    return tuple(type(values[0]) for values in lists)
+
+
+@our_and_torchs_sgd
+def test_reading_does_not_touch_tensors(make: MakeOptimizer, device) -> None:
+    scaler, optimizer = ready(device, warn_after=2), make(named(device, "a", "b"))
+    with tensors_out_of_reach():
+        assert all_reads(scaler, optimizer)[0] is None
+    for bad in ((), (1,), (0,), (1,)):
+        iterate(scaler, optimizer, bad=bad)
+        scaler.last_step_skipped(wait=True)  # so that the answer is known
+        with tensors_out_of_reach():
+            assert scaler.last_step_skipped(optimizer) is bool(bad)
+            assert scaler.stats().last_nonfinite == (None if not bad else "ab"[bad[0]])
+            assert scaler.history().skipped[-1] is bool(bad)
+
+
+def test_the_guard_of_the_test_above_works(device) -> None:
+    tensor = torch.ones((), device=device)
+    with tensors_out_of_reach(), pytest.raises(AssertionError, match="was read"):
+        tensor.item()
+
+
+# Names
+
+
+@unscaled_first
+@every_optimizer
+@pytest.mark.parametrize(
+    ("bad", "first"),
+    [pytest.param((2,), 2, id="last"), pytest.param((2, 1), 1, id="first-of-two")],
+)
+def test_the_first_bad_parameter_is_named(
+    make: MakeOptimizer, bad: tuple[int, ...], first: int, unscale: bool, device
+) -> None:
+    names = ["body.weight", "body.bias", "head.weight"]
+    for params, expected in (
+        (named(device, *names), names[first]),
+        (new_params(device), f"group 0, param {first}"),
+    ):
+        scaler, optimizer = ready(device), make(params)
+        iterate(scaler, optimizer, unscale=unscale)
+        assert name_of_last(scaler) is None
+        iterate(scaler, optimizer, bad=bad, unscale=unscale)
+        assert name_of_last(scaler) == expected
+        iterate(scaler, optimizer, unscale=unscale)
+        assert name_of_last(scaler) == expected, "the last skip's name stays"
+
+
+@unscaled_first
+@every_optimizer
+def test_groups_are_named(make: MakeOptimizer, unscale: bool, device) -> None:
+    scaler = ready(device)
+    optimizer = make([{"params": new_params(device)}, {"params": new_params(device)}])
+    iterate(scaler, optimizer, bad=[4, 5], unscale=unscale)
+    assert name_of_last(scaler) == "group 1, param 1"
+
+
+@unscaled_first
+@every_optimizer
+def test_parameters_without_a_gradient_do_not_shift_the_name(
+    make: MakeOptimizer, unscale: bool, device
+) -> None:
+    scaler, optimizer = ready(device), make(named(device, "frozen", "late", "used", "bad"))
+    give_grads(optimizer, 3, missing=(0, 1))
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert name_of_last(scaler) == "bad"
+    give_grads(optimizer, missing=(0,))
+    scaler.step(optimizer)
+    scaler.update()
+    assert name_of_last(scaler) == "bad", "also after a look that found other gradients"
+
+
+@every_optimizer
+def test_the_name_is_that_of_the_last_skip_by_whichever_look(make: MakeOptimizer, device) -> None:
+    scaler, optimizer = ready(device), make(named(device, *"abcde"))
+    for unscale, bad in ((True, 4), (False, 2), (True, 3), (False, 1), (True, 2), (True, 4)):
+        iterate(scaler, optimizer, bad=[bad], unscale=unscale)
+        assert name_of_last(scaler) == "abcde"[bad]
+
+
+@unscaled_first
+@our_and_torchs_sgd
+def test_an_iteration_that_was_dropped_leaves_no_name(
+    make: MakeOptimizer, unscale: bool, device
+) -> None:
+    scaler, optimizer = ready(device), make(named(device, *"abc"))
+    give_grads(optimizer, 0)
+    if unscale:
+        scaler.unscale_(optimizer)
+    else:
+        scaler._check_inf_per_device(optimizer)
+    assert amp_ext.handle_nan_loss(float("nan"), optimizer, scaler=scaler)
+    iterate(scaler, optimizer, bad=[2], unscale=unscale)
+    assert name_of_last(scaler) == "c"
+    assert exact(scaler).updates == 1
+
+
+@our_and_torchs_sgd
+def test_a_group_that_joins_later_is_named(make: MakeOptimizer, device) -> None:
+    scaler, optimizer = ready(device), make(named(device, "a", "b"))
+    iterate(scaler, optimizer, bad=[1])
+    optimizer.add_param_group({"params": named(device, "c", "d")})
+    assert name_of_last(scaler) == "b"
+    iterate(scaler, optimizer, bad=[3])
+    assert name_of_last(scaler) == "d"
+
+
+def test_a_name_that_two_groups_have_is_told_with_its_place(device) -> None:
+    scaler = ready(device)
+    groups = [{"params": named(device, "weight", "bias")}, {"params": named(device, "weight")}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    for bad, expected in ((0, "group 0, param 0 (weight)"), (2, "group 1, param 0 (weight)")):
+        iterate(scaler, optimizer, bad=[bad])
+        assert name_of_last(scaler) == expected
+    iterate(scaler, optimizer, bad=[1])
+    assert name_of_last(scaler) == "bias"
+
+
+def test_a_sparse_gradient_is_named(device) -> None:
+    scaler = ready(device)
+    params = [("dense", Parameter(torch.ones(3, device=device)))]
+    params.append(("sparse", Parameter(torch.ones(4, 2, device=device))))
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    give_grads(optimizer)
+    params[1][1].grad = torch.sparse_coo_tensor(
+        torch.tensor([[2]]),
+        torch.tensor([[1.0, INF]]),
+        (4, 2),
+        device=device,
+        check_invariants=True,
+    )
+    scaler.step(optimizer)
+    scaler.update()
+    assert name_of_last(scaler) == "sparse"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes_are_named(dtype: torch.dtype, device) -> None:
+    scaler = ready(device)
+    params = [*new_params(device, 2), Parameter(torch.ones(5, dtype=dtype, device=device))]
+    optimizer = amp_ext.optim.SGD(params, lr=0.5)
+    iterate(scaler, optimizer, bad=[2])
+    assert name_of_last(scaler) == "group 0, param 2"
+    iterate(scaler, optimizer, bad=[1, 2])
+    assert name_of_last(scaler) == "group 0, param 1", "the first of all, whatever its dtype"
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler. the scale fell to")
+def test_a_scale_without_a_finite_inverse_is_a_skip_without_a_name(device) -> None:
+    for unscale in (False, True):
+        scaler, optimizer = ready(device, init_scale=1e-39), OUR_SGD(new_params(device))
+        iterate(scaler, optimizer, unscale=unscale)
+        assert scaler.last_step_skipped(optimizer, wait=True) is True
+        assert name_of_last(scaler) is None
+
+
+@our_and_torchs_sgd
+def test_the_scaler_keeps_neither_optimizers_nor_parameters_alive(
+    make: MakeOptimizer, device
+) -> None:
+    scaler, optimizer = ready(device), make(new_params(device))
+    for unscale in (False, True):
+        iterate(scaler, optimizer, bad=[1], unscale=unscale)
+    gone = [weakref.ref(optimizer), *map(weakref.ref, params_of(optimizer))]
+    del optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+    assert name_of_last(scaler) is None, "its names are gone"
+    assert exact(scaler).skips == 2
+
+
+@every_optimizer
+def test_the_gradients_of_no_parameter_are_an_error_as_in_torch(
+    make: MakeOptimizer, device
+) -> None:
+    outcomes = []
+    for scaler_class in (amp_ext.GradScaler, torch.amp.GradScaler):
+        scaler, optimizer = scaler_class(device.type, 4.0), make(new_params(device))
+        scaler.scale(torch.ones((), device=device))
+        try:
+            outcomes.append(scaler.step(optimizer))
+        except AssertionError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+# Log
+
+
+class TellsAtOnce(amp_ext.GradScaler):
+    """Waits for each update, where a GPU would be some behind."""
+
+    def _report(self) -> None:
+        self._wait_for_update()
+        super()._report()
+
+
+def logged(
+    caplog: pytest.LogCaptureFixture, sequence: str, device: Any, **options: Any
+) -> list[tuple[int, int, str]]:
+    """Runs a sequence and returns number of the update, level and text of every record."""
+    scaler = TellsAtOnce(device.type, **{"init_scale": 64.0} | options)
+    scaler.scale(torch.ones((), device=device))
+    optimizer = OUR_SGD(named(device, "weight", "bias"))
+    records = []
+    with caplog.at_level(logging.DEBUG, logger="amp_ext"):
+        for number, letter in enumerate(sequence, start=1):
+            caplog.clear()
+            iterate(scaler, optimizer, bad=[1] * (letter == "x"))
+            assert all(record.name == "amp_ext" for record in caplog.records)
+            records += [(number, r.levelno, r.getMessage()) for r in caplog.records]
+    return records
+
+
+@pytest.mark.parametrize(
+    ("sequence", "number", "text"),
+    [
+        pytest.param("...x..", 1, "settled at 64 after 0 skipped updates", id="at-once"),
+        pytest.param("xxx..x.", 4, "settled at 8 after 3 skipped updates", id="after-three"),
+    ],
+)
+def test_one_line_tells_that_the_first_scale_has_settled(
+    sequence: str, number: int, text: str, device, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = logged(caplog, sequence, device)
+    assert found == [(number, logging.INFO, f"GradScaler: the loss scale {text}")]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "warn_after", "warned"),
+    [
+        pytest.param("xxxxxx", 3, [3], id="one-for-a-series"),
+        pytest.param("xx.xx.xx", 3, [], id="not-for-short-series"),
+        pytest.param("xxx.xxxx.x", 3, [3, 7], id="one-for-each-series"),
+        pytest.param("x.x.", 1, [1, 3], id="from-the-first"),
+        pytest.param("x" * 12, 10, [10], id="after-ten"),
+    ],
+)
+def test_one_warning_tells_of_a_series_of_skips(
+    sequence: str, warn_after: int, warned: list[int], device, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = logged(caplog, sequence, device, warn_after=warn_after)
+    warnings = [record for record in found if record[1] == logging.WARNING]
+    assert [number for number, _, _ in warnings] == warned
+    assert all(f"{warn_after} updates in a row were skipped" in text for *_, text in warnings)
+    assert all("first bad gradient was that of bias." in text for *_, text in warnings)
+    others = [level for _, level, _ in found if level != logging.WARNING]
+    assert others == [logging.INFO] * ("." in sequence)
+
+
+def test_the_warning_comes_after_ten_skips_by_default(
+    device, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = logged(caplog, "x" * 15, device)
+    assert found == [
+        (
+            10,
+            logging.WARNING,
+            "GradScaler: 10 updates in a row were skipped, up to update 10; the loss scale is "
+            "0.0625. The first bad gradient was that of bias. Gradients that are inf or NaN at "
+            "any scale come from the model or the data.",
+        )
+    ]
+
+
+def test_a_warning_without_a_name_says_so(device, caplog: pytest.LogCaptureFixture) -> None:
+    scaler = TellsAtOnce(device.type, 4.0, warn_after=2)
+    scaler.scale(torch.ones((), device=device))
+    optimizer = TORCHS_SGD(new_params(device))
+    for _ in range(2):
+        give_grads(optimizer)
+        scaler.unscale_(optimizer)
+        for found_inf in scaler._found_inf_per_device(optimizer).values():
+            found_inf.fill_(1.0)
+        scaler.update()
+    assert "was that of a parameter that is not known here" in caplog.text
+
+
+def test_a_disabled_scaler_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    scaler, optimizer = (
+        amp_ext.GradScaler("cpu", enabled=False, warn_after=1),
+        OUR_SGD(new_params()),
+    )
+    with caplog.at_level(logging.DEBUG, logger="amp_ext"):
+        iterate(scaler, optimizer, bad=[0])
+    assert not caplog.records
+
+
+# Threads
+
+
+def test_a_reader_in_another_thread_never_sees_torn_values(device) -> None:
+    """Every second update overflows and every other one grows, so that a count tells all others."""
+    scaler = ready(device, growth_interval=1)
+    optimizers = [TORCHS_SGD(named(device, f"of {i}")) for i in range(50)]
+    culprit = optimizers[-1]
+    iterate(scaler, *optimizers)
+    failures: list[str] = []
+    reads = 0
+    stop = threading.Event()
+
+    def check(is_right: bool, what: Any) -> None:
+        if not is_right:
+            failures.append(repr(what))
+
+    def read_once(newest: int) -> int:
+        stats = scaler.stats()
+        is_skip = stats.updates > 0 and stats.updates % 2 == 0
+        skips = stats.updates // 2
+        expected = amp_ext.ScalerStats(
+            updates=stats.updates,
+            steps=stats.updates - skips,
+            skips=skips,
+            consecutive_skips=int(is_skip),
+            scale=8.0 if stats.updates % 2 else 4.0,
+            smallest_scale=4.0,
+            largest_scale=8.0 if stats.updates else 4.0,
+            last_nonfinite="of 49" if skips else None,
+        )
+        check(stats == expected, stats)
+        history = scaler.history()
+        seen = max([0, *history.updates])
+        check(history.updates == list(range(1, seen + 1)), history.updates)
+        check(history.skipped == [number % 2 == 0 for number in history.updates], "skipped")
+        check(history.scales == [8.0 - number % 2 * 4.0 for number in history.updates], "scales")
+        check(newest <= stats.updates <= seen, (newest, stats.updates, seen))
+        check(scaler.last_step_skipped(culprit) in (None, False, True), "last_step_skipped")
+        return seen
+
+    def read() -> None:
+        nonlocal reads
+        newest = 0
+        try:
+            while not stop.is_set():
+                newest = read_once(newest)
+                reads += 1
+        except Exception as error:
+            failures.append(repr(error))
+
+    reader = threading.Thread(target=read)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        reader.start()
+        for number in range(2, 501):
+            if number % 5 == 0:
+                optimizers.append(TORCHS_SGD(named(device, "of another")))
+            newcomers = [optimizers[-1]] if len(optimizers) > 50 else []
+            iterate(scaler, *newcomers, culprit, bad=[0] * (number % 2 == 0), unscale=True)
+    finally:
+        stop.set()
+        reader.join()
+        sys.setswitchinterval(interval)
+    assert failures[:3] == []
+    assert reads > 0
+
+
+def test_counts_of_a_scaler_in_a_file_do_not_travel(device) -> None:
+    scaler = ready(device)
+    iterate(scaler, OUR_SGD(new_params(device)), bad=[0])
+    file = io.BytesIO()
+    torch.save(scaler, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.stats() == amp_ext.ScalerStats(0, 0, 0, 0, 2.0, 2.0, 2.0, None)
+
+
+# The monitor
+
+
+def test_a_monitor_refuses_a_number_that_it_has_not_given(device) -> None:
+    monitor = ops.ScalerMonitor(torch.ones((), device=device))
+    with pytest.raises(RuntimeError, match=r"^ScalerMonitor: slot must be below 0, got 0"):
+        monitor.read_optimizer(0)
+    scale = torch.full((), 4.0, device=device)
+    growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^update_scale_: slots\[0\] must be one that the monitor has added, got 0",
+    ):
+        ops.update_scale_(
+            scale,
+            growth_tracker,
+            [torch.ones((), device=device)],
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=1,
+            monitor=monitor,
+        )
+    assert scale.item() == 4
+    assert monitor.read().updates == 0
+
+
+def test_an_update_without_flags_is_a_clean_one(device) -> None:
+    monitor = ops.ScalerMonitor(torch.ones((), device=device))
+    scale = torch.full((), 4.0, device=device)
+    ops.update_scale_(
+        scale,
+        torch.zeros((), dtype=torch.int32, device=device),
+        [],
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=1,
+        monitor=monitor,
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert (monitor.read().updates, monitor.read().skips, scale.item()) == (1, 0, 8)
+
+
+def test_the_numbers_of_first_bad_gradients_are_reset(device) -> None:
+    monitor = ops.ScalerMonitor(torch.ones((), device=device))
+    slots = [monitor.add_optimizer() for _ in range(3)]
+    firsts = [torch.full((), value, device=device) for value in (7, ops.NO_TENSOR, 5)]
+    ops.update_scale_(
+        torch.full((), 4.0, device=device),
+        torch.zeros((), dtype=torch.int32, device=device),
+        [torch.full((), value, device=device) for value in (1.0, 1.0, 0.0)],
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=1,
+        monitor=monitor,
+        slots=slots,
+        first_nonfinites=firsts,
+    )
+    assert [first.item() for first in firsts] == [ops.NO_TENSOR] * 3
+    report = monitor.read()
+    assert (report.nonfinite_slot, report.nonfinite_number) == (slots[0], 7)
+    assert [monitor.read_optimizer(slot).last_was_skipped for slot in slots] == [True, True, False]

@@ -1,0 +1,389 @@
+"""Optimizers at the same time, in threads and on streams, have the bits of one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+from torch import Tensor
+from torch.nn import Parameter
+from training import ours
+
+import amp_ext
+from amp_ext import ops
+from amp_ext.ops import OptimizerType
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+# One tensor is large enough for the CPU engine to share it among threads of its own.
+SHAPES = [(140_001,), (33, 5), (7,), ()]
+REPETITIONS = 40
+STEPS = 4
+LIMITS: dict[str, Any] = {"max_grad_norm": 5.0, "clip_value": 0.5, "skip_nonfinite": True}
+
+Results = list[Tensor]
+
+
+def draw(seed: int, dtype: torch.dtype, device: torch.device) -> list[list[Tensor]]:
+    """Draws the gradients of some steps, with an inf and a NaN among them, then start values."""
+    generator = torch.Generator().manual_seed(seed)
+    rounds = []
+    for _ in range(STEPS + 1):
+        tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        rounds.append([tensor.to(dtype).to(device) for tensor in tensors])
+    for grads in rounds[:STEPS]:
+        grads[0][seed % 100] = float("inf")
+        grads[1][seed % 33, 0] = float("nan")
+    return rounds
+
+
+class Work:
+    """A training loop that shares nothing with another."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        *self.grads, start = draw(seed, dtype, device)
+        self.params = [Parameter(tensor) for tensor in start]
+
+    def step(self, number: int) -> None:
+        """Takes step ``number``, from 0."""
+        raise NotImplementedError
+
+    def results(self) -> Results:
+        """Returns copies of everything that the steps wrote."""
+        raise NotImplementedError
+
+
+class ClassWork(Work):
+    """Steps one of the optimizer classes, under a scaler if wanted."""
+
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str,
+        scaled: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(seed, dtype, device)
+        self.optimizer = ours(name)(self.params, lr=0.05, **options)
+        self.scaler = amp_ext.GradScaler(device.type, 4.0, enabled=scaled, growth_interval=2)
+        self.scaler.scale(torch.ones((), device=device))
+
+    def step(self, number: int) -> None:
+        for param, grad in zip(self.params, self.grads[number], strict=True):
+            param.grad = grad.clone()
+            if self.scaler.is_enabled() and number != 1:  # the second step overflows
+                param.grad.nan_to_num_(0.0, 0.0, 0.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def results(self) -> Results:
+        states = [
+            tensor
+            for param in self.params
+            for tensor in (param.detach(), *self.optimizer.state[param].values())
+        ]
+        extra = [self.optimizer.grad_norm] if self.optimizer.grad_norm is not None else []
+        if self.scaler.is_enabled():
+            extra.append(torch.tensor(self.scaler.get_scale()))
+        return [tensor.clone() for tensor in (*states, *extra)]
+
+
+class FunctionWork(Work):
+    """Calls ``optimizer_update_``, with a workspace of its own or with none."""
+
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: OptimizerType,
+        has_workspace: bool = True,
+    ) -> None:
+        super().__init__(seed, dtype, device)
+        names = {
+            OptimizerType.SGD: (),
+            OptimizerType.MOMENTUM: ("velocities",),
+            OptimizerType.ADAM: ("exp_avgs", "exp_avg_sqs"),
+        }[kind]
+        self.kind = kind
+        self.buffers = {
+            name: [torch.zeros_like(param, dtype=F32) for param in self.params] for name in names
+        }
+        self.masters = [param.detach().float() for param in self.params] if dtype == BF16 else None
+        self.workspace = ops.OptimizerWorkspace() if has_workspace else None
+
+    def step(self, number: int) -> None:
+        ops.optimizer_update_(
+            self.kind,
+            self.params,
+            self.grads[number],
+            **self.buffers,
+            master_params=self.masters,
+            lr=0.05,
+            weight_decay=0.1,
+            timestep=number + 1,
+            max_grad_norm=5.0,
+            clip_value=0.5,
+            workspace=self.workspace,
+        )
+
+    def results(self) -> Results:
+        written = [*self.params, *(self.masters or [])]
+        for buffers in self.buffers.values():
+            written.extend(buffers)
+        if self.workspace is not None:
+            written.append(self.workspace.grad_norm)
+        return [tensor.detach().clone() for tensor in written]
+
+
+Make = Callable[[int, torch.device], Work]
+
+
+def adamw(seed: int, device: torch.device) -> Work:
+    return ClassWork(seed, BF16, device, "AdamW", **LIMITS)
+
+
+def amsgrad(seed: int, device: torch.device) -> Work:
+    return ClassWork(seed, F32, device, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
+
+
+def momentum(seed: int, device: torch.device) -> Work:
+    return ClassWork(seed, F32, device, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
+
+
+def scaled(seed: int, device: torch.device) -> Work:
+    return ClassWork(seed, BF16, device, "AdamW", True, max_grad_norm=5.0)
+
+
+def functional_adam(seed: int, device: torch.device) -> Work:
+    return FunctionWork(seed, BF16, device, OptimizerType.ADAM)
+
+
+def functional_momentum(seed: int, device: torch.device) -> Work:
+    return FunctionWork(seed, F32, device, OptimizerType.MOMENTUM)
+
+
+def without_workspace(seed: int, device: torch.device) -> Work:
+    return FunctionWork(seed, F32, device, OptimizerType.SGD, has_workspace=False)
+
+
+PAIRS = [
+    pytest.param((adamw, adamw), id="two-adamw"),
+    pytest.param((adamw, momentum), id="adamw-and-momentum"),
+    pytest.param((amsgrad, scaled), id="amsgrad-and-scaled"),
+    pytest.param((scaled, scaled), id="two-scalers"),
+    pytest.param((functional_adam, functional_momentum), id="two-workspaces"),
+    pytest.param((without_workspace, without_workspace), id="no-workspace"),
+    pytest.param((adamw, functional_adam, momentum, scaled), id="four-threads"),
+]
+
+
+def one_after_the_other(makes: tuple[Make, ...], device: torch.device) -> list[Results]:
+    results = []
+    for seed, make in enumerate(makes):
+        work = make(seed, device)
+        for number in range(STEPS):
+            work.step(number)
+        results.append(work.results())
+    return results
+
+
+def in_threads(works: list[Work], streams: list[Any] | None = None) -> None:
+    """Takes the steps of each work in a thread of its own, all starting every step together.
+
+    Args:
+        works: What to do at the same time.
+        streams: The CUDA stream of each thread, or None for the default one.
+    """
+    barrier = threading.Barrier(len(works), timeout=60)
+
+    def loop(index: int) -> None:
+        try:
+            for number in range(STEPS):
+                barrier.wait()
+                with torch.cuda.stream(streams[index]) if streams else contextlib.nullcontext():
+                    works[index].step(number)
+        except Exception:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        list(pool.map(loop, range(len(works))))
+
+
+def assert_same_results(actual: list[Results], expected: list[Results]) -> None:
+    for work, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert same_bits(one, other), f"tensor {index} of work {work}"
+
+
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    """Lets every launch of the CPU engine run on threads of its own besides."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("several_threads")
+@pytest.mark.parametrize("makes", PAIRS)
+def test_threads_give_the_bits_of_one_after_the_other(makes):
+    cpu = torch.device("cpu")
+    expected = one_after_the_other(makes, cpu)
+    for _ in range(REPETITIONS):
+        works = [make(seed, cpu) for seed, make in enumerate(makes)]
+        in_threads(works)
+        assert_same_results([work.results() for work in works], expected)
+
+
+def model_with_two_halves() -> tuple[torch.nn.Module, list[list[Parameter]]]:
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(300, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 3)
+    )
+    params = list(model.parameters())
+    return model, [params[:2], params[2:]]
+
+
+@pytest.mark.usefixtures("several_threads")
+@pytest.mark.parametrize("limits", [{}, LIMITS], ids=["plain", "limits"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_threads_may_step_the_halves_of_one_model(name, limits):
+    def train(together: bool) -> Results:
+        model, halves = model_with_two_halves()
+        optimizers = [ours(name)(half, lr=0.05, **limits) for half in halves]
+        barrier = threading.Barrier(2, timeout=60)
+
+        def step(optimizer: torch.optim.Optimizer) -> None:
+            barrier.wait()
+            optimizer.step()
+
+        with ThreadPoolExecutor(2) as pool:
+            for number in range(STEPS):
+                torch.manual_seed(number)
+                model.zero_grad()
+                model(torch.randn(16, 300)).square().mean().backward()
+                halves[number % 2][0].grad[number, 0] = float("inf")
+                if together:
+                    list(pool.map(step, optimizers))
+                else:
+                    for optimizer in optimizers:
+                        optimizer.step()
+        norms = [optimizer.grad_norm for optimizer in optimizers if limits]
+        return [tensor.detach().clone() for tensor in (*model.parameters(), *norms)]
+
+    expected = train(together=False)
+    for _ in range(REPETITIONS):
+        assert_same_results([train(together=True)], [expected])
+
+
+def test_an_optimizer_may_move_from_thread_to_thread():
+    cpu = torch.device("cpu")
+    expected = one_after_the_other((adamw,), cpu)
+    work = adamw(0, cpu)
+    for number in range(STEPS):
+        thread = threading.Thread(target=work.step, args=(number,))
+        thread.start()
+        thread.join()
+    assert_same_results([work.results()], expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize(
+    "make",
+    [adamw, amsgrad, momentum, scaled, functional_adam, functional_momentum, without_workspace],
+)
+def test_the_number_of_threads_does_not_change_a_bit(make, count):
+    cpu, before = torch.device("cpu"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = one_after_the_other((make,), cpu)
+        torch.set_num_threads(count)
+        actual = one_after_the_other((make,), cpu)
+    finally:
+        torch.set_num_threads(before)
+    assert_same_results(actual, expected)
+
+
+def test_an_error_in_one_thread_leaves_the_other_alone():
+    cpu = torch.device("cpu")
+    expected = one_after_the_other((adamw,), cpu)
+    good, bad = adamw(0, cpu), momentum(1, cpu)
+    bad_start = [param.detach().clone() for param in bad.params]
+
+    class Failing(Work):
+        def __init__(self) -> None:
+            self.errors = 0
+
+        def step(self, number: int) -> None:
+            for param in bad.params:
+                param.grad = torch.zeros_like(param)
+            bad.params[2].grad = torch.zeros(7).to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                bad.optimizer.step()
+            self.errors += 1
+
+    failing = Failing()
+    in_threads([good, failing])
+    assert failing.errors == STEPS
+    assert_same_results([good.results()], expected)
+    assert all(map(same_bits, bad.params, bad_start))
+
+
+# Streams.
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """The GPU; a missing one is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``."""
+    if not torch.cuda.is_available():
+        if os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1":
+            pytest.fail("AMP_EXT_REQUIRE_CUDA=1, but no CUDA device")
+        pytest.skip("no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on_streams(works: list[Work], threads: bool) -> None:
+    """Takes the steps of each work on a stream of its own, from one thread or from one each."""
+    streams = [torch.cuda.Stream() for _ in works]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    if threads:
+        in_threads(works, streams)
+    else:
+        for number in range(STEPS):
+            for work, stream in zip(works, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    work.step(number)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["one-thread", "a-thread-each"])
+@pytest.mark.parametrize("makes", PAIRS)
+def test_streams_give_the_bits_of_one_after_the_other(gpu, makes, threads):
+    expected = one_after_the_other(makes, gpu)
+    torch.cuda.synchronize()
+    for _ in range(REPETITIONS):
+        works = [make(seed, gpu) for seed, make in enumerate(makes)]
+        on_streams(works, threads)
+        assert_same_results([work.results() for work in works], expected)
+
+
+def test_the_cpu_and_a_gpu_step_at_the_same_time(gpu):
+    places = [torch.device("cpu"), gpu]
+    expected = [one_after_the_other((adamw,), place)[0] for place in places]
+    for _ in range(REPETITIONS):
+        works = [adamw(0, place) for place in places]
+        in_threads(works)
+        torch.cuda.synchronize()
+        assert_same_results([work.results() for work in works], expected)
