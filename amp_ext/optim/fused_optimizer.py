@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from amp_ext import ops
+from amp_ext.sharding import ShardedOver, is_dtensor, local_grad, local_tensor
 
 __all__ = ["FusedOptimizer"]
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float64, *_SIXTEEN_BIT)
 
 # Options that torch does not have. A checkpoint never changes how they were configured.
 _CONFIGURED = (
@@ -50,12 +53,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: Any = None
     _planned_state: Any = None
+    # Of the last look, over all ranks, for the step that follows it.
+    _sum_of_squares: Tensor | None = None
     # By device, as the last look of a scaler left them: the number of the first bad gradient.
     _first_nonfinites: Mapping[torch.device, Tensor] = MappingProxyType({})
 
     #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
     #: later steps write anew: clone it to keep it. None without ``max_grad_norm``.
-    grad_norm: Tensor | None = None
+    grad_norm: Tensor | None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         """Checks the options that all optimizers have and adds the parameters.
@@ -82,6 +87,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self._check_own_options(defaults)
+        self.grad_norm = None  # of the instance: a wrapper made of this class shall not hide it
         super().__init__(params, defaults)
 
     # What a subclass says.
@@ -149,7 +155,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for name in ("max_grad_norm", "clip_value"):
             limit = group[name]
-            if limit is not None and not (isinstance(limit, Real) and limit >= 0.0):
+            if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0.0):
                 raise ValueError(f"Invalid {name} value: {limit}")
         dtype = group["state_dtype"]
         if dtype not in (torch.float32, "float32", None):
@@ -181,12 +187,43 @@ class FusedOptimizer(torch.optim.Optimizer):
             state["master_param"] = param.detach().to(torch.float32, copy=True)
         return state
 
+    def init_state(self) -> None:
+        """Creates every state that a first step would create, and does not step.
+
+        All parameters that require a gradient get one; states that are there stay as they are.
+        Counters and moments are 0 and masters are the values of their parameters, so that training
+        goes on with the bits that it has without this call.
+
+        To be called before ``torch.distributed.checkpoint`` reads an optimizer that has not stepped
+        yet: it would take a step of its own, with gradients of 0, and leave every counter at 1.
+
+        Raises:
+            RuntimeError: If a step would refuse the dtype or the device of a parameter. Nothing has
+                been created then.
+        """
+        trainable = [
+            (group, group_index, index, param)
+            for group_index, group in enumerate(self.param_groups)
+            for index, param in enumerate(group["params"])
+            if param.requires_grad
+        ]
+        for _, group_index, index, param in trainable:
+            if param.dtype not in _DTYPES or param.device.type not in ("cpu", "cuda"):
+                raise RuntimeError(
+                    f"{type(self).__name__}.init_state: param of group {group_index}, param "
+                    f"{index} must be float32, float64, float16 or bfloat16 on cpu or cuda, got "
+                    f"{param.dtype} on {param.device}"
+                )
+        for group, _, _, param in trainable:
+            self._init_state(group, param)
+
     # The plan.
 
     def rebuild(self) -> None:
         """Makes the next step look up all states again, after some were replaced by hand."""
         self._plan = None
         self._planned_state = None
+        self._sum_of_squares = None
 
     def _group_options(self) -> list[tuple[Any, ...]]:
         return [
@@ -210,9 +247,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = max((self.buffer_names(group) for group in self.param_groups), key=len)
         plan = ops.Plan(type(self).__name__, list(names))
         self._plan_places: list[tuple[int, Tensor]] = []
+        self._dtensors: list[tuple[int, Tensor, str]] = []
+        self._sharded_over = ShardedOver()
         for group_index, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
-                plan.add_param(group_index, index, param)
+                if is_dtensor(param):
+                    name = f"{type(self).__name__}: param of group {group_index}, param {index}"
+                    partition = self._sharded_over.add(param, name)
+                    number = plan.add_sharded_param(group_index, index, param, partition)
+                    self._dtensors.append((number, param, name))
+                else:
+                    plan.add_param(group_index, index, param)
                 self._plan_places.append((group_index, param))
         self._plan = plan
         self._planned_options = self._group_options()
@@ -220,22 +265,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._planned_states = len(self.state)
         return plan
 
+    def _plan_with_shards(self) -> Any:
+        """Hands over the part that this rank has of every DTensor as it is; returns the plan."""
+        plan = self._current_plan()
+        for number, param, name in self._dtensors:
+            plan.set_shard(number, local_tensor(param), local_grad(param, name))
+        return plan
+
     def _plan_with_states(self) -> Any:
         """Reads the gradients; gives every parameter that has one a state; returns the plan."""
-        plan = self._current_plan()
+        plan = self._plan_with_shards()
         for number in plan.read_grads():
             group_index, param = self._plan_places[number]
             group = self.param_groups[group_index]
             state = self._init_state(group, param)
             plan.set_state(
                 number,
-                [state[name] for name in self.buffer_names(group)],
-                state["master_param"] if self._has_master(group, param) else None,
-                state["step"] if self._keeps_step(group) else None,
+                [local_tensor(state[name]) for name in self.buffer_names(group)],
+                local_tensor(state["master_param"]) if self._has_master(group, param) else None,
+                local_tensor(state["step"]) if self._keeps_step(group) else None,
             )
         self._planned_states = len(self.state)
         return plan
 
+    @_disable_dynamo  # a compiled program steps around it; loads the compiler when called
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient.
 
@@ -258,23 +311,36 @@ class FusedOptimizer(torch.optim.Optimizer):
             if found_inf:
                 return loss
             found_inf = None
-        plan = self._plan_with_states()
         max_grad_norm = self._for_all_groups("max_grad_norm")
+        skip_nonfinite = self._for_all_groups("skip_nonfinite")
+        plan = self._plan_with_states()
+        sum_of_squares = None
+        if max_grad_norm is not None and self._sharded_over:
+            if self._sum_of_squares is None:  # no scaler has looked before this step
+                device = self._plan_places[0][1].device
+                self._check_finite(torch.zeros((), dtype=torch.float32, device=device))
+                plan = self._plan_with_states()
+            sum_of_squares, self._sum_of_squares = self._sum_of_squares, None
         if max_grad_norm is None:
             self.grad_norm = None
         elif self.grad_norm is None and self._plan_places:
             device = self._plan_places[0][1].device
             self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        grad_scale = getattr(self, "grad_scale", None)
+        if sum_of_squares is not None and self.grad_norm is not None:
+            # The kernels write it only where this rank has something to step.
+            self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
         lrs = [group["lr"] for group in self.param_groups]
         plan.step(
             [self._hyperparameters(group, _common(group)) for group in self.param_groups],
             [lr if isinstance(lr, Tensor) else None for lr in lrs],
             ops.GradientOptions(
-                grad_scale=getattr(self, "grad_scale", None),
+                grad_scale=grad_scale,
                 found_inf=found_inf,
                 max_grad_norm=max_grad_norm,
+                sum_of_squares=sum_of_squares,
                 grad_norm=self.grad_norm,
-                skip_nonfinite=self._for_all_groups("skip_nonfinite"),
+                skip_nonfinite=skip_nonfinite,
             ),
         )
         return loss
@@ -289,6 +355,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return values[0]
 
+    @_disable_dynamo
     def _check_finite(
         self, found_inf: Tensor, grad_scale: Tensor | None = None
     ) -> dict[torch.device, Tensor]:
@@ -300,23 +367,27 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Returns:
             For each device that holds a gradient a copy of ``found_inf``, set to 1 if one there is
-            inf or NaN.
+            inf or NaN. If parameters are sharded, all ranks have to call this together, and 1
+            stands on each of them if one is inf or NaN on any.
         """
-        findings = self._current_plan().check_finite(
-            found_inf,
-            grad_scale,
-            self._for_all_groups("max_grad_norm") is not None,
-            self._for_all_groups("skip_nonfinite"),
+        sums_squares = self._for_all_groups("max_grad_norm") is not None
+        findings = self._plan_with_shards().check_finite(
+            found_inf, grad_scale, sums_squares, self._for_all_groups("skip_nonfinite")
         )
         self._first_nonfinites = {
             finding.found_inf.device: finding.first_nonfinite for finding in findings
         }
-        return {finding.found_inf.device: finding.found_inf for finding in findings}
-
-    def _planned_param(self, number: int) -> Tensor | None:
-        """Returns the parameter that a look reports by this number."""
-        places = self._plan_places if self._plan is not None else []
-        return places[number][1] if number < len(places) else None
+        flags = {finding.found_inf.device: finding.found_inf for finding in findings}
+        if not self._sharded_over:
+            return flags
+        everywhere, sum_of_squares = self._sharded_over.all_reduce(
+            [found_inf, *(finding.found_inf for finding in findings)],
+            [(finding.partition, finding.sum_of_squares) for finding in findings],
+            sums_squares=sums_squares,
+        )
+        self._sum_of_squares = sum_of_squares if sums_squares else None
+        devices = list(flags) or [found_inf.device]
+        return {device: everywhere.to(device, non_blocking=True) for device in devices}
 
     # Masters.
 
@@ -333,13 +404,43 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]
             if "master_param" in self.state.get(param, {})
         ]
-        ops.refresh_masters_([param for param, _ in pairs], [master for _, master in pairs])
+        ops.refresh_masters_(
+            [local_tensor(param) for param, _ in pairs],
+            [local_tensor(master) for _, master in pairs],
+        )
+
+    def master_params(self, params: Iterable[Tensor] | None = None) -> list[Tensor]:
+        """Returns the float32 master of every parameter, and parameters that have none themselves.
+
+        For averages of weights, which lose small changes in 16 bits. The tensors are those that
+        the next steps write, without autograd: read them, and ask anew after ``load_state_dict``.
+        States that are missing are created, as :meth:`init_state` does. A parameter that was
+        changed by hand shows in its master after the next step or :meth:`refresh_masters`.
+
+        Args:
+            params: Parameters in the order wanted, as ``model.parameters()``; those of other
+                optimizers stand for themselves. None for all parameters, group by group.
+
+        Example:
+            >>> average = copy.deepcopy(model).float()
+            >>> for x, y in data:
+            ...     train_step(x, y)  # ends in optimizer.step()
+            ...     masters = optimizer.master_params(model.parameters())
+            ...     with torch.no_grad():
+            ...         for mean, master in zip(average.parameters(), masters):
+            ...             mean.lerp_(master, 0.001)
+        """
+        self.init_state()
+        if params is None:
+            params = [param for group in self.param_groups for param in group["params"]]
+        return [self.state.get(param, {}).get("master_param", param).detach() for param in params]
 
     # Checkpoints.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an optimizer from a pickle or a copy; fills in options that a file lacks."""
         super().__setstate__(state)
+        self.grad_norm = None
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -351,6 +452,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Tensors are copied, to the parameter's device and layout. Buffers get the configured
         dtype, whatever the file's; options that torch does not have stay as configured.
         Masters that the file lacks are taken from the parameters: load the model first.
+        Files of the FusedAdam of apex and of TransformerEngine, which count their steps once for a
+        group, are taken as well.
 
         Args:
             state_dict: From ``state_dict()``.
@@ -364,6 +467,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         configured = [_configured(group) for group in self.param_groups]
 
         def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any]:
+            self._check_state_dict(incoming)
+            incoming = _with_own_steps(incoming)
             states.update(self._loaded_states(incoming))  # all that can fail, fails here
             # torch would cast every state to its parameter's dtype.
             return {**incoming, "state": {}}
@@ -385,22 +490,32 @@ class FusedOptimizer(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    @torch.no_grad()
-    def _loaded_states(self, state_dict: dict[str, Any]) -> dict[Any, Any]:
-        """Checks a state dict and returns its states, copied as this optimizer keeps them."""
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Checks that a state dict is one of an optimizer with the options of this one."""
         operation = f"{type(self).__name__}.load_state_dict"
         for name in ("state", "param_groups"):
             if name not in state_dict:
                 raise KeyError(
-                    f"{operation}: state_dict must have {name!r}, got {list(state_dict)}"
+                    f"{operation}: state_dict must have {name!r}, got {_first_keys(state_dict)}"
+                    f"{_what_to_load(state_dict)}"
                 )
-        saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
-        for index, saved in enumerate(saved_groups):
+        for index, saved in enumerate(state_dict["param_groups"]):
             missing = [name for name in self._required_options if name not in saved]
             if missing:
                 raise ValueError(
                     f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
                 )
+            if not saved.get("bias_correction", True):
+                raise ValueError(
+                    f"{operation}: bias_correction of param_groups[{index}] must be True, got "
+                    f"{saved['bias_correction']}"
+                )
+
+    @torch.no_grad()
+    def _loaded_states(self, state_dict: dict[str, Any]) -> dict[Any, Any]:
+        """Returns the states of a state dict, checked and copied as this optimizer keeps them."""
+        operation = f"{type(self).__name__}.load_state_dict"
+        saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
         lengths = [len(group["params"]) for group in self.param_groups]
         if lengths != [len(saved["params"]) for saved in saved_groups]:
             return {}  # torch refuses the groups in its own words, right after this
@@ -420,6 +535,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                         loaded_group, param, saved_states[key], where
                     )
         others = {key: value for key, value in saved_states.items() if key not in param_keys}
+        if others and len(others) == len(saved_states):
+            raise ValueError(
+                f"{operation}: state must have entries of the parameters that param_groups lists, "
+                f"got {_first_keys(others)}"
+            )
         return {**states, **copy.deepcopy(others)}
 
     def _loaded_state(
@@ -437,15 +557,62 @@ class FusedOptimizer(torch.optim.Optimizer):
             elif name not in dtypes:
                 state[name] = copy.deepcopy(value)
             elif value is not None:
+                if name == "master_param" and getattr(value, "dtype", None) == torch.int16:
+                    raise ValueError(
+                        f"{where % name} must be floating, got the lower halves of masters, as "
+                        "TransformerEngine's FusedAdam writes with store_param_remainders=True; "
+                        "without 'master_param' in the states, masters are taken from the "
+                        "parameters"
+                    )
                 _check_saved_tensor(value, param, where % name)
                 if name != "master_param" or self._has_master(group, param):
                     state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
         return state
 
 
+# A scaler asks for it at every step; kept, that costs 2 µs instead of 30.
+setattr(FusedOptimizer.step, "__signature__", inspect.signature(FusedOptimizer.step))  # noqa: B010
+
+
 def _configured(group: dict[str, Any]) -> dict[str, Any]:
     """Returns a group's options that no checkpoint changes."""
     return {name: group[name] for name in _CONFIGURED if name in group}
+
+
+def _with_own_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Gives each state the step that apex's and TransformerEngine's FusedAdam keep in its group."""
+    groups, states = [], dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        kept = dict(group)
+        if kept.pop("bias_correction", False) and "step" in kept:
+            step = kept.pop("step")
+            for key in group["params"]:
+                if states.get(key):
+                    states[key] = {"step": step, **states[key]}
+        groups.append(kept)
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _first_keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    """Returns enough keys to tell what a mapping is, which may be one of all tensors of a model."""
+    return list(mapping)[:8] + (["..."] if len(mapping) > 8 else [])
+
+
+def _what_to_load(state_dict: Mapping[Any, Any]) -> str:
+    """Says where the state dict of an optimizer lies in a dict that is not one."""
+    inner = [
+        key
+        for key, value in state_dict.items()
+        if isinstance(value, Mapping) and "state" in value and "param_groups" in value
+    ]
+    text = f"; load its entry {' or '.join(map(repr, inner))} instead" if inner else ""
+    masters = [key for key in state_dict if str(key).startswith("fp32_")]
+    if masters:  # apex's FP16_Optimizer and those made after it
+        text += (
+            f"; the masters in {masters[0]!r} are not read, but taken from the parameters: load "
+            "the model first"
+        )
+    return text
 
 
 def _common(group: dict[str, Any]) -> dict[str, Any]:
@@ -459,6 +626,14 @@ def _common(group: dict[str, Any]) -> dict[str, Any]:
         "clip_value": math.inf if clip_value is None else clip_value,
         "write_back_grads": group["write_back_grads"],
     }
+
+
+def _norm(sum_of_squares: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """Returns the norm of the unscaled gradients, as the kernels compute it."""
+    if grad_scale is None:
+        return sum_of_squares.sqrt()
+    inv_scale = grad_scale.double().reciprocal().float()
+    return sum_of_squares.sqrt() * inv_scale.to(sum_of_squares, non_blocking=True)
 
 
 def _check_saved_tensor(value: Any, param: Tensor, where: str) -> None:

@@ -1,0 +1,320 @@
+"""Files that other libraries wrote: converted where they say all, else refused with a cure."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_close, same_bits
+from torch.nn import Parameter
+from training import (
+    AS_TORCH,
+    OPTIMIZERS,
+    assert_same_bits,
+    bits_of,
+    give_grads,
+    in_16_bits,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+    train,
+    twins,
+)
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+HALVES = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+
+
+def trained(optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.optim.Optimizer:
+    train([optimizer], steps)
+    return optimizer
+
+
+def refused(
+    optimizer: torch.optim.Optimizer, file: dict[str, Any], error: type, words: str
+) -> None:
+    """Asserts that the file is refused with these words and that nothing was loaded of it."""
+    before, groups = bits_of(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(error, match=words):
+        optimizer.load_state_dict(file)
+    assert_same_bits(optimizer, before)
+    assert optimizer.state_dict()["param_groups"] == groups
+
+
+# FusedAdam of apex and of TransformerEngine: float32 moments, one step for a group, and from the
+# latter masters as well.
+
+
+def as_fused_adam(optimizer: torch.optim.Optimizer, **changes: Any) -> dict[str, Any]:
+    """Returns the state of an AdamW of ours in the layout of a FusedAdam."""
+    file = optimizer.state_dict()
+    states = {}
+    for index, state in file["state"].items():
+        step = int(state["step"].item())
+        states[index] = {name: value for name, value in state.items() if name != "step"}
+    groups = [
+        {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
+        | {"bias_correction": True, "step": step}
+        | changes
+        for group in file["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+@pytest.mark.parametrize("step", [int, lambda step: torch.tensor([step], dtype=torch.int32)])
+@pytest.mark.parametrize("with_masters", [True, False], ids=["masters", "no-masters"])
+@HALVES
+def test_a_file_of_fused_adam_is_converted(dtype, with_masters, step):
+    source = trained(ours("AdamW")(make_params(dtype), lr=0.05))
+    if not with_masters:  # as if training went on from the rounded parameters
+        for param in params_of(source):
+            source.state[param]["master_param"].copy_(param)
+    file = as_fused_adam(source, step=step(3))
+    if not with_masters:
+        for state in file["state"].values():
+            del state["master_param"]
+    loaded = ours("AdamW")(twins(params_of(source)), lr=123.0)
+    loaded.load_state_dict(file)
+    train([source, loaded], 3)
+    assert_same_bits(loaded, source)
+    assert loaded.state[params_of(loaded)[0]]["step"].item() == 6
+    saved = loaded.state_dict()["param_groups"][0]
+    assert "step" not in saved
+    assert "bias_correction" not in saved
+    assert file["param_groups"][0]["bias_correction"] is True
+
+
+def test_a_file_of_fused_adam_from_before_its_first_step_is_taken():
+    source = ours("AdamW")(make_params(F32), lr=0.05)
+    file = copy.deepcopy(source.state_dict())
+    for name in ("amsgrad", "fused", "foreach"):
+        del file["param_groups"][0][name]
+    file["param_groups"][0]["bias_correction"] = True
+    loaded = ours("AdamW")(twins(params_of(source)))
+    loaded.load_state_dict(file)
+    train([source, loaded], 2)
+    assert_same_bits(loaded, source)
+
+
+def test_steps_of_the_states_win_over_one_of_their_group():
+    source = trained(ours("AdamW")(make_params(F32)))
+    file = copy.deepcopy(source.state_dict())
+    file["param_groups"][0] |= {"step": 77, "bias_correction": True}
+    loaded = ours("AdamW")(twins(params_of(source)))
+    loaded.load_state_dict(file)
+    assert_same_bits(loaded, source)
+
+
+def test_training_without_bias_correction_is_not_gone_on_with():
+    source = trained(ours("AdamW")(make_params(F32)))
+    target = trained(ours("AdamW")(twins(params_of(source))))
+    words = r"bias_correction of param_groups\[0\] must be True, got False"
+    refused(target, as_fused_adam(source, bias_correction=False), ValueError, words)
+
+
+def test_halves_of_masters_are_refused_and_may_be_left_out():
+    source = trained(ours("AdamW")(make_params(BF16)))
+    target = trained(ours("AdamW")(twins(params_of(source))))
+    file = as_fused_adam(source)
+    for state in file["state"].values():
+        state["master_param"] = torch.zeros_like(state["master_param"], dtype=torch.int16)
+    words = r"master_param of group 0, param 0 must be floating, .*store_param_remainders=True"
+    refused(target, file, ValueError, words)
+    for state in file["state"].values():
+        del state["master_param"]
+    target.load_state_dict(file)
+    train([target], 1)
+    assert target.state[params_of(target)[0]]["step"].item() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=str)
+def test_moments_in_8_bits_are_refused(dtype):
+    source = trained(ours("AdamW")(make_params(F32)))
+    target = trained(ours("AdamW")(twins(params_of(source))))
+    file = as_fused_adam(source)
+    for state in file["state"].values():
+        state["exp_avg"] = state["exp_avg"].to(dtype)
+    refused(target, file, ValueError, f"exp_avg of group 0, param 0 must be .* floating.*{dtype}")
+
+
+# Wrappers, which keep the optimizer's state dict, masters and the loss scale in one dict.
+
+WRAPPED = [
+    pytest.param(
+        lambda file, masters: {
+            "loss_scaler": object(),
+            "dynamic_loss_scale": True,
+            "overflow": False,
+            "first_closure_call_this_step": True,
+            "optimizer_state_dict": file,
+            "fp32_from_fp16": [masters],
+        },
+        r"entry 'optimizer_state_dict' instead; the masters in 'fp32_from_fp16' are not read",
+        id="apex-fp16-optimizer",
+    ),
+    pytest.param(
+        lambda file, masters: {
+            "cur_scale": 65536.0,
+            "optimizer_state_dict": file,
+            "fp32_groups": [masters],
+        },
+        r"entry 'optimizer_state_dict' instead; the masters in 'fp32_groups' are not read",
+        id="apex-contrib",
+    ),
+    pytest.param(
+        lambda file, masters: {"optimizer": file, "fp32_from_fp16_params": [masters]},
+        r"entry 'optimizer' instead; the masters in 'fp32_from_fp16_params' are not read",
+        id="megatron",
+    ),
+    pytest.param(
+        lambda file, masters: {"model": {"weight": masters[0]}, "optimizer": file, "epoch": 5},
+        r"must have 'state', got \['model', 'optimizer', 'epoch'\]; load its entry 'optimizer'",
+        id="whole-checkpoint",
+    ),
+    pytest.param(
+        lambda file, masters: {"generator": file, "critic": file},
+        r"entry 'generator' or 'critic' instead",
+        id="two-optimizers",
+    ),
+    pytest.param(
+        lambda file, masters: {f"layers.{index}.weight": masters[0] for index in range(500)},
+        r"must have 'state', got \['layers.0.weight', .*'layers.7.weight', '...'\]\"$",
+        id="weights",
+    ),
+    pytest.param(
+        lambda file, masters: {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}},
+        r"must have 'state', got \['loss_scaler0'\]",
+        id="apex-amp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrapped", "words"), WRAPPED)
+@HALVES
+def test_a_dict_around_the_state_is_refused_with_a_word_on_what_to_load(dtype, wrapped, words):
+    params = make_params(dtype)
+    masters = [Parameter(param.detach().float()) for param in params]
+    inner = trained(theirs("AdamW")(masters, lr=0.05))
+    target = trained(ours("AdamW")(params, lr=0.05))
+    file = wrapped(inner.state_dict(), masters)
+    refused(target, file, KeyError, words)
+
+
+@HALVES
+def test_what_lies_within_a_wrapper_is_loaded_and_its_masters_can_be_added(dtype):
+    params = make_params(dtype)
+    masters = [Parameter(param.detach().float()) for param in params]
+    inner = trained(theirs("AdamW")(masters, lr=0.05))
+    for param, master in zip(params, masters, strict=True):
+        param.data.copy_(master.detach())
+    file = inner.state_dict()
+    mine = ours("AdamW")(params)
+    mine.load_state_dict(file)
+    plain_master = mine.master_params()[0].clone()
+    assert same_bits(plain_master, params[0].detach().float())
+
+    for index, master in enumerate(masters):
+        file["state"][index]["master_param"] = master.detach()
+    mine.load_state_dict(file)
+    assert all(map(same_bits, mine.master_params(), masters))
+    for _ in range(2):
+        give_grads(masters, params)
+        for param, master in zip(params, masters, strict=True):
+            master.grad = param.grad.float()
+        inner.step()
+        mine.step()
+    for master, expected in zip(mine.master_params(), masters, strict=True):
+        assert_close(master, expected, steps=2)
+
+
+def test_states_that_belong_to_no_parameter_are_refused():
+    target = trained(ours("AdamW")(make_params(F32)))
+    file = copy.deepcopy(target.state_dict())
+    file["state"] = {"step": 3, "buckets": [torch.zeros(5)]}  # apex's DistributedFusedAdam
+    words = r"state must have entries of the parameters .* got \['step', 'buckets'\]"
+    refused(target, file, ValueError, words)
+
+
+# Other optimizers of torch.
+
+
+OTHERS = ["Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("foreign", OTHERS)
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_a_file_of_another_kind_of_optimizer_is_refused(name, foreign):
+    momentum = {"momentum": 0.9} if name == "SGD" else {}
+    shapes = [(5, 3), (7,)]
+    target = trained(ours(name)(make_params(F32, shapes=shapes), lr=0.1, **momentum))
+    source = trained(theirs(foreign)(make_params(F32, shapes=shapes)))
+    words = rf"^{name}.load_state_dict: .* must (have|be there)"
+    refused(target, source.state_dict(), ValueError, words)
+
+
+# torch's own files: every option, from every implementation that torch has.
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        pytest.param({"foreach": True}, id="foreach"),
+        pytest.param({"fused": True}, id="fused"),
+        pytest.param({"capturable": True, "foreach": False}, id="capturable"),
+    ],
+)
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch):
+    if name == "SGD" and "capturable" in switch:
+        switch = {"foreach": False}
+    step_on_cpu = {"capturable": False} if "capturable" in switch else {}
+    other = theirs(name)(make_params(F32), **options, **(switch | step_on_cpu))
+    train([other], 3)
+    file = other.state_dict()
+    file["param_groups"][0] |= switch
+    mine = ours(name)(twins(params_of(other)), lr=123.0)
+    mine.load_state_dict(file)
+    for key, value in (options | switch).items():
+        assert mine.param_groups[0][key] == value, key
+    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+        for key, tensor in other.state.get(twin, {}).items():
+            assert same_bits(mine.state[param][key], tensor), key
+    back = theirs(name)(twins(params_of(other)), lr=123.0)
+    back.load_state_dict(mine.state_dict())
+    for param, twin in zip(params_of(back), params_of(other), strict=True):
+        assert same_bits(param, twin)
+        for key, tensor in other.state.get(twin, {}).items():
+            assert same_bits(back.state[param][key], tensor), key
+    assert {key: back.param_groups[0][key] for key in switch} == switch
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+@HALVES
+def test_narrow_states_come_and_go_without_a_change_of_a_bit(dtype, name, options):
+    other = trained(theirs(name)(make_params(dtype), **in_16_bits(name), **options))
+    mine = ours(name)(twins(params_of(other)), **AS_TORCH)
+    mine.load_state_dict(other.state_dict())
+    back = theirs(name)(twins(params_of(other)), **in_16_bits(name))
+    back.load_state_dict(mine.state_dict())
+    for optimizer in (mine, back):
+        for param, twin in zip(params_of(optimizer), params_of(other), strict=True):
+            for key, tensor in other.state.get(twin, {}).items():
+                assert same_bits(optimizer.state[param][key], tensor), key
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_a_tensor_lr_comes_and_goes(name):
+    other = theirs(name)(make_params(F32), lr=torch.tensor(0.25), foreach=False)
+    train([other], 2)
+    mine = ours(name)(twins(params_of(other)))
+    mine.load_state_dict(other.state_dict())
+    assert isinstance(mine.param_groups[0]["lr"], torch.Tensor)
+    back = theirs(name)(twins(params_of(mine)), foreach=False)
+    back.load_state_dict(mine.state_dict())
+    assert back.param_groups[0]["lr"].item() == 0.25
+    train([mine, other], 2)
+    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+        assert_close(param, twin, steps=2)

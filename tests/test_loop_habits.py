@@ -1,0 +1,532 @@
+"""What training loops do around an optimizer works as it does around those of torch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_close, same_bits
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from training import (
+    AS_TORCH,
+    EACH_CLASS,
+    FEW_OPTIMIZERS,
+    assert_same_bits,
+    bits_of,
+    give_grads,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+    train,
+    twins,
+)
+
+import amp_ext
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+HALVES = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+
+
+def small_model(dtype: torch.dtype = F32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    torch.manual_seed(step)
+    dtype = next(model.parameters()).dtype
+    return model(torch.randn(3, 4).to(dtype)).float().square().mean()
+
+
+def train_model(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+# Schedules of the learning rate.
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda opt: schedulers.LambdaLR(opt, [lambda n: 0.9**n, lambda n: 1 / (n + 1)]),
+    "MultiplicativeLR": lambda opt: schedulers.MultiplicativeLR(opt, lambda n: 0.9),
+    "StepLR": lambda opt: schedulers.StepLR(opt, 2, 0.5),
+    "MultiStepLR": lambda opt: schedulers.MultiStepLR(opt, [1, 4], 0.5),
+    "ConstantLR": lambda opt: schedulers.ConstantLR(opt, 0.25, 3),
+    "LinearLR": lambda opt: schedulers.LinearLR(opt, 0.25, total_iters=5),
+    "ExponentialLR": lambda opt: schedulers.ExponentialLR(opt, 0.8),
+    "PolynomialLR": lambda opt: schedulers.PolynomialLR(opt, 6, 2.0),
+    "CosineAnnealingLR": lambda opt: schedulers.CosineAnnealingLR(opt, 5, 0.01),
+    "CosineAnnealingWarmRestarts": lambda opt: schedulers.CosineAnnealingWarmRestarts(opt, 3),
+    "ChainedScheduler": lambda opt: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(opt, 0.25, 3), schedulers.ExponentialLR(opt, 0.8)]
+    ),
+    "SequentialLR": lambda opt: schedulers.SequentialLR(
+        opt, [schedulers.LinearLR(opt, 0.25, total_iters=3), schedulers.StepLR(opt, 2)], [3]
+    ),
+    "CyclicLR": lambda opt: schedulers.CyclicLR(opt, 0.01, 0.1, step_size_up=3),
+    "OneCycleLR": lambda opt: schedulers.OneCycleLR(opt, 0.1, total_steps=9),
+    "ReduceLROnPlateau": lambda opt: schedulers.ReduceLROnPlateau(opt, factor=0.5, patience=1),
+    "SWALR": lambda opt: SWALR(opt, 0.01, anneal_epochs=4),
+}
+
+
+def test_every_schedule_of_torch_is_among_them():
+    assert set(schedulers.__all__) - {"LRScheduler"} <= SCHEDULES.keys()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+def test_a_schedule_leads_ours_where_it_leads_torchs(name, options, as_tensor, schedule):
+    sides = []
+    start = make_params(F32, shapes=[(5,), (7,), (3,)])
+    for package, own in ((ours, AS_TORCH), (theirs, {"foreach": False})):
+        params = twins(start)
+        groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.02}]
+        optimizer = package(name)(groups, **(options | {"lr": 0.1}), **own)
+        if as_tensor:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(group["lr"])
+        sides.append((optimizer, SCHEDULES[schedule](optimizer)))
+    (mine, _), (other, _) = sides
+    for _ in range(8):
+        train([mine, other], 1)
+        for _, each in sides:
+            each.step(*[1.0] if schedule == "ReduceLROnPlateau" else [])
+        for group, expected in zip(mine.param_groups, other.param_groups, strict=True):
+            assert isinstance(group["lr"], Tensor) == isinstance(expected["lr"], Tensor)
+            for key in ("lr", "momentum", "betas"):
+                assert group.get(key) == expected.get(key), key
+    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+        assert_close(param, twin, steps=8)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
+def test_a_schedule_goes_on_from_its_state(as_tensor):
+    def make(params):
+        lr = torch.tensor(0.1) if as_tensor else 0.1
+        optimizer = ours("AdamW")(params, lr=lr)
+        return optimizer, schedulers.CosineAnnealingLR(optimizer, 6)
+
+    def advance(*sides):
+        for _ in range(3):
+            train([optimizer for optimizer, _ in sides], 1)
+            for _, schedule in sides:
+                schedule.step()
+
+    straight = make(make_params(BF16))
+    advance(straight)
+    resumed = make(twins(params_of(straight[0])))
+    for part, saved in zip(resumed, straight, strict=True):
+        part.load_state_dict(saved.state_dict())
+    advance(straight, resumed)
+    assert_same_bits(resumed[0], straight[0])
+
+
+def test_a_schedule_does_not_warn_of_the_order_of_calls():
+    optimizer = ours("AdamW")(make_params(F32), lr=0.1)
+    scaler = amp_ext.GradScaler("cpu", init_scale=4.0)
+    schedule = schedulers.ExponentialLR(optimizer, 0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            give_grads(params_of(optimizer))
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+
+
+# Averages of weights.
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+@HALVES
+def test_masters_are_given_in_the_order_of_the_parameters(dtype, name, options):
+    model = small_model(dtype).append(nn.Linear(2, 2))  # float32: has no masters
+    params = list(model.parameters())
+    params[0].requires_grad_(False)
+    optimizer = ours(name)([{"params": params[3:]}, {"params": params[:3]}], **options)
+    for when in ("before a step", "after it"):
+        masters = optimizer.master_params()
+        assert len(masters) == len(params), when
+        assert not any(master.requires_grad for master in masters)
+        for param, master in zip(params_of(optimizer), masters, strict=True):
+            if param.dtype == dtype and param.requires_grad:
+                assert master.dtype == F32
+                assert same_bits(master.to(dtype), param)
+                kept = optimizer.state[param]["master_param"]
+                assert master.data_ptr() == kept.data_ptr()
+            else:
+                assert master.data_ptr() == param.data_ptr()
+        in_order = optimizer.master_params(model.parameters())
+        assert all(map(same_bits, in_order, [*masters[-3:], *masters[:-3]]))
+        give_grads([param for param in params if param.requires_grad])
+        optimizer.step()
+
+
+def test_parameters_of_other_optimizers_stand_for_themselves():
+    optimizer, other = (ours("AdamW")(make_params(BF16, shapes=[(5,)])) for _ in range(2))
+    (param,), (elsewhere,) = params_of(optimizer), params_of(other)
+    master, itself = optimizer.master_params([param, elsewhere])
+    assert master.dtype == F32
+    assert itself.dtype == BF16
+    assert itself.data_ptr() == elsewhere.data_ptr()
+    assert elsewhere not in optimizer.state
+
+
+def test_asking_for_masters_changes_no_bit_of_the_training():
+    asked = ours("AdamW")(make_params(BF16))
+    plain = ours("AdamW")(twins(params_of(asked)))
+    for _ in range(3):
+        asked.master_params()
+        train([asked, plain], 1)
+    assert_same_bits(asked, plain)
+
+
+def test_an_average_of_masters_keeps_what_one_of_parameters_loses():
+    model = nn.Linear(16, 16, bias=False).to(BF16)
+    nn.init.ones_(model.weight)
+    optimizer = ours("SGD")(model.parameters(), lr=1e-4)
+    of_masters = copy.deepcopy(model).float()
+    of_params = copy.deepcopy(model).float()
+    expected = torch.ones(16, 16)
+    exact = torch.ones(16, 16)
+    for _ in range(10):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        exact -= 1e-4
+        expected.lerp_(exact, 0.5)
+        with torch.no_grad():
+            for mean, master in zip(
+                of_masters.parameters(), optimizer.master_params(), strict=True
+            ):
+                mean.lerp_(master, 0.5)
+            of_params.weight.lerp_(model.weight.float(), 0.5)
+    assert_close(of_masters.weight, expected, steps=10)
+    assert torch.equal(of_params.weight, torch.ones(16, 16))
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+@pytest.mark.parametrize(
+    "average",
+    [
+        pytest.param(AveragedModel, id="swa"),
+        pytest.param(
+            lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), id="ema"
+        ),
+    ],
+)
+def test_averaged_models_are_those_of_torch(name, options, average):
+    averages = []
+    for package, own in ((ours, {}), (theirs, {"foreach": False})):
+        model = nn.Sequential(nn.BatchNorm1d(4), small_model())
+        optimizer = package(name)(model.parameters(), **(options | {"lr": 0.01}), **own)
+        averaged = average(model)
+        schedule = SWALR(optimizer, 0.005, anneal_epochs=3)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+            schedule.step()
+        update_bn([torch.randn(3, 4, generator=torch.Generator().manual_seed(5))], averaged)
+        averages.append(averaged)
+    for mine, other in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+        assert_close(mine, other, steps=6)
+
+
+@HALVES
+def test_averaged_model_takes_masters(dtype):
+    model = small_model(dtype)
+    optimizer = ours("AdamW")(model.parameters(), lr=0.01)
+    masters = nn.ParameterList(optimizer.master_params())
+    averaged = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected: list[Tensor] = []
+    for step in range(4):
+        train_model(model, optimizer, 1)
+        averaged.update_parameters(masters)
+        now = [master.clone() for master in optimizer.master_params()]
+        expected = (
+            now if step == 0 else [a.lerp(b, 0.5) for a, b in zip(expected, now, strict=True)]
+        )
+    for mean, wanted in zip(averaged.module, expected, strict=True):
+        assert mean.dtype == F32
+        assert_close(mean, wanted)
+
+
+@HALVES
+def test_weights_swapped_for_an_evaluation_and_back_leave_masters_alone(dtype):
+    models = [small_model(dtype) for _ in range(2)]
+    optimizers = [ours("AdamW")(model.parameters(), lr=0.01) for model in models]
+    for side in zip(models, optimizers, strict=True):
+        train_model(*side, 3)
+    (model, _), (optimizer, untouched) = models, optimizers
+    before = bits_of(optimizer)
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict({key: torch.zeros_like(value) for key, value in kept.items()})
+    model.load_state_dict(kept)
+    assert_same_bits(optimizer, before)
+    train([optimizer, untouched], 2)
+    assert_same_bits(optimizer, untouched)
+
+
+# Hooks and profiles.
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
+    logs = []
+    for package in (ours, theirs):
+        optimizer = package(name)(make_params(F32, shapes=[(5,)]), **options)
+        log: list[str] = []
+
+        def note(word: str, log: list[str] = log) -> Callable[..., None]:
+            return lambda optimizer, args, kwargs: log.append(f"{word} {len(args)} {len(kwargs)}")
+
+        handles = [
+            register_optimizer_step_pre_hook(note("all-pre")),
+            register_optimizer_step_post_hook(note("all-post")),
+            optimizer.register_step_pre_hook(note("pre")),
+            optimizer.register_step_post_hook(note("post")),
+            optimizer.register_step_post_hook(note("post-2")),
+        ]
+        give_grads(params_of(optimizer))
+        optimizer.step()
+        optimizer.step(lambda log=log: log.append("closure"))
+        optimizer.step(closure=None)
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+        logs.append(log)
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 16
+
+
+def test_a_pre_hook_may_replace_the_arguments_of_a_step():
+    optimizer = ours("SGD")(make_params(F32, shapes=[(5,)]), lr=0.1)
+    give_grads(params_of(optimizer))
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 5.0), {}))
+    assert optimizer.step() == 5.0
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name, options):
+    seen = []
+    for package in (ours, theirs):
+        optimizer = package(name)(make_params(F32, shapes=[(5,)]), **options)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            give_grads(params_of(optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(sorted(e.key for e in profile.key_averages() if e.key.startswith("Optimizer")))
+    assert (
+        seen[0]
+        == seen[1]
+        == [f"Optimizer.step#{name}.step", f"Optimizer.zero_grad#{name}.zero_grad"]
+    )
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("masters_first", [True, False], ids=["after-steps", "fresh"])
+@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(lambda value: pickle.loads(pickle.dumps(value)), id="pickle"),
+    ],
+)
+def test_a_model_is_copied_together_with_its_optimizer(copied, dtype, name, options, masters_first):
+    model = small_model(dtype)
+    optimizer = ours(name)(model.parameters(), **(options | {"lr": 0.01}))
+    train_model(model, optimizer, 2 if masters_first else 0)
+    twin, its_optimizer = copied((model, optimizer))
+    for param, other in zip(twin.parameters(), params_of(its_optimizer), strict=True):
+        assert param is other
+    before = bits_of(optimizer)
+    train_model(twin, its_optimizer, 2)
+    assert_same_bits(optimizer, before)
+    train_model(model, optimizer, 2)
+    assert_same_bits(its_optimizer, optimizer)
+
+
+@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+@HALVES
+def test_a_copied_model_trains_with_an_optimizer_of_its_own(dtype, name, options):
+    options = options | {"lr": 0.01}
+    model = small_model(dtype)
+    optimizer = ours(name)(model.parameters(), **options)
+    train_model(model, optimizer, 2)
+    before = bits_of(optimizer)
+    twin = copy.deepcopy(model)
+    its_optimizer = ours(name)(twin.parameters(), **options)
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    train_model(twin, its_optimizer, 2)
+    assert_same_bits(optimizer, before)
+    train_model(model, optimizer, 2)
+    assert_same_bits(its_optimizer, optimizer)
+
+
+# What others put into groups.
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({"foreach": True, "fused": False}, id="foreach"),
+        pytest.param({"fused": True, "capturable": True}, id="fused-capturable"),
+        pytest.param({"lr_scale": 0.5, "group_name": "head", "no_decay": ("bias",)}, id="unknown"),
+    ],
+)
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_entries_of_others_are_kept_in_groups_through_state_dicts(name, options, extra):
+    def make(params, **entries):
+        return ours(name)([{"params": params[:2], **entries}, {"params": params[2:]}], **options)
+
+    source = make(make_params(BF16), **extra)
+    train([source], 2)
+    loaded = make(twins(params_of(source)))
+    loaded.load_state_dict(source.state_dict())
+    assert {key: loaded.param_groups[0][key] for key in extra} == extra
+    train([source, loaded], 2)
+    assert_same_bits(loaded, source)
+    twin = copy.deepcopy(source)
+    assert {key: twin.param_groups[0][key] for key in extra} == extra
+
+
+# What a step does not take.
+
+
+@pytest.mark.parametrize("with_scaler", [False, True], ids=["plain", "scaler"])
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_sparse_embeddings_are_refused_by_name(name, options, with_scaler):
+    embedding = nn.Embedding(5, 2, sparse=True)
+    optimizer = ours(name)(embedding.parameters(), **options)
+    before = embedding.weight.detach().clone()
+    scaler = amp_ext.GradScaler("cpu", enabled=with_scaler)
+    scaler.scale(embedding(torch.tensor([1, 2])).sum()).backward()
+    with pytest.raises(RuntimeError, match=f"^{name} does not support sparse gradients: .*param 0"):
+        scaler.step(optimizer)
+    assert same_bits(embedding.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        pytest.param(torch.ones(3, dtype=torch.cfloat), "ComplexFloat", id="complex"),
+        pytest.param(torch.ones(3, device="meta"), "must be on cpu or cuda, got meta", id="meta"),
+    ],
+)
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_a_parameter_that_no_kernel_takes_is_refused_by_name(name, options, param, words):
+    good, bad = nn.Parameter(torch.ones(3)), nn.Parameter(param)
+    optimizer = ours(name)([good, bad], **options)
+    good.grad, bad.grad = torch.ones(3), torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=f"^{name}: .* of group 0, param 1 .*{words}"):
+        optimizer.step()
+    assert torch.equal(good.detach(), torch.ones(3))
+
+
+# Closures, and gradients that stay.
+
+
+@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+def test_a_closure_is_run_as_torch_runs_it(name, options):
+    sides = []
+    for package, own in ((ours, AS_TORCH), (theirs, {"foreach": False})):
+        model = small_model()
+        optimizer = package(name)(model.parameters(), **(options | {"lr": 0.01}), **own)
+        calls = itertools.count()
+
+        def closure(model=model, optimizer=optimizer, calls=calls):
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = loss_of(model, next(calls))
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(4)]
+        assert next(calls) == 4
+        sides.append((optimizer, torch.tensor(losses)))
+    assert_close(sides[0][1], sides[1][1], steps=4)
+    for param, twin in zip(params_of(sides[0][0]), params_of(sides[1][0]), strict=True):
+        assert_close(param, twin, steps=4)
+
+
+@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+def test_gradients_of_zero_are_gradients(name, options):
+    options = options | {"lr": 0.01, "weight_decay": 0.1}
+    sides = []
+    for package, own in ((ours, AS_TORCH), (theirs, {"foreach": False})):
+        model = small_model()
+        optimizer = package(name)(model.parameters(), **options, **own)
+        train_model(model, optimizer, 2)
+        grads = [param.grad for param in model.parameters()]
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+        assert all(
+            param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True)
+        )
+        sides.append(optimizer)
+    for param, twin in zip(params_of(sides[0]), params_of(sides[1]), strict=True):
+        assert_close(param, twin, steps=4)
+        for key, tensor in sides[1].state[twin].items():
+            assert_close(sides[0].state[param][key], tensor, steps=4, what=key)
+
+
+# torch.compile. The backend "eager" compiles nothing, so that no compiler is needed.
+
+
+@pytest.fixture
+def without_caches():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("what", ["model", "loop", "step"])
+@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+@HALVES
+def test_compiled_loops_give_the_same_bits(without_caches, dtype, name, options, what):
+    def make():
+        model = small_model(dtype)
+        return model, ours(name)(model.parameters(), **(options | {"lr": 0.01}))
+
+    plain, compiled = make(), make()
+    train_model(*plain, 4)
+    model, optimizer = compiled
+
+    def one_step(step):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+    if what == "model":
+        train_model(torch.compile(model, backend="eager"), optimizer, 4)
+    else:
+        if what == "loop":
+            one_step = torch.compile(one_step, backend="eager")
+        else:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        for step in range(4):
+            one_step(step)
+    assert_same_bits(optimizer, plain[1])
