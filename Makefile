@@ -8,11 +8,13 @@ FOLDER ?= results/gpu_check
 PATH_BEFORE := $(PATH)
 ifdef PYTHON
 INSTALLED :=
+DOCS_INSTALLED :=
 BUILT := build-in-place
 else
 PYTHON := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.docs-installed
 BUILT := .venv/.built
 endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -21,16 +23,24 @@ SOURCES := setup.py $(shell find csrc)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test sanitize lint format build build-in-place cuda-build gpu-check clean
+.PHONY: help demo examples docs test test-clients sanitize lint format build build-in-place cuda-build gpu-check clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
 	@echo 'make TARGET PYTHON=python   in that environment as it is; nothing is installed'
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(BUILT)  ## Trains the photo example; SEEDS=3 repeats it with three seeds
 	@$(PYTHON) examples/photo.py --seeds $(SEEDS)
+
+examples: $(BUILT)  ## Runs the other examples, some minutes; EXAMPLE_ARGS=--quick makes them short
+	@for example in master_weights char_gpt two_optimizers; do \
+	    $(PYTHON) examples/$$example.py $(EXAMPLE_ARGS) || exit 1; done
+
+docs: $(BUILT) $(DOCS_INSTALLED)  ## Builds the documentation: build/docs/index.html
+	@$(PYTHON) -m sphinx -q -W --keep-going -n -b html docs build/docs
+	@echo 'Written: build/docs/index.html'
 
 test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
 	@$(PYTHON) -m pytest $(PYTEST_ARGS)
@@ -52,6 +62,9 @@ format: $(INSTALLED)  ## Formats all sources
 
 build: $(BUILT)  ## Builds the extension in place
 
+test-clients: $(BUILT)  ## Tests with Accelerate, Lightning, Transformers and others in .venv-clients
+	@PATH='$(PATH_BEFORE)' BASE_PYTHON=$(BASE_PYTHON) scripts/test_clients.sh $(PYTEST_ARGS)
+
 # Neither uses .venv: the one makes an environment, the other takes the present one.
 cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses
 	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/cuda_build.sh
@@ -60,7 +73,7 @@ gpu-check:  ## Tests and times on a GPU, in the present environment; FOLDER=... 
 	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \
 	    scripts/gpu_check.sh $(FOLDER)
 
-clean:  ## Removes what was built; .venv and .venv-cuda stay
+clean:  ## Removes what was built; the .venv folders stay
 	@rm -rf build dist *.egg-info amp_ext/_C.*.so amp_ext/_build_info.json .venv/.built*
 	@find amp_ext tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
 
@@ -70,6 +83,10 @@ clean:  ## Removes what was built; .venv and .venv-cuda stay
 	@echo 'Installing PyTorch and the tools into .venv (once, some minutes)'
 	@$(BASE_PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/.docs-installed: requirements-docs.txt .venv/.installed
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
 
 define build_extension

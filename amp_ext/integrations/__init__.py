@@ -1,0 +1,48 @@
+"""Brings the scaler and the optimizers into libraries that own the training loop.
+
+One module for each library, which imports it: :mod:`amp_ext.integrations.accelerate` (for
+Transformers too), :mod:`amp_ext.integrations.lightning`, :mod:`amp_ext.integrations.timm`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from typing import Any
+
+__all__ = ["import_client"]
+
+
+def import_client(module: str, *, at_least: str, below: str) -> Any:
+    """Imports a module of a library, if the library is of a version that is known to work.
+
+    Args:
+        module: Name of the module; the library is its first part.
+        at_least: Oldest version that will do.
+        below: First version that will not.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: If the library is missing, too old or too new.
+    """
+    library = module.partition(".")[0]
+    try:
+        found = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found == "none" or not _numbers(at_least) <= _numbers(found) < _numbers(below):
+        wanted = f"{library}>={at_least},<{below}"
+        raise ImportError(
+            f'amp_ext.integrations.{library} needs {wanted}, found {found}: pip install "{wanted}"',
+            name=library,
+        )
+    return importlib.import_module(module)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns the release numbers of a version: those of 2.6.6.dev1 are 2, 6 and 6."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,0 +1,95 @@
+"""Accelerate, and the Trainer of Transformers, which trains through it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from amp_ext.grad_scaler import GradScaler
+from amp_ext.integrations import import_client
+
+_module = import_client("accelerate.optimizer", at_least="1.10", below="2")
+_AcceleratedOptimizer: Any = _module.AcceleratedOptimizer
+
+__all__ = ["PreparedOptimizer", "use_scaler"]
+
+# Under the other ones something else scales the loss or shards the gradients.
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+class PreparedOptimizer(_AcceleratedOptimizer):
+    """What ``accelerator.prepare`` makes of an optimizer after :func:`use_scaler`."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped; asks the scaler where the optimizer skips by itself.
+
+        Accelerate takes a step for done when ``optimizer.step`` was called. Fused optimizers, ours
+        and torch's, are called at every step and skip on the device. Waits for a GPU then.
+        """
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return bool(self.scaler.last_step_skipped(self.optimizer, wait=True))
+        return bool(super().step_was_skipped)
+
+
+def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler:
+    """Makes an accelerator scale the loss with our scaler, and see the steps that it skips.
+
+    For Transformers: ``use_scaler(trainer.accelerator)``, before ``trainer.train()``. On the CPU it
+    switches on float16 autocast too, which Accelerate leaves to GPUs. ::
+
+        accelerator = accelerate.Accelerator(mixed_precision="fp16")
+        scaler = use_scaler(accelerator)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+
+    Args:
+        accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="fp16"`` that has prepared
+            no optimizer yet.
+        scaler: Ours; by default one with the numbers of the accelerator's ``GradScalerKwargs``.
+
+    Returns:
+        The scaler.
+
+    Raises:
+        TypeError: If the scaler is not ours.
+        ValueError: If the accelerator trains with another precision, or distributed in a way that
+            brings a scaler of its own (FSDP, DeepSpeed, Megatron-LM).
+        RuntimeError: If the accelerator has prepared an optimizer already.
+    """
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"use_scaler: scaler must be an amp_ext.GradScaler, got {type(scaler).__module__}."
+            f"{type(scaler).__name__}"
+        )
+    if accelerator.mixed_precision != "fp16":
+        raise ValueError(
+            "use_scaler: accelerator.mixed_precision must be 'fp16', got "
+            f"{accelerator.mixed_precision!r}: no other precision needs a scaler"
+        )
+    kind = accelerator.distributed_type.value
+    if kind not in _KINDS:
+        raise ValueError(
+            f"use_scaler: accelerator.distributed_type must be one of {list(_KINDS)}, got {kind!r}"
+        )
+    if accelerator._optimizers:
+        raise RuntimeError(
+            "use_scaler: must come before accelerator.prepare, got an accelerator with "
+            f"{len(accelerator._optimizers)} prepared optimizer(s)"
+        )
+    device = accelerator.device.type
+    if scaler is None:
+        numbers = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
+        scaler = GradScaler(device, **numbers)
+    prepare = type(accelerator).prepare_optimizer
+
+    @functools.wraps(prepare)
+    def prepare_optimizer(*arguments: Any, **options: Any) -> Any:
+        prepared = prepare(accelerator, *arguments, **options)
+        if type(prepared) is _AcceleratedOptimizer:
+            prepared.__class__ = PreparedOptimizer
+        return prepared
+
+    accelerator.scaler = scaler
+    accelerator.prepare_optimizer = prepare_optimizer
+    accelerator.native_amp = True
+    return scaler

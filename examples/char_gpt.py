@@ -1,0 +1,519 @@
+"""Trains a small GPT on characters, with fp16 parameters, and resumes it from a checkpoint.
+
+    python examples/char_gpt.py                               # about a minute on two cores
+    python examples/char_gpt.py --seed 1
+
+The text ships with Python: the topics that ``help()`` shows. The model writes similar text at the
+end. Parameters and gradients are fp16; amp_ext.optim.AdamW keeps fp32 masters and clips by norm
+inside its step, and the learning rate warms up and falls along a cosine. A GPU takes the matrix
+products in fp16, too; a CPU takes them in fp32, since without fp16 arithmetic they would last 10
+times as long. Its gradients are rounded to fp16 and overflow there all the same.
+
+The loss scale starts too high on purpose. Expect eight or so overflows, whose steps are skipped,
+then a scale that looks for its limit, and a validation loss near 2.1 nats per character. In the
+middle of the run everything goes into a checkpoint. A second set of objects reads it and repeats
+the second half: every loss, scale, parameter and state must come out the same, bit for bit, or the
+program returns 1. Writes ``char_gpt.png`` and ``checkpoint.pt`` and prints a table and a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import operator
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import amp_ext
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large the model is and how long it trains."""
+
+    steps: int = 600
+    warm_up: int = 60  # steps until the learning rate is at its peak
+    accumulation: int = 2  # backward passes for each step
+    rows: int = 8  # pieces of text in each of them
+    context: int = 64  # characters of a piece
+    width: int = 96
+    layers: int = 3
+    heads: int = 4
+    validate_every: int = 50  # steps
+    written: int = 600  # characters that the trained model writes
+
+
+QUICK = Settings(steps=40, warm_up=4, rows=8, context=32, width=32, layers=2, written=40)
+LEARNING_RATE = 2e-3  # at its peak
+MAX_GRAD_NORM = 1.0
+INITIAL_SCALE = 2.0**24  # too high: the default is 2**16
+GROWTH_INTERVAL = 50  # good steps before the scale doubles: not 2000, to show its search
+COLOURS = {"train": "#56B4E9", "validation": "#004D7A", "resumed": "#D55E00", "other": "#000000"}
+
+
+class Block(nn.Module):
+    """Attention to the characters before, then two layers on each character by itself."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds both to ``x``, ``[rows, context, width]``."""
+        rows, context, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, context, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [rows, heads, context, width / heads]
+        heard = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(heard.transpose(1, 2).reshape(x.shape))
+        return x + self.feed(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Predicts the next character from those before.
+
+    Reference:
+        Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
+
+    def __init__(self, characters: int, settings: Settings) -> None:
+        super().__init__()
+        self.character = nn.Embedding(characters, settings.width)
+        self.position = nn.Embedding(settings.context, settings.width)
+        blocks = [Block(settings.width, settings.heads) for _ in range(settings.layers)]
+        self.blocks = nn.Sequential(*blocks, nn.LayerNorm(settings.width))
+        self.head = nn.Linear(settings.width, characters, bias=False)
+        for embedding in (self.character, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Returns the logits ``[rows, context, characters]`` of the characters that follow."""
+        position = torch.arange(text.shape[1], device=text.device)
+        return self.head(self.blocks(self.character(text) + self.position(position)))
+
+
+def predict(model: GPT, text: Tensor) -> Tensor:
+    """Calls the model in mixed precision; the logits are float32."""
+    if text.is_cuda:
+        with torch.autocast("cuda", torch.float16):
+            return model(text).float()
+    widened = {name: param.float() for name, param in model.named_parameters()}
+    return torch.func.functional_call(model, widened, (text,))
+
+
+def loss_of(model: GPT, pieces: Tensor) -> Tensor:
+    """Returns the mean cross entropy of ``pieces``, ``[rows, context + 1]``, in nats."""
+    logits = predict(model, pieces[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
+
+
+class Text:
+    """The topics as numbers: every tenth one to validate, the others to train on."""
+
+    def __init__(self, device: str) -> None:
+        names = sorted(topics)
+        parts = {"validation": names[::10], "train": [n for i, n in enumerate(names) if i % 10]}
+        self.alphabet = sorted(set().union(*topics.values()))
+        number = {character: index for index, character in enumerate(self.alphabet)}
+        self.train, self.validation = (
+            torch.tensor([number[c] for name in parts[part] for c in topics[name]], device=device)
+            for part in ("train", "validation")
+        )
+
+    def pieces(self, part: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
+        """Picks pieces of a part at random: ``[rows, context + 1]``."""
+        length = settings.context + 1
+        starts = torch.randint(len(part) - length, (settings.rows, 1), generator=generator)
+        return part[(starts + torch.arange(length)).to(part.device)]
+
+    def read(self, numbers: Tensor) -> str:
+        """Turns numbers back into text."""
+        return "".join(self.alphabet[number] for number in numbers.tolist())
+
+
+@dataclass
+class Curves:
+    """What a run measured; the lists hold a number for each of its steps."""
+
+    losses: list[float]  # nats per character
+    norms: list[float]  # of the unscaled gradients, before clipping
+    rates: list[float]  # learning rate
+    scales: list[float]  # loss scale
+    skipped: list[bool]
+    validations: dict[int, float]  # nats per character, by the number of steps before
+
+    def __add__(self, later: Curves) -> Curves:
+        """Returns both runs as one."""
+        return Curves(
+            self.losses + later.losses,
+            self.norms + later.norms,
+            self.rates + later.rates,
+            self.scales + later.scales,
+            self.skipped + later.skipped,
+            self.validations | later.validations,
+        )
+
+
+class Training:
+    """Everything that a checkpoint holds, and the loop."""
+
+    def __init__(self, text: Text, settings: Settings, seed: int, device: str) -> None:
+        self.text, self.settings = text, settings
+        torch.manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)  # picks the pieces
+        self.model = GPT(len(text.alphabet), settings).to(device, torch.float16)
+        self.optimizer = amp_ext.optim.AdamW(
+            self.model.named_parameters(), lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, partial(warm_up_and_cosine, settings=settings)
+        )
+        self.scaler = amp_ext.GradScaler(
+            device, init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL
+        )
+
+    def parts(self) -> dict[str, Any]:
+        """Names what has a state."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """Lists the parameters, and their masters, moments and step counters."""
+        params = list(self.model.parameters())
+        states = [self.optimizer.state[param] for param in params]
+        return params + [state[name] for state in states for name in sorted(state)]
+
+    def steps_taken(self) -> int:
+        """Returns how many steps the optimizer counted: a skipped one does not count."""
+        return int(self.optimizer.state[self.model.head.weight]["step"])
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint."""
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        torch.save({**states, "generator": self.generator.get_state()}, path)
+
+    def load(self, path: Path) -> None:
+        """Goes on from a checkpoint."""
+        checkpoint = torch.load(path, weights_only=True)
+        for name, part in self.parts().items():
+            part.load_state_dict(checkpoint[name])
+        self.generator.set_state(checkpoint["generator"])
+
+    def run(self, steps: int, report: Callable[[], None]) -> Curves:
+        """Trains for some steps. Only a validation reads results, and so waits for a GPU."""
+        settings, part = self.settings, self.text.train
+        losses, norms, rates, validations = [], [], [], {}
+        for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
+            if step % settings.validate_every == 0:
+                validations[step] = self.validate()
+            self.optimizer.zero_grad()
+            step_loss = torch.zeros((), device=part.device)
+            for _ in range(settings.accumulation):
+                loss = loss_of(self.model, self.text.pieces(part, settings, self.generator))
+                self.scaler.scale(loss / settings.accumulation).backward()
+                step_loss += loss.detach() / settings.accumulation
+            rates.append(self.optimizer.param_groups[0]["lr"])
+            self.scaler.step(self.optimizer)  # clips by norm; nothing changes after an overflow
+            self.scaler.update()
+            self.schedule.step()
+            losses.append(step_loss)
+            norms.append(self.optimizer.grad_norm.clone())
+            report()
+        validations[self.schedule.last_epoch] = self.validate()
+        history = self.scaler.history(wait=True)
+        return Curves(
+            torch.stack(losses).tolist(),
+            torch.stack(norms).tolist(),
+            rates,
+            history.scales[-steps:],
+            history.skipped[-steps:],
+            validations,
+        )
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Returns the mean loss of the same unseen pieces each time."""
+        generator = torch.Generator().manual_seed(0)
+        part = self.text.validation
+        pieces = [self.text.pieces(part, self.settings, generator) for _ in range(16)]
+        return torch.stack([loss_of(self.model, piece) for piece in pieces]).mean().item()
+
+    @torch.no_grad()
+    def write(self, beginning: str, length: int, seed: int) -> str:
+        """Lets the model continue a text, one character after the other."""
+        generator = torch.Generator(self.text.train.device).manual_seed(seed)
+        alphabet = self.text.alphabet
+        numbers = [alphabet.index(character) for character in beginning]
+        text = torch.tensor([numbers], device=self.text.train.device)
+        for _ in range(length):
+            logits = predict(self.model, text[:, -self.settings.context :])[:, -1]
+            likely = (logits / 0.7).softmax(dim=-1)  # below 1, rare characters become rarer
+            text = torch.cat([text, likely.multinomial(1, generator=generator)], dim=1)
+        return self.text.read(text[0])
+
+
+def warm_up_and_cosine(step: int, settings: Settings) -> float:
+    """Returns the learning rate of a step as a share of its peak."""
+    if step < settings.warm_up:
+        return (step + 1) / settings.warm_up
+    done = (step - settings.warm_up) / (settings.steps - settings.warm_up)
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass
+class Comparison:
+    """How much of the resumed half came out as in the first run, bit for bit."""
+
+    equal_numbers: int  # losses and scales
+    numbers: int
+    equal_tensors: int  # parameters and states of the optimizer, at the end
+    tensors: int
+
+    def all_equal(self) -> bool:
+        """Returns whether nothing differs."""
+        return (self.equal_numbers, self.equal_tensors) == (self.numbers, self.tensors)
+
+
+def compare(first: Training, again: Training, curves: Curves, resumed: Curves) -> Comparison:
+    """Compares the first run with the one that resumed in the middle of it."""
+    half = len(resumed.losses)
+    measured = [*curves.losses[-half:], *curves.scales[-half:]]
+    repeated = [*resumed.losses, *resumed.scales]
+    tensors = list(zip(first.tensors(), again.tensors(), strict=True))
+    return Comparison(
+        sum(map(operator.eq, measured, repeated)),
+        len(measured),
+        sum(torch.equal(bytes_of(one), bytes_of(other)) for one, other in tensors),
+        len(tensors),
+    )
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns what is stored: 0 and -0 differ, and NaN equals itself."""
+    return tensor.detach().flatten().view(torch.uint8)
+
+
+def frequency_loss(text: Text) -> float:
+    """Returns the validation loss of a guess by the frequencies of single characters, in nats."""
+    seen = torch.bincount(text.train, minlength=len(text.alphabet)).double() + 1
+    return -(seen / seen.sum()).log()[text.validation].mean().item()
+
+
+def power_of_two(scale: float) -> str:
+    """Formats a loss scale."""
+    return f"2^{math.log2(scale):.0f}"
+
+
+def draw(
+    curves: Curves, resumed: Curves, settings: Settings, guess: float, written: str, path: Path
+) -> None:
+    """Draws loss, loss scale, norm of the gradients and learning rate, and shows the sample."""
+    figure = plt.figure(figsize=(13, 8))
+    middle = settings.steps - len(resumed.losses)
+    skipped = [step for step, skip in enumerate(curves.skipped) if skip]
+    first, last = curves.validations[0], curves.validations[settings.steps]
+    title = f"validation loss {first:.2f} → {last:.2f}, {len(skipped)} skipped steps"
+    figure.suptitle(f"A GPT with fp16 parameters on Python's help: {title}", fontsize=15)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.2, 1))
+    loss_axes, text_axes = figure.add_subplot(grid[0, :2]), figure.add_subplot(grid[0, 2])
+    scale_axes, norm_axes, rate_axes = (figure.add_subplot(grid[1, c]) for c in range(3))
+
+    loss_axes.plot(curves.losses, color=COLOURS["train"], lw=3, label="training")
+    again = range(middle, settings.steps)
+    loss_axes.plot(again, resumed.losses, color=COLOURS["resumed"], lw=1, label="training, resumed")
+    for part, colour, size in ((curves, "validation", 8), (resumed, "resumed", 4)):
+        label = "validation" if part is curves else "validation, resumed"
+        steps, losses = part.validations.keys(), part.validations.values()
+        loss_axes.plot(steps, losses, "o", color=COLOURS[colour], ms=size, label=label)
+    loss_axes.axhline(guess, color=COLOURS["other"], ls=":", label="guessing by frequency")
+    loss_axes.axvline(middle, color=COLOURS["other"], ls="--", lw=1, label="checkpoint")
+    loss_axes.set(title="Loss: nats per character", xlabel="step")
+
+    scale_axes.plot(curves.scales, color=COLOURS["train"], lw=3, drawstyle="steps-post")
+    scale_axes.plot(
+        again,
+        resumed.scales,
+        color=COLOURS["resumed"],
+        lw=1,
+        drawstyle="steps-post",
+        label="resumed",
+    )
+    marks = [curves.scales[step] for step in skipped]
+    scale_axes.plot(skipped, marks, "v", color=COLOURS["validation"], ms=7, label="skipped step")
+    scale_axes.set(title="Loss scale", xlabel="step")
+    scale_axes.set_yscale("log", base=2)
+
+    norms = [norm if math.isfinite(norm) else math.nan for norm in curves.norms]
+    norm_axes.plot(norms, color=COLOURS["train"], lw=2, label="before clipping")
+    norm_axes.axhline(MAX_GRAD_NORM, color=COLOURS["other"], ls="--", lw=1, label="max_grad_norm")
+    norm_axes.set(title="Norm of the unscaled gradients", xlabel="step", yscale="log")
+    rate_axes.plot(curves.rates, color=COLOURS["train"], lw=2)
+    rate_axes.set(title="Learning rate", xlabel="step")
+    for axes in (loss_axes, scale_axes, norm_axes, rate_axes):
+        axes.grid(alpha=0.3)
+        axes.margins(y=0.08)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in (loss_axes, scale_axes, norm_axes):
+        axes.legend(frameon=False)
+
+    lines = [part for line in written.splitlines() for part in textwrap.wrap(line, 44) or [""]]
+    text_axes.set_title("What it writes at the end")
+    text_axes.text(
+        0, 1, "\n".join(lines[:24]), va="top", family="monospace", fontsize=8.5, parse_math=False
+    )
+    text_axes.set_axis_off()
+    caption = (
+        f"{settings.layers} layers of width {settings.width}, {settings.steps} steps of "
+        f"{settings.accumulation} × {settings.rows} pieces of {settings.context} characters, AdamW "
+        "with fp32 masters; parameters and gradients are fp16. Thin lines and small dots: new "
+        f"objects that resumed from the checkpoint after {middle} steps. The scale starts at "
+        f"{power_of_two(INITIAL_SCALE)} (default: 2^16) and doubles after {GROWTH_INTERVAL} good "
+        "steps (default: 2000), to show its search and the steps it skips."
+    )
+    figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def make_table(training: Training, curves: Curves, comparison: Comparison, guess: float) -> Table:
+    """Says what was measured and what it means."""
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("measured", no_wrap=True)
+    table.add_column("what to see")
+    first, last = curves.validations[0], curves.validations[len(curves.losses)]
+    table.add_row(
+        "validation loss",
+        f"{first:.2f} → {last:.2f} nats",
+        f"To compare: a guess by the frequencies of {len(training.text.alphabet)} characters has "
+        f"{guess:.2f}.",
+    )
+    first_good = curves.skipped.index(False)
+    table.add_row(
+        "loss scale",
+        f"{power_of_two(curves.scales[0])} → {power_of_two(curves.scales[-1])}",
+        f"It starts too high: the first {first_good} steps overflow, and each halves it. Then it "
+        f"doubles after {GROWTH_INTERVAL} good steps until the next overflow.",
+    )
+    table.add_row(
+        "skipped steps",
+        f"{sum(curves.skipped)} of {len(curves.skipped)}",
+        "They overflowed and changed nothing. The step counter of the optimizer, which stood still "
+        f"meanwhile, says {training.steps_taken()}. In the last one the first bad gradient was "
+        f"that of {training.scaler.stats(wait=True).last_nonfinite}.",
+    )
+    clipped = sum(norm > MAX_GRAD_NORM for norm in curves.norms if math.isfinite(norm))
+    table.add_row(
+        "clipped steps",
+        f"{clipped} of {len(curves.norms)}",
+        f"Their gradients, unscaled, were longer than {MAX_GRAD_NORM}; the step shortened them.",
+    )
+    table.add_row(
+        "resumed half",
+        f"{comparison.equal_numbers} of {comparison.numbers} numbers and\n"
+        f"{comparison.equal_tensors} of {comparison.tensors} tensors equal",
+        "New objects read the checkpoint of the middle. Losses and scales of all steps, then "
+        "parameters, masters and moments at the end are compared, bit for bit.",
+    )
+    return table
+
+
+def check(curves: Curves, comparison: Comparison, guess: float, quick: bool) -> dict[str, bool]:
+    """Compares what was measured with what the example is to show."""
+    claims = {"resumed bit for bit": comparison.all_equal()}
+    if not quick:
+        steps = len(curves.losses)
+        claims |= {
+            "skipped from 4 steps to a tenth": 4 <= sum(curves.skipped) <= steps / 10,
+            "1 nat better than guessing by frequency": curves.validations[steps] <= guess - 1,
+        }
+    return claims
+
+
+def main() -> int:
+    """Reads the command line, trains twice, and writes checkpoint, figure and table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and pieces (0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to train (a GPU if any)")
+    folder = Path("results/char_gpt")
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few seconds, judges only the resumption"
+    )
+    arguments = parser.parse_args()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = QUICK if arguments.quick else Settings()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line needs on CUDA
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain much from a second
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    checkpoint, figure = arguments.out / "checkpoint.pt", arguments.out / "char_gpt.png"
+    text = Text(device)
+    console = Console()
+    first = Training(text, settings, arguments.seed, device)
+    size = sum(p.numel() for p in first.model.parameters())
+    console.print(f"{size:,} parameters; {len(text.train):,} characters to train on")
+    half = settings.steps // 2
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console) as progress:
+        bars = [
+            progress.add_task(name, False, total)
+            for name, total in (("training", settings.steps), ("resumed", half))
+        ]
+        progress.start_task(bars[0])
+        curves = first.run(settings.steps - half, partial(progress.advance, bars[0]))
+        first.save(checkpoint)
+        curves += first.run(half, partial(progress.advance, bars[0]))
+        progress.start_task(bars[1])
+        again = Training(text, settings, arguments.seed + 1, device)  # all others, until `load`
+        again.load(checkpoint)
+        resumed = again.run(half, partial(progress.advance, bars[1]))
+
+    written = again.write("The ", settings.written, arguments.seed)
+    guess = frequency_loss(text)
+    comparison = compare(first, again, curves, resumed)
+    draw(curves, resumed, settings, guess, written, figure)
+    console.print(make_table(first, curves, comparison, guess))
+    console.print(written, markup=False, highlight=False, style="dim")
+    console.print(f"Written: {figure}, {checkpoint}")
+    claims = check(curves, comparison, guess, arguments.quick)
+    for claim, true in claims.items():
+        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""Trains a generator against a discriminator in fp16: two optimizers under one loss scale.
+
+    python examples/two_optimizers.py                         # about half a minute on two cores
+
+The data are points around eight places on a ring. The generator turns noise into such points, the
+discriminator tells them from the data; each has its own loss and its own Adam. ``scaler.step`` is
+called for each optimizer and ``scaler.update`` once: a step whose gradients overflow is skipped
+for that optimizer alone, while the other one goes on, and the common scale is halved once.
+
+Matrix products are fp16 by autocast, parameters are fp32. The scale starts too high and doubles
+often, to show the skips. Expect the samples to reach all eight places, and each optimizer to skip
+steps that the other one takes. Writes ``two_optimizers.png`` and prints a table, says whether all
+of that holds, and returns 1 if something does not.
+"""
+
+import argparse
+import math
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import amp_ext
+
+STEPS = 3000
+QUICK_STEPS = 160
+WIDTH = 64  # of both networks
+NOISE = 8  # numbers that the generator makes a point from
+ROWS = 256  # points of a step
+PACK = 2  # points that the discriminator sees together: copies of one point give themselves away
+LEARNING_RATE = 2e-3
+INITIAL_SCALE = 2.0**24  # too high: the default is 2**16
+GROWTH_INTERVAL = 50  # good steps before the scale doubles: not 2000, to show its search
+
+PLACES = 8
+SPREAD = 0.08  # standard deviation of the points around a place, on a ring of radius 1
+SHOWN = 5  # pictures of samples
+SAMPLES = 2000  # points of each
+
+NAMES = ("discriminator", "generator")
+# Colours that colour-blind people can tell apart.
+COLOURS = {"discriminator": "#D55E00", "generator": "#004D7A", "data": "#B8BEC6"}
+
+
+@dataclass
+class Record:
+    """What a run measured; the lists hold a number for each step."""
+
+    scales: list[float] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
+    skipped: dict[str, list[bool]] = field(default_factory=lambda: {n: [] for n in NAMES})
+    taken: dict[str, int] = field(default_factory=dict)  # steps that the optimizer counted itself
+    samples: dict[int, Tensor] = field(default_factory=dict)  # [SAMPLES, 2] by the steps before
+
+
+def make_network(inputs: int, outputs: int) -> nn.Module:
+    """Builds three layers."""
+    hidden = [nn.Linear(inputs, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*hidden, nn.LeakyReLU(0.2), nn.Linear(WIDTH, outputs))
+
+
+def places() -> Tensor:
+    """Returns the middles of the data: ``[PLACES, 2]``."""
+    angle = torch.arange(PLACES) * (2 * math.pi / PLACES)
+    return torch.stack([angle.cos(), angle.sin()], dim=1)
+
+
+def draw_data(points: int) -> Tensor:
+    """Draws ``[points, 2]`` from the distribution that is to be learned."""
+    return places()[torch.randint(PLACES, (points,))] + SPREAD * torch.randn(points, 2)
+
+
+def train(steps: int, seed: int, device: str, report: Callable[[], None]) -> Record:
+    """Trains both networks.
+
+    Args:
+        steps: How often each of them takes a step.
+        seed: Fixes parameters, data and noise.
+        device: ``"cpu"`` or ``"cuda"``.
+        report: Called after each step.
+    """
+    torch.manual_seed(seed)
+    generator = make_network(NOISE, 2).to(device)
+    discriminator = make_network(2 * PACK, 1).to(device)
+    adam = partial(amp_ext.optim.Adam, lr=LEARNING_RATE, betas=(0.5, 0.9))
+    optimizers = {
+        "discriminator": adam(discriminator.parameters()),
+        "generator": adam(generator.parameters()),
+    }
+    scaler = amp_ext.GradScaler(device, init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL)
+    fp16 = partial(torch.autocast, device, torch.float16)
+
+    def judge(points: Tensor) -> Tensor:
+        return discriminator(points.view(-1, 2 * PACK)).float()
+
+    record = Record()
+    for step in range(steps):
+        if step % (steps // (SHOWN - 1)) == 0:
+            record.samples[step] = sample(generator, device)
+        data, noise = draw_data(ROWS).to(device), torch.randn(ROWS, NOISE).to(device)
+
+        optimizers["discriminator"].zero_grad()
+        with fp16():
+            made = generator(noise)
+            real, fake = judge(data), judge(made.detach())
+        loss = functional.softplus(-real).mean() + functional.softplus(fake).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizers["discriminator"])
+        record.losses["discriminator"].append(loss.item())
+
+        optimizers["generator"].zero_grad()
+        with fp16():
+            fake = judge(made)
+        loss = functional.softplus(-fake).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizers["generator"])
+        record.losses["generator"].append(loss.item())
+
+        scaler.update()  # once, after both steps
+        for name, optimizer in optimizers.items():
+            # For the figure only: to be exact at once, this waits for a GPU, as `item` above does.
+            record.skipped[name].append(scaler.last_step_skipped(optimizer, wait=True) is True)
+        report()
+    record.samples[steps] = sample(generator, device)
+    record.scales = scaler.history(wait=True).scales
+    for name, optimizer in optimizers.items():
+        first = optimizer.param_groups[0]["params"][0]
+        record.taken[name] = int(optimizer.state[first]["step"])
+    return record
+
+
+@torch.no_grad()
+def sample(generator: nn.Module, device: str) -> Tensor:
+    """Makes points from noise that is the same each time."""
+    noise = torch.randn(SAMPLES, NOISE, generator=torch.Generator().manual_seed(0))
+    with torch.autocast(device, torch.float16):
+        return generator(noise.to(device)).float().cpu()
+
+
+def reached(points: Tensor) -> tuple[int, float]:
+    """Returns how many places have 2 % of the points or more, and the share of points near one."""
+    distance, place = torch.cdist(points, places()).min(dim=1)
+    near = distance < 3 * SPREAD
+    share = torch.bincount(place[near], minlength=PLACES) / len(points)
+    return int((share >= 0.02).sum()), near.float().mean().item()
+
+
+def draw(record: Record, path: Path) -> None:
+    """Draws samples over time, the loss scale with the skipped steps, and both losses."""
+    figure = plt.figure(figsize=(13, 7.4))
+    counts = ", ".join(f"{name} {sum(record.skipped[name])}" for name in NAMES)
+    figure.suptitle(f"Two optimizers under one loss scale; skipped steps: {counts}", fontsize=15)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    grid = figure.add_gridspec(2, 1, height_ratios=(1, 1.3))
+    upper, lower = grid[0].subgridspec(1, SHOWN), grid[1].subgridspec(1, 3)
+    scale_axes, loss_axes = figure.add_subplot(lower[:2]), figure.add_subplot(lower[2])
+
+    torch.manual_seed(0)
+    data = draw_data(SAMPLES)
+    for column, (step, points) in enumerate(record.samples.items()):
+        axes = figure.add_subplot(upper[column])
+        axes.scatter(*data.T, s=4, color=COLOURS["data"], lw=0, label="data")
+        axes.scatter(*points.T, s=4, color=COLOURS["generator"], lw=0, alpha=0.5, label="samples")
+        count, near = reached(points)
+        axes.set(title=f"after {step} steps", xlabel=f"{count} of {PLACES} places, {near:.0%} near")
+        axes.set(xticks=[], yticks=[], xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal")
+        axes.spines[:].set(color=COLOURS["data"])
+    figure.axes[-1].legend(loc="center", frameon=False, markerscale=4, handletextpad=0.1)
+
+    scale_axes.plot(
+        record.scales, color="#000000", lw=1, drawstyle="steps-post", label="loss scale"
+    )
+    for name, marker, size in zip(NAMES, "v^", (9, 6), strict=True):
+        steps = [step for step, skip in enumerate(record.skipped[name]) if skip]
+        scales = [record.scales[step] for step in steps]
+        label = f"skipped step of the {name}"
+        scale_axes.plot(steps, scales, marker, color=COLOURS[name], ms=size, label=label)
+        loss_axes.plot(record.losses[name], color=COLOURS[name], lw=0.6, label=name)
+    scale_axes.set(title="Loss scale, the same for both", xlabel="step")
+    scale_axes.set_yscale("log", base=2)
+    loss_axes.set(title="Losses", xlabel="step")
+    for axes in (scale_axes, loss_axes):
+        axes.grid(alpha=0.3)
+        axes.margins(y=0.08)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    caption = (
+        f"{len(record.scales)} steps of Adam for each network, three layers of {WIDTH}, matrix "
+        f"products in fp16 by autocast. Data: {PLACES} places on a ring. A step is skipped for the "
+        "optimizer whose gradients overflow and for no other; the common scale is then halved "
+        f"once. It doubles after {GROWTH_INTERVAL} good steps (default: 2000), to show its search."
+    )
+    figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def halvings(record: Record) -> tuple[int, int]:
+    """Counts the updates with a skipped step, and those of them that halved the scale once."""
+    skips = [any(both) for both in zip(*record.skipped.values(), strict=True)]
+    after = zip(skips, record.scales, record.scales[1:], strict=False)
+    halved = [later == before / 2 for skip, before, later in after if skip]
+    return len(halved), sum(halved)
+
+
+def make_table(record: Record) -> Table:
+    """Says what was measured and what it means."""
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("measured", no_wrap=True)
+    table.add_column("what to see")
+    both = sum(all(pair) for pair in zip(*record.skipped.values(), strict=True))
+    meanings = (
+        "A step is skipped for this optimizer when its own gradients overflow.",
+        "The other one goes on meanwhile, under the same scale: alone counts such skips.",
+    )
+    for name, meaning in zip(NAMES, meanings, strict=True):
+        skipped = sum(record.skipped[name])
+        measured = f"{record.taken[name]} steps, {skipped} skipped,\n{skipped - both} alone"
+        table.add_row(name, measured, meaning)
+    updates, halved = halvings(record)
+    table.add_row(
+        "loss scale",
+        f"{halved} of {updates} halved once",
+        f"An update after a skip halves the scale once, also the {both} times when both skipped.",
+    )
+    count, near = reached(list(record.samples.values())[-1])
+    table.add_row(
+        "samples",
+        f"{count} of {PLACES} places, {near:.0%} near",
+        f"Samples within {3 * SPREAD:.2g} of a place are near it; 2 % of all near one reach it.",
+    )
+    return table
+
+
+def check(record: Record, quick: bool) -> dict[str, bool]:
+    """Compares what was measured with what the example is to show."""
+    updates, halved = halvings(record)
+    claims = {
+        "every skip halved the scale once": updates == halved > 0,
+        "the optimizers counted all other steps": all(
+            record.taken[name] == record.skipped[name].count(False) for name in NAMES
+        ),
+    }
+    if not quick:
+        skips = list(zip(*record.skipped.values(), strict=True))
+        count, near = reached(list(record.samples.values())[-1])
+        claims |= {
+            "each skipped steps that the other took": (
+                (True, False) in skips and (False, True) in skips
+            ),
+            "all places reached, two thirds of the samples near": (
+                count == PLACES and near >= 2 / 3
+            ),
+        }
+    return claims
+
+
+def main() -> int:
+    """Reads the command line, trains, and writes the figure and the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of parameters, data and noise (0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to train (a GPU if any)")
+    folder = Path("results/two_optimizers")
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, judges no samples")
+    arguments = parser.parse_args()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    steps = QUICK_STEPS if arguments.quick else STEPS
+    torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain from a second
+
+    console = Console()
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=steps)
+        record = train(steps, arguments.seed, device, partial(progress.advance, bar))
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    draw(record, arguments.out / "two_optimizers.png")
+    console.print(make_table(record))
+    console.print(f"Written: {arguments.out / 'two_optimizers.png'}")
+    claims = check(record, arguments.quick)
+    for claim, true in claims.items():
+        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
