@@ -1,5 +1,7 @@
 """Mixed-precision training for PyTorch: a gradient scaler and fused optimizers."""
 
+from typing import TYPE_CHECKING, Any
+
 from amp_ext import compiled_ops, memory, ops, optim, tensor_core, training
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
@@ -7,12 +9,16 @@ from amp_ext.nonfinite import check_for_overflow, find_nonfinite, handle_nan_los
 from amp_ext.patch import patch_torch
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 
+if TYPE_CHECKING:
+    from amp_ext.sharded_grad_scaler import ShardedGradScaler
+
 __version__ = "0.1.0"
 
 __all__ = [
     "GradScaler",
     "ScalerHistory",
     "ScalerStats",
+    "ShardedGradScaler",
     "check_for_overflow",
     "clip_grad_norm_",
     "compiled_ops",
@@ -25,3 +31,12 @@ __all__ = [
     "tensor_core",
     "training",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what needs torch's distributed parts when it is asked for."""
+    if name == "ShardedGradScaler":
+        from amp_ext.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler
+    raise AttributeError(f"module 'amp_ext' has no attribute {name!r}")

@@ -194,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         """Returns the process group whose ranks skip together, or None."""
         return self.process_group
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _agree_over_group(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         """Makes what this look found known to all ranks; those without a gradient take part."""
         state = self._per_optimizer_states[id(optimizer)]

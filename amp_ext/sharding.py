@@ -1,0 +1,183 @@
+"""Parameters that are sharded over ranks: this rank's part, and what all ranks must agree on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ShardedOver", "all_reduce_flags", "is_dtensor", "local_grad", "local_tensor"]
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Returns whether a tensor is a DTensor; there is none before its module is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Returns this rank's part of a DTensor, which shares its memory; any other tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    local = tensor._local_tensor
+    # A collective that makes it may still be under way.
+    return local.wait() if hasattr(local, "wait") else local
+
+
+@torch.no_grad()
+def local_grad(param: Any, name: str) -> Tensor | None:
+    """Returns this rank's part of a parameter's gradient, or None without one.
+
+    A gradient that is laid out over the ranks otherwise than its parameter (as a sum that is still
+    to be taken, say) is replaced by one that is laid out alike: all ranks do that together.
+
+    Args:
+        param: The parameter.
+        name: What the error calls it.
+
+    Raises:
+        TypeError: If a DTensor has a gradient that is none.
+    """
+    grad = param.grad
+    if grad is None or not is_dtensor(param):
+        return grad
+    if not is_dtensor(grad):
+        raise TypeError(f"{name}: its gradient must be a DTensor, got {type(grad).__name__}")
+    if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
+        param.grad = grad = grad.redistribute(param.device_mesh, param.placements)
+    return local_tensor(grad)
+
+
+class ShardedOver:
+    """The process groups over whose ranks the parameters of one optimizer are sharded.
+
+    Parameters that are sharded over the same groups form a partition: its sums are taken over just
+    these groups, so that nothing which several ranks hold counts twice. Partition 0 is that of
+    parameters which every rank has whole. Groups are used in the order in which the parameters name
+    them, which is the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        """Starts with no parameter."""
+        self._groups: dict[str, Any] = {}
+        self._partitions: dict[frozenset[str], int] = {frozenset(): 0}
+        self._layouts: dict[Any, int] = {}
+        self._device: torch.device | None = None
+
+    def __bool__(self) -> bool:
+        """Returns whether there is anything to reduce."""
+        return bool(self._groups)
+
+    def add(self, param: Any, name: str) -> int:
+        """Takes a parameter in and returns the number of its partition.
+
+        Args:
+            param: The parameter.
+            name: What the error calls it.
+
+        Raises:
+            ValueError: If a DTensor is neither sharded nor replicated.
+        """
+        if not is_dtensor(param):
+            return 0
+        mesh, placements = param.device_mesh, param.placements
+        number = self._layouts.get((mesh, placements))
+        if number is None:
+            if any(placement.is_partial() for placement in placements):
+                raise ValueError(f"{name} must be sharded or replicated, got {placements}")
+            names = set()
+            for dim, placement in enumerate(placements):
+                if placement.is_replicate() or mesh.size(dim) == 1 or mesh.get_coordinate() is None:
+                    continue
+                group = mesh.get_group(dim)
+                names.add(group.group_name)
+                self._groups[group.group_name] = group
+                local = local_tensor(param)
+                if self._device is None:
+                    is_there = local.device.type == mesh.device_type
+                    self._device = local.device if is_there else torch.device(mesh.device_type)
+            number = self._partitions.setdefault(frozenset(names), len(self._partitions))
+            self._layouts[mesh, placements] = number
+        return number
+
+    @torch.no_grad()
+    def all_reduce(
+        self,
+        found_infs: Iterable[Tensor],
+        sums: Iterable[tuple[int, Tensor]] = (),
+        *,
+        sums_squares: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Lets all ranks agree, in one collective for each group.
+
+        Args:
+            found_infs: What this rank has found: one number each, 0 or 1.
+            sums: Partition and sum of squares, one float64 each; may be empty on a rank that holds
+                no gradient.
+            sums_squares: Whether ``sums`` are wanted; the same on all ranks.
+
+        Returns:
+            One float32, 1 if any rank has found something, and one float64, the sum over all
+            partitions. Both are on the device of the mesh.
+
+        Raises:
+            RuntimeError: If a collective fails, as when a rank has died.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        values = [zero] * (1 + (len(self._partitions) if sums_squares else 0))
+        for found_inf in found_infs:
+            values[0] = values[0] + found_inf.reshape(()).to(zero, non_blocking=True)
+        for number, sum_of_squares in sums if sums_squares else ():
+            values[1 + number] = values[1 + number] + sum_of_squares.to(zero, non_blocking=True)
+        for name, group in self._groups.items():
+            members = [1 + number for names, number in self._partitions.items() if name in names]
+            chosen = [0, *(index for index in members if index < len(values))]
+            packed = torch.stack([values[index] for index in chosen])
+            _all_reduce(packed, torch.distributed.ReduceOp.SUM, group)
+            for index, value in zip(chosen, packed.unbind(), strict=True):
+                values[index] = value
+        return values[0].clamp(max=1.0).float(), sum(values[1:], zero)
+
+
+@torch.no_grad()
+def all_reduce_flags(
+    flags: Mapping[torch.device, Tensor], device: torch.device, group: Any
+) -> dict[torch.device, Tensor]:
+    """Lets all ranks of a group agree on found_inf, in one collective.
+
+    Args:
+        flags: One number for each device of this rank. May be empty.
+        device: Where the flag of a rank without any is.
+        group: The process group.
+
+    Returns:
+        The largest of all, one float32 on each of the devices.
+
+    Raises:
+        RuntimeError: If the collective fails, as when a rank has died.
+    """
+    taken = [kind.type for kind in group._device_types]
+    meeting_point = device if device.type in taken or not taken else torch.device(taken[0])
+    worst = torch.zeros((), dtype=torch.float32, device=meeting_point)
+    for flag in flags.values():
+        worst = torch.maximum(worst, flag.reshape(()).to(worst, non_blocking=True))
+    _all_reduce(worst, torch.distributed.ReduceOp.MAX, group)
+    return {device: worst.to(device, non_blocking=True, copy=True) for device in flags or [device]}
+
+
+def _all_reduce(values: Tensor, operation: Any, group: Any) -> None:
+    try:
+        torch.distributed.all_reduce(values, operation, group)
+    except RuntimeError as error:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        raise RuntimeError(
+            "amp_ext: found_inf must be reduced over the process group of ranks "
+            f"{_listed(ranks)}, but the all-reduce failed: {error}"
+        ) from error
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return str(list(ranks)) if len(ranks) <= 8 else f"{ranks[0]} … {ranks[-1]} ({len(ranks)})"

@@ -1,0 +1,686 @@
+"""Starts ranks for the tests of distributed training, and what each of them checks there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as checkpoint
+from awkward import BF16, F32
+from reference import same_bits
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from training import ours, theirs
+
+import amp_ext
+from amp_ext.sharded_grad_scaler import ShardedGradScaler
+
+Check = Callable[[int], None]
+BAD_RANK, BAD_STEP, STEPS = 1, 2, 4
+IMPORTED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.optim"]
+
+# Start and end.
+
+
+def run_ranks(checks: list[Check], folder: Path, ranks: int = 2, seconds: float = 60.0) -> None:
+    """Runs checks one after the other on fresh ranks.
+
+    Raises:
+        AssertionError: With the traceback of the ranks that failed, or if time has run out.
+    """
+    # A process that has done nothing but imports forks each rank, which is up at once.
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, checks, folder), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in late:
+        processes[rank].kill()
+    messages = [file.read_text() for file in sorted(folder.glob("failure_*"))]
+    assert not late, f"ranks {late} took more than {seconds} s\n" + "\n".join(messages)
+    assert [process.exitcode for process in processes] == [0] * ranks, "\n".join(messages)
+
+
+def _rank(rank: int, ranks: int, checks: list[Check], folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    limit = timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    for check in checks:
+        torch.manual_seed(0)
+        try:
+            check(rank)
+        except BaseException:
+            where = f"{check.__name__} on rank {rank}:\n{traceback.format_exc()}"
+            (folder / f"failure_{rank}").write_text(where)
+            os._exit(1)  # the others see at once that it is gone
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# What all checks use.
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[list[int]]:
+    """Collects the sizes of all all-reduces that are asked for by name."""
+    sizes: list[int] = []
+    original = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = original
+
+
+def assert_agreed(*values: Any) -> None:
+    """Asserts that every rank has just the same values."""
+    values = tuple(value.tolist() if isinstance(value, Tensor) else value for value in values)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, repr(values))
+    assert everywhere == everywhere[:1] * len(everywhere)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns the tensor of which ranks have parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Model(torch.nn.Module):
+    """Its rows do not divide by two, and one parameter has a single one: ranks get none of it."""
+
+    def __init__(self) -> None:
+        """Draws the parameters."""
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7)
+        self.second = torch.nn.Linear(7, 3)
+        self.gain = Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps 5 features to 3."""
+        return self.second(self.first(x).relu()) * self.gain
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Returns the samples of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def scaled_backward(model: Any, scaler: Any, step: int, rank: int | None = None) -> None:
+    """Runs the backward pass over one rank's samples, or all. One bad sample is on one rank."""
+    x, y = batch(step)
+    if step == BAD_STEP:
+        x[-1] = torch.inf
+    if rank is not None:
+        half = len(x) // dist.get_world_size()
+        x, y = x[rank * half :][:half], y[rank * half :][:half]
+    scaler.scale((model(x) - y).square().mean()).backward()
+
+
+def small_scaler(**options: Any) -> amp_ext.GradScaler:
+    return amp_ext.GradScaler("cpu", init_scale=2.0**8, **options)
+
+
+def trained_alone(make: Callable[[Any], Any], clips_apart: float | None = None) -> tuple[Any, Any]:
+    """Trains in this process, on the samples of all ranks. Returns the model and its norms."""
+    torch.manual_seed(0)
+    model, scaler, norms = Model(), small_scaler(), []
+    optimizer = make(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaled_backward(model, scaler, step)
+        if clips_apart is not None:
+            scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clips_apart))
+        scaler.step(optimizer)
+        if clips_apart is None:
+            norm = getattr(optimizer, "grad_norm", None)
+            norms.append(None if norm is None else norm.clone())
+        scaler.update()
+    assert scaler.get_scale() == 2.0**7
+    return model, norms
+
+
+def assert_same_norm(actual: Any, expected: Any) -> None:
+    if expected is None:
+        assert actual is None
+    else:
+        torch.testing.assert_close(whole(actual), expected, equal_nan=True)
+
+
+def assert_trains_as_alone(
+    rank: int,
+    wrap: Callable[[Model], Any],
+    make: Callable[[Any], Any],
+    scaler: Any,
+    clip: Callable[[Any, Any], Tensor] | None = None,
+    like: Callable[[Any], Any] | None = None,
+    clips_apart: float | None = None,
+    params: Callable[[Any], list[Tensor]] | None = None,
+) -> Any:
+    """Trains over all ranks; what comes out must be what one process makes of all samples."""
+    expected, norms = trained_alone(like or make, clips_apart)
+    torch.manual_seed(0)
+    model = wrap(Model())
+    optimizer = make(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaled_backward(model, scaler, step, rank)
+        norm = None
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            norm = clip(model, optimizer)
+        scaler.step(optimizer)
+        found = [v.item() for v in scaler._found_inf_per_device(optimizer).values()]
+        if clip is None:
+            norm = getattr(optimizer, "grad_norm", None)
+        scaler.update()
+        assert found == [float(step == BAD_STEP)]
+        assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
+        if step != BAD_STEP:
+            assert_same_norm(norm, norms[step])
+        assert_agreed(found, None if norm is None else whole(norm), scaler.get_scale())
+    got = params(model) if params is not None else [whole(p) for p in model.parameters()]
+    for actual, wanted in zip(got, expected.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    return optimizer
+
+
+# DTensors.
+
+OPTIMIZERS = [
+    ("Adam", {"lr": 0.05, "amsgrad": True}),
+    ("AdamW", {"lr": 0.05}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9}),
+]
+
+
+def layouts() -> list[list[tuple[Any, Any]]]:
+    """Returns the meshes and placements of some parameters; None for a parameter that is whole."""
+    line = init_device_mesh("cpu", (2,))
+    wide = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
+    tall = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+    return [
+        [(line, [Shard(0)])] * 4,
+        [(line, [Shard(0)]), (line, [Replicate()]), (line, [Shard(1)]), None],
+        [(wide, [Replicate(), Shard(0)]), (tall, [Replicate(), Shard(0)])] * 2,
+        [(wide, [Shard(0), Shard(0)]), None, (line, [Shard(0)]), (tall, [Shard(1), Replicate()])],
+    ]
+
+
+def sharded(values: list[Tensor], layout: list[Any]) -> list[Parameter]:
+    return [
+        Parameter(value if place is None else distribute_tensor(value, *place))
+        for value, place in zip(values, layout, strict=True)
+    ]
+
+
+def give_exact_grads(params: list[Any], twins: list[Any], overflow: bool, step: int) -> None:
+    """Gives both sides the same small integers: their squares sum up exactly in any order."""
+    generator = torch.Generator().manual_seed(step)
+    for index, (param, twin) in enumerate(zip(params, twins, strict=True)):
+        grad = torch.randint(-8, 9, twin.shape, generator=generator).to(twin.dtype)
+        if overflow and index == 0:
+            grad[-1] = torch.inf  # the last row: in the shard of the last rank
+        twin.grad = grad.clone()
+        param.grad = grad
+        if isinstance(param, DTensor):
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+
+
+def dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
+    shapes = [(5, 3), (1, 4), (6, 7), (3, 2)]
+    for layout in layouts():
+        for name, options in OPTIMIZERS:
+            for dtype, extra in [(F32, {}), (BF16, {"max_grad_norm": 3.0})]:
+                values = [torch.randn(shape).to(dtype) for shape in shapes]
+                params = sharded(values, layout)
+                twins = [Parameter(value.clone()) for value in values]
+                both = [ours(name)(side, **options, **extra) for side in (params, twins)]
+                scalers = [small_scaler() for _ in both]
+                for step in range(STEPS):
+                    give_exact_grads(params, twins, step == BAD_STEP, step)
+                    for optimizer, scaler in zip(both, scalers, strict=True):
+                        scaler.scale(torch.zeros(()))
+                        scaler.step(optimizer)
+                        scaler.update()
+                        assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
+                    norms = [optimizer.grad_norm for optimizer in both]
+                    if norms[0] is not None and step != BAD_STEP:
+                        assert same_bits(*norms)
+                    assert_agreed(norms[0], scalers[0].get_scale())
+                for param, twin in zip(params, twins, strict=True):
+                    assert same_bits(whole(param.detach()), twin.detach())
+                    state = both[0].state[param]
+                    for key, value in both[1].state[twin].items():
+                        assert key == "step" or type(state[key]) is type(param.data)
+                        assert same_bits(whole(state[key]), value), key
+
+
+def without_a_scaler_the_norm_is_that_of_all_ranks(rank: int) -> None:
+    for layout in layouts():
+        values = [torch.randn(shape) for shape in [(5, 3), (1, 4), (6, 7), (3, 2)]]
+        params, twins = sharded(values, layout), [Parameter(v.clone()) for v in values]
+        clipped = [Parameter(value.clone()) for value in values]
+        both = [ours("SGD")(side, lr=0.1, max_grad_norm=2.0) for side in (params, twins)]
+        like_torch = theirs("SGD")(clipped, lr=0.1)
+        for step in range(STEPS):
+            give_exact_grads(params, twins, False, step)
+            give_exact_grads(clipped, twins, False, step)
+            for optimizer in both:
+                optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(clipped, 2.0)
+            like_torch.step()
+            assert same_bits(both[0].grad_norm, both[1].grad_norm)
+            torch.testing.assert_close(both[0].grad_norm, norm)
+            assert_agreed(both[0].grad_norm)
+        for param, twin, other in zip(params, twins, clipped, strict=True):
+            assert same_bits(whole(param.detach()), twin.detach())
+            torch.testing.assert_close(whole(param.detach()), other.detach())
+
+
+def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:
+    line, copies, mixed, _ = layouts()
+    whole_only: list[Any] = [None] * 4
+    replicated = [(line[0][0], [Replicate()])] * 4
+    shapes = [(5, 3), (1, 4), (6, 7), (3, 2)]
+    rows = [
+        (whole_only, []),
+        (replicated, []),
+        (line, [2]),
+        (copies, [2]),
+        (mixed, [2]),
+    ]
+    for index, (layout, expected) in enumerate(rows):
+        for clips in (True, False):
+            params = sharded([torch.randn(shape) for shape in shapes], layout)
+            give_exact_grads(params, [whole(p.detach()) for p in params], False, 0)
+            options = {"max_grad_norm": 1.0} if clips else {}
+            scaler, optimizer = small_scaler(), ours("AdamW")(params, **options)
+            scaler.scale(torch.zeros(()))
+            with collectives() as sizes:
+                scaler.step(optimizer)
+                scaler.update()
+            assert sizes == (expected if clips else [1] * len(expected)), (index, sizes)
+            with collectives() as sizes:
+                optimizer.step()
+            assert len(sizes) == (len(expected) if clips else 0), index
+            torch_optimizer = theirs("SGD")(params)
+            scaler.scale(torch.zeros(()))
+            with collectives() as sizes:
+                scaler.step(torch_optimizer)
+            assert sizes == [1] * len(expected), index
+
+
+def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
+    values = [torch.randn(5, 3).to(BF16), torch.randn(1, 2).to(BF16)]
+    params = sharded(values, [layouts()[0][0]] * 2)
+    twins = [Parameter(value.clone()) for value in values]
+    both = [ours("SGD")(side, lr=0.5) for side in (params, twins)]
+    writes: list[Callable[[Any], Any]] = [
+        lambda tensor: tensor.mul_(3),
+        lambda tensor: amp_ext.sharding.local_tensor(tensor).mul_(0.5),
+        lambda tensor: tensor.copy_(torch.ones_like(tensor)),
+    ]
+    for step, write in enumerate(writes):
+        give_exact_grads(params, twins, False, step)
+        for optimizer in both:
+            optimizer.step()
+        with torch.no_grad():
+            for param in (*params, *twins):
+                write(param)
+        if step == 1:
+            both[0].refresh_masters()
+    give_exact_grads(params, twins, False, len(writes))
+    for optimizer in both:
+        optimizer.step()
+    for param, twin in zip(params, twins, strict=True):
+        assert same_bits(whole(param.detach()), twin.detach())
+        masters = [
+            side.state[p]["master_param"] for side, p in zip(both, (param, twin), strict=True)
+        ]
+        assert same_bits(whole(masters[0]), masters[1])
+
+
+def a_gradient_that_is_still_to_be_summed_is_summed_first(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for placement in (Replicate(), Shard(0)):
+        value = torch.randn(4, 3)
+        param, twin = sharded([value], [(mesh, [placement])])[0], Parameter(value.clone())
+        part = torch.full((4, 3), 1.0 + rank)
+        param.grad = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+        twin.grad = torch.full((4, 3), 3.0)
+        both = [ours("SGD")([p], lr=0.5, max_grad_norm=1.0) for p in (param, twin)]
+        for optimizer in both:
+            optimizer.step()
+        assert same_bits(both[0].grad_norm, both[1].grad_norm)
+        assert same_bits(whole(param.detach()), twin.detach())
+
+
+def fully_sharded_models_train_as_in_one_process(rank: int) -> None:
+    def wrap(model: Model) -> Any:
+        fully_shard(model.first)
+        return fully_shard(model)
+
+    for name, options in OPTIMIZERS:
+        for extra in ({}, {"max_grad_norm": 0.1}):
+
+            def make(params: Any) -> Any:
+                return ours(name)(params, **options, **extra)  # noqa: B023
+
+            optimizer = assert_trains_as_alone(rank, wrap, make, small_scaler())
+            sizes = [param.to_local().numel() for param in optimizer.param_groups[0]["params"]]
+            assert (0 in sizes) == (rank == 1)  # uneven, and nothing of one of them
+
+
+def fully_sharded_models_train_with_optimizers_of_torch(rank: int) -> None:
+    def make(params: Any) -> Any:
+        return theirs("AdamW")(params, lr=0.05)
+
+    def clip(model: Any, optimizer: Any) -> Tensor:
+        return amp_ext.clip_grad_norm_(model.parameters(), 0.1)
+
+    assert_trains_as_alone(rank, fully_shard, make, small_scaler())
+    assert_trains_as_alone(rank, fully_shard, make, small_scaler(), clip, clips_apart=0.1)
+
+
+def fully_sharded_models_train_with_clipping_apart(rank: int) -> None:
+    def make(params: Any) -> Any:
+        return ours("AdamW")(params, lr=0.05)
+
+    def clip(model: Any, optimizer: Any) -> Tensor:
+        return amp_ext.clip_grad_norm_(model.parameters(), 0.1)
+
+    assert_trains_as_alone(rank, fully_shard, make, small_scaler(), clip, clips_apart=0.1)
+
+    def make_clipping(params: Any) -> Any:
+        return ours("AdamW")(params, lr=0.05, max_grad_norm=0.1)
+
+    def only_unscale(model: Any, optimizer: Any) -> Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+    assert_trains_as_alone(
+        rank, fully_shard, make_clipping, small_scaler(), only_unscale, like=make, clips_apart=0.1
+    )
+
+
+def states_of_sharded_models_can_be_saved_and_loaded(rank: int) -> None:
+    def trained(steps: range, state: Any = None) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = fully_shard(Model())
+        optimizer = ours("AdamW")(model.parameters(), lr=0.05)
+        if state is not None:
+            checkpoint.set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state[0],
+                optim_state_dict=state[1],
+                options=checkpoint.StateDictOptions(full_state_dict=True),
+            )
+        for step in steps:
+            optimizer.zero_grad()
+            x, y = batch(step)
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        full = checkpoint.StateDictOptions(full_state_dict=True)
+        return checkpoint.get_state_dict(model, optimizer, options=full)
+
+    half = trained(range(3))
+    everywhere = [half]
+    dist.broadcast_object_list(everywhere, 0)  # full state dicts are rank 0's
+    there, at_once = trained(range(3, 6), everywhere[0]), trained(range(6))
+    if rank == 0:
+        for name, value in at_once[0].items():
+            assert same_bits(there[0][name], value), name
+        for param, states in at_once[1]["state"].items():
+            for name, value in states.items():
+                assert same_bits(there[1]["state"][param][name], value), (param, name)
+
+
+def parameters_in_no_known_layout_are_refused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    whole_grad = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    whole_grad.grad = torch.ones(4)
+    where = "param of group 0, param 0"
+    rows: list[tuple[Tensor, type[Exception], str]] = [
+        (Parameter(partial), ValueError, f"{where} must be sharded or replicated, got ("),
+        (whole_grad, TypeError, f"{where}: its gradient must be a DTensor, got Tensor"),
+    ]
+    for param, kind, message in rows:
+        with pytest.raises(kind, match=re.escape(f"AdamW: {message}")):
+            ours("AdamW")([param]).step()
+        scaler = small_scaler()
+        scaler.scale(torch.zeros(()))
+        with pytest.raises(kind, match=re.escape(f"GradScaler: {message}")):
+            scaler.step(theirs("SGD")([param]))
+
+
+def a_mesh_of_two_dimensions_is_reduced_over_both(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for layout, expected in [
+        (
+            [
+                (mesh, [Shard(0), Shard(1)]),
+                (mesh, [Shard(0), Replicate()]),
+                (mesh["data"], [Shard(0)]),
+            ],
+            2,
+        ),
+        ([(mesh, [Replicate(), Shard(0)]), None, (mesh["tensor"], [Shard(0)])], 1),
+        ([(mesh["data"], [Shard(0)]), (mesh["tensor"], [Shard(0)]), None], 2),
+        ([(mesh, [Replicate(), Replicate()]), None, (mesh["tensor"], [Replicate()])], 0),
+    ]:
+        values = [torch.randn(shape) for shape in [(5, 3), (1, 4), (6, 7)]]
+        params, twins = sharded(values, layout), [Parameter(v.clone()) for v in values]
+        both = [ours("AdamW")(side, lr=0.05, max_grad_norm=2.0) for side in (params, twins)]
+        scalers = [small_scaler() for _ in both]
+        for step in range(STEPS):
+            give_exact_grads(params, twins, step == BAD_STEP, step)
+            for optimizer, scaler in zip(both, scalers, strict=True):
+                scaler.scale(torch.zeros(()))
+                with collectives() as sizes:
+                    scaler.step(optimizer)
+                    scaler.update()
+                assert len(sizes) == (expected if optimizer is both[0] else 0)
+                assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
+            if step != BAD_STEP:
+                assert same_bits(both[0].grad_norm, both[1].grad_norm)
+            assert_agreed(both[0].grad_norm, scalers[0].get_scale())
+        for param, twin in zip(params, twins, strict=True):
+            assert same_bits(whole(param.detach()), twin.detach())
+
+
+# Other ways to spread a model.
+
+
+def ddp_trains_as_in_one_process_and_keeps_its_gradients(rank: int) -> None:
+    for in_buckets in (False, True):
+        for clips in (False, True):
+            seen: dict[str, Any] = {}
+
+            def wrap(model: Model) -> Any:
+                wrapped = DistributedDataParallel(model, gradient_as_bucket_view=in_buckets)  # noqa: B023
+                seen["params"] = list(wrapped.parameters())  # noqa: B023
+                return wrapped
+
+            def make(params: Any) -> Any:
+                return ours("AdamW")(params, lr=0.05)
+
+            def make_clipping(params: Any) -> Any:
+                return ours("AdamW")(params, lr=0.05, max_grad_norm=0.1)
+
+            def clip(model: Any, optimizer: Any) -> Tensor:
+                grads = [param.grad for param in model.parameters()]
+                places = [grad.data_ptr() for grad in grads]
+                norm = amp_ext.clip_grad_norm_(model.parameters(), 0.1)
+                assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+                assert [grad.data_ptr() for grad in grads] == places
+                return norm
+
+            with collectives() as sizes:
+                if clips:
+                    assert_trains_as_alone(rank, wrap, make, small_scaler(), clip, clips_apart=0.1)
+                else:
+                    assert_trains_as_alone(rank, wrap, make_clipping, small_scaler())
+            assert sizes == []
+
+
+def fsdp1_trains_as_in_one_process(rank: int) -> None:
+    for use_orig_params in (False, True):
+        for side in (ours, theirs):
+
+            def wrap(model: Model) -> Any:
+                return FullyShardedDataParallel(
+                    model,
+                    device_id=torch.device("cpu"),
+                    use_orig_params=use_orig_params,  # noqa: B023
+                )
+
+            def make(params: Any) -> Any:
+                return side("AdamW")(params, lr=0.05)  # noqa: B023
+
+            def params(model: Any) -> list[Tensor]:
+                with FullyShardedDataParallel.summon_full_params(model):
+                    return [param.detach().clone() for param in model.module.parameters()]
+
+            scaler = ShardedGradScaler("cpu", init_scale=2.0**8)
+            assert_trains_as_alone(rank, wrap, make, scaler, params=params)
+
+
+def zero_trains_as_in_one_process(rank: int) -> None:
+    def make(params: Any) -> Any:
+        return ZeroRedundancyOptimizer(params, ours("AdamW"), lr=0.05)
+
+    def alone(params: Any) -> Any:
+        return ours("AdamW")(params, lr=0.05)
+
+    optimizer = assert_trains_as_alone(
+        rank, DistributedDataParallel, make, small_scaler(), like=alone
+    )
+    assert isinstance(optimizer.optim, amp_ext.optim.AdamW)
+    optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.optim.state
+
+
+# The scaler's own group.
+
+
+def a_process_group_makes_ranks_skip_together(rank: int) -> None:
+    for group in (dist.group.WORLD, dist.new_group([0, 1])):
+        for make in (ours("AdamW"), theirs("AdamW"), lambda p: theirs("AdamW")(p, fused=True)):
+            for unscales in (False, True):
+                param = Parameter(torch.ones(3))
+                optimizer, scaler = make([param]), small_scaler(process_group=group)
+                for step in range(STEPS):
+                    before = param.detach().clone()
+                    param.grad = torch.full((3,), float(2 + rank))
+                    if step == BAD_STEP and rank == BAD_RANK:
+                        param.grad[1] = torch.nan
+                    scaler.scale(torch.zeros(()))
+                    with collectives() as sizes:
+                        if unscales:
+                            scaler.unscale_(optimizer)
+                        scaler.step(optimizer)
+                        flags = scaler._found_inf_per_device(optimizer)
+                        scaler.update()
+                    assert sizes == [1]
+                    assert [flag.item() for flag in flags.values()] == [float(step == BAD_STEP)]
+                    assert same_bits(param.detach(), before) == (step == BAD_STEP)
+                    assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
+                    assert_agreed(scaler.get_scale())
+                assert scaler.get_scale() == 2.0**7
+
+
+def a_rank_without_gradients_takes_part(rank: int) -> None:
+    for scaler in (
+        small_scaler(process_group=dist.group.WORLD),
+        ShardedGradScaler("cpu", init_scale=2.0**8),
+    ):
+        for make in (ours("SGD"), theirs("SGD")):
+            param = Parameter(torch.ones(3))
+            optimizer = make([param], lr=1.0)
+            for step in range(STEPS):
+                param.grad = None
+                if rank == BAD_RANK:
+                    param.grad = torch.full((3,), torch.inf if step == BAD_STEP else 1.0)
+                scaler.scale(torch.zeros(()))
+                scaler.step(optimizer)
+                found = [v.item() for v in scaler._found_inf_per_device(optimizer).values()]
+                scaler.update()
+                assert found == [float(step == BAD_STEP)]
+                assert_agreed(scaler.get_scale())
+    assert_agreed(small_scaler().get_scale())
+
+
+def a_sharded_scaler_is_that_of_torch_and_ours(rank: int) -> None:
+    scaler = ShardedGradScaler("cpu", 2.0**8, 0.25, 4.0, 3, hysteresis=2)
+    assert isinstance(scaler, TorchShardedGradScaler)
+    assert isinstance(scaler, amp_ext.GradScaler)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.25, 4.0)
+    assert scaler.get_growth_interval() == 3
+    param = Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = theirs("SGD")([param], lr=1.0)
+    loss = torch.zeros((), dtype=torch.float16)
+    assert scaler.scale(loss).dtype == torch.float16
+    param.grad = torch.full((3,), 2.0**8, dtype=torch.float16)
+    scaler.unscale_(optimizer)  # float16, which the plain scaler refuses
+    assert param.grad.tolist() == [1.0] * 3
+    disabled = ShardedGradScaler("cpu", enabled=False)
+    with collectives() as sizes:
+        disabled.step(optimizer)
+        disabled.update()
+    assert sizes == []
+
+
+# Failures.
+
+
+def fails_on_one_rank(rank: int) -> None:
+    assert rank != BAD_RANK
+    dist.barrier()
+
+
+def a_dead_rank_is_an_error_on_the_others(rank: int) -> None:
+    (param,) = sharded([torch.ones(4)], [(init_device_mesh("cpu", (2,)), [Shard(0)])])
+    give_exact_grads([param], [Parameter(torch.ones(4))], False, 0)
+    optimizer, scaler = ours("SGD")([param]), small_scaler()
+    scaler.scale(torch.zeros(()))
+    dist.barrier()
+    if rank == BAD_RANK:
+        os._exit(0)
+    message = "found_inf must be reduced over the process group of ranks [0, 1], but the all-reduce"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        scaler.step(optimizer)
+    os._exit(0)

@@ -1,0 +1,100 @@
+"""Tests of training over several ranks: all of them decide alike, and as one process would."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+import amp_ext
+from amp_ext.sharded_grad_scaler import ShardedGradScaler
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="this torch has no gloo",
+)
+
+# A start of ranks takes seconds, so each does several checks; a failure names its own.
+CHECKS = [
+    pytest.param(
+        [
+            ranks.dtensors_step_with_the_bits_of_whole_tensors,
+            ranks.without_a_scaler_the_norm_is_that_of_all_ranks,
+            ranks.each_mesh_dimension_takes_one_small_collective,
+            ranks.a_write_to_a_sharded_parameter_reaches_its_master,
+            ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
+            ranks.parameters_in_no_known_layout_are_refused,
+        ],
+        id="dtensors",
+    ),
+    pytest.param(
+        [
+            ranks.fully_sharded_models_train_as_in_one_process,
+            ranks.fully_sharded_models_train_with_optimizers_of_torch,
+            ranks.fully_sharded_models_train_with_clipping_apart,
+            ranks.states_of_sharded_models_can_be_saved_and_loaded,
+        ],
+        id="fully_shard",
+    ),
+    pytest.param(
+        [
+            ranks.ddp_trains_as_in_one_process_and_keeps_its_gradients,
+            ranks.zero_trains_as_in_one_process,
+            ranks.fsdp1_trains_as_in_one_process,
+        ],
+        id="ddp-zero-fsdp1",
+    ),
+    pytest.param(
+        [
+            ranks.a_process_group_makes_ranks_skip_together,
+            ranks.a_rank_without_gradients_takes_part,
+            ranks.a_sharded_scaler_is_that_of_torch_and_ours,
+        ],
+        id="process_group",
+    ),
+    pytest.param([ranks.a_dead_rank_is_an_error_on_the_others], id="dead-rank"),
+]
+
+
+@pytest.mark.parametrize("checks", CHECKS)
+def test_two_ranks_agree(checks: list[ranks.Check], tmp_path: Path) -> None:
+    ranks.run_ranks(checks, tmp_path)
+
+
+def test_norms_over_two_mesh_dimensions_count_each_element_once(tmp_path: Path) -> None:
+    ranks.run_ranks([ranks.a_mesh_of_two_dimensions_is_reduced_over_both], tmp_path, ranks=4)
+
+
+def test_a_check_that_fails_on_one_rank_fails_the_test(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="fails_on_one_rank on rank 1"):
+        ranks.run_ranks([ranks.fails_on_one_rank], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param("world", id="a-name"), pytest.param(-100, id="not-a-member")]
+)
+@pytest.mark.parametrize("kind", [amp_ext.GradScaler, ShardedGradScaler])
+def test_what_is_no_process_group_is_refused(kind: type[amp_ext.GradScaler], group: object) -> None:
+    message = "process_group must be None or a torch.distributed.ProcessGroup that this process is"
+    with pytest.raises(TypeError, match=f"{message} a member of, got {group!r}"):
+        kind("cpu", process_group=group)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_sharded_scaler_without_a_process_group_says_so(unscales: bool) -> None:
+    scaler = ShardedGradScaler("cpu")
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = amp_ext.optim.SGD([param])
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(RuntimeError, match="the process group of all ranks must be there"):
+        (scaler.unscale_ if unscales else scaler.step)(optimizer)
+
+
+def test_a_sharded_scaler_survives_a_pickle() -> None:
+    scaler = ShardedGradScaler("cpu", 2.0**8, hysteresis=3)
+    twin = pickle.loads(pickle.dumps(scaler))
+    assert type(twin) is ShardedGradScaler
+    assert twin.state_dict() == scaler.state_dict()
