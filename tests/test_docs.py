@@ -1,0 +1,229 @@
+"""The documentation is true: its examples run, and what it quotes is there."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import itertools
+import re
+import runpy
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import amp_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# A block that can't run everywhere has a comment before it: <!-- not run: needs a GPU -->
+# Before the heading of a page it holds for all blocks of the page.
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\S*)[^`\n]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        line: Number of its first line of code.
+        language: The word behind the opening fence.
+        code: Between the fences.
+        before: The text since the block before it.
+        runs: Whether it is Python that runs everywhere.
+    """
+
+    line: int
+    language: str
+    code: str
+    before: str
+    runs: bool = False
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text, blocks, end = page.read_text(), [], 0
+    page_runs = NOT_RUN.match(text) is None
+    while opening := FENCE.search(text, end):
+        start = opening.end() + 1
+        closing = re.compile(rf"^{opening['fence']}[ \t]*$", re.MULTILINE).search(text, start)
+        assert closing is not None, f"{page.name}: a block is not closed"
+        line = text.count("\n", 0, start) + 1
+        code, before = text[start : closing.start()], text[end : opening.start()]
+        runs = opening["language"] == "python" and page_runs and NOT_RUN.search(before) is None
+        blocks.append(Block(line, opening["language"], code, before, runs))
+        end = closing.end()
+    return blocks
+
+
+def run(code: str, page: Path, line: int, namespace: dict[str, Any]) -> str:
+    """Runs the code of a page and returns what it prints; errors show the page's own lines."""
+    tree = ast.increment_lineno(ast.parse(code), line - 1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, str(page), "exec"), namespace)
+    return printed.getvalue()
+
+
+def on_the_cpu(code: str) -> str:
+    return code.replace(".cuda()", "").replace('"cuda"', '"cpu"')
+
+
+def in_a_loop(fragment: str) -> str:
+    """Makes a whole of what the README shows of a loop, where ``...`` is the backward pass."""
+    backward = "loss = loss_function(model(x), y); scaler.scale(loss).backward()"
+    lines = [backward if line == "..." else line for line in fragment.splitlines()]
+    return on_the_cpu("\n".join(["for x, y in data[:1]:", *(f"    {line}" for line in lines)]))
+
+
+def what_the_readme_takes_for_granted() -> dict[str, Any]:
+    return {
+        "torch": torch,
+        "amp_ext": amp_ext,
+        "Model": lambda: torch.nn.Linear(4, 2),
+        "model": torch.nn.Linear(4, 2),
+        "scaler": amp_ext.GradScaler("cpu"),
+        "loss_function": torch.nn.functional.mse_loss,
+        "data": [(torch.randn(8, 4), torch.randn(8, 2))] * 3,
+    }
+
+
+DOCS = [pytest.param(page, id=page.stem) for page in PAGES if page.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch):
+    """A block ``text`` right after a block ``python`` is what that one prints."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": f"example_{page.stem}"}
+    for block, following in itertools.pairwise([*blocks_of(page), Block(0, "", "", "")]):
+        if block.runs:
+            printed = run(block.code, page, block.line, namespace)
+            if following.language == "text" and not following.before.strip():
+                assert printed.strip() == following.code.strip(), f"{page.name}:{block.line}"
+
+
+def test_examples_of_the_readme_run():
+    page = ROOT / "README.md"
+    namespace = what_the_readme_takes_for_granted()
+    for block in blocks_of(page):
+        if block.runs:
+            run(in_a_loop(block.code), page, block.line - 1, namespace)
+    assert namespace["optimizer"].state
+
+
+@pytest.mark.parametrize("side", [pytest.param("-", id="before"), pytest.param("+", id="after")])
+def test_the_loop_of_the_readme_trains_before_and_after_the_change(side):
+    page = ROOT / "README.md"
+    (block,) = [block for block in blocks_of(page) if block.language == "diff"]
+    lines = [line[1:] for line in block.code.splitlines() if line[0] in (" ", side)]
+    namespace = what_the_readme_takes_for_granted()
+    run(on_the_cpu("\n".join(lines)), page, block.line, namespace)
+    assert isinstance(namespace["scaler"], amp_ext.GradScaler) == (side == "+")
+    assert namespace["optimizer"].state
+
+
+def test_only_few_examples_are_not_run():
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.language == "python"]
+    left_out = [block for block in blocks if not block.runs]
+    assert len(left_out) <= len(blocks) / 5
+
+
+COMMANDS = [
+    pytest.param(line.strip(), id=f"{page.stem}-{line.strip()}")
+    for page in PAGES
+    for line in page.read_text().splitlines()
+    if line.strip().startswith("python -m amp_ext.")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_have_options_that_exist(command):
+    words = shlex.split(command, comments=True)[2:]
+    name, arguments = words[0], words[1:]
+    if name == "amp_ext.run":
+        parser = importlib.import_module(name)._parser()
+        given = next(i for i, word in enumerate(arguments) if not word.startswith("-"))
+        parser.parse_args(arguments[: given + 1])
+    else:
+        parser = importlib.import_module(f"{name}.__main__")._parser()
+        parser.parse_intermixed_args(arguments)
+
+
+def test_files_that_pages_name_are_there():
+    named = {
+        path
+        for page in PAGES
+        for path in re.findall(
+            r"\b(?:tests|examples|scripts|docs|csrc|amp_ext)/[\w/]+\.(?:py|sh|md|png|h)\b",
+            page.read_text(),
+        )
+    }
+    assert len(named) > 10
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def messages_in_the_sources() -> str:
+    """Returns all texts in the sources, each with its parts joined and ``…`` for what is put in."""
+    texts = []
+    torchs = Path(torch.__file__).parent
+    files = [*(ROOT / "amp_ext").rglob("*.py"), ROOT / "setup.py"]
+    for file in [*files, torchs / "amp" / "grad_scaler.py", torchs / "optim" / "optimizer.py"]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(_constant(part) for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    for file in (ROOT / "csrc").rglob("*"):
+        if file.suffix in (".h", ".cpp", ".cuh", ".cu"):
+            texts += re.findall(
+                r'"((?:[^"\\\n]|\\.)*)"', re.sub(r'"\s*\n\s*"', "", file.read_text())
+            )
+    return "\n".join(" ".join(text.split()) for text in texts)
+
+
+def _constant(part: ast.expr) -> str:
+    return part.value if isinstance(part, ast.Constant) else "…"
+
+
+def test_messages_that_pages_explain_are_in_the_sources():
+    sources = messages_in_the_sources()
+    page = (ROOT / "docs" / "errors.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 60
+    missing = [
+        (message, fragment)
+        for message in messages
+        for fragment in message.split("…")
+        if len(fragment.strip(" :,.")) > 3 and fragment.strip() not in sources
+    ]
+    assert missing == []
+
+
+def test_the_table_of_memory_is_that_of_the_calculator():
+    text = (ROOT / "docs" / "memory.md").read_text()
+    for usage in amp_ext.memory.training_memory("7B"):
+        sizes = [f"{size / 2**30:.1f}" for name, size in usage.bytes.items() if name != "buffers"]
+        bytes_each = usage.bytes_per_parameter["total"]
+        row = [usage.configuration.name, *sizes, str(bytes_each)]
+        assert f"| {' | '.join(row)} |" in text
+
+
+def test_the_figure_shows_skips_and_growth(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    history = figures["train"]()
+    assert history.skipped[figures["BAD_UPDATE"] - 1]
+    assert history.skipped[0]
+    assert any(b > a for a, b in itertools.pairwise(history.scales))
+    figures["draw"](history, tmp_path / "scale.png")
+    size = (tmp_path / "scale.png").stat().st_size
+    assert 10_000 < size < 100_000
+    assert 10_000 < (ROOT / "docs" / "scale.png").stat().st_size < 100_000
