@@ -1,0 +1,126 @@
+"""Tests of checkpoints that are written by so many ranks and read by another number of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from awkward import BF16, F32
+from reference import same_bits
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from training import ours
+
+import amp_ext
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
+)
+
+OPTIMIZERS = [
+    ("AdamW", {"lr": 0.05, "max_grad_norm": 1.0}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
+]
+STEPS_OF_A_STAGE = 2
+
+
+def make(name: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = ranks.Model().to(dtype)
+    if dist.get_world_size() > 1:
+        fully_shard(model)
+    return model, ours(name)(model.parameters(), **options), ranks.small_scaler(growth_interval=3)
+
+
+def train(model: Any, optimizer: Any, scaler: Any, steps: range, dtype: torch.dtype) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x, y = (values.to(dtype) for values in ranks.batch(step))  # all samples on every rank
+        scaler.scale((model(x) - y).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def states(model: Any, optimizer: Any) -> dict[str, Any]:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+@dataclass
+class Stage:
+    """Goes on with the training of every case from the checkpoint of the stage before."""
+
+    folder: Path
+    number: int
+
+    @property
+    def __name__(self) -> str:
+        return f"stage {self.number}"
+
+    def __call__(self, rank: int) -> None:
+        """Loads, trains, saves; the last stage compares with a run that was never stopped."""
+        for index, (name, options) in enumerate(OPTIMIZERS):
+            for dtype in (F32, BF16):
+                self.run(f"{index}-{dtype}", name, options, dtype)
+
+    def run(self, case: str, name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+        model, optimizer, scaler = make(name, options, dtype)
+        if self.number > 0:
+            optimizer.init_state()
+            loaded = states(model, optimizer)
+            loaded["scaler"] = scaler.state_dict()
+            dcp.load(loaded, checkpoint_id=self.folder / f"{case}-{self.number - 1}")
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=loaded["model"],
+                optim_state_dict=loaded["optimizer"],
+            )
+            scaler.load_state_dict(loaded["scaler"])
+        first = self.number * STEPS_OF_A_STAGE
+        train(model, optimizer, scaler, range(first, first + STEPS_OF_A_STAGE), dtype)
+        if self.number < 2:
+            saved = {**states(model, optimizer), "scaler": scaler.state_dict()}
+            dcp.save(saved, checkpoint_id=self.folder / f"{case}-{self.number}")
+            return
+        at_once = make(name, options, dtype)
+        train(*at_once, range(first + STEPS_OF_A_STAGE), dtype)
+        pairs = zip(model.parameters(), at_once[0].parameters(), strict=True)
+        for param, wanted in pairs:
+            assert same_bits(ranks.whole(param.detach()), ranks.whole(wanted.detach()))
+            for key, value in at_once[1].state[wanted].items():
+                got = ranks.whole(optimizer.state[param][key])
+                assert same_bits(got, ranks.whole(value)), (case, key)
+        assert scaler.state_dict() == at_once[2].state_dict()
+
+
+def test_two_ranks_one_rank_two_ranks_train_as_if_never_stopped(tmp_path: Path) -> None:
+    for number, world in enumerate((2, 1, 2)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ranks.run_ranks([Stage(tmp_path, number)], folder, ranks=world)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model = ranks.Model()
+    saved = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    (model(torch.ones(2, 5)).sum()).backward()
+    saved.step()
+    optimizer = amp_ext.optim.AdamW(model.parameters())
+    optimizer.init_state()
+    before = [p.clone() for p in optimizer.master_params()]
+    with pytest.raises(ValueError, match="AdamW"):
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=model.state_dict(),
+            optim_state_dict=get_state_dict(model, saved)[1],
+        )
+    assert all(map(torch.equal, before, optimizer.master_params()))
+    assert all(state["step"].item() == 0 for state in optimizer.state.values())
