@@ -59,13 +59,21 @@ class _BrokenBinary:
         raise ImportError(self._reason) from self._cause
 
 
+def _build_info() -> dict[str, Any]:
+    """Returns what the build has noted beside the binary; nothing if that can't be read."""
+    try:
+        info = json.loads(Path(__file__).with_name("_build_info.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
 def _load_binary() -> Any:
     """Imports the compiled module, unless it was built for another torch."""
-    info_file = Path(__file__).with_name("_build_info.json")
-    built = json.loads(info_file.read_text()) if info_file.exists() else {}
+    built = _build_info()
     built_for = f"torch {built.get('torch')} and Python {built.get('python')}"
     running = f"torch {torch.__version__} and Python {platform.python_version()}"
-    if built and built["torch"] != torch.__version__:
+    if built.get("torch", torch.__version__) != torch.__version__:
         return _BrokenBinary(
             f"amp_ext was built for {built_for}; you run {running}. Rebuild: {_REBUILD}"
         )
@@ -77,10 +85,9 @@ def _load_binary() -> Any:
     try:
         from amp_ext import _C
     except ImportError as error:
+        was = f"It was built for {built_for}; you run {running}" if built else f"You run {running}"
         return _BrokenBinary(
-            f"amp_ext's compiled module does not load: {error}. It was built for {built_for}; you "
-            f"run {running}. Rebuild: {_REBUILD}",
-            error,
+            f"amp_ext's compiled module does not load: {error}. {was}. Rebuild: {_REBUILD}", error
         )
     return _C
 

@@ -66,3 +66,19 @@ def test_a_bad_binary_is_explained_at_first_use(tmp_path, damage, wanted):
     assert wanted in done.stdout
     assert f"torch {torch.__version__}" in done.stdout
     assert "pip install --no-build-isolation" in done.stdout
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '{"cuda": null}'])
+def test_a_damaged_note_of_the_build_does_no_harm(tmp_path, note):
+    package = tmp_path / "amp_ext"
+    shutil.copytree(PACKAGE, package)
+    (package / "_build_info.json").write_text(note)
+    done = subprocess.run(
+        [sys.executable, "-c", "import amp_ext; print(amp_ext.ops.cpu_isa())"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == amp_ext.ops.cpu_isa()
