@@ -548,10 +548,11 @@ def _gradients(
     """
     grads: list[Tensor | None] = []
     sharded_over = ShardedOver()
+    plain = torch.nn.Parameter
     for group_index, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             grad = param.grad
-            if type(param) is not torch.nn.Parameter and is_dtensor(param):
+            if type(param) is not plain and is_dtensor(param):
                 name = f"GradScaler: param of group {group_index}, param {index}"
                 sharded_over.add(param, name)
                 grad = local_grad(param, name)

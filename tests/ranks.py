@@ -30,6 +30,7 @@ from training import ours, theirs
 
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
+from amp_ext.sharding import local_tensor
 
 Check = Callable[[int], None]
 BAD_RANK, BAD_STEP, STEPS = 1, 2, 4
@@ -135,15 +136,24 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
 
 
-def scaled_backward(model: Any, scaler: Any, step: int, rank: int | None = None) -> None:
-    """Runs the backward pass over one rank's samples, or all. One bad sample is on one rank."""
+def scaled_backward(
+    model: Any, scaler: Any, step: int, rank: int | None = None, spoils_shard: bool = False
+) -> None:
+    """Runs the backward pass over one rank's samples, or all. At one step something is bad.
+
+    It is a sample of one rank, which reaches every gradient that is reduced; or an element of the
+    gradients that one rank has, which reaches no other rank.
+    """
     x, y = batch(step)
-    if step == BAD_STEP:
+    if step == BAD_STEP and not spoils_shard:
         x[-1] = torch.inf
     if rank is not None:
         half = len(x) // dist.get_world_size()
         x, y = x[rank * half :][:half], y[rank * half :][:half]
     scaler.scale((model(x) - y).square().mean()).backward()
+    if step == BAD_STEP and spoils_shard and rank == BAD_RANK:
+        grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+        next(grad for grad in grads if grad.numel()).view(-1)[0] = torch.inf
 
 
 def small_scaler(**options: Any) -> amp_ext.GradScaler:
@@ -186,6 +196,7 @@ def assert_trains_as_alone(
     like: Callable[[Any], Any] | None = None,
     clips_apart: float | None = None,
     params: Callable[[Any], list[Tensor]] | None = None,
+    spoils_shard: bool = False,
 ) -> Any:
     """Trains over all ranks; what comes out must be what one process makes of all samples."""
     expected, norms = trained_alone(like or make, clips_apart)
@@ -194,7 +205,7 @@ def assert_trains_as_alone(
     optimizer = make(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
-        scaled_backward(model, scaler, step, rank)
+        scaled_backward(model, scaler, step, rank, spoils_shard)
         norm = None
         if clip is not None:
             scaler.unscale_(optimizer)
@@ -348,7 +359,7 @@ def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
     both = [ours("SGD")(side, lr=0.5) for side in (params, twins)]
     writes: list[Callable[[Any], Any]] = [
         lambda tensor: tensor.mul_(3),
-        lambda tensor: amp_ext.sharding.local_tensor(tensor).mul_(0.5),
+        lambda tensor: local_tensor(tensor).mul_(0.5),
         lambda tensor: tensor.copy_(torch.ones_like(tensor)),
     ]
     for step, write in enumerate(writes):
@@ -397,7 +408,10 @@ def fully_sharded_models_train_as_in_one_process(rank: int) -> None:
             def make(params: Any) -> Any:
                 return ours(name)(params, **options, **extra)  # noqa: B023
 
-            optimizer = assert_trains_as_alone(rank, wrap, make, small_scaler())
+            for spoils_shard in (False, True):
+                optimizer = assert_trains_as_alone(
+                    rank, wrap, make, small_scaler(), spoils_shard=spoils_shard
+                )
             sizes = [param.to_local().numel() for param in optimizer.param_groups[0]["params"]]
             assert (0 in sizes) == (rank == 1)  # uneven, and nothing of one of them
 
@@ -409,8 +423,10 @@ def fully_sharded_models_train_with_optimizers_of_torch(rank: int) -> None:
     def clip(model: Any, optimizer: Any) -> Tensor:
         return amp_ext.clip_grad_norm_(model.parameters(), 0.1)
 
-    assert_trains_as_alone(rank, fully_shard, make, small_scaler())
-    assert_trains_as_alone(rank, fully_shard, make, small_scaler(), clip, clips_apart=0.1)
+    assert_trains_as_alone(rank, fully_shard, make, small_scaler(), spoils_shard=True)
+    assert_trains_as_alone(
+        rank, fully_shard, make, small_scaler(), clip, clips_apart=0.1, spoils_shard=True
+    )
 
 
 def fully_sharded_models_train_with_clipping_apart(rank: int) -> None:
@@ -574,7 +590,7 @@ def fsdp1_trains_as_in_one_process(rank: int) -> None:
                     return [param.detach().clone() for param in model.module.parameters()]
 
             scaler = ShardedGradScaler("cpu", init_scale=2.0**8)
-            assert_trains_as_alone(rank, wrap, make, scaler, params=params)
+            assert_trains_as_alone(rank, wrap, make, scaler, params=params, spoils_shard=True)
 
 
 def zero_trains_as_in_one_process(rank: int) -> None:
