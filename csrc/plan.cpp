@@ -171,13 +171,14 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
   for (Look& look : looks) {
     const at::Device device = look.found_inf.device();
     const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
-    const LookLaunch launch{look.records.data(),
-                            static_cast<int64_t>(look.records.size()),
-                            float_data(scale),
-                            look.found_inf.mutable_data_ptr<float>(),
-                            first_nonfinite_on(device).mutable_data_ptr<int64_t>(),
-                            sum_squares ? look.sum_of_squares.mutable_data_ptr<double>() : nullptr,
-                            skip_nonfinite};
+    // Only a scaler's look is followed by the update that reports and resets it.
+    int64_t* const first_nonfinite =
+        found_inf.has_value() ? first_nonfinite_on(device).mutable_data_ptr<int64_t>() : nullptr;
+    const LookLaunch launch{
+        look.records.data(), static_cast<int64_t>(look.records.size()),
+        float_data(scale),   look.found_inf.mutable_data_ptr<float>(),
+        first_nonfinite,     sum_squares ? look.sum_of_squares.mutable_data_ptr<double>() : nullptr,
+        skip_nonfinite};
     run_look(device, launch, scratch);
   }
   for (Row& row : rows_) row.staged.clear();

@@ -886,3 +886,16 @@ def test_the_numbers_of_first_bad_gradients_are_reset(device) -> None:
     report = monitor.read()
     assert (report.nonfinite_slot, report.nonfinite_number) == (slots[0], 7)
     assert [monitor.read_optimizer(slot).last_was_skipped for slot in slots] == [True, True, False]
+
+
+def test_a_look_without_a_scaler_leaves_no_name_behind(device) -> None:
+    first, second = (Parameter(torch.zeros(3, device=device)) for _ in range(2))
+    optimizer = amp_ext.optim.SGD([("a", first), ("b", second)], lr=0.1, max_grad_norm=1.0)
+    first.grad, second.grad = torch.full_like(first, torch.nan), torch.ones_like(second)
+    optimizer.step()  # looks by itself
+    scaler = amp_ext.GradScaler(device)
+    scaler.scale(torch.ones((), device=device))
+    first.grad, second.grad = torch.ones_like(first), torch.full_like(second, torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.stats(wait=True).last_nonfinite == "b"
