@@ -24,6 +24,9 @@ _LOGGER = logging.getLogger("amp_ext")
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
+_TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
+
+
 class GradScaler(torch.amp.GradScaler):
     """Scales the loss so that float16 gradients neither vanish nor overflow.
 
@@ -185,7 +188,8 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: If they were unscaled, or the optimizer stepped, since the last update.
             ValueError: If a gradient is float16.
         """
-        torch.amp.GradScaler.unscale_(self, optimizer)
+        # By its class, past that of FSDP1, which would reduce what is reduced here.
+        _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         if self._enabled:
             self._saw(optimizer)  # also where someone's own way of looking was taken
             self._agree_over_group(optimizer)

@@ -44,7 +44,7 @@ make_environment() {
   trap 'rm -rf "$home"' EXIT
   mkdir -p "$home/tmp"
   "$base" -m venv "$home"
-  grep -E '^(hypothesis|ninja|numpy|pytest|wheel)==' requirements.txt > "$home/tmp/requirements.txt"
+  grep -E '^(hypothesis|ninja|numpy|pytest|rich|wheel)==' requirements.txt > "$home/tmp/requirements.txt"
   TMPDIR=$PWD/$home/tmp "$python" -m pip install -qq --no-cache-dir \
     "torch==$torch" 'setuptools>=77' -r "$home/tmp/requirements.txt"
   rm -rf "$home/tmp"
