@@ -95,8 +95,8 @@ def by_shapes(rows: list[Row]) -> Iterator[tuple[str, list[int]]]:
     for shapes, indices in itertools.groupby(range(len(rows)), lambda i: str(rows[i]["shapes"])):
         chosen = list(indices)
         tensors, elements = rows[chosen[0]]["tensors"], rows[chosen[0]]["elements"]
-        plural = "s" if tensors > 1 else ""
-        yield f"{shapes}: {tensors:,} tensor{plural}, {elements / 1e6:.3g}M elements", chosen
+        of = "" if "×" in shapes else f"{tensors:,} tensors, "  # the name says so
+        yield f"{shapes}: {of}{elements / 1e6:.3g}M elements", chosen
 
 
 def make_table(result: dict[str, Any]) -> Table:
