@@ -224,16 +224,12 @@ class GradScaler(torch.amp.GradScaler):
         if not _are_ours(grads):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         seen = None if self._scale is None else self._looks_at(optimizer)
-        flags: dict[torch.device, Tensor] = {}
-        for device, group in _by_device(grads).items():
-            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-            ops.unscale_(
-                group,
-                inv_scale.to(device, non_blocking=True),
-                flags[device],
-                first_nonfinite=None if seen is None else seen.first_nonfinite(device),
-            )
-        return _agreed_over_shards(sharded_over, flags, found_inf)
+
+        def unscale(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
+            factor = inv_scale.to(flag.device, non_blocking=True)
+            ops.unscale_(group, factor, flag, first_nonfinite=first)
+
+        return _flags(unscale, grads, found_inf, seen, sharded_over)
 
     @_disable_dynamo
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -254,17 +250,12 @@ class GradScaler(torch.amp.GradScaler):
             if not _are_ours(grads):
                 super()._check_inf_per_device(optimizer)
                 return self._agree_over_group(optimizer)
-            flags = {}
-            for device, group in _by_device(grads).items():
-                flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-                grad_scale = scale.to(device, non_blocking=True)
-                ops.check_finite_(
-                    group,
-                    flags[device],
-                    grad_scale=grad_scale,
-                    first_nonfinite=seen.first_nonfinite(device),
-                )
-            flags = _agreed_over_shards(sharded_over, flags, found_inf)
+
+            def look(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
+                grad_scale = scale.to(flag.device, non_blocking=True)
+                ops.check_finite_(group, flag, grad_scale=grad_scale, first_nonfinite=first)
+
+            flags = _flags(look, grads, found_inf, seen, sharded_over)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return self._agree_over_group(optimizer)
 
@@ -578,15 +569,29 @@ def _gradients(
     return grads, sharded_over
 
 
-def _agreed_over_shards(
-    sharded_over: ShardedOver, flags: dict[torch.device, Tensor], found_inf: Tensor
+def _flags(
+    operation: Callable[[list[Tensor], Tensor, Tensor | None], None],
+    grads: list[Tensor | None],
+    found_inf: Tensor,
+    seen: LookedAt | None,
+    sharded_over: ShardedOver,
 ) -> dict[torch.device, Tensor]:
-    """Makes what was found in the shards of one rank known to all that have a part of them."""
-    if not sharded_over:
-        return flags
-    everywhere, _ = sharded_over.all_reduce([found_inf, *flags.values()])
-    devices = list(flags) or [found_inf.device]
-    return {device: everywhere.to(device, non_blocking=True) for device in devices}
+    """Runs an operation on the gradients of each device and returns what it has found there.
+
+    What was found in the shards of one rank becomes known to all that have a part of them.
+
+    Args:
+        operation: Takes gradients, a flag to set, and the number to lower, or None.
+        grads: One for each parameter.
+        found_inf: What the flags start from.
+        seen: What is known of the optimizer, if anything.
+        sharded_over: The ranks.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    for device, group in _by_device(grads).items():
+        flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+        operation(group, flags[device], None if seen is None else seen.first_nonfinite(device))
+    return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
 
 
 def _check_process_group(group: Any) -> None:

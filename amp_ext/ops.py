@@ -114,6 +114,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 
 
+def split_lr(lr: float | Tensor) -> tuple[float, Tensor | None]:
+    """Returns a learning rate as kernels take it: a tensor travels apart from the numbers."""
+    return (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
+
+
+def limit_of(clip_value: float | None) -> float:
+    """Returns the limit that kernels clip to."""
+    return math.inf if clip_value is None else clip_value
+
+
 def cpu_isa() -> str:
     """Returns the instruction set of the CPU kernels: "avx2" or "plain".
 
@@ -367,18 +377,18 @@ def adam_(
         "Decoupled Weight Decay Regularization", 2019. Reddi, Kale and Kumar, "On the Convergence of
         Adam and Beyond", 2018.
     """
+    lr_number, lr_tensor = split_lr(lr)
     if torch.compiler.is_compiling():
         torch.ops.amp_ext.adam(
             *(params, grads, exp_avgs, exp_avg_sqs, steps),
-            *(max_exp_avg_sqs or [], master_params or []),
-            *((0.0, lr) if isinstance(lr, Tensor) else (lr, None)),
+            *(max_exp_avg_sqs or [], master_params or [], lr_number, lr_tensor),
             *(beta1, beta2, eps, weight_decay, maximize, decoupled_weight_decay),
             *(grad_scale, found_inf, clip_value, max_grad_norm, sum_of_squares, grad_norm),
             *(write_back_grads, skip_nonfinite, denominator_floor),
         )
         return
     options = _C.AdamHyperparameters(
-        lr=0.0 if isinstance(lr, Tensor) else lr,
+        lr=lr_number,
         beta1=beta1,
         beta2=beta2,
         eps=eps,
@@ -386,7 +396,7 @@ def adam_(
         weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
-        clip_value=math.inf if clip_value is None else clip_value,
+        clip_value=limit_of(clip_value),
         write_back_grads=write_back_grads,
     )
     gradient_options = _C.GradientOptions(
@@ -406,7 +416,7 @@ def adam_(
         max_exp_avg_sqs,
         master_params,
         options,
-        lr if isinstance(lr, Tensor) else None,
+        lr_tensor,
         gradient_options,
     )
 
@@ -474,10 +484,11 @@ def sgd_(
         Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in
         deep learning", 2013, in torch's form: the learning rate multiplies the whole update.
     """
+    lr_number, lr_tensor = split_lr(lr)
     if torch.compiler.is_compiling():
         torch.ops.amp_ext.sgd(
             *(params, grads, momentum_buffers or [], steps or [], master_params or []),
-            *((0.0, lr) if isinstance(lr, Tensor) else (lr, None)),
+            *(lr_number, lr_tensor),
             *(momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay),
             *(grad_scale, found_inf, clip_value, max_grad_norm, sum_of_squares, grad_norm),
             *(write_back_grads, skip_nonfinite),
@@ -489,14 +500,14 @@ def sgd_(
             f"{momentum}"
         )
     options = _C.SgdHyperparameters(
-        lr=0.0 if isinstance(lr, Tensor) else lr,
+        lr=lr_number,
         momentum=momentum,
         dampening=dampening,
         weight_decay=weight_decay,
         nesterov=nesterov,
         decoupled_weight_decay=decoupled_weight_decay,
         maximize=maximize,
-        clip_value=math.inf if clip_value is None else clip_value,
+        clip_value=limit_of(clip_value),
         write_back_grads=write_back_grads,
     )
     gradient_options = _C.GradientOptions(
@@ -514,7 +525,7 @@ def sgd_(
         steps,
         master_params,
         options,
-        lr if isinstance(lr, Tensor) else None,
+        lr_tensor,
         gradient_options,
     )
 
@@ -633,13 +644,13 @@ def optimizer_update_(
     grad_norm = None
     if max_grad_norm is not None and len(params) > 0:
         grad_norm = workspace._grad_norm_on(params[0].device)
+    lr_number, lr_tensor = split_lr(lr)
     common: dict[str, Any] = {
-        "lr": 0.0 if isinstance(lr, Tensor) else lr,
+        "lr": lr_number,
         "weight_decay": weight_decay,
         "decoupled_weight_decay": True,
-        "clip_value": math.inf if clip_value is None else clip_value,
+        "clip_value": limit_of(clip_value),
     }
-    tensor_lr = lr if isinstance(lr, Tensor) else None
     options = _C.GradientOptions(
         max_grad_norm=max_grad_norm,
         grad_norm=grad_norm,
@@ -659,13 +670,13 @@ def optimizer_update_(
         )
         _C.adam_(
             *(params, grads, exp_avgs, exp_avg_sqs, None, None, master_params),
-            *(adam, tensor_lr, options, "optimizer_update_"),
+            *(adam, lr_tensor, options, "optimizer_update_"),
         )
     else:
         momentum = beta1 if optimizer_type is OptimizerType.MOMENTUM else 0.0
         sgd = _C.SgdHyperparameters(**common, momentum=momentum)
         _C.sgd_(
-            *(params, grads, velocities, None, master_params, sgd, tensor_lr, options),
+            *(params, grads, velocities, None, master_params, sgd, lr_tensor, options),
             *("optimizer_update_", "velocities"),
         )
     if grad_norm is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,30 +106,33 @@ class ShardedOver:
     @torch.no_grad()
     def all_reduce(
         self,
-        found_infs: Iterable[Tensor],
+        found_inf: Tensor,
+        findings: Collection[Tensor],
         sums: Iterable[tuple[int, Tensor]] = (),
         *,
         sums_squares: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[dict[torch.device, Tensor], Tensor]:
         """Lets all ranks agree, in one collective for each group.
 
         Args:
-            found_infs: What this rank has found: one number each, 0 or 1.
+            found_inf: What was found before this look: one number, 0 or 1.
+            findings: What this rank has found on its devices, likewise. May be empty.
             sums: Partition and sum of squares, one float64 each; may be empty on a rank that holds
                 no gradient.
             sums_squares: Whether ``sums`` are wanted; the same on all ranks.
 
         Returns:
-            One float32, 1 if any rank has found something, and one float64, the sum over all
-            partitions. Both are on the device of the mesh.
+            For each device of the findings, or for that of ``found_inf`` if there are none, one
+            float32, 1 if any rank has found something; and one float64, the sum over all
+            partitions, on the device of the mesh.
 
         Raises:
             RuntimeError: If a collective fails, as when a rank has died.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         values = [zero] * (1 + (len(self._partitions) if sums_squares else 0))
-        for found_inf in found_infs:
-            values[0] = values[0] + found_inf.reshape(()).to(zero, non_blocking=True)
+        for flag in (found_inf, *findings):
+            values[0] = values[0] + flag.reshape(()).to(zero, non_blocking=True)
         for number, sum_of_squares in sums if sums_squares else ():
             values[1 + number] = values[1 + number] + sum_of_squares.to(zero, non_blocking=True)
         for name, group in self._groups.items():
@@ -139,7 +142,10 @@ class ShardedOver:
             _all_reduce(packed, torch.distributed.ReduceOp.SUM, group)
             for index, value in zip(chosen, packed.unbind(), strict=True):
                 values[index] = value
-        return values[0].clamp(max=1.0).float(), sum(values[1:], zero)
+        everywhere = values[0].clamp(max=1.0).float()
+        devices = [flag.device for flag in findings] or [found_inf.device]
+        flags = {device: everywhere.to(device, non_blocking=True) for device in devices}
+        return flags, sum(values[1:], zero)
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -330,10 +329,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
-        lrs = [group["lr"] for group in self.param_groups]
         plan.step(
             [self._hyperparameters(group, _common(group)) for group in self.param_groups],
-            [lr if isinstance(lr, Tensor) else None for lr in lrs],
+            [ops.split_lr(group["lr"])[1] for group in self.param_groups],
             ops.GradientOptions(
                 grad_scale=grad_scale,
                 found_inf=found_inf,
@@ -380,14 +378,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         flags = {finding.found_inf.device: finding.found_inf for finding in findings}
         if not self._sharded_over:
             return flags
-        everywhere, sum_of_squares = self._sharded_over.all_reduce(
-            [found_inf, *(finding.found_inf for finding in findings)],
+        flags, sum_of_squares = self._sharded_over.all_reduce(
+            found_inf,
+            [finding.found_inf for finding in findings],
             [(finding.partition, finding.sum_of_squares) for finding in findings],
             sums_squares=sums_squares,
         )
         self._sum_of_squares = sum_of_squares if sums_squares else None
-        devices = list(flags) or [found_inf.device]
-        return {device: everywhere.to(device, non_blocking=True) for device in devices}
+        return flags
 
     # Masters.
 
@@ -617,13 +615,12 @@ def _what_to_load(state_dict: Mapping[Any, Any]) -> str:
 
 def _common(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the hyperparameters that all optimizers have; a tensor lr travels apart."""
-    clip_value = group["clip_value"]
     return {
-        "lr": 0.0 if isinstance(group["lr"], Tensor) else group["lr"],
+        "lr": ops.split_lr(group["lr"])[0],
         "weight_decay": group["weight_decay"],
         "decoupled_weight_decay": group["decoupled_weight_decay"],
         "maximize": group["maximize"],
-        "clip_value": math.inf if clip_value is None else clip_value,
+        "clip_value": ops.limit_of(group["clip_value"]),
         "write_back_grads": group["write_back_grads"],
     }
 
