@@ -275,39 +275,43 @@ double sum_of_squares_in_double(const T* elements, int64_t count) {
 // Squares below this lose bits in float32.
 constexpr float kSmallSum = 1e-20f;
 
+// Calls visit(grad, count) for each block of elements [begin, end) of a gradient.
+template <typename T, typename Visit>
+void for_each_block(const TensorRecord& record, int64_t begin, int64_t end, const Visit& visit) {
+  alignas(64) T scratch[kBlockSize];
+  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
+    const int64_t count = std::min(kBlockSize, end - offset);
+    visit(open_block(record.grad, record.grad_dtype, offset, count, scratch), count);
+  }
+}
+
 // The sum of squares of one tile, whose squares may be too large or too small for float32.
 template <typename T>
 double sum_of_squares(const TensorRecord& record, int64_t begin, int64_t end) {
-  alignas(64) T scratch[kBlockSize];
   double sum = 0.0;
-  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
-    const int64_t count = std::min(kBlockSize, end - offset);
-    const T* grad = open_block(record.grad, record.grad_dtype, offset, count, scratch);
+  for_each_block<T>(record, begin, end, [&](const T* grad, int64_t count) {
     if constexpr (std::is_same_v<T, float>) {
       const float in_float = sum_of_squares_of_block(grad, count);
       if (in_float >= kSmallSum && is_finite(in_float)) {
         sum += in_float;
-        continue;
+        return;
       }
     }
     sum += sum_of_squares_in_double(grad, count);
-  }
+  });
   return sum;
 }
 
 // The same without the elements that are inf or NaN.
 template <typename T>
 double sum_of_finite_squares(const TensorRecord& record, int64_t begin, int64_t end) {
-  alignas(64) T scratch[kBlockSize];
   double sum = 0.0;
-  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
-    const int64_t count = std::min(kBlockSize, end - offset);
-    const T* grad = open_block(record.grad, record.grad_dtype, offset, count, scratch);
+  for_each_block<T>(record, begin, end, [&](const T* grad, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
       const double value = grad[i];
       sum += is_finite(value) ? value * value : 0.0;
     }
-  }
+  });
   return sum;
 }
 

@@ -50,8 +50,7 @@ struct GradientTile {
   // Calls visit(pack, index) for all elements, some at a time.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
-    const int64_t aligned = begin + elements_to_boundary(grad + begin);
-    for_each_pack<kPackSize<Storage>>(begin, aligned < end ? aligned : end, end,
+    for_each_pack<kPackSize<Storage>>(begin, first_pack(grad, begin, end), end,
                                       [&](int64_t index, auto count) {
                                         visit(pack_at<decltype(count)::value>(grad, index), count);
                                       });
