@@ -29,10 +29,18 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from photo import Settings, fourier_features, load_photo, make_model, positive, show_mean
+from photo import (
+    Settings,
+    differences,
+    fourier_features,
+    load_photo,
+    make_model,
+    positive,
+    run_all,
+    show_mean,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
@@ -89,7 +97,7 @@ def train(
     settings: Settings,
     seed: int,
     device: str,
-    report: Callable[[float], None],
+    report: Callable[..., None],
 ) -> Run:
     """Trains one network the way ``recipe`` says.
 
@@ -125,7 +133,7 @@ def train(
         updates.append(moved.median().item())
         half_steps.append(half_bf16_step(after).median().item())
         unmoved.append((moved == 0).float().mean().item())
-        report(losses[-1])
+        report(loss=losses[-1])
 
     with torch.no_grad():
         picture = model(features).float().clamp(0, 1).cpu().view_as(photo)
@@ -149,37 +157,6 @@ def half_bf16_step(weights: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(weights), exponent - 9)
 
 
-def run_all(
-    photo: Tensor, settings: Settings, seeds: int, device: str, console: Console
-) -> Results:
-    """Trains every recipe with every seed, with a progress bar for each recipe."""
-    columns = (
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.5f}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    results: Results = {recipe: [] for recipe in RECIPES}
-    with Progress(*columns, console=console) as progress:
-        total = seeds * settings.steps
-        bars = [progress.add_task(r.name, False, total, loss=0) for r in RECIPES]
-        for seed in range(seeds):
-            for recipe, bar in zip(RECIPES, bars, strict=True):
-                progress.start_task(bar)
-
-                def report(loss: float, bar: Any = bar) -> None:
-                    progress.update(bar, advance=1, loss=loss)
-
-                results[recipe].append(train(recipe, photo, settings, seed, device, report))
-    return results
-
-
-def differences(results: Results, recipe: Recipe) -> list[float]:
-    """Returns the PSNR minus that of fp32, in dB, for each seed."""
-    return [run.psnr - fp32.psnr for run, fp32 in zip(results[recipe], results[FP32], strict=True)]
-
-
 def mean_curve(runs: list[Run], name: str) -> np.ndarray:
     """Averages a list of the runs over the seeds."""
     return np.mean([getattr(run, name) for run in runs], axis=0)
@@ -189,7 +166,7 @@ def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> Non
     """Draws the pictures of the first seed, and below them the curves, averaged over the seeds."""
     figure = plt.figure(figsize=(13, 9.8))
     lost, kept = (
-        show_mean(differences(results, recipe), "+.2f") for recipe in (NO_MASTERS, MASTERS)
+        show_mean(differences(results, recipe, FP32), "+.2f") for recipe in (NO_MASTERS, MASTERS)
     )
     title = f"{lost} dB without master weights, {kept} dB with them, against fp32"
     figure.suptitle(f"A photograph learned in bf16: {title}", fontsize=15)
@@ -273,7 +250,7 @@ def make_table(results: Results) -> Table:
             recipe.name,
             recipe.moments,
             show_mean([run.psnr for run in runs], ".2f"),
-            "" if recipe is FP32 else show_mean(differences(results, recipe), "+.2f"),
+            "" if recipe is FP32 else show_mean(differences(results, recipe, FP32), "+.2f"),
             f"{100 * mean_curve(runs, 'unmoved').mean():.0f}",
         )
     return table
@@ -295,8 +272,8 @@ def explain(results: Results) -> str:
 def check(results: Results) -> dict[str, bool]:
     """Compares the means over the seeds with what the example is to show."""
     return {
-        "with masters within 0.5 dB of fp32": abs(mean(differences(results, MASTERS))) <= 0.5,
-        "without masters at least 1 dB worse": mean(differences(results, NO_MASTERS)) <= -1,
+        "with masters within 0.5 dB of fp32": abs(mean(differences(results, MASTERS, FP32))) <= 0.5,
+        "without masters at least 1 dB worse": mean(differences(results, NO_MASTERS, FP32)) <= -1,
     }
 
 
@@ -320,7 +297,12 @@ def main() -> int:
 
     console = Console()
     photo = load_photo(arguments.image, settings.size)
-    results = run_all(photo, settings, arguments.seeds, device, console)
+
+    def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Run:
+        return train(recipe, photo, settings, seed, device, report)
+
+    figures = {"loss": ".5f"}
+    results = run_all(RECIPES, train_one, arguments.seeds, settings.steps, figures, console)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     draw(results, photo, settings, arguments.out / "master_weights.png")

@@ -17,7 +17,7 @@ import platform
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -106,7 +106,7 @@ def train(
     settings: Settings,
     seed: int,
     device: str,
-    report: Callable[[float, float], None],
+    report: Callable[..., None],
 ) -> Result:
     """Trains one network the way ``recipe`` says.
 
@@ -145,7 +145,7 @@ def train(
         scales.append(scaler.get_scale())
         if scales[-1] < scales[-2]:
             skipped.append(step)
-        report(losses[-1], scales[-1])
+        report(loss=losses[-1], scale=scales[-1])
     seconds = time.perf_counter() - start
 
     picture = torch.empty(settings.size**2, 3)
@@ -192,34 +192,47 @@ def load_photo(path: Path | None, size: int) -> Tensor:
 
 
 def run_all(
-    photo: Tensor, settings: Settings, seeds: int, device: str, console: Console
-) -> Results:
-    """Trains every recipe with every seed, with a progress bar for each recipe."""
+    recipes: Sequence[Any],
+    train_one: Callable[[Any, int, Callable[..., None]], Any],
+    seeds: int,
+    steps: int,
+    figures: dict[str, str],
+    console: Console,
+) -> dict[Any, list[Any]]:
+    """Trains every recipe with every seed, with a progress bar for each recipe.
+
+    Args:
+        recipes: What to train; each has a name.
+        train_one: Takes a recipe, a seed, and what is to be called with the figures of each step.
+        seeds: How often.
+        steps: Steps of a training.
+        figures: What the bars show, by its name: the format of a number.
+        console: Where the bars are.
+    """
+    shown = "  ".join(f"{name} {{task.fields[{name}]:{form}}}" for name, form in figures.items())
     columns = (
-        TextColumn("{task.description:<16}"),
+        TextColumn("{task.description:<18}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.5f}  scale {task.fields[scale]:<8.2g}"),
+        TextColumn(shown),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    results: Results = {recipe: [] for recipe in RECIPES}
+    results: dict[Any, list[Any]] = {recipe: [] for recipe in recipes}
     with Progress(*columns, console=console) as progress:
-        total = seeds * settings.steps
-        bars = [progress.add_task(r.name, False, total, loss=0, scale=1) for r in RECIPES]
+        start = dict.fromkeys(figures, 0)
+        bars = [progress.add_task(r.name, False, seeds * steps, **start) for r in recipes]
         for seed in range(seeds):
-            for recipe, bar in zip(RECIPES, bars, strict=True):
+            for recipe, bar in zip(recipes, bars, strict=True):
                 progress.start_task(bar)
-
-                def report(loss: float, scale: float, bar: Any = bar) -> None:
-                    progress.update(bar, advance=1, loss=loss, scale=scale)
-
-                results[recipe].append(train(recipe, photo, settings, seed, device, report))
+                report = partial(progress.update, bar, advance=1)
+                results[recipe].append(train_one(recipe, seed, report))
     return results
 
 
-def differences(results: Results, recipe: Recipe) -> list[float]:
-    """Returns the PSNR minus that of fp32, in dB, for each seed."""
-    return [run.psnr - fp32.psnr for run, fp32 in zip(results[recipe], results[FP32], strict=True)]
+def differences(results: dict[Any, list[Any]], recipe: Any, base: Any) -> list[float]:
+    """Returns the PSNR of a recipe minus that of another, in dB, for each seed."""
+    pairs = zip(results[recipe], results[base], strict=True)
+    return [run.psnr - other.psnr for run, other in pairs]
 
 
 def show_mean(values: list[float], form: str) -> str:
@@ -231,7 +244,9 @@ def show_mean(values: list[float], form: str) -> str:
 def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> None:
     """Draws the pictures and the loss scale of the first seed, and the mean losses."""
     figure = plt.figure(figsize=(13, 8))
-    lost, kept = (show_mean(differences(results, recipe), "+.2f") for recipe in (UNSCALED, AMP_EXT))
+    lost, kept = (
+        show_mean(differences(results, recipe, FP32), "+.2f") for recipe in (UNSCALED, AMP_EXT)
+    )
     title = f"{lost} dB without loss scaling, {kept} dB with amp_ext, against fp32"
     figure.suptitle(f"A photograph learned in fp16: {title}", fontsize=15)
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
@@ -303,7 +318,7 @@ def make_table(results: Results) -> Table:
             recipe.name,
             holds(recipe),
             show_mean([run.psnr for run in runs], ".2f"),
-            "" if recipe is FP32 else show_mean(differences(results, recipe), "+.2f"),
+            "" if recipe is FP32 else show_mean(differences(results, recipe, FP32), "+.2f"),
             f"{mean(len(run.skipped) for run in runs):.1f}",
             f"{mean(run.seconds for run in runs):.1f}",
         )
@@ -313,8 +328,8 @@ def make_table(results: Results) -> Table:
 def check(results: Results) -> dict[str, bool]:
     """Compares the means over the seeds with what the example is to show."""
     return {
-        "amp_ext within 0.3 dB of fp32": abs(mean(differences(results, AMP_EXT))) <= 0.3,
-        "without scaling at least 3 dB worse": mean(differences(results, UNSCALED)) <= -3,
+        "amp_ext within 0.3 dB of fp32": abs(mean(differences(results, AMP_EXT, FP32))) <= 0.3,
+        "without scaling at least 3 dB worse": mean(differences(results, UNSCALED, FP32)) <= -3,
     }
 
 
@@ -371,7 +386,12 @@ def main() -> int:
 
     console = Console()
     photo = load_photo(arguments.image, settings.size)
-    results = run_all(photo, settings, arguments.seeds, device, console)
+
+    def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Result:
+        return train(recipe, photo, settings, seed, device, report)
+
+    figures = {"loss": ".5f", "scale": "<8.2g"}
+    results = run_all(RECIPES, train_one, arguments.seeds, settings.steps, figures, console)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     image = arguments.image.name if arguments.image else "grace_hopper.jpg"
