@@ -1,0 +1,410 @@
+"""Shows that a change of the code changed no number: hashes of 50 steps of everything.
+
+    python scripts/hash_steps.py --check                    # against scripts/hash_steps.json
+    python scripts/hash_steps.py --check --engines plain    # of the CPU engine without avx2 only
+    python scripts/hash_steps.py --write                    # after a change that was meant
+
+A case is an optimizer, a combination of dtypes and an option; scalers and operations follow. Data
+are whole numbers times a power of two, the same with every machine and every PyTorch. All engines
+give the same bits, so the file has one hash for each case; a NaN is a NaN, whatever its bits. Only
+sums of squares are taken in another order by the CUDA kernels: the cases that depend on them have a
+second hash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = Path(__file__).with_suffix(".json")
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import amp_ext  # noqa: E402
+from amp_ext import ops  # noqa: E402
+
+STEPS = 50
+SCALE = 2.0**10
+SHAPES = ((1,), (37,), (1025,), (0,))
+TRANSPOSED = (8, 6)  # of memory that holds its transpose
+LR = 2.0**-6
+INF, NAN = float("inf"), float("nan")
+
+# The instruction set of the CPU engine is read once: every engine has a process of its own.
+ENGINES = {
+    "plain": {"AMP_EXT_CPU_ISA": "plain"},
+    "avx2": {"AMP_EXT_CPU_ISA": "avx2"},
+    "emulated": {},
+    "cuda": {},
+}
+CUDA_ENGINES = ("emulated", "cuda")
+
+ADAM = {"betas": (0.8, 0.95), "eps": 1e-6}
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("Adam", ADAM),
+    "adam-amsgrad": ("Adam", ADAM | {"amsgrad": True}),
+    "adamw": ("AdamW", ADAM),
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+    "sgd-nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
+    "sgd-dampening": ("SGD", {"momentum": 0.9, "dampening": 0.25}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of parameters and gradients, and the options that say those of the states."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+NO_MASTERS = {"master_weights": False}
+AS_TORCH = {"master_weights": False, "state_dtype": None}
+DTYPES = {
+    "fp32": Dtypes(F32, F32),
+    "fp32-grads-fp16": Dtypes(F32, F16),
+    "fp32-grads-bf16": Dtypes(F32, BF16),
+    "fp64": Dtypes(F64, F64),
+    "fp64-grads-fp32": Dtypes(F64, F32),
+    "fp16-masters": Dtypes(F16, F16),
+    "fp16-masters-states-fp16": Dtypes(F16, F16, {"state_dtype": None}),
+    "fp16-masters-grads-fp32": Dtypes(F16, F32),
+    "fp16-states-fp32": Dtypes(F16, F16, NO_MASTERS),
+    "fp16-as-torch": Dtypes(F16, F16, AS_TORCH),
+    "bf16-masters": Dtypes(BF16, BF16),
+    "bf16-masters-states-bf16": Dtypes(BF16, BF16, {"state_dtype": None}),
+    "bf16-masters-grads-fp32": Dtypes(BF16, F32),
+    "bf16-states-fp32": Dtypes(BF16, BF16, NO_MASTERS),
+    "bf16-as-torch": Dtypes(BF16, BF16, AS_TORCH),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """Arguments of the optimizer and what happens around its steps.
+
+    Attributes:
+        arguments: Where the optimizer lacks one of them, there is no such case.
+        scaled: Steps under a GradScaler, some of which overflow.
+        bad_elements: Some elements of every third step's gradients are inf or NaN.
+        tensor_lr: The learning rate is a tensor that changes.
+        groups: The second half of the parameters is a group with options of its own.
+    """
+
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    scaled: bool = False
+    bad_elements: bool = False
+    tensor_lr: bool = False
+    groups: bool = False
+
+
+DECAY = {"weight_decay": 2.0**-4}
+CLIPPED = {"max_grad_norm": 0.5, "clip_value": 2.0**-5}
+WRITTEN = {"write_back_grads": True}
+OPTIONS = {
+    "plain": Option(),
+    "weight-decay": Option(DECAY),
+    "decoupled": Option(DECAY | {"decoupled_weight_decay": True}),
+    "maximize": Option(DECAY | {"maximize": True}),
+    "scaler": Option(scaled=True),
+    "max-grad-norm": Option({"max_grad_norm": 0.5}),
+    "max-grad-norm-scaler": Option({"max_grad_norm": 0.5}, scaled=True),
+    "clip-value": Option({"clip_value": 2.0**-5}),
+    "skip-nonfinite": Option({"skip_nonfinite": True}, bad_elements=True),
+    "skip-nonfinite-clipped": Option(CLIPPED | {"skip_nonfinite": True}, bad_elements=True),
+    "bad-elements": Option(bad_elements=True),
+    "denominator-floor": Option({"denominator_floor": 2.0**-8}),
+    "tensor-lr": Option(DECAY, tensor_lr=True),
+    "write-back": Option(CLIPPED | WRITTEN, scaled=True),
+    "groups": Option(groups=True),
+    "everything": Option(
+        DECAY | CLIPPED | WRITTEN | {"maximize": True, "skip_nonfinite": True},
+        scaled=True,
+        bad_elements=True,
+        tensor_lr=True,
+        groups=True,
+    ),
+}
+
+SCALERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "growth": {"growth_interval": 3, "growth_factor": 4.0},
+    "odd-factors": {"growth_interval": 2, "growth_factor": 1.7, "backoff_factor": 0.3},
+    "hysteresis": {"growth_interval": 3, "hysteresis": 3},
+    "limits": {"growth_interval": 2, "min_scale": 2.0**9, "max_scale": 1.5 * SCALE},
+    "static": {"dynamic": False, "growth_interval": 2},
+    "everything": {
+        "growth_interval": 2,
+        "hysteresis": 2,
+        "min_scale": 2.0**9,
+        "max_scale": 2.0**12,
+    },
+}
+
+# Gradients of the operations: scaled by this, a few of these numbers bad.
+BAD_NUMBERS: dict[str, tuple[float, ...]] = {"finite": (), "inf": (INF,), "nan": (NAN, -INF)}
+
+
+def numbers(seed: int, count: int) -> Tensor:
+    """Returns whole numbers of 24 bits, the same everywhere, as float32 in [-1, 1)."""
+    value = torch.arange(1, count + 1, dtype=torch.int64) + 7919 * seed
+    for _ in range(3):  # Park and Miller's generator, its lattice broken; no product leaves 64 bits
+        value = value * 48271 % 2147483647
+        value = value ^ (value >> 13)
+    return (value % 2**24 - 2**23).to(F32) / 2**23
+
+
+def tensors(seed: int, dtype: torch.dtype, factor: float, device: str) -> list[Tensor]:
+    """Returns tensors of awkward sizes, one of them transposed in memory."""
+    shapes = [*SHAPES, TRANSPOSED]
+    made = []
+    for index, shape in enumerate(shapes):
+        count = torch.Size(shape).numel()
+        values = (numbers(10 * seed + index, count) * factor).to(dtype).to(device)
+        transposed = shape == TRANSPOSED
+        made.append(values.view(shape[::-1]).t() if transposed else values.view(shape))
+    return made
+
+
+def set_bad_elements(grads: list[Tensor], values: tuple[float, ...]) -> None:
+    """Writes values into the third tensor, a few elements apart."""
+    for index, value in enumerate(values):
+        grads[2][5 + 511 * index] = value
+
+
+class Hash:
+    """A SHA-256 of tensors and numbers."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+
+    def add(self, *values: Any) -> None:
+        for value in values:
+            if not isinstance(value, Tensor):
+                self._sha.update(repr(value).encode())
+                continue
+            tensor = value.detach().cpu().contiguous().reshape(-1)
+            self._sha.update(f"{tensor.dtype} {tuple(value.shape)}".encode())
+            if tensor.is_floating_point():
+                tensor = torch.where(tensor.isnan(), torch.full_like(tensor, NAN), tensor)
+            self._sha.update(tensor.view(torch.uint8).numpy().tobytes())
+
+    def short(self) -> str:
+        return self._sha.hexdigest()[:16]
+
+
+def hash_of_steps(optimizer: str, dtypes: Dtypes, option: Option, device: str) -> str:
+    """Takes the steps of a case; returns the hash of all that they wrote."""
+    class_name, own = OPTIMIZERS[optimizer]
+    params = [torch.nn.Parameter(param) for param in tensors(1, dtypes.param, 1.0, device)]
+    arguments = {"lr": LR, **own, **dtypes.options, **option.arguments}
+    if option.tensor_lr:
+        arguments["lr"] = torch.tensor(LR, device=device)
+    groups: list[Any] = [{"params": params}]
+    if option.groups:
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 2 * LR, "weight_decay": 0.1}]
+    stepped = getattr(amp_ext.optim, class_name)(groups, **arguments)
+    scaler = amp_ext.GradScaler(
+        device, init_scale=SCALE, growth_interval=7, enabled=option.scaled, hysteresis=2
+    )
+    done = Hash()
+    for step in range(STEPS):
+        scale = scaler.scale(torch.ones((), device=device)).item()
+        grads = tensors(2 + step, dtypes.grad, 2.0**-3 * scale, device)
+        # Under a scaler an overflow skips the step: fewer of them.
+        if option.bad_elements and step % (11 if option.scaled else 3) == 1:
+            set_bad_elements(grads, (INF, NAN))
+        if option.scaled and step in (4, 17, 18, 40):
+            set_bad_elements(grads, (INF,))
+        for param, grad in zip(params, grads, strict=True):
+            param.grad_dtype = dtypes.grad
+            param.grad = grad
+        if option.tensor_lr:
+            arguments["lr"].fill_(LR * (1 + step % 3))
+        scaler.step(stepped)
+        scaler.update()
+        if "max_grad_norm" in option.arguments:
+            done.add(stepped.grad_norm)
+        if "write_back_grads" in option.arguments:
+            done.add(*grads)
+    done.add(*params)
+    for param in params:
+        done.add(*(value for _, value in sorted(stepped.state[param].items())))
+    return done.short()
+
+
+def hash_of_scales(arguments: dict[str, Any], device: str) -> str:
+    """Lets a scaler follow a fixed row of overflows; returns the hash of its scales."""
+    arguments = {"init_scale": SCALE, "warn_after": 1000} | arguments
+    scaler = amp_ext.GradScaler(device, **arguments)
+    param = torch.nn.Parameter(torch.zeros(3, device=device))
+    optimizer = amp_ext.optim.SGD([param], lr=LR)
+    overflows = (numbers(3, 4 * STEPS) < -0.75).tolist()
+    done = Hash()
+    for overflow in overflows:
+        scaler.scale(torch.ones((), device=device))
+        param.grad = torch.full((3,), INF if overflow else 1.0, device=device)
+        scaler.step(optimizer)
+        scaler.update()
+        done.add(scaler.get_scale(), sorted(scaler.state_dict().items()))
+    done.add(param)
+    return done.short()
+
+
+def hash_of_operations(dtype: torch.dtype, bad: tuple[float, ...], device: str) -> dict[str, str]:
+    """Returns a hash of what each operation on gradients makes of some."""
+
+    def grads() -> list[Tensor]:
+        made = tensors(5, dtype, 16.0, device)
+        set_bad_elements(made, bad)
+        return made
+
+    def zero(of: torch.dtype) -> Tensor:
+        return torch.zeros((), dtype=of, device=device)
+
+    hashes: dict[str, Hash] = {}
+
+    found_inf, first = zero(F32), torch.full((), 2**62, dtype=torch.int64, device=device)
+    written = grads()
+    ops.unscale_(written, torch.tensor(0.3, device=device), found_inf, first_nonfinite=first)
+    hashes["unscale_"] = Hash()
+    hashes["unscale_"].add(*written, found_inf, first)
+
+    found_inf, sum_of_squares = zero(F32), zero(F64)
+    first.fill_(2**62)
+    ops.check_finite_(grads(), found_inf, sum_of_squares=sum_of_squares, first_nonfinite=first)
+    hashes["check_finite_"] = Hash()
+    hashes["check_finite_"].add(found_inf, sum_of_squares, first)
+
+    hashes["count_nonfinite"] = Hash()
+    hashes["count_nonfinite"].add(ops.count_nonfinite(grads()))
+
+    for max_norm in (1.0, 1e6):
+        params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads()]
+        for param, grad in zip(params, grads(), strict=True):
+            param.grad = grad
+        norm = amp_ext.clip_grad_norm_(params, max_norm)
+        hashes[f"clip_grad_norm_{max_norm:g}"] = Hash()
+        hashes[f"clip_grad_norm_{max_norm:g}"].add(norm, *(param.grad for param in params))
+    return {name: value.short() for name, value in hashes.items()}
+
+
+def all_hashes(device: str) -> dict[str, str]:
+    """Returns the hash of every case by its name."""
+    hashes = {}
+    for optimizer, (class_name, _) in OPTIMIZERS.items():
+        known = inspect.signature(getattr(amp_ext.optim, class_name)).parameters
+        for dtypes_name, dtypes in DTYPES.items():
+            for option_name, option in OPTIONS.items():
+                if all(name in known for name in option.arguments):
+                    name = f"{optimizer}/{dtypes_name}/{option_name}"
+                    hashes[name] = hash_of_steps(optimizer, dtypes, option, device)
+    for name, arguments in SCALERS.items():
+        hashes[f"GradScaler/{name}"] = hash_of_scales(arguments, device)
+    for dtype in (F16, BF16, F32, F64):
+        for name, bad in BAD_NUMBERS.items():
+            for operation, value in hash_of_operations(dtype, bad, device).items():
+                hashes[f"{operation}/{str(dtype).removeprefix('torch.')}/{name}"] = value
+    return hashes
+
+
+def depends_on_a_sum(name: str) -> bool:
+    """Returns whether the bits of a case depend on the order of a sum of squares."""
+    operation, *_, option = name.split("/")
+    if operation.startswith(("check_finite_", "clip_grad_norm_")):
+        return True
+    return option in OPTIONS and "max_grad_norm" in OPTIONS[option].arguments
+
+
+@contextlib.contextmanager
+def kernels_of(engine: str) -> Iterator[str]:
+    """Lets the operations take an engine's kernels; yields the device of its tensors."""
+    if engine == "emulated":
+        from conftest import emulated_cuda
+
+        with emulated_cuda():
+            yield "cpu"
+    else:
+        yield "cuda" if engine == "cuda" else "cpu"
+
+
+def hashes_of(engine: str) -> dict[str, str]:
+    """Returns all hashes of an engine, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--print", engine],
+        env=os.environ | ENGINES[engine],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def report(engine: str, hashes: dict[str, str], expected: dict[str, str]) -> int:
+    """Prints the rows of an engine that differ from what was expected; returns their number."""
+    rows = {
+        "moved": [name for name in hashes if expected.get(name, hashes[name]) != hashes[name]],
+        "new": [name for name in hashes if name not in expected],
+        "gone": [name for name in expected if name not in hashes],
+    }
+    for what, names in rows.items():
+        for name in names:
+            print(f"{engine}: {what}: {name}")
+    print(f"{engine}: {len(hashes)} cases, {', '.join(f'{len(n)} {w}' for w, n in rows.items())}")
+    return sum(len(names) for names in rows.values())
+
+
+def expected_of(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Returns the hashes of the first engine, and those of the CUDA kernels that differ."""
+    first, *rest = found.items()
+    different = {
+        name: value
+        for engine, hashes in rest
+        if engine in CUDA_ENGINES
+        for name, value in hashes.items()
+        if value != first[1][name] and depends_on_a_sum(name)
+    }
+    return {"all": first[1], "cuda": different}
+
+
+def main() -> int:
+    """Checks or writes the file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the file (default)")
+    parser.add_argument("--write", action="store_true", help="write the file, of all engines")
+    parser.add_argument("--print", choices=ENGINES, help="print the hashes of one engine as JSON")
+    parser.add_argument("--engines", default="plain,avx2,emulated", help="separated by commas")
+    arguments = parser.parse_args()
+    if arguments.print:
+        with kernels_of(arguments.print) as device:
+            print(json.dumps(all_hashes(device)))
+        return 0
+    found = {engine: hashes_of(engine) for engine in arguments.engines.split(",")}
+    expected = expected_of(found) if arguments.write else json.loads(FILE.read_text())
+    wrong = 0
+    for engine, hashes in found.items():
+        others = expected["cuda"] if engine in CUDA_ENGINES else {}
+        wrong += report(engine, hashes, expected["all"] | others)
+    if arguments.write:
+        FILE.write_text(json.dumps(expected, indent=0) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
