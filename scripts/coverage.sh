@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Runs the tests and prints what they cover: lines and branches of the Python, lines of the C++.
+#
+# A copy of the tree in build/coverage is built with gcc's counters, both modules: amp_ext._C and the
+# kernels on the emulator. Processes that tests start count too. A line of C++ counts as covered if
+# any of its instances is. Arguments go to pytest; the tables are in build/coverage/table.txt too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+python=$(realpath --no-symlinks "$(command -v "${PYTHON:-.venv/bin/python}")")
+copy=$root/build/coverage
+
+mkdir -p "$copy/build/bin"
+find "$copy" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
+git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
+  [ ! -f "$file" ] || cp --parents --preserve=mode,timestamps "$file" "$copy"
+done
+# -O1: optimized code has lost some of its lines.
+printf '#!/bin/sh\nexec g++ "$@" --coverage -O1\n' > "$copy/build/bin/g++"
+chmod +x "$copy/build/bin/g++"
+export CXX=$copy/build/bin/g++ PYTHONPATH=$copy
+cd "$copy"
+find build \( -name '*.gcda' -o -name '.coverage*' \) -delete
+
+echo "Building the modules"
+"$python" setup.py build_ext --inplace > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+"$python" tests/cuda_emulator/build.py emulated > build/emulated.log
+
+cat > build/coveragerc << 'END'
+[run]
+branch = True
+parallel = True
+patch = subprocess
+source = amp_ext
+data_file = ${COVERAGE_FOLDER}/.coverage
+disable_warnings = no-data-collected, module-not-measured, couldnt-parse
+[report]
+exclude_also =
+    if TYPE_CHECKING:
+END
+export COVERAGE_FOLDER=$copy/build
+failed=0
+"$python" -m coverage run --rcfile build/coveragerc -m pytest -q -p no:cacheprovider "$@" || failed=$?
+"$python" -m coverage combine -q --rcfile build/coveragerc
+
+"$python" - << 'END' | tee table.txt
+"""Adds the counters of all objects up and prints the tables."""
+import collections, json, pathlib, subprocess, sys
+
+rc = ["--rcfile", "build/coveragerc"]
+subprocess.run([sys.executable, "-m", "coverage", "report", *rc], check=False)
+
+root = pathlib.Path.cwd()
+lines = collections.defaultdict(collections.Counter)
+for notes in sorted(root.glob("build/**/*.gcno")):
+    if not notes.with_suffix(".gcda").exists():
+        continue
+    command = ["gcov", "--json-format", "--stdout", notes]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for document in output.splitlines():
+        for file in json.loads(document)["files"]:
+            path = pathlib.Path(root, file["file"]).resolve()
+            if path.is_relative_to(root / "csrc"):
+                for line in file["lines"]:
+                    name = str(path.relative_to(root))
+                    lines[name][line["line_number"]] += line["count"]
+total = missed = 0
+print(f"\n{'C++':40}{'Lines':>8}{'Miss':>8}{'Cover':>8}   Missing")
+for name, counts in sorted(lines.items()):
+    missing = [str(number) for number, count in sorted(counts.items()) if count == 0]
+    total, missed = total + len(counts), missed + len(missing)
+    share = 1 - len(missing) / len(counts)
+    print(f"{name:40}{len(counts):8}{len(missing):8}{share:8.1%}   {' '.join(missing)}")
+print(f"{'TOTAL':40}{total:8}{missed:8}{1 - missed / total:8.1%}")
+END
+exit "$failed"
