@@ -17,13 +17,16 @@ INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
 BUILT := .venv/.built
 endif
+# Tests run side by side where pytest-xdist is installed, which is asked when they are to start.
+PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && \
+    echo '-n auto --maxprocesses 8 --dist worksteal')
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := setup.py $(shell find csrc)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo examples docs test test-clients sanitize lint format build build-in-place cuda-build gpu-check clean
+.PHONY: help demo examples docs test test-quick test-clients sanitize lint format build build-in-place cuda-build gpu-check clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -43,7 +46,10 @@ docs: $(BUILT) $(DOCS_INSTALLED)  ## Builds the documentation: build/docs/index.
 	@echo 'Written: build/docs/index.html'
 
 test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
-	@$(PYTHON) -m pytest $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+test-quick: $(BUILT)  ## Runs those that take under a minute in all: no emulated rows, no programs
+	@$(PYTHON) -m pytest $(PARALLEL) -m 'not slow' -k 'not emulated' $(PYTEST_ARGS)
 
 sanitize: $(INSTALLED)  ## Runs them with sanitizers in the CPU engine and the emulated kernels
 	@PYTHON=$(PYTHON) scripts/sanitize.sh $(PYTEST_ARGS)

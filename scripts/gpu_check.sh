@@ -61,7 +61,7 @@ export COMMIT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 AMP_EXT_REQUIRE_CUDA=1
 
 pytest=("$python" -m pytest -p no:cacheprovider)
 parallel=()
-! "$python" -c 'import xdist' 2> /dev/null || parallel=(-n 4)
+! "$python" -c 'import xdist' 2> /dev/null || parallel=(-n 4 --dist worksteal)
 # Without PyTorch's cache of memory each tensor is an allocation that the sanitizer knows.
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 sanitize=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9 --print-limit 20)

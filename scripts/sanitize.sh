@@ -5,8 +5,8 @@
 # AddressSanitizer sees accesses outside a tensor's memory, the other one misaligned accesses,
 # overflows and the like. The emulated kernels run in a random order, with the small arguments of
 # drivers before CUDA 12.1. ThreadSanitizer takes the threads of a block for threads: it sees a
-# missing barrier. Arguments go to pytest (scripts/sanitize.sh -k adam); without any, the tests of
-# both engines run side by side.
+# missing barrier. Arguments go to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh
+# tests/programs/test_info.py); without any, the tests of both engines run side by side.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -47,10 +47,19 @@ checked() {
 # Left out: what brings its own sanitizers, what starts Python in an environment without these, and
 # ranks, which have a minute each.
 tests() {
+  local argument name paths=() options=()
+  for name in cuda_emulator distributed import info resharding; do
+    options+=(--ignore-glob "*/test_$name.py")
+  done
+  for argument; do
+    case $argument in
+      "$root"/*) paths+=("$argument") ;;
+      tests | tests/*) paths+=("$root/$argument") ;; # as it is seen from the checkout
+      *) options+=("$argument") ;;
+    esac
+  done
   checked -m pytest -q -r fE --rootdir "$root" -c "$root/pyproject.toml" -p no:cacheprovider \
-    "$root/tests" --ignore "$root/tests/test_cuda_emulator.py" \
-    --ignore "$root/tests/test_import.py" --ignore "$root/tests/test_info.py" \
-    --ignore "$root/tests/test_distributed.py" --ignore "$root/tests/test_resharding.py" "$@"
+    "${options[@]}" "${paths[@]:-$root/tests}"
 }
 checked -c 'import sys; from amp_ext import ops
 if not ops._C.__file__.startswith(sys.argv[1]): sys.exit(f"another module is used: {ops._C}")' "$PWD"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import os
 import platform
 import subprocess
@@ -17,9 +18,12 @@ from typing import Any
 
 import pytest
 
-# Threads that wait sleep instead of spinning, which makes the tests ten times faster on a busy
-# machine. OpenMP reads it once, when torch is loaded.
+# Threads that wait sleep instead of spinning, which makes tests ten times faster on a busy machine;
+# workers of pytest-xdist share the cores. OpenMP reads both once, when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 import torch
 
@@ -118,12 +122,21 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets slow tests come first, so that no worker is left with one when the others are done."""
+    for item in items:
+        if "under_isa" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 CHILD = """
 import importlib, sys
 import torch
 from amp_ext import ops
-tests, module, function, path = sys.argv[1:]
-sys.path.insert(0, tests)
+tests, folder, module, function, path = sys.argv[1:]
+sys.path[:0] = [tests, folder]
 torch.manual_seed(0)
 torch.save((ops.cpu_isa(), getattr(importlib.import_module(module), function)()), path)
 """
@@ -142,11 +155,12 @@ def under_isa(
 
     def run(function: Callable[[], Any], isa: str | None) -> tuple[str, Any]:
         path = tmp_path_factory.mktemp("under_isa") / "result.pt"
+        folder, name = Path(inspect.getfile(function)).parent, function.__name__
         environment = {k: v for k, v in os.environ.items() if k != "AMP_EXT_CPU_ISA"}
         if isa is not None:
             environment["AMP_EXT_CPU_ISA"] = isa
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, TESTS, function.__module__, function.__name__, path],
+            [sys.executable, "-c", CHILD, TESTS, folder, function.__module__, name, path],
             env=environment,
             capture_output=True,
             text=True,
