@@ -19,7 +19,7 @@ import torch
 
 import amp_ext
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # A block that can't run everywhere has a comment before it: <!-- not run: needs a GPU -->
@@ -30,21 +30,13 @@ FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\S*)[^`\n]*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page.
+    """A fenced block of a page."""
 
-    Attributes:
-        line: Number of its first line of code.
-        language: The word behind the opening fence.
-        code: Between the fences.
-        before: The text since the block before it.
-        runs: Whether it is Python that runs everywhere.
-    """
-
-    line: int
+    line: int  # number of its first line of code
     language: str
     code: str
-    before: str
-    runs: bool = False
+    before: str  # the text since the block before it
+    runs: bool = False  # whether it is Python that runs everywhere
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -157,16 +149,11 @@ def test_commands_have_options_that_exist(command):
 
 
 def test_files_that_pages_name_are_there():
-    named = {
-        path
-        for page in PAGES
-        for path in re.findall(
-            r"\b(?:tests|examples|scripts|docs|csrc|amp_ext)/[\w/]+\.(?:py|sh|md|png|h)\b",
-            page.read_text(),
-        )
-    }
+    folders, suffixes = "tests|examples|scripts|docs|csrc|amp_ext", "py|sh|md|png|h"
+    path = re.compile(rf"\b(?:{folders})/[\w/]+\.(?:{suffixes})\b")
+    named = {found for page in PAGES for found in path.findall(page.read_text())}
     assert len(named) > 10
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def messages_in_the_sources() -> str:
@@ -182,9 +169,8 @@ def messages_in_the_sources() -> str:
                 texts.append(node.value)
     for file in (ROOT / "csrc").rglob("*"):
         if file.suffix in (".h", ".cpp", ".cuh", ".cu"):
-            texts += re.findall(
-                r'"((?:[^"\\\n]|\\.)*)"', re.sub(r'"\s*\n\s*"', "", file.read_text())
-            )
+            joined = re.sub(r'"\s*\n\s*"', "", file.read_text())
+            texts += re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined)
     return "\n".join(" ".join(text.split()) for text in texts)
 
 
@@ -194,8 +180,7 @@ def _constant(part: ast.expr) -> str:
 
 def test_messages_that_pages_explain_are_in_the_sources():
     sources = messages_in_the_sources()
-    page = (ROOT / "docs" / "errors.md").read_text()
-    messages = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    messages = re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
     assert len(messages) > 60
     missing = [
         (message, fragment)
@@ -224,6 +209,5 @@ def test_the_figure_shows_skips_and_growth(tmp_path, monkeypatch):
     assert history.skipped[0]
     assert any(b > a for a, b in itertools.pairwise(history.scales))
     figures["draw"](history, tmp_path / "scale.png")
-    size = (tmp_path / "scale.png").stat().st_size
-    assert 10_000 < size < 100_000
-    assert 10_000 < (ROOT / "docs" / "scale.png").stat().st_size < 100_000
+    for file in (tmp_path / "scale.png", ROOT / "docs" / "scale.png"):
+        assert 10_000 < file.stat().st_size < 100_000

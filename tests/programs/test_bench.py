@@ -35,46 +35,33 @@ def test_all_sides_do_the_same_work(work: Work):
     tolerance = 1e-6 if work.dtype == torch.float32 else 1e-2 if work.masters else 5e-2
     for side, params in trained.items():
         for param, ours in zip(params, trained["ours"], strict=True):
+            limits = {"rtol": tolerance, "atol": tolerance / 100}
             torch.testing.assert_close(
-                param,
-                ours,
-                rtol=tolerance,
-                atol=tolerance / 100,
-                msg=lambda text, s=side: f"{s}: {text}",
+                param, ours, **limits, msg=lambda text, s=side: f"{s}: {text}"
             )
 
 
-@pytest.mark.parametrize(
-    ("work", "floor"),
-    [
-        (Work("AdamW", torch.float32), 28),
-        (Work("AdamW", torch.float32, scaler=True, clip=True), 32),
-        (Work("AdamW", torch.float16), 28),
-        (Work("AdamW", torch.bfloat16, clip=True), 30),
-        (Work("SGD", torch.float32), 20),
-        (Work("SGD", torch.float32, scaler=True), 24),
-        (Work("AdamW", torch.bfloat16, masters=False), 14),
-    ],
-    ids=lambda value: value.name if isinstance(value, Work) else None,
-)
-def test_the_floor_counts_each_operand_once(work: Work, floor: int):
-    assert work.bytes_per_element == floor
+def test_the_floor_counts_each_operand_once():
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    assert Work("AdamW", fp32).bytes_per_element == 28
+    assert Work("AdamW", fp32, scaler=True, clip=True).bytes_per_element == 32
+    assert Work("AdamW", fp16).bytes_per_element == 28
+    assert Work("AdamW", bf16, clip=True).bytes_per_element == 30
+    assert Work("AdamW", bf16, masters=False).bytes_per_element == 14
+    assert Work("SGD", fp32).bytes_per_element == 20
+    assert Work("SGD", fp32, scaler=True).bytes_per_element == 24
 
 
-@pytest.mark.parametrize(
-    ("model", "tensors", "elements"),
-    [
-        (shapes.resnet50(), 161, 25_557_032),
-        (shapes.gpt2(), 148, 124_439_808),
-        (shapes.llama3_8b(), 291, 8_030_261_248),
-        (shapes.llama3_8b(2), 18, 436_224_000),
-        (shapes.uniform(300, 100_000), 300, 30_000_000),
-    ],
-    ids=lambda value: value.name if isinstance(value, shapes.ShapeList) else None,
-)
-def test_models_have_the_published_number_of_parameters(model, tensors, elements):
-    assert len(model.sizes) == tensors
-    assert model.elements == elements
+def test_models_have_the_published_number_of_parameters():
+    models = [shapes.resnet50(), shapes.gpt2(), shapes.llama3_8b(), shapes.llama3_8b(2)]
+    assert [(len(model.sizes), model.elements) for model in models] == [
+        (161, 25_557_032),
+        (148, 124_439_808),
+        (291, 8_030_261_248),
+        (18, 436_224_000),
+    ]
+    few = shapes.uniform(300, 100_000)
+    assert (len(few.sizes), few.elements) == (300, 30_000_000)
 
 
 def test_quick_on_a_cpu_takes_every_row_with_a_target():
@@ -89,15 +76,25 @@ def test_quick_on_a_cpu_takes_every_row_with_a_target():
     )
 
 
-def test_files_hold_what_they_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    chosen = "AdamW fp(32|16 . master) . scaler, (4 x 8M|1,000 x 64)"
-    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
-    command = [*TINY, f"--filter={chosen}", f"--json={figures}", f"--plot={picture}"]
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which a few rows were measured, and drawn."""
+    folder = tmp_path_factory.mktemp("results")
+    chosen = "AdamW fp(32|16 . master) . scaler( . clip)?, (4 x 8M|1,000 x 64)"
+    command = [*TINY, f"--filter={chosen}", f"--json={folder}", f"--plot={folder / 'bars.png'}"]
     assert main(command) == 0
-    assert "AdamW fp32 + scaler" in capsys.readouterr().out
+    return folder
 
-    result = json.loads(figures.read_text())
+
+def load(folder: Path) -> tuple[Path, dict]:
+    (stored,) = folder.glob("*.json")
+    return stored, json.loads(stored.read_text())
+
+
+def test_files_hold_what_they_promise(measured):
+    stored, result = load(measured)
     about = result["surroundings"]
+    assert stored.name.startswith(about["date"][:10])
     assert {"cpu", "cores", "threads", "memory_gib", "gpu", "driver"} <= about["hardware"].keys()
     versions = {"torch", "cuda", "python", "amp_ext", "instructions"}
     assert about["versions"].keys() == versions
@@ -120,33 +117,21 @@ def test_files_hold_what_they_promise(tmp_path: Path, capsys: pytest.CaptureFixt
             if side != "ours":
                 ratio = seconds / sides["ours"]["seconds"]
                 assert row["ratios"][side] == pytest.approx(ratio)
+    assert (measured / "bars.png").read_bytes().startswith(b"\x89PNG\r\n")
 
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
 
-
-def test_figures_that_were_stored_are_shown_again(tmp_path: Path, capsys):
-    assert main([*TINY, "--filter=fp32 [+] scaler, 4 x 8M", f"--json={tmp_path}"]) == 0
-    (stored,) = tmp_path.iterdir()
-    result = json.loads(stored.read_text())
-    assert stored.name.startswith(result["surroundings"]["date"][:10])
-    capsys.readouterr()
-
-    assert main([f"--load={stored}", "--markdown"]) == 0
+def test_figures_that_were_stored_are_shown_and_chosen_again(measured, capsys):
+    stored, result = load(measured)
+    assert main([f"--load={stored}", "--filter=scaler, 4 x"]) == 0
+    assert "AdamW fp32 + scaler" in capsys.readouterr().out
+    assert main([f"--load={stored}", "--markdown", "--filter=fp32 [+] scaler.*, 4 x 8M"]) == 0
     about, empty, heading, line, shape, *rows = capsys.readouterr().out.splitlines()
     assert result["surroundings"]["command"] in about
     assert empty == ""
     assert heading.startswith("| scaler.step + update | B/elem. | ns/elem. | GB/s | of stream |")
     assert line.count("|") == heading.count("|") == shape.count("|")
-    assert [row.split("|")[1].strip() for row in rows] == ["AdamW fp32 + scaler"]
-
-
-def test_stored_rows_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    stored = tmp_path / "figures.json"
-    main([*TINY, "--filter=SGD fp32 [+] momentum.*, 4 x 8M", f"--json={stored}"])
-    capsys.readouterr()
-    main([f"--load={stored}", "--markdown", "--filter=scaler [+] clip"])
-    rows = capsys.readouterr().out.splitlines()[5:]
-    assert [row.split("|")[1].strip() for row in rows] == ["SGD fp32 + momentum + scaler + clip"]
+    names = ["AdamW fp32 + scaler", "AdamW fp32 + scaler + clip"]
+    assert [row.split("|")[1].strip() for row in rows] == names
 
 
 def test_targets_are_marked_as_met_or_missed():

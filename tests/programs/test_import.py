@@ -1,0 +1,53 @@
+"""A package whose binary is missing, broken or another PyTorch's imports, and explains itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import amp_ext
+from amp_ext import ops
+
+IMPORT_AND_USE = """
+import amp_ext
+print("imported", amp_ext.__file__, amp_ext.GradScaler("cpu").get_scale())
+try:
+    amp_ext.ops.cpu_isa()
+except ImportError as error:
+    print("explained:", error)
+"""
+TORCH_AND_PYTHON = '{"torch": "1.2.3", "python": "3.4.5"}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("content", "note", "wanted"),
+    [
+        pytest.param(None, "{}", "is not there for this Python", id="missing"),
+        pytest.param(b"\x7fELF and nothing behind it", "{}", "does not load", id="broken"),
+        pytest.param(
+            b"", TORCH_AND_PYTHON, "was built for torch 1.2.3 and Python 3.4.5", id="another-torch"
+        ),
+    ],
+)
+def test_a_bad_binary_is_explained_at_first_use(copy, run_module, content, note, wanted):
+    (binary,) = copy.glob("_C.*.so")
+    binary.unlink()
+    if content is not None:
+        binary.write_bytes(content)
+    (copy / "_build_info.json").write_text(note)
+    (copy.parent / "use.py").write_text(IMPORT_AND_USE)
+    done = run_module("use", folder=copy.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    imported, explained = done.stdout.splitlines()
+    assert imported == f"imported {copy / '__init__.py'} 65536.0"
+    assert explained.startswith("explained: ")
+    for part in (wanted, f"torch {torch.__version__}", "pip install --no-build-isolation"):
+        assert part in explained
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '{"cuda": null}'])
+def test_a_damaged_note_of_the_build_does_no_harm(tmp_path, monkeypatch, note):
+    (tmp_path / "_build_info.json").write_text(note)
+    monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops.py"))
+    assert ops._load_binary() is amp_ext._C

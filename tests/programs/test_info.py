@@ -1,0 +1,396 @@
+"""What is installed is told, and of a binary that does not work why and what to type."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import amp_ext
+from amp_ext import ops
+from amp_ext.info import causes, facts
+from amp_ext.info.__main__ import main
+from amp_ext.info.check import DTYPES, check
+
+PYTHON = ".".join(map(str, sys.version_info[:3]))
+BUILD = {
+    "torch": torch.__version__,
+    "python": "3.11.7",
+    "compiler": "c++ (Debian 12.2.0) 12.2.0",
+    "cuda": "13.0",
+    "toolkit": "13.1",
+    "backends": ["cpu", "cuda"],
+    "architectures": ["compute_90", "sm_80"],
+    "git": "0123456789abcdef-dirty",
+}
+
+
+def note_in(package: Path, **build: object) -> None:
+    (package / "_build_info.json").write_text(json.dumps({**BUILD, **build}))
+
+
+def link(source: str, binary: Path, *options: object) -> None:
+    """Builds a shared library from C in the place of the binary."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    file = binary.with_suffix(".c")
+    file.write_text(source)
+    binary.unlink(missing_ok=True)
+    command = ["gcc", "-shared", "-fPIC", "-o", binary, file, *options]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+
+
+def link_with(name: str, version: str, binary: Path) -> None:
+    """Links the binary with a library that is found under a name while it is linked, only then."""
+    library = binary.with_name("stub") / name
+    library.parent.mkdir()
+    script = library.with_suffix(".map")
+    script.write_text(f"{version} {{ global: *; }};")
+    options = [f"-Wl,-soname,{name}", "-nostdlib", f"-Wl,--version-script={script}"]
+    link("void wanted(void) {}", library, *options)
+    link("void wanted(void); void use(void) { wanted(); }", binary, "-nostdlib", library)
+    shutil.rmtree(library.parent)
+
+
+REBUILD = "-m pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir"
+OTHER_NAME = "_C.cpython-36m-x86_64-linux-gnu.so"
+USES_UNDEFINED = "void _ZN3c105Error(void); void use(void) { _ZN3c105Error(); }"
+
+
+def for_arm(file: Path) -> bytes:
+    content = file.read_bytes()
+    return content[:18] + (40).to_bytes(2, sys.byteorder) + content[20:]
+
+
+# What is done to the binary, the cause that is to be found, and a part of the message.
+BROKEN = [
+    (Path.unlink, "missing", "is not there for this Python"),
+    (lambda file: file.rename(file.with_name(OTHER_NAME)), "other-python", "_C.cpython-36m"),
+    (lambda file: file.write_bytes(file.read_bytes()[:64]), "damaged", "does not load"),
+    (lambda file: file.write_text("version 1"), "damaged", "begins with b'vers'"),
+    (functools.partial(link, "int nothing = 0;"), "damaged", "PyInit__C"),
+    (lambda file: file.write_bytes(for_arm(file)), "other-processor", "is for arm, this one"),
+    (lambda file: note_in(file.parent, torch="1.2.3"), "other-torch", "for torch 1.2.3"),
+    (functools.partial(link, USES_UNDEFINED), "undefined-symbol", "_ZN3c105Error"),
+    (functools.partial(link_with, "libcudart.so.9", "V1"), "other-cuda", "libcudart.so.9"),
+    (functools.partial(link_with, "libnot_here.so.1", "V1"), "missing-library", "libnot_here"),
+    (functools.partial(link_with, "libstdc++.so.6", "GLIBCXX_9.9"), "old-libstdc++", "GLIBCXX_9.9"),
+    (functools.partial(link_with, "libc.so.6", "GLIBC_9.9"), "old-libc", "GLIBC_9.9"),
+]
+
+
+@pytest.fixture
+def info(capsys) -> Callable[..., tuple[int, Any]]:
+    """Runs the program in this process; returns its exit code and what it prints."""
+
+    def info(*arguments: str) -> tuple[int, Any]:
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        assert err == ""
+        return code, json.loads(out) if "--json" in arguments else out
+
+    return info
+
+
+@pytest.fixture
+def use_copy(copy, monkeypatch) -> Callable[[Callable[[Path], object]], Path]:
+    """Lets the package take its binary from a copy in which that was changed."""
+
+    def use(change: Callable[[Path], object]) -> Path:
+        (binary,) = copy.glob("_C.*.so")
+        change(binary)
+        monkeypatch.setattr(amp_ext, "__path__", [str(copy)])
+        monkeypatch.setattr(ops, "__file__", str(copy / "ops.py"))
+        monkeypatch.delitem(sys.modules, "amp_ext._C")
+        monkeypatch.delattr(amp_ext, "_C")
+        monkeypatch.setattr(ops, "_C", ops._load_binary())
+        for module in (facts, causes):
+            monkeypatch.setattr(module, "PACKAGE", copy)
+        return copy
+
+    return use
+
+
+@pytest.mark.parametrize(("change", "key", "wanted"), BROKEN)
+def test_a_broken_binary_is_explained(use_copy, info, change, key: str, wanted: str):
+    use_copy(change)
+    code, report = info("--check", "--json")
+    assert (code, report["ok"], bool(report["check"])) == (1, False, False)
+    (problem,) = report["problems"]
+    assert problem["cause"] == key
+    assert wanted in problem["message"]
+    assert REBUILD in problem["cure"] or problem["cure"].startswith("conda install")
+
+
+def test_the_table_marks_the_cause_and_says_what_to_type(use_copy, info):
+    copy = use_copy(Path.unlink)
+    code, out = info()
+    assert code == 1
+    assert "✗ amp_ext's compiled module amp_ext._C is not there" in out
+    assert f"no compiled module lies in {copy}" in out
+    for cause in causes.CAUSES:
+        (row,) = (line for line in out.splitlines() if cause.text in line)
+        assert row.strip().startswith("→") == (cause.key == "missing")
+    last = out.partition("Type this:\n")[2].strip()
+    assert last.startswith(f"{sys.executable} {REBUILD}")
+
+
+@pytest.mark.slow
+def test_an_unknown_instruction_set_is_explained(run_module, tmp_path):
+    done = run_module("amp_ext.info", folder=tmp_path, AMP_EXT_CPU_ISA="sse9")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "AMP_EXT_CPU_ISA must be plain or avx2" in done.stdout
+    assert "got sse9" in done.stdout
+    assert done.stdout.endswith("Type this:\n\n    unset AMP_EXT_CPU_ISA\n")
+
+
+@pytest.fixture
+def pretend(monkeypatch, tmp_path) -> Callable[..., None]:
+    """Lets the build have left another note, and torch see GPUs of some compute capabilities."""
+
+    def pretend(*capabilities: tuple[int, int], **build: object) -> None:
+        note_in(tmp_path, **build)
+        monkeypatch.setattr(facts, "PACKAGE", tmp_path)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA X{index}")
+
+    return pretend
+
+
+def test_a_healthy_package_is_described_and_checked(pretend, info, tmp_path, monkeypatch):
+    build = {"cuda": None, "toolkit": None, "backends": ["cpu"], "architectures": []}
+    pretend(**build)
+    monkeypatch.setenv("AMP_EXT_CPU_ISA", "plain")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    versions = {"amp_ext": amp_ext.__version__, "torch": torch.__version__, "python": PYTHON}
+    commit = {"commit": "0123456789abcdef", "uncommitted_changes": True}
+    noted = {name: BUILD[name] for name in ("torch", "python", "compiler")}
+    cpu = {"instructions": ops.cpu_isa(), "variable": "plain", "threads": 3}
+    names = ("float32", "float16", "bfloat16")
+    assert info("--check", "--json") == (
+        0,
+        {
+            "versions": {**versions, "cuda": torch.version.cuda},
+            "folder": str(tmp_path),
+            "build": {**noted, **build, **commit},
+            "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
+            "gpus": [],
+            "check": [{"device": "cpu", "dtype": name, "error": None} for name in names],
+            "problems": [],
+            "ok": True,
+        },
+    )
+
+
+@pytest.mark.parametrize("with_rich", [True, False], ids=["rich", "plain"])
+def test_the_facts_are_printed_with_and_without_rich(pretend, info, with_rich, monkeypatch):
+    pretend((8, 6), (9, 0))
+    monkeypatch.delenv("AMP_EXT_CPU_ISA", raising=False)
+    if with_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out = info()
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    cpu = f"CPU {ops.cpu_isa()} (AMP_EXT_CPU_ISA not set), threads: {torch.get_num_threads()}"
+    assert code == 0
+    assert {
+        f"Python {PYTHON}",
+        f"build for torch {torch.__version__}, CUDA 13.0, Python 3.11.7",
+        "compiler c++ (Debian 12.2.0) 12.2.0, CUDA toolkit 13.1",
+        "commit 0123456789abcdef, with uncommitted changes",
+        "backends cpu, cuda, compute_90, sm_80",
+        f"{cpu}, cores: {len(os.sched_getaffinity(0))}",
+        "GPU 0 NVIDIA X0, compute capability 8.6, sm_80",
+        "GPU 1 NVIDIA X1, compute capability 9.0, compute_90, compiled by the driver (PTX)",
+    } <= set(lines)
+    assert lines[-1] == "✓ It loads; --check takes real steps on each device."
+
+
+def test_without_rich_the_table_of_causes_is_plain(pretend, info, monkeypatch):
+    pretend((12, 0), architectures=["sm_90"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lines = info()[1].splitlines()
+    (heading,) = (line for line in lines if line.strip().startswith("cause"))
+    (row,) = (line for line in lines if line.startswith("→"))
+    assert row.index("it holds no code for this GPU") == heading.index("cause")
+    assert row.index("rebuild with TORCH_CUDA_ARCH_LIST='…'") == heading.index("cure")
+
+
+def test_a_build_without_a_note_is_unknown(pretend, info, tmp_path):
+    pretend((9, 0))
+    (tmp_path / "_build_info.json").unlink()
+    code, out = info()
+    assert code == 0
+    assert "unknown: no _build_info.json lies beside the compiled module" in out
+    assert "compute capability 9.0, code for it unknown" in out
+
+
+def test_a_note_of_this_build_holds_what_is_shown():
+    if not (facts.PACKAGE / "_build_info.json").exists():
+        pytest.skip("the build left no note")
+    build = facts.read_build()
+    assert build["torch"] == torch.__version__
+    assert build["python"].rpartition(".")[0] == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert "cpu" in build["backends"]
+    assert bool(build["architectures"]) == bool(build["toolkit"]) == ("cuda" in build["backends"])
+    assert build["compiler"]
+
+
+@pytest.mark.parametrize(
+    ("git", "commit", "changes"),
+    [("0123abc", "0123abc", False), ("0123abc-dirty", "0123abc", True), (None, None, None)],
+)
+def test_uncommitted_changes_are_told_from_the_commit(pretend, git, commit, changes):
+    pretend(git=git)
+    build = facts.read_build()
+    assert (build["commit"], build["uncommitted_changes"]) == (commit, changes)
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem(pretend, info):
+    pretend((9, 0), backends=["cpu"], architectures=[])
+    code, report = info("--json")
+    built = "built without CUDA, and there is GPU 0 (NVIDIA X0, compute capability 9.0)"
+    cure = causes.rebuild_line("AMP_EXT_CUDA=1")
+    problem = {"cause": "no-cuda", "message": f"amp_ext was {built}", "cure": cure}
+    assert (code, report["problems"]) == (1, [problem])
+
+    pretend((8, 0), (12, 0), (7, 5), architectures=["sm_80"])
+    code, report = info("--json")
+    (problem,) = report["problems"]
+    message = "no code for GPU 1 (NVIDIA X1, compute capability 12.0); it holds sm_80"
+    assert (code, problem["cause"]) == (1, "gpu-architecture")
+    assert problem["message"].endswith(message)
+    assert problem["cure"] == causes.rebuild_line("TORCH_CUDA_ARCH_LIST='12.0;7.5;8.0'")
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "code"),
+    [
+        ((9, 0), ["compute_90", "sm_80", "sm_90"], "sm_90"),  # its own
+        ((8, 9), ["sm_80", "sm_86", "sm_90"], "sm_86"),  # an older minor version
+        ((8, 0), ["sm_75", "sm_86", "sm_90"], None),  # other versions
+        ((9, 0), ["sm_80", "compute_70", "compute_80"], "compute_80"),  # PTX
+        ((8, 0), ["compute_90"], None),  # later PTX
+        ((12, 1), ["sm_90", "sm_120"], "sm_120"),  # three digits
+        ((9, 0), ["sm_90a"], "sm_90a"),  # for one alone
+        ((10, 0), ["sm_90a", "compute_90a"], None),  # for another alone
+        ((10, 3), ["sm_100f", "compute_90"], "sm_100f"),  # family
+        ((12, 0), ["sm_100f", "compute_100f"], None),  # another family
+        ((12, 0), ["ltoir"], None),  # unknown name
+        ((12, 0), [], None),  # nothing
+    ],
+)
+def test_the_code_that_a_gpu_takes(capability, architectures, code):
+    assert facts.code_for(capability, architectures) == code
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_real_steps_agree_with_torch(device, dtype):
+    assert check(device, dtype) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_steps_are_noticed(monkeypatch, dtype):
+    wrong = functools.partial(amp_ext.optim.AdamW, weight_decay=0.2)
+    monkeypatch.setattr(amp_ext.optim, "AdamW", wrong)
+    assert "away from torch's" in check(torch.device("cpu"), dtype)
+
+
+def test_an_overflow_that_is_missed_is_noticed(monkeypatch):
+    deaf = functools.partial(amp_ext.GradScaler, backoff_factor=0.75)
+    monkeypatch.setattr(amp_ext, "GradScaler", deaf)
+    assert check(torch.device("cpu"), torch.float32) == "the loss scale is 192, torch's 128"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "marked"),
+    [
+        ("CUDA error: no kernel image is available", "gpu-architecture", "it holds no code for"),
+        ("module 'amp_ext._C' has no attribute 'Plan'", "other-version", "it is older or newer"),
+        ("something new", "unknown", "none of these"),
+    ],
+)
+def test_steps_that_fail_are_shown_and_a_cure_proposed(
+    pretend, info, monkeypatch, text, cause, marked
+):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"{text}\nsaid at length")
+
+    pretend()
+    monkeypatch.setattr(amp_ext.optim.AdamW, "step", fail)
+    message = f"steps on cpu in float32: RuntimeError: {text}"
+    code, report = info("--check", "--json")
+    (problem,) = report["problems"]
+    assert (code, problem["cause"], problem["message"]) == (1, cause, message)
+    assert problem["cure"].endswith(causes.rebuild_line())
+    code, out = info("--check")
+    assert code == 1
+    assert "float32 ✗, float16 ✗, bfloat16 ✗" in out
+    assert f"✗ {message}" in out
+    assert re.search(f"→ +{marked}", out)
+
+
+def test_each_cause_has_a_name_and_words_of_its_own():
+    rows = [*causes.CAUSES, causes.UNKNOWN]
+    for column in ("key", "text"):
+        assert len({getattr(row, column) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("module was compiled for Python 3.10, but the interpreter version is", "other-python"),
+        ("libc10_cuda.so: cannot open shared object file", "other-cuda"),
+        ("version `CXXABI_1.3.15' not found", "old-libstdc++"),
+        ("wrong ELF class: ELFCLASS32", "other-processor"),
+        ("segment prefix", "unknown"),
+    ],
+)
+def test_errors_of_the_loader_are_recognised(text, key):
+    assert causes.recognise(f"amp_ext's compiled module does not load: {text}").key == key
+
+
+def test_in_its_source_folder_the_package_is_rebuilt_in_place(monkeypatch, tmp_path):
+    (tmp_path / "Makefile").touch()
+    monkeypatch.setattr(causes, "PACKAGE", tmp_path / "amp_ext")
+    line = f"make -C {tmp_path} clean build PYTHON={sys.executable}"
+    assert causes.rebuild_line() == line
+    assert causes.rebuild_line("AMP_EXT_CUDA=1") == f"AMP_EXT_CUDA=1 {line}"
+
+
+@pytest.mark.parametrize(
+    ("noted", "source"),
+    [
+        ('{"url": "file:///my%20code/amp"}', "'/my code/amp'"),
+        ('{"url": "https://host/amp.git"}', "<the source folder of amp_ext>"),
+        (None, "<the source folder of amp_ext>"),
+    ],
+)
+def test_an_installed_package_is_rebuilt_from_where_it_came(monkeypatch, tmp_path, noted, source):
+    installed = types.SimpleNamespace(read_text={"direct_url.json": noted}.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    monkeypatch.setattr(causes, "PACKAGE", tmp_path / "amp_ext")
+    assert causes.rebuild_line().endswith(f"{REBUILD} {source}")
+
+
+def test_a_bad_option_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--fast"])
+    assert exit_info.value.code == 2
+    assert "unrecognized arguments: --fast" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""Patched, torch's constructors make ours; undone, they make torch's again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.amp import GradScaler as ImportedBefore
+from torch.cpu.amp.grad_scaler import GradScaler as TorchCpuScaler
+from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
+from torch.nn import Parameter
+from training import (
+    EACH_CLASS,
+    FEW_OPTIMIZERS,
+    assert_same_bits,
+    make_params,
+    params_of,
+    train,
+    twins,
+)
+
+import amp_ext
+from amp_ext import ops
+from amp_ext.patch import patch_torch
+
+SCALERS = [
+    (lambda: torch.amp.GradScaler("cpu"), torch.amp.GradScaler),
+    (lambda: torch.amp.grad_scaler.GradScaler("cpu"), torch.amp.GradScaler),
+    (lambda: torch.GradScaler("cpu"), torch.amp.GradScaler),
+    (lambda: ImportedBefore("cpu"), torch.amp.GradScaler),
+    (lambda: torch.cuda.amp.GradScaler(enabled=False), TorchCudaScaler),
+    (lambda: torch.cpu.amp.GradScaler(), TorchCpuScaler),
+]
+
+# torch's older constructors say that they are old, as they do without the patch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*GradScaler.* is deprecated:FutureWarning")
+
+NOTHING, SCALER, BOTH = (False, False), (True, False), (True, True)
+
+
+def constructors() -> list[Any]:
+    torch_classes = (ImportedBefore, TorchCudaScaler, TorchCpuScaler)
+    optimizers = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return [torch_class.__init__ for torch_class in (*torch_classes, *optimizers)]
+
+
+@pytest.fixture(autouse=True)
+def torch_is_itself_before_and_after():
+    before = constructors()
+    yield
+    assert constructors() == before
+
+
+def params() -> list[Parameter]:
+    return [Parameter(torch.ones(3))]
+
+
+def patched() -> tuple[bool, bool]:
+    """Returns whether torch's constructors make our scaler and our optimizer."""
+    scaler, optimizer = ImportedBefore("cpu"), torch.optim.SGD(params())
+    ours = isinstance(scaler, amp_ext.GradScaler), isinstance(optimizer, amp_ext.optim.SGD)
+    assert ours[0] or type(scaler) is ImportedBefore
+    assert ours[1] or type(optimizer) is torch.optim.SGD
+    return ours
+
+
+@pytest.mark.parametrize(("make", "torch_class"), SCALERS)
+def test_a_scaler_of_torch_is_ours_while_patched_and_so_are_its_copies(make, torch_class):
+    before = make()
+    with patch_torch():
+        scaler = make()
+    assert type(before) is type(make()) is torch_class
+    for wanted in (amp_ext.GradScaler, torch_class, torch.amp.GradScaler):
+        assert isinstance(scaler, wanted)
+    assert type(scaler).__qualname__ == "GradScaler"
+    scaler.set_growth_interval(11)
+    stored = io.BytesIO()
+    torch.save(scaler, stored)
+    stored.seek(0)
+    for again in (
+        copy.deepcopy(scaler),
+        torch.load(stored, weights_only=False),
+        *(pickle.loads(pickle.dumps(scaler, protocol)) for protocol in range(6)),
+    ):
+        assert type(again) is type(scaler)
+        assert vars(again).keys() == vars(scaler).keys()
+        assert again.get_growth_interval() == 11
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_an_optimizer_of_torch_is_ours_on_request(name, options):
+    torch_class, our_class = getattr(torch.optim, name), getattr(amp_ext.optim, name)
+    with patch_torch():
+        assert type(torch_class(params(), **options)) is torch_class
+    with patch_torch(optimizers=True):
+        optimizer = torch_class(params(), **options)
+        for other in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+            assert isinstance(optimizer, other) == issubclass(torch_class, other)
+    assert isinstance(optimizer, our_class)
+    assert type(optimizer).__name__ == name
+    train([optimizer], 2)
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(again) is type(optimizer)
+        assert_same_bits(again, optimizer)
+        train([again], 1)
+
+
+@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+def test_a_patched_optimizer_takes_the_steps_of_our_class(name, options):
+    patched = make_params(torch.float32)
+    plain = twins(patched)
+    with patch_torch(optimizers=True):
+        optimizers = [getattr(torch.optim, name)(patched, **options)]
+    optimizers.append(getattr(amp_ext.optim, name)(plain, **options))
+    train(optimizers, 3)
+    assert_same_bits(*optimizers)
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_checkpoints_of_torch_load_under_the_patch_and_the_other_way_round(name, options):
+    torch_class = getattr(torch.optim, name)
+    with patch_torch(optimizers=True):
+        ours = torch_class(params(), **options)
+    theirs = torch_class(params(), **options)
+    for source, target in ((theirs, ours), (ours, theirs)):
+        train([source], 2)
+        target.load_state_dict(source.state_dict())
+        (source_state,), (loaded_state,) = source.state.values(), target.state.values()
+        for key in theirs.state[params_of(theirs)[0]]:
+            torch.testing.assert_close(loaded_state[key], source_state[key], rtol=0, atol=0)
+
+
+def test_options_reach_our_constructors():
+    with patch_torch(optimizers=True):
+        scaler = torch.amp.GradScaler("cpu", 2.0, growth_interval=7)
+        old_scaler = torch.cpu.amp.GradScaler(8.0, 4.0)
+        optimizer = torch.optim.SGD(params(), 0.5, momentum=0.25)
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (2.0, 7)
+    assert (old_scaler.get_scale(), old_scaler.get_growth_factor()) == (8.0, 4.0)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("torch_class", [ImportedBefore, TorchCudaScaler, torch.optim.AdamW])
+def test_signatures_stay_as_they_are(torch_class):
+    before = inspect.signature(torch_class)
+    with patch_torch(optimizers=True):
+        assert inspect.signature(torch_class) == before
+
+
+def test_an_old_constructor_still_says_that_it_is_old():
+    with patch_torch(), pytest.warns(FutureWarning, match="torch.cpu.amp.GradScaler"):
+        torch.cpu.amp.GradScaler()
+
+
+def test_what_exists_and_classes_of_others_and_our_own_stay_as_they_are():
+    class Theirs(torch.amp.GradScaler):
+        pass
+
+    class TheirAdam(torch.optim.Adam):
+        pass
+
+    existing = [torch.amp.GradScaler("cpu"), torch.optim.AdamW(params())]
+    with patch_torch(optimizers=True):
+
+        class TheirLater(torch.amp.GradScaler):
+            pass
+
+        for one in existing:
+            assert type(copy.deepcopy(one)) is type(one)
+            assert type(pickle.loads(pickle.dumps(one))) is type(one)
+        for scaler_class in (Theirs, TheirLater, amp_ext.GradScaler):
+            assert type(scaler_class("cpu")) is scaler_class
+        for optimizer_class in (TheirAdam, amp_ext.optim.AdamW):
+            assert type(optimizer_class(params())) is optimizer_class
+    assert not issubclass(TheirLater, amp_ext.GradScaler)
+
+
+def test_a_plain_call_lasts_until_undo_also_inside_a_with_statement():
+    patch = patch_torch()
+    assert patched() == SCALER
+    for _ in range(2):
+        patch.undo()
+        assert patched() == NOTHING
+    with patch_torch() as patch:
+        patch.undo()
+        assert patched() == NOTHING
+
+
+def test_an_error_inside_undoes_the_patch():
+    with pytest.raises(KeyError, match="inside"), patch_torch(optimizers=True):
+        raise KeyError("inside")
+    assert patched() == NOTHING
+
+
+def test_an_error_of_a_constructor_leaves_the_patch_as_it_is():
+    with patch_torch(optimizers=True):
+        with pytest.raises(ValueError, match="Invalid learning rate"):
+            torch.optim.AdamW(params(), lr=-1.0)
+        assert patched() == BOTH
+
+
+@pytest.mark.parametrize("optimizers", [(True, False), (False, True)], ids=["outer", "inner"])
+def test_nested_patches_end_with_the_outermost(optimizers):
+    with patch_torch(optimizers=optimizers[0]):
+        with patch_torch(optimizers=optimizers[1]):
+            assert patched() == BOTH
+        assert patched() == (True, optimizers[0])
+    assert patched() == NOTHING
+
+
+def test_patches_may_end_in_any_order():
+    first, second = patch_torch(optimizers=True), patch_torch()
+    first.undo()
+    assert patched() == SCALER
+    second.undo()
+    assert patched() == NOTHING
+
+
+def test_one_patch_may_be_entered_again():
+    patch = patch_torch()
+    with patch:
+        with patch:
+            assert patched() == SCALER
+        assert patched() == SCALER
+    assert patched() == NOTHING
+    with patch:
+        assert patched() == SCALER
+    assert patched() == NOTHING
+
+
+def test_threads_may_patch_at_the_same_time():
+    made: set[tuple[bool, bool]] = set()
+
+    def work() -> None:
+        for _ in range(200):
+            with patch_torch(optimizers=True):
+                made.add(patched())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == {BOTH}
+
+
+def test_a_module_that_does_not_load_is_reported_before_anything_is_patched(monkeypatch):
+    def fail() -> str:
+        raise ImportError("does not load")
+
+    monkeypatch.setattr(ops, "cpu_isa", fail)
+    with pytest.raises(ImportError, match="does not load"):
+        patch_torch()
+    assert patched() == NOTHING
