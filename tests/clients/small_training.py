@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,6 +52,27 @@ def _make_torchvision_importable() -> None:
 
 def our_scaler() -> amp_ext.GradScaler:
     return amp_ext.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=4)
+
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+our_adamw = functools.partial(amp_ext.optim.AdamW, lr=LR)
+FUSED = [
+    pytest.param(our_adamw, id="our-adamw"),
+    pytest.param(functools.partial(amp_ext.optim.SGD, lr=LR, momentum=0.9), id="our-sgd"),
+    pytest.param(functools.partial(torch.optim.AdamW, lr=LR, fused=True), id="torch-fused"),
+]
+LOOPING = pytest.param(functools.partial(torch.optim.AdamW, lr=LR, foreach=True), id="torch")
+
+
+def switched_off(params: Any) -> torch.optim.Optimizer:
+    """Our optimizer, under which the scaler unscales and decides whether to step."""
+    optimizer = our_adamw(params)
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
+
+
+SWITCHED_OFF = pytest.param(switched_off, id="our-adamw-switched-off")
 
 
 def make_model() -> nn.Module:
@@ -110,4 +132,26 @@ def assert_same_weights(actual: nn.Module, expected: nn.Module) -> None:
     states = [model.state_dict() for model in (actual, expected, make_model())]
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
-        assert not torch.equal(value, states[2][name]), f"{name} was not trained"
+        assert not torch.equal(value, states[2][name].to(value.dtype)), f"{name} was not trained"
+
+
+def assert_close_weights(actual: nn.Module, expected: nn.Module, rtol: float, atol: float) -> None:
+    for left, right in zip(actual.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=rtol, atol=atol)
+
+
+def by_hand(make_optimizer: MakeOptimizer, **options: Any) -> tuple[nn.Module, list[bool]]:
+    """Returns the model that the loop by hand has trained, and which of its steps were skipped."""
+    model = make_model()
+    skipped = train_by_hand(model, make_optimizer(model.parameters()), our_scaler(), **options)
+    assert any(skipped)
+    assert not all(skipped)
+    return model, skipped
+
+
+def assert_trained_as_by_hand(
+    model: nn.Module, scaler: amp_ext.GradScaler, make_optimizer: MakeOptimizer, **options: Any
+) -> None:
+    expected, skipped = by_hand(make_optimizer, **options)
+    assert scaler.history().skipped == skipped
+    assert_same_weights(model, expected)

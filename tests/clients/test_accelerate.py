@@ -3,191 +3,119 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_training as small
 import torch
-from small_training import (
-    LR,
-    assert_same_weights,
-    client,
-    make_batches,
-    make_model,
-    make_schedule,
-    our_scaler,
-    train_by_hand,
-)
 
 import amp_ext
 
-accelerate = client("accelerate")
+accelerate = small.client("accelerate")
 
 from amp_ext.integrations.accelerate import PreparedOptimizer, use_scaler  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
-
-FUSED = [
-    pytest.param(functools.partial(amp_ext.optim.AdamW, lr=LR), id="our-adamw"),
-    pytest.param(functools.partial(amp_ext.optim.SGD, lr=LR, momentum=0.9), id="our-sgd"),
-    pytest.param(functools.partial(torch.optim.AdamW, lr=LR, fused=True), id="torch-fused"),
-]
-LOOPING = [pytest.param(functools.partial(torch.optim.AdamW, lr=LR, foreach=True), id="torch")]
-
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
 def make_accelerator(**options: Any) -> Any:
     return accelerate.Accelerator(mixed_precision="fp16", cpu=True, **options)
 
 
-def train(
-    accelerator: Any,
-    model: Any,
-    optimizer: Any,
-    schedule: Any,
-    *,
-    batches: Any = None,
-    max_norm: float | None = None,
-) -> list[bool]:
-    """Trains as Accelerate's pages show it; returns for every step whether it was skipped."""
-    skipped = []
-    for x, y in make_batches() if batches is None else batches:
-        with accelerator.accumulate(model):
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients and max_norm is not None:
-                accelerator.clip_grad_norm_(model.parameters(), max_norm)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                skipped.append(optimizer.step_was_skipped)
-    return skipped
+class Training:
+    """A model, optimizer and schedule that an accelerator has prepared."""
+
+    def __init__(self, accelerator: Any, make_optimizer: small.MakeOptimizer, dtype=torch.float32):
+        self.accelerator = accelerator
+        model = small.make_model().to(dtype)
+        optimizer = make_optimizer(model.parameters())
+        prepared = accelerator.prepare(model, optimizer, small.make_schedule(optimizer))
+        self.model, self.optimizer, self.schedule = prepared
+
+    def run(self, batches: Any = None, max_norm: float | None = None) -> list[bool]:
+        """Trains as Accelerate's pages show it; returns for every step whether it was skipped."""
+        skipped = []
+        for x, y in small.make_batches() if batches is None else batches:
+            with self.accelerator.accumulate(self.model):
+                loss = torch.nn.functional.mse_loss(self.model(x), y)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients and max_norm is not None:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+                if self.accelerator.sync_gradients:
+                    skipped.append(self.optimizer.step_was_skipped)
+        return skipped
+
+    def assert_as_by_hand(
+        self, skipped: list[bool], make_optimizer: small.MakeOptimizer, **options: Any
+    ):
+        """Asserts that the loop by hand skips the same steps and gets the same bits."""
+        model = self.accelerator.unwrap_model(self.model)
+        expected = small.make_model().to(next(model.parameters()).dtype)
+        optimizer, scaler = make_optimizer(expected.parameters()), small.our_scaler()
+        schedule = small.make_schedule(optimizer)
+        expected_skipped = small.train_by_hand(
+            expected, optimizer, scaler, schedule=schedule, **options
+        )
+        assert any(expected_skipped)
+        assert not all(expected_skipped)
+        assert skipped == expected_skipped
+        assert self.accelerator.scaler.get_scale() == scaler.get_scale()
+        assert self.schedule.get_last_lr() == schedule.get_last_lr()
+        assert self.schedule.scheduler.last_epoch == skipped.count(False)
+        small.assert_same_weights(model, expected)
+        return optimizer
 
 
-def prepare(accelerator: Any, make_optimizer: MakeOptimizer) -> tuple[Any, Any, Any]:
-    model = make_model()
-    optimizer = make_optimizer(model.parameters())
-    prepared: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, make_schedule(optimizer))
-    return prepared
-
-
-@pytest.mark.parametrize("make_optimizer", FUSED + LOOPING)
-@pytest.mark.parametrize(
-    ("max_norm", "accumulate"),
-    [
-        pytest.param(None, 1, id="plain"),
-        pytest.param(0.5, 1, id="clipping"),
-        pytest.param(0.5, 2, id="clipping-accumulating"),
-    ],
-)
+@pytest.mark.parametrize("make_optimizer", [*small.FUSED, small.LOOPING])
+@pytest.mark.parametrize(("max_norm", "accumulate"), [(None, 1), (0.5, 1), (0.5, 2)])
 def test_training_equals_the_loop_by_hand(make_optimizer, max_norm, accumulate):
     accelerator = make_accelerator(gradient_accumulation_steps=accumulate)
-    scaler = use_scaler(accelerator, our_scaler())
-    model, optimizer, schedule = prepare(accelerator, make_optimizer)
-    skipped = train(accelerator, model, optimizer, schedule, max_norm=max_norm)
-
-    expected = make_model()
-    expected_optimizer = make_optimizer(expected.parameters())
-    expected_schedule = make_schedule(expected_optimizer)
-    expected_scaler = our_scaler()
-    expected_skipped = train_by_hand(
-        expected,
-        expected_optimizer,
-        expected_scaler,
-        schedule=expected_schedule,
-        max_norm=max_norm,
-        accumulate=accumulate,
-    )
-
-    assert any(expected_skipped)
-    assert not all(expected_skipped)
-    assert skipped == expected_skipped
-    assert scaler.history().skipped == expected_skipped
-    assert scaler.get_scale() == expected_scaler.get_scale()
-    assert schedule.get_last_lr() == expected_schedule.get_last_lr()
-    assert schedule.scheduler.last_epoch == skipped.count(False)
-    assert_same_weights(accelerator.unwrap_model(model), expected)
+    scaler = use_scaler(accelerator, small.our_scaler())
+    training = Training(accelerator, make_optimizer)
+    skipped = training.run(max_norm=max_norm)
+    assert scaler.history().skipped == skipped
+    training.assert_as_by_hand(skipped, make_optimizer, max_norm=max_norm, accumulate=accumulate)
 
 
-def switched_off(params: Any) -> torch.optim.Optimizer:
-    """Our optimizer, under which the scaler unscales and decides whether to step."""
-    optimizer = amp_ext.optim.AdamW(params, lr=LR)
-    optimizer._step_supports_amp_scaling = False
-    return optimizer
-
-
-@pytest.mark.parametrize("make_optimizer", [*LOOPING, pytest.param(switched_off, id="our-adamw")])
+@pytest.mark.parametrize("make_optimizer", [small.LOOPING, small.SWITCHED_OFF])
 def test_a_scaler_set_by_hand_tells_skipped_steps_of_optimizers_that_leave_them_to_it(
     make_optimizer,
 ):
     accelerator = make_accelerator()
-    accelerator.scaler = our_scaler()
+    accelerator.scaler = small.our_scaler()
     accelerator.native_amp = True  # Accelerate says so on a GPU
-    model, optimizer, schedule = prepare(accelerator, make_optimizer)
-    skipped = train(accelerator, model, optimizer, schedule, max_norm=0.5)
-
-    expected = make_model()
-    expected_optimizer = make_optimizer(expected.parameters())
-    expected_skipped = train_by_hand(
-        expected,
-        expected_optimizer,
-        our_scaler(),
-        schedule=make_schedule(expected_optimizer),
-        max_norm=0.5,
-    )
-    assert any(expected_skipped)
-    assert skipped == expected_skipped
-    assert schedule.scheduler.last_epoch == skipped.count(False)
-    assert_same_weights(accelerator.unwrap_model(model), expected)
+    training = Training(accelerator, make_optimizer)
+    training.assert_as_by_hand(training.run(max_norm=0.5), make_optimizer, max_norm=0.5)
 
 
 def test_half_parameters_train_with_clipping_in_the_step():
-    def make_optimizer(params: Any) -> torch.optim.Optimizer:
-        return amp_ext.optim.AdamW(params, lr=LR, max_grad_norm=0.5)
-
+    make_optimizer = functools.partial(amp_ext.optim.AdamW, lr=small.LR, max_grad_norm=0.5)
     accelerator = make_accelerator()
-    use_scaler(accelerator, our_scaler())
-    model = make_model().half()
-    optimizer = make_optimizer(model.parameters())
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, make_schedule(optimizer))
-    skipped = train(accelerator, model, optimizer, schedule)
-
-    expected = make_model().half()
-    expected_optimizer = make_optimizer(expected.parameters())
-    expected_skipped = train_by_hand(
-        expected, expected_optimizer, our_scaler(), schedule=make_schedule(expected_optimizer)
-    )
-    assert any(expected_skipped)
-    assert skipped == expected_skipped
-    assert torch.equal(optimizer.optimizer.grad_norm, expected_optimizer.grad_norm)
-    for param, twin in zip(model.parameters(), expected.parameters(), strict=True):
-        assert param.dtype == torch.float16
-        assert torch.equal(param, twin)
+    use_scaler(accelerator, small.our_scaler())
+    training = Training(accelerator, make_optimizer, torch.float16)
+    expected = training.assert_as_by_hand(training.run(), make_optimizer)
+    assert torch.equal(training.optimizer.optimizer.grad_norm, expected.grad_norm)
 
 
-@pytest.mark.parametrize("make_optimizer", FUSED + LOOPING)
+@pytest.mark.parametrize("make_optimizer", [*small.FUSED, small.LOOPING])
 def test_training_resumed_from_a_saved_state_ends_with_the_same_bits(make_optimizer, tmp_path):
-    batches = make_batches()
-
-    accelerator = make_accelerator()
-    scaler = use_scaler(accelerator, our_scaler())
-    whole = prepare(accelerator, make_optimizer)
-    train(accelerator, *whole, batches=batches[:7])
-    accelerator.save_state(str(tmp_path))
-    train(accelerator, *whole, batches=batches[7:])
-
-    fresh = make_accelerator()
-    fresh_scaler = use_scaler(fresh, amp_ext.GradScaler("cpu", growth_interval=4))
-    model, optimizer, schedule = prepare(fresh, make_optimizer)
-    fresh.load_state(str(tmp_path))
-    skipped = train(fresh, model, optimizer, schedule, batches=batches[7:])
-
-    assert len(skipped) == len(batches) - 7
-    assert fresh_scaler.state_dict() == scaler.state_dict()
-    assert schedule.get_last_lr() == whole[2].get_last_lr()
-    assert_same_weights(fresh.unwrap_model(model), accelerator.unwrap_model(whole[0]))
+    batches, trainings = small.make_batches(), []
+    for scaler in (small.our_scaler(), amp_ext.GradScaler("cpu", growth_interval=4)):
+        accelerator = make_accelerator()
+        use_scaler(accelerator, scaler)
+        trainings.append(Training(accelerator, make_optimizer))
+    whole, resumed = trainings
+    whole.run(batches[:7])
+    whole.accelerator.save_state(str(tmp_path))
+    whole.run(batches[7:])
+    resumed.accelerator.load_state(str(tmp_path))
+    assert len(resumed.run(batches[7:])) == len(batches) - 7
+    assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+    assert resumed.schedule.get_last_lr() == whole.schedule.get_last_lr()
+    small.assert_same_weights(*(one.accelerator.unwrap_model(one.model) for one in trainings[::-1]))
 
 
 def test_each_of_two_optimizers_answers_for_itself():
@@ -222,7 +150,7 @@ def test_the_numbers_of_grad_scaler_kwargs_hold_for_our_scaler():
 def test_an_optimizer_is_wrapped_once():
     accelerator = make_accelerator()
     use_scaler(accelerator)
-    optimizer = accelerator.prepare(amp_ext.optim.SGD(make_model().parameters(), lr=LR))
+    optimizer = accelerator.prepare(amp_ext.optim.SGD(small.make_model().parameters(), lr=small.LR))
     assert type(optimizer) is PreparedOptimizer
     assert accelerator.prepare(optimizer) is optimizer
 
@@ -244,7 +172,7 @@ def test_a_scaler_of_torch_is_refused():
 
 def test_a_scaler_that_comes_after_prepare_is_refused():
     accelerator = make_accelerator()
-    accelerator.prepare(amp_ext.optim.SGD(make_model().parameters(), lr=LR))
+    accelerator.prepare(amp_ext.optim.SGD(small.make_model().parameters(), lr=small.LR))
     with pytest.raises(RuntimeError, match=r"before accelerator\.prepare, got .* 1 prepared"):
         use_scaler(accelerator)
 

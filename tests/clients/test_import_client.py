@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import re
 import subprocess
 import sys
 
 import pytest
 
 from amp_ext.integrations import import_client
-
-CLIENTS = [("accelerate", "1.10", "2"), ("lightning", "2.4", "3"), ("timm", "1.0.12", "2")]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -26,27 +23,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version_of)
 
 
-@pytest.mark.parametrize(("library", "at_least", "below"), CLIENTS)
+@pytest.mark.parametrize("version", [None, "0.99.1", "3.0.0.dev1", "unknown"])
 @pytest.mark.parametrize(
-    ("version", "found"),
-    [
-        pytest.param(None, "none", id="missing"),
-        pytest.param("0.99.1", "0.99.1", id="too-old"),
-        pytest.param("3.0.0.dev1", "3.0.0.dev1", id="too-new"),
-        pytest.param("unknown", "unknown", id="no-number"),
-    ],
+    ("library", "limits"),
+    [("accelerate", ">=1.10,<2"), ("lightning", ">=2.4,<3"), ("timm", ">=1.0.12,<2")],
 )
-def test_the_error_names_library_versions_and_cure(
-    library, at_least, below, version, found, monkeypatch
-):
+def test_the_error_names_library_versions_and_cure(library, limits, version, monkeypatch):
     pretend(monkeypatch, version)
-    wanted = f"{library}>={at_least},<{below}"
-    message = (
-        f'amp_ext.integrations.{library} needs {wanted}, found {found}: pip install "{wanted}"'
-    )
+    wanted = f"{library}{limits}"
+    needs = f"amp_ext.integrations.{library} needs {wanted}, found {version or 'none'}"
     monkeypatch.delitem(sys.modules, f"amp_ext.integrations.{library}", raising=False)
-    with pytest.raises(ImportError, match=f"^{re.escape(message)}$") as caught:
+    with pytest.raises(ImportError) as caught:
         importlib.import_module(f"amp_ext.integrations.{library}")
+    assert str(caught.value) == f'{needs}: pip install "{wanted}"'
     assert caught.value.name == library
 
 
@@ -63,6 +52,7 @@ def test_limits_are_compared_number_by_number(version, monkeypatch):
         import_client("pytest", at_least="2.6", below="3")
 
 
+@pytest.mark.slow
 def test_the_package_imports_no_client():
     program = (
         "import sys, amp_ext, amp_ext.integrations; "

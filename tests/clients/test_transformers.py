@@ -26,20 +26,10 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # float32 rounds otherwise, float16 activa
 
 def make_model() -> Any:
     torch.manual_seed(1)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=32,
-            n_positions=8,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    others = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id")
+    config = transformers.GPT2Config(**sizes, **dict.fromkeys(others, 0))
+    return transformers.GPT2LMHeadModel(config)
 
 
 def make_data() -> list[dict[str, torch.Tensor]]:
@@ -82,14 +72,28 @@ def with_class(our_class: Any, **options: Any) -> dict[str, Any]:
     }
 
 
-def train_with_torch(folder: Path) -> tuple[Any, int]:
-    """Trains with torch's scaler and optimizer; returns the trainer and the number of skips."""
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, int]:
+    """A trainer that has trained with torch's scaler and optimizer, and its number of skips."""
+    folder = tmp_path_factory.mktemp("torch")
     trainer = make_trainer(folder, **with_class(torch.optim.AdamW, foreach=True))
     scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=4)
     trainer.accelerator.scaler = scaler
     trainer.accelerator.native_amp = True  # Accelerate says so on a GPU
     trainer.train()
     return trainer, rates_of(trainer).count(LR) - 1
+
+
+@pytest.fixture(scope="module")
+def with_ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A trainer that has trained with our scaler and optimizer."""
+    return train(make_trainer(tmp_path_factory.mktemp("ours"), **with_class(amp_ext.optim.AdamW)))
+
+
+def train(trainer: Any, scaler: Any = None, **options: Any) -> Any:
+    use_scaler(trainer.accelerator, scaler or our_scaler())
+    trainer.train(**options)
+    return trainer
 
 
 def rates_of(trainer: Any) -> list[float]:
@@ -107,34 +111,33 @@ def assert_close(actual: Any, expected: Any, **tolerances: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("our_class", "options", "tolerances"),
+    ("optimizer", "options", "tolerances"),
     [
-        pytest.param(amp_ext.optim.AdamW, {}, CLOSE, id="our-adamw"),
-        pytest.param(torch.optim.AdamW, {"fused": True}, CLOSE, id="torch-fused"),
-        pytest.param(torch.optim.AdamW, {"foreach": True}, SAME, id="torch"),
+        pytest.param("ours", {}, CLOSE, id="our-adamw"),
+        pytest.param("torch", {"fused": True}, CLOSE, id="torch-fused"),
+        pytest.param("torch", {"foreach": True}, SAME, id="torch"),
     ],
 )
-def test_training_equals_the_trainer_s_own_with_torch(our_class, options, tolerances, tmp_path):
-    trainer = make_trainer(tmp_path / "ours", **with_class(our_class, **options))
-    scaler = use_scaler(trainer.accelerator, our_scaler())
-    trainer.train()
-    expected, skips = train_with_torch(tmp_path / "torch")
+def test_training_equals_the_trainer_s_own_with_torch(
+    optimizer, options, tolerances, with_ours, with_torch, tmp_path
+):
+    trainer = with_ours
+    if optimizer == "torch":
+        trainer = train(make_trainer(tmp_path, **with_class(torch.optim.AdamW, **options)))
+    expected, skips = with_torch
     assert 0 < skips < STEPS
-    assert scaler.stats().skips == skips
+    assert trainer.accelerator.scaler.stats().skips == skips
     assert rates_of(trainer) == rates_of(expected)
     assert_close(trainer.model, expected.model, **tolerances)
 
 
-def test_an_optimizer_that_was_made_before_trains_the_same(tmp_path):
+def test_an_optimizer_that_was_made_before_trains_the_same(with_torch, tmp_path):
     model = make_model()
     optimizer = amp_ext.optim.AdamW(model.parameters(), lr=LR, eps=1e-3, weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    trainer = make_trainer(tmp_path / "ours", model=model, optimizers=(optimizer, schedule))
-    use_scaler(trainer.accelerator, our_scaler())
-    trainer.train()
-    expected, _ = train_with_torch(tmp_path / "torch")
-    assert rates_of(trainer) == pytest.approx(rates_of(expected))
-    assert_close(trainer.model, expected.model, **CLOSE)
+    trainer = train(make_trainer(tmp_path, model=model, optimizers=(optimizer, schedule)))
+    assert rates_of(trainer) == pytest.approx(rates_of(with_torch[0]))
+    assert_close(trainer.model, with_torch[0].model, **CLOSE)
 
 
 class TrainerWithOurScaler(transformers.Trainer):
@@ -145,42 +148,28 @@ class TrainerWithOurScaler(transformers.Trainer):
         use_scaler(self.accelerator, our_scaler())
 
 
-def test_every_accelerator_of_a_trainer_can_get_our_scaler(tmp_path):
-    trainer = make_trainer(tmp_path, **with_class(amp_ext.optim.AdamW))
-    use_scaler(trainer.accelerator, our_scaler())
-    trainer.train()
+def test_every_accelerator_of_a_trainer_can_get_our_scaler(with_ours, tmp_path):
     other = make_trainer(tmp_path, TrainerWithOurScaler, **with_class(amp_ext.optim.AdamW))
     other.create_accelerator_and_postprocess()  # as a search does between its trials
     other.train()
-    assert other.accelerator.scaler.stats() == trainer.accelerator.scaler.stats()
-    assert_close(other.model, trainer.model, **SAME)
+    assert other.accelerator.scaler.stats() == with_ours.accelerator.scaler.stats()
+    assert_close(other.model, with_ours.model, **SAME)
 
 
-def test_clipping_in_the_step_equals_the_trainer_s(tmp_path):
-    models = []
-    for max_grad_norm, options in ((0.5, {}), (0.0, {"max_grad_norm": 0.5})):
-        trainer = make_trainer(
-            tmp_path,
-            max_grad_norm=max_grad_norm,
-            **with_class(amp_ext.optim.AdamW, **options),
-        )
-        use_scaler(trainer.accelerator, our_scaler())
-        trainer.train()
-        models.append(trainer.model)
-    assert_close(*models, **CLOSE)
+def test_clipping_in_the_step_equals_the_trainer_s(with_ours, tmp_path):
+    options = with_class(amp_ext.optim.AdamW, max_grad_norm=0.5)
+    trainer = train(make_trainer(tmp_path, max_grad_norm=0.0, **options))
+    assert_close(trainer.model, with_ours.model, **CLOSE)
 
 
-def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(tmp_path):
-    trainers = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-5")):
-        trainer = make_trainer(tmp_path, **with_class(amp_ext.optim.AdamW))
-        scaler = our_scaler() if checkpoint is None else amp_ext.GradScaler("cpu")
-        scaler.set_growth_interval(4)
-        use_scaler(trainer.accelerator, scaler)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        trainers.append(trainer)
-    whole, resumed = trainers
+def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(with_ours, tmp_path):
+    checkpoint = str(Path(with_ours.args.output_dir) / "checkpoint-5")
+    resumed = train(
+        make_trainer(tmp_path, **with_class(amp_ext.optim.AdamW)),
+        amp_ext.GradScaler("cpu", growth_interval=4),
+        resume_from_checkpoint=checkpoint,
+    )
     assert resumed.accelerator.scaler.stats().updates == STEPS - 5
-    assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
-    assert rates_of(resumed) == rates_of(whole)
-    assert_close(resumed.model, whole.model, **SAME)
+    assert resumed.accelerator.scaler.state_dict() == with_ours.accelerator.scaler.state_dict()
+    assert rates_of(resumed) == rates_of(with_ours)
+    assert_close(resumed.model, with_ours.model, **SAME)
