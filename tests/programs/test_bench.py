@@ -150,10 +150,12 @@ def test_targets_are_marked_as_met_or_missed():
     assert cells["of stream"] == ["90.0% ✓", "89.0% ✗"]
     assert cells["launches"] == ["3 / 7", "3 / 7"]
     assert "÷ foreach" not in cells
-    lines = report.summary({"rows": rows, "left_out": [], "cpu_used_by_others": 0.5})
+    result = {"rows": rows, "left_out": [], "cpu_used_by_others": 0.5}
+    lines = report.summary(result)
     assert lines[0] == "Targets met: 2 of 4"
     assert [line.partition(":")[0] for line in lines[1:3]] == ["missed", "missed"]
     assert "Other programs took 50%" in lines[3]
+    assert report.summary(result | {"cpu_used_by_others": 0.05}) == lines[:3]
 
 
 def test_a_filter_without_rows_is_refused(capsys: pytest.CaptureFixture[str]):

@@ -188,6 +188,7 @@ def test_a_plain_call_lasts_until_undo_also_inside_a_with_statement():
         patch.undo()
         assert patched() == NOTHING
     with patch_torch() as patch:
+        assert patched() == SCALER
         patch.undo()
         assert patched() == NOTHING
 
