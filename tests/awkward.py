@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-# Nothing, a scalar, less than a vector, a vector and one more; a chunk less one, whole, more one;
-# several chunks with a tail.
-SHAPES = [(0,), (), (1,), (3,), (4,), (5,), (16383,), (16384,), (16385,), (70000,)]
+# Nothing, a scalar, less than a vector, a vector and one more; a tile of CUDA less one and whole, a
+# tile of the CPU and one more; several tiles of both with a tail.
+SHAPES = [(0,), (), (1,), (3,), (4,), (5,), (4095,), (4096,), (8193,), (16385,)]
 
 
 @dataclasses.dataclass(frozen=True)

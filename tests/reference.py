@@ -97,6 +97,7 @@ def adam(
     weight_decay: float = 0.0,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
+    denominator_floor: float = 0.0,
     grad_scale: Tensor | float | None = None,
 ) -> dict[str, Tensor]:
     """Takes one step of Adam, AdamW or AMSGrad in float64.
@@ -108,6 +109,7 @@ def adam(
         exp_avg_sq: Second moment before the step.
         step: Steps taken before this one.
         max_exp_avg_sq: Largest second moment so far; given means AMSGrad.
+        denominator_floor: Least value of the corrected second moment; NaN stays NaN.
 
     Returns:
         The new values under the names of the arguments, in float64.
@@ -132,8 +134,9 @@ def adam(
         second = torch.maximum(max_exp_avg_sq.double(), exp_avg_sq)
         result["max_exp_avg_sq"] = second
     corrected = exp_avg / (1 - beta1**step)
-    denominator = (second / (1 - beta2**step)).sqrt() + eps
-    return result | {"param": param - lr * corrected / denominator}
+    second = second / (1 - beta2**step)
+    second = torch.where(second < denominator_floor, denominator_floor, second)
+    return result | {"param": param - lr * corrected / (second.sqrt() + eps)}
 
 
 def sgd(
@@ -173,7 +176,7 @@ def sgd(
         param = param * (1 - lr * weight_decay)
     elif weight_decay != 0:
         grad = grad + weight_decay * param
-    if momentum == 0:
+    if momentum == 0 and momentum_buffer is None:
         return {"param": param - lr * grad}
     if first:
         buffer = grad
@@ -214,46 +217,6 @@ class FloatMasters:
             param.copy_(master.detach())
 
 
-def adam_with_floor(
-    param: Tensor, *tensors: Tensor | None, denominator_floor: float, **options: Any
-) -> dict[str, Tensor]:
-    """Takes one step of :func:`adam` whose corrected second moment is at least a floor.
-
-    Args:
-        param: As for :func:`adam`.
-        tensors: Likewise.
-        denominator_floor: Least value under the root; NaN stays NaN.
-        options: As for :func:`adam`.
-    """
-    result = adam(param, *tensors, **options)
-    step, lr = result["step"], options["lr"]
-    second = result.get("max_exp_avg_sq", result["exp_avg_sq"])
-    corrected = second / (1 - options["beta2"] ** step)
-    floored = torch.where(corrected < denominator_floor, denominator_floor, corrected)
-    start = param.double()
-    if options.get("decoupled_weight_decay"):
-        start = start * (1 - lr * options["weight_decay"])
-    update = result["exp_avg"] / (1 - options["beta1"] ** step) / (floored.sqrt() + options["eps"])
-    return result | {"param": start - lr * update}
-
-
-def left_alone(
-    after: dict[str, Tensor], before: dict[str, Tensor], grad: Tensor
-) -> dict[str, Tensor]:
-    """Returns a step that left every element alone whose gradient is inf or NaN, in float64.
-
-    Args:
-        after: What the step would have made of all elements, in float64, by name; it may hold a
-            ``step``, which counts all the same.
-        before: The same tensors before.
-        grad: The gradient.
-    """
-    return {
-        name: new if name == "step" else torch.where(grad.isfinite(), new, before[name].double())
-        for name, new in after.items()
-    }
-
-
 def clipped(
     grads: list[Tensor],
     *,
@@ -290,47 +253,3 @@ def clipped(
             for double in doubles
         ]
     return doubles, norm.item()
-
-
-def classic_update(
-    kind: str,
-    param: Tensor,
-    grad: Tensor,
-    buffers: dict[str, Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    timestep: int,
-) -> dict[str, Tensor]:
-    """Takes one step of an optimizer as CUDA training code classically has it, in float64.
-
-    Weight decay is decoupled, and elements whose gradient is inf or NaN are left alone.
-
-    Args:
-        kind: "sgd", "momentum" with a buffer ``velocity``, or "adam" with ``exp_avg`` and
-            ``exp_avg_sq``.
-        param: The number that is updated: the master where there is one. Nothing is written.
-        grad: Gradient, clipped already.
-        buffers: The state before the step.
-
-    Returns:
-        The new ``param`` and buffers by name, in float64.
-    """
-    old = {"param": param.double()} | {name: tensor.double() for name, tensor in buffers.items()}
-    grad = grad.double()
-    decayed = old["param"] * (1.0 - lr * weight_decay)
-    if kind == "sgd":
-        new = {"param": decayed - lr * grad}
-    elif kind == "momentum":
-        velocity = beta1 * old["velocity"] + grad
-        new = {"param": decayed - lr * velocity, "velocity": velocity}
-    else:
-        first = beta1 * old["exp_avg"] + (1.0 - beta1) * grad
-        second = beta2 * old["exp_avg_sq"] + (1.0 - beta2) * grad**2
-        root = (second / (1.0 - beta2**timestep)).clamp(min=1e-12).sqrt()
-        update = first / (1.0 - beta1**timestep) / (root + eps)
-        new = {"param": decayed - lr * update, "exp_avg": first, "exp_avg_sq": second}
-    return left_alone(new, old, grad)

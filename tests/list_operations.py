@@ -1,0 +1,268 @@
+"""The optimizers' operations over lists of tensors, each with its options and its formula.
+
+A new optimizer needs its formula in ``reference.py``, an entry in ``OPERATIONS`` and its rows in
+``STEPS``, one of them in ``FEW_STEPS``: every property of the engines is then tested for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from awkward import BF16, F32, F64, Dtypes
+from reference import adam, assert_close, clipped, same_bits, sgd, tolerance
+from torch import Tensor
+
+from amp_ext import ops
+from amp_ext.ops import OptimizerType
+
+INF, NAN = float("inf"), float("nan")
+
+Options = dict[str, Any]
+Lists = dict[str, list[Tensor]]
+One = dict[str, Tensor]  # of each list the tensor of one parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What tests must know of one operation.
+
+    Attributes:
+        formula: Its step in float64, from the parameter, the unscaled and clipped gradient, all
+            tensors before and the hyperparameters; returns new tensors by the names of their lists.
+        hyperparameters: Those that every call needs. Large ones, so that a wrong place of eps or a
+            lost update shows in 8 bits as well.
+        buffers: Names of the lists of buffers, with these options.
+        keeps_steps: Whether it counts steps, with these options.
+        has_scaler: Whether it takes ``grad_scale``, ``found_inf`` and the options beside them.
+    """
+
+    formula: Callable[..., One]
+    hyperparameters: Options
+    buffers: Callable[[Options], tuple[str, ...]]
+    keeps_steps: Callable[[Options], bool] = lambda options: False
+    has_scaler: bool = True
+
+
+def adam_formula(param: Tensor, grad: Tensor, old: One, **options: Any) -> One:
+    moments = (old["exp_avgs"], old["exp_avg_sqs"], old["steps"], old.get("max_exp_avg_sqs"))
+    return {f"{name}s": new for name, new in adam(param, grad, *moments, **options).items()}
+
+
+def sgd_formula(param: Tensor, grad: Tensor, old: One, **options: Any) -> One:
+    first = "steps" in old and old["steps"].item() == 0
+    new = sgd(param, grad, old.get("momentum_buffers"), first=first, **options)
+    if "steps" in old:
+        new["step"] = old["steps"].double() + 1
+    return {f"{name}s": tensor for name, tensor in new.items()}
+
+
+def update_formula(
+    param: Tensor, grad: Tensor, old: One, *, optimizer_type: OptimizerType, **options: Any
+) -> One:
+    """``adam_`` with a floor or ``sgd_``, both with decoupled decay."""
+    beta1, beta2, eps, timestep = (options.pop(n) for n in ("beta1", "beta2", "eps", "timestep"))
+    options["decoupled_weight_decay"] = True
+    if optimizer_type is OptimizerType.ADAM:
+        options |= {"beta1": beta1, "beta2": beta2, "eps": eps, "denominator_floor": 1e-12}
+        new = adam_formula(param, grad, old | {"steps": torch.tensor(timestep - 1.0)}, **options)
+        del new["steps"]
+        return new
+    momentum = beta1 if optimizer_type is OptimizerType.MOMENTUM else 0.0
+    new = sgd(param, grad, old.get("velocities"), first=False, momentum=momentum, **options)
+    return {{"param": "params"}.get(name, "velocities"): tensor for name, tensor in new.items()}
+
+
+UPDATE_BUFFERS = {
+    OptimizerType.SGD: (),
+    OptimizerType.MOMENTUM: ("velocities",),
+    OptimizerType.ADAM: ("exp_avgs", "exp_avg_sqs"),
+}
+
+OPERATIONS = {
+    "adam_": Operation(
+        adam_formula,
+        {"lr": 0.3, "beta1": 0.8, "beta2": 0.99, "eps": 0.05, "weight_decay": 0.0},
+        lambda options: (
+            *("exp_avgs", "exp_avg_sqs"),
+            *(["max_exp_avg_sqs"] if "amsgrad" in options else []),
+        ),
+        lambda options: True,
+    ),
+    "sgd_": Operation(
+        sgd_formula,
+        {"lr": 0.3},
+        lambda options: ("momentum_buffers",) if "momentum" in options else (),
+        lambda options: "dampening" in options,
+    ),
+    "optimizer_update_": Operation(
+        update_formula,
+        {"lr": 0.3, "beta1": 0.8, "beta2": 0.99, "eps": 0.05, "weight_decay": 0.3, "timestep": 4},
+        lambda options: UPDATE_BUFFERS[options["optimizer_type"]],
+        has_scaler=False,
+    ),
+}
+
+DECAY = {"weight_decay": 0.3}
+DECOUPLED = DECAY | {"decoupled_weight_decay": True}
+MAXIMIZE = {"maximize": True}
+MOMENTUM = {"momentum": 0.7}
+DAMPENING = MOMENTUM | {"dampening": 0.4}
+NESTEROV = MOMENTUM | {"nesterov": True}
+AMSGRAD = {"amsgrad": True}  # as lists are built; the operation sees it by its list
+
+STEPS = [
+    pytest.param("adam_", {}, id="adam"),
+    pytest.param("adam_", DECAY, id="adam-decay"),
+    pytest.param("adam_", DECOUPLED | MAXIMIZE, id="adamw-maximize"),
+    pytest.param("adam_", AMSGRAD | DECAY | MAXIMIZE, id="amsgrad-decay-maximize"),
+    pytest.param("adam_", AMSGRAD | DECOUPLED, id="amsgradw"),
+    # A floor that is the corrected moment of some elements of a test and not of others.
+    pytest.param("adam_", {"denominator_floor": 0.7}, id="adam-floor"),
+    pytest.param("adam_", AMSGRAD | {"denominator_floor": 0.7}, id="amsgrad-floor"),
+    pytest.param("sgd_", {}, id="sgd"),
+    pytest.param("sgd_", DECAY | MAXIMIZE, id="sgd-decay-maximize"),
+    pytest.param("sgd_", DECOUPLED, id="sgdw"),
+    pytest.param("sgd_", MOMENTUM | DECOUPLED, id="momentum-decoupled"),
+    pytest.param("sgd_", DAMPENING | DECAY | MAXIMIZE, id="dampening-decay-maximize"),
+    pytest.param("sgd_", NESTEROV | DECAY, id="nesterov-decay"),
+    pytest.param("sgd_", DAMPENING | DECOUPLED, id="dampening-decoupled"),
+]
+# One row for each kernel: for each number of buffers of each optimizer.
+FEW_STEPS = [
+    row
+    for row in STEPS
+    if row.id in {"adam-decay", "amsgrad-decay-maximize", "sgdw", "dampening-decay-maximize"}
+]
+UPDATES = [
+    pytest.param("optimizer_update_", {"optimizer_type": kind}, id=f"update-{kind.value}")
+    for kind in OptimizerType
+]
+STEP = ("operation", "options")
+every_step = pytest.mark.parametrize(STEP, [*STEPS, *UPDATES])
+few_steps = pytest.mark.parametrize(STEP, FEW_STEPS)
+few_steps_and_updates = pytest.mark.parametrize(STEP, [*FEW_STEPS, *UPDATES])
+
+SMALL = [(0,), (), (1,), (3,), (5,), (7, 5), (1025,)]
+WITH_MASTERS = Dtypes(BF16, BF16, F32, master=True)
+IN_FLOAT = Dtypes(F32, F32, F32)
+
+
+def build(
+    operation: str,
+    options: Options,
+    shapes: list[tuple[int, ...]],
+    dtypes: Dtypes,
+    device: torch.device | str,
+    *,
+    step: int = 3,
+    bad: bool = False,
+) -> Lists:
+    """Makes the lists of a step that ``step`` others went before, by their names.
+
+    Args:
+        operation: A name of ``OPERATIONS``.
+        options: What it is called with.
+        shapes: One for each parameter.
+        dtypes: Of each parameter and what belongs to it.
+        device: Of all tensors.
+        step: The number in the step counters, where the operation has them.
+        bad: Makes a fifth of the gradients' elements inf or NaN.
+    """
+
+    def normal(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+    def squares(dtype: torch.dtype) -> list[Tensor]:
+        return [(torch.rand(shape, device=device) * 0.05 + 1e-3).to(dtype) for shape in shapes]
+
+    masters = normal(F32 if dtypes.master else dtypes.param)
+    lists = {
+        "params": [master.to(dtypes.param, copy=True) for master in masters],
+        "grads": normal(dtypes.grad),
+    }
+    for name in OPERATIONS[operation].buffers(options):
+        lists[name] = (squares if "sq" in name else normal)(dtypes.state)
+    if OPERATIONS[operation].keeps_steps(options):
+        lists["steps"] = [torch.tensor(float(step), device=device) for _ in shapes]
+    if dtypes.master:
+        lists["master_params"] = masters
+    if bad:
+        spoil(lists["grads"])
+    return lists
+
+
+def spoil(grads: list[Tensor]) -> None:
+    """Makes a fifth of the elements inf, -inf or NaN, and all of every fourth tensor."""
+    for index, grad in enumerate(grads):
+        bad = torch.rand(grad.shape) < (1.0 if index % 4 == 1 else 0.2)
+        kinds = torch.tensor([INF, -INF, NAN])[torch.randint(3, grad.shape)]
+        grad.copy_(torch.where(bad.to(grad.device), kinds.to(grad), grad))
+
+
+def copied(lists: Lists) -> Lists:
+    return {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
+
+
+def run(operation: str, lists: dict[str, Any], **options: Any) -> None:
+    """Calls the operation; ``amsgrad`` among the options speaks of the lists only."""
+    options.pop("amsgrad", None)
+    getattr(ops, operation)(**lists, **(OPERATIONS[operation].hyperparameters | options))
+
+
+def assert_same(actual: Lists, expected: Lists) -> None:
+    for name, tensors in expected.items():
+        for index, tensor in enumerate(tensors):
+            assert same_bits(actual[name][index], tensor), f"{name}[{index}] {tuple(tensor.shape)}"
+
+
+# What becomes of the gradients before the formula sees them, and what it does not see at all.
+CLIPPING = ("grad_scale", "max_grad_norm", "clip_value")
+UNSEEN = ("amsgrad", "found_inf", "grad_norm", "skip_nonfinite", "workspace", "write_back_grads")
+
+
+def assert_is_the_formula(operation: str, after: Lists, before: Lists, **options: Any) -> None:
+    """Compares every tensor with one step of the reference from ``before``.
+
+    It knows all options of the operation: unscaling, clipping, skipping and writing back too.
+    """
+    limits = {name: options.pop(name, None) for name in CLIPPING}
+    unseen = {name: options.pop(name, None) for name in UNSEEN}
+    options = OPERATIONS[operation].hyperparameters | options
+    grads, norm = clipped(before["grads"], **limits)
+    if unseen["grad_norm"] is not None:
+        assert unseen["grad_norm"].item() == pytest.approx(norm, rel=1e-6)
+    for index, grad in enumerate(grads):
+        old, new = ({name: side[name][index] for name in side} for side in (before, after))
+        old_values = old | {"params": old.get("master_params", old["params"])}
+        expected = OPERATIONS[operation].formula(old_values["params"], grad, old, **options)
+        assert expected.keys() == old.keys() - {"grads", "master_params"}
+        skipped = torch.zeros(grad.shape, dtype=torch.bool, device=grad.device)
+        if unseen["skip_nonfinite"] or not OPERATIONS[operation].has_scaler:
+            skipped = ~grad.isfinite()
+        for name, wanted in expected.items():
+            what = f"{name}[{index}] {tuple(grad.shape)}"
+            if name == "steps":
+                assert new[name].item() == wanted.item(), what
+                continue
+            wanted = torch.where(skipped, old_values[name].double(), wanted)
+            computed = new.get("master_params", new[name]) if name == "params" else new[name]
+            assert_close(computed, wanted, what=what)
+            assert same_bits(new[name][skipped], old[name][skipped]), what
+        if "master_params" in new:
+            assert same_bits(new["params"], new["master_params"].to(new["params"].dtype))
+        if not unseen["write_back_grads"]:
+            assert same_bits(new["grads"], old["grads"]), "a gradient was written"
+            continue
+        assert same_bits(new["grads"][skipped], old["grads"][skipped]), "a skipped one was written"
+        # Gradients of float64 for parameters of float32 are read in float32.
+        in_float = new["grads"].dtype == F64 and new["params"].dtype == F32
+        torch.testing.assert_close(
+            new["grads"][~skipped].double(),
+            grad[~skipped],
+            **tolerance(F32 if in_float else new["grads"].dtype),
+            msg=f"grads[{index}]",
+        )
