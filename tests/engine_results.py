@@ -1,0 +1,149 @@
+"""What the engines compute from awkward numbers, for comparison between them to the bit.
+
+It lies beside the folders of tests, so that a fresh interpreter finds it by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, LAYOUT_SHAPE, Dtypes
+from list_operations import FEW_STEPS, INF, NAN, STEPS, Lists, build, run
+from torch import Tensor
+
+from amp_ext import ops
+
+# Less than a vector, one and a tail, and more than a tile; each also misaligned.
+SHAPES = [(size + start,) for size in (1, 7, 37, 4111) for start in (0, 1)]
+STARTS = [0, 1] * 4
+
+Results = dict[str, Tensor]
+
+
+def numbers(dtype: torch.dtype, device: torch.device, bad: float = 0.0) -> list[Tensor]:
+    """Numbers of all sizes that a dtype has, from zeros of both signs and subnormals up to inf.
+
+    Args:
+        dtype: Of the tensors.
+        device: Where they are.
+        bad: Share of elements that are inf or NaN besides.
+    """
+    exponents = {F16: (-26, 17), BF16: (-60, 60)}.get(dtype, (-70, 60))
+    tensors = []
+    for shape, start in zip(SHAPES, STARTS, strict=True):
+        drawn = torch.randn(shape, dtype=F64)
+        drawn *= torch.exp2(torch.empty_like(drawn).uniform_(*exponents))
+        drawn[torch.rand(shape) < 0.02] = 0.0
+        drawn[torch.rand(shape) < 0.02] *= -0.0
+        drawn[torch.rand(shape) < bad / 2] = INF
+        drawn[torch.rand(shape) < bad / 2] = NAN
+        tensors.append(drawn.to(dtype).to(device)[start:])
+    return tensors
+
+
+def gathered(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+
+
+def steps_of(
+    operation: str, options: dict[str, Any], dtypes: Dtypes, device: torch.device, bad: float
+) -> Lists:
+    """Takes three steps with scaled gradients of any size, and returns all that they wrote."""
+    lists = build(operation, options, SHAPES, dtypes, "cpu", step=2)
+    tensors_of = {name: tensors for name, tensors in lists.items() if name != "steps"}
+    for tensors in tensors_of.values():
+        for tensor in tensors:
+            tensor.mul_(torch.exp2(torch.empty(tensor.shape).uniform_(-12, 3)))
+    if dtypes.master:
+        tensors_of["params"] = [master.to(dtypes.param) for master in lists["master_params"]]
+    for name, tensors in tensors_of.items():
+        pairs = zip(tensors, STARTS, strict=True)
+        lists[name] = [tensor.to(device)[start:] for tensor, start in pairs]
+    if "steps" in lists:
+        lists["steps"] = [step.to(device) for step in lists["steps"]]
+    for _ in range(3):
+        lists["grads"] = numbers(dtypes.grad, device, bad)
+        run(operation, lists, **options)
+    return lists
+
+
+def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B008
+    """Runs every operation on every dtype, from the same numbers each time."""
+    torch.manual_seed(0)
+    found: Results = {}
+    scaled = {"grad_scale": torch.tensor(3.0, device=device)}
+    skipping = scaled | {
+        "skip_nonfinite": True,
+        "write_back_grads": True,
+        "clip_value": 0.5,
+        "max_grad_norm": 1e3,
+        "sum_of_squares": torch.tensor(1e8, dtype=F64, device=device),
+    }
+    cases = [(row, dtypes, scaled) for row in STEPS for dtypes in FEW_DTYPES]
+    cases += [(row, dtypes, scaled) for row in FEW_STEPS for dtypes in DTYPES]
+    cases += [(row, dtypes, skipping) for row in FEW_STEPS for dtypes in FEW_DTYPES]
+    for row, dtypes, more in cases:
+        operation, options = row.values
+        bad = 0.1 if more is skipping else 0.0
+        lists = steps_of(operation, options | more, dtypes.values[0], device, bad)
+        for name, tensors in lists.items():
+            found[f"{row.id} {dtypes.id} {len(more)} options {name}"] = gathered(tensors)
+    for dtype in (F32, F64, F16, BF16):
+        for inverse in (1 / 3, 2.0**-16, 2.0**-140, 1e30):
+            grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)
+            ops.unscale_(grads, torch.tensor(inverse, device=device), found_inf)
+            found[f"unscale {inverse} {dtype}"] = gathered(grads)
+    scale = torch.tensor(65536.0, device=device)
+    tracker = torch.zeros((), dtype=torch.int32, device=device)
+    scales = []
+    for step in range(60):
+        found_inf = torch.tensor(float(step % 7 == 6), device=device)
+        factors = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2}
+        ops.update_scale_(scale, tracker, [found_inf], **factors)
+        scales += [scale.clone(), tracker.float()]
+    found["update_scale"] = gathered(scales)
+    return found
+
+
+# Squares that are 0, subnormal, just normal, just finite or inf in float32; and, from 1e-20 on and
+# from 1e17 on, many of them that are more than one of them is.
+EXTREMES = [
+    *[(F32, value) for value in (1e-45, 1e-40, 1.2e-38, 1e-30, 1e-22, 4e-22, 1e-21, 1e-20)],
+    *[(F32, value) for value in (1.1e-19, 1e-18, 1e17, 1e18, 1.8e19, 1.9e19, 1e30, 3e38)],
+    *[(BF16, value) for value in (1e-40, 1e-30, 1e-22, 1e-20, 1.8e19, 3.38e38)],
+    *[(F16, value) for value in (6e-8, 1e-5, 65504.0)],
+    *[(F64, value) for value in (1e-150, 1e-40, 1e-22, 3e38, 1e39, 1e150)],
+]
+
+
+def lists_to_sum(device: torch.device | str) -> Iterator[list[Tensor]]:
+    """Lists whose sums of squares depend on the order of the additions."""
+    for dtype in (F32, F16, BF16, F64):
+        yield [torch.randn(size, device=device).to(dtype) for size in (1, 100_001, 0, 7, 30_000)]
+        yield [torch.randn(index % 40, device=device).to(dtype) for index in range(500)]
+    yield [
+        torch.randn(LAYOUT_SHAPE, device=device).permute(3, 1, 0, 2),
+        torch.rand(5, 9, device=device).t(),
+    ]
+    spread = (10 ** (torch.rand(60_000, dtype=F64) * 76 - 38)).float().to(device)
+    yield [spread, spread[1:], spread[::3]]
+    yield [spread.double(), spread.bfloat16(), spread]
+
+
+def sums_of_squares() -> Results:
+    """Sums up awkward lists on the CPU; another device adds in another order."""
+    torch.manual_seed(0)
+    lists = [*lists_to_sum("cpu")]
+    lists += [[torch.full((16385,), value, dtype=F64).to(dtype)] for dtype, value in EXTREMES]
+    sums = []
+    for tensors in lists:
+        sums.append(torch.zeros((), dtype=F64))
+        ops.check_finite_(tensors, torch.zeros(()), sum_of_squares=sums[-1])
+    return {"sums of squares": torch.stack(sums)}
+
+
+def cpu_results() -> Results:
+    """Returns everything that every instruction set of the CPU computes alike."""
+    return results() | sums_of_squares()

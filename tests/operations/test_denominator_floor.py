@@ -1,0 +1,168 @@
+"""``denominator_floor``: Adam divides by ``sqrt(max(v, floor)) + eps``, v the corrected moment."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
+from list_operations import (
+    AMSGRAD,
+    DECOUPLED,
+    IN_FLOAT,
+    SMALL,
+    assert_is_the_formula,
+    assert_same,
+    build,
+    copied,
+    run,
+)
+from reference import adam, assert_close, same_bits
+from training import give_grads, make_params, ours, twins
+
+with_and_without_amsgrad = pytest.mark.parametrize(
+    "amsgrad", [{}, AMSGRAD], ids=["adam", "amsgrad"]
+)
+
+
+# 0.7 is the corrected moment of some elements of a test and not of others at the fourth step.
+@pytest.mark.parametrize("options", [{}, DECOUPLED, {"eps": 0.0}], ids=str)
+@with_and_without_amsgrad
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_one_step_is_the_formula(device, dtypes, amsgrad, options):
+    before = build("adam_", amsgrad, SHAPES, dtypes, device)
+    for floor in (0.7, 100.0):
+        lists, without = copied(before), copied(before)
+        run("adam_", lists, denominator_floor=floor, **options)
+        assert_is_the_formula("adam_", lists, before, denominator_floor=floor, **options)
+        run("adam_", without, **options)
+        changed = lists["params"][-1] != without["params"][-1]
+        assert changed.any()
+        assert floor == 100.0 or not changed.all()
+
+
+@pytest.mark.parametrize("step", [0, 1, 999, 100_000])
+def test_the_floor_is_of_the_corrected_moment_at_any_age(device, step):
+    lists = build("adam_", {}, [(70,)], IN_FLOAT, device, step=step)
+    lists["exp_avg_sqs"][0].mul_(8)
+    before, options = copied(lists), {"beta2": 0.999, "denominator_floor": 0.2}
+    run("adam_", lists, **options)
+    assert_is_the_formula("adam_", lists, before, **options)
+
+
+@with_and_without_amsgrad
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_a_floor_of_0_or_below_all_moments_changes_no_bit(device, dtypes, amsgrad):
+    plain = build("adam_", amsgrad, SMALL, dtypes, device)
+    zero, low = copied(plain), copied(plain)
+    run("adam_", plain)
+    run("adam_", zero, denominator_floor=0.0)
+    run("adam_", low, denominator_floor=1e-12)
+    assert_same(zero, plain)
+    assert_same(low, plain)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_the_floor_stands_under_the_root_and_eps_outside(device, dtype):
+    lists = build("adam_", {}, [(3,)], Dtypes(dtype, dtype, dtype), device, step=0)
+    for name, value in {"params": 0.0, "grads": 0.0, "exp_avgs": 1.25, "exp_avg_sqs": 0.0}.items():
+        lists[name][0].fill_(value)
+    # The first moment becomes 1, and 5 when it is corrected; the denominator 1 / 4 + 1.
+    run("adam_", lists, lr=0.5, eps=1.0, denominator_floor=1 / 16)
+    assert_close(lists["params"][0], torch.full((3,), -0.5 * 5.0 / 1.25))
+
+
+@with_and_without_amsgrad
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_zero_moments_without_eps_are_harmless(device, dtypes, amsgrad):
+    lists = build("adam_", amsgrad, [(5,), (70,)], dtypes, device, step=0)
+    for name in lists.keys() - {"params", "master_params", "steps"}:
+        torch._foreach_zero_(lists[name])
+    spoiled, before = copied(lists), copied(lists)
+    run("adam_", lists, eps=0.0, denominator_floor=1e-12)
+    assert all(map(same_bits, lists["params"], before["params"]))
+    run("adam_", spoiled, eps=0.0)
+    assert all(param.isnan().all() for param in spoiled["params"])
+
+
+@pytest.mark.parametrize("floor", [1e-12, 0.2, math.inf], ids=str)
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_nan_passes_the_floor(device, dtypes, floor):
+    for name in ("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        amsgrad = AMSGRAD if name == "max_exp_avg_sqs" else {}
+        lists = build("adam_", amsgrad, [(70,)], dtypes, device)
+        lists[name][0][7] = math.nan
+        run("adam_", lists, denominator_floor=floor)
+        assert lists["params"][0][7].isnan(), name
+        assert lists["params"][0].isnan().sum() == 1, name
+
+
+@pytest.mark.parametrize(("moment", "floor"), [(None, math.inf), (math.inf, 0.2)])
+def test_an_infinite_floor_or_moment_moves_nothing(device, moment, floor):
+    lists = build("adam_", {}, [(70,)], IN_FLOAT, device)
+    if moment is not None:
+        lists["exp_avg_sqs"][0].fill_(moment)
+    before = copied(lists)
+    run("adam_", lists, denominator_floor=floor)
+    assert same_bits(lists["params"][0], before["params"][0])
+
+
+# The optimizer classes.
+
+
+@pytest.mark.parametrize("floor", [1e-12, 0.5, 4.0], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("Adam", {"weight_decay": 0.1}, id="adam-decay"),
+        pytest.param("Adam", {"amsgrad": True, "maximize": True}, id="adam-amsgrad-maximize"),
+        pytest.param("AdamW", {"weight_decay": 0.5}, id="adamw"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
+def test_ten_steps_follow_the_formula(device, dtype, name, options, floor):
+    (param,) = make_params(dtype, device, [(1025,)])
+    mine = ours(name)([param], lr=0.05, denominator_floor=floor, **options)
+    formula = {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "denominator_floor": floor}
+    formula |= {"decoupled_weight_decay": name == "AdamW"} | options
+    names = ["exp_avg", "exp_avg_sq", "step"]
+    names += ["max_exp_avg_sq"] if formula.pop("amsgrad", False) else []
+    expected = {"param": param.detach().double()}
+    expected |= {key: torch.zeros_like(expected["param"]) for key in names}
+    for _ in range(10):
+        give_grads([param])
+        moments = [expected[key] for key in names]
+        expected = adam(expected["param"], param.grad, *moments, **formula)
+        mine.step()
+    state = mine.state[param] | {"param": mine.state[param].get("master_param", param)}
+    for key in expected.keys() - {"step"}:
+        assert_close(state[key], expected[key], steps=10, what=key)
+    assert same_bits(param, state["param"].to(dtype))
+
+
+def test_each_group_has_its_own_floor(device):
+    params = make_params(F32, device, [(5,), (7,)])
+    apart = twins(params)
+    groups = [{"params": params[:1]}, {"params": params[1:], "denominator_floor": 4.0}]
+    optimizers = [
+        ours("Adam")(groups, lr=0.1),
+        ours("Adam")(apart[:1], lr=0.1),
+        ours("Adam")(apart[1:], lr=0.1, denominator_floor=4.0),
+    ]
+    give_grads(params, apart)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(map(same_bits, params, apart))
+
+
+@pytest.mark.parametrize("wrong", [-1e-12, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_wrong_floor_is_refused(name, wrong):
+    with pytest.raises(ValueError, match=r"^Invalid denominator_floor value: -?(1e-12|inf|nan)$"):
+        ours(name)(make_params(F32), denominator_floor=wrong)
+
+
+def test_sgd_has_no_denominator():
+    with pytest.raises(TypeError, match="denominator_floor"):
+        ours("SGD")(make_params(F32), denominator_floor=1e-12)

@@ -1,0 +1,276 @@
+"""``amp_ext.ops.optimizer_update_``: one step for people who keep their own loop and buffers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from awkward import BF16, DTYPES, F32, F64, FEW_DTYPES, Dtypes
+from list_operations import (
+    IN_FLOAT,
+    INF,
+    NAN,
+    OPERATIONS,
+    SMALL,
+    UPDATE_BUFFERS,
+    WITH_MASTERS,
+    assert_is_the_formula,
+    assert_same,
+    build,
+    copied,
+    run,
+    spoil,
+)
+from reference import assert_close, clipped, same_bits, snapshot
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext import ops
+from amp_ext.ops import OptimizerType
+
+UPDATE = "optimizer_update_"
+SGD, MOMENTUM, ADAM = ({"optimizer_type": kind} for kind in OptimizerType)
+each_kind = pytest.mark.parametrize("kind", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adam"])
+CLIPPING = [{}, {"max_grad_norm": 3.0}, {"max_grad_norm": 10.0, "clip_value": 0.25}]
+
+
+def fresh(kind: dict[str, Any], shapes, dtypes: Dtypes, device) -> dict[str, Any]:
+    """Makes the lists of a first update, whose buffers are zeros."""
+    lists = build(UPDATE, kind, shapes, dtypes, device)
+    for name in UPDATE_BUFFERS[kind["optimizer_type"]]:
+        torch._foreach_zero_(lists[name])
+    return lists
+
+
+def new_grads(lists, *, bad: bool = False) -> None:
+    for grad in lists["grads"]:
+        grad.copy_(torch.randn(grad.shape))
+    if bad:
+        spoil(lists["grads"])
+
+
+@pytest.mark.parametrize("clipping", CLIPPING, ids=str)
+@each_kind
+def test_a_loop_of_forty_steps_is_the_loop_of_the_formula(device, kind, clipping):
+    lists = fresh(kind, [(70,), (3, 5)], Dtypes(F64, F64, F64), device)
+    expected = [{name: lists[name][index].clone() for name in lists} for index in range(2)]
+    workspace, update = ops.OptimizerWorkspace(), OPERATIONS[UPDATE]
+    for timestep in range(1, 41):
+        new_grads(lists, bad=timestep % 3 == 0)
+        options = kind | {"lr": 0.3 / timestep, "timestep": timestep}
+        grads, _ = clipped(lists["grads"], **clipping)
+        for grad, old in zip(grads, expected, strict=True):
+            hyperparameters = update.hyperparameters | options
+            for name, new in update.formula(old["params"], grad, old, **hyperparameters).items():
+                old[name] = torch.where(grad.isfinite(), new, old[name])
+        run(UPDATE, lists, workspace=workspace, **options, **clipping)
+    for index, name in itertools.product(range(2), lists.keys() - {"grads"}):
+        assert_close(lists[name][index], expected[index][name], steps=40, what=name)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_ten_steps_match_torch(device, dtype, kind):
+    theirs = [Parameter(torch.randn(1000, device=device).to(dtype)) for _ in range(2)]
+    decay = 0.02  # torch's SGD adds its decay to the gradient, so it is applied before the step
+    optimizer: torch.optim.Optimizer = {
+        OptimizerType.SGD: lambda: torch.optim.SGD(theirs, lr=0.1),
+        OptimizerType.MOMENTUM: lambda: torch.optim.SGD(theirs, lr=0.1, momentum=0.9),
+        OptimizerType.ADAM: lambda: torch.optim.Adam(theirs, lr=0.1),
+    }[kind["optimizer_type"]]()
+    lists = fresh(kind, [(1000,)] * 2, Dtypes(dtype, dtype, dtype), device)
+    lists["params"] = snapshot([param.detach() for param in theirs])
+    for timestep in range(1, 11):
+        new_grads(lists)
+        for param, grad in zip(theirs, lists["grads"], strict=True):
+            param.grad = grad.clone()
+            param.data.mul_(1.0 - 0.1 * decay)
+        optimizer.step()
+        # The defaults of the others are torch's.
+        ops.optimizer_update_(**kind, **lists, timestep=timestep, lr=0.1, weight_decay=decay)
+    names = {"velocities": "momentum_buffer", "exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
+    for index, param in enumerate(theirs):
+        assert_close(lists["params"][index], param, steps=10)
+        for name in UPDATE_BUFFERS[kind["optimizer_type"]]:
+            expected = optimizer.state[param][names[name]]
+            assert_close(lists[name][index], expected, steps=10, what=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "options"),
+    [
+        pytest.param(SGD, amp_ext.optim.SGD, {}, id="sgd"),
+        pytest.param(MOMENTUM, amp_ext.optim.SGD, {"momentum": 0.8}, id="momentum"),
+        pytest.param(
+            ADAM,
+            amp_ext.optim.Adam,
+            {"betas": (0.8, 0.99), "eps": 0.05, "denominator_floor": 1e-12},
+            id="adam",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_it_has_the_bits_of_the_optimizer_with_these_options(device, dtypes, kind, make, options):
+    lists = fresh(kind, SMALL, dtypes, device)
+    limits = {"max_grad_norm": 5.0, "clip_value": 0.5}
+    optimizer = make(
+        [Parameter(param.clone()) for param in lists["params"]],
+        lr=0.3,
+        weight_decay=0.3,
+        decoupled_weight_decay=True,
+        skip_nonfinite=True,
+        master_weights=dtypes.master,
+        state_dtype=None if dtypes.state == dtypes.param else torch.float32,
+        **limits,
+        **options,
+    )
+    if dtypes.master:
+        lists["master_params"] = [param.float() for param in lists["params"]]
+    params = optimizer.param_groups[0]["params"]
+    workspace = ops.OptimizerWorkspace()
+    for timestep in range(1, 4):
+        new_grads(lists, bad=True)
+        for param, grad in zip(params, lists["grads"], strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        run(UPDATE, lists, **kind, timestep=timestep, workspace=workspace, **limits)
+        assert same_bits(workspace.grad_norm, optimizer.grad_norm)
+    for index, param in enumerate(params):
+        assert same_bits(lists["params"][index], param)
+        if dtypes.master:
+            assert same_bits(lists["master_params"][index], optimizer.state[param]["master_param"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"timestep": t, "beta2": 0.999} for t in (1, 2, 1000, 10**7)] + [{"beta1": 0.0}]
+)
+@each_kind
+def test_any_timestep_is_right_and_no_memory_as_well(device, kind, options):
+    lists = build(UPDATE, kind, [(70,)], IN_FLOAT, device)
+    before = copied(lists)
+    run(UPDATE, lists, **kind, **options)
+    assert_is_the_formula(UPDATE, lists, before, **kind, **options)
+
+
+def test_the_timestep_is_nothing_to_the_velocity(device):
+    first = build(UPDATE, MOMENTUM, [(70,)], IN_FLOAT, device)
+    later = copied(first)
+    for _ in range(3):
+        run(UPDATE, first, **MOMENTUM | {"timestep": 1})
+        run(UPDATE, later, **MOMENTUM | {"timestep": 100})
+    assert_same(first, later)
+
+
+def test_the_denominator_of_adam_has_a_floor_of_a_millionth(device):
+    lists = fresh(ADAM, [(3,)], IN_FLOAT, device)
+    lists["params"][0].zero_()
+    lists["grads"][0].copy_(torch.tensor([1e-9, 0.0, 1.0]))
+    run(UPDATE, lists, **ADAM, timestep=1, eps=0.0)
+    # Where the gradient is above the floor, its first step has the length of the learning rate.
+    assert_close(lists["params"][0], torch.tensor([-0.3e-3, 0.0, -0.3]))
+
+
+def test_infinite_limits_clip_nothing(device):
+    plain = build(UPDATE, ADAM, [(5,), (70,)], IN_FLOAT, device)
+    limited = copied(plain)
+    run(UPDATE, plain, **ADAM)
+    run(UPDATE, limited, **ADAM, max_grad_norm=math.inf, clip_value=math.inf)
+    assert_same(limited, plain)
+
+
+def test_parameters_that_require_gradients_are_updated_in_place(device):
+    weight = torch.randn(3, 5, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad((weight**2).sum(), [weight])
+    start, version = weight.detach().clone(), weight._version
+    ops.optimizer_update_(OptimizerType.SGD, [weight], [grad], lr=0.25, timestep=1)
+    assert same_bits(weight, start - 0.25 * grad)
+    assert weight._version > version
+    assert weight.requires_grad
+
+
+# Workspaces.
+
+
+def test_one_workspace_serves_lists_of_every_kind(device):
+    workspace = ops.OptimizerWorkspace()
+    for kind, row, clipping in itertools.product([SGD, MOMENTUM, ADAM], DTYPES, CLIPPING):
+        lists = build(UPDATE, kind, [(5,), (70,)], row.values[0], device, bad=True)
+        alone = copied(lists)
+        run(UPDATE, lists, workspace=workspace, **kind, **clipping)
+        run(UPDATE, alone, **kind, **clipping)
+        assert_same(lists, alone)
+
+
+def test_one_workspace_serves_several_devices(device):
+    workspace = ops.OptimizerWorkspace()
+    for place in (device, torch.device("cpu"), device):
+        lists = build(UPDATE, ADAM, [(5,), (70,)], IN_FLOAT, place)
+        before = copied(lists)
+        run(UPDATE, lists, **ADAM, workspace=workspace, max_grad_norm=3.0)
+        assert_is_the_formula(UPDATE, lists, before, **ADAM, max_grad_norm=3.0)
+        assert workspace.grad_norm is not None
+        assert workspace.grad_norm.device == lists["params"][0].device
+
+
+def test_the_workspace_holds_the_norm_of_the_last_update_that_took_one(device):
+    workspace = ops.OptimizerWorkspace()
+    options = SGD | {"workspace": workspace}
+    lists = build(UPDATE, SGD, SMALL, Dtypes(BF16, BF16, F32), device)
+    run(UPDATE, lists, **options)
+    run(UPDATE, {"params": [], "grads": []}, max_grad_norm=1.0, **options)
+    assert workspace.grad_norm is None
+    for limit in (1.0, 1e6):
+        new_grads(lists, bad=True)
+        run(UPDATE, lists, max_grad_norm=limit, **options)
+        _, expected = clipped(lists["grads"])
+        assert workspace.grad_norm.dtype == F32
+        assert workspace.grad_norm.shape == ()
+        assert workspace.grad_norm.item() == pytest.approx(expected, rel=1e-6)
+    last = workspace.grad_norm.clone()
+    new_grads(lists)
+    run(UPDATE, lists, **options)
+    assert same_bits(workspace.grad_norm, last)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("kind", OptimizerType)
+@pytest.mark.parametrize("name", ["velocities", "exp_avgs", "exp_avg_sqs"])
+def test_buffers_too_few_or_too_many_are_named_before_anything_is_written(kind, name):
+    options = {"optimizer_type": kind}
+    lists = build(UPDATE, options, [(5,)] * 3, WITH_MASTERS, "cpu")
+    before, workspace = copied(lists), ops.OptimizerWorkspace()
+    needed = name in UPDATE_BUFFERS[kind]
+    for wrong in [None] if needed else [snapshot(lists["params"]), []]:
+        got = "None" if wrong is None else f"{len(wrong)} tensors"
+        words = f"{name} must be {'given' if needed else 'None'} for {kind}, got {got}"
+        with pytest.raises(RuntimeError, match=f"^optimizer_update_: {words}$"):
+            run(UPDATE, lists | {name: wrong}, workspace=workspace, max_grad_norm=1.0, **options)
+    with pytest.raises(RuntimeError, match=r"^optimizer_update_: grads must have 3 tensors"):
+        run(UPDATE, lists | {"grads": []}, workspace=workspace, max_grad_norm=1.0, **options)
+    assert_same(lists, before)
+    assert workspace.grad_norm is None, "there was no update whose norm it could be"
+
+
+@pytest.mark.parametrize("timestep", [0, -1, NAN, INF, 1.5], ids=str)
+def test_a_wrong_timestep_is_named_before_anything_is_written(timestep):
+    lists = build(UPDATE, ADAM, [(5,)] * 3, WITH_MASTERS, "cpu")
+    before = copied(lists)
+    words = rf"^optimizer_update_: timestep must be an int of at least 1, got {timestep}$"
+    with pytest.raises(RuntimeError, match=words):
+        run(UPDATE, lists, **ADAM, timestep=timestep)
+    assert_same(lists, before)
+
+
+@pytest.mark.parametrize("kind", ["adam", 2, None, torch.optim.Adam])
+def test_something_else_than_a_type_is_refused(kind):
+    with pytest.raises(RuntimeError, match=r"^optimizer_update_: optimizer_type must be an "):
+        ops.optimizer_update_(kind, [], [], lr=0.1, timestep=1)
+
+
+def test_the_types_are_three():
+    assert [kind.name for kind in OptimizerType] == ["SGD", "MOMENTUM", "ADAM"]

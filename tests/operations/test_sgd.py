@@ -1,0 +1,104 @@
+"""``amp_ext.ops.sgd_``: first steps, lists that options need, and every 16-bit number exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64, Dtypes
+from list_operations import (
+    DAMPENING,
+    DECAY,
+    IN_FLOAT,
+    MAXIMIZE,
+    MOMENTUM,
+    NESTEROV,
+    assert_is_the_formula,
+    build,
+    copied,
+    run,
+)
+from reference import assert_close, same_bits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(DECAY | MAXIMIZE, id="decay-maximize"),
+        pytest.param(MOMENTUM, id="momentum"),
+        pytest.param(DAMPENING | DECAY | MAXIMIZE, id="dampening-decay-maximize"),
+        pytest.param(NESTEROV | DECAY, id="nesterov-decay"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_ten_steps_follow_the_loop_of_torch(device, dtype, options):
+    theirs = [torch.nn.Parameter(torch.randn(1000, device=device).to(dtype)) for _ in range(2)]
+    optimizer = torch.optim.SGD(theirs, lr=0.1, foreach=False, **options)
+    dtypes = Dtypes(dtype, dtype, dtype)
+    ours = build("sgd_", options, [(1000,)] * 2, dtypes, device, step=0)
+    torch._foreach_zero_(ours.get("momentum_buffers", ours["grads"]))
+    torch._foreach_copy_(ours["params"], [param.detach() for param in theirs])
+    for _ in range(10):
+        for index, param in enumerate(theirs):
+            param.grad = torch.randn_like(param)
+            ours["grads"][index] = param.grad.clone()
+        optimizer.step()
+        run("sgd_", ours, lr=0.1, **options)
+    for index, param in enumerate(theirs):
+        assert_close(ours["params"][index], param, steps=10)
+        if "momentum" in options:
+            buffer = optimizer.state[param]["momentum_buffer"]
+            assert_close(ours["momentum_buffers"][index], buffer, steps=10)
+
+
+@pytest.mark.parametrize("buffer", [0.0, 12345.0])
+def test_first_and_later_steps_may_share_a_launch_and_the_first_does_not_use_the_buffer(
+    device, buffer
+):
+    lists = build("sgd_", DAMPENING, [(5,)] * 3, IN_FLOAT, device)
+    lists["steps"][1].zero_()
+    lists["momentum_buffers"][1].fill_(buffer)
+    before = copied(lists)
+    run("sgd_", lists, **DAMPENING)
+    assert_is_the_formula("sgd_", lists, before, **DAMPENING)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_every_16_bit_gradient_is_read_exactly(device, dtype):
+    grad = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype)
+    param = torch.zeros(2**16, device=device)
+    run("sgd_", {"params": [param], "grads": [grad]}, lr=1.0)
+    assert torch.equal(param.nan_to_num(nan=12345.0), (0 - grad.float()).nan_to_num(nan=12345.0))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_the_parameter_is_the_master_rounded_to_nearest_even(device, dtype):
+    exact = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype).float()
+    neighbour = exact.view(torch.int32)
+    # Every 16-bit number, the middle to the next one, a bit beside the middle, and random bits.
+    half = 1 << (15 if dtype == BF16 else 12)
+    bits = [neighbour + offset for offset in (0, half - 1, half, half + 1)]
+    bits.append(torch.randint(-(2**31), 2**31 - 1, (100_000,)).to(torch.int32).to(device))
+    grad = torch.cat(bits).view(F32)
+    master, param = torch.zeros_like(grad), torch.zeros_like(grad, dtype=dtype)
+    run("sgd_", {"params": [param], "grads": [grad], "master_params": [master]}, lr=1.0)
+    expected = 0 - grad
+    keep = ~expected.isnan()
+    assert same_bits(master[keep], expected[keep])
+    assert same_bits(param[keep], expected.to(dtype)[keep])
+    assert param[~keep].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("built_for", "options", "words"),
+    [
+        (MOMENTUM, {}, "momentum_buffers must be given if and only if momentum is not 0, got mom"),
+        ({}, MOMENTUM, "momentum_buffers must be given if and only if momentum is not 0, got mom"),
+        (MOMENTUM, DAMPENING, "steps must be given with dampening, whose first step differs"),
+    ],
+)
+def test_lists_that_do_not_fit_the_options_are_named(built_for, options, words):
+    lists = build("sgd_", built_for, [(5,)] * 3, IN_FLOAT, "cpu")
+    before = copied(lists)
+    with pytest.raises(RuntimeError, match=f"^sgd_: {words}"):
+        run("sgd_", lists, **options)
+    assert all(map(same_bits, lists["params"], before["params"]))

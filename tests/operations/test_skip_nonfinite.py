@@ -1,0 +1,346 @@
+"""``skip_nonfinite``: elements whose gradient is inf or NaN are left alone, all others step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, SHAPES
+from list_operations import (
+    DECOUPLED,
+    IN_FLOAT,
+    INF,
+    MOMENTUM,
+    NAN,
+    OPERATIONS,
+    SMALL,
+    WITH_MASTERS,
+    assert_is_the_formula,
+    assert_same,
+    build,
+    copied,
+    every_step,
+    few_steps,
+    few_steps_and_updates,
+    run,
+)
+from reference import assert_close, clipped, same_bits
+from torch import Tensor
+from training import (
+    AS_TORCH,
+    EACH_CLASS,
+    OPTIMIZERS,
+    assert_same_bits,
+    bits_of,
+    give_grads,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+    twins,
+)
+
+import amp_ext
+from amp_ext import ops
+
+SKIP = {"skip_nonfinite": True}
+
+
+def skipping(operation: str) -> dict[str, bool]:
+    """Returns what an operation must be told to skip elements; some always do."""
+    return SKIP if OPERATIONS[operation].has_scaler else {}
+
+
+@every_step
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_finite_elements_follow_the_formula_and_others_keep_their_bits(
+    device, dtypes, operation, options
+):
+    lists = build(operation, options, SMALL, dtypes, device, bad=True)
+    before = copied(lists)
+    run(operation, lists, **skipping(operation), **options)
+    assert_is_the_formula(operation, lists, before, **SKIP, **options)
+
+
+@few_steps
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_finite_elements_have_the_bits_of_a_step_without_bad_ones(
+    device, dtypes, operation, options
+):
+    lists = build(operation, options, SHAPES, dtypes, device, bad=True)
+    clean, before = copied(lists), copied(lists)
+    clean["grads"] = [grad.nan_to_num(0.5, 0.5, 0.5) for grad in lists["grads"]]
+    clean_skipping = copied(clean)
+    run(operation, lists, **SKIP, **options)
+    run(operation, clean, **options)
+    run(operation, clean_skipping, **SKIP, **options)
+    assert_same(clean_skipping, clean)
+    for name in lists.keys() - {"grads", "steps"}:
+        for index, grad in enumerate(lists["grads"]):
+            expected = torch.where(grad.isfinite(), clean[name][index], before[name][index])
+            assert same_bits(lists[name][index], expected), f"{name}[{index}]"
+
+
+@few_steps_and_updates
+def test_nothing_but_the_step_count_changes_where_no_gradient_is_finite(device, operation, options):
+    for bad in (INF, -INF, NAN):
+        lists = build(operation, options, [(5,), (70,)], WITH_MASTERS, device)
+        for grad in lists["grads"]:
+            grad.fill_(bad)
+        before = copied(lists)
+        run(operation, lists, max_grad_norm=1.0, clip_value=0.5, **skipping(operation), **options)
+        for step in before.get("steps", []):
+            step.add_(1)
+        assert_same(lists, before)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("param_dtype", ["float32", "same"])
+def test_every_16_bit_gradient_is_judged_right(device, dtype, param_dtype):
+    grad = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype)
+    start = torch.full((2**16,), 3.0, dtype=F32 if param_dtype == "float32" else dtype)
+    param = start.to(device, copy=True)
+    ops.sgd_([param], [grad], lr=1.0, **SKIP)
+    expected = (3.0 - grad.float()).to(param.dtype)
+    assert same_bits(param, torch.where(grad.isfinite(), expected, start.to(device)))
+
+
+CLIPPING = [
+    pytest.param({"max_grad_norm": 3.0}, id="norm"),
+    pytest.param({"max_grad_norm": 1e6}, id="large-norm"),
+    pytest.param({"max_grad_norm": 0.0}, id="norm-0"),
+    pytest.param({"clip_value": 0.25}, id="value"),
+    pytest.param({"max_grad_norm": 30.0, "clip_value": 0.25}, id="norm-and-value"),
+]
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@few_steps_and_updates
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_clipping_counts_finite_elements_only(device, dtypes, operation, options, clipping):
+    lists = build(operation, options, SMALL, dtypes, device, bad=True)
+    before, options = copied(lists), options | clipping
+    if OPERATIONS[operation].has_scaler:
+        options |= {"grad_scale": torch.tensor(4.0, device=device)}
+        if "max_grad_norm" in clipping:
+            options |= {"grad_norm": torch.full((), -1.0, device=device)}
+    run(operation, lists, **skipping(operation), **options)
+    assert_is_the_formula(operation, lists, before, **SKIP, **options)
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_a_skipped_gradient_is_not_written_back(device, dtypes, clipping):
+    options = MOMENTUM | DECOUPLED | SKIP | clipping
+    options["grad_scale"] = torch.tensor(4.0, device=device)
+    lists = build("sgd_", options, SMALL, dtypes, device, bad=True)
+    plain, before = copied(lists), copied(lists)
+    run("sgd_", plain, **options)
+    run("sgd_", lists, write_back_grads=True, **options)
+    assert_is_the_formula("sgd_", lists, before, write_back_grads=True, **options)
+    del plain["grads"]
+    assert_same(lists, plain)
+
+
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_the_gradient_as_it_came_decides_not_the_unscaled_one(device, dtypes):
+    largest = torch.finfo(dtypes.grad).max
+    for write_back_grads in (False, True):
+        start = torch.zeros(70, dtype=dtypes.param, device=device)
+        grad = torch.full((70,), largest, dtype=dtypes.grad, device=device)
+        grad[7] = INF
+        ops.sgd_(
+            *([start], [grad]),
+            master_params=[start.float()] if dtypes.master else None,
+            lr=1.0,
+            grad_scale=torch.tensor(2.0**-10, device=device),
+            clip_value=2.0,
+            write_back_grads=write_back_grads,
+            **SKIP,
+        )
+        expected = torch.full_like(start, -2.0)
+        expected[7] = 0.0
+        assert same_bits(start, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_a_gradient_that_overflows_when_it_is_unscaled_steps_the_same_with_write_back(
+    device, dtype
+):
+    largest = torch.finfo(dtype).max
+    for write_back_grads in (False, True):
+        param = torch.zeros(5, dtype=dtype, device=device)
+        grad = torch.tensor([largest, 1.0, -largest, NAN, 2.0], dtype=dtype, device=device)
+        scale = torch.tensor(0.5, device=device)
+        options = {"lr": 1.0, "grad_scale": scale, "write_back_grads": write_back_grads}
+        ops.sgd_([param], [grad], **options, **SKIP)
+        expected = torch.tensor([-INF, -2.0, INF, 0.0, -4.0], dtype=dtype, device=device)
+        assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e30], ids=["tiny", "huge"])
+def test_the_norm_keeps_its_range_beside_infinite_elements(device, size):
+    lists = build("sgd_", {}, [(16385,), (70,), (5,)], IN_FLOAT, device, bad=True)
+    lists["grads"] = [grad * size for grad in lists["grads"]]
+    norm = torch.zeros((), device=device)
+    before, options = copied(lists), {"max_grad_norm": 1.0, "grad_norm": norm} | SKIP
+    run("sgd_", lists, **options)
+    assert 0 < norm.item() < INF
+    assert_is_the_formula("sgd_", lists, before, **options)
+
+
+def test_a_norm_too_large_for_float64_clips_finite_elements_to_zero_as_torch_does(device):
+    param = torch.ones(4, dtype=F64, device=device)
+    grad = torch.tensor([1e300, 1.0, INF, NAN], dtype=F64, device=device)
+    norm = torch.zeros((), device=device)
+    options = {"max_grad_norm": 1.0, "grad_norm": norm, "weight_decay": 0.5} | SKIP
+    ops.sgd_([param], [grad], lr=1.0, decoupled_weight_decay=True, **options)
+    assert norm.item() == INF
+    assert param.tolist() == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_without_the_option_a_nan_reaches_the_norm_and_everything_else(device):
+    lists = build("sgd_", {}, [(5,), (70,)], IN_FLOAT, device)
+    lists["grads"][0][2] = NAN
+    norm = torch.zeros((), device=device)
+    run("sgd_", lists, max_grad_norm=1.0, grad_norm=norm)
+    assert math.isnan(norm.item())
+    assert all(param.isnan().all() for param in lists["params"])
+
+
+# The optimizer classes.
+
+
+def give_spoiled_grads(*sides: list[Tensor]) -> None:
+    """Gives all sides the same new gradients, of which some are inf or NaN."""
+    give_grads(*sides)
+    for params in zip(*sides, strict=True):
+        bad = torch.rand(params[0].shape) < 0.2
+        kinds = torch.tensor([INF, -INF, NAN])[torch.randint(3, bad.shape)]
+        for param in params:
+            kind = kinds.to(param.grad)
+            param.grad = torch.where(bad.to(param.device), kind, param.grad)
+
+
+def step_finite_elements(optimizer: torch.optim.Optimizer) -> None:
+    """Steps an optimizer of torch, then takes back what became of inf and NaN."""
+    before = bits_of(optimizer)
+    bad = [~param.grad.isfinite() for param in params_of(optimizer)]
+    for param, where in zip(params_of(optimizer), bad, strict=True):
+        param.grad.masked_fill_(where, 0.0)
+    optimizer.step()
+    for param, where, old in zip(params_of(optimizer), bad, before, strict=True):
+        for name, tensor in {"param": param.detach(), **optimizer.state[param]}.items():
+            if name != "step" and tensor is not None:
+                tensor.copy_(torch.where(where, old.get(name, torch.zeros(())).to(tensor), tensor))
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_ten_steps_match_torch_where_gradients_are_finite(device, dtype, name, options):
+    shapes = [(1025,), (3, 5), (), (0,), (7,)]
+    mine = ours(name)(make_params(dtype, device, shapes), **SKIP, **options, **AS_TORCH)
+    other = theirs(name)(twins(params_of(mine)), foreach=False, **options)
+    for _ in range(10):
+        give_spoiled_grads(params_of(mine), params_of(other))
+        mine.step()
+        step_finite_elements(other)
+    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+        assert_close(param, twin, steps=10, what="param")
+        for key, tensor in other.state[twin].items():
+            if tensor is not None:
+                assert_close(mine.state[param][key], tensor, steps=10, what=key)
+
+
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_masters_match_float32_training_where_gradients_are_finite(device, dtype, name, options):
+    mine = ours(name)(make_params(dtype, device, [(1025,), (7,)]), **SKIP, **options)
+    other = theirs(name)(twins(params_of(mine), F32), foreach=False, **options)
+    for _ in range(10):
+        give_spoiled_grads(params_of(mine), params_of(other))
+        mine.step()
+        step_finite_elements(other)
+    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+        master = mine.state[param]["master_param"]
+        assert_close(master, twin, steps=10)
+        assert same_bits(param, master.to(dtype))
+
+
+@pytest.mark.parametrize("write_back_grads", [False, True], ids=["read-only", "write-back"])
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_the_norm_of_all_groups_runs_over_finite_elements(device, name, options, write_back_grads):
+    params = make_params(F32, device, [(1025,), (7,), (5,)])
+    give_spoiled_grads(params)
+    before = [param.grad.clone() for param in params]
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.01}]
+    limits = {"max_grad_norm": 3.0, "clip_value": 0.5}
+    optimizer = ours(name)(groups, write_back_grads=write_back_grads, **SKIP, **limits, **options)
+    optimizer.step()
+    grads, norm = clipped(before, **limits)
+    assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-6)
+    for param, old, wanted in zip(params, before, grads, strict=True):
+        kept = ~old.isfinite() if write_back_grads else torch.ones_like(old, dtype=torch.bool)
+        assert same_bits(param.grad[kept], old[kept])
+        assert_close(param.grad[~kept], wanted[~kept])
+
+
+@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0}], ids=["plain", "norm"])
+@pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale"])
+@pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+def test_a_scaler_skips_an_overflow_whole_all_the_same(
+    device, name, options, scaler_class, unscale_first, clipping
+):
+    skips = ours(name)(make_params(F32, device, [(1025,), (3, 5)]), **SKIP, **clipping, **options)
+    plain = ours(name)(twins(params_of(skips)), **clipping, **options)
+    for optimizer in (skips, plain):
+        scaler = scaler_class(device.type, init_scale=1024.0)
+        scaler.scale(torch.ones((), device=device))
+        torch.manual_seed(1)
+        for iteration in range(3):
+            give_grads(params_of(optimizer))
+            for param in params_of(optimizer):
+                param.grad.mul_(1024.0)
+            if iteration == 1:
+                params_of(optimizer)[0].grad[5] = NAN
+            before = bits_of(optimizer)
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            if iteration == 1:
+                assert_same_bits(optimizer, before)
+            else:
+                assert not same_bits(params_of(optimizer)[0], before[0]["param"])
+        assert scaler.get_scale() == 512.0
+    assert_same_bits(skips, plain)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["plain", "norm"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["alone", "scaler"])
+def test_different_settings_in_groups_are_refused(device, scaled, max_grad_norm):
+    params = make_params(F32, device, [(5,), (7,)])
+    give_grads(params)
+    optimizer = ours("SGD")(params[:1], lr=1.0, max_grad_norm=max_grad_norm, momentum=0.9, **SKIP)
+    optimizer.add_param_group({"params": params[1:], "skip_nonfinite": False})
+    before = [param.detach().clone() for param in params]
+    scaler = amp_ext.GradScaler(device.type, enabled=scaled)
+    scaler.scale(torch.ones((), device=device))
+    words = r"SGD: skip_nonfinite must be the same .*\[True, False\]$"
+    with pytest.raises(ValueError, match=words):
+        scaler.step(optimizer)
+    assert all(map(same_bits, params, before))
+
+
+def test_a_group_added_later_takes_the_setting_over(device):
+    optimizer = ours("SGD")(make_params(F32, device, [(5,)]), lr=1.0, **SKIP)
+    optimizer.add_param_group({"params": make_params(F32, device, [(7,)])})
+    late = params_of(optimizer)[1]
+    give_grads(params_of(optimizer))
+    late.grad[3] = NAN
+    before = late.detach().clone()
+    optimizer.step()
+    assert late.isfinite().all()
+    assert late[3] == before[3]
