@@ -1,0 +1,75 @@
+"""``check_finite_`` and ``count_nonfinite``: their flags, counts and the loss scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from awkward import F32
+from gradient_lists import INF, NAN, each_dtype, spoiled
+from reference import same_bits
+from torch import Tensor
+
+from amp_ext import ops
+
+
+def found(tensors: list[Tensor], *, before: float = 0.0, **options: Tensor) -> float:
+    """Returns found_inf after a check that starts from ``before``."""
+    found_inf = torch.full((), before, device=tensors[0].device)
+    ops.check_finite_(tensors, found_inf, **options)
+    return found_inf.item()
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0, 3.0, -2.0])
+def test_found_inf_is_set_to_one_or_left_as_it_is(before: float, device) -> None:
+    assert found([torch.ones(10, device=device)], before=before) == before
+    assert found([torch.empty(0, device=device)], before=before) == before
+    bad = [torch.full((9_000,), INF, device=device) for _ in range(3)]
+    assert found(bad, before=before) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_found_inf_may_have_any_shape_of_one_element(shape: tuple[int, ...], device) -> None:
+    neighbours = torch.zeros(3, device=device)
+    found_inf = neighbours[1:2].view(shape)
+    ops.check_finite_([torch.full((3,), NAN, device=device)], found_inf)
+    assert neighbours.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        pytest.param(65536.0, 0, id="usual"),
+        pytest.param(1e-38, 0, id="inverse-below-the-largest-float"),
+        pytest.param(3e-39, 0, id="subnormal-with-a-finite-inverse"),
+        pytest.param(1e-39, 1, id="inverse-above-the-largest-float"),
+        pytest.param(0.0, 1, id="zero"),
+        pytest.param(NAN, 1, id="nan"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_scale_without_a_finite_inverse_counts_as_overflow(
+    scale: float, expected: int, shape: tuple[int, ...], device
+) -> None:
+    grad_scale = torch.full(shape, scale, device=device)
+    clean = torch.ones(10, device=device)
+    assert found([clean], grad_scale=grad_scale) == expected
+    assert found([clean, clean * INF], grad_scale=grad_scale) == 1
+    assert same_bits(grad_scale, torch.full(shape, scale))
+
+
+@each_dtype
+def test_tensors_of_nothing_but_nan_are_counted_whole(dtype: torch.dtype, device) -> None:
+    sizes = [1, 33, 4097, 70_000, 500_003]
+    tensors = [torch.full((size,), NAN, dtype=dtype, device=device) for size in sizes]
+    assert ops.count_nonfinite(tensors).tolist() == sizes
+
+
+def test_counts_are_integers_beside_the_tensors_outside_of_any_graph(device) -> None:
+    tensor = spoiled(100, F32, device).requires_grad_()
+    bad = int((~tensor.isfinite()).sum())
+    counts = ops.count_nonfinite([tensor, tensor, tensor[:0], tensor * 2])  # one may be there twice
+    assert counts.tolist() == [bad, bad, 0, bad]
+    assert (counts.dtype, counts.shape, counts.device) == (torch.int64, (4,), tensor.device)
+    assert not counts.requires_grad
+    none = ops.count_nonfinite([])
+    assert (none.dtype, none.shape) == (torch.int64, (0,))

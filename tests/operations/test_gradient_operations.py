@@ -1,0 +1,299 @@
+"""What all operations over lists of gradients share: sizes, layouts, long lists, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
+from gradient_lists import (
+    GRAD_DTYPES,
+    INF,
+    NAN,
+    SIZES,
+    assert_right,
+    each_bad_value,
+    each_dtype,
+    each_operation,
+    each_view,
+    each_writing,
+    equal,
+    spoiled,
+)
+from torch import Tensor
+
+from amp_ext import ops
+
+
+@each_dtype
+@each_operation
+def test_every_size_is_read_whole(operation, dtype, device) -> None:
+    for share in (0.0, 0.3):
+        tensors = [spoiled(size, dtype, device, share) for size in SIZES]
+        for tensor in tensors:
+            assert_right(operation, [tensor], tensor.shape)
+        assert_right(operation, tensors)
+
+
+@each_bad_value
+@each_dtype
+@each_operation
+def test_one_bad_element_anywhere_is_found(operation, dtype, value, device) -> None:
+    for size in SIZES[1:-1]:
+        tensor = torch.ones(size, dtype=dtype, device=device)
+        for index in {0, 1, size // 3, size // 2, size - 2, size - 1} & set(range(size)):
+            bad = tensor.clone()
+            bad[index] = value
+            assert_right(operation, [tensor.clone(), bad, tensor.clone()], (size, index))
+
+
+@each_operation
+def test_one_bad_element_is_found_whichever_thread_reads_it(operation, device) -> None:
+    for index in [*range(7, 1_000_003, 199_991), 1_000_002]:
+        tensor = torch.ones(1_000_003, device=device)
+        tensor[index] = NAN
+        assert_right(operation, [tensor], index)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@each_operation
+def test_every_16_bit_pattern_is_judged_right(operation, dtype, device) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
+    finite = patterns.isfinite()
+    assert_right(operation, [patterns.clone()])
+    assert_right(operation, [patterns[finite]])
+    bad = list(patterns[~finite][:: 1 if dtype == BF16 else 13].clone())
+    for index in range(0, len(bad), 40):
+        assert_right(operation, bad[index : index + 40])
+        assert_right(operation, bad[index : index + 1])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [
+        pytest.param(0x7F800001, torch.int32, id="signalling-nan"),
+        pytest.param(0x7FFFFFFF, torch.int32, id="nan-with-all-bits"),
+        pytest.param(0x7FF0000000000001, torch.int64, id="signalling-nan-double"),
+        pytest.param(0x7FF0000000000000, torch.int64, id="inf-double"),
+    ],
+)
+@each_operation
+def test_unusual_patterns_are_found(operation, pattern, dtype, device) -> None:
+    tensor = torch.zeros(100, dtype=dtype)
+    tensor[57] = pattern
+    assert_right(operation, [tensor.view(F32 if dtype == torch.int32 else F64).to(device)])
+
+
+@each_dtype
+@each_operation
+def test_large_and_small_finite_numbers_are_no_overflow(operation, dtype, device) -> None:
+    limits = torch.finfo(dtype)
+    values = [limits.max, limits.min, limits.tiny, limits.smallest_normal / 2, -0.0, 0.0]
+    values += [1e39] if dtype == F64 else []  # above float32
+    for value in values:
+        assert_right(operation, [torch.full((5000,), value, dtype=dtype, device=device)], value)
+    both_signs = torch.tensor([limits.max, limits.min], dtype=dtype, device=device)
+    assert_right(operation, [both_signs.repeat(2500)])
+
+
+@each_operation
+def test_a_list_may_mix_dtypes(operation, device) -> None:
+    for count, share in ((2, 0.0), (8, 0.3), (300, 0.0), (300, 0.01), (300, 0.3)):
+        dtypes = [GRAD_DTYPES[index % 4] for index in range(count)]
+        tensors = [spoiled(index % 9, dtype, device, share) for index, dtype in enumerate(dtypes)]
+        assert_right(operation, tensors, (count, share))
+
+
+@each_operation
+def test_one_bad_tensor_of_very_many_is_found(operation, device) -> None:
+    """More than two launches of CUDA hold."""
+    clean = [torch.randn(index % 5, device=device) for index in range(2300)]
+    for index in (1, 1201, 2299):
+        tensors = [tensor.clone() for tensor in clean]
+        tensors[index][-1] = NAN
+        assert_right(operation, tensors, index)
+    assert_right(operation, clean)
+
+
+@each_operation
+def test_empty_lists_and_tensors_are_clean_and_hide_nothing(operation, device) -> None:
+    empty = torch.empty(0, device=device)
+    assert_right(operation, [])
+    assert_right(operation, [empty, torch.empty(3, 0, 2, device=device), empty.double()])
+    bad, good = torch.full((), NAN, device=device), torch.ones(3, device=device)
+    assert_right(operation, [empty, good, empty, bad, empty])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_dtype
+@each_operation
+def test_any_layout_is_read_whole_and_its_neighbours_left(operation, dtype, layout, device) -> None:
+    for share in (0.0, 0.3):
+        views = [placed(spoiled(LAYOUT_SHAPE, dtype, device, share), layout) for _ in range(2)]
+        assert_right(operation, views, share)
+        assert all(map(neighbours_untouched, views))
+
+
+@each_view
+@each_dtype
+@each_operation
+def test_a_view_is_read_whole_and_its_neighbours_not_at_all(operation, dtype, view, device) -> None:
+    inside = view(torch.arange(4200)).flatten()
+    if operation.writes and len(inside.unique()) < len(inside):
+        return  # refused: some elements are there twice
+    base = torch.full((4200,), NAN, dtype=dtype, device=device)
+    base[inside] = torch.randn(len(inside), device=device).to(dtype)
+    for bad in (None, inside.min(), inside.max()):
+        actual = base.clone()
+        if bad is not None:
+            actual[bad] = INF
+        wanted = actual.clone()
+        if operation.writes:
+            view(wanted).copy_(operation.writes(view(wanted)))
+        assert operation.run([view(actual)]) == operation.finds([view(wanted)])
+        assert equal(actual, wanted)
+
+
+@each_dtype
+@each_operation
+def test_short_slices_at_every_alignment_are_right(operation, dtype, device) -> None:
+    for start in range(17):
+        for length in range(0, 36, 5):
+            base = torch.full((60,), NAN, dtype=dtype, device=device)
+            base[start : start + length] = torch.randn(length, device=device).to(dtype)
+            for end in (start + length, start + length + 1):
+                assert_right(operation, [base[start:end]], (start, end))
+                assert base[:start].isnan().all()
+                assert base[start + length :].isnan().all()
+
+
+@each_operation
+def test_versions_move_exactly_where_something_is_written(operation, device) -> None:
+    tensors = [torch.ones(5, device=device), torch.ones(4, 4, device=device).t()]
+    tensors += [spoiled(1000, dtype, device) for dtype in GRAD_DTYPES]
+    versions = [tensor._version for tensor in tensors]
+    operation.run(tensors)
+    for tensor, before in zip(tensors, versions, strict=True):
+        assert (tensor._version > before) == bool(operation.writes)
+
+
+@each_operation
+def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
+    start = [spoiled(size, dtype, "cpu") for dtype in GRAD_DTYPES for size in (300_001, 5, 70_000)]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert_right(operation, [tensor.clone() for tensor in start])
+    finally:
+        torch.set_num_threads(threads)
+
+
+# Errors.
+
+SPARSE_OR_ELSEWHERE = [
+    pytest.param(torch.ones(2, dtype=torch.int32), "must be Float, .*got Int", id="integers"),
+    pytest.param(torch.ones(2).cfloat(), "must be Float, .*got Complex", id="complex"),
+    pytest.param(torch.ones(2).to_sparse(), "must be a strided .*[Ss]parse", id="sparse"),
+    pytest.param(torch.ones(2, device="meta"), "must be on cpu, got meta", id="another-device"),
+]
+
+
+@pytest.mark.parametrize(("bad", "text"), SPARSE_OR_ELSEWHERE)
+@each_operation
+def test_a_bad_tensor_is_named_and_nothing_is_written(operation, bad, text) -> None:
+    good = torch.ones(3)
+    with pytest.raises(
+        RuntimeError, match=rf"^{operation.name}: {operation.list_name}\[1\] {text}"
+    ):
+        operation.run([good, bad, good.clone()])
+    assert good.tolist() == [1, 1, 1]
+
+
+ITSELF = "is written and must not overlap itself"
+OTHER = r"is written and must not share memory with grads\[[01]\]"
+WHOLE = torch.ones(10)
+
+
+@pytest.mark.parametrize(
+    ("grads", "text"),
+    [
+        pytest.param([WHOLE, torch.ones(1).expand(5)], rf"\[1\] {ITSELF}", id="expanded"),
+        pytest.param(
+            [WHOLE, torch.ones(6).as_strided((3, 3), (1, 1))], rf"\[1\] {ITSELF}", id="overlapping"
+        ),
+        pytest.param([WHOLE, WHOLE], rf"\[[01]\] {OTHER}", id="twice"),
+        pytest.param([WHOLE[:6], WHOLE[5:]], rf"\[[01]\] {OTHER}", id="neighbours"),
+        pytest.param([WHOLE[::2], WHOLE[2:5]], rf"\[[01]\] {OTHER}", id="interleaved"),
+    ],
+)
+@each_writing
+def test_gradients_that_share_memory_are_named_and_nothing_is_written(
+    operation, grads, text
+) -> None:
+    with pytest.raises(RuntimeError, match=f"^{operation.name}: grads{text}"):
+        operation.run(grads)
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
+
+
+@each_writing
+def test_interleaved_gradients_that_share_nothing_are_taken(operation) -> None:
+    whole = torch.ones(10)
+    assert_right(operation, [whole[::2], whole[1::2]])
+    assert_right(operation, [whole[:5], whole[5:]])
+
+
+# Every number that an operation reads or writes in place, and its dtype.
+NUMBERS = {
+    "check_finite_": {
+        "found_inf": F32,
+        "grad_scale": F32,
+        "sum_of_squares": F64,
+        "first_nonfinite": torch.int64,
+    },
+    "unscale_": {"found_inf": F32, "inv_scale": F32, "first_nonfinite": torch.int64},
+    "clip_grads_": {"total_norm": F32},
+    "update_scale_": {
+        "scale": F32,
+        "growth_tracker": torch.int32,
+        "found_infs": F32,
+        "hysteresis_tracker": torch.int32,
+    },
+}
+NAMES = {F32: "Float", F64: "Double", torch.int32: "Int", torch.int64: "Long"}
+
+
+def call(name: str, **numbers: Tensor) -> None:
+    """Calls an operation with bad gradients and numbers that would change."""
+    numbers = {key: torch.full((), 5, dtype=NUMBERS[name][key]) for key in NUMBERS[name]} | numbers
+    more = {}
+    if name == "clip_grads_":
+        more = {"max_norm": 1.0}
+    if name == "update_scale_":
+        numbers["found_infs"] = [torch.ones(()), numbers["found_infs"]]
+        more = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+    first = [] if name == "update_scale_" else [[torch.full((3,), NAN)]]
+    getattr(ops, name)(*first, **numbers, **more)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        pytest.param(Tensor.half, "must be {}, got Half", id="half"),
+        pytest.param(Tensor.bool, "must be {}, got Bool", id="bool"),
+        pytest.param(lambda t: t.repeat(2), r"must be one element, got sizes \[2\]", id="two"),
+        pytest.param(lambda t: t.new_zeros(0), r"must be one element, got sizes \[0\]", id="none"),
+        pytest.param(lambda t: t.to("meta"), r"must be on cpu( or cuda)?, got meta", id="meta"),
+        pytest.param(lambda t: t[None].to_sparse(), "must be a strided .*[Ss]parse", id="sparse"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, number) for name in NUMBERS for number in NUMBERS[name]]
+)
+def test_a_bad_number_is_named_and_nothing_is_written(name, number, spoil, text) -> None:
+    dtype = NUMBERS[name][number]
+    others = {key: torch.full((), 5, dtype=NUMBERS[name][key]) for key in NUMBERS[name]}
+    wrong = spoil(torch.full((), 5, dtype=dtype))
+    shown = {"found_infs": r"found_infs\[1\]"}.get(number, number)
+    with pytest.raises(RuntimeError, match=f"^{name}: {shown} {text.format(NAMES[dtype])}"):
+        call(name, **(others | {number: wrong}))
+    assert all(other == 5 for other in others.values())

@@ -1,0 +1,47 @@
+"""What only reads its gradients writes nothing, not even the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+READ_ONLY = """
+import mmap, sys
+import torch, amp_ext
+from amp_ext import ops
+with open(sys.argv[1], "rb") as file:
+    pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+    tensor = torch.frombuffer(pages, dtype=dtype)
+    whole, found_inf = tensor[: tensor.numel() // 2], torch.zeros(())
+    ops.check_finite_([whole, whole[1:]], found_inf)
+    assert found_inf.item() == 0
+    ops.check_finite_([tensor, tensor[1::2]], found_inf, grad_scale=torch.ones(()))
+    assert found_inf.item() == 1
+    grads = [whole[:5000], whole[5001:9001].view(40, 100).t(), whole[9001:10001:2]]
+    params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads):
+        param.grad = grad
+    assert amp_ext.clip_grad_norm_(params, 1.0).item() == 0
+    ops.clip_grads_(grads, torch.tensor(0.5), max_norm=1.0)
+    for each in (amp_ext.optim.AdamW, amp_ext.optim.SGD):
+        each(params, max_grad_norm=1.0, clip_value=1.0).step()
+"""
+
+
+def test_memory_that_cannot_be_written_can_be_checked_clipped_and_stepped(tmp_path: Path) -> None:
+    """A write of any kind would end the child with a signal."""
+    file = tmp_path / "read_only"
+    file.write_bytes(bytes(160_016) + b"\xff" * 8)  # zeros, and a NaN of every dtype
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", READ_ONLY, file],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)

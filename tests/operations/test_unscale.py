@@ -1,0 +1,122 @@
+"""``unscale_``: one multiplication in place, and the verdict on what came in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64
+from gradient_lists import INF, NAN, SIZES, each_bad_value, each_dtype, equal, multiplied
+from reference import same_bits
+from torch import Tensor
+
+from amp_ext import ops
+
+
+def unscale(grads: list[Tensor], inv_scale: float, *, before: float = 0.0) -> float:
+    """Unscales in place and returns found_inf."""
+    device = grads[0].device
+    found_inf = torch.full((), before, device=device)
+    ops.unscale_(grads, torch.full((), inv_scale, device=device), found_inf)
+    return found_inf.item()
+
+
+@each_dtype
+def test_gradients_are_multiplied_in_place(dtype: torch.dtype, device) -> None:
+    for inv_scale in (1 / 65536, 1 / 3, 3.0, 1e30):
+        grads = [torch.randn(size, device=device).to(dtype) for size in SIZES]
+        wanted = [multiplied(grad, inv_scale) for grad in grads]
+        addresses = [grad.data_ptr() for grad in grads]
+        assert unscale(grads, inv_scale) == 0
+        assert all(map(equal, grads, wanted)), inv_scale
+        assert [grad.data_ptr() for grad in grads] == addresses
+
+
+@pytest.mark.parametrize("inv_scale", [1.0, 1 / 65536, 1 / 3, 2.0, 1000.0], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_every_16_bit_number_is_rounded_once(dtype: torch.dtype, inv_scale: float, device) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    finite = patterns[patterns.isfinite()]
+    grads = [patterns.clone().to(device), finite.clone().to(device)]
+    assert unscale(grads[1:], inv_scale) == 0
+    assert unscale(grads[:1], inv_scale) == 1
+    assert equal(grads[0], multiplied(patterns, inv_scale))
+    assert same_bits(grads[1], multiplied(finite, inv_scale))
+
+
+@each_dtype
+def test_an_inverse_of_one_changes_no_bit(dtype: torch.dtype, device) -> None:
+    tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    before = torch.tensor([0.0, -0.0, tiny / 2, -tiny, 1.1, largest, -largest], dtype=dtype)
+    grad = before.to(device, copy=True)
+    assert unscale([grad], 1.0) == 0
+    assert same_bits(grad, before)
+
+
+def test_float64_is_multiplied_by_the_float32_inverse_in_float64(device) -> None:
+    grad = torch.tensor([1.0, 1e300, 1e-300, 1 / 3], dtype=F64, device=device)
+    wanted = grad.cpu() * torch.tensor(1 / 3, dtype=F32).item()
+    assert unscale([grad], 1 / 3) == 0
+    assert same_bits(grad, wanted)
+
+
+@each_bad_value
+@each_dtype
+def test_all_gradients_are_unscaled_even_when_one_is_not_finite(
+    dtype: torch.dtype, value: float, device
+) -> None:
+    for size in (1, 9, 4097, 65537):
+        for inv_scale in (0.25, 1.0):
+            grads = [torch.ones(each, dtype=dtype, device=device) for each in (7, size, 3)]
+            grads[1][size // 2] = value
+            wanted = [multiplied(grad, inv_scale) for grad in grads]
+            assert unscale(grads, inv_scale) == 1
+            assert all(map(equal, grads, wanted))
+
+
+@pytest.mark.parametrize(
+    ("value", "inv_scale", "dtype"),
+    [(3e38, 4.0, F32), (6e4, 2.0, F16), (3e38, 2.0, BF16), (1e308, 1e30, F64)],
+)
+def test_the_verdict_is_about_the_incoming_value(
+    value: float, inv_scale: float, dtype: torch.dtype, device
+) -> None:
+    grad = torch.full((40,), value, dtype=dtype, device=device)
+    assert unscale([grad], inv_scale) == 0
+    assert grad.isinf().all()
+
+
+def test_a_gradient_that_becomes_zero_was_still_an_overflow(device) -> None:
+    assert unscale([torch.tensor([1.0, INF], device=device)], 0.0) == 1
+
+
+@pytest.mark.parametrize("inv_scale", [INF, NAN], ids=str)
+def test_an_inverse_that_is_not_finite_counts_as_overflow(inv_scale: float, device) -> None:
+    assert unscale([torch.ones(3, device=device)], inv_scale) == 1
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0, 3.0])
+def test_found_inf_is_set_to_one_or_left_as_it_is(before: float, device) -> None:
+    assert unscale([torch.ones(9, device=device)], 0.5, before=before) == before
+    bad = [torch.full((9_000,), NAN, device=device) for _ in range(3)]
+    assert unscale(bad, 0.5, before=before) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_scalars_may_have_any_shape_of_one_element(shape: tuple[int, ...], device) -> None:
+    neighbours = torch.tensor([7.0, 0.0, 7.0], device=device)
+    inverses = torch.tensor([9.0, 0.5, 9.0], device=device)
+    grad = torch.tensor([2.0, INF], device=device)
+    ops.unscale_([grad], inverses[1:2].view(shape), neighbours[1:2].view(shape))
+    assert neighbours.tolist() == [7, 1, 7]
+    assert inverses.tolist() == [9, 0.5, 9]
+    assert inverses._version == 0
+    assert grad.tolist() == [1, INF]
+
+
+def test_a_stale_saved_tensor_is_detected(device) -> None:
+    weight = torch.ones(5, device=device, requires_grad=True)
+    grad = torch.ones(5, device=device)
+    product = (weight * grad).sum()
+    unscale([grad], 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
