@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -99,3 +100,14 @@ def neighbours_untouched(view: Tensor) -> bool:
     outside = torch.ones(count, dtype=torch.bool, device=view.device)
     outside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
     return bool((whole[outside] == SENTINEL).all())
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Lets every launch of the CPU engine run on this number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
+from awkward import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    LAYOUT_SHAPE,
+    LAYOUTS,
+    neighbours_untouched,
+    placed,
+    threads,
+)
 from gradient_lists import (
     GRAD_DTYPES,
     INF,
@@ -179,13 +189,9 @@ def test_versions_move_exactly_where_something_is_written(operation, device) -> 
 @each_operation
 def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
     start = [spoiled(size, dtype, "cpu") for dtype in GRAD_DTYPES for size in (300_001, 5, 70_000)]
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with threads(count):
             assert_right(operation, [tensor.clone() for tensor in start])
-    finally:
-        torch.set_num_threads(threads)
 
 
 # Errors.

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, SHAPES, Dtypes, threads
 from list_operations import (
     IN_FLOAT,
     INF,
@@ -166,13 +166,10 @@ def test_written_tensors_get_a_new_version_and_gradients_none(device, operation,
 def test_the_number_of_threads_does_not_change_a_bit(dtypes, operation, options, more):
     shapes = [(70_000,), (5,), (200_001,)]
     lists = build(operation, options, shapes, dtypes, "cpu", bad=bool(more))
-    alone, threads = copied(lists), torch.get_num_threads()
-    try:
-        for side, count in ((alone, 1), (lists, 3)):
-            torch.set_num_threads(count)
-            norm = torch.zeros(())
+    alone = copied(lists)
+    for side, count in ((alone, 1), (lists, 3)):
+        norm = torch.zeros(())
+        with threads(count):
             run(operation, side, grad_norm=norm, **more, **options)
-            side["norm"] = [norm]
-    finally:
-        torch.set_num_threads(threads)
+        side["norm"] = [norm]
     assert_same(lists, alone)

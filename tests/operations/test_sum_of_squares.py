@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import BF16, F32, F64
+from awkward import BF16, F32, F64, threads
 from engine_results import EXTREMES, lists_to_sum
 from gradient_lists import INF, NAN, SUM_OF_SQUARES, assert_right, each_bad_value, each_dtype
 from reference import same_bits
@@ -157,13 +157,10 @@ def test_every_run_gives_the_same_bits(device) -> None:
 
 
 def test_the_number_of_threads_does_not_change_a_bit() -> None:
-    threads, sums = torch.get_num_threads(), {}
-    try:
-        for count in (1, 2, 3):
-            torch.manual_seed(0)
-            torch.set_num_threads(count)
+    sums = {}
+    for count in (1, 2, 3):
+        torch.manual_seed(0)
+        with threads(count):
             sums[count] = torch.stack([look(tensors)[0] for tensors in lists_to_sum("cpu")])
-    finally:
-        torch.set_num_threads(threads)
     assert same_bits(sums[2], sums[1])
     assert same_bits(sums[3], sums[1])

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from amp_ext import ops
 
@@ -107,67 +106,3 @@ def test_only_the_scale_and_the_counter_are_written(shape: tuple[int, ...], devi
     assert scales.tolist() == [5, 4, 5]
     assert trackers.tolist() == [5, 0, 5]
     assert [found_inf.item() for found_inf in found_infs] == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("scale", "tracker", "found_inf", "text"),
-    [
-        pytest.param(
-            torch.ones((), dtype=torch.float64),
-            torch.zeros((), dtype=torch.int32),
-            torch.zeros(()),
-            "scale must be Float, got Double",
-            id="double-scale",
-        ),
-        pytest.param(
-            torch.ones(2),
-            torch.zeros((), dtype=torch.int32),
-            torch.zeros(()),
-            "scale must",
-            id="two-scales",
-        ),
-        pytest.param(
-            torch.ones(()),
-            torch.zeros((), dtype=torch.int64),
-            torch.zeros(()),
-            "growth_tracker must be Int, got Long",
-            id="long-counter",
-        ),
-        pytest.param(
-            torch.ones(()),
-            torch.zeros(()),
-            torch.zeros(()),
-            "growth_tracker must be Int, got Float",
-            id="float-counter",
-        ),
-        pytest.param(
-            torch.ones(()),
-            torch.zeros((), dtype=torch.int32),
-            torch.zeros((), dtype=torch.bool),
-            r"found_infs\[1\] must be Float, got Bool",
-            id="bool-found-inf",
-        ),
-        pytest.param(
-            torch.ones(()),
-            torch.zeros((), dtype=torch.int32),
-            torch.zeros(2),
-            r"found_infs\[1\] must",
-            id="two-found-infs",
-        ),
-        pytest.param(
-            torch.ones(()),
-            torch.zeros((), dtype=torch.int32),
-            torch.zeros((), device="meta"),
-            r"found_infs\[1\] must .*meta",
-            id="elsewhere",
-        ),
-    ],
-)
-def test_bad_arguments_are_named_and_nothing_is_written(
-    scale: Tensor, tracker: Tensor, found_inf: Tensor, text: str
-) -> None:
-    before = scale.clone(), tracker.clone()
-    with pytest.raises(RuntimeError, match=rf"update_scale_: {text}"):
-        ops.update_scale_(scale, tracker, [torch.ones(()), found_inf], **Numbers()._asdict())
-    assert torch.equal(scale, before[0])
-    assert torch.equal(tracker, before[1])

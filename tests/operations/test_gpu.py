@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import gpu_cases
 import pytest
 import torch
+from awkward import BF16, F16, F32
 from reference import same_bits
 from torch import Tensor, nn
 from torch.nn import Parameter
 from training import assert_same_bits, bits_of
 
 import amp_ext
-
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 MakeOptimizer = Callable[[list[Parameter], Any], torch.optim.Optimizer]
 
@@ -28,16 +26,6 @@ OPTIMIZERS = [
     ),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    """The GPU; a missing one is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``."""
-    if not torch.cuda.is_available():
-        if os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1":
-            pytest.fail("AMP_EXT_REQUIRE_CUDA=1, but no CUDA device")
-        pytest.skip("no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def without_waiting(function: Callable[[], None]) -> None:

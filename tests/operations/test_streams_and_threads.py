@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from awkward import BF16, F32, threads
+from list_operations import UPDATE_BUFFERS
 from reference import same_bits
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,11 +22,9 @@ import amp_ext
 from amp_ext import ops
 from amp_ext.ops import OptimizerType
 
-BF16, F32 = torch.bfloat16, torch.float32
-
 # One tensor is large enough for the CPU engine to share it among threads of its own.
 SHAPES = [(140_001,), (33, 5), (7,), ()]
-REPETITIONS = 40
+REPETITIONS = 15
 STEPS = 4
 LIMITS: dict[str, Any] = {"max_grad_norm": 5.0, "clip_value": 0.5, "skip_nonfinite": True}
 
@@ -65,10 +65,10 @@ class ClassWork(Work):
 
     def __init__(
         self,
-        seed: int,
         dtype: torch.dtype,
-        device: torch.device,
         name: str,
+        seed: int,
+        device: torch.device,
         scaled: bool = False,
         **options: Any,
     ) -> None:
@@ -102,21 +102,17 @@ class FunctionWork(Work):
 
     def __init__(
         self,
-        seed: int,
         dtype: torch.dtype,
-        device: torch.device,
         kind: OptimizerType,
+        seed: int,
+        device: torch.device,
         has_workspace: bool = True,
     ) -> None:
         super().__init__(seed, dtype, device)
-        names = {
-            OptimizerType.SGD: (),
-            OptimizerType.MOMENTUM: ("velocities",),
-            OptimizerType.ADAM: ("exp_avgs", "exp_avg_sqs"),
-        }[kind]
         self.kind = kind
         self.buffers = {
-            name: [torch.zeros_like(param, dtype=F32) for param in self.params] for name in names
+            name: [torch.zeros_like(param, dtype=F32) for param in self.params]
+            for name in UPDATE_BUFFERS[kind]
         }
         self.masters = [param.detach().float() for param in self.params] if dtype == BF16 else None
         self.workspace = ops.OptimizerWorkspace() if has_workspace else None
@@ -147,34 +143,13 @@ class FunctionWork(Work):
 
 Make = Callable[[int, torch.device], Work]
 
-
-def adamw(seed: int, device: torch.device) -> Work:
-    return ClassWork(seed, BF16, device, "AdamW", **LIMITS)
-
-
-def amsgrad(seed: int, device: torch.device) -> Work:
-    return ClassWork(seed, F32, device, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
-
-
-def momentum(seed: int, device: torch.device) -> Work:
-    return ClassWork(seed, F32, device, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
-
-
-def scaled(seed: int, device: torch.device) -> Work:
-    return ClassWork(seed, BF16, device, "AdamW", True, max_grad_norm=5.0)
-
-
-def functional_adam(seed: int, device: torch.device) -> Work:
-    return FunctionWork(seed, BF16, device, OptimizerType.ADAM)
-
-
-def functional_momentum(seed: int, device: torch.device) -> Work:
-    return FunctionWork(seed, F32, device, OptimizerType.MOMENTUM)
-
-
-def without_workspace(seed: int, device: torch.device) -> Work:
-    return FunctionWork(seed, F32, device, OptimizerType.SGD, has_workspace=False)
-
+adamw = partial(ClassWork, BF16, "AdamW", **LIMITS)
+amsgrad = partial(ClassWork, F32, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
+momentum = partial(ClassWork, F32, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
+scaled = partial(ClassWork, BF16, "AdamW", scaled=True, max_grad_norm=5.0)
+functional_adam = partial(FunctionWork, BF16, OptimizerType.ADAM)
+functional_momentum = partial(FunctionWork, F32, OptimizerType.MOMENTUM)
+without_workspace = partial(FunctionWork, F32, OptimizerType.SGD, has_workspace=False)
 
 PAIRS = [
     pytest.param((adamw, adamw), id="two-adamw"),
@@ -229,10 +204,8 @@ def assert_same_results(actual: list[Results], expected: list[Results]) -> None:
 @pytest.fixture
 def several_threads() -> Iterator[None]:
     """Lets every launch of the CPU engine run on threads of its own besides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads(2):
+        yield
 
 
 @pytest.mark.usefixtures("several_threads")
@@ -304,15 +277,10 @@ def test_an_optimizer_may_move_from_thread_to_thread():
     [adamw, amsgrad, momentum, scaled, functional_adam, functional_momentum, without_workspace],
 )
 def test_the_number_of_threads_does_not_change_a_bit(make, count):
-    cpu, before = torch.device("cpu"), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = one_after_the_other((make,), cpu)
-        torch.set_num_threads(count)
-        actual = one_after_the_other((make,), cpu)
-    finally:
-        torch.set_num_threads(before)
-    assert_same_results(actual, expected)
+    with threads(1):
+        expected = one_after_the_other((make,), torch.device("cpu"))
+    with threads(count):
+        assert_same_results(one_after_the_other((make,), torch.device("cpu")), expected)
 
 
 def test_an_error_in_one_thread_leaves_the_other_alone():
@@ -341,16 +309,6 @@ def test_an_error_in_one_thread_leaves_the_other_alone():
 
 
 # Streams.
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    """The GPU; a missing one is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``."""
-    if not torch.cuda.is_available():
-        if os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1":
-            pytest.fail("AMP_EXT_REQUIRE_CUDA=1, but no CUDA device")
-        pytest.skip("no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def on_streams(works: list[Work], threads: bool) -> None:
