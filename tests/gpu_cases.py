@@ -10,12 +10,14 @@ every allocation (PYTORCH_NO_CUDA_MEMORY_CACHING=1) finds our faults, in a minut
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, Dtypes
+from gradient_lists import INF, NAN, OPERATIONS, GradientOperation
+from list_operations import FEW_STEPS, IN_FLOAT, STEPS, UPDATES, WITH_MASTERS, build, run
 from reference import same_bits
 from torch import Tensor
 from torch.nn import Parameter
@@ -23,199 +25,66 @@ from torch.nn import Parameter
 import amp_ext
 from amp_ext import ops
 
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
 # A tile of the kernels is 4096 elements. The last two tensors are views that start off a boundary.
-SIZES = (0, 1, 3, 4095, 4096, 4097, 9000)
-MISALIGNED = (5, 4099)
-
-INF, NAN = float("inf"), float("nan")
+SIZES = (0, 1, 3, 4095, 4096, 4097, 9000, 5, 4099)
+STARTS = (0, 0, 0, 0, 0, 0, 0, 1, 1)
+SHAPES = [(size + start,) for size, start in zip(SIZES, STARTS, strict=True)]
 
 Tensors = list[Tensor]
 Case = Callable[[torch.device], Tensors]
 
 
-def placed(tensors: Tensors, device: torch.device, dtype: torch.dtype) -> Tensors:
+def placed(tensors: Tensors, device: torch.device) -> Tensors:
     """Returns copies on a device; of the last ones views that start in the middle of 16 bytes."""
-    copies = [tensor.to(dtype).to(device, copy=True) for tensor in tensors[: len(SIZES)]]
-    for tensor in tensors[len(SIZES) :]:
-        copies.append(torch.cat([tensor[:1], tensor]).to(dtype).to(device)[1:])
-    return copies
+    copies = [tensor.to(device, copy=True) for tensor in tensors]
+    return [
+        copy if copy.dim() == 0 else copy[start:]
+        for copy, start in zip(copies, STARTS, strict=True)
+    ]
 
 
-def randoms() -> Tensors:
-    return [torch.randn(size) for size in SIZES + MISALIGNED]
+def randoms(dtype: torch.dtype = F32) -> Tensors:
+    return [torch.randn(shape).to(dtype) for shape in SHAPES]
 
 
 def scalar(value: float, device: torch.device, dtype: torch.dtype = F32) -> Tensor:
     return torch.tensor(value, dtype=dtype).to(device)
 
 
-def adam(
-    param: torch.dtype,
-    grad: torch.dtype,
-    state: torch.dtype,
-    master: bool = False,
-    amsgrad: bool = False,
-    found_inf: float = 0.0,
-    **options: Any,
-) -> Case:
-    """Returns a case of three steps of Adam."""
+def step(operation: str, options: dict[str, Any], dtypes: Dtypes) -> Case:
+    """Returns a case of three steps, of whose options the scale and the like lie on the device."""
 
     def case(device: torch.device) -> Tensors:
-        values = randoms()
-        params = placed(values, device, param)
-        masters = placed(values, device, F32) if master else None
-        moments = [placed([v * 0 for v in values], device, state) for _ in range(2 + amsgrad)]
-        steps = [scalar(0.0, device) for _ in values]
+        lists = build(operation, options, SHAPES, dtypes, "cpu")
+        lists = {name: placed(tensors, device) for name, tensors in lists.items()}
+        on_device = {
+            name: scalar(value, device, F64 if name == "sum_of_squares" else F32)
+            for name, value in options.items()
+            if name in ("grad_scale", "found_inf", "sum_of_squares", "grad_norm")
+        }
         for _ in range(3):
-            ops.adam_(
-                params,
-                placed([1024 * v for v in randoms()], device, grad),
-                moments[0],
-                moments[1],
-                steps,
-                max_exp_avg_sqs=moments[2] if amsgrad else None,
-                master_params=masters,
-                **{"lr": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-                | options,
-                grad_scale=scalar(1024.0, device),
-                found_inf=scalar(found_inf, device),
-            )
-        return [*params, *steps, *itertools.chain(*moments), *(masters or [])]
+            lists["grads"] = placed(randoms(dtypes.grad), device)
+            run(operation, lists, **options | on_device)
+        return [*on_device.values(), *(tensor for name in lists for tensor in lists[name])]
 
     return case
 
 
-def sgd(
-    param: torch.dtype,
-    grad: torch.dtype,
-    state: torch.dtype | None,
-    master: bool = False,
-    dampening: float = 0.0,
-    **options: Any,
-) -> Case:
-    """Returns a case of three steps of SGD; with momentum if there is a dtype for its buffer."""
-
-    def case(device: torch.device) -> Tensors:
-        values = randoms()
-        params = placed(values, device, param)
-        masters = placed(values, device, F32) if master else None
-        buffers = steps = None
-        if state is not None:
-            buffers = placed([v * 0 for v in values], device, state)
-            options["momentum"] = 0.9
-        if dampening != 0:
-            steps = [scalar(0.0, device) for _ in values]
-        for _ in range(3):
-            ops.sgd_(
-                params,
-                placed([1024 * v for v in randoms()], device, grad),
-                momentum_buffers=buffers,
-                steps=steps,
-                master_params=masters,
-                lr=0.05,
-                dampening=dampening,
-                **options,
-                grad_scale=scalar(1024.0, device),
-                found_inf=scalar(0.0, device),
-            )
-        return [*params, *(buffers or []), *(steps or []), *(masters or [])]
-
-    return case
-
-
-def check_finite(dtype: torch.dtype, bad: float | None = None, scale: float = 2.0) -> Case:
-    """Returns a case that looks at tensors, the last element of which may be bad."""
-
-    def case(device: torch.device) -> Tensors:
-        found_infs = []
-        for index, size in enumerate(SIZES + MISALIGNED):
-            values = randoms()
-            if bad is not None and size > 0:
-                values[index][-1] = bad
-            found_infs.append(scalar(0.0, device))
-            ops.check_finite_(
-                placed(values, device, dtype), found_infs[-1], grad_scale=scalar(scale, device)
-            )
-        return found_infs
-
-    return case
-
-
-def unscale(dtype: torch.dtype, bad: float | None = None) -> Case:
-    """Returns a case that unscales tensors, the last element of which may be bad."""
-
-    def case(device: torch.device) -> Tensors:
-        values = randoms()
-        if bad is not None:
-            values[-1][-1] = bad
-        grads, found_inf = placed(values, device, dtype), scalar(0.0, device)
-        ops.unscale_(grads, scalar(1 / 3, device), found_inf)
-        return [*grads, found_inf]
-
-    return case
-
-
-def clip_grads(dtype: torch.dtype) -> Case:
-    """Returns a case that clips by a norm above the limit, and leaves what is below it."""
+def gradients(operation: GradientOperation, dtype: torch.dtype, factor: float = 1.0) -> Case:
+    """Returns a case of an operation on clean gradients and on some of which one is bad."""
 
     def case(device: torch.device) -> Tensors:
         results = []
-        for norm in (3.0, 0.5):
-            grads = placed(randoms(), device, dtype)
-            ops.clip_grads_(grads, scalar(norm, device), max_norm=1.0)
-            results += grads
+        for bad in (None, 4, len(SIZES) - 1):
+            values = [(factor * value).to(dtype) for value in randoms()]
+            if bad is not None:
+                values[bad][-1] = (INF, -INF, NAN)[bad % 3]
+            tensors = placed(values, device)
+            # Its sum, right to seven digits, need not have the same bits.
+            found = operation.run(tensors)
+            right = found == operation.finds([tensor.cpu() for tensor in placed(values, device)])
+            results += [scalar(right, device), *tensors]
         return results
-
-    return case
-
-
-def count_nonfinite(device: torch.device) -> Tensors:
-    """Counts in tensors of all dtypes, some of which hold infs and NaNs."""
-    values = randoms()
-    values[1][0], values[4][7], values[4][4095], values[-1][-1] = INF, NAN, -INF, NAN
-    return [ops.count_nonfinite(placed(values, device, dtype)) for dtype in (F16, BF16, F32, F64)]
-
-
-def sum_of_squares(dtype: torch.dtype, factor: float = 1.0) -> Case:
-    """Returns a case whose sums, right to seven digits, need not have the same bits."""
-
-    def case(device: torch.device) -> Tensors:
-        values = [factor * value for value in randoms()]
-        total, found_inf = scalar(0.0, device, F64), scalar(0.0, device)
-        tensors = placed(values, device, dtype)
-        ops.check_finite_(tensors, found_inf, sum_of_squares=total)
-        exact = sum(value.to(dtype).double().square().sum().item() for value in values)
-        return [scalar(abs(total.item() / exact - 1) < 1e-6, device), found_inf]
-
-    return case
-
-
-def clipped_step(optimizer: str, dtype: torch.dtype) -> Case:
-    """Returns a case of a step that clips by norm and by value and writes the gradients back."""
-
-    def case(device: torch.device) -> Tensors:
-        values = randoms()
-        params, masters = placed(values, device, dtype), placed(values, device, F32)
-        moments = [placed([v * 0 for v in values], device, F32) for _ in range(2)]
-        steps = [scalar(0.0, device) for _ in values]
-        grads, grad_norm = placed([8 * v for v in randoms()], device, dtype), scalar(0.0, device)
-        clipping = {
-            "grad_scale": scalar(8.0, device),
-            "clip_value": 0.02,
-            "max_grad_norm": 2.0,
-            "sum_of_squares": scalar(64.0 * 1e4, device, F64),
-            "grad_norm": grad_norm,
-            "write_back_grads": True,
-            "master_params": None if dtype == F32 else masters,
-        }
-        if optimizer == "adam":
-            options = {"lr": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-            ops.adam_(params, grads, *moments, steps, **options, **clipping)
-        else:
-            ops.sgd_(params, grads, momentum_buffers=moments[0], lr=0.1, momentum=0.9, **clipping)
-        return [*params, *grads, *moments[0], *moments[1], *steps, *masters, grad_norm]
 
     return case
 
@@ -225,14 +94,9 @@ def update_scale(device: torch.device) -> Tensors:
     scale, tracker = scalar(1024.0, device), scalar(0, device, torch.int32)
     results = []
     for flags in ([0.0], [0.0, 0.0], [0.0, 1.0], [0.0], [2.0], [0.0] * 17):
-        ops.update_scale_(
-            scale,
-            tracker,
-            [scalar(flag, device) for flag in flags],
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=2,
-        )
+        found_infs = [scalar(flag, device) for flag in flags]
+        factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
+        ops.update_scale_(scale, tracker, found_infs, **factors)
         results += [scale.clone(), tracker.clone()]
     return results
 
@@ -240,65 +104,56 @@ def update_scale(device: torch.device) -> Tensors:
 def refresh_masters(device: torch.device) -> Tensors:
     """Changes some parameters behind their masters."""
     values = randoms()
-    masters = placed(values, device, F32)
+    masters = placed(values, device)
     values[3] = values[3] + 1
-    ops.refresh_masters_(placed(values, device, F16), masters)
+    ops.refresh_masters_(placed([value.half() for value in values], device), masters)
     return masters
 
 
 def many_tensors(device: torch.device) -> Tensors:
     """Steps more tensors than the arguments of a launch hold, neighbours in one buffer."""
-    buffers = [torch.randn(6001).half().to(device) for _ in range(2)]
-    moments = [torch.zeros(6001).to(device) for _ in range(2)]
-    steps = torch.zeros(1200).to(device)
-    params, grads, exp_avgs, exp_avg_sqs = (
-        [buffer[1 + 5 * i : 6 + 5 * i] for i in range(1200)] for buffer in [*buffers, *moments]
-    )
+    dtypes = Dtypes(F16, F16, F32)
+    whole = build("adam_", {}, [(6001,)], dtypes, "cpu")
+    whole["steps"] = [torch.full((1202,), 3.0)]
+    buffers = {name: tensor.to(device) for name, (tensor,) in whole.items()}
+    lists = {
+        name: buffer[1:].split(1 if name == "steps" else 5) for name, buffer in buffers.items()
+    }
+    lists["steps"] = [step[0] for step in lists["steps"]][:1200]
     found_inf = scalar(0.0, device)
-    ops.check_finite_(grads, found_inf)
-    ops.adam_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [steps[i] for i in range(1200)],
-        lr=0.05,
-        beta1=0.9,
-        beta2=0.99,
-        eps=1e-8,
-        weight_decay=0.0,
-        found_inf=found_inf,
-    )
-    return [*buffers, *moments, steps, found_inf]
+    ops.check_finite_(lists["grads"], found_inf)
+    run("adam_", lists, found_inf=found_inf)
+    return [*buffers.values(), found_inf]
 
 
 def strided(device: torch.device) -> Tensors:
     """Steps a transposed parameter and one with gaps."""
-    buffers = [torch.randn(33, 130), torch.randn(33, 130)]
-    params = [buffers[0].to(device).t(), buffers[1].to(device)[:, ::2]]
-    grads = [torch.randn(130, 33).to(device), torch.randn(33, 65).to(device)]
-    momenta = [torch.zeros(33, 130).to(device).t(), torch.zeros(33, 130).to(device)[:, ::2]]
+    lists = build("sgd_", {"momentum": 0.9}, [(33, 130)] * 2, IN_FLOAT, "cpu")
+    for name in ("params", "momentum_buffers"):
+        one, other = (tensor.to(device) for tensor in lists[name])
+        lists[name] = [one.t(), other[:, ::2]]
+    lists["grads"] = [torch.randn(130, 33).to(device), torch.randn(33, 65).to(device)]
     found_inf = scalar(0.0, device)
-    ops.unscale_(grads, scalar(0.25, device), found_inf)
-    ops.sgd_(params, grads, momentum_buffers=momenta, lr=0.1, momentum=0.9)
-    return [*params, *momenta, found_inf]
+    ops.unscale_(lists["grads"], scalar(0.25, device), found_inf)
+    run("sgd_", lists, momentum=0.9)
+    return [*lists["params"], *lists["momentum_buffers"], found_inf]
 
 
 def training(optimizer_class: type, dtype: torch.dtype, **options: Any) -> Case:
     """Returns a case of our scaler over our optimizer, with an overflow on the way."""
 
     def case(device: torch.device) -> Tensors:
-        params = [Parameter(value) for value in placed(randoms(), device, dtype)]
+        params = [Parameter(value) for value in placed(randoms(dtype), device)]
         groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}]
         optimizer = optimizer_class(groups, lr=0.05, **options)
         scaler = amp_ext.GradScaler(device.type, init_scale=8.0, growth_interval=2)
         scaler.scale(scalar(1.0, device))
         scales = []
         for iteration in range(5):
-            values = randoms()
+            values = randoms(dtype)
             if iteration == 2:
-                values[4][7] = float("inf")
-            for param, grad in zip(params, placed(values, device, dtype), strict=True):
+                values[4][7] = INF
+            for param, grad in zip(params, placed(values, device), strict=True):
                 param.grad = grad
             scaler.step(optimizer)
             scaler.update()
@@ -309,55 +164,44 @@ def training(optimizer_class: type, dtype: torch.dtype, **options: Any) -> Case:
     return case
 
 
-CASES: dict[str, Case] = {
-    "adam-fp32": adam(F32, F32, F32),
-    "adam-fp64": adam(F64, F64, F64),
-    "adam-fp16-master": adam(F16, F16, F32, master=True),
-    "adam-fp16-master-grad32": adam(F16, F32, F32, master=True),
-    "adam-bf16-master": adam(BF16, BF16, F32, master=True),
-    "adam-bf16": adam(BF16, BF16, BF16),
-    "adam-fp32-grad16": adam(F32, F16, F32),
-    "adamw-amsgrad": adam(F32, F32, F32, amsgrad=True, decoupled_weight_decay=True, maximize=True),
-    "adamw-amsgrad-fp16-master": adam(
-        F16, F16, F32, master=True, amsgrad=True, decoupled_weight_decay=True
-    ),
-    "adam-skipped": adam(F32, F32, F32, found_inf=2.0),
-    "sgd-fp32": sgd(F32, F32, None),
-    "sgd-fp16-master": sgd(F16, F16, None, master=True),
-    "momentum-fp32": sgd(F32, F32, F32, nesterov=True, weight_decay=0.1),
-    "momentum-fp64": sgd(F64, F64, F64, dampening=0.5),
-    "momentum-fp16-master": sgd(F16, F16, F32, master=True, dampening=0.5),
-    "momentum-bf16": sgd(BF16, BF16, BF16, maximize=True),
-    "check-finite-fp32": check_finite(F32),
-    "check-finite-fp32-inf": check_finite(F32, INF),
-    "check-finite-fp64-nan": check_finite(F64, NAN),
-    "check-finite-fp16-nan": check_finite(F16, NAN),
-    "check-finite-bf16-inf": check_finite(BF16, -INF),
-    "check-finite-scale-0": check_finite(F32, scale=0.0),
-    "unscale-fp32": unscale(F32),
-    "unscale-fp64-inf": unscale(F64, INF),
-    "unscale-fp16": unscale(F16),
-    "unscale-bf16-nan": unscale(BF16, NAN),
-    "clip-grads-fp32": clip_grads(F32),
-    "clip-grads-fp16": clip_grads(F16),
-    "clip-grads-fp64": clip_grads(F64),
-    "count-nonfinite": count_nonfinite,
-    "sum-of-squares-fp32": sum_of_squares(F32),
-    "sum-of-squares-fp32-large": sum_of_squares(F32, 1e25),
-    "sum-of-squares-fp16": sum_of_squares(F16),
-    "sum-of-squares-bf16": sum_of_squares(BF16),
-    "sum-of-squares-fp64": sum_of_squares(F64),
-    "clipped-adam-fp32": clipped_step("adam", F32),
-    "clipped-adam-fp16": clipped_step("adam", F16),
-    "clipped-momentum-bf16": clipped_step("sgd", BF16),
-    "update-scale": update_scale,
-    "refresh-masters": refresh_masters,
-    "many-tensors": many_tensors,
-    "strided": strided,
-    "training-adamw-fp16": training(amp_ext.optim.AdamW, F16),
-    "training-adam-fp32": training(amp_ext.optim.Adam, F32),
-    "training-momentum-bf16": training(amp_ext.optim.SGD, BF16, momentum=0.9, dampening=0.1),
+# A sanitizer has a minute for all cases.
+SOME_DTYPES = [*FEW_DTYPES, *(row for row in DTYPES if row.id in ("fp32-grad16", "bf16-state32"))]
+SCALED = {"grad_scale": 1024.0, "found_inf": 0.0}
+CLIPPED = {
+    "grad_scale": 8.0,
+    "clip_value": 0.02,
+    "max_grad_norm": 2.0,
+    "sum_of_squares": 64.0 * 1e4,
+    "grad_norm": 0.0,
+    "write_back_grads": True,
+    "skip_nonfinite": True,
 }
+
+
+def all_cases() -> Iterator[tuple[str, Case]]:
+    for row in FEW_STEPS:
+        operation, options = row.values
+        for dtypes in SOME_DTYPES:
+            yield f"{row.id}-{dtypes.id}", step(operation, options | SCALED, *dtypes.values)
+        for name, dtypes in (("fp32", IN_FLOAT), ("bf16", WITH_MASTERS)):
+            yield f"clipped-{row.id}-{name}", step(operation, options | CLIPPED, dtypes)
+    for row in STEPS + UPDATES:
+        if row not in FEW_STEPS:
+            yield row.id, step(*row.values, WITH_MASTERS)
+    yield "skipped", step("adam_", {"found_inf": 2.0}, IN_FLOAT)
+    for operation in OPERATIONS:
+        for dtype in (F32, F64, F16, BF16):
+            yield f"{operation.id}-{dtype}", gradients(operation, dtype)
+    yield "large-squares", gradients(OPERATIONS[1], F32, 1e25)
+    for case in (update_scale, refresh_masters, many_tensors, strided):
+        yield case.__name__, case
+    yield "training-adamw-fp16", training(amp_ext.optim.AdamW, F16)
+    yield "training-adam-fp32", training(amp_ext.optim.Adam, F32)
+    momentum = {"momentum": 0.9, "dampening": 0.1}
+    yield "training-momentum-bf16", training(amp_ext.optim.SGD, BF16, **momentum)
+
+
+CASES: dict[str, Case] = dict(all_cases())
 
 
 def differences(case: Case, device: torch.device) -> Iterator[str]:
