@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
+from awkward import BF16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
 from list_operations import (
     AMSGRAD,
-    DECOUPLED,
     IN_FLOAT,
     SMALL,
     assert_is_the_formula,
@@ -26,20 +25,18 @@ with_and_without_amsgrad = pytest.mark.parametrize(
 )
 
 
-# 0.7 is the corrected moment of some elements of a test and not of others at the fourth step.
-@pytest.mark.parametrize("options", [{}, DECOUPLED, {"eps": 0.0}], ids=str)
 @with_and_without_amsgrad
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
-def test_one_step_is_the_formula(device, dtypes, amsgrad, options):
+def test_a_floor_changes_what_lies_below_it(device, dtypes, amsgrad):
     before = build("adam_", amsgrad, SHAPES, dtypes, device)
-    for floor in (0.7, 100.0):
+    for options in ({"denominator_floor": 0.7, "eps": 0.0}, {"denominator_floor": 100.0}):
         lists, without = copied(before), copied(before)
-        run("adam_", lists, denominator_floor=floor, **options)
-        assert_is_the_formula("adam_", lists, before, denominator_floor=floor, **options)
-        run("adam_", without, **options)
+        run("adam_", lists, **options)
+        assert_is_the_formula("adam_", lists, before, **options)
+        run("adam_", without, **options | {"denominator_floor": 0.0})
         changed = lists["params"][-1] != without["params"][-1]
         assert changed.any()
-        assert floor == 100.0 or not changed.all()
+        assert not changed.all() or "eps" not in options
 
 
 @pytest.mark.parametrize("step", [0, 1, 999, 100_000])
@@ -114,13 +111,9 @@ def test_an_infinite_floor_or_moment_moves_nothing(device, moment, floor):
 @pytest.mark.parametrize("floor", [1e-12, 0.5, 4.0], ids=str)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        pytest.param("Adam", {"weight_decay": 0.1}, id="adam-decay"),
-        pytest.param("Adam", {"amsgrad": True, "maximize": True}, id="adam-amsgrad-maximize"),
-        pytest.param("AdamW", {"weight_decay": 0.5}, id="adamw"),
-    ],
+    [("Adam", {"amsgrad": True, "maximize": True}), ("AdamW", {"weight_decay": 0.5})],
 )
-@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
 def test_ten_steps_follow_the_formula(device, dtype, name, options, floor):
     (param,) = make_params(dtype, device, [(1025,)])
     mine = ours(name)([param], lr=0.05, denominator_floor=floor, **options)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from awkward import BF16, F16, F32
 from reference import same_bits
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from training import assert_same_bits, bits_of
 
@@ -132,48 +132,6 @@ def test_a_replayed_graph_trains_as_eagerly_to_the_bit(
     if dtype != F32:
         for param in graphed.params:
             assert same_bits(param, graphed.optimizer.state[param]["master_param"].to(dtype))
-
-
-def test_a_network_in_fp16_with_masters_learns_in_a_graph(gpu: torch.device) -> None:
-    def run(graphed: bool) -> tuple[list[float], nn.Module]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16)).to(gpu, F16)
-        optimizer = amp_ext.optim.AdamW(model.parameters(), 1e-3)
-        scaler = amp_ext.GradScaler("cuda", growth_interval=8)
-        x, target = torch.randn(32, 64).to(gpu, F16), torch.randn(32, 16).to(gpu)
-        loss = torch.zeros((), device=gpu)
-
-        def iterate() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            new_loss = nn.functional.mse_loss(model(x).float(), target)
-            scaler.scale(new_loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            loss.copy_(new_loss.detach())
-
-        losses = []
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                iterate()
-                losses.append(loss.item())
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        if graphed:
-            with torch.cuda.graph(graph):
-                iterate()
-        for _ in range(60):
-            graph.replay() if graphed else iterate()
-            losses.append(loss.item())
-        return losses, model
-
-    (eager, eager_model), (graphed, graphed_model) = run(False), run(True)
-    assert graphed[-1] < 0.5 * graphed[0]
-    # Matrix products may be summed in another order on another stream.
-    torch.testing.assert_close(torch.tensor(graphed), torch.tensor(eager), rtol=5e-2, atol=1e-3)
-    for param, expected in zip(graphed_model.parameters(), eager_model.parameters(), strict=True):
-        torch.testing.assert_close(param, expected, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)

@@ -71,34 +71,6 @@ def test_a_loop_of_forty_steps_is_the_loop_of_the_formula(device, kind, clipping
         assert_close(lists[name][index], expected[index][name], steps=40, what=name)
 
 
-@each_kind
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_ten_steps_match_torch(device, dtype, kind):
-    theirs = [Parameter(torch.randn(1000, device=device).to(dtype)) for _ in range(2)]
-    decay = 0.02  # torch's SGD adds its decay to the gradient, so it is applied before the step
-    optimizer: torch.optim.Optimizer = {
-        OptimizerType.SGD: lambda: torch.optim.SGD(theirs, lr=0.1),
-        OptimizerType.MOMENTUM: lambda: torch.optim.SGD(theirs, lr=0.1, momentum=0.9),
-        OptimizerType.ADAM: lambda: torch.optim.Adam(theirs, lr=0.1),
-    }[kind["optimizer_type"]]()
-    lists = fresh(kind, [(1000,)] * 2, Dtypes(dtype, dtype, dtype), device)
-    lists["params"] = snapshot([param.detach() for param in theirs])
-    for timestep in range(1, 11):
-        new_grads(lists)
-        for param, grad in zip(theirs, lists["grads"], strict=True):
-            param.grad = grad.clone()
-            param.data.mul_(1.0 - 0.1 * decay)
-        optimizer.step()
-        # The defaults of the others are torch's.
-        ops.optimizer_update_(**kind, **lists, timestep=timestep, lr=0.1, weight_decay=decay)
-    names = {"velocities": "momentum_buffer", "exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
-    for index, param in enumerate(theirs):
-        assert_close(lists["params"][index], param, steps=10)
-        for name in UPDATE_BUFFERS[kind["optimizer_type"]]:
-            expected = optimizer.state[param][names[name]]
-            assert_close(lists[name][index], expected, steps=10, what=name)
-
-
 @pytest.mark.parametrize(
     ("kind", "make", "options"),
     [
@@ -153,15 +125,6 @@ def test_any_timestep_is_right_and_no_memory_as_well(device, kind, options):
     before = copied(lists)
     run(UPDATE, lists, **kind, **options)
     assert_is_the_formula(UPDATE, lists, before, **kind, **options)
-
-
-def test_the_timestep_is_nothing_to_the_velocity(device):
-    first = build(UPDATE, MOMENTUM, [(70,)], IN_FLOAT, device)
-    later = copied(first)
-    for _ in range(3):
-        run(UPDATE, first, **MOMENTUM | {"timestep": 1})
-        run(UPDATE, later, **MOMENTUM | {"timestep": 100})
-    assert_same(first, later)
 
 
 def test_the_denominator_of_adam_has_a_floor_of_a_millionth(device):

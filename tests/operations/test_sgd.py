@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, Dtypes
+from awkward import BF16, F16, F32
 from list_operations import (
     DAMPENING,
-    DECAY,
     IN_FLOAT,
-    MAXIMIZE,
     MOMENTUM,
-    NESTEROV,
     assert_is_the_formula,
     build,
     copied,
     run,
 )
-from reference import assert_close, same_bits
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(DECAY | MAXIMIZE, id="decay-maximize"),
-        pytest.param(MOMENTUM, id="momentum"),
-        pytest.param(DAMPENING | DECAY | MAXIMIZE, id="dampening-decay-maximize"),
-        pytest.param(NESTEROV | DECAY, id="nesterov-decay"),
-    ],
-)
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_ten_steps_follow_the_loop_of_torch(device, dtype, options):
-    theirs = [torch.nn.Parameter(torch.randn(1000, device=device).to(dtype)) for _ in range(2)]
-    optimizer = torch.optim.SGD(theirs, lr=0.1, foreach=False, **options)
-    dtypes = Dtypes(dtype, dtype, dtype)
-    ours = build("sgd_", options, [(1000,)] * 2, dtypes, device, step=0)
-    torch._foreach_zero_(ours.get("momentum_buffers", ours["grads"]))
-    torch._foreach_copy_(ours["params"], [param.detach() for param in theirs])
-    for _ in range(10):
-        for index, param in enumerate(theirs):
-            param.grad = torch.randn_like(param)
-            ours["grads"][index] = param.grad.clone()
-        optimizer.step()
-        run("sgd_", ours, lr=0.1, **options)
-    for index, param in enumerate(theirs):
-        assert_close(ours["params"][index], param, steps=10)
-        if "momentum" in options:
-            buffer = optimizer.state[param]["momentum_buffer"]
-            assert_close(ours["momentum_buffers"][index], buffer, steps=10)
+from reference import same_bits
 
 
 @pytest.mark.parametrize("buffer", [0.0, 12345.0])

@@ -26,11 +26,41 @@ from list_operations import (
 from reference import same_bits
 
 
-@every_step
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
+@every_step
 def test_one_step_is_the_formula(device, dtypes, operation, options):
-    for step in (0, 3) if OPERATIONS[operation].keeps_steps(options) else (3,):
-        lists = build(operation, options, SMALL, dtypes, device, step=step)
+    """At its first step too, and with elements to skip."""
+    has_scaler = OPERATIONS[operation].has_scaler
+    for step, skip in [(3, False), (3, True), (0, True)]:
+        lists = build(operation, options, SMALL, dtypes, device, step=step, bad=skip)
+        before, more = copied(lists), {"skip_nonfinite": skip} if has_scaler else {}
+        run(operation, lists, **more, **options)
+        assert_is_the_formula(operation, lists, before, **more, **options)
+
+
+# The gradients of the test have norms from 20 up.
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        pytest.param({"max_grad_norm": 3.0}, id="norm"),
+        pytest.param({"max_grad_norm": 1e6}, id="large-norm"),
+        pytest.param({"max_grad_norm": 0.0}, id="norm-0"),
+        pytest.param({"clip_value": 0.25}, id="value"),
+        pytest.param({"max_grad_norm": 30.0, "clip_value": 0.25}, id="norm-and-value"),
+    ],
+)
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+@few_steps_and_updates
+def test_gradients_are_unscaled_and_clipped_by_what_is_finite(
+    device, dtypes, operation, options, clipping
+):
+    for skip in (False, True):
+        options = options | clipping
+        if OPERATIONS[operation].has_scaler:
+            options |= {"grad_scale": torch.tensor(4.0, device=device), "skip_nonfinite": skip}
+            if "max_grad_norm" in clipping:
+                options |= {"grad_norm": torch.full((), -1.0, device=device)}
+        lists = build(operation, options, SMALL, dtypes, device, bad=skip)
         before = copied(lists)
         run(operation, lists, **options)
         assert_is_the_formula(operation, lists, before, **options)
