@@ -70,10 +70,10 @@ benchmark=("$python" -m amp_ext.bench --quick --device cuda)
 step build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$(nproc)" \
   "$python" setup.py build_ext --inplace
 # Graphs, streams, waiting, launches.
-step gpu-tests 100 "${pytest[@]}" tests/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml"
+step gpu-tests 100 "${pytest[@]}" tests/operations/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml"
 step benchmark 110 "${benchmark[@]}" --json "$out/benchmark.json" --plot "$out/benchmark.png"
 step suite 220 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" --junitxml "$out/suite.xml" \
-  --ignore tests/test_gpu.py tests
+  --ignore tests/operations/test_gpu.py tests
 for tool in memcheck racecheck synccheck initcheck; do
   options=()
   # PyTorch calls the driver with questions whose answer may be no.
