@@ -15,9 +15,9 @@ from torch import Tensor
 
 from amp_ext import ops
 
-# Less than a vector, one and a tail, and more than a tile; each also misaligned.
-SHAPES = [(size + start,) for size in (1, 7, 37, 4111) for start in (0, 1)]
-STARTS = [0, 1] * 4
+# Less than a vector, one and a tail, a tile, and more; each also misaligned.
+SHAPES = [(size + start,) for size in (1, 7, 37, 4096, 4111) for start in (0, 1)]
+STARTS = [0, 1] * 5
 
 Results = dict[str, Tensor]
 
@@ -48,9 +48,22 @@ def gathered(tensors: list[Tensor]) -> Tensor:
 
 
 def steps_of(
-    operation: str, options: dict[str, Any], dtypes: Dtypes, device: torch.device, bad: float
+    operation: str, options: dict[str, Any], dtypes: Dtypes, device: torch.device, bad: float = 0.0
 ) -> Lists:
-    """Takes three steps with scaled gradients of any size, and returns all that they wrote."""
+    """Takes three steps with gradients of any size, and returns all that they wrote.
+
+    Args:
+        operation: A name of ``OPERATIONS``.
+        options: Its options; the scale and others that lie on the device are numbers here.
+        dtypes: Of each parameter and what belongs to it.
+        device: Where the steps are taken, from numbers that are drawn on the CPU.
+        bad: Share of the gradients' elements that are inf or NaN.
+    """
+    numbers_on_device = {
+        name: torch.tensor(options[name], device=device, dtype=F64 if "sum" in name else F32)
+        for name in ("grad_scale", "found_inf", "sum_of_squares", "grad_norm")
+        if name in options
+    }
     lists = build(operation, options, SHAPES, dtypes, "cpu", step=2)
     tensors_of = {name: tensors for name, tensors in lists.items() if name != "steps"}
     for tensors in tensors_of.values():
@@ -65,28 +78,32 @@ def steps_of(
         lists["steps"] = [step.to(device) for step in lists["steps"]]
     for _ in range(3):
         lists["grads"] = numbers(dtypes.grad, device, bad)
-        run(operation, lists, **options)
-    return lists
+        run(operation, lists, **options | numbers_on_device)
+    return lists | {"numbers": list(numbers_on_device.values())}
+
+
+SCALED = {"grad_scale": 3.0, "found_inf": 0.0}
+CLIPPED = {
+    "grad_scale": 3.0,
+    "clip_value": 0.5,
+    "max_grad_norm": 1e3,
+    "sum_of_squares": 1e8,
+    "grad_norm": 0.0,
+    "write_back_grads": True,
+    "skip_nonfinite": True,
+}
 
 
 def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B008
     """Runs every operation on every dtype, from the same numbers each time."""
     torch.manual_seed(0)
     found: Results = {}
-    scaled = {"grad_scale": torch.tensor(3.0, device=device)}
-    skipping = scaled | {
-        "skip_nonfinite": True,
-        "write_back_grads": True,
-        "clip_value": 0.5,
-        "max_grad_norm": 1e3,
-        "sum_of_squares": torch.tensor(1e8, dtype=F64, device=device),
-    }
-    cases = [(row, dtypes, scaled) for row in STEPS for dtypes in FEW_DTYPES]
-    cases += [(row, dtypes, scaled) for row in FEW_STEPS for dtypes in DTYPES]
-    cases += [(row, dtypes, skipping) for row in FEW_STEPS for dtypes in FEW_DTYPES]
+    cases = [(row, dtypes, SCALED) for row in STEPS for dtypes in FEW_DTYPES]
+    cases += [(row, dtypes, SCALED) for row in FEW_STEPS for dtypes in DTYPES]
+    cases += [(row, dtypes, CLIPPED) for row in FEW_STEPS for dtypes in FEW_DTYPES]
     for row, dtypes, more in cases:
         operation, options = row.values
-        bad = 0.1 if more is skipping else 0.0
+        bad = 0.1 if more is CLIPPED else 0.0
         lists = steps_of(operation, options | more, dtypes.values[0], device, bad)
         for name, tensors in lists.items():
             found[f"{row.id} {dtypes.id} {len(more)} options {name}"] = gathered(tensors)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F32, threads
-from list_operations import UPDATE_BUFFERS
+from awkward import BF16, F32, Dtypes, threads
+from list_operations import build, run
 from reference import same_bits
 from torch import Tensor
 from torch.nn import Parameter
@@ -109,33 +109,19 @@ class FunctionWork(Work):
         has_workspace: bool = True,
     ) -> None:
         super().__init__(seed, dtype, device)
-        self.kind = kind
-        self.buffers = {
-            name: [torch.zeros_like(param, dtype=F32) for param in self.params]
-            for name in UPDATE_BUFFERS[kind]
-        }
-        self.masters = [param.detach().float() for param in self.params] if dtype == BF16 else None
         self.workspace = ops.OptimizerWorkspace() if has_workspace else None
+        self.options = {"optimizer_type": kind, "workspace": self.workspace}
+        dtypes = Dtypes(dtype, dtype, F32, master=dtype == BF16)
+        torch.manual_seed(seed)
+        self.lists = build("optimizer_update_", self.options, SHAPES, dtypes, device)
 
     def step(self, number: int) -> None:
-        ops.optimizer_update_(
-            self.kind,
-            self.params,
-            self.grads[number],
-            **self.buffers,
-            master_params=self.masters,
-            lr=0.05,
-            weight_decay=0.1,
-            timestep=number + 1,
-            max_grad_norm=5.0,
-            clip_value=0.5,
-            workspace=self.workspace,
-        )
+        self.lists["grads"] = self.grads[number]
+        limits = {"max_grad_norm": 5.0, "clip_value": 0.5, "timestep": number + 1}
+        run("optimizer_update_", self.lists, **limits, **self.options)
 
     def results(self) -> Results:
-        written = [*self.params, *(self.masters or [])]
-        for buffers in self.buffers.values():
-            written.extend(buffers)
+        written = [tensor for tensors in self.lists.values() for tensor in tensors]
         if self.workspace is not None:
             written.append(self.workspace.grad_norm)
         return [tensor.detach().clone() for tensor in written]
@@ -269,18 +255,6 @@ def test_an_optimizer_may_move_from_thread_to_thread():
         thread.start()
         thread.join()
     assert_same_results([work.results()], expected)
-
-
-@pytest.mark.parametrize("count", [2, 3, 7])
-@pytest.mark.parametrize(
-    "make",
-    [adamw, amsgrad, momentum, scaled, functional_adam, functional_momentum, without_workspace],
-)
-def test_the_number_of_threads_does_not_change_a_bit(make, count):
-    with threads(1):
-        expected = one_after_the_other((make,), torch.device("cpu"))
-    with threads(count):
-        assert_same_results(one_after_the_other((make,), torch.device("cpu")), expected)
 
 
 def test_an_error_in_one_thread_leaves_the_other_alone():
