@@ -181,7 +181,7 @@ def test_one_workspace_serves_several_devices(device):
 def test_the_workspace_holds_the_norm_of_the_last_update_that_took_one(device):
     workspace = ops.OptimizerWorkspace()
     options = SGD | {"workspace": workspace}
-    lists = build(UPDATE, SGD, SMALL, Dtypes(BF16, BF16, F32), device)
+    lists = build(UPDATE, SGD, [(1025,)], Dtypes(BF16, BF16, F32), device)
     run(UPDATE, lists, **options)
     run(UPDATE, {"params": [], "grads": []}, max_grad_norm=1.0, **options)
     assert workspace.grad_norm is None
