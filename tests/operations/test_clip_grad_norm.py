@@ -146,14 +146,18 @@ def test_empty_gradients_have_the_norm_zero(device) -> None:
     assert clip_grad_norm_(params, 1.0).item() == 0
 
 
-def test_an_empty_generator_is_warned_of_as_by_torch() -> None:
+@pytest.mark.parametrize(
+    "nothing", [lambda: (param for param in ()), list], ids=["generator", "list"]
+)
+def test_only_an_empty_generator_is_warned_of_as_by_torch(nothing: Callable[[], Any]) -> None:
     caught = []
     for clip in (clip_grad_norm_, torchs):
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            assert clip((param for param in ()), 1.0).item() == 0
+            assert clip(nothing(), 1.0).item() == 0
         caught.append([(str(w.message), w.category, w.filename) for w in warned])
     assert caught[0] == caught[1]
+    assert len(caught[0]) == (nothing is not list)
 
 
 @pytest.mark.parametrize("max_norm", [0.25, math.inf])
