@@ -1,0 +1,397 @@
+"""Tests of ``GradScaler``: its arguments, what it scales, its state, and its private names."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from scaler_cases import (
+    INF,
+    MakeOptimizer,
+    TorchScaler,
+    as_torch,
+    described,
+    error_of,
+    every_optimizer,
+    filled,
+    grads_of,
+    our_adam,
+    our_optimizers,
+    our_sgd,
+    over,
+    params_of,
+    ready,
+    recorded,
+    scales,
+    set_recorded,
+    torchs_sgd,
+    with_grads,
+)
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+import amp_ext
+
+# Constructor
+
+
+def test_the_constructor_takes_torchs_arguments_with_torchs_defaults() -> None:
+    expected = list(inspect.signature(TorchScaler).parameters.values())
+    actual = list(inspect.signature(amp_ext.GradScaler).parameters.values())
+    assert [(p.name, p.default, p.kind) for p in actual[: len(expected)]] == [
+        (p.name, p.default, p.kind) for p in expected
+    ]
+    assert all(p.kind is p.KEYWORD_ONLY for p in actual[len(expected) :])
+
+
+def test_a_new_scaler_is_one_of_torchs_with_its_values() -> None:
+    scaler = amp_ext.GradScaler("cpu")
+    assert isinstance(scaler, TorchScaler)
+    assert amp_ext.GradScaler.__name__ == "GradScaler"
+    assert not {"__bool__", "__len__"} & set(dir(amp_ext.GradScaler))
+    assert scaler.is_enabled() is True
+    assert scaler._device == "cpu"
+    assert set(vars(TorchScaler("cpu"))) <= set(vars(scaler))
+    positional = amp_ext.GradScaler("cpu", 8.0, 3.0, 0.25, 7, True)
+    assert list(positional.state_dict().values()) == [8.0, 3.0, 0.25, 7, 0]
+    options = {"min_scale": 1.0, "max_scale": 2.0**20, "dynamic": False}
+    limited = amp_ext.GradScaler("cpu", **options)
+    assert scaler.state_dict() == limited.state_dict() == TorchScaler("cpu").state_dict()
+
+
+@as_torch
+def test_getters_and_setters_are_torchs(scaler_class: Any) -> Any:
+    scaler = scaler_class("cpu", 3.0)
+    getters = [name for name in dir(TorchScaler) if "get_" in name]
+    assert len(getters) > 5
+    before = [getattr(scaler, name)() for name in getters], scaler.is_enabled()
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.125)
+    scaler.set_growth_interval(17)
+    return before, scaler.state_dict()
+
+
+BAD_FACTORS = [("growth_factor", 1.0), ("growth_factor", 0.5)]
+BAD_FACTORS += [("backoff_factor", 1.0), ("backoff_factor", 1.5)]
+
+
+@pytest.mark.parametrize(("name", "factor"), BAD_FACTORS)
+@as_torch
+def test_bad_factors_are_refused_as_in_torch(scaler_class: Any, name: str, factor: float) -> Any:
+    assert not scaler_class("cpu", **{name: factor}, enabled=False).is_enabled()
+    return error_of(AssertionError, lambda: scaler_class("cpu", **{name: factor}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_the_default_device_without_cuda_warns_and_disables() -> None:
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        scaler = amp_ext.GradScaler()
+    assert not scaler.is_enabled()
+    assert amp_ext.GradScaler("xpu").is_enabled()
+
+
+# scale
+
+
+def test_the_scale_is_created_by_the_first_output(device) -> None:
+    scaler, one = amp_ext.GradScaler(device.type, init_scale=0.1), torch.ones((), device=device)
+    for output in (None, [], (), iter([one])):
+        if output is not None:
+            scaler.scale(output)
+        assert scaler._scale is scaler._growth_tracker is None
+        assert scaler.get_scale() == 0.1
+    scaler.scale(one)
+    expected = torch.full_like(one, 0.1), torch.zeros_like(one, dtype=torch.int32)
+    assert described((scaler._scale, scaler._growth_tracker)) == described(expected)
+    assert scaler.get_scale() == expected[0].item()
+
+
+OUTPUTS = {
+    "half-scalar": torch.tensor(1.5, dtype=torch.float16),
+    "bfloat16-vector": torch.ones(3, dtype=torch.bfloat16),
+    "double": torch.ones(2, 2, dtype=torch.float64),
+    "integers": torch.tensor([1, 2]),
+    "empty-tensor": torch.empty(0),
+    "inf": torch.tensor(INF),
+    "empty-list": [],
+    "nested": (torch.ones(2), [torch.zeros(()), (torch.ones(3),)]),
+    "number": 3.0,
+    "none": None,
+    "list-with-a-number": [torch.ones(2), 3.0],
+}
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS)
+@as_torch
+def test_outputs_are_scaled_as_by_torch(scaler_class: Any, outputs: Any) -> Any:
+    try:
+        return scaler_class("cpu", init_scale=3.0).scale(outputs)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def test_other_iterables_give_a_lazy_map(device) -> None:
+    scaler = amp_ext.GradScaler(device.type, init_scale=3.0)
+    scaled = scaler.scale(torch.full((), float(value), device=device) for value in (1, 2))
+    assert isinstance(scaled, map)
+    assert [output.item() for output in scaled] == [3, 6]
+
+
+def test_the_gradient_flows_and_the_output_is_untouched(device) -> None:
+    leaf = torch.ones(3, device=device, requires_grad=True)
+    output = leaf * 2
+    amp_ext.GradScaler(device.type, init_scale=8.0).scale(output).sum().backward()
+    assert (output.tolist(), leaf.grad.tolist()) == ([2, 2, 2], [16, 16, 16])
+
+
+# State dict, pickle, copy
+
+
+def through_a_file(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [(amp_ext.GradScaler, TorchScaler), (TorchScaler, amp_ext.GradScaler)],
+    ids=["from-ours", "from-torchs"],
+)
+def test_state_dicts_travel_between_ours_and_torchs_through_a_file(saved, loading) -> None:
+    source = ready(scaler_class=saved, init_scale=0.1, growth_factor=3.0, growth_interval=5)
+    source._growth_tracker.fill_(2)
+    state = source.state_dict()
+    assert list(state) == list(TorchScaler("cpu").state_dict())
+    assert {type(value) for value in state.values()} == {float, int}
+    for target in (loading("cpu"), ready(scaler_class=loading)):
+        target.load_state_dict(through_a_file(state, weights_only=True) | {"of_later": 1})
+        assert target.state_dict() == state
+        target.scale(torch.ones(()))
+        actual = described([target._scale, target._growth_tracker])
+        assert actual == described([source._scale, source._growth_tracker])
+
+
+@pytest.mark.parametrize("missing", [*TorchScaler("cpu").state_dict(), "everything"])
+@as_torch
+def test_an_incomplete_state_dict_is_refused_as_in_torch(scaler_class: Any, missing: str) -> Any:
+    state = TorchScaler("cpu").state_dict()
+    state = {} if missing == "everything" else {k: v for k, v in state.items() if k != missing}
+    scaler = ready(scaler_class=scaler_class)
+    kind = RuntimeError if missing == "everything" else KeyError
+    return error_of(kind, scaler.load_state_dict, state), scaler.state_dict()["growth_factor"]
+
+
+def test_a_scaler_amid_an_iteration_cannot_be_duplicated() -> None:
+    scaler = ready()
+    scaler.unscale_(filled(1.0))
+    for duplicate in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
+            duplicate(scaler)
+    scaler.update()
+    pickle.dumps(copy.deepcopy(scaler))
+
+
+# The disabled scaler
+
+
+@every_optimizer
+@as_torch
+def test_a_disabled_scaler_changes_nothing(scaler_class: Any, make: MakeOptimizer) -> Any:
+    scaler = scaler_class("cpu", enabled=False)
+    optimizer, output = filled(2.0, make=make), [torch.ones(2), "anything"]
+    log = [scaler.scale(output) is output]
+    log += [scaler.unscale_(optimizer) for _ in range(2)]
+    log += [scaler.step(optimizer, closure=lambda: "the loss"), scaler.step(optimizer)]
+    log += [scaler.update(), scaler.update(3.0), scaler.load_state_dict({})]
+    log += [scaler.get_scale(), scaler._get_growth_tracker(), scaler.state_dict()]
+    twins = pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)
+    log += [(twin.is_enabled(), twin.state_dict()) for twin in twins]
+    return log, params_of(optimizer), grads_of(optimizer)
+
+
+def test_a_disabled_scaler_knows_its_options() -> None:
+    """torch raises AttributeError here until a setter was called."""
+    scaler = amp_ext.GradScaler("cpu", 8.0, 3.0, 0.25, 7, enabled=False, hysteresis=3)
+    options = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    assert options == (3.0, 0.25, 7)
+    assert scaler._get_scale_async() is None
+    for twin in (scaler, pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert not twin.is_enabled()
+        assert twin.state_dict() == {}
+
+
+# Private names that clients read and write
+
+
+@every_optimizer
+@pytest.mark.parametrize("how", ["fill", "replace", "replace-by-vector"])
+def test_a_scale_set_from_outside_is_the_scale(make: MakeOptimizer, how: str, device) -> None:
+    grad = torch.tensor([16.0, -8.0], device=device)
+    optimizer, expected = with_grads(grad, make=make), with_grads(grad / 16, make=make)
+    scaler = ready(device, growth_interval=1)
+    if how == "fill":
+        scaler._scale.fill_(16.0)
+    else:
+        scaler._scale = torch.full((1,) if "vector" in how else (), 16.0, device=device)
+    assert scaler.get_scale() == scaler.scale(torch.ones((), device=device)).item() == 16
+    scaler.step(optimizer)
+    expected.step()
+    assert torch.equal(params_of(optimizer)[0], params_of(expected)[0])
+    scaler.update()
+    assert (scaler.get_scale(), scaler._scale.item()) == (32, 32)
+
+
+def test_a_counter_and_factors_set_from_outside_are_used(device) -> None:
+    scaler = ready(device)
+    scaler._growth_tracker = torch.full((), 6, dtype=torch.int32, device=device)
+    scaler._growth_factor, scaler._growth_interval, scaler._backoff_factor = 3.0, 7, 0.25
+    assert scales(scaler, ".", device) == [12]
+    assert scaler._growth_tracker.item() == 0
+    assert scales(scaler, "x", device) == [3]
+
+
+@over([torchs_sgd, our_sgd, our_adam])
+@pytest.mark.parametrize("value", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("how", ["edited", "replaced", "replaced-by-vector", "assigned"])
+def test_found_inf_edited_between_unscale_and_step_decides(
+    make: MakeOptimizer, how: str, value: float, device
+) -> None:
+    optimizer, scaler = filled(1.0, device, make), ready(device, growth_interval=1)
+    found_inf = torch.full((1,) if how == "replaced-by-vector" else (), value, device=device)
+    if how == "assigned":
+        scaler._per_optimizer_states[id(optimizer)] = {
+            "stage": OptState.UNSCALED,
+            "found_inf_per_device": {device: found_inf},
+        }
+    else:
+        scaler.unscale_(optimizer)
+        if how == "edited":
+            set_recorded(scaler, optimizer, value)
+        else:
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            found.update(dict.fromkeys(found, found_inf))
+    scaler.step(optimizer)
+    assert bool((params_of(optimizer)[0] == 1).all()) == (value != 0)
+    scaler.update()
+    assert scaler.get_scale() == (2 if value else 8)
+
+
+def test_an_overflow_that_is_edited_away_is_stepped(device) -> None:
+    optimizer, scaler = with_grads(torch.tensor([4.0, INF], device=device)), ready(device)
+    scaler.unscale_(optimizer)
+    set_recorded(scaler, optimizer, 0)
+    scaler.step(optimizer)
+    assert params_of(optimizer)[0].tolist() == [0.5, -INF]
+
+
+def test_per_optimizer_states_may_be_assigned(device) -> None:
+    optimizer, scaler = filled(1.0, device), ready(device)
+    scaler.step(optimizer)
+    scaler._per_optimizer_states = ready(device, TorchScaler)._per_optimizer_states
+    scaler.step(optimizer)
+    scaler._per_optimizer_states.clear()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    pickle.dumps(scaler)
+
+
+@every_optimizer
+@pytest.mark.parametrize("how", ["subclass", "instance", "patched-class"])
+def test_an_override_of_unscale_grads_is_what_runs(
+    make: MakeOptimizer, how: str, device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, scaler_class = [], amp_ext.GradScaler
+
+    def override(self: Any, optimizer: Any, *arguments: Any) -> dict[torch.device, Tensor]:
+        calls.append((arguments[0].item(), arguments[1].item(), arguments[2]))
+        found = super(amp_ext.GradScaler, self)._unscale_grads_(optimizer, *arguments[:2], True)
+        return {key: value + 1 for key, value in found.items()}
+
+    if how == "patched-class":
+        monkeypatch.setattr(amp_ext.GradScaler, "_unscale_grads_", override)
+    elif how == "subclass":
+        scaler_class = type("Mine", (amp_ext.GradScaler,), {"_unscale_grads_": override})
+    scaler = ready(device, scaler_class)
+    if how == "instance":
+        scaler._unscale_grads_ = MethodType(override, scaler)
+    optimizer = filled(1.0, device, make)
+    scaler._check_inf_per_device(optimizer)
+    assert recorded(scaler, optimizer) == [1.0]
+    scaler.step(optimizer)
+    assert params_of(optimizer)[0].tolist() == [1, 1, 1]
+    scaler.update()
+    assert scaler.get_scale() == 2
+    scaler.unscale_(optimizer)
+    read_only = getattr(optimizer, "_step_supports_amp_scaling", False)
+    look = (1.0, 0.0, True)
+    assert calls == [look, look if read_only else (0.25, 0.0, False), (0.5, 0.0, False)]
+
+
+def test_a_subclass_may_allow_fp16_gradients(device) -> None:
+    class AllowsHalf(amp_ext.GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+    optimizer = with_grads(torch.full((3,), 4.0, dtype=torch.float16, device=device))
+    ready(device, AllowsHalf).unscale_(optimizer)
+    assert grads_of(optimizer)[0].tolist() == [1, 1, 1]
+
+
+def test_an_override_of_the_call_of_step_is_what_runs(device) -> None:
+    class Never(amp_ext.GradScaler):
+        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+            return sorted(optimizer_state), args, kwargs
+
+    optimizer = filled(1.0, device)
+    returned = ready(device, Never).step(optimizer, None, more=1)
+    assert returned == (["found_inf_per_device", "stage"], (None,), {"more": 1})
+    assert params_of(optimizer)[0].tolist() == [1, 1, 1]
+
+
+@our_optimizers
+def test_an_override_of_the_check_is_what_step_calls(make: MakeOptimizer, device) -> None:
+    class SumsOverRanks(amp_ext.GradScaler):
+        def _check_inf_per_device(self, optimizer):
+            found = super()._check_inf_per_device(optimizer)
+            for value in found.values():
+                value.mul_(3)
+            return found
+
+    for value, expected in ((INF, 1.0), (4.0, 0.5)):
+        optimizer = filled(value, device, make)
+        ready(device, SumsOverRanks).step(optimizer)
+        assert params_of(optimizer)[0].tolist() == pytest.approx([expected] * 3)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("value", [1.0, INF])
+@as_torch
+def test_unscale_grads_may_be_called_directly(
+    scaler_class: Any, shape: tuple[int, ...], value: float, device
+) -> Any:
+    optimizer = with_grads(torch.full((3,), value, device=device), torch.ones(0, device=device))
+    inv_scale, found_inf = (torch.full(shape, v, device=device) for v in (0.5, 0.0))
+    found = scaler_class(device.type)._unscale_grads_(optimizer, inv_scale, found_inf, False)
+    return found, found_inf, inv_scale, grads_of(optimizer)
+
+
+def test_the_scale_and_the_counter_stay_where_they_are(device) -> None:
+    scaler = ready(device, growth_interval=2)
+    tensors = scaler._scale, scaler._growth_tracker
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    scales(scaler, "..x.", device)
+    for new_scale in (torch.full((), 16.0, device=device), torch.full((1,), 8.0, device=device)):
+        scaler.update(new_scale)
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 32.0, "_growth_tracker": 1})
+    assert scaler._scale is tensors[0]
+    assert scaler._growth_tracker is tensors[1]
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    assert [tensor.item() for tensor in tensors] == [32, 1]

@@ -1,0 +1,481 @@
+"""Tests of what ``GradScaler`` does with gradients and optimizers: unscale, look, step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import mmap
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+from scaler_cases import (
+    INF,
+    NAN,
+    OPTIMIZERS,
+    MakeOptimizer,
+    TorchScaler,
+    all_optimizers,
+    as_torch,
+    clean_or_overflow,
+    described,
+    error_of,
+    every_optimizer,
+    filled,
+    grads_of,
+    look_and_step,
+    new_params,
+    our_adam,
+    our_optimizers,
+    our_sgd,
+    over,
+    params_of,
+    ready,
+    recorded,
+    torchs_sgd,
+    unscaled_first,
+    with_grads,
+)
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.nn import Parameter
+
+import amp_ext
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+# unscale_
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda base: base,
+    lambda base: base.view(6, 10).t(),
+    lambda base: base[1::2],
+    lambda base: base[1:],
+    lambda base: base.view(6, 10)[1:5, 2:9],
+    lambda base: base.view(2, 5, 3, 2).permute(0, 3, 1, 2),
+    lambda base: base.view(2, 5, 3, 2)[:, ::2].permute(3, 1, 0, 2),
+    lambda base: base[3],
+    lambda base: base[:0],
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(F32, 3.0), (F32, 1e30), (F64, 0.1), (F64, 4.0), (BF16, 3.0)], ids=str
+)
+def test_gradients_of_any_layout_are_multiplied_by_the_rounded_inverse(
+    dtype: torch.dtype, scale: float, device
+) -> None:
+    wide = F64 if dtype == F64 else F32
+    inverse = (1.0 / torch.tensor(scale).double()).float().to(device, wide)
+    bases = [torch.randn(60, device=device).to(dtype) for _ in LAYOUTS]
+    wanted = [base.clone() for base in bases]
+    views = [view(base) for view, base in zip(LAYOUTS, bases, strict=True)]
+    params = [Parameter(torch.zeros_like(view)) for view in views]
+    for param, grad, view, target in zip(params, views, LAYOUTS, wanted, strict=True):
+        param.grad = grad
+        view(target).copy_((view(target).to(wide) * inverse).to(dtype))
+    optimizer = torch.optim.SGD([*params[:4], *new_params(device, 1), *params[4:]])
+    scaler = ready(device, init_scale=scale)
+    scaler.unscale_(optimizer)
+    assert all(map(same_bits, bases, wanted))
+    assert all(now is then for now, then in zip(grads_of(optimizer), views, strict=True))
+    assert recorded(scaler, optimizer) == [0.0]
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_parameters_of_several_dtypes_share_one_verdict(bad: int) -> None:
+    grads = [torch.ones(5, dtype=dtype) for dtype in (F32, F64, BF16)]
+    if bad < 3:
+        grads[bad][2] = NAN
+    optimizer, scaler = with_grads(*grads), ready()
+    scaler.unscale_(optimizer)
+    assert recorded(scaler, optimizer) == [float(bad < 3)]
+    assert all(grad[0].item() == 0.25 for grad in grads_of(optimizer))
+
+
+@every_optimizer
+def test_empty_gradients_alone_are_no_overflow(make: MakeOptimizer, device) -> None:
+    optimizer = with_grads(torch.empty(0, device=device), make=make)
+    scaler = ready(device, growth_interval=1)
+    scaler.step(optimizer)
+    assert recorded(scaler, optimizer) == [0.0]
+    scaler.update()
+    assert scaler.get_scale() == 8
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_with_a_graph_are_unscaled(device) -> None:
+    param = Parameter(torch.full((3,), 2.0, device=device))
+    scaler = ready(device)
+    scaler.scale((param**2).sum()).backward(create_graph=True)
+    assert param.grad.requires_grad
+    scaler.step(torch.optim.SGD([param], lr=0.5))
+    assert param.tolist() == [0, 0, 0]
+
+
+@every_optimizer
+@unscaled_first
+def test_fp16_gradients_are_refused_and_nothing_is_written(
+    make: MakeOptimizer, unscale: bool, device
+) -> None:
+    grads = [torch.ones(3, device=device), torch.ones(3, dtype=F16, device=device)]
+    optimizer, scaler = with_grads(*grads, make=make), ready(device)
+    optimizer._step_supports_amp_scaling = False
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients"):
+        look_and_step(scaler, optimizer, unscale)
+    assert all(map(same_bits, grads_of(optimizer), grads))
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params_of(optimizer))
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
+@our_optimizers
+@clean_or_overflow
+def test_step_of_our_optimizers_takes_fp16_gradients_and_leaves_them(
+    make: MakeOptimizer, value: float, device
+) -> None:
+    grad = torch.full((5,), 4.0, dtype=F16, device=device)
+    grad[4] = value
+    optimizer, scaler = with_grads(grad, make=make), ready(device)
+    scaler.step(optimizer)
+    assert params_of(optimizer)[0].tolist() == pytest.approx([0.5 if value == 4 else 1.0] * 5)
+    assert same_bits(grads_of(optimizer)[0], grad)
+    scaler.update()
+    assert scaler.get_scale() == (4 if value == 4 else 2)
+
+
+every_look = pytest.mark.parametrize("call", ["unscale_", "step", "_check_inf_per_device"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param([1.0, 2.0, 4.0], id="clean"),
+        pytest.param([1.0, INF, 4.0], id="inf"),
+        pytest.param([3e38, 1.0, 3e38], id="sum-of-duplicates-overflows"),
+        pytest.param([4e4, 1.0, 4e4], id="sum-overflows-in-half"),
+        pytest.param([], id="no-values"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@every_look
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@as_torch
+def test_sparse_gradients_of_torchs_sgd_are_treated_as_by_torch(
+    scaler_class: Any, call: str, dtype: torch.dtype, values: list[float]
+) -> Any:
+    param = Parameter(torch.ones(4, dtype=dtype))
+    rows = [[2, 0, 2][: len(values)]]
+    param.grad = torch.sparse_coo_tensor(rows, torch.tensor(values, dtype=dtype), (4,))
+    optimizer, scaler = torch.optim.SGD([param], lr=0.5), ready(scaler_class=scaler_class)
+    first_sentence = ""
+    if dtype == F16 and call != "_check_inf_per_device":
+        first_sentence = error_of(ValueError, getattr(scaler, call), optimizer).split(".")[0]
+    else:
+        getattr(scaler, call)(optimizer)
+    return first_sentence, param, param.grad, recorded(scaler, optimizer)
+
+
+class Wrapped(Tensor):
+    """A subclass whose operations are torch's, as those of a sharded tensor are its own."""
+
+
+@every_look
+@clean_or_overflow
+@as_torch
+def test_gradients_of_a_tensor_subclass_are_treated_as_by_torch(
+    scaler_class: Any, call: str, value: float, device
+) -> Any:
+    param = Parameter(torch.ones(3, device=device))
+    param.grad = torch.full((3,), value, device=device).as_subclass(Wrapped)
+    optimizer, scaler = torch.optim.SGD([param], lr=0.5), ready(device, scaler_class)
+    getattr(scaler, call)(optimizer)
+    return param, param.grad, type(param.grad), recorded(scaler, optimizer)
+
+
+def test_expanded_gradients_are_read_but_not_written(device) -> None:
+    param = Parameter(torch.ones(5, device=device))
+    param.grad = torch.full((1,), 4.0, device=device).expand(5)
+    scaler = ready(device)
+    with pytest.raises(RuntimeError):
+        scaler.unscale_(torch.optim.SGD([param]))
+    assert param.grad.tolist() == [4.0] * 5
+    scaler.step(amp_ext.optim.SGD([param], lr=0.5))
+    assert param.tolist() == [0.5] * 5
+
+
+# _check_inf_per_device
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_the_check_never_writes_a_gradient(make: MakeOptimizer, dtype: torch.dtype, device) -> None:
+    values = torch.tensor([-0.0, 1e-40, 6e-8, 1.0, INF, NAN]).to(dtype)
+    grads = [values.repeat(9).to(device), torch.ones(3, dtype=dtype, device=device)]
+    optimizer, scaler = with_grads(*grads, make=make), ready(device, init_scale=3.0)
+    versions = [grad._version for grad in grads_of(optimizer)]
+    found = scaler._check_inf_per_device(optimizer)
+    assert [value.item() for value in found.values()] == [1.0]
+    assert found is scaler._found_inf_per_device(optimizer)
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    assert all(map(same_bits, grads_of(optimizer), grads))
+    assert [grad._version for grad in grads_of(optimizer)] == versions
+
+
+def test_gradients_are_not_even_written_with_the_bits_that_they_have(tmp_path: Path) -> None:
+    """Their pages are copied when they are written, and only the others follow the file."""
+    file = tmp_path / "gradient"
+    file.write_bytes(struct.pack("f", 4.0) * 20_000)
+    with file.open("r+b") as opened:
+        pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        grad, scaler = torch.frombuffer(pages, dtype=F32), ready()
+        for make in (torchs_sgd, our_sgd, our_adam):
+            param = Parameter(torch.ones(20_000))
+            param.grad = grad
+            optimizer = make([param])
+            assert [v.item() for v in scaler._check_inf_per_device(optimizer).values()] == [0.0]
+            if make is not torchs_sgd:
+                scaler.step(optimizer)
+                assert param.sum().item() == pytest.approx(10_000)
+        scaler.update()
+        assert scaler.get_scale() == 4
+        opened.write(struct.pack("f", 8.0) * 20_000)
+        opened.flush()
+        assert grad.unique().tolist() == [8.0]
+
+
+# Order of calls
+
+
+def perform(name: str, scaler: TorchScaler, optimizer: torch.optim.Optimizer) -> Any:
+    if name == "copy":
+        return copy.deepcopy(scaler)
+    if name == "overflow":
+        return grads_of(optimizer)[1].fill_(INF).tolist()
+    if name == "scale":
+        return scaler.scale(torch.ones(())).item()
+    return scaler.update() if name == "update" else getattr(scaler, name)(optimizer)
+
+
+def run_calls(scaler_class: Any, make: MakeOptimizer, calls: tuple[str, ...]) -> list[Any]:
+    """Makes calls one after another and logs the outcome of each and all that it changed."""
+    optimizer = with_grads(torch.full((3,), 4.0), torch.full((2,), -8.0), make=make)
+    scaler, log = ready(scaler_class=scaler_class, growth_interval=2), []
+    for name in calls:
+        try:
+            seen = perform(name, scaler, optimizer)
+        except Exception as error:
+            seen = type(error), str(error)
+        if isinstance(seen, TorchScaler):
+            scaler, seen = seen, "a copy"
+        tensors = described([params_of(optimizer), grads_of(optimizer)])
+        log.append((name, seen, scaler.state_dict(), tensors))
+    return log
+
+
+@over([torchs_sgd, our_adam])
+def test_every_order_of_four_calls_does_what_it_does_in_torch(make: MakeOptimizer) -> None:
+    names = ("unscale_", "step", "update", "overflow", "scale", "copy")
+    for calls in itertools.product(names, repeat=4):
+        actual = run_calls(amp_ext.GradScaler, make, calls)
+        assert repr(actual) == repr(run_calls(TorchScaler, make, calls)), calls
+
+
+@pytest.mark.parametrize(
+    ("calls", "error"),
+    [
+        (
+            "unscale_ unscale_",
+            "unscale_() has already been called on this optimizer since the last update().",
+        ),
+        ("step unscale_", "unscale_() is being called after step()."),
+        ("step step", "step() has already been called since the last update()."),
+        ("update", "No inf checks were recorded prior to update."),
+        ("step update update", "No inf checks were recorded prior to update."),
+        ("step update step update unscale_ step", None),
+    ],
+)
+@every_optimizer
+def test_a_call_out_of_order_says_so(make: MakeOptimizer, calls: str, error: str | None) -> None:
+    kind = AssertionError if calls.endswith("update") else RuntimeError
+    log = run_calls(amp_ext.GradScaler, make, tuple(calls.split()))
+    assert log[-1][1] == (error and (kind, error))
+
+
+@pytest.mark.parametrize("name", ["unscale_", "step", "_check_inf_per_device", "update"])
+@as_torch
+def test_calls_before_the_first_scale_raise_torchs_error(scaler_class: Any, name: str) -> Any:
+    arguments = () if name == "update" else (filled(1.0),)
+    return error_of(AssertionError, getattr(scaler_class("cpu"), name), *arguments)
+
+
+@all_optimizers
+@as_torch
+def test_a_step_without_any_gradient_is_treated_as_by_torch(
+    scaler_class: Any, make: MakeOptimizer, device
+) -> Any:
+    optimizer, scaler = make(new_params(device)), ready(device, scaler_class)
+    try:
+        scaler.step(optimizer)
+    except AssertionError as error:
+        return str(error)
+    text = error_of(AssertionError, scaler.update)
+    assert text == "No inf checks were recorded prior to update."
+    return text, params_of(optimizer)
+
+
+# step
+
+
+@every_optimizer
+@clean_or_overflow
+@as_torch
+def test_the_step_that_is_called_is_the_one_on_the_instance(
+    scaler_class: Any, make: MakeOptimizer, value: float, device
+) -> Any:
+    optimizer, calls = filled(value, device, make), []
+    original = optimizer.step
+
+    def patched(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> str:
+        attributes = {name: getattr(self, name, "none") for name in ("grad_scale", "found_inf")}
+        calls.append((args, kwargs, described(attributes)))
+        original(*args, **kwargs)
+        return "returned"
+
+    optimizer.step = MethodType(patched, optimizer)
+    returned = ready(device, scaler_class).step(optimizer)
+    assert len(calls) == (value == 4 or make is not torchs_sgd)
+    leftovers = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
+    return returned, calls, leftovers, params_of(optimizer)
+
+
+@over(OPTIMIZERS[1:])
+@as_torch
+def test_a_scale_set_on_the_optimizer_beforehand_joins_the_product(
+    scaler_class: Any, make: MakeOptimizer, device
+) -> Any:
+    optimizer = with_grads(torch.tensor([8.0, -16.0, 1e-3], device=device), make=make)
+    optimizer.grad_scale = torch.full((), 2.0, device=device)
+    ready(device, scaler_class).step(optimizer)
+    return params_of(optimizer)
+
+
+@every_optimizer
+def test_a_closure_may_be_given_by_position_alone(make: MakeOptimizer) -> None:
+    scaler, closure = ready(), lambda: "the loss"
+    for by_keyword in (None, closure):
+        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+            scaler.step(filled(1.0, make=make), closure=by_keyword)
+    assert scaler.step(filled(1.0, make=make), closure) == "the loss"
+
+
+class TakesTheScaler(torch.optim.SGD):
+    """An optimizer of the older protocol, which asks the scaler itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: TorchScaler | None = None) -> str:
+        found = grad_scaler._check_inf_per_device(self)
+        if sum(value.item() for value in found.values()) == 0:
+            super().step()
+        return "returned"
+
+
+@clean_or_overflow
+@as_torch
+def test_an_optimizer_that_takes_the_scaler_gets_it(scaler_class: Any, value: float, device) -> Any:
+    optimizer = filled(value, device, lambda params: TakesTheScaler(params, 0.5))
+    scaler = ready(device, scaler_class)
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        returned = scaler.step(optimizer)
+    scaler.update()
+    return returned, params_of(optimizer), scaler.state_dict()
+
+
+@clean_or_overflow
+@pytest.mark.parametrize("supports_scaling", [False, True])
+@as_torch
+def test_anything_with_param_groups_and_a_step_is_an_optimizer(
+    scaler_class: Any, value: float, supports_scaling: bool, device
+) -> Any:
+    inner, scaler = filled(value, device), ready(device, scaler_class)
+    wrapper = SimpleNamespace(param_groups=inner.param_groups, step=lambda: "stepped")
+    wrapper._step_supports_amp_scaling = supports_scaling
+    returned = scaler.step(wrapper)
+    scaler.update()
+    return returned, scaler.state_dict(), grads_of(inner)
+
+
+@every_optimizer
+@pytest.mark.filterwarnings("error")
+@as_torch
+def test_a_learning_rate_schedule_is_followed_without_a_warning(
+    scaler_class: Any, make: MakeOptimizer, device
+) -> Any:
+    optimizer, scaler = filled(4.0, device, make), ready(device, scaler_class)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    for _ in range(3):
+        grads_of(optimizer)[0].fill_(4.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    return params_of(optimizer)
+
+
+@our_optimizers
+def test_step_and_update_do_not_wait_for_the_device(make: MakeOptimizer, device) -> None:
+    if device.type != "cuda":
+        pytest.skip("only CUDA tells of a wait")
+    optimizer, scaler = filled(4.0, device, make), ready(device)
+    try:
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# A scale that has no finite inverse
+
+
+@every_optimizer
+@pytest.mark.parametrize("scale", [0.0, 1e-39], ids=str)
+@unscaled_first
+def test_at_a_scale_without_an_inverse_every_step_is_skipped_with_one_warning(
+    make: MakeOptimizer, scale: float, unscale: bool, device
+) -> None:
+    param = Parameter(torch.ones(3, device=device))
+    optimizer, scaler = make([param]), amp_ext.GradScaler(device.type, init_scale=scale)
+    before, told = scale, []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale((param * 2).sum()).backward()
+            look_and_step(scaler, optimizer, unscale)
+            assert recorded(scaler, optimizer) == [1.0]
+            scaler.update()
+            told.append(len(caught))
+            after = scaler.get_scale()
+            assert after == 0 or after < before
+            before = after
+    assert told == [int(device.type == "cpu"), 1, 1]
+    assert str(caught[0].message).startswith("GradScaler: the scale fell to ")
+    assert param.tolist() == [1, 1, 1]
+    assert scaler.last_step_skipped(optimizer, wait=True) is True
+    assert scaler.stats(wait=True).last_nonfinite is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_usual_scale_does_not_warn(device) -> None:
+    optimizer, scaler = filled(INF, device), ready(device, init_scale=1e-38)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == pytest.approx(5e-39)
