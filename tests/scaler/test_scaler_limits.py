@@ -6,7 +6,6 @@ import copy
 import ctypes
 import dataclasses
 import io
-import math
 import pickle
 import random
 from collections.abc import Callable
@@ -16,15 +15,27 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scaler_cases import (
+    INF,
+    NAN,
+    OPTIMIZERS,
+    TorchScaler,
+    as_torch,
+    error_of,
+    filled,
+    grads_of,
+    iterate,
+    new_params,
+    params_of,
+    ready,
+    scales,
+    set_recorded,
+)
 from torch import Tensor
-from torch.nn import Parameter
 
 import amp_ext
 from amp_ext import ops
 
-TorchScaler = torch.amp.GradScaler
-INF = math.inf
-NAN = math.nan
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -76,83 +87,29 @@ class Rules:
         return max(self.hysteresis - self.overflows_since_growth, 1)
 
 
-def new_optimizer(device: Any = "cpu", count: int = 1) -> torch.optim.Optimizer:
-    return torch.optim.SGD([Parameter(torch.ones(3, device=device)) for _ in range(count)], lr=0.0)
-
-
-def ready(device: Any = "cpu", **options: Any) -> amp_ext.GradScaler:
-    """Builds a scaler whose tensors exist, with a scale of 4 unless told otherwise."""
-    scaler = amp_ext.GradScaler(torch.device(device).type, **{"init_scale": 4.0} | options)
-    scaler.scale(torch.ones((), device=device))
-    return scaler
-
-
-def take_step(scaler: TorchScaler, *optimizers: torch.optim.Optimizer, overflow: bool) -> None:
-    """Steps all optimizers, the last with a bad gradient on overflow; does not update."""
-    for optimizer in optimizers:
-        bad = overflow and optimizer is optimizers[-1]
-        for param in optimizer.param_groups[0]["params"]:
-            param.grad = torch.full_like(param, INF if bad else 1.0)
-        scaler.step(optimizer)
-
-
-def scales(scaler: TorchScaler, sequence: str, device: Any = "cpu") -> list[float]:
-    """Returns the scale after each iteration of a sequence: "x" overflows, "." does not."""
-    optimizer, found = new_optimizer(device), []
-    for letter in sequence:
-        scaler.scale(torch.ones((), device=device))
-        take_step(scaler, optimizer, overflow=letter == "x")
-        scaler.update()
-        found.append(scaler.get_scale())
-    return found
-
-
 # The rules
+
+
+LIMITS_OF_ONE = {"growth_interval": 1, "min_scale": 4.0, "max_scale": 4.0}
+STATIC = {"growth_interval": 1, "dynamic": False}
 
 
 @pytest.mark.parametrize(
     ("options", "sequence", "expected"),
     [
         pytest.param({}, "xx.", [2, 1, 1], id="torchs-rules"),
+        pytest.param({"growth_interval": 3}, ".......", [4, 4, 8, 8, 8, 16, 16], id="growth"),
         pytest.param({"min_scale": 3.0}, "xxx", [3, 3, 3], id="backs-off-to-the-minimum"),
-        pytest.param({"min_scale": 1.0}, "xxx", [2, 1, 1], id="backs-off-down-to-the-minimum"),
         pytest.param({"min_scale": 4.0}, "x.", [4, 4], id="starts-at-the-minimum"),
         pytest.param({"min_scale": 0.0}, "xx", [2, 1], id="a-minimum-of-zero"),
-        pytest.param(
-            {"min_scale": 1.0, "growth_interval": 1}, "xxx..", [2, 1, 1, 2, 4], id="grows-again"
-        ),
-        pytest.param(
-            {"max_scale": 10.0, "growth_interval": 1}, "...x", [8, 10, 10, 5], id="up-to-maximum"
-        ),
-        pytest.param(
-            {"max_scale": 4.0, "growth_interval": 1}, "..x.", [4, 4, 2, 4], id="starts-at-maximum"
-        ),
-        pytest.param(
-            {"max_scale": INF, "growth_interval": 1}, "..", [8, 16], id="an-infinite-maximum"
-        ),
-        pytest.param(
-            {"init_scale": LARGEST, "max_scale": 1e300, "growth_interval": 1},
-            ".",
-            [LARGEST],
-            id="a-maximum-above-float32",
-        ),
-        pytest.param(
-            {"min_scale": 4.0, "max_scale": 4.0, "growth_interval": 1},
-            ".x.",
-            [4, 4, 4],
-            id="no-room-between-the-limits",
-        ),
-        pytest.param(
-            {"dynamic": False, "growth_interval": 1}, "..xx.", [4, 4, 4, 4, 4], id="static"
-        ),
-        pytest.param(
-            {"dynamic": False, "hysteresis": 2, "growth_interval": 1},
-            "xxx.",
-            [4, 4, 4, 4],
-            id="static-with-hysteresis",
-        ),
-        pytest.param({"hysteresis": 3}, "xxx", [4, 4, 2], id="the-third-backs-off"),
-        pytest.param({"hysteresis": 3}, "xxxxx", [4, 4, 2, 1, 0.5], id="then-every-one-does"),
+        pytest.param({"min_scale": 1, "growth_interval": 1}, "xxx..", [2, 1, 1, 2, 4], id="again"),
+        pytest.param({"max_scale": 10, "growth_interval": 1}, "...x", [8, 10, 10, 5], id="maximum"),
+        pytest.param({"max_scale": 4, "growth_interval": 1}, "..x.", [4, 4, 2, 4], id="at-maximum"),
+        pytest.param({"max_scale": INF, "growth_interval": 1}, "..", [8, 16], id="no-maximum"),
+        pytest.param(LIMITS_OF_ONE, ".x.", [4, 4, 4], id="no-room-between-the-limits"),
+        pytest.param(STATIC, "..xx.", [4, 4, 4, 4, 4], id="static"),
+        pytest.param(STATIC | {"hysteresis": 2}, "xxx.", [4] * 4, id="static-with-hysteresis"),
+        pytest.param({"hysteresis": 3}, "xxxxx", [4, 4, 2, 1, 0.5], id="from-the-third-on"),
         pytest.param({"hysteresis": 3}, "x.x.x.x", [4, 4, 4, 4, 2, 2, 1], id="not-in-a-row"),
         pytest.param(
             {"hysteresis": 2, "growth_interval": 2},
@@ -161,22 +118,26 @@ def scales(scaler: TorchScaler, sequence: str, device: Any = "cpu") -> list[floa
             id="a-growth-refills",
         ),
         pytest.param(
-            {"hysteresis": 2, "growth_interval": 3},
-            "x..x",
-            [4, 4, 4, 2],
-            id="clean-steps-do-not-refill",
+            {"hysteresis": 2, "growth_interval": 3}, "x..x", [4, 4, 4, 2], id="clean-steps-do-not"
         ),
         pytest.param(
             {"hysteresis": 2, "growth_interval": 1, "max_scale": 4.0},
             "x..x",
             [4, 4, 4, 2],
-            id="a-growth-that-the-maximum-forbids-does-not-refill",
+            id="nor-does-a-growth-that-the-maximum-forbids",
         ),
         pytest.param(
             {"hysteresis": 2, "growth_interval": 2}, ".x.x", [4, 4, 4, 2], id="the-count-restarts"
         ),
+        pytest.param({"hysteresis": 2, "min_scale": 3}, "xxxx", [4, 3, 3, 3], id="both"),
         pytest.param(
-            {"hysteresis": 2, "min_scale": 3.0}, "xxxx", [4, 3, 3, 3], id="hysteresis-and-minimum"
+            {"init_scale": LARGEST, "max_scale": 1e300, "growth_interval": 1},
+            ".",
+            [LARGEST],
+            id="a-maximum-above-float32",
+        ),
+        pytest.param(
+            {"backoff_factor": 1e-30, "min_scale": 2.0**-14}, "xxx", [2.0**-14] * 3, id="never-zero"
         ),
     ],
 )
@@ -274,35 +235,63 @@ def test_any_sequence_follows_the_rules_and_survives_a_checkpoint(
     assert state.get("_hysteresis_tracker", 1) == rules.hysteresis_tracker()
 
 
-def test_overflows_of_several_optimizers_count_once(device) -> None:
-    scaler = ready(device, hysteresis=3)
-    optimizers = [new_optimizer(device) for _ in range(4)]
-    found = []
-    for _ in range(4):
+@as_torch
+def test_any_walk_through_updates_and_setters_is_torchs(scaler_class: Any, device) -> Any:
+    draw, optimizer = random.Random(1), filled(1.0, device)
+    scaler, log = ready(device, scaler_class, init_scale=0.1, growth_interval=2), []
+    for _ in range(300):
+        kind = draw.randrange(12)
+        if kind == 0:
+            scaler.set_growth_interval(draw.randrange(1, 5))
+        elif kind == 1:
+            scaler.set_growth_factor(draw.uniform(1.1, 3))
+        elif kind == 2:
+            scaler.set_backoff_factor(draw.uniform(0.1, 0.9))
+        elif kind == 3:
+            scaler.update(draw.uniform(1, 1e6))
+        else:
+            scaler.step(optimizer)
+            set_recorded(scaler, optimizer, draw.choice([0, 0, 0, 1]))
+            scaler.update()
+        log.append(scaler.state_dict())
+    return log
+
+
+def test_growth_comes_when_the_counter_equals_the_interval(device) -> None:
+    scaler = ready(device, growth_interval=3)
+    scaler._growth_tracker.fill_(3)
+    assert scales(scaler, ".", device) == [4]
+    assert scaler._get_growth_tracker() == 4
+
+
+@pytest.mark.parametrize("bad", [[0], [1], [2], [0, 1, 2]], ids=str)
+def test_any_number_of_overflowing_optimizers_is_one_backoff(bad: list[int], device) -> None:
+    optimizers = [filled(1.0, device, make) for make in OPTIMIZERS]
+    for index in bad:
+        grads_of(optimizers[index])[0][1] = INF
+    scaler, found = ready(device, hysteresis=2), []
+    for _ in range(3):
+        scaler.unscale_(optimizers[0])
         for optimizer in optimizers:
-            take_step(scaler, optimizer, overflow=True)
+            scaler.step(optimizer)
         scaler.update()
         found.append(scaler.get_scale())
-    assert found == [4, 4, 2, 1]
+    assert found == [4, 2, 1]
+    changed = [bool((params_of(optimizer)[0] != 1).any()) for optimizer in optimizers]
+    assert changed == [index not in bad for index in range(3)]
 
 
 def test_a_static_scale_skips_overflows_and_counts_nothing(device) -> None:
     scaler = ready(device, dynamic=False, growth_interval=3)
-    param = Parameter(torch.ones(3, device=device))
-    optimizer = amp_ext.optim.SGD([param], lr=1.0)
-    for bad, expected in ((False, 0.75), (True, 0.75), (False, 0.5), (False, 0.25)):
-        param.grad = torch.full_like(param, INF if bad else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert param.tolist() == [expected] * 3
-        assert scaler.last_step_skipped(optimizer, wait=True) is bad
-    assert scaler.state_dict() == {
-        "scale": 4.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 3,
-        "_growth_tracker": 0,
-    }
+    optimizer = amp_ext.optim.SGD(new_params(device, 1), lr=1.0)
+    for bad, expected in (([], 0.75), ([0], 0.75), ([], 0.5), ([], 0.25)):
+        iterate(scaler, optimizer, bad=bad)
+        assert params_of(optimizer)[0].tolist() == [expected] * 5
+        assert scaler.last_step_skipped(optimizer, wait=True) is bool(bad)
+    assert scaler.state_dict() == TorchScaler("cpu", 4.0, growth_interval=3).state_dict()
+    scaler.update(16.0)
+    assert scales(scaler, "x.", device) == [16, 16]
+    assert scales(pickle.loads(pickle.dumps(scaler)), "x...", device) == [16] * 4
 
 
 def test_a_scale_below_the_minimum_does_not_rise_at_an_overflow(device) -> None:
@@ -321,39 +310,22 @@ def test_a_scale_above_the_maximum_falls_and_does_not_grow(device) -> None:
     assert scales(scaler, ".xxxxx.", device) == [64, 32, 16, 8, 4, 2, 4]
 
 
-def test_a_minimum_keeps_the_scale_from_falling_to_zero(device) -> None:
-    scaler = ready(device, backoff_factor=1e-30, min_scale=2.0**-14)
-    assert scales(scaler, "xxx", device) == [2.0**-14] * 3
-
-
 # Arguments
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        pytest.param({"min_scale": 8.0}, "min_scale=8.0, max_scale=None", id="minimum-above"),
-        pytest.param({"max_scale": 2.0}, "min_scale=None, max_scale=2.0", id="maximum-below"),
-        pytest.param({"min_scale": -1.0}, "min_scale=-1.0, max_scale=None", id="negative-minimum"),
-        pytest.param({"max_scale": -1.0}, "min_scale=None, max_scale=-1.0", id="negative-maximum"),
-        pytest.param({"min_scale": NAN}, "min_scale=nan, max_scale=None", id="nan-minimum"),
-        pytest.param({"max_scale": NAN}, "min_scale=None, max_scale=nan", id="nan-maximum"),
-        pytest.param({"min_scale": INF}, "min_scale=inf, max_scale=None", id="infinite-minimum"),
-        pytest.param({"max_scale": 0.0}, "min_scale=None, max_scale=0.0", id="maximum-of-zero"),
-        pytest.param(
-            {"min_scale": 5.0, "max_scale": 3.0}, "min_scale=5.0, max_scale=3.0", id="no-room"
-        ),
-    ],
+    ("smallest", "largest"),
+    [(8, None), (-1, None), (NAN, None), (INF, None), (None, 2), (None, 0), (None, NAN), (5, 3)],
 )
-def test_limits_that_do_not_enclose_the_scale_are_refused(
-    options: dict[str, float], text: str
-) -> None:
-    expected = (
-        "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=4.0, "
-    )
-    with pytest.raises(ValueError, match=f"^{expected}{text}$"):
-        amp_ext.GradScaler("cpu", init_scale=4.0, **options)
-    assert not amp_ext.GradScaler("cpu", init_scale=4.0, **options, enabled=False).is_enabled()
+def test_limits_that_do_not_enclose_the_scale_are_refused(smallest: Any, largest: Any) -> None:
+    options = {"init_scale": 4.0, "min_scale": smallest, "max_scale": largest}
+    with pytest.raises(
+        ValueError,
+        match="^GradScaler: init_scale must lie between min_scale and max_scale, got "
+        f"init_scale=4.0, min_scale={smallest}, max_scale={largest}$",
+    ):
+        amp_ext.GradScaler("cpu", **options)
+    assert not amp_ext.GradScaler("cpu", **options, enabled=False).is_enabled()
 
 
 @pytest.mark.parametrize("count", [0, -3, 1.5, 0.5, NAN, None, "2"], ids=repr)
@@ -363,37 +335,15 @@ def test_counts_that_are_none_are_refused(name: str, count: Any) -> None:
         amp_ext.GradScaler("cpu", **{name: count})
 
 
-def test_the_options_are_keywords_and_leave_torchs_as_they_are() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        amp_ext.GradScaler("cpu", 4.0, 2.0, 0.5, 2000, True, 1.0)
-    limited = amp_ext.GradScaler("cpu", min_scale=1.0, max_scale=2.0**20, dynamic=False)
-    assert limited.state_dict() == TorchScaler("cpu").state_dict()
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        pytest.param(
-            {"hysteresis_tracker": None},
-            "hysteresis_tracker must be given with a hysteresis of 3, got None",
-            id="no-tracker",
-        ),
-        pytest.param(
-            {"hysteresis_tracker": torch.ones(())},
-            "hysteresis_tracker must be Int, got Float",
-            id="float-tracker",
-        ),
-        pytest.param(
-            {"hysteresis_tracker": torch.ones(2, dtype=torch.int32)},
-            r"hysteresis_tracker must be one element, got sizes \[2\]",
-            id="two-trackers",
-        ),
-        pytest.param(
-            {"first_nonfinites": [torch.zeros((), dtype=torch.int32)]},
-            r"first_nonfinites\[0\] must be Long, got Int",
-            id="int-first",
-        ),
+        ({"hysteresis_tracker": None}, "must be given with a hysteresis of 3, got None"),
+        ({"hysteresis_tracker": torch.ones(())}, "must be Int, got Float"),
+        ({"hysteresis_tracker": torch.ones(2).int()}, r"must be one element, got sizes \[2\]"),
+        ({"first_nonfinites": [torch.zeros(()).int()]}, "must be Long, got Int"),
     ],
+    ids=["no-tracker", "float-tracker", "two-trackers", "int-first"],
 )
 def test_bad_tensors_are_named_and_nothing_is_written(change: dict[str, Any], text: str) -> None:
     scale, growth_tracker = torch.full((), 4.0), torch.zeros((), dtype=torch.int32)
@@ -404,7 +354,8 @@ def test_bad_tensors_are_named_and_nothing_is_written(change: dict[str, Any], te
         "hysteresis": 3,
         "hysteresis_tracker": torch.ones((), dtype=torch.int32),
     }
-    with pytest.raises(RuntimeError, match=f"^update_scale_: {text}"):
+    name = "hysteresis_tracker" if "hysteresis_tracker" in change else r"first_nonfinites\[0\]"
+    with pytest.raises(RuntimeError, match=f"^update_scale_: {name} {text}"):
         ops.update_scale_(scale, growth_tracker, [torch.zeros(())], **arguments | change)
     assert (scale.item(), growth_tracker.item()) == (4, 0)
 
@@ -471,6 +422,10 @@ def test_a_state_with_hysteresis_loads_into_torchs_through_a_file() -> None:
     assert theirs.state_dict() == saved
     patient.load_state_dict(theirs.state_dict())
     assert patient.state_dict() == saved | {"_hysteresis_tracker": 3}
+    before = patient.state_dict()
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        patient.load_state_dict({})
+    assert patient.state_dict() == before
 
 
 def test_limits_stay_as_constructed_when_a_state_is_loaded(device) -> None:
@@ -479,93 +434,67 @@ def test_limits_stay_as_constructed_when_a_state_is_loaded(device) -> None:
     assert scales(wide, "xxxx", device) == [2, 1, 0.5, 0.5]
 
 
-def test_an_empty_state_changes_nothing() -> None:
-    scaler = ready(hysteresis=3)
-    scales(scaler, "x")
-    before = scaler.state_dict()
-    with pytest.raises(RuntimeError, match="source state dict is empty"):
-        scaler.load_state_dict({})
-    assert scaler.state_dict() == before
-
-
 @pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
 @pytest.mark.parametrize(
-    "duplicate",
-    [
-        pytest.param(lambda scaler: pickle.loads(pickle.dumps(scaler)), id="pickle"),
-        pytest.param(copy.copy, id="copy"),
-        pytest.param(copy.deepcopy, id="deepcopy"),
-    ],
+    "duplicate", [lambda scaler: pickle.loads(pickle.dumps(scaler)), copy.copy, copy.deepcopy]
 )
-def test_a_duplicate_keeps_limits_and_hysteresis(
-    duplicate: Callable[[amp_ext.GradScaler], amp_ext.GradScaler], made: bool, device
+def test_a_duplicate_goes_on_alike_and_shares_nothing(
+    duplicate: Callable[[Any], Any], made: bool, device
 ) -> None:
-    options = {"hysteresis": 3, "min_scale": 3.0, "max_scale": 5.0, "growth_interval": 2}
-    scaler = amp_ext.GradScaler(device.type, 4.0, **options)
-    done = "x" if made else ""
-    scales(scaler, done, device)
+    options = {"hysteresis": 3, "min_scale": 0.03, "max_scale": 0.2, "growth_interval": 2}
+    options |= {"init_scale": 0.1, "growth_factor": 1.7, "backoff_factor": 0.3}
+    rules, scaler = Rules(**options), amp_ext.GradScaler(device.type, **options)
+    done, rest = "x." if made else "", "xxx....xxxx"
+    assert scales(scaler, done, device) == [rules.update(letter == "x") for letter in done]
     twin = duplicate(scaler)
-    rules = Rules(**options)
-    for letter in done:
-        rules.update(letter == "x")
-    expected = [rules.update(letter == "x") for letter in "xxx....xxxx"]
-    assert scales(twin, "xxx....xxxx", device) == expected
-    assert scales(scaler, "xxx....xxxx", device) == expected, "the twin shares nothing"
-
-
-def test_a_duplicate_of_a_static_scaler_is_static() -> None:
-    scaler = pickle.loads(pickle.dumps(ready(dynamic=False, growth_interval=1)))
-    assert scales(scaler, "x..") == [4, 4, 4]
-
-
-def test_a_disabled_scaler_with_options_can_be_duplicated() -> None:
-    scaler = amp_ext.GradScaler("cpu", enabled=False, hysteresis=3, min_scale=1.0)
-    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
-        assert not twin.is_enabled()
-        assert twin.state_dict() == {}
+    assert type(twin) is amp_ext.GradScaler
+    expected = [rules.update(letter == "x") for letter in rest]
+    assert scales(twin, rest, device) == expected
+    assert scales(scaler, rest, device) == expected
+    assert twin.state_dict() == scaler.state_dict()
 
 
 # update(new_scale)
 
 
-@pytest.mark.parametrize(
-    "new_scale",
-    [
-        pytest.param(lambda device: 512.0, id="float"),
-        pytest.param(lambda device: 512, id="int"),
-        pytest.param(lambda device: torch.full((), 512.0, device=device), id="tensor"),
-        pytest.param(lambda device: torch.full((1, 1), 512.0, device=device), id="tensor-1-1"),
-        pytest.param(
-            lambda device: torch.full((), 512, dtype=torch.int64, device=device), id="int-tensor"
-        ),
-    ],
-)
-@pytest.mark.parametrize("sequence", ["", ".", "x"], ids=["no-step", "clean", "overflow"])
+NEW_SCALES = {
+    "float": lambda device: 512.0,
+    "int": lambda device: 512,
+    "tensor": lambda device: torch.full((), 512.0, device=device),
+    "one-element-vector": lambda device: torch.full((1,), 512.0, device=device),
+    "matrix": lambda device: torch.full((1, 1), 512.0, device=device),
+    "integer-tensor": lambda device: torch.tensor(512, device=device),
+    "half": lambda device: torch.full((), 512.0, dtype=torch.float16, device=device),
+    "double": lambda device: torch.full((), 512.0, dtype=torch.float64, device=device),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_SCALES)
+@pytest.mark.parametrize("value", [None, 1.0, INF], ids=["no-step", "clean", "overflow"])
 def test_a_new_scale_replaces_the_rules_for_one_update(
-    sequence: str, new_scale: Callable[[Any], Any], device
+    value: float | None, kind: str, device
 ) -> None:
-    scaler = ready(device, growth_interval=2, hysteresis=2)
+    scaler, new_scale = ready(device, growth_interval=2, hysteresis=2), NEW_SCALES[kind](device)
     scales(scaler, ".", device)
-    if sequence:
-        take_step(scaler, new_optimizer(device), overflow=sequence == "x")
-    address = scaler._scale.data_ptr()
-    scaler.update(new_scale(device))
+    scale, optimizer = scaler._scale, filled(value or 1.0, device)
+    if value is not None:
+        scaler.step(optimizer)
+    scaler.update(new_scale)
+    if isinstance(new_scale, Tensor):
+        new_scale.fill_(99)
     state = scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"], state["_hysteresis_tracker"]) == (512, 1, 2)
-    assert scaler._scale.data_ptr() == address
+    assert scaler._scale is scale
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states.clear()
     assert scales(scaler, ".", device) == [1024], "the count of clean iterations went on"
-
-
-def test_a_new_scale_also_sets_a_static_scale(device) -> None:
-    scaler = ready(device, dynamic=False)
-    scaler.update(16.0)
-    assert scales(scaler, "x.", device) == [16, 16]
 
 
 @pytest.mark.parametrize(
     "new_scale",
     [
         pytest.param(torch.ones(2), id="two-elements"),
+        pytest.param(torch.ones(0), id="no-element"),
         pytest.param(torch.ones((), device="meta"), id="elsewhere"),
         pytest.param(torch.ones((), requires_grad=True), id="requires-grad"),
         pytest.param("much", id="text"),
@@ -573,14 +502,15 @@ def test_a_new_scale_also_sets_a_static_scale(device) -> None:
     ],
 )
 def test_a_bad_new_scale_is_refused_and_the_iteration_can_still_be_updated(new_scale: Any) -> None:
-    scaler, optimizer = ready(), new_optimizer()
-    take_step(scaler, optimizer, overflow=True)
-    with pytest.raises(
-        AssertionError if isinstance(new_scale, Tensor) else (TypeError, ValueError)
-    ):
-        scaler.update(new_scale)
-    assert scaler.get_scale() == 4
-    assert scaler.stats().updates == 0
+    scaler, optimizer = ready(), filled(INF)
+    scaler.step(optimizer)
+    if isinstance(new_scale, Tensor):
+        text = error_of(AssertionError, ready(scaler_class=TorchScaler).update, new_scale)
+        assert error_of(AssertionError, scaler.update, new_scale) == text
+    else:
+        with pytest.raises((TypeError, ValueError)):
+            scaler.update(new_scale)
+    assert (scaler.get_scale(), scaler.stats().updates) == (4, 0)
     scaler.update()
     assert scaler.get_scale() == 2
     assert (scaler.stats().updates, scaler.stats().last_nonfinite) == (1, "group 0, param 0")

@@ -471,6 +471,8 @@ def test_at_a_scale_without_an_inverse_every_step_is_skipped_with_one_warning(
     assert param.tolist() == [1, 1, 1]
     assert scaler.last_step_skipped(optimizer, wait=True) is True
     assert scaler.stats(wait=True).last_nonfinite is None
+    history = scaler.history(wait=True)
+    assert (history.scales[0], history.skipped) == (torch.tensor(scale).item(), [True] * 3)
 
 
 @pytest.mark.filterwarnings("error")
