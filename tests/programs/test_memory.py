@@ -123,7 +123,7 @@ def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer
 
 
 @pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
-def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer: str):
+def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer):
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     model = nn.ParameterList(torch.zeros(3 + i, dtype=dtype) for i, dtype in enumerate(dtypes))
     frozen = nn.Parameter(torch.zeros(9, dtype=torch.int8), requires_grad=False)
@@ -148,7 +148,7 @@ def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer: str):
         ("momentum", [12, 12, 6, 8, 12, 10]),
     ],
 )
-def test_bytes_per_parameter(optimizer: str, bytes_per_parameter: list[int]):
+def test_bytes_per_parameter(optimizer, bytes_per_parameter):
     rows = memory.training_memory("7B", optimizer)
     assert [row.configuration for row in rows] == list(memory.CONFIGURATIONS)
     assert [row.bytes_per_parameter["total"] for row in rows] == bytes_per_parameter
@@ -201,7 +201,7 @@ def test_a_model_on_the_meta_device_is_enough():
         (1, 1),
     ],
 )
-def test_counts_are_read_exactly(text: Any, count: int):
+def test_counts_are_read_exactly(text, count):
     assert memory.parse_count(text) == count
     assert type(memory.parse_count(text)) is int
 
@@ -210,7 +210,7 @@ NO_COUNTS = ["", "7X", "B", "-7B", "0", "1.5", "1.0000000001B", "1,3B", "7_0", "
 
 
 @pytest.mark.parametrize("text", [*NO_COUNTS, "1e99", "2e18"])
-def test_what_is_no_count_is_refused(text: str):
+def test_what_is_no_count_is_refused(text):
     message = f"parse_count: a number of parameters must be a whole number .* got {text!r}"
     with pytest.raises(ValueError, match=message):
         memory.parse_count(text)
@@ -231,12 +231,12 @@ LAZY = nn.Sequential(nn.LazyLinear(3))
     ],
     ids=["optimizer", "more-trainable", "trainable-of-a-model", "no-parameters", "lazy"],
 )
-def test_bad_arguments_are_refused(model: Any, options: dict[str, Any], message: str):
+def test_bad_arguments_are_refused(model, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         memory.training_memory(model, **options)
 
 
-def test_the_command_line_prints_a_table(capsys: pytest.CaptureFixture[str]):
+def test_the_command_line_prints_a_table(capsys):
     pytest.importorskip("rich")
     assert command_line.main(["7B"]) == 0
     shown = capsys.readouterr().out
@@ -259,7 +259,7 @@ def test_the_command_line_prints_a_table(capsys: pytest.CaptureFixture[str]):
         ("1T", "GiB", "14,901"),
     ],
 )
-def test_sizes_are_readable(count: str, unit: str, total: str, capsys):
+def test_sizes_are_readable(count, unit, total, capsys):
     pytest.importorskip("rich")
     command_line.main([count])
     shown = capsys.readouterr().out
@@ -268,7 +268,7 @@ def test_sizes_are_readable(count: str, unit: str, total: str, capsys):
     assert row.split()[7] == total
 
 
-def test_every_optimizer_and_a_part_that_is_trained(capsys: pytest.CaptureFixture[str]):
+def test_every_optimizer_and_a_part_that_is_trained(capsys):
     pytest.importorskip("rich")
     assert command_line.main(["7B", "--optimizer=all", "--trainable=7M"]) == 0
     shown = capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_a_models_buffers_have_a_column():
     assert "the model as it is" in capture.get()
 
 
-def test_json_holds_exact_integers(capsys: pytest.CaptureFixture[str]):
+def test_json_holds_exact_integers(capsys):
     assert command_line.main(["6738415617", "--json", "--optimizer=amsgrad"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["not_counted"] == list(memory.NOT_COUNTED)
@@ -310,13 +310,13 @@ def test_json_holds_exact_integers(capsys: pytest.CaptureFixture[str]):
         ("", "parameters"),
     ],
 )
-def test_the_command_line_refuses_bad_input(arguments: str, message: str, capsys):
+def test_the_command_line_refuses_bad_input(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         command_line.main(arguments.split())
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_rich_is_explained(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_missing_rich_is_explained(monkeypatch, capsys):
     monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         command_line.main(["7B"])
@@ -335,7 +335,7 @@ for name, argument in (("memory", "7B"), ("tensor_core", "vocab_size=50257")):
 """
 
 
-def test_the_command_lines_need_no_binary(tmp_path: Path):
+def test_the_command_lines_need_no_binary(tmp_path):
     package = Path(amp_ext.__file__).parent
     shutil.copytree(package, tmp_path / "amp_ext", ignore=shutil.ignore_patterns("_C.*so"))
     done = subprocess.run(

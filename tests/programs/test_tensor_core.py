@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,7 +93,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize(("build", "expected"), LAYERS.values(), ids=LAYERS)
-def test_padding_costs_what_a_padded_layer_has_more(build: Build, expected):
+def test_padding_costs_what_a_padded_layer_has_more(build, expected):
     given, padded = ({name: pair[i] for name, pair in expected.items()} for i in (0, 1))
     layer = build(**given)
     advice = {row.dimension: row for row in tensor_core_advice(layer)}
@@ -148,7 +147,7 @@ def test_groups_are_looked_at_one_by_one():
     ],
     ids=["output-layer", "tied", "no-output-layer"],
 )
-def test_the_vocabulary_is_padded_to_64(options, expected: dict[str, int]):
+def test_the_vocabulary_is_padded_to_64(options, expected):
     model = Text(**options)
     advice = tensor_core_advice(model)
     vocabulary = [row for row in advice if row.size == 50257]
@@ -211,7 +210,7 @@ def test_a_model_is_not_changed_and_may_have_no_memory():
         pytest.param(BERT, 109_482_240, id="bert-base"),
     ],
 )
-def test_parameters_of_a_configuration_are_close_to_the_published(config, published: int):
+def test_parameters_of_a_configuration_are_close_to_the_published(config, published):
     config = {**config, "vocab_size": config["vocab_size"] + 1}
     (row,) = tensor_core_advice(config)
     assert row.extra_parameters is not None
@@ -228,43 +227,39 @@ def test_a_configuration_of_gpt2():
     assert untied[0].extra_parameters == 2 * 47 * 768
 
 
+TWO_NUMBERS_OF_HEADS = {"encoder_attention_heads": 6, "decoder_attention_heads": 4}
+INSIDE = {"model_type": "both", "text_config": {"vocab_size": 65}, "vision": {"n_inner": 9}}
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        pytest.param(LLAMA, {}, id="llama"),
-        pytest.param({"hidden_size": 301}, {"hidden_size": (301, 304)}, id="width-alone"),
-        pytest.param(
+        (LLAMA, {}),
+        ({"hidden_size": 301}, {"hidden_size": (301, 304)}),
+        (
             {"hidden_size": 300, "num_attention_heads": 6},
             {"hidden_size": (300, 336), "hidden_size / num_attention_heads": (50, 56)},
-            id="heads",
         ),
-        pytest.param(
+        (
             {"hidden_size": 300, "num_attention_heads": 7, "head_dim": 60},
             {"hidden_size": (300, 304), "head_dim": (60, 64)},
-            id="width-of-a-head",
         ),
-        pytest.param(
-            {"d_model": 132, "encoder_attention_heads": 6, "decoder_attention_heads": 4},
+        (
+            {"d_model": 132, **TWO_NUMBERS_OF_HEADS},
             {
                 "d_model": (132, 192),
                 "d_model / encoder_attention_heads": (22, 24),
                 "d_model / decoder_attention_heads": (33, 40),
             },
-            id="two-numbers-of-heads",
         ),
-        pytest.param(
+        (
             {"d_model": 64, "encoder_ffn_dim": 100, "decoder_ffn_dim": 104, "num_beams": 3},
             {"encoder_ffn_dim": (100, 104)},
-            id="encoder-and-decoder",
         ),
-        pytest.param(
-            {"model_type": "both", "text_config": {"vocab_size": 65}, "vision": {"n_inner": 9}},
-            {"text_config.vocab_size": (65, 128), "vision.n_inner": (9, 16)},
-            id="configurations-inside",
-        ),
+        (INSIDE, {"text_config.vocab_size": (65, 128), "vision.n_inner": (9, 16)}),
     ],
 )
-def test_dimensions_of_configurations(config: dict[str, Any], expected):
+def test_dimensions_of_configurations(config, expected):
     assert sizes(config) == expected
 
 
@@ -287,7 +282,7 @@ def test_a_wider_configuration_costs_in_every_matrix():
     ],
     ids=str,
 )
-def test_parameters_that_cannot_be_told_are_left_open(change: dict[str, Any]):
+def test_parameters_that_cannot_be_told_are_left_open(change):
     rows = tensor_core_advice({**LLAMA, "vocab_size": 32001, **change})
     (row,) = [row for row in rows if row.dimension == "vocab_size"]
     assert (row.padded, row.extra_parameters, row.extra_percent) == (32064, None, None)
@@ -348,7 +343,7 @@ HEADS = "n_embd must be a multiple of n_head, or head_dim be given, got 100 and 
         (LAZY, {}, "0.weight must have a shape, got a lazy parameter: run the model"),
     ],
 )
-def test_bad_arguments_are_refused(model: Any, options: dict[str, Any], message: str):
+def test_bad_arguments_are_refused(model, options, message):
     with pytest.raises(ValueError, match=re.escape(f"tensor_core_advice: {message}")):
         tensor_core_advice(model, **options)
 
@@ -359,7 +354,7 @@ def test_other_models_are_refused():
         tensor_core_advice([8])
 
 
-def test_the_command_line_prints_a_table(capsys: pytest.CaptureFixture[str]):
+def test_the_command_line_prints_a_table(capsys):
     pytest.importorskip("rich")
     arguments = ["n_embd=768", "n_head=12", "n_layer=12", "vocab_size=50257", "--batch-size=3"]
     assert command_line.main(arguments) == 0
@@ -379,7 +374,7 @@ def test_unknown_costs_are_shown_as_such():
     assert "50,304   unknown" in capture.get()
 
 
-def test_the_command_line_says_that_nothing_needs_padding(capsys: pytest.CaptureFixture[str]):
+def test_the_command_line_says_that_nothing_needs_padding(capsys):
     pytest.importorskip("rich")
     assert command_line.main(["hidden_size=4096"]) == 0
     assert capsys.readouterr().out == (
@@ -387,7 +382,7 @@ def test_the_command_line_says_that_nothing_needs_padding(capsys: pytest.Capture
     )
 
 
-def test_the_command_line_reads_files_objects_and_names_in_turn(tmp_path: Path, capsys):
+def test_the_command_line_reads_files_objects_and_names_in_turn(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**GPT2, "vocab_size": 10, "architectures": ["GPT2LMHeadModel"]}))
     assert command_line.main([str(file), '{"vocab_size": 20}', "vocab_size=50257", "--json"]) == 0
@@ -422,7 +417,7 @@ def test_the_command_line_reads_files_objects_and_names_in_turn(tmp_path: Path, 
         (b"\xff\xfe", "nor a file to read"),
     ],
 )
-def test_the_command_line_refuses_bad_input(argument: Any, message: str, tmp_path: Path, capsys):
+def test_the_command_line_refuses_bad_input(argument, message, tmp_path, capsys):
     file = tmp_path / "config.json"
     if isinstance(argument, bytes):
         file.write_bytes(argument)
@@ -432,7 +427,7 @@ def test_the_command_line_refuses_bad_input(argument: Any, message: str, tmp_pat
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_rich_is_explained(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_missing_rich_is_explained(monkeypatch, capsys):
     monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         command_line.main(["vocab_size=50257"])

@@ -85,7 +85,7 @@ def found_in_grad(grad: Tensor) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bad_gradients_of_a_model_are_counted_by_name(dtype: torch.dtype, device) -> None:
+def test_bad_gradients_of_a_model_are_counted_by_name(dtype, device):
     model = new_model(device, dtype)
     assert amp_ext.find_nonfinite(model) == {}
     spoil(model.head.weight.grad, NAN, 1.0, INF, -INF)
@@ -99,7 +99,7 @@ def test_bad_gradients_of_a_model_are_counted_by_name(dtype: torch.dtype, device
     assert amp_ext.find_nonfinite(model) == {}, "no gradient"
 
 
-def test_finding_changes_nothing(device) -> None:
+def test_finding_changes_nothing(device):
     model = new_model(device)
     spoil(model.head.weight.grad, NAN)
     grads = [param.grad for param in model.parameters()]
@@ -113,7 +113,7 @@ def test_finding_changes_nothing(device) -> None:
     assert all(now.grad is then for now, then in zip(model.parameters(), grads, strict=True))
 
 
-def test_parameters_and_buffers_are_looked_at_on_request(device) -> None:
+def test_parameters_and_buffers_are_looked_at_on_request(device):
     model = new_model(device)
     spoil(model.body.weight.grad, NAN)
     spoil(model.head.bias, NAN, INF)
@@ -124,7 +124,7 @@ def test_parameters_and_buffers_are_looked_at_on_request(device) -> None:
     assert list(found.items()) == [("frozen", 1), ("head.bias", 2), ("norm.running_var", 1)]
 
 
-def test_8_bit_buffers_are_counted_and_other_kinds_passed_over(device) -> None:
+def test_8_bit_buffers_are_counted_and_other_kinds_passed_over(device):
     model = holder(
         count=torch.tensor(7, device=device),
         mask=torch.ones(3, dtype=torch.bool, device=device),
@@ -148,9 +148,7 @@ def test_8_bit_buffers_are_counted_and_other_kinds_passed_over(device) -> None:
     ],
 )
 @over([torchs_sgd, our_adam])
-def test_an_optimizer_names_its_parameters(
-    make: MakeOptimizer, names: str | None, expected: list[str], params: bool, device
-) -> None:
+def test_an_optimizer_names_its_parameters(make, names, expected, params, device):
     tensors = new_params(device)
     for number, tensor in enumerate(tensors):
         tensor.grad = torch.ones_like(tensor)
@@ -162,19 +160,19 @@ def test_an_optimizer_names_its_parameters(
 
 
 @pytest.mark.parametrize("source", [[torch.ones(2)], torch.ones(2), None], ids=type)
-def test_other_sources_are_refused(source: Any) -> None:
+def test_other_sources_are_refused(source):
     kind = type(source).__name__
     text = "find_nonfinite: source must be a torch.nn.Module or a torch.optim.Optimizer, got "
     with pytest.raises(TypeError, match=f"^{text}{kind}$"):
         amp_ext.find_nonfinite(source)
 
 
-def test_empty_parameters_hold_nothing_bad(device) -> None:
+def test_empty_parameters_hold_nothing_bad(device):
     model = with_clean_grads(holder(empty=Parameter(torch.empty(0, device=device))))
     assert amp_ext.find_nonfinite(model) == amp_ext.find_nonfinite(model, params=True) == {}
 
 
-def test_tied_parameters_are_named_once(device) -> None:
+def test_tied_parameters_are_named_once(device):
     model = new_model(device)
     model.tied = nn.Linear(3, 4, device=device)
     model.tied.weight = model.body.weight
@@ -192,9 +190,7 @@ def test_tied_parameters_are_named_once(device) -> None:
         pytest.param([], [], 0, id="empty"),
     ],
 )
-def test_sparse_gradients_are_counted(
-    indices: list[int], values: list[float], expected: int, device
-) -> None:
+def test_sparse_gradients_are_counted(indices, values, expected, device):
     rows = torch.tensor([indices], dtype=torch.int64)
     options = {"device": device, "check_invariants": True}
     grad = torch.sparse_coo_tensor(rows, torch.tensor(values), (5,), **options)
@@ -202,7 +198,7 @@ def test_sparse_gradients_are_counted(
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc], ids=str)
-def test_compressed_sparse_tensors_are_counted(layout: torch.layout, device) -> None:
+def test_compressed_sparse_tensors_are_counted(layout, device):
     dense = torch.tensor([[1.0, 0.0, NAN], [0.0, INF, 0.0]], device=device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CS[RC]")
@@ -211,14 +207,14 @@ def test_compressed_sparse_tensors_are_counted(layout: torch.layout, device) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_both_parts_of_complex_numbers_are_counted(dtype: torch.dtype, device) -> None:
+def test_both_parts_of_complex_numbers_are_counted(dtype, device):
     values = [complex(NAN, 0), complex(0, INF), complex(INF, NAN), 1]
     grad = torch.tensor(values, dtype=dtype, device=device)
     assert grad.conj().is_conj()
     assert found_in_grad(grad) == found_in_grad(grad.conj()) == {"grad": 4}
 
 
-def test_all_dtypes_and_layouts_may_stand_side_by_side(device) -> None:
+def test_all_dtypes_and_layouts_may_stand_side_by_side(device):
     bases = [torch.ones(6, 4, dtype=dtype, device=device) for dtype in DTYPES]
     for number, base in enumerate(bases):
         spoil(base, *[NAN] * number, *[1.0] * (6 - number), INF)  # the column beside is not ours
@@ -231,7 +227,7 @@ def test_all_dtypes_and_layouts_may_stand_side_by_side(device) -> None:
     assert len(set(expected.values())) > 2
 
 
-def test_many_parameters_are_counted_each(device) -> None:
+def test_many_parameters_are_counted_each(device):
     model = with_clean_grads(nn.ParameterList(new_params(device, 500)))
     bad = {0: 1, 255: 2, 256: 3, 499: 1}
     for index, count in bad.items():
@@ -240,7 +236,7 @@ def test_many_parameters_are_counted_each(device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_gradients_with_a_graph_are_looked_at(device) -> None:
+def test_gradients_with_a_graph_are_looked_at(device):
     param = Parameter(torch.zeros(3, device=device))
     (1 / param).sum().backward(create_graph=True)
     assert param.grad.requires_grad
@@ -254,9 +250,7 @@ def test_gradients_with_a_graph_are_looked_at(device) -> None:
     ("count", "ending"),
     [(0, ""), (2, ""), (5, ", 3 (2), 4 (2)"), (7, ", 3 (2), 4 (2) and 2 more")],
 )
-def test_an_overflow_is_logged_with_some_names(
-    count: int, ending: str, device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_overflow_is_logged_with_some_names(count, ending, device, caplog):
     model = with_clean_grads(nn.ParameterList(new_params(device, 50)))
     spoil(model[49], NAN)
     for param in model[:count]:
@@ -287,9 +281,7 @@ BAD_LOSSES = {
 
 
 @pytest.mark.parametrize(("loss", "what"), BAD_LOSSES.values(), ids=BAD_LOSSES)
-def test_a_bad_loss_is_told_and_logged_once(
-    loss: Any, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_loss_is_told_and_logged_once(loss, what, caplog):
     with caplog.at_level(logging.DEBUG):
         assert amp_ext.handle_nan_loss(loss) is True
     text = f"handle_nan_loss: the loss is {what}; this iteration is dropped"
@@ -309,9 +301,7 @@ GOOD_LOSSES = {
 
 @pytest.mark.parametrize("loss", GOOD_LOSSES.values(), ids=GOOD_LOSSES)
 @pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, TorchScaler])
-def test_a_good_loss_changes_nothing(
-    loss: Any, scaler_class: type, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_good_loss_changes_nothing(loss, scaler_class, caplog):
     optimizer, scaler = filled(4.0), ready(scaler_class=scaler_class)
     (param,) = optimizer.param_groups[0]["params"]
     scaler.unscale_(optimizer)
@@ -326,7 +316,7 @@ def test_a_good_loss_changes_nothing(
 
 
 @pytest.mark.parametrize("loss", [None, "nan", [NAN], 1j], ids=repr)
-def test_a_loss_of_another_kind_is_refused_and_nothing_is_changed(loss: Any) -> None:
+def test_a_loss_of_another_kind_is_refused_and_nothing_is_changed(loss):
     optimizer = filled(1.0)
     text = f"^handle_nan_loss: loss must be a tensor or a number, got {type(loss).__name__}$"
     with pytest.raises(TypeError, match=text):
@@ -334,7 +324,7 @@ def test_a_loss_of_another_kind_is_refused_and_nothing_is_changed(loss: Any) -> 
     assert optimizer.param_groups[0]["params"][0].grad is not None
 
 
-def test_gradients_of_all_given_optimizers_are_dropped_and_of_no_other(device) -> None:
+def test_gradients_of_all_given_optimizers_are_dropped_and_of_no_other(device):
     optimizers = [filled(1.0, device) for _ in range(3)]
     scaler = amp_ext.GradScaler(device.type, 4.0)
     assert amp_ext.handle_nan_loss(NAN, *optimizers[:2], scaler=scaler)
@@ -352,15 +342,9 @@ SCALERS += [(TorchScaler, False), (None, False)]
 def train(
     make: MakeOptimizer, scaler: Any, moment: str, device: Any, passes: int, sees_bad_batch: bool
 ) -> list[Any]:
-    """Trains on five batches and returns all that a step reads later.
+    """Trains on five batches, with a bad loss handled at a moment; returns all that steps read.
 
-    Args:
-        make: Makes the optimizer.
-        scaler: The scaler, or None.
-        moment: When a bad loss is handled.
-        device: Where.
-        passes: Backward passes of an iteration; the last one of the bad batch is bad.
-        sees_bad_batch: Whether there is a bad batch.
+    An iteration has some backward passes; the last one of the bad batch, if there is one, is bad.
     """
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
@@ -401,9 +385,7 @@ def train(
 )
 @pytest.mark.parametrize(("scaler_class", "enabled"), SCALERS)
 @over([*OPTIMIZERS, our_sgd, our_adamw_with_norm])
-def test_the_run_goes_on_as_one_that_never_saw_the_bad_batch(
-    make: MakeOptimizer, scaler_class: Any, enabled: bool, moment: str, passes: int, device
-) -> None:
+def test_the_run_never_saw_the_bad_batch(make, scaler_class, enabled, moment, passes, device):
     results = []
     for sees_bad_batch in (True, False):
         options = {"growth_interval": 2, "enabled": enabled}
@@ -414,7 +396,7 @@ def test_the_run_goes_on_as_one_that_never_saw_the_bad_batch(
 
 
 @every_optimizer
-def test_a_scaler_amid_an_iteration_is_as_after_an_update(make: MakeOptimizer, device) -> None:
+def test_a_scaler_amid_an_iteration_is_as_after_an_update(make, device):
     """What it saw of every optimizer is forgotten, so that each may be unscaled again."""
     scaler, models = ready(device, growth_interval=5), [new_model(device) for _ in range(2)]
     optimizers = [make(model.parameters()) for model in models]

@@ -11,7 +11,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ import torch
 from scaler_cases import (
     ALL_OPTIMIZERS,
     INF,
-    MakeOptimizer,
     all_optimizers,
     give_grads,
     iterate,
@@ -87,7 +87,7 @@ def all_reads(scaler: amp_ext.GradScaler, *optimizers: Any, wait: bool = False) 
 
 @unscaled_first
 @all_optimizers
-def test_a_skip_is_told_of_the_step_and_of_all(make: MakeOptimizer, unscale: bool, device) -> None:
+def test_a_skip_is_told_of_the_step_and_of_all(make, unscale, device):
     scaler, optimizer = ready(device), make(new_params(device))
     for bad in ((), (1,), (0, 2), (), (2,)):
         before = [param.detach().clone() for param in params_of(optimizer)]
@@ -98,7 +98,7 @@ def test_a_skip_is_told_of_the_step_and_of_all(make: MakeOptimizer, unscale: boo
     assert (stats.updates, stats.steps, stats.skips) == (5, 2, 3)
 
 
-def test_each_optimizer_has_its_own_answer(device) -> None:
+def test_each_optimizer_has_its_own_answer(device):
     scaler, optimizers = ready(device), [make(new_params(device)) for make in ALL_OPTIMIZERS]
     for culprit in range(len(optimizers)):
         for number, optimizer in enumerate(optimizers):
@@ -114,7 +114,7 @@ def test_each_optimizer_has_its_own_answer(device) -> None:
     assert skips(scaler, stranger) == [False, None]
 
 
-def test_an_optimizer_that_did_not_take_part_keeps_its_answer(device) -> None:
+def test_an_optimizer_that_did_not_take_part_keeps_its_answer(device):
     """As in training of a generator every few steps of its critic."""
     scaler, rare, often = ready(device), our_sgd(new_params(device)), our_sgd(new_params(device))
     iterate(scaler, often, rare, bad=[0])
@@ -122,7 +122,7 @@ def test_an_optimizer_that_did_not_take_part_keeps_its_answer(device) -> None:
     assert skips(scaler, rare, often) == [False, True, False]
 
 
-def test_before_the_first_update_nothing_is_known(device) -> None:
+def test_before_the_first_update_nothing_is_known(device):
     scaler, optimizer = amp_ext.GradScaler(device.type, 4.0), our_sgd(new_params(device))
     unknown = [None, [None], NOTHING_YET, amp_ext.ScalerHistory([], [], [])]
     assert all_reads(scaler, optimizer) == unknown
@@ -136,9 +136,7 @@ def test_before_the_first_update_nothing_is_known(device) -> None:
 
 
 @torchs_and_ours
-def test_the_scaler_keeps_nothing_alive_and_takes_no_new_optimizer_for_one_that_is_gone(
-    make: MakeOptimizer, device
-) -> None:
+def test_the_scaler_keeps_nothing_alive_and_knows_no_newcomer_in_its_place(make, device):
     """A new object may get the id of one that is gone."""
     scaler, first, second = ready(device), make(new_params(device)), make(new_params(device))
     for unscale in (False, True):
@@ -158,7 +156,7 @@ def test_the_scaler_keeps_nothing_alive_and_takes_no_new_optimizer_for_one_that_
 
 
 @torchs_and_ours
-def test_two_scalers_may_share_an_optimizer(make: MakeOptimizer, device) -> None:
+def test_two_scalers_may_share_an_optimizer(make, device):
     scalers, optimizer = (ready(device), ready(device)), make(new_params(device))
     for scaler, bad in ((scalers[0], [2]), (scalers[1], []), (scalers[0], [1])):
         iterate(scaler, optimizer, bad=bad)
@@ -168,7 +166,7 @@ def test_two_scalers_may_share_an_optimizer(make: MakeOptimizer, device) -> None
 
 
 @unscaled_first
-def test_more_optimizers_than_one_launch_takes(unscale: bool, device) -> None:
+def test_more_optimizers_than_one_launch_takes(unscale, device):
     scaler = ready(device)
     optimizers = [torchs_sgd(named(device, f"of {i}")) for i in range(260)]
     for culprits in ((), (0,), (127, 128), (259,), (5, 200), ()):
@@ -183,7 +181,7 @@ def test_more_optimizers_than_one_launch_takes(unscale: bool, device) -> None:
     assert dataclasses.astuple(exact(scaler)) == (6, 2, 4, 0, 0.25, 0.25, 4.0, "of 200")
 
 
-def test_optimizers_that_come_later_leave_earlier_answers_alone(device) -> None:
+def test_optimizers_that_come_later_leave_earlier_answers_alone(device):
     scaler, first = ready(device), our_sgd(new_params(device))
     iterate(scaler, first, bad=[0])
     others = []
@@ -205,7 +203,7 @@ class Foreign(amp_ext.GradScaler):
 
 @pytest.mark.parametrize("how", ["set-before-step", "set-after-step", "unscale_", "look"])
 @torchs_and_ours
-def test_what_foreign_code_finds_counts(make: MakeOptimizer, how: str, device) -> None:
+def test_what_foreign_code_finds_counts(make, how, device):
     """As an all-reduce over ranks, of which another has overflowed, or a look of its own."""
     is_set = how.startswith("set")
     scaler = ready(device, amp_ext.GradScaler if is_set else Foreign)
@@ -228,7 +226,7 @@ def test_what_foreign_code_finds_counts(make: MakeOptimizer, how: str, device) -
     assert dataclasses.astuple(exact(scaler)) == (3, 1, 2, 1, 1.0, 1.0, 4.0, None)
 
 
-def test_flags_written_into_the_state_by_hand_count(device) -> None:
+def test_flags_written_into_the_state_by_hand_count(device):
     scaler, optimizer = ready(device), our_sgd(new_params(device))
     for found in (0.0, 1.0):
         state = scaler._per_optimizer_states[id(optimizer)]
@@ -238,7 +236,7 @@ def test_flags_written_into_the_state_by_hand_count(device) -> None:
     assert exact(scaler).skips == 1
 
 
-def test_a_disabled_scaler_never_skips_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disabled_scaler_never_skips_and_logs_nothing(caplog):
     scaler = amp_ext.GradScaler("cpu", enabled=False, warn_after=1)
     optimizer = our_sgd(new_params())
     nothing = amp_ext.ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
@@ -254,7 +252,7 @@ def test_a_disabled_scaler_never_skips_and_logs_nothing(caplog: pytest.LogCaptur
 # Counts and history
 
 
-def test_the_counts_and_the_history_are_those_of_the_loop(device) -> None:
+def test_the_counts_and_the_history_are_those_of_the_loop(device):
     scaler = ready(device, growth_interval=2)
     optimizer = torchs_sgd(new_params(device))
     scales, skipped, after, in_a_row = [], [], [], 0
@@ -278,7 +276,7 @@ def test_the_counts_and_the_history_are_those_of_the_loop(device) -> None:
     assert history == amp_ext.ScalerHistory(list(range(1, 17)), scales, skipped)
 
 
-def test_the_history_holds_the_last_4096_updates(device) -> None:
+def test_the_history_holds_the_last_4096_updates(device):
     scaler = ready(device, init_scale=1.0, growth_interval=1)
     optimizer = torchs_sgd(new_params(device, 1))
     (param,) = params_of(optimizer)
@@ -302,29 +300,6 @@ def scale_of(update: int) -> float:
     return float(2 ** (done // 3 + done % 3))
 
 
-def test_the_smallest_and_largest_scale_enclose_every_scale_that_a_step_had(device) -> None:
-    scaler, optimizer = ready(device), torchs_sgd(new_params(device))
-    iterate(scaler, optimizer)
-    for new_scale, bad in ((2.0**20, [0]), (2.0**-10, [])):
-        scaler.update(new_scale)
-        iterate(scaler, optimizer, bad=bad)
-    history = scaler.history(wait=True)
-    assert history.scales == [4, 2.0**20, 2.0**-10]
-    assert (exact(scaler).smallest_scale, exact(scaler).largest_scale) == (2.0**-10, 2.0**20)
-
-
-def test_an_update_with_a_new_scale_counts_once_if_something_was_looked_at(device) -> None:
-    scaler, optimizer = ready(device), torchs_sgd(new_params(device))
-    scaler.update(8.0)
-    assert exact(scaler).updates == 0
-    give_grads(optimizer, 0)
-    scaler.step(optimizer)
-    scaler.update(16.0)
-    iterate(scaler, optimizer)
-    assert scaler.history(wait=True) == amp_ext.ScalerHistory([1, 2], [8, 16], [True, False])
-    assert exact(scaler).scale == 16
-
-
 def through_a_file(scaler: amp_ext.GradScaler) -> amp_ext.GradScaler:
     file = io.BytesIO()
     torch.save(scaler, file)
@@ -333,7 +308,7 @@ def through_a_file(scaler: amp_ext.GradScaler) -> amp_ext.GradScaler:
 
 
 @pytest.mark.parametrize("duplicate", [through_a_file, copy.copy, copy.deepcopy])
-def test_a_duplicate_counts_anew(duplicate: Callable[..., Any], device) -> None:
+def test_a_duplicate_counts_anew(duplicate, device):
     scaler, optimizer = ready(device), our_sgd(new_params(device))
     iterate(scaler, optimizer)
     iterate(scaler, optimizer, bad=[1])
@@ -346,18 +321,25 @@ def test_a_duplicate_counts_anew(duplicate: Callable[..., Any], device) -> None:
     assert (exact(scaler).updates, exact(scaler).skips) == (2, 1), "the original keeps its counts"
 
 
-def test_a_loaded_state_leaves_the_counts_alone(device) -> None:
-    scaler, optimizer = ready(device), our_sgd(new_params(device))
-    assert scaler.stats().scale == 4
+def test_scales_that_are_set_are_reported(device):
+    scaler, optimizer = ready(device), torchs_sgd(new_params(device))
     scaler.load_state_dict(scaler.state_dict() | {"scale": 32.0})
-    assert scaler.stats().scale == 32
+    assert exact(scaler).scale == 32
+    scaler.update(8.0)
+    assert exact(scaler).updates == 0, "nothing was looked at"
+    give_grads(optimizer, 0)
+    scaler.step(optimizer)
+    scaler.update(2.0**20)
     iterate(scaler, optimizer, bad=[0])
-    scaler.load_state_dict(scaler.state_dict() | {"scale": 64.0})
+    assert exact(scaler).scale == 2.0**19
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**-10})
     iterate(scaler, optimizer)
-    assert scaler.history(wait=True) == amp_ext.ScalerHistory([1, 2], [32, 64], [True, False])
+    expected = amp_ext.ScalerHistory([1, 2, 3], [8, 2.0**20, 2.0**-10], [True, True, False])
+    assert scaler.history(wait=True) == expected
+    assert (exact(scaler).smallest_scale, exact(scaler).largest_scale) == (2.0**-10, 2.0**20)
 
 
-def test_results_cannot_be_changed_and_are_the_callers_own(device) -> None:
+def test_results_cannot_be_changed_and_are_the_callers_own(device):
     scaler = ready(device)
     iterate(scaler, our_sgd(new_params(device)))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -370,7 +352,7 @@ def test_results_cannot_be_changed_and_are_the_callers_own(device) -> None:
 
 
 @torchs_and_ours
-def test_reading_does_not_touch_tensors(make: MakeOptimizer, device) -> None:
+def test_reading_does_not_touch_tensors(make, device):
     scaler, optimizer = ready(device, warn_after=2), make(named(device, "a", "b"))
     with tensors_out_of_reach():
         assert all_reads(scaler, optimizer)[0] is None
@@ -383,7 +365,7 @@ def test_reading_does_not_touch_tensors(make: MakeOptimizer, device) -> None:
             assert scaler.history().skipped[-1] is bool(bad)
 
 
-def test_the_guard_of_the_test_above_works(device) -> None:
+def test_the_guard_of_the_test_above_works(device):
     tensor = torch.ones((), device=device)
     with tensors_out_of_reach(), pytest.raises(AssertionError, match="was read"):
         tensor.item()
@@ -398,9 +380,7 @@ def test_the_guard_of_the_test_above_works(device) -> None:
     ("bad", "first"),
     [pytest.param((2,), 2, id="last"), pytest.param((2, 1), 1, id="first-of-two")],
 )
-def test_the_first_bad_parameter_is_named(
-    make: MakeOptimizer, bad: tuple[int, ...], first: int, unscale: bool, device
-) -> None:
+def test_the_first_bad_parameter_is_named(make, bad, first, unscale, device):
     names = ["body.weight", "body.bias", "head.weight"]
     for params, expected in (
         (named(device, *names), names[first]),
@@ -417,9 +397,7 @@ def test_the_first_bad_parameter_is_named(
 
 @unscaled_first
 @all_optimizers
-def test_groups_and_parameters_without_a_gradient_do_not_shift_the_name(
-    make: MakeOptimizer, unscale: bool, device
-) -> None:
+def test_groups_and_parameters_without_a_gradient_do_not_shift_the_name(make, unscale, device):
     scaler = ready(device)
     optimizer = make([{"params": new_params(device)}, {"params": new_params(device)}])
     for missing, bad in (((0, 3), (4, 5)), ((0,), ()), ((), (2, 4))):
@@ -431,7 +409,7 @@ def test_groups_and_parameters_without_a_gradient_do_not_shift_the_name(
 
 
 @all_optimizers
-def test_the_name_is_that_of_the_last_skip_by_whichever_look(make: MakeOptimizer, device) -> None:
+def test_the_name_is_that_of_the_last_skip_by_whichever_look(make, device):
     scaler, optimizer = ready(device), make(named(device, *"abcde"))
     for unscale, bad in ((True, 4), (False, 2), (True, 3), (False, 1), (True, 2), (True, 4)):
         iterate(scaler, optimizer, bad=[bad], unscale=unscale)
@@ -440,9 +418,7 @@ def test_the_name_is_that_of_the_last_skip_by_whichever_look(make: MakeOptimizer
 
 @unscaled_first
 @torchs_and_ours
-def test_an_iteration_that_was_dropped_leaves_no_name(
-    make: MakeOptimizer, unscale: bool, device
-) -> None:
+def test_an_iteration_that_was_dropped_leaves_no_name(make, unscale, device):
     scaler, optimizer = ready(device), make(named(device, *"abc"))
     give_grads(optimizer, 0)
     (scaler.unscale_ if unscale else scaler._check_inf_per_device)(optimizer)
@@ -453,7 +429,7 @@ def test_an_iteration_that_was_dropped_leaves_no_name(
 
 
 @torchs_and_ours
-def test_a_group_that_joins_later_is_named(make: MakeOptimizer, device) -> None:
+def test_a_group_that_joins_later_is_named(make, device):
     scaler, optimizer = ready(device), make(named(device, "a", "b"))
     iterate(scaler, optimizer, bad=[1])
     optimizer.add_param_group({"params": named(device, "c", "d")})
@@ -462,7 +438,7 @@ def test_a_group_that_joins_later_is_named(make: MakeOptimizer, device) -> None:
     assert name_of_last(scaler) == "d"
 
 
-def test_a_name_that_two_groups_have_is_told_with_its_place(device) -> None:
+def test_a_name_that_two_groups_have_is_told_with_its_place(device):
     scaler = ready(device)
     groups = [{"params": named(device, "weight", "bias")}, {"params": named(device, "weight")}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
@@ -473,7 +449,7 @@ def test_a_name_that_two_groups_have_is_told_with_its_place(device) -> None:
     assert name_of_last(scaler) == "bias"
 
 
-def test_a_sparse_gradient_is_named(device) -> None:
+def test_a_sparse_gradient_is_named(device):
     scaler = ready(device)
     optimizer = torch.optim.SGD(named(device, "dense", "sparse"), lr=0.5)
     give_grads(optimizer, 1)
@@ -484,7 +460,7 @@ def test_a_sparse_gradient_is_named(device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes_are_named(dtype: torch.dtype, device) -> None:
+def test_other_dtypes_are_named(dtype, device):
     scaler = ready(device)
     params = [*new_params(device, 2), Parameter(torch.ones(5, dtype=dtype, device=device))]
     optimizer = amp_ext.optim.SGD(params, lr=0.5)
@@ -505,77 +481,60 @@ class TellsAtOnce(amp_ext.GradScaler):
         super()._report()
 
 
-def logged(
-    caplog: pytest.LogCaptureFixture, sequence: str, device: Any, **options: Any
-) -> list[tuple[int, int, str]]:
-    """Runs a sequence and returns number of the update, level and text of every record."""
-    scaler = TellsAtOnce(device.type, **{"init_scale": 64.0} | options)
-    scaler.scale(torch.ones((), device=device))
-    optimizer = our_sgd(named(device, "weight", "bias"))
-    records = []
+SETTLED = "GradScaler: the loss scale settled at %g after %d skipped updates"
+SKIPPED = (
+    "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is %g. The "
+    "first bad gradient was that of bias. Gradients that are inf or NaN at any scale come from "
+    "the model or the data."
+)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "options", "expected"),
+    [
+        pytest.param("...x..", {}, {1: SETTLED % (64, 0)}, id="settled-at-once"),
+        pytest.param("xxx..x.", {}, {4: SETTLED % (8, 3)}, id="settled-after-three"),
+        pytest.param(
+            "xxxxxx", {"warn_after": 3}, {3: SKIPPED % (3, 3, 8)}, id="one-warning-for-a-series"
+        ),
+        pytest.param(
+            "xx.xx.xx", {"warn_after": 3}, {3: SETTLED % (16, 2)}, id="none-for-short-series"
+        ),
+        pytest.param(
+            "xxx.xxxx.x",
+            {"warn_after": 3},
+            {3: SKIPPED % (3, 3, 8), 4: SETTLED % (8, 3), 7: SKIPPED % (3, 7, 1)},
+            id="one-for-each-series",
+        ),
+        pytest.param(
+            "x.x.",
+            {"warn_after": 1},
+            {1: SKIPPED % (1, 1, 32), 2: SETTLED % (32, 1), 3: SKIPPED % (1, 3, 16)},
+            id="from-the-first",
+        ),
+        pytest.param("x" * 15, {}, {10: SKIPPED % (10, 10, 0.0625)}, id="after-ten"),
+    ],
+)
+def test_the_first_scale_and_each_series_of_skips_are_logged(
+    sequence, options, expected, device, caplog
+):
+    scaler = ready(device, TellsAtOnce, init_scale=64.0, **options)
+    optimizer, records = our_sgd(named(device, "weight", "bias")), {}
     with caplog.at_level(logging.DEBUG, logger="amp_ext"):
         for number, letter in enumerate(sequence, start=1):
             caplog.clear()
             iterate(scaler, optimizer, bad=[1] * (letter == "x"))
-            assert all(record.name == "amp_ext" for record in caplog.records)
-            records += [(number, r.levelno, r.getMessage()) for r in caplog.records]
-    return records
+            for record in caplog.records:
+                is_warning = "in a row were skipped" in record.getMessage()
+                assert record.levelno == (logging.WARNING if is_warning else logging.INFO)
+                assert record.name == "amp_ext"
+                assert number not in records
+                records[number] = record.getMessage()
+    assert records == expected
 
 
-@pytest.mark.parametrize(
-    ("sequence", "number", "text"),
-    [
-        pytest.param("...x..", 1, "settled at 64 after 0 skipped updates", id="at-once"),
-        pytest.param("xxx..x.", 4, "settled at 8 after 3 skipped updates", id="after-three"),
-    ],
-)
-def test_one_line_tells_that_the_first_scale_has_settled(
-    sequence: str, number: int, text: str, device, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = logged(caplog, sequence, device)
-    assert found == [(number, logging.INFO, f"GradScaler: the loss scale {text}")]
-
-
-@pytest.mark.parametrize(
-    ("sequence", "warn_after", "warned"),
-    [
-        pytest.param("xxxxxx", 3, [3], id="one-for-a-series"),
-        pytest.param("xx.xx.xx", 3, [], id="not-for-short-series"),
-        pytest.param("xxx.xxxx.x", 3, [3, 7], id="one-for-each-series"),
-        pytest.param("x.x.", 1, [1, 3], id="from-the-first"),
-        pytest.param("x" * 12, 10, [10], id="after-ten"),
-    ],
-)
-def test_one_warning_tells_of_a_series_of_skips(
-    sequence: str, warn_after: int, warned: list[int], device, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = logged(caplog, sequence, device, warn_after=warn_after)
-    warnings = [record for record in found if record[1] == logging.WARNING]
-    assert [number for number, _, _ in warnings] == warned
-    assert all(f"{warn_after} updates in a row were skipped" in text for *_, text in warnings)
-    assert all("first bad gradient was that of bias." in text for *_, text in warnings)
-    others = [level for _, level, _ in found if level != logging.WARNING]
-    assert others == [logging.INFO] * ("." in sequence)
-
-
-def test_the_warning_comes_after_ten_skips_by_default(
-    device, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = logged(caplog, "x" * 15, device)
-    assert found == [
-        (
-            10,
-            logging.WARNING,
-            "GradScaler: 10 updates in a row were skipped, up to update 10; the loss scale is "
-            "0.0625. The first bad gradient was that of bias. Gradients that are inf or NaN at "
-            "any scale come from the model or the data.",
-        )
-    ]
-
-
-def test_a_warning_without_a_name_says_so(device, caplog: pytest.LogCaptureFixture) -> None:
-    scaler = TellsAtOnce(device.type, 4.0, warn_after=2)
-    scaler.scale(torch.ones((), device=device))
+def test_a_warning_without_a_name_says_so(device, caplog):
+    scaler = ready(device, TellsAtOnce, warn_after=2)
     optimizer = torchs_sgd(new_params(device))
     for _ in range(2):
         give_grads(optimizer)
@@ -588,114 +547,97 @@ def test_a_warning_without_a_name_says_so(device, caplog: pytest.LogCaptureFixtu
 # Threads
 
 
-def test_a_reader_in_another_thread_never_sees_torn_values(device) -> None:
+def assert_whole(scaler, newest):
+    """Reads everything, asserts that it fits together, and returns the number of updates."""
+    stats, history = scaler.stats(), scaler.history()
+    updates, seen = stats.updates, max([0, *history.updates])
+    skips = updates // 2
+    assert dataclasses.astuple(stats) == (
+        *(updates, updates - skips, skips, int(updates > 0 and updates % 2 == 0)),
+        *(8.0 if updates % 2 else 4.0, 4.0, 8.0 if updates else 4.0),
+        "of 49" if skips else None,
+    )
+    assert history.updates == list(range(1, seen + 1))
+    assert history.skipped == [number % 2 == 0 for number in history.updates]
+    assert history.scales == [8.0 - number % 2 * 4.0 for number in history.updates]
+    assert newest <= updates <= seen
+    return seen
+
+
+def test_a_reader_in_another_thread_never_sees_torn_values(device):
     """Every second update overflows and every other one grows, so that a count tells all others."""
-    scaler = ready(device, growth_interval=1)
+    scaler, stop = ready(device, growth_interval=1), threading.Event()
     optimizers = [torchs_sgd(named(device, f"of {i}")) for i in range(50)]
     culprit = optimizers[-1]
     iterate(scaler, *optimizers)
-    failures: list[str] = []
-    reads = 0
-    stop = threading.Event()
 
-    def check(is_right: bool, what: Any) -> None:
-        if not is_right:
-            failures.append(repr(what))
+    def read():
+        newest = reads = 0
+        while not (stop.is_set() and reads):
+            newest, reads = assert_whole(scaler, newest), reads + 1
+            assert scaler.last_step_skipped(culprit) in (None, False, True)
 
-    def read_once(newest: int) -> int:
-        stats = scaler.stats()
-        is_skip = stats.updates > 0 and stats.updates % 2 == 0
-        skips = stats.updates // 2
-        expected = amp_ext.ScalerStats(
-            updates=stats.updates,
-            steps=stats.updates - skips,
-            skips=skips,
-            consecutive_skips=int(is_skip),
-            scale=8.0 if stats.updates % 2 else 4.0,
-            smallest_scale=4.0,
-            largest_scale=8.0 if stats.updates else 4.0,
-            last_nonfinite="of 49" if skips else None,
-        )
-        check(stats == expected, stats)
-        history = scaler.history()
-        seen = max([0, *history.updates])
-        check(history.updates == list(range(1, seen + 1)), history.updates)
-        check(history.skipped == [number % 2 == 0 for number in history.updates], "skipped")
-        check(history.scales == [8.0 - number % 2 * 4.0 for number in history.updates], "scales")
-        check(newest <= stats.updates <= seen, (newest, stats.updates, seen))
-        check(scaler.last_step_skipped(culprit) in (None, False, True), "last_step_skipped")
-        return seen
-
-    def read() -> None:
-        nonlocal reads
-        newest = 0
-        try:
-            while not stop.is_set():
-                newest = read_once(newest)
-                reads += 1
-        except Exception as error:
-            failures.append(repr(error))
-
-    reader = threading.Thread(target=read)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        reader.start()
-        for number in range(2, 501):
-            if number % 5 == 0:
-                optimizers.append(torchs_sgd(named(device, "of another")))
-            newcomers = [optimizers[-1]] if len(optimizers) > 50 else []
-            iterate(scaler, *newcomers, culprit, bad=[0] * (number % 2 == 0), unscale=True)
+        with ThreadPoolExecutor(1) as threads:
+            reader = threads.submit(read)
+            for number in range(2, 301):
+                newcomers = [torchs_sgd(named(device, "of another"))] * (number % 5 == 0)
+                optimizers += newcomers  # so that they live
+                bad = [0] * (number % 2 == 0)
+                iterate(scaler, *newcomers, culprit, bad=bad, unscale=True)
+            stop.set()
+            reader.result()
     finally:
         stop.set()
-        reader.join()
         sys.setswitchinterval(interval)
-    assert failures[:3] == []
-    assert reads > 0
 
 
 # The monitor
 
 
-def update_by_hand(monitor: Any, device: Any, found_infs: list[float], **options: Any) -> float:
-    """Updates a scale of 4 with some flags, and returns it."""
-    scale = torch.full((), 4.0, device=device)
+def update_by_hand(monitor: Any, scale: Tensor, found_infs: list[float], **options: Any) -> float:
+    """Updates a scale with some flags, and returns it."""
+    device = scale.device
     rules = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1}
     growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-    flags = [torch.full((), value, device=device) for value in found_infs]
+    flags = [torch.full((), float(value), device=device) for value in found_infs]
     ops.update_scale_(scale, growth_tracker, flags, **rules, monitor=monitor, **options)
     return scale.item()
 
 
-def test_a_monitor_refuses_a_number_that_it_has_not_given(device) -> None:
+def test_a_monitor_refuses_a_number_that_it_has_not_given(device):
     monitor = ops.ScalerMonitor(torch.ones((), device=device))
     with pytest.raises(RuntimeError, match=r"^ScalerMonitor: slot must be below 0, got 0"):
         monitor.read_optimizer(0)
     message = r"^update_scale_: slots\[0\] must be one that the monitor has added, got 0"
+    scale = torch.full((), 4.0, device=device)
     with pytest.raises(RuntimeError, match=message):
-        update_by_hand(monitor, device, [1.0])
+        update_by_hand(monitor, scale, [1.0])
+    assert scale.item() == 4
     assert monitor.read().updates == 0
 
 
-def test_an_update_without_flags_is_a_clean_one(device) -> None:
+def test_an_update_without_flags_is_a_clean_one(device):
     monitor = ops.ScalerMonitor(torch.ones((), device=device))
-    assert update_by_hand(monitor, device, []) == 8
+    assert update_by_hand(monitor, torch.full((), 4.0, device=device), []) == 8
     assert (monitor.read().updates, monitor.read().skips) == (1, 0)
 
 
-def test_the_numbers_of_first_bad_gradients_are_reset(device) -> None:
+def test_the_numbers_of_first_bad_gradients_are_reset(device):
     monitor = ops.ScalerMonitor(torch.ones((), device=device))
     slots = [monitor.add_optimizer() for _ in range(3)]
     firsts = [torch.full((), value, device=device) for value in (7, ops.NO_TENSOR, 5)]
     options = {"slots": slots, "first_nonfinites": firsts}
-    assert update_by_hand(monitor, device, [1.0, 1.0, 0.0], **options) == 2
+    assert update_by_hand(monitor, torch.full((), 4.0, device=device), [1, 1, 0], **options) == 2
     assert [first.item() for first in firsts] == [ops.NO_TENSOR] * 3
     report = monitor.read()
     assert (report.nonfinite_slot, report.nonfinite_number) == (slots[0], 7)
     assert [monitor.read_optimizer(slot).last_was_skipped for slot in slots] == [True, True, False]
 
 
-def test_a_look_without_a_scaler_leaves_no_name_behind(device) -> None:
+def test_a_look_without_a_scaler_leaves_no_name_behind(device):
     first, second = (Parameter(torch.zeros(3, device=device)) for _ in range(2))
     optimizer = amp_ext.optim.SGD([("a", first), ("b", second)], lr=0.1, max_grad_norm=1.0)
     first.grad, second.grad = torch.full_like(first, torch.nan), torch.ones_like(second)
