@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from reference import same_bits
 from torch import Tensor, nn
+from trainer_cases import one_thread  # noqa: F401
 
 import amp_ext
 from amp_ext.training import (
@@ -28,20 +27,6 @@ from amp_ext.training import (
 from amp_ext.training.precision import Facts, choose_from_facts, gather_facts
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keeps matrix products of a few elements away from threads, whose start costs far more.
-
-    Nor does the benchmark's garbage collection look at all that was there before.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 # The choice.

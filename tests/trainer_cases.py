@@ -1,0 +1,107 @@
+"""Small trainings and their parts, for the tests of the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+from torch import Tensor, nn
+
+import amp_ext
+from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
+
+# So large that the first steps overflow and the scale must come down; then it grows soon.
+TOO_LARGE, GROWTH_INTERVAL = 2.0**20, 3
+BATCHES = 36
+
+PRECISIONS = ["fp32", "bf16", "fp16"]
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+mse_loss = nn.functional.mse_loss
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keeps matrix products of a few elements away from threads, whose start costs far more.
+
+    Nor does a benchmark's garbage collection look at all that was there before.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+def new_model(device: Any = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(device, dtype)
+
+
+def batches(device: Any = "cpu", count: int = BATCHES) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    inputs = [torch.randn(8, 6) for _ in range(count)]
+    return [(x.to(device), 3 * x[:, :2].to(device) + 1) for x in inputs]
+
+
+X, TARGET = batches(count=1)[0]
+
+
+def new_trainer(precision: str = "fp32", model: nn.Module | None = None, **options: Any) -> Any:
+    """Returns a trainer around SGD; options of the config and of the trainer may be mixed.
+
+    The scale is such that nothing overflows.
+    """
+    options = {"initial_loss_scale": 256.0, **options}
+    model = new_model() if model is None else model
+    settings = {field.name for field in dataclasses.fields(MixedPrecisionConfig)} & options.keys()
+    config = MixedPrecisionConfig(precision, **{name: options.pop(name) for name in settings})
+    make = options.pop("optimizer", lambda params: amp_ext.optim.SGD(params, 0.1))
+    optimizer = make(model.parameters())
+    options.setdefault("loss_function", mse_loss)
+    if isinstance(options.get("scheduler"), types.FunctionType):
+        options["scheduler"] = options["scheduler"](optimizer)
+    return MixedPrecisionTrainer(model, optimizer, config, **options)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that is another one after each step."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def params_of(trainer: MixedPrecisionTrainer) -> list[Tensor]:
+    return [param.detach().clone() for param in trainer.model.parameters()]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(map(same_bits, actual, expected))
+
+
+def torchs_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+
+def torchs_adamw(params: Any) -> torch.optim.Optimizer:
+    """One that unscales and skips in its step, as ours do."""
+    return torch.optim.AdamW(params, 0.05, eps=1e-3, fused=True)
+
+
+class WithLoss(nn.Module):
+    """Computes its loss itself and returns it in some wrapping."""
+
+    def __init__(self, wrap: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.inner = new_model()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(x)
+        return self.wrap(None if labels is None else mse_loss(logits, labels), logits)

@@ -1,0 +1,415 @@
+"""Tests of the trainer's metrics and checkpoints, of its config, and of what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainer_cases import (
+    BF16,
+    F16,
+    F32,
+    PRECISIONS,
+    TARGET,
+    TOO_LARGE,
+    WithLoss,
+    X,
+    assert_same,
+    batches,
+    halving,
+    mse_loss,
+    new_model,
+    new_trainer,
+    one_thread,  # noqa: F401
+    params_of,
+    torchs_adamw,
+    torchs_sgd,
+)
+
+import amp_ext
+from amp_ext.training import (
+    MixedPrecisionConfig,
+    MixedPrecisionTrainer,
+    StepMetrics,
+    create_fp16_grad_scaler,
+)
+
+# Metrics.
+
+
+def test_metrics_are_tensors_and_become_numbers_on_request(device):
+    trainer = new_trainer(
+        "fp16", new_model(device), max_grad_norm=1.0, gradient_accumulation_steps=2
+    )
+    first = trainer.train_step(X.to(device), TARGET.to(device))
+    metrics = trainer.train_step(X.to(device), TARGET.to(device))
+    assert isinstance(metrics, StepMetrics)
+    for name in ("loss", "loss_scale", "grad_norm", "skipped"):
+        tensor = getattr(metrics, name)
+        assert tensor.shape == ()
+        assert tensor.device.type == device.type
+        assert not tensor.requires_grad
+    assert metrics.skipped.dtype == torch.bool
+    figures = metrics.to_dict()
+    assert figures == {
+        "loss": metrics.loss.item(),
+        "loss_scale": 256.0,
+        "grad_norm": metrics.grad_norm.item(),
+        "skipped": False,
+    }
+    assert [type(value) for value in figures.values()] == [float, float, float, bool]
+    assert list(first.to_dict().values()) == [first.loss.item(), 256.0, None, None]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_metrics_keep_their_values_in_later_steps(precision):
+    trainer, again = (
+        new_trainer(precision, max_grad_norm=1.0, initial_loss_scale=TOO_LARGE, growth_interval=1)
+        for _ in range(2)
+    )
+    taken = [trainer.train_step(x, target) for x, target in batches(count=20)]
+    at_once = [str(again.train_step(x, target).to_dict()) for x, target in batches(count=20)]
+    assert [str(metrics.to_dict()) for metrics in taken] == at_once
+    assert len(set(at_once)) == 20
+
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.mark.parametrize("make", [amp_ext.optim.AdamW, torch.optim.AdamW], ids=["ours", "torchs"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_reads_no_tensor_on_the_host(precision, make, monkeypatch):
+    """What would wait for a GPU must not be in the trainer, nor below it but where noted."""
+    trainer = new_trainer(
+        precision,
+        optimizer=lambda params: make(params, 1e-3),
+        max_grad_norm=1.0,
+        gradient_accumulation_steps=2,
+    )
+    data = batches(count=5)
+    for x, target in data:
+        trainer.train_step(x, target)
+    trainer.flush()
+    readers = set()
+
+    def watched(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **options: Any) -> Any:
+            readers.add(sys._getframe(1).f_globals["__name__"])
+            return read(*args, **options)
+
+        return note
+
+    for name in READS:
+        monkeypatch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
+    for x, target in data:
+        trainer.train_step(x, target)
+    trainer.flush()
+    monkeypatch.undo()
+    # On the CPU, where nothing waits, the scaler looks whether the scale fell to 0; torch's asks
+    # whether to call torch's loop, which keeps its step counters on the CPU.
+    allowed = ("amp_ext.grad_scaler", "torch.amp") if precision == "fp16" else ()
+    if make is torch.optim.AdamW:
+        allowed = (*allowed, "torch.optim")
+        assert "torch.optim.adam" in readers or "torch.optim.optimizer" in readers
+    assert {reader for reader in readers if not reader.startswith(allowed)} == set()
+
+
+# Checkpoints.
+
+
+def resumed(state: dict[str, Any], model: nn.Module, make: Callable[[], Any]) -> Any:
+    """Returns a trainer that was loaded from a file."""
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "trainer": state}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    trainer = make()
+    trainer.train_step(X, TARGET)  # leaves nothing that lasts
+    trainer.model.load_state_dict(saved["model"])
+    trainer.load_state_dict(saved["trainer"])
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "dtype", [F32, F16, BF16], ids=["fp32-params", "fp16-params", "bf16-params"]
+)
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        pytest.param(lambda params: amp_ext.optim.AdamW(params, 0.01), id="ours"),
+        pytest.param(lambda params: torch.optim.AdamW(params, 0.01, fused=True), id="torchs"),
+    ],
+)
+@pytest.mark.parametrize("at", [6, 7], ids=["after-a-step", "amid-an-accumulation"])
+def test_a_resumed_training_has_the_same_bits(make_optimizer, dtype, at):
+    def make() -> MixedPrecisionTrainer:
+        return new_trainer(
+            "bf16" if dtype == BF16 else "fp16",
+            new_model(dtype=dtype),
+            optimizer=make_optimizer,
+            scheduler=halving,
+            initial_loss_scale=TOO_LARGE,
+            growth_interval=2,
+            gradient_accumulation_steps=2,
+        )
+
+    data = batches(count=24)
+    straight, stopped = make(), make()
+    for x, target in data[:at]:
+        straight.train_step(x, target)
+        stopped.train_step(x, target)
+    going_on = resumed(stopped.state_dict(), stopped.model, make)
+    for x, target in data[at:]:
+        wanted = straight.train_step(x, target)
+        metrics = going_on.train_step(x, target)
+        assert str(metrics.to_dict()) == str(wanted.to_dict())
+    assert_same(params_of(going_on), params_of(straight))
+    assert not torch.equal(params_of(straight)[0], params_of(make())[0])
+    assert going_on.state_dict()["scheduler"] == straight.state_dict()["scheduler"]
+    assert going_on.state_dict()["scaler"] == straight.state_dict()["scaler"]
+
+
+def test_a_loaded_trainer_shares_no_gradient_with_the_other():
+    first, second = (new_trainer(gradient_accumulation_steps=3) for _ in range(2))
+    first.train_step(X, TARGET)
+    second.load_state_dict(first.state_dict())
+    before = [param.grad.clone() for param in second.model.parameters()]
+    first.train_step(X, TARGET)
+    assert_same([param.grad for param in second.model.parameters()], before)
+
+
+@pytest.mark.parametrize(("old", "new"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
+def test_the_precision_may_change_between_two_runs(old, new):
+    before, after = (
+        new_trainer(precision, initial_loss_scale=scale, optimizer=amp_ext.optim.AdamW)
+        for precision, scale in ((old, 32.0), (new, 64.0))
+    )
+    before.train_step(X, TARGET)
+    after.load_state_dict(before.state_dict())
+    wanted = 64.0 if new == "fp16" else 1.0
+    assert after.train_step(X, TARGET).to_dict()["loss_scale"] == wanted
+    assert after.optimizer.state_dict()["state"][0]["step"] == 2
+
+
+TWO_STEPS = {"gradient_accumulation_steps": 2}
+THREE_STEPS = {"gradient_accumulation_steps": 3}
+SCALED = {**TWO_STEPS, "scaler": amp_ext.GradScaler("cpu")}
+WANTED, GOT = "must be %d to a step, unscaled, with 4 parameters", "got 2 to a step, %s, with %d p"
+LOADING_ERRORS = {
+    "entries-missing": (
+        *(
+            {},
+            {},
+            lambda state: {k: v for k, v in state.items() if k not in ("scaler", "gradients")},
+        ),
+        r"load_state_dict: state_dict must have \['scaler', 'gradients'\], got \['optimizer', ",
+    ),
+    "a-scheduler-too-much": ({"scheduler": halving}, {}, dict, "none of a scheduler, got one"),
+    "no-scheduler": ({}, {"scheduler": halving}, dict, "must have one of a scheduler, got none"),
+    "another-accumulation": (
+        *(TWO_STEPS, THREE_STEPS, dict),
+        rf"{WANTED % 3}, {GOT % ('unscaled', 4)}arameters: call flush\(\) before you save",
+    ),
+    "scaled-gradients": (SCALED, TWO_STEPS, dict, f"{WANTED % 2}, {GOT % ('scaled', 4)}"),
+    "gradients-missing": (
+        *(TWO_STEPS, TWO_STEPS, lambda state: {**state, "gradients": state["gradients"][1:]}),
+        f"{WANTED % 2}, {GOT % ('unscaled', 3)}",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading", "change", "text"), LOADING_ERRORS.values(), ids=LOADING_ERRORS
+)
+def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
+    first, second = new_trainer(**saved), new_trainer(**loading)
+    first.train_step(X, TARGET)
+    second.train_step(X, TARGET)
+    before = second.state_dict()
+    grads = [param.grad.clone() for param in second.model.parameters()]
+    state = change(first.state_dict())
+    with pytest.raises(ValueError if "gradients" in state else KeyError, match=text):
+        second.load_state_dict(state)
+    after = second.state_dict()
+    assert [before[key] for key in ("scheduler", "accumulated")] == [
+        after[key] for key in ("scheduler", "accumulated")
+    ]
+    assert_same([param.grad for param in second.model.parameters()], grads)
+
+
+# What is refused.
+
+
+def build(**parts: Any) -> MixedPrecisionTrainer:
+    model = parts.pop("model", new_model())
+    make = parts.pop("make", lambda params: amp_ext.optim.SGD(params, 0.1))
+    optimizer = make(model.parameters()) if isinstance(model, nn.Module) else None
+    usual = {"optimizer": optimizer, "config": MixedPrecisionConfig()}
+    return MixedPrecisionTrainer(model, **usual | parts)
+
+
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([X], 0.1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"model": mse_loss}, "model must be torch's Module, got function"),
+        ({"optimizer": None}, "optimizer must be torch's Optimizer, got NoneType"),
+        ({"config": "bf16"}, "config must be amp_ext's MixedPrecisionConfig, got str"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler must be amp_ext's GradScaler, got Grad"),
+        (
+            {"scheduler": PLATEAU},
+            "scheduler must step without a figure, got ReduceLROnPlateau: step it yourself",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_parts_of_another_kind_are_refused(parts, text):
+    with pytest.raises(TypeError, match=f"^MixedPrecisionTrainer: {text}"):
+        build(**parts)
+
+
+def fp16_parameters_with(make: Callable[..., Any], **settings: Any) -> dict[str, Any]:
+    config = MixedPrecisionConfig("fp16", **settings)
+    return {"model": new_model(dtype=F16), "config": config, "make": make}
+
+
+DISABLED, NOTHING = amp_ext.GradScaler("cpu", enabled=False), torch.optim.SGD([{"params": []}], 0.1)
+CLIPPED = fp16_parameters_with(torchs_adamw, max_grad_norm=1.0)
+OURS = "optimizer must be one of amp_ext.optim for parameters of torch.float16, got torch.optim"
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"scaler": DISABLED}, "scaler must be enabled, got a disabled one"),
+        ({"optimizer": NOTHING}, "optimizer must have parameters, got none"),
+        (
+            fp16_parameters_with(torchs_sgd),
+            f"{OURS}.sgd.SGD, which cannot unscale and clip their gradients",
+        ),
+        (CLIPPED, f"{OURS}.adamw.AdamW, "),
+    ],
+    ids=["disabled-scaler", "no-parameters", "torchs-optimizer", "clipped-by-torchs"],
+)
+def test_parts_that_do_not_fit_are_refused(parts, text):
+    with pytest.raises(ValueError, match=f"^MixedPrecisionTrainer: {text}"):
+        build(**parts)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("wanted", "dtype"), [("fp16", F16), ("bf16", BF16)])
+def test_16_bit_parameters_need_their_own_precision(wanted, dtype, precision):
+    parts = {"model": new_model(dtype=dtype), "config": MixedPrecisionConfig(precision)}
+    if precision == wanted:
+        assert build(**parts).config.precision == wanted
+        return
+    text = f"config.precision must be {wanted!r} for parameters of {dtype}, got {precision!r}"
+    with pytest.raises(ValueError, match=f"^MixedPrecisionTrainer: {text}"):
+        build(**parts)
+
+
+NO_LOSS = [
+    pytest.param(
+        WithLoss(lambda loss, logits: {"loss": loss, "logits": logits}), None, "none", id="dict"
+    ),
+    pytest.param(
+        WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits)),
+        None,
+        "none",
+        id="object",
+    ),
+    pytest.param(new_model(), None, r"shape \(8, 2\)", id="output"),
+    pytest.param(new_model(), lambda output: output.mean().item(), "float", id="number"),
+    pytest.param(new_model(), lambda output: output, r"shape \(8, 2\)", id="many-numbers"),
+]
+
+
+@pytest.mark.parametrize(("model", "loss_function", "got"), NO_LOSS)
+def test_a_batch_without_a_loss_is_refused(model, loss_function, got):
+    trainer = new_trainer(model=model, loss_function=loss_function)
+    before = params_of(trainer)
+    source = "loss_function" if loss_function else "without a loss_function the model's output"
+    text = f"train_step: {source} must give a loss, a tensor of one number, got {got}"
+    with pytest.raises(ValueError, match=text):
+        trainer.train_step(X)
+    targets = "train_step: targets must be None without a loss_function, got Tensor"
+    if loss_function is None:
+        with pytest.raises(ValueError, match=targets):
+            trainer.train_step(X, TARGET)
+    assert_same(params_of(trainer), before)
+    assert trainer.flush() is None
+
+
+# The config and the scaler.
+
+
+def test_a_config_has_torchs_settings_and_cannot_be_changed():
+    config = MixedPrecisionConfig()
+    assert (config.initial_loss_scale, config.growth_interval) == (65536.0, 2000)
+    assert (config.growth_factor, config.backoff_factor) == (2.0, 0.5)
+    assert (config.max_grad_norm, config.gradient_accumulation_steps) == (None, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.precision = "fp16"
+    configs = map(MixedPrecisionConfig, PRECISIONS)
+    found = [(config.dtype, config.needs_scaler) for config in configs]
+    assert found == [(F32, False), (BF16, False), (F16, True)]
+
+
+POSITIVE, COUNT = "positive and finite", "an int of 1 or more"
+LIMIT = "positive and at most initial_loss_scale (65536.0), or None"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("precision", "fp8", "'fp32', 'bf16' or 'fp16'"),
+        ("initial_loss_scale", 0.0, POSITIVE),
+        ("initial_loss_scale", math.inf, POSITIVE),
+        ("initial_loss_scale", "big", POSITIVE),
+        ("growth_interval", 0, COUNT),
+        ("growth_interval", 2.0, COUNT),
+        ("growth_factor", 1.0, "above 1 and finite"),
+        ("backoff_factor", 1.0, "between 0 and 1"),
+        ("backoff_factor", 0.0, "between 0 and 1"),
+        ("min_scale", 131072.0, LIMIT),
+        ("min_scale", 0.0, LIMIT),
+        ("max_grad_norm", -1.0, "0 or more, or None"),
+        ("max_grad_norm", math.nan, "0 or more, or None"),
+        ("gradient_accumulation_steps", 0, COUNT),
+        ("gradient_accumulation_steps", True, COUNT),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(name, value, wanted):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        MixedPrecisionConfig(**{name: value})
+    assert str(caught.value) == f"MixedPrecisionConfig: {name} must be {wanted}, got {value!r}"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scaler_for_fp16_is_on_and_has_torchs_or_the_given_settings():
+    default, torchs = create_fp16_grad_scaler("cpu"), torch.amp.GradScaler("cpu")
+    assert default.state_dict() == torchs.state_dict()
+    options = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    scaler = create_fp16_grad_scaler(init_scale=8.0, **options)
+    assert type(scaler) is amp_ext.GradScaler
+    assert scaler.is_enabled()
+    configured = new_trainer("fp16", initial_loss_scale=8.0, **options).scaler
+    expected = torch.amp.GradScaler("cpu", 8.0, **options).state_dict()
+    assert scaler.state_dict() == configured.state_dict() == expected
+
+
+def test_bad_batches_do_not_push_the_scale_below_its_limit():
+    trainer = new_trainer("fp16", initial_loss_scale=4.0, min_scale=1.0)
+    scales = [trainer.train_step(X, TARGET * math.nan).loss_scale.item() for _ in range(4)]
+    assert scales == [4.0, 2.0, 1.0, 1.0]
+    assert not trainer.train_step(X, TARGET).skipped
