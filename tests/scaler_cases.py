@@ -189,3 +189,11 @@ def recorded(scaler: TorchScaler, optimizer: Any) -> list[float]:
 def set_recorded(scaler: TorchScaler, optimizer: Any, value: float) -> None:
     for found_inf in scaler._found_inf_per_device(optimizer).values():
         found_inf.fill_(value)
+
+
+def exact(scaler: amp_ext.GradScaler) -> amp_ext.ScalerStats:
+    return scaler.stats(wait=True)
+
+
+def name_of_last(scaler: amp_ext.GradScaler) -> str | None:
+    return exact(scaler).last_nonfinite

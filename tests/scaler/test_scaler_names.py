@@ -1,0 +1,200 @@
+"""Tests of the names that ``GradScaler`` tells of bad gradients, and of its log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from scaler_cases import (
+    all_optimizers,
+    exact,
+    give_grads,
+    iterate,
+    look_and_step,
+    name_of_last,
+    named,
+    new_params,
+    our_sgd,
+    params_of,
+    ready,
+    set_recorded,
+    torchs_and_ours,
+    torchs_sgd,
+    unscaled_first,
+)
+from torch.nn import Parameter
+
+import amp_ext
+
+# Names
+
+
+@unscaled_first
+@all_optimizers
+@pytest.mark.parametrize(
+    ("bad", "first"),
+    [pytest.param((2,), 2, id="last"), pytest.param((2, 1), 1, id="first-of-two")],
+)
+def test_the_first_bad_parameter_is_named(make, bad, first, unscale, device):
+    names = ["body.weight", "body.bias", "head.weight"]
+    for params, expected in (
+        (named(device, *names), names[first]),
+        (new_params(device), f"group 0, param {first}"),
+    ):
+        scaler, optimizer = ready(device), make(params)
+        iterate(scaler, optimizer, unscale=unscale)
+        assert name_of_last(scaler) is None
+        iterate(scaler, optimizer, bad=bad, unscale=unscale)
+        assert name_of_last(scaler) == expected
+        iterate(scaler, optimizer, unscale=unscale)
+        assert name_of_last(scaler) == expected, "the last skip's name stays"
+
+
+@unscaled_first
+@all_optimizers
+def test_groups_and_parameters_without_a_gradient_do_not_shift_the_name(make, unscale, device):
+    scaler = ready(device)
+    optimizer = make([{"params": new_params(device)}, {"params": new_params(device)}])
+    for missing, bad in (((0, 3), (4, 5)), ((0,), ()), ((), (2, 4))):
+        give_grads(optimizer, *bad, missing=missing)
+        look_and_step(scaler, optimizer, unscale)
+        scaler.update()
+        group, index = divmod((bad or (4,))[0], 3)
+        assert name_of_last(scaler) == f"group {group}, param {index}"
+
+
+@all_optimizers
+def test_the_name_is_that_of_the_last_skip_by_whichever_look(make, device):
+    scaler, optimizer = ready(device), make(named(device, *"abcde"))
+    for unscale, bad in ((True, 4), (False, 2), (True, 3), (False, 1), (True, 2), (True, 4)):
+        iterate(scaler, optimizer, bad=[bad], unscale=unscale)
+        assert name_of_last(scaler) == "abcde"[bad]
+
+
+@unscaled_first
+@torchs_and_ours
+def test_an_iteration_that_was_dropped_leaves_no_name(make, unscale, device):
+    scaler, optimizer = ready(device), make(named(device, *"abc"))
+    give_grads(optimizer, 0)
+    (scaler.unscale_ if unscale else scaler._check_inf_per_device)(optimizer)
+    assert amp_ext.handle_nan_loss(float("nan"), optimizer, scaler=scaler)
+    iterate(scaler, optimizer, bad=[2], unscale=unscale)
+    assert name_of_last(scaler) == "c"
+    assert exact(scaler).updates == 1
+
+
+@torchs_and_ours
+def test_a_group_that_joins_later_is_named(make, device):
+    scaler, optimizer = ready(device), make(named(device, "a", "b"))
+    iterate(scaler, optimizer, bad=[1])
+    optimizer.add_param_group({"params": named(device, "c", "d")})
+    assert name_of_last(scaler) == "b"
+    iterate(scaler, optimizer, bad=[3])
+    assert name_of_last(scaler) == "d"
+
+
+def test_a_name_that_two_groups_have_is_told_with_its_place(device):
+    scaler = ready(device)
+    groups = [{"params": named(device, "weight", "bias")}, {"params": named(device, "weight")}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    for bad, expected in ((0, "group 0, param 0 (weight)"), (2, "group 1, param 0 (weight)")):
+        iterate(scaler, optimizer, bad=[bad])
+        assert name_of_last(scaler) == expected
+    iterate(scaler, optimizer, bad=[1])
+    assert name_of_last(scaler) == "bias"
+
+
+def test_a_sparse_gradient_is_named(device):
+    scaler = ready(device)
+    optimizer = torch.optim.SGD(named(device, "dense", "sparse"), lr=0.5)
+    give_grads(optimizer, 1)
+    params_of(optimizer)[1].grad = params_of(optimizer)[1].grad.to_sparse()
+    scaler.step(optimizer)
+    scaler.update()
+    assert name_of_last(scaler) == "sparse"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes_are_named(dtype, device):
+    scaler = ready(device)
+    params = [*new_params(device, 2), Parameter(torch.ones(5, dtype=dtype, device=device))]
+    optimizer = amp_ext.optim.SGD(params, lr=0.5)
+    iterate(scaler, optimizer, bad=[2])
+    assert name_of_last(scaler) == "group 0, param 2"
+    iterate(scaler, optimizer, bad=[1, 2])
+    assert name_of_last(scaler) == "group 0, param 1", "the first of all, whatever its dtype"
+
+
+# Log
+
+
+class TellsAtOnce(amp_ext.GradScaler):
+    """Waits for each update, where a GPU would be some behind."""
+
+    def _report(self) -> None:
+        self._wait_for_update()
+        super()._report()
+
+
+SETTLED = "GradScaler: the loss scale settled at %g after %d skipped updates"
+SKIPPED = (
+    "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is %g. The "
+    "first bad gradient was that of bias. Gradients that are inf or NaN at any scale come from "
+    "the model or the data."
+)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "options", "expected"),
+    [
+        pytest.param("...x..", {}, {1: SETTLED % (64, 0)}, id="settled-at-once"),
+        pytest.param("xxx..x.", {}, {4: SETTLED % (8, 3)}, id="settled-after-three"),
+        pytest.param(
+            "xxxxxx", {"warn_after": 3}, {3: SKIPPED % (3, 3, 8)}, id="one-warning-for-a-series"
+        ),
+        pytest.param(
+            "xx.xx.xx", {"warn_after": 3}, {3: SETTLED % (16, 2)}, id="none-for-short-series"
+        ),
+        pytest.param(
+            "xxx.xxxx.x",
+            {"warn_after": 3},
+            {3: SKIPPED % (3, 3, 8), 4: SETTLED % (8, 3), 7: SKIPPED % (3, 7, 1)},
+            id="one-for-each-series",
+        ),
+        pytest.param(
+            "x.x.",
+            {"warn_after": 1},
+            {1: SKIPPED % (1, 1, 32), 2: SETTLED % (32, 1), 3: SKIPPED % (1, 3, 16)},
+            id="from-the-first",
+        ),
+        pytest.param("x" * 15, {}, {10: SKIPPED % (10, 10, 0.0625)}, id="after-ten"),
+    ],
+)
+def test_the_first_scale_and_each_series_of_skips_are_logged(
+    sequence, options, expected, device, caplog
+):
+    scaler = ready(device, TellsAtOnce, init_scale=64.0, **options)
+    optimizer, records = our_sgd(named(device, "weight", "bias")), {}
+    with caplog.at_level(logging.DEBUG, logger="amp_ext"):
+        for number, letter in enumerate(sequence, start=1):
+            caplog.clear()
+            iterate(scaler, optimizer, bad=[1] * (letter == "x"))
+            for record in caplog.records:
+                is_warning = "in a row were skipped" in record.getMessage()
+                assert record.levelno == (logging.WARNING if is_warning else logging.INFO)
+                assert record.name == "amp_ext"
+                assert number not in records
+                records[number] = record.getMessage()
+    assert records == expected
+
+
+def test_a_warning_without_a_name_says_so(device, caplog):
+    scaler = ready(device, TellsAtOnce, warn_after=2)
+    optimizer = torchs_sgd(new_params(device))
+    for _ in range(2):
+        give_grads(optimizer)
+        scaler.unscale_(optimizer)
+        set_recorded(scaler, optimizer, 1.0)
+        scaler.update()
+    assert "was that of a parameter that is not known here" in caplog.text
