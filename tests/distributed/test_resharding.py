@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from awkward import BF16, F32
+from optimizer_cases import ours
 from reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from training import ours
 
 import amp_ext
 

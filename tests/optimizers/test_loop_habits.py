@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_close, same_bits
-from torch import Tensor, nn
-from torch.optim import lr_scheduler as schedulers
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
-from training import (
+from optimizer_cases import (
     AS_TORCH,
     EACH_CLASS,
     FEW_OPTIMIZERS,
@@ -33,6 +25,14 @@ from training import (
     train,
     twins,
 )
+from reference import assert_close, same_bits
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import amp_ext
 

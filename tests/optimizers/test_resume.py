@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import in_another_process, ours
 from reference import same_bits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from training import ours
 
 import amp_ext
 
@@ -47,8 +45,6 @@ CASES = list(itertools.product(OPTIMIZERS, DTYPES, SCALERS))
 SAVED_AFTER, STEPS = 3, 9
 # So that growth and hysteresis have been counted halfway when they are saved.
 OVERFLOWS = (1, 3, 5)
-
-CHECKPOINT = "AMP_EXT_TEST_CHECKPOINT"
 
 
 class Run:
@@ -93,9 +89,8 @@ class Run:
             part.load_state_dict(checkpoint[name])
 
 
-def resume() -> dict[str, dict[str, Any]]:
-    """Runs in the other process: goes on from every checkpoint of the file to the end."""
-    checkpoints = torch.load(os.environ[CHECKPOINT], weights_only=True)
+def resume(checkpoints: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Runs in the other process: goes on from every checkpoint to the end."""
     results = {}
     for case, checkpoint in checkpoints.items():
         run = Run(*case.split(" "))
@@ -106,22 +101,14 @@ def resume() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def resumed(
-    tmp_path_factory: pytest.TempPathFactory,
-    under_isa: Callable[[Callable[[], Any], str | None], tuple[str, Any]],
-) -> dict[str, dict[str, Any]]:
+def resumed() -> dict[str, dict[str, Any]]:
     """The end of every case whose second half ran in another process."""
-    path = tmp_path_factory.mktemp("resume") / "checkpoints.pt"
     checkpoints = {}
     for case in CASES:
         run = Run(*case)
         run.train(0, SAVED_AFTER)
         checkpoints[" ".join(case)] = run.state_dict()
-    torch.save(checkpoints, path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CHECKPOINT, str(path))
-        _, results = under_isa(resume, os.environ.get("AMP_EXT_CPU_ISA"))
-    return results
+    return in_another_process(resume, checkpoints)
 
 
 def assert_same(actual: Any, expected: Any, where: str) -> None:

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_close, same_bits
-from torch.nn import Parameter
-from training import (
+from optimizer_cases import (
     AS_TORCH,
     OPTIMIZERS,
     assert_same_bits,
@@ -23,6 +21,8 @@ from training import (
     train,
     twins,
 )
+from reference import assert_close, same_bits
+from torch.nn import Parameter
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

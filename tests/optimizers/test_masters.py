@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import refreshed_master, same_bits
-from training import (
+from optimizer_cases import (
     FEW_OPTIMIZERS,
     SHAPES,
     assert_same_bits,
@@ -19,6 +18,7 @@ from training import (
     train,
     twins,
 )
+from reference import refreshed_master, same_bits
 
 from amp_ext import ops
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_close, same_bits
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from training import (
+from optimizer_cases import (
     AS_TORCH,
     EACH_CLASS,
     FEW_OPTIMIZERS,
@@ -28,6 +22,12 @@ from training import (
     theirs,
     train,
     twins,
+)
+from reference import assert_close, same_bits
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -24,21 +24,22 @@ from awkward import (
     placed,
     transposed,
 )
-from reference import assert_close, same_bits, snapshot, tolerance
-from torch import Tensor
-from torch.nn import Parameter
-from training import (
+from optimizer_cases import (
     EACH_CLASS,
     SHAPES,
     assert_same_bits,
     bits_of,
     give_grads,
+    in_another_process,
     make_params,
     ours,
     params_of,
     theirs,
     twins,
 )
+from reference import assert_close, same_bits, snapshot, tolerance
+from torch import Tensor
+from torch.nn import Parameter
 
 import amp_ext
 from amp_ext import ops
@@ -1324,10 +1325,14 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     assert_same_bits(trained(3), alone)
 
 
-def test_every_instruction_set_gives_the_same_bits(under_isa) -> None:
+def trained_under_isa() -> tuple[str, list[dict[str, Tensor]]]:
+    return ops.cpu_isa(), trained()
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
     if ops.cpu_isa() == "plain":
         pytest.skip("this process has the plain engine itself")
-    plain_isa, plain = under_isa(trained, "plain")
+    plain_isa, plain = in_another_process(trained_under_isa, AMP_EXT_CPU_ISA="plain")
     assert plain_isa == "plain"
     assert_same_bits(trained(), plain)
 

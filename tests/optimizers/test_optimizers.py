@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 from awkward import channels_last, misaligned, neighbours_untouched, placed, strided
-from reference import FloatMasters, adam, assert_close, same_bits, sgd
-from torch.nn import Parameter
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from training import (
+from optimizer_cases import (
     AS_TORCH,
     EACH_CLASS,
     FEW_OPTIMIZERS,
@@ -28,6 +24,10 @@ from training import (
     train,
     twins,
 )
+from reference import FloatMasters, adam, assert_close, same_bits, sgd
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

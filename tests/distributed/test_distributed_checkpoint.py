@@ -10,6 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from optimizer_cases import (
+    FEW_OPTIMIZERS,
+    assert_same_bits,
+    bits_of,
+    ours,
+    params_of,
+    theirs,
+    train,
+)
 from reference import same_bits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from training import FEW_OPTIMIZERS, assert_same_bits, bits_of, ours, params_of, theirs, train
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 FLOATS = pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)

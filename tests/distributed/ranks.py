@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as checkpoint
 from awkward import BF16, F32
+from optimizer_cases import ours, theirs
 from reference import same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +27,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from training import ours, theirs
 
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler

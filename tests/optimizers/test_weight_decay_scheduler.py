@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import SHAPES, assert_same_bits, make_params, ours, theirs, train, twins
 from reference import assert_close
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
-from training import SHAPES, assert_same_bits, make_params, ours, theirs, train, twins
 
 from amp_ext.optim import (
     CosineAnnealingWeightDecay,

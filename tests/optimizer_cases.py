@@ -1,0 +1,320 @@
+"""The one list of optimizers, and parameters, gradients and comparisons for the tests of all.
+
+A new class needs its formula in ``KINDS`` and its rows in ``OPTIMIZERS``: everything that holds for
+all optimizers is tested for it then, beside torch's namesake or, without one, beside its formula.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import reference
+import torch
+from awkward import BF16, F16, F32, F64
+from reference import assert_close, same_bits
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+
+Optimizer = torch.optim.Optimizer
+
+# Every optimizer with every option, by the names that torch and amp_ext share. The learning rate
+# is large, so that a step shows in 8 bits.
+OPTIMIZERS = [
+    pytest.param("Adam", {"lr": 0.05}, id="adam"),
+    pytest.param("Adam", {"lr": 0.05, "weight_decay": 0.1}, id="adam-decay"),
+    pytest.param("Adam", {"lr": 0.05, "amsgrad": True, "betas": (0.5, 0.6)}, id="adam-amsgrad"),
+    pytest.param("Adam", {"lr": 0.05, "maximize": True, "eps": 0.1}, id="adam-maximize"),
+    pytest.param(
+        "Adam",
+        {"lr": 0.05, "weight_decay": 0.1, "decoupled_weight_decay": True},
+        id="adam-decoupled",
+    ),
+    pytest.param("AdamW", {"lr": 0.05, "weight_decay": 0.5}, id="adamw"),
+    pytest.param("AdamW", {"lr": 0.05, "amsgrad": True, "maximize": True}, id="adamw-amsgrad-max"),
+    pytest.param("SGD", {"lr": 0.05}, id="sgd"),
+    pytest.param("SGD", {"lr": 0.05, "weight_decay": 0.1, "maximize": True}, id="sgd-decay-max"),
+    pytest.param("SGD", {"lr": 0.05, "momentum": 0.9}, id="momentum"),
+    pytest.param("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}, id="nesterov"),
+    pytest.param(
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        id="nesterov-decay",
+    ),
+    pytest.param("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}, id="dampening"),
+    pytest.param(
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
+        id="dampening-decay-max",
+    ),
+]
+
+
+def rows(*ids: str) -> list[Any]:
+    """Returns the rows of OPTIMIZERS with these names, in this order."""
+    by_id = {row.id: row for row in OPTIMIZERS}
+    return [by_id[name] for name in ids]
+
+
+# One of each kind of state.
+FEW_OPTIMIZERS = rows("adam-amsgrad", "adamw", "dampening")
+EACH_CLASS = rows("adam", "adamw", "momentum")
+NAMES = [row.values[0] for row in EACH_CLASS]
+# torch's classes are a reference of their own for these: defaults, errors, files, switches.
+IN_TORCH = [name for name in NAMES if hasattr(torch.optim, name)]
+
+every_optimizer = pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+few_optimizers = pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+each_class = pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+each_name = pytest.mark.parametrize("name", NAMES)
+each_in_torch = pytest.mark.parametrize("name", IN_TORCH)
+
+HALVES = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+FLOATS = pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
+
+# As torch computes: states in the parameter's dtype, no masters.
+AS_TORCH: dict[str, Any] = {"master_weights": False, "state_dtype": None}
+
+SHAPES = [(16385,), (3, 5), (), (0,), (7,)]
+
+COPIES = pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(lambda value: pickle.loads(pickle.dumps(value)), id="pickle"),
+    ],
+)
+
+
+# The classes: ours, torch's, and the formula.
+
+
+def _adam_formula(
+    param: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: Any, betas=(0.9, 0.999), eps=1e-8,
+    weight_decay=0.0, amsgrad=False, maximize=False, decoupled_weight_decay=False, **_: Any
+) -> dict[str, Tensor]:  # fmt: skip
+    zeros = torch.zeros_like(param)
+    return reference.adam(
+        param,
+        grad,
+        *(state.get(name, zeros) for name in ("exp_avg", "exp_avg_sq")),
+        state.get("step", torch.zeros(())),
+        state.get("max_exp_avg_sq", zeros) if amsgrad else None,
+        lr=float(lr), beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
+        maximize=maximize, decoupled_weight_decay=decoupled_weight_decay,
+    )  # fmt: skip
+
+
+def _sgd_formula(
+    param: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: Any, momentum=0.0, dampening=0.0,
+    weight_decay=0.0, nesterov=False, maximize=False, decoupled_weight_decay=False, **_: Any
+) -> dict[str, Tensor]:  # fmt: skip
+    buffer = state.get("momentum_buffer")
+    return reference.sgd(
+        param, grad, buffer, first=buffer is None, lr=float(lr), momentum=momentum,
+        dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
+        decoupled_weight_decay=decoupled_weight_decay,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What the tests of all optimizers need to know of a class.
+
+    Attributes:
+        formula: One step in float64, from the parameter, the gradient, the state and the options of
+            the group, which may hold more than it needs; returns the new values by name.
+        in_16_bits: Switches with which torch's class is right for fp16 and bf16 on the CPU. Its
+            loop of Adam divides 0 by 0, since eps is 0 in fp16; its fused SGD skips most elements.
+        counts_steps: Whether its state has a counter with the options of a row.
+    """
+
+    formula: Callable[..., dict[str, Tensor]]
+    in_16_bits: dict[str, bool] = dataclasses.field(default_factory=dict)
+    counts_steps: Callable[[dict[str, Any]], bool] = lambda options: True
+
+
+KINDS = {
+    "Adam": Kind(_adam_formula, {"fused": True}),
+    "AdamW": Kind(
+        functools.partial(_adam_formula, weight_decay=0.01, decoupled_weight_decay=True),
+        {"fused": True},
+    ),
+    "SGD": Kind(_sgd_formula, {"foreach": False}, lambda options: "dampening" in options),
+}
+
+
+class ByFormula(Optimizer):
+    """Steps in float64 and rounds what it keeps to the parameter's dtype, with any switches."""
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                new = self.kind.formula(param, param.grad, self.state[param], **group)
+                param.copy_(new.pop("param"))
+                for name, value in new.items():
+                    self.state[param][name] = value.to(F32 if name == "step" else param.dtype)
+        return loss
+
+
+def ours(name: str) -> type[Optimizer]:
+    return getattr(amp_ext.optim, name)
+
+
+def by_formula(name: str) -> type[Optimizer]:
+    return type(name, (ByFormula,), {"kind": KINDS[name]})
+
+
+def theirs(name: str) -> type[Optimizer]:
+    """Returns torch's class of this name, or the formula where torch has none."""
+    return getattr(torch.optim, name, None) or by_formula(name)
+
+
+def in_16_bits(name: str) -> dict[str, bool]:
+    """Returns the switches with which torch's class is right for fp16 and bf16 on the CPU."""
+    return KINDS[name].in_16_bits
+
+
+# Parameters, gradients, training.
+
+
+def make_params(dtype: torch.dtype, device="cpu", shapes=SHAPES) -> list[Parameter]:
+    return [Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+
+
+def params_of(side: Optimizer | list[Parameter]) -> list[Parameter]:
+    """Returns the parameters of an optimizer; a list of them stands for itself."""
+    if isinstance(side, list):
+        return side
+    return [param for group in side.param_groups for param in group["params"]]
+
+
+def grads_of(side: Optimizer | list[Parameter]) -> list[Tensor]:
+    return [param.grad for param in params_of(side) if param.grad is not None]
+
+
+def twins(side: Optimizer | list[Parameter], dtype: torch.dtype | None = None) -> list[Parameter]:
+    """Returns parameters with the same values that share nothing."""
+    return [
+        Parameter(param.detach().to(param.dtype if dtype is None else dtype, copy=True))
+        for param in params_of(side)
+    ]
+
+
+def pair(
+    name: str, options: dict[str, Any], dtype=F32, device="cpu", shapes=SHAPES, **of_the_first: Any
+) -> tuple[Optimizer, Optimizer]:
+    """Returns two optimizers of ours for equal parameters, the first with more options."""
+    first = ours(name)(make_params(dtype, device, shapes), **options, **of_the_first)
+    return first, ours(name)(twins(first), **options)
+
+
+def beside_torch(
+    name: str, options: dict[str, Any], dtype=F32, device="cpu", shapes=SHAPES
+) -> tuple[Optimizer, Optimizer]:
+    """Returns an optimizer of ours that keeps states as torch does, and torch's loop beside it."""
+    mine = ours(name)(make_params(dtype, device, shapes), **options, **AS_TORCH)
+    return mine, theirs(name)(twins(mine), foreach=False, **options)
+
+
+def give_grads(*sides: Optimizer | list[Parameter]) -> None:
+    """Gives the parameters of all sides the same new gradients, each a copy of its own."""
+    for params in zip(*map(params_of, sides), strict=True):
+        grad = torch.randn_like(params[0])
+        for param in params:
+            param.grad = grad.to(param.dtype, copy=True)
+
+
+def train(optimizers: list[Optimizer], steps: int = 1) -> None:
+    """Steps the optimizers side by side, each time with the same new gradients."""
+    for _ in range(steps):
+        give_grads(*optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def trained(optimizer: Optimizer, steps: int = 3) -> Optimizer:
+    train([optimizer], steps)
+    return optimizer
+
+
+# Comparisons.
+
+
+def bits_of(side: Optimizer | list[Parameter]) -> list[dict[str, Tensor]]:
+    """Returns copies of every parameter and its states."""
+    states = {} if isinstance(side, list) else side.state
+    return [
+        {
+            name: tensor.detach().clone()
+            for name, tensor in {"param": param, **states.get(param, {})}.items()
+        }
+        for param in params_of(side)
+    ]
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    """Asserts that two sides agree in every bit: optimizers, parameters, results of bits_of."""
+    sides = [
+        side if isinstance(side, list) and side and isinstance(side[0], dict) else bits_of(side)
+        for side in (actual, expected)
+    ]
+    for index, (left, right) in enumerate(zip(*sides, strict=True)):
+        assert left.keys() == right.keys(), f"param {index}"
+        for name in right:
+            assert same_bits(left[name], right[name]), f"{name} of param {index}"
+
+
+def assert_all_close(actual: Any, expected: Any, steps: int) -> None:
+    """Compares all parameters, and the states that the expected side has, to their rounding."""
+    sides = [bits_of(side) for side in (actual, expected)]
+    for index, (left, right) in enumerate(zip(*sides, strict=True)):
+        for name, tensor in right.items():
+            assert_close(left[name], tensor, steps=steps, what=f"{name} of param {index}")
+
+
+# Files, and other processes.
+
+
+def saved(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def through_a_file(content: Any) -> Any:
+    """Returns what ``torch.load`` gives back with ``weights_only=True``."""
+    return torch.load(io.BytesIO(saved(content)), weights_only=True)
+
+
+def _answer(function: Callable[..., Any], arguments: bytes) -> bytes:
+    return saved(function(*torch.load(io.BytesIO(arguments))))
+
+
+def in_another_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+    """Returns what a function of a module makes of tensors and the like in a fresh interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+            answer = pool.apply(_answer, (function, saved(arguments)))
+    return torch.load(io.BytesIO(answer))
