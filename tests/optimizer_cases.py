@@ -135,18 +135,21 @@ class Kind:
         in_16_bits: Switches with which torch's class is right for fp16 and bf16 on the CPU. Its
             loop of Adam divides 0 by 0, since eps is 0 in fp16; its fused SGD skips most elements.
         counts_steps: Whether its state has a counter with the options of a row.
+        reads: Other classes whose checkpoints have all that it needs.
     """
 
     formula: Callable[..., dict[str, Tensor]]
     in_16_bits: dict[str, bool] = dataclasses.field(default_factory=dict)
     counts_steps: Callable[[dict[str, Any]], bool] = lambda options: True
+    reads: tuple[str, ...] = ()
 
 
 KINDS = {
-    "Adam": Kind(_adam_formula, {"fused": True}),
+    "Adam": Kind(_adam_formula, {"fused": True}, reads=("AdamW",)),
     "AdamW": Kind(
         functools.partial(_adam_formula, weight_decay=0.01, decoupled_weight_decay=True),
         {"fused": True},
+        reads=("Adam",),
     ),
     "SGD": Kind(_sgd_formula, {"foreach": False}, lambda options: "dampening" in options),
 }
@@ -304,6 +307,15 @@ def saved(content: Any) -> bytes:
 def through_a_file(content: Any) -> Any:
     """Returns what ``torch.load`` gives back with ``weights_only=True``."""
     return torch.load(io.BytesIO(saved(content)), weights_only=True)
+
+
+def assert_refused(optimizer: Optimizer, file: dict[str, Any], error: Any, words: str) -> None:
+    """Asserts that the file is refused with these words and that nothing was loaded of it."""
+    before, groups = bits_of(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(error, match=words):
+        optimizer.load_state_dict(file)
+    assert_same_bits(optimizer, before)
+    assert optimizer.state_dict()["param_groups"] == groups
 
 
 def _answer(function: Callable[..., Any], arguments: bytes) -> bytes:
