@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import EACH_CLASS, ours, theirs
 from reference import tolerance
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import amp_ext
 
@@ -19,30 +21,26 @@ INIT_SCALE = 2.0**127
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
+
+def maker(package: Callable[[str], Any], name: str, **options: Any) -> MakeOptimizer:
+    return lambda params: package(name)(params, **options)
+
+
 TORCH_OPTIMIZERS = [
-    pytest.param(lambda ps: torch.optim.SGD(ps, 0.01, momentum=0.9), id="torch-sgd"),
-    pytest.param(lambda ps: torch.optim.Adam(ps, 0.05, foreach=False), id="torch-adam-loop"),
-    pytest.param(lambda ps: torch.optim.Adam(ps, 0.05, fused=True), id="torch-adam-fused"),
-    pytest.param(lambda ps: torch.optim.AdamW(ps, 0.05, foreach=False), id="torch-adamw-loop"),
-    pytest.param(lambda ps: torch.optim.AdamW(ps, 0.05, fused=True), id="torch-adamw-fused"),
+    pytest.param(maker(theirs, name, **({"lr": 0.05} | switch)), id=f"{name}-{next(iter(switch))}")
+    for name, switch in [
+        ("Adam", {"foreach": False}),
+        ("Adam", {"fused": True}),
+        ("AdamW", {"foreach": False}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"momentum": 0.9, "lr": 0.01}),
+    ]
 ]
-# Ours, and the optimizer of torch that it replaces.
+# Adam's steps are as long where gradients are tiny, which eps prevents.
 OUR_OPTIMIZERS = [
-    pytest.param(
-        lambda ps: amp_ext.optim.SGD(ps, 0.01, momentum=0.9),
-        lambda ps: torch.optim.SGD(ps, 0.01, momentum=0.9),
-        id="our-sgd",
-    ),
-    pytest.param(
-        lambda ps: amp_ext.optim.Adam(ps, 0.05, eps=1e-3),
-        lambda ps: torch.optim.Adam(ps, 0.05, eps=1e-3),
-        id="our-adam",
-    ),
-    pytest.param(
-        lambda ps: amp_ext.optim.AdamW(ps, 0.05, eps=1e-3),
-        lambda ps: torch.optim.AdamW(ps, 0.05, eps=1e-3),
-        id="our-adamw",
-    ),
+    pytest.param(name, options | ({"eps": 1e-3} if "Adam" in name else {"lr": 0.01}), id=row.id)
+    for row in EACH_CLASS
+    for name, options in [row.values]
 ]
 
 
@@ -83,59 +81,82 @@ def autocast(device: Any) -> torch.autocast:
     return torch.autocast(device_type=device.type, dtype=torch.bfloat16)
 
 
-def new_scaler(device: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler(device.type, init_scale=INIT_SCALE, growth_interval=2)
+def new_scaler(device: Any, **options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device.type, init_scale=INIT_SCALE, growth_interval=2, **options)
 
 
-def plain(make: MakeOptimizer, device: Any) -> Log:
-    """Typical mixed precision training."""
-    model, scaler, log = new_model(device), new_scaler(device), Log()
+def plain(
+    make: MakeOptimizer,
+    device: Any,
+    before_step: Callable[[Any, Any, Any], None] = lambda model, scaler, optimizer: None,
+    backward: Callable[[Any, Any, Any], Any] = lambda model, scaler, loss: loss,
+    rebuild: bool = False,
+    enabled: bool = True,
+) -> Log:
+    """Typical mixed precision training, into which the recipes below put their own."""
+    model, scaler, log = new_model(device), new_scaler(device, enabled=enabled), Log()
     optimizer = make(model.parameters())
     for x, target in batches(device):
+        if rebuild:
+            states = scaler.state_dict(), optimizer.state_dict()
+            scaler, optimizer = new_scaler(device), make(model.parameters())
+            scaler.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
         optimizer.zero_grad()
-        with autocast(device):
-            loss = nn.functional.mse_loss(model(x).float(), target)
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            loss = mse_loss(model(x).float(), target)
+        loss = backward(model, scaler, loss)
         scaler.scale(loss).backward()
+        before_step(model, scaler, optimizer)
         scaler.step(optimizer)
         scaler.update()
         log.iteration(scaler, loss)
     log.params.extend(model.parameters())
     return log
+
+
+def unscale_and_clip(model: Any, scaler: Any, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
 
 
 def clipping(make: MakeOptimizer, device: Any) -> Log:
     """Gradient clipping after ``unscale_``."""
-    model, scaler, log = new_model(device), new_scaler(device), Log()
-    optimizer = make(model.parameters())
-    for x, target in batches(device):
-        optimizer.zero_grad()
-        with autocast(device):
-            loss = nn.functional.mse_loss(model(x).float(), target)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        log.iteration(scaler, loss)
-    log.params.extend(model.parameters())
-    return log
+    return plain(make, device, unscale_and_clip)
 
 
 def clipping_scaled_gradients(make: MakeOptimizer, device: Any) -> Log:
     """Gradient clipping by ``max_norm`` times the scale, without ``unscale_``."""
-    model, scaler, log = new_model(device), new_scaler(device), Log()
-    optimizer = make(model.parameters())
-    for x, target in batches(device):
-        optimizer.zero_grad()
-        with autocast(device):
-            loss = nn.functional.mse_loss(model(x).float(), target)
-        scaler.scale(loss).backward()
+
+    def clip(model: Any, scaler: Any, optimizer: Any) -> None:
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.1 * scaler.get_scale())
-        scaler.step(optimizer)
-        scaler.update()
-        log.iteration(scaler, loss)
-    log.params.extend(model.parameters())
-    return log
+
+    return plain(make, device, clip)
+
+
+def gradient_penalty(make: MakeOptimizer, device: Any) -> Log:
+    """A loss that contains the norm of unscaled gradients."""
+
+    def penalized(model: Any, scaler: Any, loss: Any) -> Any:
+        scaled_grads = torch.autograd.grad(
+            outputs=scaler.scale(loss), inputs=model.parameters(), create_graph=True
+        )
+        inv_scale = 1.0 / scaler.get_scale()
+        grads = [grad * inv_scale for grad in scaled_grads]
+        with autocast(device):
+            return loss + 0.1 * sum(grad.pow(2).sum() for grad in grads).sqrt()
+
+    return plain(make, device, backward=penalized)
+
+
+def saving_every_iteration(make: MakeOptimizer, device: Any) -> Log:
+    """A scaler and an optimizer rebuilt from their checkpoints in each iteration."""
+    return plain(make, device, rebuild=True)
+
+
+def disabled(make: MakeOptimizer, device: Any) -> Log:
+    """The same program with ``enabled=False``."""
+    return plain(make, device, unscale_and_clip, enabled=False)
 
 
 def accumulation(make: MakeOptimizer, device: Any) -> Log:
@@ -144,36 +165,12 @@ def accumulation(make: MakeOptimizer, device: Any) -> Log:
     optimizer = make(model.parameters())
     for index, (x, target) in enumerate(batches(device) * 2):
         with autocast(device):
-            loss = nn.functional.mse_loss(model(x).float(), target) / 2
+            loss = mse_loss(model(x).float(), target) / 2
         scaler.scale(loss).backward()
         if (index + 1) % 2 == 0:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        log.iteration(scaler, loss)
-    log.params.extend(model.parameters())
-    return log
-
-
-def gradient_penalty(make: MakeOptimizer, device: Any) -> Log:
-    """A loss that contains the norm of unscaled gradients."""
-    model, scaler, log = new_model(device), new_scaler(device), Log()
-    optimizer = make(model.parameters())
-    for x, target in batches(device):
-        optimizer.zero_grad()
-        with autocast(device):
-            loss = nn.functional.mse_loss(model(x).float(), target)
-        scaled_grads = torch.autograd.grad(
-            outputs=scaler.scale(loss), inputs=model.parameters(), create_graph=True
-        )
-        inv_scale = 1.0 / scaler.get_scale()
-        grads = [grad * inv_scale for grad in scaled_grads]
-        with autocast(device):
-            norm = sum(grad.pow(2).sum() for grad in grads).sqrt()
-            loss = loss + 0.1 * norm
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
         log.iteration(scaler, loss)
     log.params.extend(model.parameters())
     return log
@@ -189,8 +186,8 @@ def several_models(make: MakeOptimizer, device: Any) -> Log:
             optimizer.zero_grad()
         with autocast(device):
             outputs = first(x).float(), second(x).float()
-            loss = nn.functional.mse_loss(2 * outputs[0] + 3 * outputs[1], target)
-            other = nn.functional.mse_loss(3 * outputs[0] - 5 * outputs[1], target)
+            loss = mse_loss(2 * outputs[0] + 3 * outputs[1], target)
+            other = mse_loss(3 * outputs[0] - 5 * outputs[1], target)
         scaler.scale(loss).backward(retain_graph=True)
         scaler.scale(other).backward()
         scaler.unscale_(optimizers[0])
@@ -199,44 +196,6 @@ def several_models(make: MakeOptimizer, device: Any) -> Log:
         scaler.update()
         log.iteration(scaler, loss, other)
     log.params.extend([*first.parameters(), *second.parameters()])
-    return log
-
-
-def saving_every_iteration(make: MakeOptimizer, device: Any) -> Log:
-    """A scaler and an optimizer rebuilt from their checkpoints in each iteration."""
-    model, scaler, log = new_model(device), new_scaler(device), Log()
-    optimizer = make(model.parameters())
-    for x, target in batches(device):
-        states = scaler.state_dict(), optimizer.state_dict()
-        scaler, optimizer = new_scaler(device), make(model.parameters())
-        scaler.load_state_dict(states[0])
-        optimizer.load_state_dict(states[1])
-        optimizer.zero_grad()
-        with autocast(device):
-            loss = nn.functional.mse_loss(model(x).float(), target)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        log.iteration(scaler, loss)
-    log.params.extend(model.parameters())
-    return log
-
-
-def disabled(make: MakeOptimizer, device: Any) -> Log:
-    """The same program with ``enabled=False``."""
-    model, log = new_model(device), Log()
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
-    optimizer = make(model.parameters())
-    for x, target in batches(device):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), target)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        log.iteration(scaler, loss)
-    log.params.extend(model.parameters())
     return log
 
 
@@ -273,18 +232,14 @@ def test_the_losses_of_a_recipe_are_torchs_to_the_bit(
     assert all(map(torch.equal, actual.params, expected.params))
 
 
-@pytest.mark.parametrize(("make", "make_torchs"), OUR_OPTIMIZERS)
+@pytest.mark.parametrize(("name", "options"), OUR_OPTIMIZERS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_a_recipe_with_our_optimizers_trains_as_with_torchs(
-    recipe: Callable[..., Log],
-    make: MakeOptimizer,
-    make_torchs: MakeOptimizer,
-    device,
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Callable[..., Log], name, options, device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = recipe(make_torchs, device)
+    expected = recipe(maker(theirs, name, **options), device)
     monkeypatch.setattr(torch.amp, "GradScaler", amp_ext.GradScaler)
-    actual = recipe(make, device)
+    actual = recipe(maker(ours, name, **options), device)
     check_that_some_steps_overflowed(actual, recipe)
     assert actual.scales == expected.scales
     losses, expected_losses = torch.stack(actual.losses), torch.stack(expected.losses)

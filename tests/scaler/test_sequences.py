@@ -8,29 +8,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import same_bits, tolerance
+from optimizer_cases import (
+    FEW_OPTIMIZERS,
+    Optimizer,
+    assert_same_bits,
+    ours,
+    params_of,
+    rows,
+    theirs,
+)
+from reference import same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
 
-ADAM = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
-SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
-LOOP, FUSED = {"foreach": False}, {"fused": True}
-
 OPTIMIZERS = [
-    pytest.param(torch.optim.Adam, ADAM | LOOP, id="adam-loop"),
-    pytest.param(torch.optim.AdamW, ADAM | LOOP | {"amsgrad": True}, id="amsgrad-loop"),
-    pytest.param(torch.optim.SGD, SGD | LOOP, id="sgd-loop"),
-    pytest.param(torch.optim.Adam, ADAM | FUSED, id="adam-fused"),
-    pytest.param(torch.optim.AdamW, ADAM | FUSED, id="adamw-fused"),
-    pytest.param(amp_ext.optim.Adam, ADAM, id="our-adam"),
-    pytest.param(amp_ext.optim.AdamW, ADAM | {"amsgrad": True}, id="our-amsgrad"),
-    pytest.param(amp_ext.optim.SGD, SGD, id="our-sgd"),
-    pytest.param(amp_ext.optim.SGD, SGD | {"nesterov": True}, id="our-nesterov"),
-    pytest.param(
-        amp_ext.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}, id="our-dampening"
-    ),
+    pytest.param(package(name), options | switches, id=f"{prefix}-{row.id}")
+    for prefix, package, switches, chosen in (
+        ("our", ours, {}, [*FEW_OPTIMIZERS, *rows("adam-decay", "nesterov-decay")]),
+        ("loop", theirs, {"foreach": False}, rows("adam-decay", "momentum")),
+        ("fused", theirs, {"fused": True}, rows("adamw")),
+    )
+    for row in chosen
+    for name, options in [row.values]
 ]
 BAD = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 SIZE = 11
@@ -39,7 +40,8 @@ SIZE = 11
 iterations = st.one_of(
     st.just(None), st.tuples(st.sampled_from(sorted(BAD)), st.integers(0, 2 * SIZE - 1))
 )
-sequences = st.lists(iterations, min_size=1, max_size=9)
+# And whether unscale_ is called before the step.
+sequences = st.lists(st.tuples(iterations, st.booleans()), min_size=1, max_size=9)
 scaler_options = st.fixed_dictionaries(
     {
         "init_scale": st.sampled_from([2.0**16, 1.0, 2.0**-6, 2.0**100]),
@@ -57,9 +59,10 @@ repeatable = settings(
 )
 
 
-def new_params(device: Any) -> list[Parameter]:
+def new_optimizer(optimizer_class: type, options: dict[str, Any], device: Any) -> Optimizer:
     draw = torch.Generator().manual_seed(7)
-    return [Parameter(torch.randn(SIZE, generator=draw).to(device)) for _ in range(2)]
+    params = [Parameter(torch.randn(SIZE, generator=draw).to(device)) for _ in range(2)]
+    return optimizer_class(params, **options)
 
 
 def new_grads(step: int, device: Any) -> list[Tensor]:
@@ -69,78 +72,49 @@ def new_grads(step: int, device: Any) -> list[Tensor]:
 
 def train(
     scaler: torch.amp.GradScaler,
-    optimizer_class: type,
-    options: dict[str, Any],
-    sequence: list[tuple[str, int] | None],
-    unscale_first: list[bool],
+    optimizer: Optimizer,
+    sequence: list[tuple[tuple[str, int] | None, bool]],
     device: Any,
-) -> tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]:
-    """Returns the parameters, the states of the optimizer and the scaler's state after each."""
-    params, log = new_params(device), []
-    optimizer = optimizer_class(params, **options)
-    for step, (overflow, unscale) in enumerate(zip(sequence, unscale_first, strict=True)):
+) -> list[dict[str, Any]]:
+    """Returns the scaler's state after each step."""
+    params, log = params_of(optimizer), []
+    for step, (overflow, unscale_first) in enumerate(sequence):
         for param, grad in zip(params, scaler.scale(new_grads(step, device)), strict=True):
             param.grad = grad
         if overflow is not None:
             value, place = overflow
             params[place // SIZE].grad[place % SIZE] = BAD[value]
-        if unscale:
+        if unscale_first:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         log.append(scaler.state_dict())
-    return params, states(optimizer), log
-
-
-def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [value for param in params for _, value in sorted(optimizer.state[param].items())]
-
-
-def without_overflows(
-    optimizer_class: type, options: dict[str, Any], sequence: list[Any], device: Any
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns parameters and states of a loop of the clean steps that has no scaler."""
-    params = new_params(device)
-    optimizer = optimizer_class(params, **options)
-    for step, overflow in enumerate(sequence):
-        if overflow is None:
-            for param, grad in zip(params, new_grads(step, device), strict=True):
-                param.grad = grad
-            optimizer.step()
-    return params, states(optimizer)
+    return log
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS)
 @repeatable
-@given(sequence=sequences, scaler=scaler_options, data=st.data())
+@given(sequence=sequences, scaler=scaler_options)
 def test_overflowing_steps_might_as_well_not_have_been(
     optimizer_class: type,
     options: dict[str, Any],
-    sequence: list[tuple[str, int] | None],
+    sequence: list[tuple[tuple[str, int] | None, bool]],
     scaler: dict[str, Any],
-    data: st.DataObject,
     device,
 ) -> None:
     """All scales are powers of two, so scaling and unscaling lose nothing: bits must agree."""
-    count = len(sequence)
-    unscale_first = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    case = optimizer_class, options, sequence, unscale_first, device
-    params, kept, log = train(amp_ext.GradScaler(device.type, **scaler), *case)
-    expected, expected_kept = without_overflows(optimizer_class, options, sequence, device)
-    assert all(map(same_bits, params, expected))
-    if any(overflow is None for overflow in sequence):
-        assert all(map(same_bits, kept, expected_kept))
-
-    torchs_params, _, torchs_log = train(torch.amp.GradScaler(device.type, **scaler), *case)
-    assert log == torchs_log
-    assert all(map(same_bits, params, torchs_params))
-
-    loop_options = {k: v for k, v in options.items() if k != "fused"} | LOOP
-    loop_class = getattr(torch.optim, optimizer_class.__name__)
-    loop, _ = without_overflows(loop_class, loop_options, sequence, device)
-    for param, wanted in zip(params, loop, strict=True):
-        torch.testing.assert_close(param, wanted, **tolerance(torch.float32, count))
+    actual, torchs, expected = (new_optimizer(optimizer_class, options, device) for _ in range(3))
+    log = train(amp_ext.GradScaler(device.type, **scaler), actual, sequence, device)
+    assert log == train(torch.amp.GradScaler(device.type, **scaler), torchs, sequence, device)
+    for step, (overflow, _) in enumerate(sequence):
+        if overflow is None:
+            for param, grad in zip(params_of(expected), new_grads(step, device), strict=True):
+                param.grad = grad
+            expected.step()
+    assert all(map(same_bits, params_of(actual), params_of(expected)))
+    assert all(map(same_bits, params_of(torchs), params_of(expected)))
+    if any(overflow is None for overflow, _ in sequence):
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*inverse is not finite")

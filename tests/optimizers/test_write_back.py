@@ -1,0 +1,292 @@
+"""Tests of gradients that a step writes back, and of the options of clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from awkward import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    LAYOUT_SHAPE,
+    LAYOUTS,
+    Layout,
+    neighbours_untouched,
+    placed,
+    transposed,
+)
+from clipping_cases import (
+    CLIPPING,
+    HARMLESS,
+    UNSCALED_IN_THE_STEP,
+    WAYS,
+    Way,
+    expected_grads,
+    fused_step,
+    norm_of,
+    of_all_dtypes,
+    scale_grads,
+)
+from optimizer_cases import (
+    COPIES,
+    SHAPES,
+    Optimizer,
+    assert_same_bits,
+    bits_of,
+    each_class,
+    each_name,
+    give_grads,
+    grads_of,
+    make_params,
+    ours,
+    pair,
+    params_of,
+    theirs,
+    train,
+    trained,
+    twins,
+)
+from reference import assert_close, same_bits, snapshot
+
+import amp_ext
+
+OPTIONS = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": True}
+
+# What is written.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("clipping", [pytest.param({}, id="unclipped"), *CLIPPING, HARMLESS[0]])
+def test_a_write_back_leaves_what_was_stepped(clipping, way: Way, device) -> None:
+    writes, _ = of_all_dtypes("AdamW", {}, device, write_back_grads=True, **clipping)
+    torch.manual_seed(0)
+    plain, _ = of_all_dtypes("AdamW", {}, device, **clipping)
+    if way.unscale_first:  # gradients in float16 are unscaled in the step alone
+        del writes.param_groups[1], plain.param_groups[1]
+    scalers = [way.make_scaler(device, 2.0**4) for _ in range(2)]
+    for _ in range(2):
+        give_grads(writes, plain)
+        before = snapshot(grads_of(writes))
+        fused_step(writes, way, scalers[0])
+        fused_step(plain, way, scalers[1])
+        assert_same_bits(writes, plain)
+        expected = expected_grads(before, clipping, writes.grad_norm, 1.0)
+        assert all(map(same_bits, grads_of(writes), expected))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_group_may_write_back_alone(first: bool, device) -> None:
+    groups = [
+        {"params": make_params(F32, device), "write_back_grads": first},
+        {"params": make_params(F32, device), "write_back_grads": not first},
+    ]
+    optimizer = amp_ext.optim.SGD(groups, max_grad_norm=3.0)
+    give_grads(optimizer)
+    before = snapshot(grads_of(optimizer))
+    optimizer.step()
+    expected = expected_grads(before, {"max_grad_norm": 3.0}, optimizer.grad_norm, 1.0)
+    half = len(SHAPES)
+    written, alone = (slice(half), slice(half, None)) if first else (slice(half, None), slice(half))
+    assert all(map(same_bits, grads_of(optimizer)[written], expected[written]))
+    assert all(map(same_bits, grads_of(optimizer)[alone], before[alone]))
+
+
+@pytest.mark.parametrize("param_dtype", [F32, F16, BF16, F64], ids=str)
+@pytest.mark.parametrize("grad_dtype", [F32, F16, BF16, F64], ids=str)
+def test_a_write_back_keeps_the_dtype_of_the_gradient(param_dtype, grad_dtype, device) -> None:
+    (param,) = make_params(param_dtype, device, [(1000,)])
+    param.grad_dtype = None
+    grad = param.grad = torch.randn(1000, device=device).to(grad_dtype)
+    before = grad.clone()
+    optimizer = amp_ext.optim.AdamW([param], clip_value=0.5, write_back_grads=True)
+    optimizer.grad_scale = torch.tensor(2.0, device=device)
+    optimizer.step()
+    assert param.grad is grad
+    assert_close(grad, (before.double() / 2).clamp(-0.5, 0.5))
+    assert grad.dtype == grad_dtype
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [F32, F16, F64], ids=str)
+def test_a_write_back_goes_into_the_gradient_of_any_layout(dtype, layout: Layout, device) -> None:
+    (param,) = make_params(dtype, device, [LAYOUT_SHAPE])
+    optimizer = amp_ext.optim.SGD([param], max_grad_norm=3.0, write_back_grads=True)
+    for _ in range(2):
+        view = param.grad = placed(torch.randn(LAYOUT_SHAPE, device=device).to(dtype), layout)
+        before = view.clone()
+        optimizer.step()
+        expected = expected_grads([before], {"max_grad_norm": 3.0}, optimizer.grad_norm, 1.0)
+        assert param.grad is view
+        assert same_bits(view, expected[0])
+        assert neighbours_untouched(view)
+
+
+@pytest.mark.parametrize("way", UNSCALED_IN_THE_STEP[1:])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_a_skipped_step_leaves_gradients_scaled(dtype, way: Way, device) -> None:
+    optimizer, _ = pair("AdamW", {}, dtype, device, **OPTIONS)
+    scaler = way.make_scaler(device, 16.0)
+    give_grads(optimizer)
+    params_of(optimizer)[1].grad.view(-1)[2] = math.inf
+    scale_grads(optimizer, scaler)
+    before = snapshot(grads_of(optimizer))
+    scaler.step(optimizer)
+    assert all(map(same_bits, grads_of(optimizer), before))
+
+
+def test_a_skipped_step_on_the_cpu_moves_no_version() -> None:
+    """On a GPU the host does not know of the skip."""
+    optimizer, _ = pair("AdamW", {}, **OPTIONS)
+    give_grads(optimizer)
+    optimizer.step()
+    optimizer.found_inf = torch.ones(())
+    tensors = [*params_of(optimizer), *grads_of(optimizer)]
+    versions = [tensor._version for tensor in tensors]
+    optimizer.step()
+    assert [tensor._version for tensor in tensors] == versions
+
+
+@pytest.mark.parametrize("write_back", [True, False])
+@pytest.mark.parametrize("layout", [None, transposed])
+def test_only_a_write_back_moves_the_version_of_gradients(
+    layout: Layout | None, write_back: bool, device
+) -> None:
+    options = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": write_back}
+    optimizer, _ = pair("AdamW", {}, device=device, shapes=[(6, 5), (3,)], **options)
+    optimizer.grad_scale = torch.tensor(8.0, device=device)
+    give_grads(optimizer)
+    if layout is not None:
+        (first, _) = params_of(optimizer)
+        first.grad = placed(first.grad, layout)
+    before = snapshot(grads_of(optimizer))
+    versions = [grad._version for grad in grads_of(optimizer)]
+    optimizer.step()
+    after = [grad._version for grad in grads_of(optimizer)]
+    assert [new > old for new, old in zip(after, versions, strict=True)] == [write_back] * 2
+    assert all(map(same_bits, grads_of(optimizer), before)) != write_back
+
+
+@each_class
+def test_an_expanded_gradient_cannot_be_written_back(name, options, device) -> None:
+    optimizer, _ = pair(name, options, device=device, shapes=[(5,), (6, 5)], write_back_grads=True)
+    give_grads(optimizer)
+    optimizer.step()
+    give_grads(optimizer)
+    params_of(optimizer)[1].grad = torch.ones(5, device=device).expand(6, 5)
+    before, grads = bits_of(optimizer), snapshot(grads_of(optimizer))
+    with pytest.raises(RuntimeError, match=r"grad of group 0, param 1 .*must not overlap"):
+        optimizer.step()
+    assert_same_bits(optimizer, before)
+    assert all(map(same_bits, grads_of(optimizer), grads))
+    params_of(optimizer)[1].grad = torch.ones(6, 5, device=device)
+    optimizer.step()
+
+
+def test_gradients_that_share_memory_cannot_be_written_back() -> None:
+    optimizer, _ = pair("SGD", {}, shapes=[(5,), (5,)], write_back_grads=True)
+    first, second = params_of(optimizer)
+    bucket = torch.ones(9)
+    first.grad, second.grad = bucket[:5], bucket[4:]
+    with pytest.raises(RuntimeError, match=r"grad of group 0, param [01] .*share memory"):
+        optimizer.step()
+    first.grad, second.grad = bucket[:5], first.detach()
+    with pytest.raises(RuntimeError, match="share memory"):
+        optimizer.step()
+    bucket = torch.ones(10)
+    first.grad, second.grad = bucket[:5], bucket[5:]
+    optimizer.step()
+    optimizer.param_groups[0]["write_back_grads"] = False
+    first.grad = second.grad = bucket[5:]
+    optimizer.step()
+
+
+def test_autograd_notices_a_write_back() -> None:
+    optimizer, _ = pair("SGD", {}, write_back_grads=True, clip_value=0.1)
+    give_grads(optimizer)
+    grad = params_of(optimizer)[0].grad
+    weight = torch.ones_like(grad, requires_grad=True)
+    loss = (grad * weight).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Options.
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: group[name] for name in OPTIONS} for group in optimizer.param_groups]
+
+
+@each_class
+def test_options_are_in_defaults_groups_and_state_dicts(name, options) -> None:
+    optimizer, plain = pair(name, options, **OPTIONS)
+    assert options_of(plain) == [dict.fromkeys(OPTIONS) | {"write_back_grads": False}]
+    assert options_of(optimizer) == [OPTIONS]
+    saved = optimizer.state_dict()
+    assert saved.keys() == plain.state_dict().keys()
+    for holder in (optimizer.defaults, saved["param_groups"][0]):
+        assert {key: holder[key] for key in OPTIONS} == OPTIONS
+
+
+@COPIES
+@each_class
+def test_copies_clip_on_and_share_nothing(name, options, copied, device) -> None:
+    original = trained(pair(name, options, device=device, **OPTIONS)[0], 1)
+    norm = original.grad_norm.item()
+    twin = copied(original)
+    assert options_of(twin) == [OPTIONS]
+    torch.manual_seed(1)
+    train([twin])
+    assert twin.grad_norm.item() != norm
+    assert original.grad_norm.item() == norm
+    torch.manual_seed(1)
+    train([original])
+    assert same_bits(original.grad_norm, twin.grad_norm)
+    assert_same_bits(original, twin)
+
+
+@each_class
+def test_a_checkpoint_of_torch_leaves_the_configured_options(name, options, device) -> None:
+    """Those of each group, not the defaults."""
+    halves = make_params(F32, device), make_params(F32, device)
+    other = trained(theirs(name)([{"params": half} for half in halves], **options), 1)
+    values = (0.5, 0.25)
+    mine = ours(name)(
+        [
+            {"params": twins(half), "clip_value": value}
+            for half, value in zip(halves, values, strict=True)
+        ],
+        **options,
+        max_grad_norm=3.0,
+        write_back_grads=True,
+    )
+    wanted = [OPTIONS | {"clip_value": value} for value in values]
+    assert options_of(mine) == wanted
+    mine.load_state_dict(other.state_dict())
+    assert options_of(mine) == wanted
+    train([mine])
+    assert mine.grad_norm.item() > 100
+    assert norm_of(grads_of(mine)) == pytest.approx(3.0, rel=1e-3)
+    other.load_state_dict(mine.state_dict())
+
+
+@pytest.mark.parametrize("option", ["max_grad_norm", "clip_value"])
+@pytest.mark.parametrize("value", [-1.0, -1e-30, -math.inf, math.nan, "1", [1.0]], ids=str)
+@each_name
+def test_limits_below_zero_and_what_is_no_number_are_refused(name, value, option) -> None:
+    params = make_params(F32)
+    optimizer = ours(name)(params[:2])
+    for refused in (
+        lambda: ours(name)(params, **{option: value}),
+        lambda: ours(name)([{"params": params, option: value}]),
+        lambda: optimizer.add_param_group({"params": params[2:], option: value}),
+    ):
+        with pytest.raises(ValueError, match=f"^Invalid {option} value: ") as error:
+            refused()
+        assert str(error.value).endswith(str(value))
+    assert len(optimizer.param_groups) == 1
