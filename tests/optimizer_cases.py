@@ -263,7 +263,7 @@ def trained(optimizer: Optimizer, steps: int = 3) -> Optimizer:
 # Comparisons.
 
 
-def bits_of(side: Optimizer | list[Parameter]) -> list[dict[str, Tensor]]:
+def bits_of(side: Optimizer | list[Any]) -> list[dict[str, Tensor]]:
     """Returns copies of every parameter and its states."""
     states = {} if isinstance(side, list) else side.state
     return [

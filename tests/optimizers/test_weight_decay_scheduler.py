@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
-import functools
-import io
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import SHAPES, assert_same_bits, make_params, ours, theirs, train, twins
+from optimizer_cases import (
+    assert_same_bits,
+    beside_torch,
+    make_params,
+    ours,
+    params_of,
+    rows,
+    theirs,
+    through_a_file,
+    train,
+    twins,
+)
 from reference import assert_close
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
@@ -48,38 +58,34 @@ def half_cosine(epoch: int, initial: float, final: float, length: int) -> float:
     return final + (initial - final) * 0.5 * (1 + math.cos(math.pi * epoch / length))
 
 
-# How to make a scheduler, and the value after a number of steps from INITIAL.
-SCHEDULERS = [
-    pytest.param(
-        functools.partial(LambdaWeightDecay, weight_decay_lambda=ramp),
-        [0.06, 0.12, 0.18, 0.24, *[0.3] * 8],
-        id="lambda",
-    ),
-    pytest.param(
-        functools.partial(StepWeightDecay, step_size=4, gamma=0.5),
-        [*[0.3] * 4, *[0.15] * 4, *[0.075] * 4],
-        id="step",
-    ),
-    pytest.param(
-        functools.partial(CosineAnnealingWeightDecay, T_max=10),
-        [half_cosine(epoch, INITIAL, 0.0, 10) for epoch in range(EPOCHS)],
-        id="cosine",
-    ),
-    pytest.param(
-        functools.partial(CosineAnnealingWeightDecay, T_max=10, final_weight_decay=0.5),
-        [half_cosine(epoch, INITIAL, 0.5, 10) for epoch in range(EPOCHS)],
-        id="cosine-upwards",
-    ),
-]
-
-OPTIMIZERS = [
-    pytest.param("SGD", {"momentum": 0.9}, id="sgd"),
-    pytest.param("Adam", {}, id="adam"),
-    pytest.param("Adam", {"decoupled_weight_decay": True}, id="adam-decoupled"),
-    pytest.param("AdamW", {"amsgrad": True}, id="adamw"),
-]
-
 Make = Callable[..., WeightDecayScheduler]
+
+# How to make a scheduler, and the value after a number of steps from INITIAL.
+SCHEDULERS = pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        pytest.param(
+            partial(LambdaWeightDecay, weight_decay_lambda=ramp),
+            [0.06, 0.12, 0.18, 0.24, *[0.3] * 8],
+            id="lambda",
+        ),
+        pytest.param(
+            partial(StepWeightDecay, step_size=4, gamma=0.5),
+            [*[0.3] * 4, *[0.15] * 4, *[0.075] * 4],
+            id="step",
+        ),
+        *(
+            pytest.param(
+                partial(CosineAnnealingWeightDecay, T_max=10, **final),
+                [half_cosine(n, INITIAL, final.get("final_weight_decay", 0.0), 10)
+                 for n in range(EPOCHS)],
+                id=name,
+            )
+            for name, final in (("cosine", {}), ("cosine-upwards", {"final_weight_decay": 0.5}))
+        ),
+    ],
+)  # fmt: skip
+CLOSE = {"rel": 1e-14, "abs": 1e-16}
 
 
 def sgd(weight_decay: Any = INITIAL, groups: int = 1) -> torch.optim.Optimizer:
@@ -100,12 +106,12 @@ def run(scheduler: WeightDecayScheduler, epochs: int = EPOCHS) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize(("make", "expected"), SCHEDULERS)
+@SCHEDULERS
 def test_values_follow_the_closed_form(make: Make, expected: list[float]):
     scheduler = make(sgd())
     assert scheduler.get_last_weight_decay() == decays(scheduler.optimizer)
     values = run(scheduler)
-    assert values == pytest.approx(expected, rel=1e-14, abs=1e-16)
+    assert values == pytest.approx(expected, **CLOSE)
     assert all(type(value) is float for value in values)
     assert scheduler.last_epoch == EPOCHS
     assert scheduler.get_last_weight_decay() == decays(scheduler.optimizer)
@@ -114,23 +120,14 @@ def test_values_follow_the_closed_form(make: Make, expected: list[float]):
 @pytest.mark.parametrize(
     ("make", "make_torchs"),
     [
-        pytest.param(
-            functools.partial(LambdaWeightDecay, weight_decay_lambda=ramp),
-            functools.partial(lr_scheduler.LambdaLR, lr_lambda=ramp),
-            id="lambda",
-        ),
-        pytest.param(
-            functools.partial(StepWeightDecay, step_size=3),
-            functools.partial(lr_scheduler.StepLR, step_size=3),
-            id="step",
-        ),
-        pytest.param(
-            functools.partial(CosineAnnealingWeightDecay, T_max=7, final_weight_decay=0.02),
-            functools.partial(lr_scheduler.CosineAnnealingLR, T_max=7, eta_min=0.02),
-            id="cosine",
-        ),
+        (partial(LambdaWeightDecay, weight_decay_lambda=ramp),
+         partial(lr_scheduler.LambdaLR, lr_lambda=ramp)),
+        (partial(StepWeightDecay, step_size=3), partial(lr_scheduler.StepLR, step_size=3)),
+        (partial(CosineAnnealingWeightDecay, T_max=7, final_weight_decay=0.02),
+         partial(lr_scheduler.CosineAnnealingLR, T_max=7, eta_min=0.02)),
     ],
-)
+    ids=["lambda", "step", "cosine"],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_values_are_those_of_torchs_learning_rates(make: Make, make_torchs):
     scheduler = make(sgd())
@@ -147,36 +144,29 @@ def test_the_ends_of_the_cosine_are_exact():
     assert (values[0], values[3], values[6]) == (0.04, 0.4, 0.04)
 
 
-@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_torchs_optimizers_step_as_if_decayed_by_hand(name, options, make: Make, values):
-    params = make_params(torch.float32, shapes=[(17,), (3, 5)])
-    scheduled = theirs(name)(params, lr=0.05, weight_decay=INITIAL, **options)
-    by_hand = theirs(name)(twins(params), lr=0.05, weight_decay=INITIAL, **options)
-    scheduler = make(scheduled)
-    exact = [scheduler.weight_decay_at(epoch, INITIAL, 0) for epoch in range(EPOCHS)]
-    assert exact == pytest.approx(values, rel=1e-14, abs=1e-16)
+@SCHEDULERS
+@pytest.mark.parametrize(
+    ("name", "options"), rows("momentum", "adam-decay", "adam-decoupled", "adamw-amsgrad-max")
+)
+def test_optimizers_of_torch_and_ours_read_the_decay_at_each_step(
+    name, options, make: Make, expected, device
+):
+    options = options | {"weight_decay": INITIAL}
+    mine, other = beside_torch(name, options, device=device)
+    by_hand = theirs(name)(twins(mine), foreach=False, **options)
+    doubles = theirs(name)(twins(mine, torch.float64), foreach=False, **options)
+    schedulers = [make(mine), make(other)]
+    exact = [schedulers[0].weight_decay_at(epoch, INITIAL, 0) for epoch in range(EPOCHS)]
+    assert exact == pytest.approx(expected, **CLOSE)
     for value in exact:
-        by_hand.param_groups[0]["weight_decay"] = value
-        train([scheduled, by_hand], 1)
-        scheduler.step()
-    assert_same_bits(scheduled, by_hand)
-
-
-@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_our_optimizers_read_the_decay_at_each_step(name, options, make: Make, values, device):
-    params = make_params(torch.float32, device)
-    doubles = twins(params, torch.float64)
-    scheduled = ours(name)(params, lr=0.05, weight_decay=INITIAL, **options)
-    by_hand = theirs(name)(doubles, lr=0.05, weight_decay=INITIAL, **options)
-    scheduler = make(scheduled)
-    for value in values:
-        by_hand.param_groups[0]["weight_decay"] = value
-        train([scheduled, by_hand], 1)
-        scheduler.step()
-    for index, (param, double) in enumerate(zip(params, doubles, strict=True)):
-        assert_close(param, double, steps=EPOCHS, what=f"param {index}")
+        for optimizer in (by_hand, doubles):
+            optimizer.param_groups[0]["weight_decay"] = value
+        train([mine, other, by_hand, doubles])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same_bits(other, by_hand)
+    for index, sides in enumerate(zip(params_of(mine), params_of(doubles), strict=True)):
+        assert_close(*sides, steps=EPOCHS, what=f"param {index}")
 
 
 def test_decoupled_sgd_shrinks_by_the_scheduled_decay(device: torch.device):
@@ -193,75 +183,68 @@ def test_decoupled_sgd_shrinks_by_the_scheduled_decay(device: torch.device):
 
 @pytest.mark.parametrize(
     "order",
-    [
-        pytest.param(["make", "load optimizer", "load"], id="optimizer-first"),
-        pytest.param(["make", "load", "load optimizer"], id="schedule-first"),
-        pytest.param(["load optimizer", "make", "load"], id="schedule-made-late"),
-    ],
-)
-@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
+    [("make", "optimizer", "schedule"), ("make", "schedule", "optimizer"),
+     ("optimizer", "make", "schedule")],
+    ids=",".join,
+)  # fmt: skip
+@SCHEDULERS
 @pytest.mark.parametrize("find", [ours, theirs], ids=["ours", "torch"])
-def test_a_resumed_run_has_the_bits_of_one(find, make: Make, values, order: list[str]):
-    whole = make_params(torch.float32, shapes=SHAPES[1:])
+def test_a_resumed_run_has_the_bits_of_one(find, make: Make, expected, order):
+    whole = make_params(torch.float32, shapes=[(3, 5), (7,)])
     parts = twins(whole)
-    whole_optimizer, optimizer = (
-        find("AdamW")(params, lr=0.05, weight_decay=INITIAL) for params in (whole, parts)
-    )
-    whole_scheduler, scheduler = make(whole_optimizer), make(optimizer)
+    kept, optimizer = (find("AdamW")(p, lr=0.05, weight_decay=INITIAL) for p in (whole, parts))
+    kept_scheduler, scheduler = make(kept), make(optimizer)
     for epoch in range(EPOCHS):
         if epoch == 5:
-            file = io.BytesIO()
-            torch.save([optimizer.state_dict(), scheduler.state_dict()], file)
-            file.seek(0)
-            saved, saved_schedule = torch.load(file, weights_only=True)
+            saved = through_a_file([optimizer.state_dict(), scheduler.state_dict()])
             optimizer = find("AdamW")(parts, lr=0.9, weight_decay=0.7)
             for action in order:
                 if action == "make":
                     scheduler = make(optimizer)
-                elif action == "load":
-                    scheduler.load_state_dict(saved_schedule)
+                elif action == "schedule":
+                    scheduler.load_state_dict(saved[1])
                 else:
-                    optimizer.load_state_dict(saved)
-            assert decays(optimizer) == decays(whole_optimizer)
-        train([whole_optimizer, optimizer], 1)
-        whole_scheduler.step()
+                    optimizer.load_state_dict(saved[0])
+            assert decays(optimizer) == decays(kept)
+        train([kept, optimizer])
+        kept_scheduler.step()
         scheduler.step()
-    assert decays(optimizer) == decays(whole_optimizer)
-    assert_same_bits(optimizer, whole_optimizer)
+    assert decays(optimizer) == decays(kept)
+    assert_same_bits(optimizer, kept)
 
 
-@pytest.mark.parametrize(("make", "expected"), SCHEDULERS)
+@SCHEDULERS
 def test_last_epoch_goes_on_behind_an_earlier_scheduler(make: Make, expected: list[float]):
     scheduler = make(sgd())
     run(scheduler, 5)
     assert scheduler.last_epoch == 5
     following = make(scheduler.optimizer, last_epoch=scheduler.last_epoch)
     assert following.last_epoch == 6
-    assert run(following, EPOCHS - 6) == pytest.approx(expected[6:], rel=1e-14, abs=1e-16)
+    assert run(following, EPOCHS - 6) == pytest.approx(expected[6:], **CLOSE)
 
 
-@pytest.mark.parametrize(("make", "expected"), SCHEDULERS)
+@SCHEDULERS
 def test_copies_go_on_alone(make: Make, expected: list[float]):
     optimizer = ours("AdamW")(make_params(torch.float32), weight_decay=INITIAL)
     scheduler = make(optimizer)
     run(scheduler, 4)
     other_optimizer, other = copy.deepcopy((optimizer, scheduler))
     assert other.optimizer is other_optimizer
-    assert run(other, EPOCHS - 4) == pytest.approx(expected[4:], rel=1e-14, abs=1e-16)
+    assert run(other, EPOCHS - 4) == pytest.approx(expected[4:], **CLOSE)
     assert decays(optimizer) == pytest.approx([expected[4]], rel=1e-14)
 
 
-@pytest.mark.parametrize(("make", "values"), SCHEDULERS)
-def test_a_group_that_is_added_later_joins_at_the_next_step(make: Make, values: list[float]):
+@SCHEDULERS
+def test_a_group_that_is_added_later_joins_at_the_next_step(make: Make, expected: list[float]):
     optimizer = ours("AdamW")(make_params(torch.float32), weight_decay=INITIAL)
     scheduler = make(optimizer)
     run(scheduler, 4)
     late = make_params(torch.float32)
     optimizer.add_param_group({"params": late, "weight_decay": 2 * INITIAL})
     scheduler.step()
-    expected = [scheduler.weight_decay_at(5, INITIAL, 0), scheduler.weight_decay_at(5, 0.6, 0)]
-    assert decays(optimizer) == scheduler.get_last_weight_decay() == expected
-    assert expected[0] == pytest.approx(values[5], rel=1e-14)
+    now = [scheduler.weight_decay_at(5, INITIAL, 0), scheduler.weight_decay_at(5, 0.6, 0)]
+    assert decays(optimizer) == scheduler.get_last_weight_decay() == now
+    assert now[0] == pytest.approx(expected[5], rel=1e-14)
     assert [group["initial_weight_decay"] for group in optimizer.param_groups] == [INITIAL, 0.6]
 
 
@@ -366,80 +349,37 @@ def test_values_that_were_handed_out_can_be_changed():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        pytest.param(
-            lambda: StepWeightDecay([Parameter(torch.ones(1))], 1),
-            TypeError,
-            "StepWeightDecay: optimizer must be a torch.optim.Optimizer, got list",
-            id="optimizer",
-        ),
-        pytest.param(
-            lambda: StepWeightDecay(sgd(), 1, last_epoch=-2),
-            ValueError,
-            "StepWeightDecay: last_epoch must be an int of at least -1, got -2",
-            id="last-epoch",
-        ),
-        pytest.param(
-            lambda: StepWeightDecay(sgd(), 1, last_epoch=3),
-            ValueError,
-            "StepWeightDecay: param_groups[0] must have initial_weight_decay to go on after "
-            "last_epoch=3, got ['lr', ",
-            id="nothing-to-go-on-from",
-        ),
-        pytest.param(
-            lambda: StepWeightDecay(torch.optim.Rprop([Parameter(torch.ones(1))]), 1),
-            ValueError,
-            "StepWeightDecay: param_groups[0] must have weight_decay, got ['lr', 'etas', ",
-            id="no-weight-decay",
-        ),
-        pytest.param(
-            lambda: StepWeightDecay(sgd(), 0),
-            ValueError,
-            "StepWeightDecay: step_size must be a positive int, got 0",
-            id="step-size",
-        ),
-        pytest.param(
-            lambda: StepWeightDecay(sgd(), 1, gamma=-0.5),
-            ValueError,
-            "StepWeightDecay: gamma must be finite and at least 0, got -0.5",
-            id="gamma",
-        ),
-        pytest.param(
-            lambda: CosineAnnealingWeightDecay(sgd(), T_max=2.5),
-            ValueError,
-            "CosineAnnealingWeightDecay: T_max must be a positive int, got 2.5",
-            id="t-max",
-        ),
-        pytest.param(
-            lambda: CosineAnnealingWeightDecay(sgd(), 5, final_weight_decay=math.nan),
-            ValueError,
-            "CosineAnnealingWeightDecay: final_weight_decay must be finite and at least 0, got nan",
-            id="final",
-        ),
-        pytest.param(
-            lambda: LambdaWeightDecay(sgd(groups=2), [ramp, 0.5]),
-            TypeError,
-            "LambdaWeightDecay: weight_decay_lambda[1] must be callable, got float",
-            id="not-callable",
-        ),
-        pytest.param(
-            lambda: LambdaWeightDecay(sgd(groups=3), [ramp, ramp]),
-            ValueError,
-            "LambdaWeightDecay: weight_decay_lambda must be one function, or one for each of 3 "
-            "groups, got 2",
-            id="number-of-functions",
-        ),
-        pytest.param(
-            lambda: LambdaWeightDecay(sgd(), lambda epoch: -1.0),
-            ValueError,
-            "LambdaWeightDecay.step: weight_decay of group 0 must be finite and at least 0, got "
-            "-0.3 for epoch 0",
-            id="negative-value",
-        ),
-        pytest.param(
-            lambda: WeightDecayScheduler(sgd()), TypeError, "abstract", id="the-base-class"
-        ),
+        (lambda: StepWeightDecay([Parameter(torch.ones(1))], 1), TypeError,
+         "StepWeightDecay: optimizer must be a torch.optim.Optimizer, got list"),
+        (lambda: StepWeightDecay(sgd(), 1, last_epoch=-2), ValueError,
+         "StepWeightDecay: last_epoch must be an int of at least -1, got -2"),
+        (lambda: StepWeightDecay(sgd(), 1, last_epoch=3), ValueError,
+         "StepWeightDecay: param_groups[0] must have initial_weight_decay to go on after "
+         "last_epoch=3, got ['lr', "),
+        (lambda: StepWeightDecay(torch.optim.Rprop([Parameter(torch.ones(1))]), 1), ValueError,
+         "StepWeightDecay: param_groups[0] must have weight_decay, got ['lr', 'etas', "),
+        (lambda: StepWeightDecay(sgd(), 0), ValueError,
+         "StepWeightDecay: step_size must be a positive int, got 0"),
+        (lambda: StepWeightDecay(sgd(), 1, gamma=-0.5), ValueError,
+         "StepWeightDecay: gamma must be finite and at least 0, got -0.5"),
+        (lambda: CosineAnnealingWeightDecay(sgd(), T_max=2.5), ValueError,
+         "CosineAnnealingWeightDecay: T_max must be a positive int, got 2.5"),
+        (lambda: CosineAnnealingWeightDecay(sgd(), 5, final_weight_decay=math.nan), ValueError,
+         "CosineAnnealingWeightDecay: final_weight_decay must be finite and at least 0, got nan"),
+        (lambda: LambdaWeightDecay(sgd(groups=2), [ramp, 0.5]), TypeError,
+         "LambdaWeightDecay: weight_decay_lambda[1] must be callable, got float"),
+        (lambda: LambdaWeightDecay(sgd(groups=3), [ramp, ramp]), ValueError,
+         "LambdaWeightDecay: weight_decay_lambda must be one function, or one for each of 3 "
+         "groups, got 2"),
+        (lambda: LambdaWeightDecay(sgd(), lambda epoch: -1.0), ValueError,
+         "LambdaWeightDecay.step: weight_decay of group 0 must be finite and at least 0, got "
+         "-0.3 for epoch 0"),
+        (lambda: WeightDecayScheduler(sgd()), TypeError, "abstract"),
     ],
-)
+    ids=["optimizer", "last-epoch", "nothing-to-go-on-from", "no-weight-decay", "step-size",
+         "gamma", "t-max", "final", "not-callable", "number-of-functions", "negative-value",
+         "the-base-class"],
+)  # fmt: skip
 def test_bad_arguments_are_refused(make, error: type[Exception], message: str):
     with pytest.raises(error, match=re.escape(message)):
         make()
@@ -474,31 +414,22 @@ def test_groups_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        pytest.param(
-            lambda: CosineAnnealingWeightDecay(sgd(), 5).state_dict(),
-            "LambdaWeightDecay.load_state_dict: state_dict must have ['_last_weight_decay', ",
-            id="another-class",
-        ),
-        pytest.param(
-            lambda: LambdaWeightDecay(sgd(groups=2), Decline()).state_dict(),
-            "LambdaWeightDecay.load_state_dict: base_weight_decays must be of at most 1 groups, "
-            "got 2",
-            id="more-groups",
-        ),
-        pytest.param(
-            lambda: {
-                **LambdaWeightDecay(sgd(), Decline()).state_dict(),
-                "weight_decay_lambdas": [None, None],
-            },
-            "LambdaWeightDecay.load_state_dict: weight_decay_lambdas must be of 1 functions, got 2",
-            id="more-functions",
-        ),
+        (lambda: CosineAnnealingWeightDecay(sgd(), 5).state_dict(),
+         "state_dict must have ['_last_weight_decay', "),
+        (lambda: LambdaWeightDecay(sgd(groups=2), Decline()).state_dict(),
+         "base_weight_decays must be of at most 1 groups, got 2"),
+        (lambda: LambdaWeightDecay(sgd(), Decline()).state_dict()
+         | {"weight_decay_lambdas": [None, None]},
+         "weight_decay_lambdas must be of 1 functions, got 2"),
     ],
-)
+    ids=["another-class", "more-groups", "more-functions"],
+)  # fmt: skip
 def test_a_state_that_does_not_fit_changes_nothing(state, message: str):
     optimizer = sgd()
     scheduler = LambdaWeightDecay(optimizer, Decline())
     before = (decays(optimizer), scheduler.state_dict())
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(
+        ValueError, match=re.escape(f"LambdaWeightDecay.load_state_dict: {message}")
+    ):
         scheduler.load_state_dict(state())
     assert (decays(optimizer), scheduler.state_dict()) == before
