@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as checkpoint
 from awkward import BF16, F32
-from optimizer_cases import ours, theirs
+from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, ours, theirs
 from reference import same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,31 +161,23 @@ def small_scaler(**options: Any) -> amp_ext.GradScaler:
     return amp_ext.GradScaler("cpu", init_scale=2.0**8, **options)
 
 
-def trained_alone(make: Callable[[Any], Any], clips_apart: float | None = None) -> tuple[Any, Any]:
-    """Trains in this process, on the samples of all ranks. Returns the model and its norms."""
-    torch.manual_seed(0)
-    model, scaler, norms = Model(), small_scaler(), []
-    optimizer = make(model.parameters())
+Clip = Callable[[Any, Any], Tensor]
+
+
+def norms_of_training(
+    model: Any, optimizer: Any, scaler: Any, clip: Clip | None, *where: Any
+) -> Iterator[Tensor | None]:
+    """Takes steps and gives the norm of each, before the scaler is updated."""
     for step in range(STEPS):
         optimizer.zero_grad()
-        scaled_backward(model, scaler, step)
-        if clips_apart is not None:
+        scaled_backward(model, scaler, step, *where)
+        norm = None
+        if clip is not None:
             scaler.unscale_(optimizer)
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clips_apart))
+            norm = clip(model, optimizer)
         scaler.step(optimizer)
-        if clips_apart is None:
-            norm = getattr(optimizer, "grad_norm", None)
-            norms.append(None if norm is None else norm.clone())
+        yield norm if clip is not None else getattr(optimizer, "grad_norm", None)
         scaler.update()
-    assert scaler.get_scale() == 2.0**7
-    return model, norms
-
-
-def assert_same_norm(actual: Any, expected: Any) -> None:
-    if expected is None:
-        assert actual is None
-    else:
-        torch.testing.assert_close(whole(actual), expected, equal_nan=True)
 
 
 def assert_trains_as_alone(
@@ -192,47 +185,44 @@ def assert_trains_as_alone(
     wrap: Callable[[Model], Any],
     make: Callable[[Any], Any],
     scaler: Any,
-    clip: Callable[[Any, Any], Tensor] | None = None,
+    clip: Clip | None = None,
     like: Callable[[Any], Any] | None = None,
     clips_apart: float | None = None,
     params: Callable[[Any], list[Tensor]] | None = None,
     spoils_shard: bool = False,
 ) -> Any:
     """Trains over all ranks; what comes out must be what one process makes of all samples."""
-    expected, norms = trained_alone(like or make, clips_apart)
+
+    def clip_alone(model: Any, optimizer: Any) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), clips_apart)
+
+    torch.manual_seed(0)
+    alone, torch_clip = Model(), None if clips_apart is None else clip_alone
+    trained = norms_of_training(
+        alone, (like or make)(alone.parameters()), small_scaler(), torch_clip
+    )
+    norms = [None if norm is None else norm.clone() for norm in trained]
     torch.manual_seed(0)
     model = wrap(Model())
     optimizer = make(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        scaled_backward(model, scaler, step, rank, spoils_shard)
-        norm = None
-        if clip is not None:
-            scaler.unscale_(optimizer)
-            norm = clip(model, optimizer)
-        scaler.step(optimizer)
+    steps = norms_of_training(model, optimizer, scaler, clip, rank, spoils_shard)
+    for step, norm in enumerate(steps):
         found = [v.item() for v in scaler._found_inf_per_device(optimizer).values()]
-        if clip is None:
-            norm = getattr(optimizer, "grad_norm", None)
-        scaler.update()
         assert found == [float(step == BAD_STEP)]
-        assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
-        if step != BAD_STEP:
-            assert_same_norm(norm, norms[step])
+        if norms[step] is None:
+            assert norm is None
+        elif step != BAD_STEP:
+            torch.testing.assert_close(whole(norm), norms[step])
         assert_agreed(found, None if norm is None else whole(norm), scaler.get_scale())
+    assert scaler.last_step_skipped(optimizer) is False
+    assert scaler.get_scale() == 2.0**7
     got = params(model) if params is not None else [whole(p) for p in model.parameters()]
-    for actual, wanted in zip(got, expected.parameters(), strict=True):
+    for actual, wanted in zip(got, alone.parameters(), strict=True):
         torch.testing.assert_close(actual, wanted)
     return optimizer
 
 
 # DTensors.
-
-OPTIMIZERS = [
-    ("Adam", {"lr": 0.05, "amsgrad": True}),
-    ("AdamW", {"lr": 0.05}),
-    ("SGD", {"lr": 0.05, "momentum": 0.9}),
-]
 
 
 def layouts() -> list[list[tuple[Any, Any]]]:
@@ -246,6 +236,9 @@ def layouts() -> list[list[tuple[Any, Any]]]:
         [(wide, [Replicate(), Shard(0)]), (tall, [Replicate(), Shard(0)])] * 2,
         [(wide, [Shard(0), Shard(0)]), None, (line, [Shard(0)]), (tall, [Shard(1), Replicate()])],
     ]
+
+
+SHAPES = [(5, 3), (1, 4), (6, 7), (3, 2)]
 
 
 def sharded(values: list[Tensor], layout: list[Any]) -> list[Parameter]:
@@ -268,72 +261,70 @@ def give_exact_grads(params: list[Any], twins: list[Any], overflow: bool, step: 
             param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
 
 
+def assert_same_as_whole(
+    layout: list[Any],
+    name: str,
+    options: dict[str, Any],
+    dtype: torch.dtype = F32,
+    scaled: bool = True,
+    reductions: int | None = None,
+) -> None:
+    """Steps sharded and whole parameters of the same values and compares all bits.
+
+    Args:
+        reductions: How many of them a scaled step takes, if that is known.
+    """
+    values = [torch.randn(shape).to(dtype) for shape in SHAPES[: len(layout)]]
+    params, twins = sharded(values, layout), [Parameter(value.clone()) for value in values]
+    both = [ours(name)(side, **options) for side in (params, twins)]
+    scalers = [small_scaler() for _ in both]
+    for step in range(STEPS):
+        overflow = scaled and step == BAD_STEP
+        give_exact_grads(params, twins, overflow, step)
+        for optimizer, scaler in zip(both, scalers, strict=True):
+            with collectives() as sizes:
+                if scaled:
+                    scaler.scale(torch.zeros(()))
+                    scaler.step(optimizer)
+                    scaler.update()
+                    assert scaler.last_step_skipped(optimizer) is overflow
+                else:
+                    optimizer.step()
+            if reductions is not None:
+                assert len(sizes) == (reductions if optimizer is both[0] else 0)
+        norms = [optimizer.grad_norm for optimizer in both]
+        if norms[0] is not None and not overflow:
+            assert same_bits(*norms)
+        assert_agreed(norms[0], scalers[0].get_scale())
+    for param, twin in zip(params, twins, strict=True):
+        assert same_bits(whole(param.detach()), twin.detach())
+        state = both[0].state[param]
+        for key, value in both[1].state[twin].items():
+            assert key == "step" or type(state[key]) is type(param.data)
+            assert same_bits(whole(state[key]), value), key
+
+
 def dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
-    shapes = [(5, 3), (1, 4), (6, 7), (3, 2)]
-    for layout in layouts():
-        for name, options in OPTIMIZERS:
-            for dtype, extra in [(F32, {}), (BF16, {"max_grad_norm": 3.0})]:
-                values = [torch.randn(shape).to(dtype) for shape in shapes]
-                params = sharded(values, layout)
-                twins = [Parameter(value.clone()) for value in values]
-                both = [ours(name)(side, **options, **extra) for side in (params, twins)]
-                scalers = [small_scaler() for _ in both]
-                for step in range(STEPS):
-                    give_exact_grads(params, twins, step == BAD_STEP, step)
-                    for optimizer, scaler in zip(both, scalers, strict=True):
-                        scaler.scale(torch.zeros(()))
-                        scaler.step(optimizer)
-                        scaler.update()
-                        assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
-                    norms = [optimizer.grad_norm for optimizer in both]
-                    if norms[0] is not None and step != BAD_STEP:
-                        assert same_bits(*norms)
-                    assert_agreed(norms[0], scalers[0].get_scale())
-                for param, twin in zip(params, twins, strict=True):
-                    assert same_bits(whole(param.detach()), twin.detach())
-                    state = both[0].state[param]
-                    for key, value in both[1].state[twin].items():
-                        assert key == "step" or type(state[key]) is type(param.data)
-                        assert same_bits(whole(state[key]), value), key
-
-
-def without_a_scaler_the_norm_is_that_of_all_ranks(rank: int) -> None:
-    for layout in layouts():
-        values = [torch.randn(shape) for shape in [(5, 3), (1, 4), (6, 7), (3, 2)]]
-        params, twins = sharded(values, layout), [Parameter(v.clone()) for v in values]
-        clipped = [Parameter(value.clone()) for value in values]
-        both = [ours("SGD")(side, lr=0.1, max_grad_norm=2.0) for side in (params, twins)]
-        like_torch = theirs("SGD")(clipped, lr=0.1)
-        for step in range(STEPS):
-            give_exact_grads(params, twins, False, step)
-            give_exact_grads(clipped, twins, False, step)
-            for optimizer in both:
-                optimizer.step()
-            norm = torch.nn.utils.clip_grad_norm_(clipped, 2.0)
-            like_torch.step()
-            assert same_bits(both[0].grad_norm, both[1].grad_norm)
-            torch.testing.assert_close(both[0].grad_norm, norm)
-            assert_agreed(both[0].grad_norm)
-        for param, twin, other in zip(params, twins, clipped, strict=True):
-            assert same_bits(whole(param.detach()), twin.detach())
-            torch.testing.assert_close(whole(param.detach()), other.detach())
+    for number, layout in enumerate(layouts()):
+        for place, row in enumerate(FEW_OPTIMIZERS):
+            name, options = row.values
+            if (number + place) % 2 == 0:
+                assert_same_as_whole(layout, name, options)
+            else:
+                assert_same_as_whole(layout, name, options | {"max_grad_norm": 3.0}, BF16)
+        # Without a scaler the norm is that of all ranks too.
+        assert_same_as_whole(layout, "SGD", {"lr": 0.1, "max_grad_norm": 2.0}, scaled=False)
 
 
 def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:
     line, copies, mixed, _ = layouts()
-    whole_only: list[Any] = [None] * 4
     replicated = [(line[0][0], [Replicate()])] * 4
-    shapes = [(5, 3), (1, 4), (6, 7), (3, 2)]
-    rows = [
-        (whole_only, []),
-        (replicated, []),
-        (line, [2]),
-        (copies, [2]),
-        (mixed, [2]),
-    ]
+    rows: list[tuple[list[Any], int]] = [
+        ([None] * 4, 0), (replicated, 0), (line, 1), (copies, 1), (mixed, 1)
+    ]  # fmt: skip
     for index, (layout, expected) in enumerate(rows):
         for clips in (True, False):
-            params = sharded([torch.randn(shape) for shape in shapes], layout)
+            params = sharded([torch.randn(shape) for shape in SHAPES], layout)
             give_exact_grads(params, [whole(p.detach()) for p in params], False, 0)
             options = {"max_grad_norm": 1.0} if clips else {}
             scaler, optimizer = small_scaler(), ours("AdamW")(params, **options)
@@ -341,15 +332,14 @@ def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:
             with collectives() as sizes:
                 scaler.step(optimizer)
                 scaler.update()
-            assert sizes == (expected if clips else [1] * len(expected)), (index, sizes)
+            assert sizes == [2 if clips else 1] * expected, (index, sizes)
             with collectives() as sizes:
                 optimizer.step()
-            assert len(sizes) == (len(expected) if clips else 0), index
-            torch_optimizer = theirs("SGD")(params)
+            assert len(sizes) == (expected if clips else 0), index
             scaler.scale(torch.zeros(()))
             with collectives() as sizes:
-                scaler.step(torch_optimizer)
-            assert sizes == [1] * len(expected), index
+                scaler.step(theirs("SGD")(params))
+            assert sizes == [1] * expected, index
 
 
 def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
@@ -397,59 +387,49 @@ def a_gradient_that_is_still_to_be_summed_is_summed_first(rank: int) -> None:
         assert same_bits(whole(param.detach()), twin.detach())
 
 
+CLIPPING = {"lr": 0.05, "max_grad_norm": 0.1}
+
+
+def clip_apart(model: Any, optimizer: Any) -> Tensor:
+    return amp_ext.clip_grad_norm_(model.parameters(), 0.1)
+
+
 def fully_sharded_models_train_as_in_one_process(rank: int) -> None:
     def wrap(model: Model) -> Any:
         fully_shard(model.first)
         return fully_shard(model)
 
-    for name, options in OPTIMIZERS:
-        for extra in ({}, {"max_grad_norm": 0.1}):
-
-            def make(params: Any) -> Any:
-                return ours(name)(params, **options, **extra)  # noqa: B023
-
-            for spoils_shard in (False, True):
-                optimizer = assert_trains_as_alone(
-                    rank, wrap, make, small_scaler(), spoils_shard=spoils_shard
-                )
+    for row in EACH_CLASS:
+        name, options = row.values
+        for extra, spoils_shard in (({}, False), ({"max_grad_norm": 0.1}, True)):
+            optimizer = assert_trains_as_alone(
+                rank,
+                wrap,
+                partial(ours(name), **options, **extra),
+                small_scaler(),
+                spoils_shard=spoils_shard,
+            )
             sizes = [param.to_local().numel() for param in optimizer.param_groups[0]["params"]]
             assert (0 in sizes) == (rank == 1)  # uneven, and nothing of one of them
 
 
-def fully_sharded_models_train_with_optimizers_of_torch(rank: int) -> None:
-    def make(params: Any) -> Any:
-        return theirs("AdamW")(params, lr=0.05)
-
-    def clip(model: Any, optimizer: Any) -> Tensor:
-        return amp_ext.clip_grad_norm_(model.parameters(), 0.1)
-
-    assert_trains_as_alone(rank, fully_shard, make, small_scaler(), spoils_shard=True)
-    assert_trains_as_alone(
-        rank, fully_shard, make, small_scaler(), clip, clips_apart=0.1, spoils_shard=True
-    )
-
-
 def fully_sharded_models_train_with_clipping_apart(rank: int) -> None:
-    def make(params: Any) -> Any:
-        return ours("AdamW")(params, lr=0.05)
-
-    def clip(model: Any, optimizer: Any) -> Tensor:
-        return amp_ext.clip_grad_norm_(model.parameters(), 0.1)
-
-    assert_trains_as_alone(rank, fully_shard, make, small_scaler(), clip, clips_apart=0.1)
-
-    def make_clipping(params: Any) -> Any:
-        return ours("AdamW")(params, lr=0.05, max_grad_norm=0.1)
+    train = partial(assert_trains_as_alone, rank, fully_shard)
+    for package in (ours, theirs):
+        make = partial(package("AdamW"), lr=0.05)
+        train(make, small_scaler(), clip_apart, clips_apart=0.1, spoils_shard=package is theirs)
+    train(make, small_scaler(), spoils_shard=True)
 
     def only_unscale(model: Any, optimizer: Any) -> Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
-    assert_trains_as_alone(
-        rank, fully_shard, make_clipping, small_scaler(), only_unscale, like=make, clips_apart=0.1
-    )
+    clips, plain = partial(ours("AdamW"), **CLIPPING), partial(ours("AdamW"), lr=0.05)
+    train(clips, small_scaler(), only_unscale, like=plain, clips_apart=0.1)
 
 
 def states_of_sharded_models_can_be_saved_and_loaded(rank: int) -> None:
+    full = checkpoint.StateDictOptions(full_state_dict=True)
+
     def trained(steps: range, state: Any = None) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = fully_shard(Model())
@@ -460,18 +440,16 @@ def states_of_sharded_models_can_be_saved_and_loaded(rank: int) -> None:
                 optimizer,
                 model_state_dict=state[0],
                 optim_state_dict=state[1],
-                options=checkpoint.StateDictOptions(full_state_dict=True),
+                options=full,
             )
         for step in steps:
             optimizer.zero_grad()
             x, y = batch(step)
             (model(x) - y).square().mean().backward()
             optimizer.step()
-        full = checkpoint.StateDictOptions(full_state_dict=True)
         return checkpoint.get_state_dict(model, optimizer, options=full)
 
-    half = trained(range(3))
-    everywhere = [half]
+    everywhere = [trained(range(3))]
     dist.broadcast_object_list(everywhere, 0)  # full state dicts are rank 0's
     there, at_once = trained(range(3, 6), everywhere[0]), trained(range(6))
     if rank == 0:
@@ -503,105 +481,66 @@ def parameters_in_no_known_layout_are_refused(rank: int) -> None:
 
 def a_mesh_of_two_dimensions_is_reduced_over_both(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    for layout, expected in [
-        (
-            [
-                (mesh, [Shard(0), Shard(1)]),
-                (mesh, [Shard(0), Replicate()]),
-                (mesh["data"], [Shard(0)]),
-            ],
-            2,
-        ),
-        ([(mesh, [Replicate(), Shard(0)]), None, (mesh["tensor"], [Shard(0)])], 1),
-        ([(mesh["data"], [Shard(0)]), (mesh["tensor"], [Shard(0)]), None], 2),
-        ([(mesh, [Replicate(), Replicate()]), None, (mesh["tensor"], [Replicate()])], 0),
-    ]:
-        values = [torch.randn(shape) for shape in [(5, 3), (1, 4), (6, 7)]]
-        params, twins = sharded(values, layout), [Parameter(v.clone()) for v in values]
-        both = [ours("AdamW")(side, lr=0.05, max_grad_norm=2.0) for side in (params, twins)]
-        scalers = [small_scaler() for _ in both]
-        for step in range(STEPS):
-            give_exact_grads(params, twins, step == BAD_STEP, step)
-            for optimizer, scaler in zip(both, scalers, strict=True):
-                scaler.scale(torch.zeros(()))
-                with collectives() as sizes:
-                    scaler.step(optimizer)
-                    scaler.update()
-                assert len(sizes) == (expected if optimizer is both[0] else 0)
-                assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
-            if step != BAD_STEP:
-                assert same_bits(both[0].grad_norm, both[1].grad_norm)
-            assert_agreed(both[0].grad_norm, scalers[0].get_scale())
-        for param, twin in zip(params, twins, strict=True):
-            assert same_bits(whole(param.detach()), twin.detach())
+    rows, columns = mesh["data"], mesh["tensor"]
+    layouts: list[tuple[list[Any], int]] = [
+        ([(mesh, [Shard(0), Shard(1)]), (mesh, [Shard(0), Replicate()]), (rows, [Shard(0)])], 2),
+        ([(mesh, [Replicate(), Shard(0)]), None, (columns, [Shard(0)])], 1),
+        ([(rows, [Shard(0)]), (columns, [Shard(0)]), None], 2),
+        ([(mesh, [Replicate(), Replicate()]), None, (columns, [Replicate()])], 0),
+    ]
+    for layout, reductions in layouts:
+        options = {"lr": 0.05, "max_grad_norm": 2.0}
+        assert_same_as_whole(layout, "AdamW", options, reductions=reductions)
 
 
 # Other ways to spread a model.
 
 
 def ddp_trains_as_in_one_process_and_keeps_its_gradients(rank: int) -> None:
+    def clip(model: Any, optimizer: Any) -> Tensor:
+        grads = [param.grad for param in model.parameters()]
+        places = [grad.data_ptr() for grad in grads]
+        norm = clip_apart(model, optimizer)
+        assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+        assert [grad.data_ptr() for grad in grads] == places
+        return norm
+
     for in_buckets in (False, True):
-        for clips in (False, True):
-            seen: dict[str, Any] = {}
-
-            def wrap(model: Model) -> Any:
-                wrapped = DistributedDataParallel(model, gradient_as_bucket_view=in_buckets)  # noqa: B023
-                seen["params"] = list(wrapped.parameters())  # noqa: B023
-                return wrapped
-
-            def make(params: Any) -> Any:
-                return ours("AdamW")(params, lr=0.05)
-
-            def make_clipping(params: Any) -> Any:
-                return ours("AdamW")(params, lr=0.05, max_grad_norm=0.1)
-
-            def clip(model: Any, optimizer: Any) -> Tensor:
-                grads = [param.grad for param in model.parameters()]
-                places = [grad.data_ptr() for grad in grads]
-                norm = amp_ext.clip_grad_norm_(model.parameters(), 0.1)
-                assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
-                assert [grad.data_ptr() for grad in grads] == places
-                return norm
-
-            with collectives() as sizes:
-                if clips:
-                    assert_trains_as_alone(rank, wrap, make, small_scaler(), clip, clips_apart=0.1)
-                else:
-                    assert_trains_as_alone(rank, wrap, make_clipping, small_scaler())
-            assert sizes == []
+        wrap = partial(DistributedDataParallel, gradient_as_bucket_view=in_buckets)
+        train = partial(assert_trains_as_alone, rank, wrap)
+        with collectives() as sizes:
+            train(partial(ours("AdamW"), lr=0.05), small_scaler(), clip, clips_apart=0.1)
+            train(partial(ours("AdamW"), **CLIPPING), small_scaler())
+        assert sizes == []
 
 
 def fsdp1_trains_as_in_one_process(rank: int) -> None:
-    for use_orig_params in (False, True):
-        for side in (ours, theirs):
+    def params(model: Any) -> list[Tensor]:
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [param.detach().clone() for param in model.module.parameters()]
 
-            def wrap(model: Model) -> Any:
-                return FullyShardedDataParallel(
-                    model,
-                    device_id=torch.device("cpu"),
-                    use_orig_params=use_orig_params,  # noqa: B023
-                )
-
-            def make(params: Any) -> Any:
-                return side("AdamW")(params, lr=0.05)  # noqa: B023
-
-            def params(model: Any) -> list[Tensor]:
-                with FullyShardedDataParallel.summon_full_params(model):
-                    return [param.detach().clone() for param in model.module.parameters()]
-
-            scaler = ShardedGradScaler("cpu", init_scale=2.0**8)
-            assert_trains_as_alone(rank, wrap, make, scaler, params=params, spoils_shard=True)
+    for use_orig_params, package in ((False, ours), (True, ours), (True, theirs)):
+        assert_trains_as_alone(
+            rank,
+            partial(
+                FullyShardedDataParallel,
+                device_id=torch.device("cpu"),
+                use_orig_params=use_orig_params,
+            ),
+            partial(package("AdamW"), lr=0.05),
+            ShardedGradScaler("cpu", init_scale=2.0**8),
+            params=params,
+            spoils_shard=True,
+        )
 
 
 def zero_trains_as_in_one_process(rank: int) -> None:
-    def make(params: Any) -> Any:
-        return ZeroRedundancyOptimizer(params, ours("AdamW"), lr=0.05)
-
-    def alone(params: Any) -> Any:
-        return ours("AdamW")(params, lr=0.05)
-
     optimizer = assert_trains_as_alone(
-        rank, DistributedDataParallel, make, small_scaler(), like=alone
+        rank,
+        DistributedDataParallel,
+        partial(ZeroRedundancyOptimizer, optimizer_class=ours("AdamW"), lr=0.05),
+        small_scaler(),
+        like=partial(ours("AdamW"), lr=0.05),
     )
     assert isinstance(optimizer.optim, amp_ext.optim.AdamW)
     optimizer.consolidate_state_dict(0)
@@ -615,7 +554,7 @@ def zero_trains_as_in_one_process(rank: int) -> None:
 
 def a_process_group_makes_ranks_skip_together(rank: int) -> None:
     for group in (dist.group.WORLD, dist.new_group([0, 1])):
-        for make in (ours("AdamW"), theirs("AdamW"), lambda p: theirs("AdamW")(p, fused=True)):
+        for make in (ours("AdamW"), theirs("AdamW"), partial(theirs("AdamW"), fused=True)):
             for unscales in (False, True):
                 param = Parameter(torch.ones(3))
                 optimizer, scaler = make([param]), small_scaler(process_group=group)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from awkward import BF16, F32
-from optimizer_cases import ours
+from optimizer_cases import ours, rows
 from reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -23,10 +23,6 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
 )
 
-OPTIMIZERS = [
-    ("AdamW", {"lr": 0.05, "max_grad_norm": 1.0}),
-    ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
-]
 STEPS_OF_A_STAGE = 2
 
 
@@ -65,9 +61,11 @@ class Stage:
 
     def __call__(self, rank: int) -> None:
         """Loads, trains, saves; the last stage compares with a run that was never stopped."""
-        for index, (name, options) in enumerate(OPTIMIZERS):
+        for row in rows("adamw", "dampening"):
+            name, options = row.values
             for dtype in (F32, BF16):
-                self.run(f"{index}-{dtype}", name, options, dtype)
+                clipping = {"max_grad_norm": 1.0} if row.id == "adamw" else {}
+                self.run(f"{row.id}-{dtype}", name, options | clipping, dtype)
 
     def run(self, case: str, name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
         model, optimizer, scaler = make(name, options, dtype)
