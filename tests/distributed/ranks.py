@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as checkpoint
 from awkward import BF16, F32
 from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, ours, theirs
 from reference import same_bits
@@ -425,39 +424,6 @@ def fully_sharded_models_train_with_clipping_apart(rank: int) -> None:
 
     clips, plain = partial(ours("AdamW"), **CLIPPING), partial(ours("AdamW"), lr=0.05)
     train(clips, small_scaler(), only_unscale, like=plain, clips_apart=0.1)
-
-
-def states_of_sharded_models_can_be_saved_and_loaded(rank: int) -> None:
-    full = checkpoint.StateDictOptions(full_state_dict=True)
-
-    def trained(steps: range, state: Any = None) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = fully_shard(Model())
-        optimizer = ours("AdamW")(model.parameters(), lr=0.05)
-        if state is not None:
-            checkpoint.set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=state[0],
-                optim_state_dict=state[1],
-                options=full,
-            )
-        for step in steps:
-            optimizer.zero_grad()
-            x, y = batch(step)
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
-        return checkpoint.get_state_dict(model, optimizer, options=full)
-
-    everywhere = [trained(range(3))]
-    dist.broadcast_object_list(everywhere, 0)  # full state dicts are rank 0's
-    there, at_once = trained(range(3, 6), everywhere[0]), trained(range(6))
-    if rank == 0:
-        for name, value in at_once[0].items():
-            assert same_bits(there[0][name], value), name
-        for param, states in at_once[1]["state"].items():
-            for name, value in states.items():
-                assert same_bits(there[1]["state"][param][name], value), (param, name)
 
 
 def parameters_in_no_known_layout_are_refused(rank: int) -> None:

@@ -33,7 +33,6 @@ CHECKS = [
         [
             ranks.fully_sharded_models_train_as_in_one_process,
             ranks.fully_sharded_models_train_with_clipping_apart,
-            ranks.states_of_sharded_models_can_be_saved_and_loaded,
         ],
         id="fully_shard",
     ),

@@ -34,11 +34,6 @@ from optimizer_cases import (
     twins,
 )
 from reference import same_bits
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 Optimizer = torch.optim.Optimizer
 
@@ -173,14 +168,6 @@ def test_training_may_change_to_ours_and_back(device, dtype, name, options):
     assert_all_close(back, other, steps=9)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "loop"])
-def test_torch_takes_ours_back_with_its_own_switches(device, fused):
-    mine = trained(ours("AdamW")(make_params(F32, device), fused=fused))
-    other = resumed(mine, theirs("AdamW")(twins(mine), fused=fused))
-    train([mine, other], 3)
-    assert_all_close(params_of(mine), params_of(other), steps=3)
-
-
 @every_optimizer
 @HALVES
 def test_a_checkpoint_of_torch_gets_masters_and_wide_states(device, dtype, name, options):
@@ -297,21 +284,6 @@ def test_momentum_buffers_of_none_are_no_buffers():
     mine.load_state_dict(file)
     train([mine, plain], 2)
     assert_same_bits(params_of(mine), params_of(plain))
-
-
-@few_optimizers
-@pytest.mark.parametrize("full", [True, False], ids=["full", "local"])
-def test_distributed_checkpointing_reads_and_writes_the_state(name, options, full):
-    models = [torch.nn.Linear(4, 3).to(BF16) for _ in range(2)]
-    optimizers = [ours(name)(model.parameters(), **options) for model in models]
-    trained(optimizers[0])
-    how = StateDictOptions(full_state_dict=full)
-    saved = get_optimizer_state_dict(models[0], optimizers[0], options=how)
-    models[1].load_state_dict(models[0].state_dict())
-    set_optimizer_state_dict(models[1], optimizers[1], saved, options=how)
-    assert_same_bits(optimizers[1], optimizers[0])
-    train(optimizers, 2)
-    assert_same_bits(optimizers[1], optimizers[0])
 
 
 # Hooks and names.

@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR
 
 import amp_ext
 
@@ -133,27 +133,6 @@ def test_a_schedule_leads_ours_where_it_leads_torchs(name, options, as_tensor, s
     assert_all_close(mine, other, steps=8)
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-def test_a_schedule_goes_on_from_its_state(as_tensor):
-    def make(params):
-        optimizer = ours("AdamW")(params, lr=torch.tensor(0.1) if as_tensor else 0.1)
-        return optimizer, schedulers.CosineAnnealingLR(optimizer, 6)
-
-    def advance(*sides):
-        for _ in range(3):
-            train([optimizer for optimizer, _ in sides])
-            for _, schedule in sides:
-                schedule.step()
-
-    straight = make(make_params(BF16))
-    advance(straight)
-    resumed = make(twins(straight[0]))
-    for part, saved in zip(resumed, straight, strict=True):
-        part.load_state_dict(saved.state_dict())
-    advance(straight, resumed)
-    assert_same_bits(resumed[0], straight[0])
-
-
 def test_a_schedule_does_not_warn_of_the_order_of_calls():
     optimizer = ours("AdamW")(make_params(F32), lr=0.1)
     scaler = amp_ext.GradScaler("cpu", init_scale=4.0)
@@ -168,7 +147,7 @@ def test_a_schedule_does_not_warn_of_the_order_of_calls():
             schedule.step()
 
 
-# Averages of weights.
+# Masters, for averages of weights.
 
 
 @each_class
@@ -212,92 +191,6 @@ def test_asking_for_masters_changes_no_bit_of_the_training():
         asked.master_params()
         train([asked, plain])
     assert_same_bits(asked, plain)
-
-
-def test_an_average_of_masters_keeps_what_one_of_parameters_loses():
-    model = nn.Linear(16, 16, bias=False).to(BF16)
-    nn.init.ones_(model.weight)
-    optimizer = ours("SGD")(model.parameters(), lr=1e-4)
-    of_masters = copy.deepcopy(model).float()
-    of_params = copy.deepcopy(model).float()
-    expected = torch.ones(16, 16)
-    exact = torch.ones(16, 16)
-    for _ in range(10):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-        exact -= 1e-4
-        expected.lerp_(exact, 0.5)
-        with torch.no_grad():
-            for mean, master in zip(
-                of_masters.parameters(), optimizer.master_params(), strict=True
-            ):
-                mean.lerp_(master, 0.5)
-            of_params.weight.lerp_(model.weight.float(), 0.5)
-    assert_close(of_masters.weight, expected, steps=10)
-    assert torch.equal(of_params.weight, torch.ones(16, 16))
-
-
-@each_class
-@pytest.mark.parametrize(
-    "average",
-    [
-        pytest.param(AveragedModel, id="swa"),
-        pytest.param(
-            lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), id="ema"
-        ),
-    ],
-)
-def test_averaged_models_are_those_of_torch(name, options, average):
-    averages = []
-    for package, own in ((ours, {}), (theirs, {"foreach": False})):
-        model = nn.Sequential(nn.BatchNorm1d(4), small_model())
-        optimizer = package(name)(model.parameters(), **(options | {"lr": 0.01}), **own)
-        averaged = average(model)
-        schedule = SWALR(optimizer, 0.005, anneal_epochs=3)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            averaged.update_parameters(model)
-            schedule.step()
-        update_bn([torch.randn(3, 4, generator=torch.Generator().manual_seed(5))], averaged)
-        averages.append(averaged)
-    for mine, other in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
-        assert_close(mine, other, steps=6)
-
-
-@HALVES
-def test_averaged_model_takes_masters(dtype):
-    model, optimizer = model_and_optimizer("AdamW", {}, dtype)
-    masters = nn.ParameterList(optimizer.master_params())
-    averaged = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    expected: list[Tensor] = []
-    for step in range(4):
-        train_model(model, optimizer, 1)
-        averaged.update_parameters(masters)
-        now = [master.clone() for master in optimizer.master_params()]
-        if step > 0:
-            now = [mean.lerp_(new, 0.5) for mean, new in zip(expected, now, strict=True)]
-        expected = now
-    for mean, wanted in zip(averaged.module, expected, strict=True):
-        assert mean.dtype == F32
-        assert_close(mean, wanted)
-
-
-@HALVES
-def test_weights_swapped_for_an_evaluation_and_back_leave_masters_alone(dtype):
-    (model, optimizer), (other, untouched) = (
-        model_and_optimizer("AdamW", {}, dtype) for _ in range(2)
-    )
-    train_model(model, optimizer, 3)
-    train_model(other, untouched, 3)
-    before = bits_of(optimizer)
-    kept = copy.deepcopy(model.state_dict())
-    model.load_state_dict({key: torch.zeros_like(value) for key, value in kept.items()})
-    model.load_state_dict(kept)
-    assert_same_bits(optimizer, before)
-    train([optimizer, untouched], 2)
-    assert_same_bits(optimizer, untouched)
 
 
 # Hooks and profiles.
@@ -382,21 +275,6 @@ def test_a_model_is_copied_together_with_its_optimizer(copied, dtype, name, opti
     assert_same_bits(its_optimizer, optimizer)
 
 
-@few_optimizers
-@HALVES
-def test_a_copied_model_trains_with_an_optimizer_of_its_own(dtype, name, options):
-    model, optimizer = model_and_optimizer(name, options, dtype)
-    train_model(model, optimizer, 2)
-    before = bits_of(optimizer)
-    twin = copy.deepcopy(model)
-    its_optimizer = ours(name)(twin.parameters(), **options)
-    its_optimizer.load_state_dict(optimizer.state_dict())
-    train_model(twin, its_optimizer, 2)
-    assert_same_bits(optimizer, before)
-    train_model(model, optimizer, 2)
-    assert_same_bits(its_optimizer, optimizer)
-
-
 # What others put into groups.
 
 
@@ -420,19 +298,6 @@ def test_entries_of_others_are_kept_in_groups_through_state_dicts(name, options,
         assert {key: group[key] for key in extra} == extra
     train([source, loaded], 2)
     assert_same_bits(loaded, source)
-
-
-@pytest.mark.parametrize("with_scaler", [False, True], ids=["plain", "scaler"])
-@each_class
-def test_sparse_embeddings_are_refused_by_name(name, options, with_scaler):
-    embedding = nn.Embedding(5, 2, sparse=True)
-    optimizer = ours(name)(embedding.parameters(), **options)
-    before = embedding.weight.detach().clone()
-    scaler = amp_ext.GradScaler("cpu", enabled=with_scaler)
-    scaler.scale(embedding(torch.tensor([1, 2])).sum()).backward()
-    with pytest.raises(RuntimeError, match=f"^{name} does not support sparse gradients: .*param 0"):
-        scaler.step(optimizer)
-    assert same_bits(embedding.weight, before)
 
 
 # Closures, and gradients that stay.
@@ -461,19 +326,6 @@ def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
         assert next(calls) == 4
     assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), steps=4)
     assert_all_close(sides[0][1], sides[1][1], steps=6)
-
-
-@few_optimizers
-def test_gradients_of_zero_are_gradients(name, options):
-    sides = both_sides(name, options | {"weight_decay": 0.1})
-    for model, optimizer in sides:
-        train_model(model, optimizer, 2)
-        grads = [param.grad for param in model.parameters()]
-        for _ in range(2):
-            optimizer.zero_grad(set_to_none=False)
-            optimizer.step()
-        assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    assert_all_close(sides[0][1], sides[1][1], steps=4)
 
 
 # torch.compile. The backend "eager" compiles nothing, so that no compiler is needed.
