@@ -26,35 +26,29 @@ import amp_ext
 
 Optimizer = torch.optim.Optimizer
 
+_DECAY, _MAX = {"weight_decay": 0.1}, {"maximize": True}
+_DECOUPLED = {"decoupled_weight_decay": True}
+_MOMENTUM, _DAMPENING = {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}
 # Every optimizer with every option, by the names that torch and amp_ext share. The learning rate
 # is large, so that a step shows in 8 bits.
 OPTIMIZERS = [
-    pytest.param("Adam", {"lr": 0.05}, id="adam"),
-    pytest.param("Adam", {"lr": 0.05, "weight_decay": 0.1}, id="adam-decay"),
-    pytest.param("Adam", {"lr": 0.05, "amsgrad": True, "betas": (0.5, 0.6)}, id="adam-amsgrad"),
-    pytest.param("Adam", {"lr": 0.05, "maximize": True, "eps": 0.1}, id="adam-maximize"),
-    pytest.param(
-        "Adam",
-        {"lr": 0.05, "weight_decay": 0.1, "decoupled_weight_decay": True},
-        id="adam-decoupled",
-    ),
-    pytest.param("AdamW", {"lr": 0.05, "weight_decay": 0.5}, id="adamw"),
-    pytest.param("AdamW", {"lr": 0.05, "amsgrad": True, "maximize": True}, id="adamw-amsgrad-max"),
-    pytest.param("SGD", {"lr": 0.05}, id="sgd"),
-    pytest.param("SGD", {"lr": 0.05, "weight_decay": 0.1, "maximize": True}, id="sgd-decay-max"),
-    pytest.param("SGD", {"lr": 0.05, "momentum": 0.9}, id="momentum"),
-    pytest.param("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}, id="nesterov"),
-    pytest.param(
-        "SGD",
-        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        id="nesterov-decay",
-    ),
-    pytest.param("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}, id="dampening"),
-    pytest.param(
-        "SGD",
-        {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
-        id="dampening-decay-max",
-    ),
+    pytest.param(name, {"lr": 0.05, **options}, id=row_id)
+    for row_id, name, options in (
+        ("adam", "Adam", {}),
+        ("adam-decay", "Adam", _DECAY),
+        ("adam-amsgrad", "Adam", {"amsgrad": True, "betas": (0.5, 0.6)}),
+        ("adam-maximize", "Adam", _MAX | {"eps": 0.1}),
+        ("adam-decoupled", "Adam", _DECAY | _DECOUPLED),
+        ("adamw", "AdamW", {"weight_decay": 0.5}),
+        ("adamw-amsgrad-max", "AdamW", _MAX | {"amsgrad": True}),
+        ("sgd", "SGD", {}),
+        ("sgd-decay-max", "SGD", _DECAY | _MAX),
+        ("momentum", "SGD", _MOMENTUM),
+        ("nesterov", "SGD", _MOMENTUM | {"nesterov": True}),
+        ("nesterov-decay", "SGD", _MOMENTUM | _DECAY | {"nesterov": True}),
+        ("dampening", "SGD", _DAMPENING),
+        ("dampening-decay-max", "SGD", _DAMPENING | _DECAY | _MAX),
+    )
 ]
 
 

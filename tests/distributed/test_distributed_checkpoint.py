@@ -153,15 +153,6 @@ def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
     assert_same_bits(optimizer, plain)
 
 
-@pytest.mark.parametrize("package", [ours, theirs], ids=["ours", "theirs"])
-def test_without_init_state_torch_counts_a_step_of_its_own(package):
-    model, optimizer = make("AdamW", F32, package)
-    before = [param.detach().clone() for param in params_of(optimizer)]
-    get_optimizer_state_dict(model, optimizer)
-    assert steps_of(optimizer) == [1.0] * 3
-    assert all(map(same_bits, params_of(optimizer), before))
-
-
 @pytest.mark.parametrize("how", WAYS)
 @few_optimizers
 def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, options, how):

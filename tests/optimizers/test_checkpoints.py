@@ -159,8 +159,8 @@ def test_options_that_old_files_lack_are_filled_in(name, options, key):
 
 @every_optimizer
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_training_may_change_to_ours_and_back(device, dtype, name, options):
-    other = trained(theirs(name)(make_params(dtype, device), foreach=False, **options))
+def test_training_may_change_to_ours_and_back(dtype, name, options):
+    other = trained(theirs(name)(make_params(dtype), foreach=False, **options))
     mine = resumed(other, ours(name)(twins(other), lr=123.0))
     train([other, mine], 3)
     back = resumed(mine, theirs(name)(twins(mine), lr=123.0, foreach=False))
@@ -170,8 +170,8 @@ def test_training_may_change_to_ours_and_back(device, dtype, name, options):
 
 @every_optimizer
 @HALVES
-def test_a_checkpoint_of_torch_gets_masters_and_wide_states(device, dtype, name, options):
-    other = trained(theirs(name)(make_params(dtype, device), **in_16_bits(name), **options))
+def test_a_checkpoint_of_torch_gets_masters_and_wide_states(dtype, name, options):
+    other = trained(theirs(name)(make_params(dtype), **in_16_bits(name), **options))
     counted = any("step" in state for state in other.state.values())
     mine = resumed(other, ours(name)(twins(other)))
     assert mine.param_groups[0]["lr"] == options["lr"]

@@ -471,16 +471,6 @@ def test_parameters_may_be_views_of_any_layout(device, dtype, name, options, lay
     assert all(neighbours_untouched(param) for param in params_of(views))
 
 
-@every_optimizer
-def test_an_expanded_gradient_is_taken(device, name, options):
-    mine, other = beside_torch(name, options, device=device, shapes=[(6, 5)])
-    for optimizer in (mine, other):
-        for _ in range(3):
-            params_of(optimizer)[0].grad = torch.arange(5.0, device=device).expand(6, 5)
-            optimizer.step()
-    assert_all_close(mine, other, steps=3)
-
-
 @pytest.mark.parametrize("grad_dtype", [F16, BF16, F32, F64], ids=str)
 @FLOATS
 def test_gradients_may_have_another_dtype(device, dtype, grad_dtype):
@@ -545,24 +535,6 @@ def test_autograd_notices_that_a_saved_parameter_changed(name, options):
 
 
 # What is replaced or written between steps.
-
-
-@every_optimizer
-def test_a_pre_hook_may_replace_gradients(name, options):
-    hooked, plain = pair(name, options)
-
-    def halve(optimizer, args, kwargs):
-        for param in params_of(optimizer):
-            param.grad = param.grad * 0.5
-
-    hooked.register_step_pre_hook(halve)
-    for _ in range(3):
-        give_grads(hooked, plain)
-        for param in params_of(plain):
-            param.grad.mul_(0.5)
-        hooked.step()
-        plain.step()
-    assert_same_bits(hooked, plain)
 
 
 @every_optimizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from optimizer_cases import (
 )
 from reference import assert_close
 from torch.nn import Parameter
-from torch.optim import lr_scheduler
 
 from amp_ext.optim import (
     CosineAnnealingWeightDecay,
@@ -117,27 +115,6 @@ def test_values_follow_the_closed_form(make: Make, expected: list[float]):
     assert scheduler.get_last_weight_decay() == decays(scheduler.optimizer)
 
 
-@pytest.mark.parametrize(
-    ("make", "make_torchs"),
-    [
-        (partial(LambdaWeightDecay, weight_decay_lambda=ramp),
-         partial(lr_scheduler.LambdaLR, lr_lambda=ramp)),
-        (partial(StepWeightDecay, step_size=3), partial(lr_scheduler.StepLR, step_size=3)),
-        (partial(CosineAnnealingWeightDecay, T_max=7, final_weight_decay=0.02),
-         partial(lr_scheduler.CosineAnnealingLR, T_max=7, eta_min=0.02)),
-    ],
-    ids=["lambda", "step", "cosine"],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_values_are_those_of_torchs_learning_rates(make: Make, make_torchs):
-    scheduler = make(sgd())
-    torchs = make_torchs(torch.optim.SGD([Parameter(torch.ones(3))], lr=INITIAL))
-    for _ in range(25):  # over the end of the cosine, and back
-        assert scheduler.get_last_weight_decay() == pytest.approx(torchs.get_last_lr(), rel=1e-9)
-        scheduler.step()
-        torchs.step()
-
-
 def test_the_ends_of_the_cosine_are_exact():
     scheduler = CosineAnnealingWeightDecay(sgd(0.04), T_max=3, final_weight_decay=0.4)
     values = run(scheduler, 7)
@@ -224,17 +201,6 @@ def test_last_epoch_goes_on_behind_an_earlier_scheduler(make: Make, expected: li
 
 
 @SCHEDULERS
-def test_copies_go_on_alone(make: Make, expected: list[float]):
-    optimizer = ours("AdamW")(make_params(torch.float32), weight_decay=INITIAL)
-    scheduler = make(optimizer)
-    run(scheduler, 4)
-    other_optimizer, other = copy.deepcopy((optimizer, scheduler))
-    assert other.optimizer is other_optimizer
-    assert run(other, EPOCHS - 4) == pytest.approx(expected[4:], **CLOSE)
-    assert decays(optimizer) == pytest.approx([expected[4]], rel=1e-14)
-
-
-@SCHEDULERS
 def test_a_group_that_is_added_later_joins_at_the_next_step(make: Make, expected: list[float]):
     optimizer = ours("AdamW")(make_params(torch.float32), weight_decay=INITIAL)
     scheduler = make(optimizer)
@@ -257,31 +223,6 @@ def test_a_state_from_before_a_group_was_added_is_loaded():
     assert decays(optimizer) == pytest.approx([0.03, 0.3])
     resumed.step()
     assert decays(optimizer) == pytest.approx([0.003, 0.003])
-
-
-@pytest.mark.parametrize("made", ["LW", "WL"])
-@pytest.mark.parametrize("stepped", ["LW", "WL"])
-def test_learning_rate_schedulers_may_stand_beside_it(made, stepped):
-    optimizer = ours("AdamW")(make_params(torch.float32), lr=0.5, weight_decay=INITIAL)
-    makers = {
-        "L": lambda: lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=EPOCHS),
-        "W": lambda: CosineAnnealingWeightDecay(optimizer, T_max=10),
-    }
-    schedulers = {kind: makers[kind]() for kind in made}
-    alone = torch.optim.AdamW([Parameter(torch.ones(1))], lr=0.5)
-    one_cycle = lr_scheduler.OneCycleLR(alone, max_lr=0.5, total_steps=EPOCHS)
-    for epoch in range(EPOCHS - 1):
-        group = optimizer.param_groups[0]
-        assert group["weight_decay"] == pytest.approx(half_cosine(epoch, INITIAL, 0, 10), abs=1e-16)
-        assert (group["lr"], group["betas"]) == (
-            alone.param_groups[0]["lr"],
-            alone.param_groups[0]["betas"],
-        )
-        optimizer.step()
-        alone.step()
-        for kind in stepped:
-            schedulers[kind].step()
-        one_cycle.step()
 
 
 def test_a_checkpoint_without_a_schedule_does_not_disturb_one():
