@@ -277,6 +277,17 @@ def test_dampening_from_a_checkpoint_of_torch_is_not_at_its_first_step():
     assert_all_close(mine, other, steps=2)
 
 
+def test_a_checkpoint_of_adam_leaves_adamw_decoupled():
+    source = trained(ours("Adam")(make_params(F32), weight_decay=0.5))
+    loaded = ours("AdamW")(twins(source))
+    loaded.load_state_dict(source.state_dict())
+    decoupled = ours("AdamW")(twins(source), weight_decay=0.5)
+    states = copy.deepcopy(list(source.state.values()))
+    decoupled.state.update(zip(params_of(decoupled), states, strict=True))
+    train([loaded, decoupled], 2)
+    assert_same_bits(loaded, decoupled)
+
+
 def test_momentum_buffers_of_none_are_no_buffers():
     mine, plain = pair("SGD", {})
     file = mine.state_dict()
