@@ -12,11 +12,11 @@ import pytest
 import torch
 from awkward import BF16, F16, F32, F64
 from gradient_lists import each_bad_value, multiplied
+from optimizer_cases import give_grads, make_params, twins
 from reference import assert_close, same_bits
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.utils import clip_grad_norm_ as torchs
-from training import give_grads, make_params, twins
 
 import amp_ext
 from amp_ext import clip_grad_norm_, ops

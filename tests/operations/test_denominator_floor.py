@@ -17,8 +17,8 @@ from list_operations import (
     copied,
     run,
 )
+from optimizer_cases import give_grads, make_params, ours, twins
 from reference import adam, assert_close, same_bits
-from training import give_grads, make_params, ours, twins
 
 with_and_without_amsgrad = pytest.mark.parametrize(
     "amsgrad", [{}, AMSGRAD], ids=["adam", "amsgrad"]

@@ -9,10 +9,10 @@ import gpu_cases
 import pytest
 import torch
 from awkward import BF16, F16, F32
+from optimizer_cases import assert_same_bits, bits_of
 from reference import same_bits
 from torch import Tensor
 from torch.nn import Parameter
-from training import assert_same_bits, bits_of
 
 import amp_ext
 

@@ -16,10 +16,7 @@ import pytest
 import torch
 from awkward import BF16, F16, F32, channels_last, misaligned, placed, strided, transposed
 from list_operations import IN_FLOAT, build, run
-from reference import same_bits
-from torch import Tensor
-from torch.nn import Parameter
-from training import (
+from optimizer_cases import (
     EACH_CLASS,
     assert_same_bits,
     bits_of,
@@ -29,6 +26,9 @@ from training import (
     params_of,
     twins,
 )
+from reference import same_bits
+from torch import Tensor
+from torch.nn import Parameter
 
 import amp_ext
 

@@ -24,9 +24,7 @@ from list_operations import (
     few_steps_and_updates,
     run,
 )
-from reference import assert_close, clipped, same_bits
-from torch import Tensor
-from training import (
+from optimizer_cases import (
     EACH_CLASS,
     assert_same_bits,
     bits_of,
@@ -36,6 +34,8 @@ from training import (
     params_of,
     twins,
 )
+from reference import assert_close, clipped, same_bits
+from torch import Tensor
 
 import amp_ext
 from amp_ext import ops

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from awkward import BF16, F32
-from reference import same_bits
-from training import (
+from optimizer_cases import (
     EACH_CLASS,
     assert_same_bits,
     give_grads,
@@ -22,6 +21,7 @@ from training import (
     theirs,
     twins,
 )
+from reference import same_bits
 
 # A setting, its default, one that shows in a step, and a third.
 SKIP = ("skip_nonfinite", False, True, False)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from awkward import BF16, F32, Dtypes, threads
 from list_operations import build, run
+from optimizer_cases import ours
 from reference import same_bits
 from torch import Tensor
 from torch.nn import Parameter
-from training import ours
 
 import amp_ext
 from amp_ext import ops

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import in_16_bits, ours, theirs
 from torch import Tensor, nn
-from training import in_16_bits, ours, theirs
 
 import amp_ext
 from amp_ext import memory

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.amp import GradScaler as ImportedBefore
-from torch.cpu.amp.grad_scaler import GradScaler as TorchCpuScaler
-from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
-from torch.nn import Parameter
-from training import (
+from optimizer_cases import (
     EACH_CLASS,
     FEW_OPTIMIZERS,
     assert_same_bits,
@@ -24,6 +20,10 @@ from training import (
     train,
     twins,
 )
+from torch.amp import GradScaler as ImportedBefore
+from torch.cpu.amp.grad_scaler import GradScaler as TorchCpuScaler
+from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
+from torch.nn import Parameter
 
 import amp_ext
 from amp_ext import ops
