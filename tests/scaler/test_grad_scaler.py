@@ -10,28 +10,9 @@ from types import MethodType
 from typing import Any
 
 import pytest
+import scaler_cases as cases
 import torch
-from scaler_cases import (
-    INF,
-    TorchScaler,
-    as_torch,
-    described,
-    error_of,
-    every_optimizer,
-    filled,
-    grads_of,
-    our_adam,
-    our_optimizers,
-    our_sgd,
-    over,
-    params_of,
-    ready,
-    recorded,
-    scales,
-    set_recorded,
-    torchs_sgd,
-    with_grads,
-)
+from scaler_cases import INF, TorchScaler, as_torch, described, filled, params_of, ready, with_grads
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
@@ -84,7 +65,7 @@ BAD_FACTORS += [("backoff_factor", 1.0), ("backoff_factor", 1.5)]
 @as_torch
 def test_bad_factors_are_refused_as_in_torch(scaler_class, name, factor):
     assert not scaler_class("cpu", **{name: factor}, enabled=False).is_enabled()
-    return error_of(AssertionError, lambda: scaler_class("cpu", **{name: factor}))
+    return cases.error_of(AssertionError, lambda: scaler_class("cpu", **{name: factor}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -165,7 +146,7 @@ def test_an_incomplete_state_dict_is_refused_as_in_torch(scaler_class, missing):
     state = {} if missing == "everything" else {k: v for k, v in state.items() if k != missing}
     scaler = ready(scaler_class=scaler_class)
     kind = RuntimeError if missing == "everything" else KeyError
-    return error_of(kind, scaler.load_state_dict, state), scaler.state_dict()["growth_factor"]
+    return cases.error_of(kind, scaler.load_state_dict, state), scaler.state_dict()["growth_factor"]
 
 
 def test_a_scaler_amid_an_iteration_cannot_be_duplicated():
@@ -181,7 +162,7 @@ def test_a_scaler_amid_an_iteration_cannot_be_duplicated():
 # The disabled scaler
 
 
-@every_optimizer
+@cases.every_optimizer
 @as_torch
 def test_a_disabled_scaler_changes_nothing(scaler_class, make):
     scaler = scaler_class("cpu", enabled=False)
@@ -193,7 +174,7 @@ def test_a_disabled_scaler_changes_nothing(scaler_class, make):
     log += [scaler.get_scale(), scaler._get_growth_tracker(), scaler.state_dict()]
     twins = pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)
     log += [(twin.is_enabled(), twin.state_dict()) for twin in twins]
-    return log, params_of(optimizer), grads_of(optimizer)
+    return log, params_of(optimizer), cases.grads_of(optimizer)
 
 
 def test_a_disabled_scaler_knows_its_options():
@@ -210,7 +191,7 @@ def test_a_disabled_scaler_knows_its_options():
 # Private names that clients read and write
 
 
-@every_optimizer
+@cases.every_optimizer
 @pytest.mark.parametrize("how", ["fill", "replace", "replace-by-vector"])
 def test_a_scale_set_from_outside_is_the_scale(make, how, device):
     grad = torch.tensor([16.0, -8.0], device=device)
@@ -232,12 +213,12 @@ def test_a_counter_and_factors_set_from_outside_are_used(device):
     scaler = ready(device)
     scaler._growth_tracker = torch.full((), 6, dtype=torch.int32, device=device)
     scaler._growth_factor, scaler._growth_interval, scaler._backoff_factor = 3.0, 7, 0.25
-    assert scales(scaler, ".", device) == [12]
+    assert cases.scales(scaler, ".", device) == [12]
     assert scaler._growth_tracker.item() == 0
-    assert scales(scaler, "x", device) == [3]
+    assert cases.scales(scaler, "x", device) == [3]
 
 
-@over([torchs_sgd, our_sgd, our_adam])
+@cases.over([cases.torchs_sgd, cases.our_sgd, cases.our_adam])
 @pytest.mark.parametrize("value", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("how", ["edited", "replaced", "replaced-by-vector", "assigned"])
 def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, device):
@@ -251,7 +232,7 @@ def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, dev
     else:
         scaler.unscale_(optimizer)
         if how == "edited":
-            set_recorded(scaler, optimizer, value)
+            cases.set_recorded(scaler, optimizer, value)
         else:
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             found.update(dict.fromkeys(found, found_inf))
@@ -264,7 +245,7 @@ def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, dev
 def test_an_overflow_that_is_edited_away_is_stepped(device):
     optimizer, scaler = with_grads(torch.tensor([4.0, INF], device=device)), ready(device)
     scaler.unscale_(optimizer)
-    set_recorded(scaler, optimizer, 0)
+    cases.set_recorded(scaler, optimizer, 0)
     scaler.step(optimizer)
     assert params_of(optimizer)[0].tolist() == [0.5, -INF]
 
@@ -280,7 +261,7 @@ def test_per_optimizer_states_may_be_assigned(device):
     pickle.dumps(scaler)
 
 
-@every_optimizer
+@cases.every_optimizer
 @pytest.mark.parametrize("how", ["subclass", "instance", "patched-class"])
 def test_an_override_of_unscale_grads_is_what_runs(make, how, device, monkeypatch):
     calls, scaler_class = [], amp_ext.GradScaler
@@ -299,7 +280,7 @@ def test_an_override_of_unscale_grads_is_what_runs(make, how, device, monkeypatc
         scaler._unscale_grads_ = MethodType(override, scaler)
     optimizer = filled(1.0, device, make)
     scaler._check_inf_per_device(optimizer)
-    assert recorded(scaler, optimizer) == [1.0]
+    assert cases.recorded(scaler, optimizer) == [1.0]
     scaler.step(optimizer)
     assert params_of(optimizer)[0].tolist() == [1, 1, 1]
     scaler.update()
@@ -317,10 +298,10 @@ def test_a_subclass_may_allow_fp16_gradients(device):
 
     optimizer = with_grads(torch.full((3,), 4.0, dtype=torch.float16, device=device))
     ready(device, AllowsHalf).unscale_(optimizer)
-    assert grads_of(optimizer)[0].tolist() == [1, 1, 1]
+    assert cases.grads_of(optimizer)[0].tolist() == [1, 1, 1]
 
 
-@our_optimizers
+@cases.our_optimizers
 def test_an_override_of_the_check_is_what_step_calls(make, device):
     class SumsOverRanks(amp_ext.GradScaler):
         def _check_inf_per_device(self, optimizer):
@@ -342,14 +323,14 @@ def test_unscale_grads_may_be_called_directly(scaler_class, shape, value, device
     optimizer = with_grads(torch.full((3,), value, device=device), torch.ones(0, device=device))
     inv_scale, found_inf = (torch.full(shape, v, device=device) for v in (0.5, 0.0))
     found = scaler_class(device.type)._unscale_grads_(optimizer, inv_scale, found_inf, False)
-    return found, found_inf, inv_scale, grads_of(optimizer)
+    return found, found_inf, inv_scale, cases.grads_of(optimizer)
 
 
 def test_the_scale_and_the_counter_stay_where_they_are(device):
     scaler = ready(device, growth_interval=2)
     tensors = scaler._scale, scaler._growth_tracker
     addresses = [tensor.data_ptr() for tensor in tensors]
-    scales(scaler, "..x.", device)
+    cases.scales(scaler, "..x.", device)
     for new_scale in (torch.full((), 16.0, device=device), torch.full((1,), 8.0, device=device)):
         scaler.update(new_scale)
     scaler.load_state_dict(scaler.state_dict() | {"scale": 32.0, "_growth_tracker": 1})

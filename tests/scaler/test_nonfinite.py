@@ -8,24 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scaler_cases as cases
 import torch
 from reference import same_bits
-from scaler_cases import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    MakeOptimizer,
-    TorchScaler,
-    every_optimizer,
-    filled,
-    new_params,
-    our_adam,
-    our_adamw_with_norm,
-    our_sgd,
-    over,
-    ready,
-    torchs_sgd,
-)
+from scaler_cases import INF, NAN, TorchScaler, filled, new_params, our_adamw_with_norm, over, ready
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -147,7 +133,7 @@ def test_8_bit_buffers_are_counted_and_other_kinds_passed_over(device):
         ("bbb", ["group 0, param 1 (b)", "group 1, param 0 (b)"]),
     ],
 )
-@over([torchs_sgd, our_adam])
+@over([cases.torchs_sgd, cases.our_adam])
 def test_an_optimizer_names_its_parameters(make, names, expected, params, device):
     tensors = new_params(device)
     for number, tensor in enumerate(tensors):
@@ -340,7 +326,12 @@ SCALERS += [(TorchScaler, False), (None, False)]
 
 
 def train(
-    make: MakeOptimizer, scaler: Any, moment: str, device: Any, passes: int, sees_bad_batch: bool
+    make: cases.MakeOptimizer,
+    scaler: Any,
+    moment: str,
+    device: Any,
+    passes: int,
+    sees_bad_batch: bool,
 ) -> list[Any]:
     """Trains on five batches, with a bad loss handled at a moment; returns all that steps read.
 
@@ -384,7 +375,7 @@ def train(
     [("before-backward", 1), ("before-backward", 3), ("after-backward", 3), ("after-unscale_", 1)],
 )
 @pytest.mark.parametrize(("scaler_class", "enabled"), SCALERS)
-@over([*OPTIMIZERS, our_sgd, our_adamw_with_norm])
+@over([*cases.OPTIMIZERS, cases.our_sgd, our_adamw_with_norm])
 def test_the_run_never_saw_the_bad_batch(make, scaler_class, enabled, moment, passes, device):
     results = []
     for sees_bad_batch in (True, False):
@@ -395,7 +386,7 @@ def test_the_run_never_saw_the_bad_batch(make, scaler_class, enabled, moment, pa
         assert same_bits(left, right) if isinstance(left, Tensor) else left == right
 
 
-@every_optimizer
+@cases.every_optimizer
 def test_a_scaler_amid_an_iteration_is_as_after_an_update(make, device):
     """What it saw of every optimizer is forgotten, so that each may be unscaled again."""
     scaler, models = ready(device, growth_interval=5), [new_model(device) for _ in range(2)]

@@ -11,25 +11,11 @@ import random
 from typing import Any
 
 import pytest
+import scaler_cases as cases
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scaler_cases import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    TorchScaler,
-    as_torch,
-    error_of,
-    filled,
-    grads_of,
-    iterate,
-    new_params,
-    params_of,
-    ready,
-    scales,
-    set_recorded,
-)
+from scaler_cases import INF, NAN, TorchScaler, as_torch, error_of, filled, params_of, ready, scales
 from torch import Tensor
 
 import amp_ext
@@ -227,7 +213,7 @@ def test_any_walk_through_updates_and_setters_is_torchs(scaler_class, device):
             scaler.update(draw.uniform(1, 1e6))
         else:
             scaler.step(optimizer)
-            set_recorded(scaler, optimizer, draw.choice([0, 0, 0, 1]))
+            cases.set_recorded(scaler, optimizer, draw.choice([0, 0, 0, 1]))
             scaler.update()
         log.append(scaler.state_dict())
     return log
@@ -242,9 +228,9 @@ def test_growth_comes_when_the_counter_equals_the_interval(device):
 
 @pytest.mark.parametrize("bad", [[0], [1], [2], [0, 1, 2]], ids=str)
 def test_any_number_of_overflowing_optimizers_is_one_backoff(bad, device):
-    optimizers = [filled(1.0, device, make) for make in OPTIMIZERS]
+    optimizers = [filled(1.0, device, make) for make in cases.OPTIMIZERS]
     for index in bad:
-        grads_of(optimizers[index])[0][1] = INF
+        cases.grads_of(optimizers[index])[0][1] = INF
     scaler, found = ready(device, hysteresis=2), []
     for _ in range(3):
         scaler.unscale_(optimizers[0])
@@ -259,9 +245,9 @@ def test_any_number_of_overflowing_optimizers_is_one_backoff(bad, device):
 
 def test_a_static_scale_skips_overflows_and_counts_nothing(device):
     scaler = ready(device, dynamic=False, growth_interval=3)
-    optimizer = amp_ext.optim.SGD(new_params(device, 1), lr=1.0)
+    optimizer = amp_ext.optim.SGD(cases.new_params(device, 1), lr=1.0)
     for bad, expected in (([], 0.75), ([0], 0.75), ([], 0.5), ([], 0.25)):
-        iterate(scaler, optimizer, bad=bad)
+        cases.iterate(scaler, optimizer, bad=bad)
         assert params_of(optimizer)[0].tolist() == [expected] * 5
         assert scaler.last_step_skipped(optimizer, wait=True) is bool(bad)
     assert scaler.state_dict() == TorchScaler("cpu", 4.0, growth_interval=3).state_dict()

@@ -5,24 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
+import scaler_cases as cases
 import torch
-from scaler_cases import (
-    all_optimizers,
-    exact,
-    give_grads,
-    iterate,
-    look_and_step,
-    name_of_last,
-    named,
-    new_params,
-    our_sgd,
-    params_of,
-    ready,
-    set_recorded,
-    torchs_and_ours,
-    torchs_sgd,
-    unscaled_first,
-)
+from scaler_cases import all_optimizers, give_grads, iterate, name_of_last, named, new_params, ready
 from torch.nn import Parameter
 
 import amp_ext
@@ -30,7 +15,7 @@ import amp_ext
 # Names
 
 
-@unscaled_first
+@cases.unscaled_first
 @all_optimizers
 @pytest.mark.parametrize(
     ("bad", "first"),
@@ -51,14 +36,14 @@ def test_the_first_bad_parameter_is_named(make, bad, first, unscale, device):
         assert name_of_last(scaler) == expected, "the last skip's name stays"
 
 
-@unscaled_first
+@cases.unscaled_first
 @all_optimizers
 def test_groups_and_parameters_without_a_gradient_do_not_shift_the_name(make, unscale, device):
     scaler = ready(device)
     optimizer = make([{"params": new_params(device)}, {"params": new_params(device)}])
     for missing, bad in (((0, 3), (4, 5)), ((0,), ()), ((), (2, 4))):
         give_grads(optimizer, *bad, missing=missing)
-        look_and_step(scaler, optimizer, unscale)
+        cases.look_and_step(scaler, optimizer, unscale)
         scaler.update()
         group, index = divmod((bad or (4,))[0], 3)
         assert name_of_last(scaler) == f"group {group}, param {index}"
@@ -72,8 +57,8 @@ def test_the_name_is_that_of_the_last_skip_by_whichever_look(make, device):
         assert name_of_last(scaler) == "abcde"[bad]
 
 
-@unscaled_first
-@torchs_and_ours
+@cases.unscaled_first
+@cases.torchs_and_ours
 def test_an_iteration_that_was_dropped_leaves_no_name(make, unscale, device):
     scaler, optimizer = ready(device), make(named(device, *"abc"))
     give_grads(optimizer, 0)
@@ -81,10 +66,10 @@ def test_an_iteration_that_was_dropped_leaves_no_name(make, unscale, device):
     assert amp_ext.handle_nan_loss(float("nan"), optimizer, scaler=scaler)
     iterate(scaler, optimizer, bad=[2], unscale=unscale)
     assert name_of_last(scaler) == "c"
-    assert exact(scaler).updates == 1
+    assert cases.exact(scaler).updates == 1
 
 
-@torchs_and_ours
+@cases.torchs_and_ours
 def test_a_group_that_joins_later_is_named(make, device):
     scaler, optimizer = ready(device), make(named(device, "a", "b"))
     iterate(scaler, optimizer, bad=[1])
@@ -109,7 +94,7 @@ def test_a_sparse_gradient_is_named(device):
     scaler = ready(device)
     optimizer = torch.optim.SGD(named(device, "dense", "sparse"), lr=0.5)
     give_grads(optimizer, 1)
-    params_of(optimizer)[1].grad = params_of(optimizer)[1].grad.to_sparse()
+    cases.params_of(optimizer)[1].grad = cases.params_of(optimizer)[1].grad.to_sparse()
     scaler.step(optimizer)
     scaler.update()
     assert name_of_last(scaler) == "sparse"
@@ -175,7 +160,7 @@ def test_the_first_scale_and_each_series_of_skips_are_logged(
     sequence, options, expected, device, caplog
 ):
     scaler = ready(device, TellsAtOnce, init_scale=64.0, **options)
-    optimizer, records = our_sgd(named(device, "weight", "bias")), {}
+    optimizer, records = cases.our_sgd(named(device, "weight", "bias")), {}
     with caplog.at_level(logging.DEBUG, logger="amp_ext"):
         for number, letter in enumerate(sequence, start=1):
             caplog.clear()
@@ -191,10 +176,10 @@ def test_the_first_scale_and_each_series_of_skips_are_logged(
 
 def test_a_warning_without_a_name_says_so(device, caplog):
     scaler = ready(device, TellsAtOnce, warn_after=2)
-    optimizer = torchs_sgd(new_params(device))
+    optimizer = cases.torchs_sgd(new_params(device))
     for _ in range(2):
         give_grads(optimizer)
         scaler.unscale_(optimizer)
-        set_recorded(scaler, optimizer, 1.0)
+        cases.set_recorded(scaler, optimizer, 1.0)
         scaler.update()
     assert "was that of a parameter that is not known here" in caplog.text

@@ -16,26 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import scaler_cases as cases
 import torch
-from scaler_cases import (
-    ALL_OPTIMIZERS,
-    INF,
-    all_optimizers,
-    exact,
-    give_grads,
-    iterate,
-    look_and_step,
-    name_of_last,
-    named,
-    new_params,
-    our_sgd,
-    params_of,
-    ready,
-    set_recorded,
-    torchs_and_ours,
-    torchs_sgd,
-    unscaled_first,
-)
+from scaler_cases import exact, give_grads, iterate, named, new_params, our_sgd, ready, torchs_sgd
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -79,21 +62,21 @@ def all_reads(scaler: amp_ext.GradScaler, *optimizers: Any, wait: bool = False) 
 # Skips
 
 
-@unscaled_first
-@all_optimizers
+@cases.unscaled_first
+@cases.all_optimizers
 def test_a_skip_is_told_of_the_step_and_of_all(make, unscale, device):
     scaler, optimizer = ready(device), make(new_params(device))
     for bad in ((), (1,), (0, 2), (), (2,)):
-        before = [param.detach().clone() for param in params_of(optimizer)]
+        before = [param.detach().clone() for param in cases.params_of(optimizer)]
         iterate(scaler, optimizer, bad=bad, unscale=unscale)
-        assert all(map(torch.equal, before, params_of(optimizer))) is bool(bad)
+        assert all(map(torch.equal, before, cases.params_of(optimizer))) is bool(bad)
         assert skips(scaler, optimizer) == [bool(bad)] * 2
     stats = exact(scaler)
     assert (stats.updates, stats.steps, stats.skips) == (5, 2, 3)
 
 
 def test_each_optimizer_has_its_own_answer(device):
-    scaler, optimizers = ready(device), [make(new_params(device)) for make in ALL_OPTIMIZERS]
+    scaler, optimizers = ready(device), [make(new_params(device)) for make in cases.ALL_OPTIMIZERS]
     for culprit in range(len(optimizers)):
         for number, optimizer in enumerate(optimizers):
             give_grads(optimizer, *[1] * (number == culprit))
@@ -129,49 +112,49 @@ def test_before_the_first_update_nothing_is_known(device):
     assert skips(scaler, optimizer) == [True, True]
 
 
-@torchs_and_ours
+@cases.torchs_and_ours
 def test_the_scaler_keeps_nothing_alive_and_knows_no_newcomer_in_its_place(make, device):
     """A new object may get the id of one that is gone."""
     scaler, first, second = ready(device), make(new_params(device)), make(new_params(device))
     for unscale in (False, True):
         iterate(scaler, first, bad=[1], unscale=unscale)
     scaler._seen[id(second)] = scaler._seen.pop(id(first))
-    gone = [weakref.ref(first), *map(weakref.ref, params_of(first))]
+    gone = [weakref.ref(first), *map(weakref.ref, cases.params_of(first))]
     del first
     gc.collect()
     assert [reference() for reference in gone] == [None] * len(gone)
-    assert name_of_last(scaler) is None, "its names are gone"
+    assert cases.name_of_last(scaler) is None, "its names are gone"
     assert exact(scaler).skips == 2
     assert skips(scaler, second) == [True, None]
     for bad in ([], [2]):
         iterate(scaler, second, bad=bad)
         assert skips(scaler, second)[1] is bool(bad)
-    assert name_of_last(scaler) == "group 0, param 2"
+    assert cases.name_of_last(scaler) == "group 0, param 2"
 
 
-@torchs_and_ours
+@cases.torchs_and_ours
 def test_two_scalers_may_share_an_optimizer(make, device):
     scalers, optimizer = (ready(device), ready(device)), make(new_params(device))
     for scaler, bad in ((scalers[0], [2]), (scalers[1], []), (scalers[0], [1])):
         iterate(scaler, optimizer, bad=bad)
     assert [skips(scaler, optimizer)[1] for scaler in scalers] == [True, False]
-    assert [name_of_last(scaler) for scaler in scalers] == ["group 0, param 1", None]
+    assert [cases.name_of_last(scaler) for scaler in scalers] == ["group 0, param 1", None]
     assert [exact(scaler).updates for scaler in scalers] == [2, 1]
 
 
-@unscaled_first
+@cases.unscaled_first
 def test_more_optimizers_than_one_launch_takes(unscale, device):
     scaler = ready(device)
     optimizers = [torchs_sgd(named(device, f"of {i}")) for i in range(260)]
     for culprits in ((), (0,), (127, 128), (259,), (5, 200), ()):
         for i, optimizer in enumerate(optimizers):
             give_grads(optimizer, *[0] * (i in culprits))
-            look_and_step(scaler, optimizer, unscale)
+            cases.look_and_step(scaler, optimizer, unscale)
         scaler.update()
         assert skips(scaler)[0] is bool(culprits)
         assert [i for i, s in enumerate(skips(scaler, *optimizers)[1:]) if s] == list(culprits)
         if culprits:
-            assert name_of_last(scaler) == f"of {culprits[-1]}"
+            assert cases.name_of_last(scaler) == f"of {culprits[-1]}"
     assert dataclasses.astuple(exact(scaler)) == (6, 2, 4, 0, 0.25, 0.25, 4.0, "of 200")
 
 
@@ -191,12 +174,12 @@ class Foreign(amp_ext.GradScaler):
     found = 0.0
 
     def _unscale_grads_(self, optimizer: Any, *_: Any) -> dict[torch.device, Tensor]:
-        device = params_of(optimizer)[0].device
+        device = cases.params_of(optimizer)[0].device
         return {device: torch.full((), self.found, device=device)}
 
 
 @pytest.mark.parametrize("how", ["set-before-step", "set-after-step", "unscale_", "look"])
-@torchs_and_ours
+@cases.torchs_and_ours
 def test_what_foreign_code_finds_counts(make, how, device):
     """As an all-reduce over ranks, of which another has overflowed, or a look of its own."""
     is_set = how.startswith("set")
@@ -212,7 +195,7 @@ def test_what_foreign_code_finds_counts(make, how, device):
         else:
             scaler.step(optimizer)
         if is_set:
-            set_recorded(scaler, optimizer, found)
+            cases.set_recorded(scaler, optimizer, found)
         if how != "set-after-step":
             scaler.step(optimizer)
         scaler.update()
@@ -273,8 +256,8 @@ def test_the_counts_and_the_history_are_those_of_the_loop(device):
 def test_the_history_holds_the_last_4096_updates(device):
     scaler = ready(device, init_scale=1.0, growth_interval=1)
     optimizer = torchs_sgd(new_params(device, 1))
-    (param,) = params_of(optimizer)
-    clean, bad = torch.ones_like(param), torch.full_like(param, INF)
+    (param,) = cases.params_of(optimizer)
+    clean, bad = torch.ones_like(param), torch.full_like(param, cases.INF)
     for count in range(1, HISTORY + 101):
         param.grad = bad if count % 3 == 0 else clean  # grows twice, falls once
         scaler.unscale_(optimizer)
@@ -345,7 +328,7 @@ def test_results_cannot_be_changed_and_are_the_callers_own(device):
     assert [type(values[0]) for values in lists] == [int, float, bool]
 
 
-@torchs_and_ours
+@cases.torchs_and_ours
 def test_reading_does_not_touch_tensors(make, device):
     scaler, optimizer = ready(device, warn_after=2), make(named(device, "a", "b"))
     with tensors_out_of_reach():

@@ -12,35 +12,10 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
+import scaler_cases as cases
 import torch
 from reference import same_bits
-from scaler_cases import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    MakeOptimizer,
-    TorchScaler,
-    all_optimizers,
-    as_torch,
-    clean_or_overflow,
-    described,
-    error_of,
-    every_optimizer,
-    filled,
-    grads_of,
-    look_and_step,
-    new_params,
-    our_adam,
-    our_optimizers,
-    our_sgd,
-    over,
-    params_of,
-    ready,
-    recorded,
-    torchs_sgd,
-    unscaled_first,
-    with_grads,
-)
+from scaler_cases import INF, as_torch, filled, grads_of, params_of, ready, recorded, with_grads
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
@@ -78,7 +53,7 @@ def test_gradients_of_any_layout_are_multiplied_by_the_rounded_inverse(dtype, sc
     for param, grad, view, target in zip(params, views, LAYOUTS, wanted, strict=True):
         param.grad = grad
         view(target).copy_((view(target).to(wide) * inverse).to(dtype))
-    optimizer = torch.optim.SGD([*params[:4], *new_params(device, 1), *params[4:]])
+    optimizer = torch.optim.SGD([*params[:4], *cases.new_params(device, 1), *params[4:]])
     scaler = ready(device, init_scale=scale)
     scaler.unscale_(optimizer)
     assert all(map(same_bits, bases, wanted))
@@ -90,14 +65,14 @@ def test_gradients_of_any_layout_are_multiplied_by_the_rounded_inverse(dtype, sc
 def test_parameters_of_several_dtypes_share_one_verdict(bad):
     grads = [torch.ones(5, dtype=dtype) for dtype in (F32, F64, BF16)]
     if bad < 3:
-        grads[bad][2] = NAN
+        grads[bad][2] = cases.NAN
     optimizer, scaler = with_grads(*grads), ready()
     scaler.unscale_(optimizer)
     assert recorded(scaler, optimizer) == [float(bad < 3)]
     assert all(grad[0].item() == 0.25 for grad in grads_of(optimizer))
 
 
-@every_optimizer
+@cases.every_optimizer
 def test_empty_gradients_alone_are_no_overflow(make, device):
     optimizer = with_grads(torch.empty(0, device=device), make=make)
     scaler = ready(device, growth_interval=1)
@@ -117,21 +92,21 @@ def test_gradients_with_a_graph_are_unscaled(device):
     assert param.tolist() == [0, 0, 0]
 
 
-@every_optimizer
-@unscaled_first
+@cases.every_optimizer
+@cases.unscaled_first
 def test_fp16_gradients_are_refused_and_nothing_is_written(make, unscale, device):
     grads = [torch.ones(3, device=device), torch.ones(3, dtype=F16, device=device)]
     optimizer, scaler = with_grads(*grads, make=make), ready(device)
     optimizer._step_supports_amp_scaling = False
     with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients"):
-        look_and_step(scaler, optimizer, unscale)
+        cases.look_and_step(scaler, optimizer, unscale)
     assert all(map(same_bits, grads_of(optimizer), grads))
     assert all(torch.equal(param, torch.ones_like(param)) for param in params_of(optimizer))
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
-@our_optimizers
-@clean_or_overflow
+@cases.our_optimizers
+@cases.clean_or_overflow
 def test_step_of_our_optimizers_takes_fp16_gradients_and_leaves_them(make, value, device):
     grad = torch.full((5,), 4.0, dtype=F16, device=device)
     grad[4] = value
@@ -167,7 +142,7 @@ def test_sparse_gradients_of_torchs_sgd_are_treated_as_by_torch(scaler_class, ca
     optimizer, scaler = torch.optim.SGD([param], lr=0.5), ready(scaler_class=scaler_class)
     first_sentence = ""
     if dtype == F16 and call != "_check_inf_per_device":
-        first_sentence = error_of(ValueError, getattr(scaler, call), optimizer).split(".")[0]
+        first_sentence = cases.error_of(ValueError, getattr(scaler, call), optimizer).split(".")[0]
     else:
         getattr(scaler, call)(optimizer)
     return first_sentence, param, param.grad, recorded(scaler, optimizer)
@@ -178,7 +153,7 @@ class Wrapped(Tensor):
 
 
 @every_look
-@clean_or_overflow
+@cases.clean_or_overflow
 @as_torch
 def test_gradients_of_a_tensor_subclass_are_treated_as_by_torch(scaler_class, call, value, device):
     param = Parameter(torch.ones(3, device=device))
@@ -202,10 +177,10 @@ def test_expanded_gradients_are_read_but_not_written(device):
 # _check_inf_per_device
 
 
-@every_optimizer
+@cases.every_optimizer
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_the_check_never_writes_a_gradient(make, dtype, device):
-    values = torch.tensor([-0.0, 1e-40, 6e-8, 1.0, INF, NAN]).to(dtype)
+    values = torch.tensor([-0.0, 1e-40, 6e-8, 1.0, INF, cases.NAN]).to(dtype)
     grads = [values.repeat(9).to(device), torch.ones(3, dtype=dtype, device=device)]
     optimizer, scaler = with_grads(*grads, make=make), ready(device, init_scale=3.0)
     versions = [grad._version for grad in grads_of(optimizer)]
@@ -224,12 +199,12 @@ def test_gradients_are_not_even_written_with_the_bits_that_they_have(tmp_path):
     with file.open("r+b") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         grad, scaler = torch.frombuffer(pages, dtype=F32), ready()
-        for make in (torchs_sgd, our_sgd, our_adam):
+        for make in (cases.torchs_sgd, cases.our_sgd, cases.our_adam):
             param = Parameter(torch.ones(20_000))
             param.grad = grad
             optimizer = make([param])
             assert [v.item() for v in scaler._check_inf_per_device(optimizer).values()] == [0.0]
-            if make is not torchs_sgd:
+            if make is not cases.torchs_sgd:
                 scaler.step(optimizer)
                 assert param.sum().item() == pytest.approx(10_000)
         scaler.update()
@@ -242,7 +217,7 @@ def test_gradients_are_not_even_written_with_the_bits_that_they_have(tmp_path):
 # Order of calls
 
 
-def perform(name: str, scaler: TorchScaler, optimizer: torch.optim.Optimizer) -> Any:
+def perform(name: str, scaler: cases.TorchScaler, optimizer: torch.optim.Optimizer) -> Any:
     if name == "copy":
         return copy.deepcopy(scaler)
     if name == "overflow":
@@ -252,7 +227,7 @@ def perform(name: str, scaler: TorchScaler, optimizer: torch.optim.Optimizer) ->
     return scaler.update() if name == "update" else getattr(scaler, name)(optimizer)
 
 
-def run_calls(scaler_class: Any, make: MakeOptimizer, calls: tuple[str, ...]) -> list[Any]:
+def run_calls(scaler_class: Any, make: cases.MakeOptimizer, calls: tuple[str, ...]) -> list[Any]:
     """Makes calls one after another and logs the outcome of each and all that it changed."""
     optimizer = with_grads(torch.full((3,), 4.0), torch.full((2,), -8.0), make=make)
     scaler, log = ready(scaler_class=scaler_class, growth_interval=2), []
@@ -261,37 +236,37 @@ def run_calls(scaler_class: Any, make: MakeOptimizer, calls: tuple[str, ...]) ->
             seen = perform(name, scaler, optimizer)
         except Exception as error:
             seen = type(error), str(error)
-        if isinstance(seen, TorchScaler):
+        if isinstance(seen, cases.TorchScaler):
             scaler, seen = seen, "a copy"
-        tensors = described([params_of(optimizer), grads_of(optimizer)])
+        tensors = cases.described([params_of(optimizer), grads_of(optimizer)])
         log.append((name, seen, scaler.state_dict(), tensors))
     return log
 
 
-@over([torchs_sgd, our_adam])
+@cases.over([cases.torchs_sgd, cases.our_adam])
 def test_every_order_of_four_calls_does_what_it_does_in_torch(make):
     names = ("unscale_", "step", "update", "overflow", "scale", "copy")
     for calls in itertools.product(names, repeat=4):
         actual = run_calls(amp_ext.GradScaler, make, calls)
-        assert repr(actual) == repr(run_calls(TorchScaler, make, calls)), calls
+        assert repr(actual) == repr(run_calls(cases.TorchScaler, make, calls)), calls
 
 
 @pytest.mark.parametrize("name", ["unscale_", "step", "_check_inf_per_device", "update"])
 @as_torch
 def test_calls_before_the_first_scale_raise_torchs_error(scaler_class, name):
     arguments = () if name == "update" else (filled(1.0),)
-    return error_of(AssertionError, getattr(scaler_class("cpu"), name), *arguments)
+    return cases.error_of(AssertionError, getattr(scaler_class("cpu"), name), *arguments)
 
 
-@all_optimizers
+@cases.all_optimizers
 @as_torch
 def test_a_step_without_any_gradient_is_treated_as_by_torch(scaler_class, make, device):
-    optimizer, scaler = make(new_params(device)), ready(device, scaler_class)
+    optimizer, scaler = make(cases.new_params(device)), ready(device, scaler_class)
     try:
         scaler.step(optimizer)
     except AssertionError as error:
         return str(error)
-    text = error_of(AssertionError, scaler.update)
+    text = cases.error_of(AssertionError, scaler.update)
     assert text == "No inf checks were recorded prior to update."
     return text, params_of(optimizer)
 
@@ -299,8 +274,8 @@ def test_a_step_without_any_gradient_is_treated_as_by_torch(scaler_class, make, 
 # step
 
 
-@every_optimizer
-@clean_or_overflow
+@cases.every_optimizer
+@cases.clean_or_overflow
 @as_torch
 def test_the_step_that_is_called_is_the_one_on_the_instance(scaler_class, make, value, device):
     optimizer, calls = filled(value, device, make), []
@@ -308,18 +283,18 @@ def test_the_step_that_is_called_is_the_one_on_the_instance(scaler_class, make, 
 
     def patched(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> str:
         attributes = {name: getattr(self, name, "none") for name in ("grad_scale", "found_inf")}
-        calls.append((args, kwargs, described(attributes)))
+        calls.append((args, kwargs, cases.described(attributes)))
         original(*args, **kwargs)
         return "returned"
 
     optimizer.step = MethodType(patched, optimizer)
     returned = ready(device, scaler_class).step(optimizer)
-    assert len(calls) == (value == 4 or make is not torchs_sgd)
+    assert len(calls) == (value == 4 or make is not cases.torchs_sgd)
     leftovers = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
     return returned, calls, leftovers, params_of(optimizer)
 
 
-@over(OPTIMIZERS[1:])
+@cases.over(cases.OPTIMIZERS[1:])
 @as_torch
 def test_a_scale_set_on_the_optimizer_beforehand_joins_the_product(scaler_class, make, device):
     optimizer = with_grads(torch.tensor([8.0, -16.0, 1e-3], device=device), make=make)
@@ -333,14 +308,14 @@ class TakesTheScaler(torch.optim.SGD):
 
     _step_supports_amp_scaling = True
 
-    def step(self, closure: Any = None, *, grad_scaler: TorchScaler | None = None) -> str:
+    def step(self, closure: Any = None, *, grad_scaler: cases.TorchScaler | None = None) -> str:
         found = grad_scaler._check_inf_per_device(self)
         if sum(value.item() for value in found.values()) == 0:
             super().step()
         return "returned"
 
 
-@clean_or_overflow
+@cases.clean_or_overflow
 @as_torch
 def test_an_optimizer_that_takes_the_scaler_gets_it(scaler_class, value, device):
     optimizer = filled(value, device, lambda params: TakesTheScaler(params, 0.5))
@@ -351,7 +326,7 @@ def test_an_optimizer_that_takes_the_scaler_gets_it(scaler_class, value, device)
     return returned, params_of(optimizer), scaler.state_dict()
 
 
-@clean_or_overflow
+@cases.clean_or_overflow
 @pytest.mark.parametrize("supports_scaling", [False, True])
 @as_torch
 def test_anything_with_a_step_is_an_optimizer(scaler_class, value, supports_scaling, device):
@@ -363,7 +338,7 @@ def test_anything_with_a_step_is_an_optimizer(scaler_class, value, supports_scal
     return returned, scaler.state_dict(), grads_of(inner)
 
 
-@every_optimizer
+@cases.every_optimizer
 @pytest.mark.filterwarnings("error")
 @as_torch
 def test_a_learning_rate_schedule_is_followed_without_a_warning(scaler_class, make, device):
@@ -377,7 +352,7 @@ def test_a_learning_rate_schedule_is_followed_without_a_warning(scaler_class, ma
     return params_of(optimizer)
 
 
-@our_optimizers
+@cases.our_optimizers
 def test_step_and_update_do_not_wait_for_the_device(make, device):
     if device.type != "cuda":
         pytest.skip("only CUDA tells of a wait")
@@ -394,9 +369,9 @@ def test_step_and_update_do_not_wait_for_the_device(make, device):
 # A scale that has no finite inverse
 
 
-@every_optimizer
+@cases.every_optimizer
 @pytest.mark.parametrize("scale", [0.0, 1e-39], ids=str)
-@unscaled_first
+@cases.unscaled_first
 def test_at_a_scale_without_an_inverse_every_step_is_skipped(make, scale, unscale, device):
     param = Parameter(torch.ones(3, device=device))
     optimizer, scaler = make([param]), amp_ext.GradScaler(device.type, init_scale=scale)
@@ -406,7 +381,7 @@ def test_at_a_scale_without_an_inverse_every_step_is_skipped(make, scale, unscal
         for _ in range(3):
             optimizer.zero_grad()
             scaler.scale((param * 2).sum()).backward()
-            look_and_step(scaler, optimizer, unscale)
+            cases.look_and_step(scaler, optimizer, unscale)
             assert recorded(scaler, optimizer) == [1.0]
             scaler.update()
             told.append(len(caught))

@@ -9,29 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_cases as cases
+from awkward import BF16, F16, F32
 from reference import tolerance
 from torch import Tensor, nn
 from trainer_cases import (
-    BATCHES,
-    BF16,
-    F16,
-    F32,
-    GROWTH_INTERVAL,
-    PRECISIONS,
     TARGET,
-    TOO_LARGE,
-    WithLoss,
     X,
     assert_same,
     batches,
-    halving,
-    mse_loss,
     new_model,
     new_trainer,
     one_thread,  # noqa: F401
     params_of,
-    torchs_adamw,
-    torchs_sgd,
 )
 
 import amp_ext
@@ -49,17 +39,17 @@ Log = dict[str, list[Any]]  # what a training leaves behind; rates are of steps 
 def train_by_hand(device, precision, make, max_grad_norm=None, accumulation=1) -> Log:
     model, log = new_model(device), collections.defaultdict(list)
     optimizer = make(model.parameters())
-    scheduler = halving(optimizer)
+    scheduler = cases.halving(optimizer)
     scaler = torch.amp.GradScaler(
         device.type,
-        init_scale=TOO_LARGE,
-        growth_interval=GROWTH_INTERVAL,
+        init_scale=cases.TOO_LARGE,
+        growth_interval=cases.GROWTH_INTERVAL,
         enabled=precision == "fp16",
     )
     dtype = MixedPrecisionConfig(precision).dtype
     for index, (x, target) in enumerate(batches(device)):
         with torch.autocast(device.type, dtype, enabled=dtype != F32):
-            loss = mse_loss(model(x), target)
+            loss = cases.mse_loss(model(x), target)
         log["losses"].append(loss.item())
         scaler.scale(loss / accumulation).backward()
         log["scales"].append(scaler.get_scale())
@@ -86,9 +76,9 @@ def train_with_trainer(device, precision, make, max_grad_norm=None, accumulation
         precision,
         new_model(device),
         optimizer=make,
-        scheduler=halving,
-        initial_loss_scale=TOO_LARGE,
-        growth_interval=GROWTH_INTERVAL,
+        scheduler=cases.halving,
+        initial_loss_scale=cases.TOO_LARGE,
+        growth_interval=cases.GROWTH_INTERVAL,
         max_grad_norm=max_grad_norm,
         gradient_accumulation_steps=accumulation,
     )
@@ -110,11 +100,11 @@ def train_with_trainer(device, precision, make, max_grad_norm=None, accumulation
 
 BOTH = {"max_grad_norm": 0.5, "accumulation": 2}
 SETTINGS = [("fp16", {}), ("fp16", {"accumulation": 3}), ("fp16", {"max_grad_norm": 0.5})]
-SETTINGS += [(precision, BOTH) for precision in PRECISIONS]
+SETTINGS += [(precision, BOTH) for precision in cases.PRECISIONS]
 # Ours or torch's in the trainer; torch's by hand.
 OPTIMIZERS = [
-    pytest.param(torchs_sgd, torchs_sgd, id="torch-sgd"),
-    pytest.param(*[torchs_adamw] * 2, id="torch-adamw-fused"),
+    pytest.param(cases.torchs_sgd, cases.torchs_sgd, id="torch-sgd"),
+    pytest.param(*[cases.torchs_adamw] * 2, id="torch-adamw-fused"),
     pytest.param(
         lambda ps: amp_ext.optim.AdamW(ps, 0.05, eps=1e-3),
         lambda ps: torch.optim.AdamW(ps, 0.05, eps=1e-3),
@@ -128,7 +118,7 @@ OPTIMIZERS = [
 def test_training_is_that_of_a_loop_by_hand(device, precision, make, make_torchs, settings):
     actual = train_with_trainer(device, precision, make, **settings)
     expected = train_by_hand(device, precision, make_torchs, **settings)
-    steps = BATCHES // settings.get("accumulation", 1)
+    steps = cases.BATCHES // settings.get("accumulation", 1)
     assert len(actual["skipped"]) == steps
     if precision == "fp16":
         assert 0 < sum(expected["skipped"]) < steps - 3, "overflows and clean steps are wanted"
@@ -145,11 +135,11 @@ def test_training_is_that_of_a_loop_by_hand(device, precision, make, make_torchs
         torch.testing.assert_close(param, wanted, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
 def test_with_torchs_optimizer_training_has_the_bits_of_a_loop_by_hand(precision):
     cpu = torch.device("cpu")
-    actual = train_with_trainer(cpu, precision, torchs_sgd)
-    expected = train_by_hand(cpu, precision, torchs_sgd)
+    actual = train_with_trainer(cpu, precision, cases.torchs_sgd)
+    expected = train_by_hand(cpu, precision, cases.torchs_sgd)
     assert_same(actual.pop("params"), expected.pop("params"))
     assert {name: actual[name] for name in expected} == expected
 
@@ -172,7 +162,7 @@ def test_flush_steps_with_the_mean_of_what_is_left(scaled, make):
     xs, targets = zip(*data, strict=True)
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    mse_loss(model(torch.cat(xs)), torch.cat(targets)).backward()
+    cases.mse_loss(model(torch.cat(xs)), torch.cat(targets)).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     torch.testing.assert_close(metrics.grad_norm, norm, **tolerance(torch.float32))
@@ -203,7 +193,7 @@ class RecordingScaler(amp_ext.GradScaler):
 
 def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own():
     scaler = RecordingScaler("cpu", init_scale=8.0)
-    trainer = new_trainer(scaler=scaler, scheduler=halving)
+    trainer = new_trainer(scaler=scaler, scheduler=cases.halving)
     for x, target in batches(count=3):
         trainer.train_step(x, target)
     assert scaler.calls == ["update", "wait", "update", "wait", "update"]
@@ -219,8 +209,8 @@ def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own():
 
 @pytest.mark.parametrize("finish", ["flush", "state_dict"])
 def test_the_end_of_an_epoch_finishes_the_step_of_the_scheduler(finish):
-    trainer = new_trainer(scaler=amp_ext.GradScaler("cpu"), scheduler=halving)
-    plain = new_trainer(scheduler=halving)
+    trainer = new_trainer(scaler=amp_ext.GradScaler("cpu"), scheduler=cases.halving)
+    plain = new_trainer(scheduler=cases.halving)
     for each in (trainer, plain):
         each.train_step(X, TARGET)
     assert plain.scheduler.last_epoch == 1, "without a scaler it moves at once"
@@ -257,7 +247,7 @@ MAPPING = collections.UserDict(second=X, first=X, factor=1.0)
 @pytest.mark.parametrize("inputs", [(X, X), [X, X], {"first": X, "second": X}, MAPPING], ids=type)
 def test_inputs_are_passed_by_position_or_by_name(inputs):
     metrics = new_trainer(model=Adder()).train_step(inputs, TARGET)
-    assert torch.equal(metrics.loss, mse_loss(new_model()(2 * X), TARGET).detach())
+    assert torch.equal(metrics.loss, cases.mse_loss(new_model()(2 * X), TARGET).detach())
 
 
 class OrderedOutput(collections.OrderedDict):
@@ -281,7 +271,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
 def test_a_model_may_give_its_own_loss(wrap):
-    trainer = new_trainer(model=WithLoss(wrap), loss_function=None)
+    trainer = new_trainer(model=cases.WithLoss(wrap), loss_function=None)
     metrics = trainer.train_step({"x": X, "labels": TARGET})
     usual = new_trainer()
     wanted = usual.train_step(X, TARGET)
@@ -324,7 +314,7 @@ def test_autocast_is_on_where_it_has_something_to_do(precision, model, model_see
 
     def loss_function(output: Tensor) -> Tensor:
         seen.extend([torch.is_autocast_enabled("cpu"), output.dtype])
-        loss = mse_loss(output, TARGET)
+        loss = cases.mse_loss(output, TARGET)
         seen.append(loss.dtype)
         return loss
 
@@ -361,7 +351,7 @@ def test_a_16_bit_model_trains_as_with_masters_by_hand(device, precision):
     for x, target in batches(device, 10):
         metrics = trainer.train_step(x, target)
         model.zero_grad()
-        loss = mse_loss(model(x.to(dtype)).float(), target)
+        loss = cases.mse_loss(model(x.to(dtype)).float(), target)
         (loss * scale).backward()
         for param, master in zip(params, masters, strict=True):
             master.grad = param.grad.float() / scale
@@ -398,7 +388,7 @@ def test_our_optimizers_take_over_the_configured_norm_and_keep_their_own():
 
 @pytest.mark.parametrize("make", [amp_ext.optim.AdamW, torch.optim.AdamW], ids=["ours", "torchs"])
 def test_a_nan_loss_leaves_no_trace_but_in_the_scale(make):
-    options = {"optimizer": lambda params: make(params, 0.1), "scheduler": halving}
+    options = {"optimizer": lambda params: make(params, 0.1), "scheduler": cases.halving}
     trainer, spared = (
         new_trainer("fp16", initial_loss_scale=scale, max_grad_norm=1.0, **options)
         for scale in (64.0, 32.0)
@@ -444,7 +434,7 @@ def failing_loss(output: Tensor, target: Tensor) -> Tensor:
     """A loss function that fails in the forward or the backward pass if the target says so."""
     if target.isinf().any():
         raise RuntimeError("forward failed")
-    loss = mse_loss(output, target)
+    loss = cases.mse_loss(output, target)
     return RaisesInBackward.apply(loss) if target.isnan().any() else loss
 
 

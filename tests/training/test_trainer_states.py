@@ -12,26 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_cases as cases
+from awkward import BF16, F16, F32
 from torch import Tensor, nn
 from trainer_cases import (
-    BF16,
-    F16,
-    F32,
     PRECISIONS,
     TARGET,
-    TOO_LARGE,
-    WithLoss,
     X,
     assert_same,
-    batches,
-    halving,
-    mse_loss,
     new_model,
     new_trainer,
     one_thread,  # noqa: F401
     params_of,
-    torchs_adamw,
-    torchs_sgd,
 )
 
 import amp_ext
@@ -72,11 +64,13 @@ def test_metrics_are_tensors_and_become_numbers_on_request(device):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_metrics_keep_their_values_in_later_steps(precision):
     trainer, again = (
-        new_trainer(precision, max_grad_norm=1.0, initial_loss_scale=TOO_LARGE, growth_interval=1)
+        new_trainer(
+            precision, max_grad_norm=1.0, initial_loss_scale=cases.TOO_LARGE, growth_interval=1
+        )
         for _ in range(2)
     )
-    taken = [trainer.train_step(x, target) for x, target in batches(count=20)]
-    at_once = [str(again.train_step(x, target).to_dict()) for x, target in batches(count=20)]
+    taken = [trainer.train_step(x, target) for x, target in cases.batches(count=20)]
+    at_once = [str(again.train_step(x, target).to_dict()) for x, target in cases.batches(count=20)]
     assert [str(metrics.to_dict()) for metrics in taken] == at_once
     assert len(set(at_once)) == 20
 
@@ -94,7 +88,7 @@ def test_a_step_reads_no_tensor_on_the_host(precision, make, monkeypatch):
         max_grad_norm=1.0,
         gradient_accumulation_steps=2,
     )
-    data = batches(count=5)
+    data = cases.batches(count=5)
     for x, target in data:
         trainer.train_step(x, target)
     trainer.flush()
@@ -155,13 +149,13 @@ def test_a_resumed_training_has_the_same_bits(make_optimizer, dtype, at):
             "bf16" if dtype == BF16 else "fp16",
             new_model(dtype=dtype),
             optimizer=make_optimizer,
-            scheduler=halving,
-            initial_loss_scale=TOO_LARGE,
+            scheduler=cases.halving,
+            initial_loss_scale=cases.TOO_LARGE,
             growth_interval=2,
             gradient_accumulation_steps=2,
         )
 
-    data = batches(count=24)
+    data = cases.batches(count=24)
     straight, stopped = make(), make()
     for x, target in data[:at]:
         straight.train_step(x, target)
@@ -212,8 +206,18 @@ LOADING_ERRORS = {
         ),
         r"load_state_dict: state_dict must have \['scaler', 'gradients'\], got \['optimizer', ",
     ),
-    "a-scheduler-too-much": ({"scheduler": halving}, {}, dict, "none of a scheduler, got one"),
-    "no-scheduler": ({}, {"scheduler": halving}, dict, "must have one of a scheduler, got none"),
+    "a-scheduler-too-much": (
+        {"scheduler": cases.halving},
+        {},
+        dict,
+        "none of a scheduler, got one",
+    ),
+    "no-scheduler": (
+        {},
+        {"scheduler": cases.halving},
+        dict,
+        "must have one of a scheduler, got none",
+    ),
     "another-accumulation": (
         *(TWO_STEPS, THREE_STEPS, dict),
         rf"{WANTED % 3}, {GOT % ('unscaled', 4)}arameters: call flush\(\) before you save",
@@ -262,7 +266,7 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([X], 0.1))
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        ({"model": mse_loss}, "model must be torch's Module, got function"),
+        ({"model": cases.mse_loss}, "model must be torch's Module, got function"),
         ({"optimizer": None}, "optimizer must be torch's Optimizer, got NoneType"),
         ({"config": "bf16"}, "config must be amp_ext's MixedPrecisionConfig, got str"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "scaler must be amp_ext's GradScaler, got Grad"),
@@ -284,7 +288,7 @@ def fp16_parameters_with(make: Callable[..., Any], **settings: Any) -> dict[str,
 
 
 DISABLED, NOTHING = amp_ext.GradScaler("cpu", enabled=False), torch.optim.SGD([{"params": []}], 0.1)
-CLIPPED = fp16_parameters_with(torchs_adamw, max_grad_norm=1.0)
+CLIPPED = fp16_parameters_with(cases.torchs_adamw, max_grad_norm=1.0)
 OURS = "optimizer must be one of amp_ext.optim for parameters of torch.float16, got torch.optim"
 
 
@@ -294,7 +298,7 @@ OURS = "optimizer must be one of amp_ext.optim for parameters of torch.float16, 
         ({"scaler": DISABLED}, "scaler must be enabled, got a disabled one"),
         ({"optimizer": NOTHING}, "optimizer must have parameters, got none"),
         (
-            fp16_parameters_with(torchs_sgd),
+            fp16_parameters_with(cases.torchs_sgd),
             f"{OURS}.sgd.SGD, which cannot unscale and clip their gradients",
         ),
         (CLIPPED, f"{OURS}.adamw.AdamW, "),
@@ -320,10 +324,13 @@ def test_16_bit_parameters_need_their_own_precision(wanted, dtype, precision):
 
 NO_LOSS = [
     pytest.param(
-        WithLoss(lambda loss, logits: {"loss": loss, "logits": logits}), None, "none", id="dict"
+        cases.WithLoss(lambda loss, logits: {"loss": loss, "logits": logits}),
+        None,
+        "none",
+        id="dict",
     ),
     pytest.param(
-        WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits)),
+        cases.WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits)),
         None,
         "none",
         id="object",
