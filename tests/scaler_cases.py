@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,13 @@ def described(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value), [described(item) for item in value]
     return value
+
+
+def through_a_file(value: Any, weights_only: bool = False) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def error_of(kind: type[Exception], call: Callable[..., Any], *arguments: Any) -> str:

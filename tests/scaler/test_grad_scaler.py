@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 from types import MethodType
 from typing import Any
@@ -57,15 +56,12 @@ def test_getters_and_setters_are_torchs(scaler_class):
     return before, scaler.state_dict()
 
 
-BAD_FACTORS = [("growth_factor", 1.0), ("growth_factor", 0.5)]
-BAD_FACTORS += [("backoff_factor", 1.0), ("backoff_factor", 1.5)]
-
-
-@pytest.mark.parametrize(("name", "factor"), BAD_FACTORS)
+@pytest.mark.parametrize(("growth", "backoff"), [(1.0, 0.5), (0.5, 0.5), (2.0, 1.0), (2.0, 1.5)])
 @as_torch
-def test_bad_factors_are_refused_as_in_torch(scaler_class, name, factor):
-    assert not scaler_class("cpu", **{name: factor}, enabled=False).is_enabled()
-    return cases.error_of(AssertionError, lambda: scaler_class("cpu", **{name: factor}))
+def test_bad_factors_are_refused_as_in_torch(scaler_class, growth, backoff):
+    options = "cpu", 4.0, growth, backoff, 2000
+    assert not scaler_class(*options, enabled=False).is_enabled()
+    return cases.error_of(AssertionError, scaler_class, *options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -113,13 +109,6 @@ def test_outputs_are_scaled_as_by_torch(scaler_class, outputs):
 # State dict, pickle, copy
 
 
-def through_a_file(value: Any, **options: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, **options)
-
-
 @pytest.mark.parametrize(
     ("saved", "loading"),
     [(amp_ext.GradScaler, TorchScaler), (TorchScaler, amp_ext.GradScaler)],
@@ -132,7 +121,7 @@ def test_state_dicts_travel_between_ours_and_torchs_through_a_file(saved, loadin
     assert list(state) == list(TorchScaler("cpu").state_dict())
     assert {type(value) for value in state.values()} == {float, int}
     for target in (loading("cpu"), ready(scaler_class=loading)):
-        target.load_state_dict(through_a_file(state, weights_only=True) | {"of_later": 1})
+        target.load_state_dict(cases.through_a_file(state, weights_only=True) | {"of_later": 1})
         assert target.state_dict() == state
         target.scale(torch.ones(()))
         actual = described([target._scale, target._growth_tracker])
@@ -222,7 +211,8 @@ def test_a_counter_and_factors_set_from_outside_are_used(device):
 @pytest.mark.parametrize("value", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("how", ["edited", "replaced", "replaced-by-vector", "assigned"])
 def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, device):
-    optimizer, scaler = filled(1.0, device, make), ready(device, growth_interval=1)
+    optimizer = filled(1.0 if value else INF, device, make)  # nobody looks again
+    scaler = ready(device, growth_interval=1)
     found_inf = torch.full((1,) if how == "replaced-by-vector" else (), value, device=device)
     if how == "assigned":
         scaler._per_optimizer_states[id(optimizer)] = {
@@ -240,14 +230,6 @@ def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, dev
     assert bool((params_of(optimizer)[0] == 1).all()) == (value != 0)
     scaler.update()
     assert scaler.get_scale() == (2 if value else 8)
-
-
-def test_an_overflow_that_is_edited_away_is_stepped(device):
-    optimizer, scaler = with_grads(torch.tensor([4.0, INF], device=device)), ready(device)
-    scaler.unscale_(optimizer)
-    cases.set_recorded(scaler, optimizer, 0)
-    scaler.step(optimizer)
-    assert params_of(optimizer)[0].tolist() == [0.5, -INF]
 
 
 def test_per_optimizer_states_may_be_assigned(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import scaler_cases as cases
 import torch
 from reference import same_bits
+from rows import rows
 from scaler_cases import INF, NAN, TorchScaler, filled, new_params, our_adamw_with_norm, over, ready
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -139,8 +141,8 @@ def test_an_optimizer_names_its_parameters(make, names, expected, params, device
     for number, tensor in enumerate(tensors):
         tensor.grad = torch.ones_like(tensor)
         spoil(tensor if params else tensor.grad, *[NAN] * number)
-    rows = list(zip(names, tensors, strict=True)) if names else tensors
-    optimizer = make([{"params": rows[:2]}, {"params": rows[2:]}])
+    params_or_pairs = list(zip(names, tensors, strict=True)) if names else tensors
+    optimizer = make([{"params": params_or_pairs[:2]}, {"params": params_or_pairs[2:]}])
     found = amp_ext.find_nonfinite(optimizer, params=params)
     assert list(found.items()) == [(expected[0], 1), (expected[1], 2)]
 
@@ -168,18 +170,19 @@ def test_tied_parameters_are_named_once(device):
 
 @pytest.mark.parametrize(
     ("indices", "values", "expected"),
-    [
-        pytest.param([1, 3], [1.0, NAN], 1, id="coalesced"),
-        pytest.param([1, 1, 2], [1.0, INF, INF], 2, id="duplicates"),
-        pytest.param([0, 0], [3e38, 3e38], 1, id="a-sum-that-overflows"),
-        pytest.param([0, 0], [INF, -INF], 1, id="a-sum-that-is-nan"),
-        pytest.param([], [], 0, id="empty"),
-    ],
+    rows(
+        {
+            "coalesced": ([1, 3], [1.0, NAN], 1),
+            "duplicates": ([1, 1, 2], [1.0, INF, INF], 2),
+            "a-sum-that-overflows": ([0, 0], [3e38, 3e38], 1),
+            "a-sum-that-is-nan": ([0, 0], [INF, -INF], 1),
+            "empty": ([], [], 0),
+        }
+    ),
 )
 def test_sparse_gradients_are_counted(indices, values, expected, device):
-    rows = torch.tensor([indices], dtype=torch.int64)
-    options = {"device": device, "check_invariants": True}
-    grad = torch.sparse_coo_tensor(rows, torch.tensor(values), (5,), **options)
+    places, options = torch.tensor([indices]).long(), {"device": device, "check_invariants": True}
+    grad = torch.sparse_coo_tensor(places, torch.tensor(values), (5,), **options)
     assert found_in_grad(grad) == ({"grad": expected} if expected else {})
 
 
@@ -251,22 +254,20 @@ def test_an_overflow_is_logged_with_some_names(count, ending, device, caplog):
 # handle_nan_loss
 
 
-BAD_LOSSES = {
-    "nan": (torch.tensor(NAN), "NaN"),
-    "inf": (torch.tensor(INF), "inf"),
-    "minus-inf": (torch.tensor(-INF), "inf"),
-    "half": (torch.tensor(NAN, dtype=torch.float16), "NaN"),
-    "bfloat16": (torch.tensor(INF, dtype=torch.bfloat16), "inf"),
-    "one-of-three": (torch.tensor([1.0, INF, 2.0]), "inf"),
-    "both": (torch.tensor([[INF], [NAN]]), "NaN"),
-    "with-a-graph": (torch.tensor(NAN, requires_grad=True) * 2, "NaN"),
-    "number-nan": (NAN, "NaN"),
-    "number-inf": (-INF, "inf"),
-    "numpy": (np.float64(NAN), "NaN"),
-}
+NANS = [
+    torch.tensor(NAN),
+    torch.tensor(NAN).half(),
+    torch.tensor([[INF], [NAN]]),
+    NAN,
+    np.float64(NAN),
+]
+NANS += [torch.tensor(NAN, requires_grad=True) * 2]
+INFS = [-INF, torch.tensor(INF), torch.tensor(-INF), torch.tensor(INF).bfloat16()]
+INFS += [torch.tensor([1.0, INF, 2.0])]
+BAD_LOSSES = [*itertools.product(NANS, ["NaN"]), *itertools.product(INFS, ["inf"])]
 
 
-@pytest.mark.parametrize(("loss", "what"), BAD_LOSSES.values(), ids=BAD_LOSSES)
+@pytest.mark.parametrize(("loss", "what"), BAD_LOSSES, ids=repr)
 def test_a_bad_loss_is_told_and_logged_once(loss, what, caplog):
     with caplog.at_level(logging.DEBUG):
         assert amp_ext.handle_nan_loss(loss) is True
@@ -274,18 +275,11 @@ def test_a_bad_loss_is_told_and_logged_once(loss, what, caplog):
     assert caplog.record_tuples == [("amp_ext", logging.WARNING, text)]
 
 
-GOOD_LOSSES = {
-    "zero": torch.tensor(0.0),
-    "largest-half": torch.tensor(65504.0, dtype=torch.float16),
-    "several": torch.tensor([1.0, -3e38]),
-    "int-tensor": torch.tensor(3),
-    "none-at-all": torch.empty(0),
-    "number": 1e308,
-    "int": 7,
-}
+GOOD_LOSSES = [torch.tensor(0.0), torch.tensor(65504.0).half(), torch.tensor([1.0, -3e38])]
+GOOD_LOSSES += [torch.tensor(3), torch.empty(0), 1e308, 7]
 
 
-@pytest.mark.parametrize("loss", GOOD_LOSSES.values(), ids=GOOD_LOSSES)
+@pytest.mark.parametrize("loss", GOOD_LOSSES, ids=repr)
 @pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, TorchScaler])
 def test_a_good_loss_changes_nothing(loss, scaler_class, caplog):
     optimizer, scaler = filled(4.0), ready(scaler_class=scaler_class)

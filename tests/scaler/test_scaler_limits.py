@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
-import io
 import pickle
 import random
 from typing import Any
@@ -15,7 +14,8 @@ import scaler_cases as cases
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scaler_cases import INF, NAN, TorchScaler, as_torch, error_of, filled, params_of, ready, scales
+from rows import rows
+from scaler_cases import INF, NAN, TorchScaler, error_of, filled, params_of, ready, scales
 from torch import Tensor
 
 import amp_ext
@@ -67,93 +67,68 @@ class Rules:
                 self.overflows_since_growth = 0
         return self.scale
 
-    def hysteresis_tracker(self) -> int:
-        """Returns how many overflows are left until one backs off, that one included."""
-        return max(self.hysteresis - self.overflows_since_growth, 1)
+    def scales(self, sequence: str) -> list[float]:
+        """Returns the scale after each iteration of a sequence: "x" overflows, "." does not."""
+        return [self.update(letter == "x") for letter in sequence]
 
 
 # The rules
 
 
-LIMITS_OF_ONE = {"growth_interval": 1, "min_scale": 4.0, "max_scale": 4.0}
-STATIC = {"growth_interval": 1, "dynamic": False}
+EACH, EVERY_SECOND = {"growth_interval": 1}, {"growth_interval": 2}
+TWO, THREE = {"hysteresis": 2}, {"hysteresis": 3}
+STATIC = EACH | {"dynamic": False}
+ROUNDS = {"growth_factor": 1.7, "backoff_factor": 0.3}
+AT_THE_LARGEST = {"init_scale": LARGEST, "max_scale": 1e300}
+NEAR_THE_LARGEST = {"init_scale": 2.0**126, "min_scale": 2.0**120}
 
 
 @pytest.mark.parametrize(
     ("options", "sequence", "expected"),
-    [
-        pytest.param({}, "xx.", [2, 1, 1], id="torchs-rules"),
-        pytest.param({"growth_interval": 3}, ".......", [4, 4, 8, 8, 8, 16, 16], id="growth"),
-        pytest.param({"min_scale": 3.0}, "xxx", [3, 3, 3], id="backs-off-to-the-minimum"),
-        pytest.param({"min_scale": 4.0}, "x.", [4, 4], id="starts-at-the-minimum"),
-        pytest.param({"min_scale": 0.0}, "xx", [2, 1], id="a-minimum-of-zero"),
-        pytest.param({"min_scale": 1, "growth_interval": 1}, "xxx..", [2, 1, 1, 2, 4], id="again"),
-        pytest.param({"max_scale": 10, "growth_interval": 1}, "...x", [8, 10, 10, 5], id="maximum"),
-        pytest.param({"max_scale": 4, "growth_interval": 1}, "..x.", [4, 4, 2, 4], id="at-maximum"),
-        pytest.param({"max_scale": INF, "growth_interval": 1}, "..", [8, 16], id="no-maximum"),
-        pytest.param(LIMITS_OF_ONE, ".x.", [4, 4, 4], id="no-room-between-the-limits"),
-        pytest.param(STATIC, "..xx.", [4, 4, 4, 4, 4], id="static"),
-        pytest.param(STATIC | {"hysteresis": 2}, "xxx.", [4] * 4, id="static-with-hysteresis"),
-        pytest.param({"hysteresis": 3}, "xxxxx", [4, 4, 2, 1, 0.5], id="from-the-third-on"),
-        pytest.param({"hysteresis": 3}, "x.x.x.x", [4, 4, 4, 4, 2, 2, 1], id="not-in-a-row"),
-        pytest.param(
-            {"hysteresis": 2, "growth_interval": 2},
-            "xx.x..xx",
-            [4, 2, 2, 1, 1, 2, 2, 1],
-            id="a-growth-refills",
-        ),
-        pytest.param(
-            {"hysteresis": 2, "growth_interval": 3}, "x..x", [4, 4, 4, 2], id="clean-steps-do-not"
-        ),
-        pytest.param(
-            {"hysteresis": 2, "growth_interval": 1, "max_scale": 4.0},
-            "x..x",
-            [4, 4, 4, 2],
-            id="nor-does-a-growth-that-the-maximum-forbids",
-        ),
-        pytest.param(
-            {"hysteresis": 2, "growth_interval": 2}, ".x.x", [4, 4, 4, 2], id="the-count-restarts"
-        ),
-        pytest.param({"hysteresis": 2, "min_scale": 3}, "xxxx", [4, 3, 3, 3], id="both"),
-        pytest.param(
-            {"init_scale": LARGEST, "max_scale": 1e300, "growth_interval": 1},
-            ".",
-            [LARGEST],
-            id="a-maximum-above-float32",
-        ),
-        pytest.param(
-            {"backoff_factor": 1e-30, "min_scale": 2.0**-14}, "xxx", [2.0**-14] * 3, id="never-zero"
-        ),
-        pytest.param({"growth_interval": 2, "min_scale": 0.3, "max_scale": 77.7}, "", [], id="any"),
-        pytest.param(
-            {"growth_interval": 2, "growth_factor": 1.7, "backoff_factor": 0.3, "max_scale": 1e6},
-            "",
-            [],
-            id="factors-that-round",
-        ),
-        pytest.param(
-            {"growth_interval": 2, "init_scale": 2.0**126, "min_scale": 2.0**120},
-            "....",
-            [2.0**126, *[2.0**127] * 3],
-            id="near-the-largest",
-        ),
-    ],
+    rows(
+        {
+            "torchs-rules": ({}, "xx.", [2, 1, 1]),
+            "growth": ({"growth_interval": 3}, ".......", [4, 4, 8, 8, 8, 16, 16]),
+            "backs-off-to-the-minimum": ({"min_scale": 3.0}, "xxx", [3, 3, 3]),
+            "starts-at-the-minimum": ({"min_scale": 4.0}, "x.", [4, 4]),
+            "a-minimum-of-zero": ({"min_scale": 0.0}, "xx", [2, 1]),
+            "again": (EACH | {"min_scale": 1}, "xxx..", [2, 1, 1, 2, 4]),
+            "maximum": (EACH | {"max_scale": 10}, "...x", [8, 10, 10, 5]),
+            "at-maximum": (EACH | {"max_scale": 4}, "..x.", [4, 4, 2, 4]),
+            "no-maximum": (EACH | {"max_scale": INF}, "..", [8, 16]),
+            "no-room": (EACH | {"min_scale": 4.0, "max_scale": 4.0}, ".x.", [4, 4, 4]),
+            "static": (STATIC, "..xx.", [4, 4, 4, 4, 4]),
+            "static-with-hysteresis": (STATIC | TWO, "xxx.", [4] * 4),
+            "from-the-third-on": (THREE, "xxxxx", [4, 4, 2, 1, 0.5]),
+            "not-in-a-row": (THREE, "x.x.x.x", [4, 4, 4, 4, 2, 2, 1]),
+            "a-growth-refills": (EVERY_SECOND | TWO, "xx.x..xx", [4, 2, 2, 1, 1, 2, 2, 1]),
+            "clean-steps-do-not": (TWO | {"growth_interval": 3}, "x..x", [4, 4, 4, 2]),
+            "nor-a-forbidden-growth": (EACH | TWO | {"max_scale": 4.0}, "x..x", [4, 4, 4, 2]),
+            "the-count-restarts": (EVERY_SECOND | TWO, ".x.x", [4, 4, 4, 2]),
+            "both": (TWO | {"min_scale": 3}, "xxxx", [4, 3, 3, 3]),
+            "a-maximum-above-float32": (EACH | AT_THE_LARGEST, ".", [LARGEST]),
+            "never-zero": ({"backoff_factor": 1e-30, "min_scale": 2**-14}, "xxx", [2**-14] * 3),
+            "any": (EVERY_SECOND | {"min_scale": 0.3, "max_scale": 77.7}, "", []),
+            "factors-that-round": (EVERY_SECOND | ROUNDS | {"max_scale": 1e6}, "", []),
+            "near-the-largest": (EVERY_SECOND | NEAR_THE_LARGEST, "....", [2**126, *[2**127] * 3]),
+        }
+    ),
 )
 def test_the_scale_follows_the_overflows(options, sequence, expected, device):
     rules, scaler = Rules(**options), ready(device, **options)
-    assert scales(scaler, sequence, device) == expected
-    assert [rules.update(letter == "x") for letter in sequence] == expected
+    assert scales(scaler, sequence, device) == rules.scales(sequence) == expected
     draw = random.Random(0)
     for _ in range(20):
         longer = "".join(draw.choices(".x", [0.65, 0.35], k=10))
-        assert scales(scaler, longer, device) == [rules.update(letter == "x") for letter in longer]
+        assert scales(scaler, longer, device) == rules.scales(longer)
         assert_follows(scaler, rules)
 
 
 def assert_follows(scaler, rules):
     state = scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (rules.scale, rules.clean_steps)
-    assert state.get("_hysteresis_tracker", 1) == rules.hysteresis_tracker()
+    overflows_left = max(rules.hysteresis - rules.overflows_since_growth, 1)
+    assert state.get("_hysteresis_tracker", 1) == overflows_left
 
 
 options_of_scalers = st.fixed_dictionaries(
@@ -184,46 +159,16 @@ options_of_scalers = st.fixed_dictionaries(
     how=st.sampled_from(["as it is", "state dict", "pickle", "deepcopy"]),
 )
 def test_any_sequence_follows_the_rules_and_checkpoints(device, options, before, after, how):
-    rules = Rules(**options)
-    scaler = ready(device, **options)
-    assert scales(scaler, before, device) == [rules.update(letter == "x") for letter in before]
+    rules, scaler = Rules(**options), ready(device, **options)
+    assert scales(scaler, before, device) == rules.scales(before)
     if how == "state dict":
         state = scaler.state_dict()
         scaler = amp_ext.GradScaler(device.type, **options)
         scaler.load_state_dict(state)
     elif how != "as it is":
         scaler = pickle.loads(pickle.dumps(scaler)) if how == "pickle" else copy.deepcopy(scaler)
-    assert scales(scaler, after, device) == [rules.update(letter == "x") for letter in after]
+    assert scales(scaler, after, device) == rules.scales(after)
     assert_follows(scaler, rules)
-
-
-@as_torch
-def test_any_walk_through_updates_and_setters_is_torchs(scaler_class, device):
-    draw, optimizer = random.Random(1), filled(1.0, device)
-    scaler, log = ready(device, scaler_class, init_scale=0.1, growth_interval=2), []
-    for _ in range(300):
-        kind = draw.randrange(12)
-        if kind == 0:
-            scaler.set_growth_interval(draw.randrange(1, 5))
-        elif kind == 1:
-            scaler.set_growth_factor(draw.uniform(1.1, 3))
-        elif kind == 2:
-            scaler.set_backoff_factor(draw.uniform(0.1, 0.9))
-        elif kind == 3:
-            scaler.update(draw.uniform(1, 1e6))
-        else:
-            scaler.step(optimizer)
-            cases.set_recorded(scaler, optimizer, draw.choice([0, 0, 0, 1]))
-            scaler.update()
-        log.append(scaler.state_dict())
-    return log
-
-
-def test_growth_comes_when_the_counter_equals_the_interval(device):
-    scaler = ready(device, growth_interval=3)
-    scaler._growth_tracker.fill_(3)
-    assert scales(scaler, ".", device) == [4]
-    assert scaler._get_growth_tracker() == 4
 
 
 @pytest.mark.parametrize("bad", [[0], [1], [2], [0, 1, 2]], ids=str)
@@ -281,11 +226,8 @@ def test_a_scale_above_the_maximum_falls_and_does_not_grow(device):
 )
 def test_limits_that_do_not_enclose_the_scale_are_refused(smallest, largest):
     options = {"init_scale": 4.0, "min_scale": smallest, "max_scale": largest}
-    with pytest.raises(
-        ValueError,
-        match="^GradScaler: init_scale must lie between min_scale and max_scale, got "
-        f"init_scale=4.0, min_scale={smallest}, max_scale={largest}$",
-    ):
+    text = "^GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=4.0, "
+    with pytest.raises(ValueError, match=f"{text}min_scale={smallest}, max_scale={largest}$"):
         amp_ext.GradScaler("cpu", **options)
     assert not amp_ext.GradScaler("cpu", **options, enabled=False).is_enabled()
 
@@ -298,27 +240,22 @@ def test_counts_that_are_none_are_refused(name, count):
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("name", "value", "text"),
     [
-        ({"hysteresis_tracker": None}, "must be given with a hysteresis of 3, got None"),
-        ({"hysteresis_tracker": torch.ones(())}, "must be Int, got Float"),
-        ({"hysteresis_tracker": torch.ones(2).int()}, r"must be one element, got sizes \[2\]"),
-        ({"first_nonfinites": [torch.zeros(()).int()]}, "must be Long, got Int"),
+        ("hysteresis_tracker", None, "must be given with a hysteresis of 3, got None"),
+        ("hysteresis_tracker", torch.ones(()), "must be Int, got Float"),
+        ("hysteresis_tracker", torch.ones(2).int(), r"must be one element, got sizes \[2\]"),
+        ("first_nonfinites", [torch.zeros(()).int()], "must be Long, got Int"),
     ],
     ids=["no-tracker", "float-tracker", "two-trackers", "int-first"],
 )
-def test_bad_tensors_are_named_and_nothing_is_written(change, text):
+def test_bad_tensors_are_named_and_nothing_is_written(name, value, text):
     scale, growth_tracker = torch.full((), 4.0), torch.zeros((), dtype=torch.int32)
-    arguments: dict[str, Any] = {
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 1,
-        "hysteresis": 3,
-        "hysteresis_tracker": torch.ones((), dtype=torch.int32),
-    }
-    name = "hysteresis_tracker" if "hysteresis_tracker" in change else r"first_nonfinites\[0\]"
-    with pytest.raises(RuntimeError, match=f"^update_scale_: {name} {text}"):
-        ops.update_scale_(scale, growth_tracker, [torch.zeros(())], **arguments | change)
+    options: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1}
+    options |= {"hysteresis": 3, "hysteresis_tracker": torch.ones((), dtype=torch.int32)}
+    place = name if name == "hysteresis_tracker" else rf"{name}\[0\]"
+    with pytest.raises(RuntimeError, match=f"^update_scale_: {place} {text}"):
+        ops.update_scale_(scale, growth_tracker, [torch.zeros(())], **options | {name: value})
     assert (scale.item(), growth_tracker.item()) == (4, 0)
 
 
@@ -329,33 +266,30 @@ def test_the_state_dict_has_torchs_keys_and_the_hysteresis_only_if_there_is_one(
     torchs_keys = list(TorchScaler("cpu").state_dict())
     plain = ready(device, min_scale=1.0, max_scale=8.0, dynamic=False, hysteresis=1, warn_after=3)
     assert list(plain.state_dict()) == torchs_keys
-    patient = ready(device, hysteresis=3)
-    assert list(patient.state_dict()) == [*torchs_keys, "_hysteresis_tracker"]
-    scales(patient, "x", device)
-    state = patient.state_dict()
-    assert state["_hysteresis_tracker"] == 2
-    assert {type(value) for value in state.values()} == {float, int}
-
-
-def test_the_hysteresis_is_in_the_state_dict_before_the_first_scale():
-    scaler = amp_ext.GradScaler("cpu", hysteresis=3)
-    assert scaler.state_dict()["_hysteresis_tracker"] == 3
-    scaler.load_state_dict(scaler.state_dict() | {"_hysteresis_tracker": 2})
-    assert scaler.state_dict()["_hysteresis_tracker"] == 2
-    assert scales(scaler, "xx") == [65536, 32768]
+    for patient in (ready(device, hysteresis=3), amp_ext.GradScaler(device.type, hysteresis=3)):
+        state = patient.state_dict()
+        assert list(state) == [*torchs_keys, "_hysteresis_tracker"]
+        assert {type(value) for value in state.values()} == {float, int}
+        assert state["_hysteresis_tracker"] == 3
+        patient.load_state_dict(state | {"_hysteresis_tracker": 2})
+        assert patient.state_dict()["_hysteresis_tracker"] == 2
+        scales(patient, "x", device)
+        assert patient.state_dict()["_hysteresis_tracker"] == 1
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
 @pytest.mark.parametrize(
     ("hysteresis", "saved", "expected"),
-    [
-        pytest.param(3, 3, [8, 8, 4], id="full"),
-        pytest.param(3, 2, [8, 4, 2], id="one-used-up"),
-        pytest.param(3, 1, [4, 2, 1], id="used-up"),
-        pytest.param(2, 5, [8, 4, 2], id="more-than-it-has-itself"),
-        pytest.param(1, 5, [4, 2, 1], id="has-none-itself"),
-        pytest.param(3, None, [8, 8, 4], id="torchs"),
-    ],
+    rows(
+        {
+            "full": (3, 3, [8, 8, 4]),
+            "one-used-up": (3, 2, [8, 4, 2]),
+            "used-up": (3, 1, [4, 2, 1]),
+            "more-than-it-has-itself": (2, 5, [8, 4, 2]),
+            "has-none-itself": (1, 5, [4, 2, 1]),
+            "torchs": (3, None, [8, 8, 4]),
+        }
+    ),
 )
 def test_the_hysteresis_goes_on_where_it_was_saved(hysteresis, saved, expected, made, device):
     state = TorchScaler("cpu", init_scale=8.0).state_dict()
@@ -372,12 +306,8 @@ def test_the_hysteresis_goes_on_where_it_was_saved(hysteresis, saved, expected, 
 def test_a_state_with_hysteresis_loads_into_torchs_through_a_file():
     patient = ready(hysteresis=3, min_scale=2.0)
     scales(patient, ".x")
-    file = io.BytesIO()
-    torch.save(patient.state_dict(), file)
-    file.seek(0)
-    theirs = TorchScaler("cpu")
-    theirs.load_state_dict(torch.load(file, weights_only=True))
-    saved = patient.state_dict()
+    theirs, saved = TorchScaler("cpu"), patient.state_dict()
+    theirs.load_state_dict(cases.through_a_file(saved, weights_only=True))
     assert saved.pop("_hysteresis_tracker") == 2
     assert theirs.state_dict() == saved
     patient.load_state_dict(theirs.state_dict())
@@ -403,10 +333,10 @@ def test_a_duplicate_goes_on_alike_and_shares_nothing(duplicate, made, device):
     options |= {"init_scale": 0.1, "growth_factor": 1.7, "backoff_factor": 0.3}
     rules, scaler = Rules(**options), amp_ext.GradScaler(device.type, **options)
     done, rest = "x." if made else "", "xxx....xxxx"
-    assert scales(scaler, done, device) == [rules.update(letter == "x") for letter in done]
+    assert scales(scaler, done, device) == rules.scales(done)
     twin = duplicate(scaler)
     assert type(twin) is amp_ext.GradScaler
-    expected = [rules.update(letter == "x") for letter in rest]
+    expected = rules.scales(rest)
     assert scales(twin, rest, device) == expected
     assert scales(scaler, rest, device) == expected
     assert twin.state_dict() == scaler.state_dict()
@@ -415,22 +345,17 @@ def test_a_duplicate_goes_on_alike_and_shares_nothing(duplicate, made, device):
 # update(new_scale)
 
 
-NEW_SCALES = {
-    "float": lambda device: 512.0,
-    "int": lambda device: 512,
-    "tensor": lambda device: torch.full((), 512.0, device=device),
-    "one-element-vector": lambda device: torch.full((1,), 512.0, device=device),
-    "matrix": lambda device: torch.full((1, 1), 512.0, device=device),
-    "integer-tensor": lambda device: torch.tensor(512, device=device),
-    "half": lambda device: torch.full((), 512.0, dtype=torch.float16, device=device),
-    "double": lambda device: torch.full((), 512.0, dtype=torch.float64, device=device),
-}
+FULL = torch.tensor(512.0)
+NEW_SCALES = [512.0, 512, FULL, FULL.view(1), FULL.view(1, 1)]
+NEW_SCALES += [FULL.long(), FULL.half(), FULL.double()]
 
 
-@pytest.mark.parametrize("kind", NEW_SCALES)
+@pytest.mark.parametrize("new_scale", NEW_SCALES, ids=repr)
 @pytest.mark.parametrize("value", [None, 1.0, INF], ids=["no-step", "clean", "overflow"])
-def test_a_new_scale_replaces_the_rules_for_one_update(value, kind, device):
-    scaler, new_scale = ready(device, growth_interval=2, hysteresis=2), NEW_SCALES[kind](device)
+def test_a_new_scale_replaces_the_rules_for_one_update(value, new_scale, device):
+    scaler = ready(device, growth_interval=2, hysteresis=2)
+    if isinstance(new_scale, Tensor):
+        new_scale = new_scale.to(device, copy=True)
     scales(scaler, ".", device)
     scale, optimizer = scaler._scale, filled(value or 1.0, device)
     if value is not None:
@@ -446,11 +371,10 @@ def test_a_new_scale_replaces_the_rules_for_one_update(value, kind, device):
     assert scales(scaler, ".", device) == [1024], "the count of clean iterations went on"
 
 
-BAD_TENSORS = [torch.ones(2), torch.ones(0), torch.ones((), device="meta")]
-BAD_TENSORS += [torch.ones((), requires_grad=True)]
+BAD_TENSORS = torch.ones(2), torch.ones(0), torch.ones((), requires_grad=True)
 
 
-@pytest.mark.parametrize("new_scale", [*BAD_TENSORS, "much", [2.0]])
+@pytest.mark.parametrize("new_scale", [*BAD_TENSORS, torch.ones((), device="meta"), "much", [2.0]])
 def test_a_bad_new_scale_is_refused_and_the_iteration_can_still_be_updated(new_scale):
     scaler, optimizer = ready(), filled(INF)
     scaler.step(optimizer)

@@ -7,6 +7,7 @@ import logging
 import pytest
 import scaler_cases as cases
 import torch
+from rows import rows
 from scaler_cases import all_optimizers, give_grads, iterate, name_of_last, named, new_params, ready
 from torch.nn import Parameter
 
@@ -17,11 +18,9 @@ import amp_ext
 
 @cases.unscaled_first
 @all_optimizers
-@pytest.mark.parametrize(
-    ("bad", "first"),
-    [pytest.param((2,), 2, id="last"), pytest.param((2, 1), 1, id="first-of-two")],
-)
-def test_the_first_bad_parameter_is_named(make, bad, first, unscale, device):
+@pytest.mark.parametrize("bad", [(2,), (2, 1)], ids=["last", "first-of-two"])
+def test_the_first_bad_parameter_is_named(make, bad, unscale, device):
+    first = min(bad)
     names = ["body.weight", "body.bias", "head.weight"]
     for params, expected in (
         (named(device, *names), names[first]),
@@ -128,33 +127,24 @@ SKIPPED = (
     "first bad gradient was that of bias. Gradients that are inf or NaN at any scale come from "
     "the model or the data."
 )
+AFTER_3 = {"warn_after": 3}
+TWO_SERIES = {3: SKIPPED % (3, 3, 8), 4: SETTLED % (8, 3), 7: SKIPPED % (3, 7, 1)}
+TWO_SKIPS = {1: SKIPPED % (1, 1, 32), 2: SETTLED % (32, 1), 3: SKIPPED % (1, 3, 16)}
 
 
 @pytest.mark.parametrize(
     ("sequence", "options", "expected"),
-    [
-        pytest.param("...x..", {}, {1: SETTLED % (64, 0)}, id="settled-at-once"),
-        pytest.param("xxx..x.", {}, {4: SETTLED % (8, 3)}, id="settled-after-three"),
-        pytest.param(
-            "xxxxxx", {"warn_after": 3}, {3: SKIPPED % (3, 3, 8)}, id="one-warning-for-a-series"
-        ),
-        pytest.param(
-            "xx.xx.xx", {"warn_after": 3}, {3: SETTLED % (16, 2)}, id="none-for-short-series"
-        ),
-        pytest.param(
-            "xxx.xxxx.x",
-            {"warn_after": 3},
-            {3: SKIPPED % (3, 3, 8), 4: SETTLED % (8, 3), 7: SKIPPED % (3, 7, 1)},
-            id="one-for-each-series",
-        ),
-        pytest.param(
-            "x.x.",
-            {"warn_after": 1},
-            {1: SKIPPED % (1, 1, 32), 2: SETTLED % (32, 1), 3: SKIPPED % (1, 3, 16)},
-            id="from-the-first",
-        ),
-        pytest.param("x" * 15, {}, {10: SKIPPED % (10, 10, 0.0625)}, id="after-ten"),
-    ],
+    rows(
+        {
+            "settled-at-once": ("...x..", {}, {1: SETTLED % (64, 0)}),
+            "settled-after-three": ("xxx..x.", {}, {4: SETTLED % (8, 3)}),
+            "one-warning-for-a-series": ("xxxxxx", AFTER_3, {3: SKIPPED % (3, 3, 8)}),
+            "none-for-short-series": ("xx.xx.xx", AFTER_3, {3: SETTLED % (16, 2)}),
+            "one-for-each-series": ("xxx.xxxx.x", AFTER_3, TWO_SERIES),
+            "from-the-first": ("x.x.", {"warn_after": 1}, TWO_SKIPS),
+            "after-ten": ("x" * 15, {}, {10: SKIPPED % (10, 10, 0.0625)}),
+        }
+    ),
 )
 def test_the_first_scale_and_each_series_of_skips_are_logged(
     sequence, options, expected, device, caplog

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import io
 import logging
 import sys
 import threading
@@ -277,14 +276,7 @@ def scale_of(update: int) -> float:
     return float(2 ** (done // 3 + done % 3))
 
 
-def through_a_file(scaler: amp_ext.GradScaler) -> amp_ext.GradScaler:
-    file = io.BytesIO()
-    torch.save(scaler, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("duplicate", [through_a_file, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("duplicate", [cases.through_a_file, copy.copy, copy.deepcopy])
 def test_a_duplicate_counts_anew(duplicate, device):
     scaler, optimizer = ready(device), our_sgd(new_params(device))
     iterate(scaler, optimizer)
@@ -333,6 +325,8 @@ def test_reading_does_not_touch_tensors(make, device):
     scaler, optimizer = ready(device, warn_after=2), make(named(device, "a", "b"))
     with tensors_out_of_reach():
         assert all_reads(scaler, optimizer)[0] is None
+        with pytest.raises(AssertionError, match="was read"):
+            torch.ones((), device=device).item()
     for bad in ((), (1,), (0,), (1,)):
         iterate(scaler, optimizer, bad=bad)
         scaler.last_step_skipped(wait=True)  # so that the answer is known
@@ -340,12 +334,6 @@ def test_reading_does_not_touch_tensors(make, device):
             assert scaler.last_step_skipped(optimizer) is bool(bad)
             assert scaler.stats().last_nonfinite == (None if not bad else "ab"[bad[0]])
             assert scaler.history().skipped[-1] is bool(bad)
-
-
-def test_the_guard_of_the_test_above_works(device):
-    tensor = torch.ones((), device=device)
-    with tensors_out_of_reach(), pytest.raises(AssertionError, match="was read"):
-        tensor.item()
 
 
 # Threads
@@ -401,11 +389,10 @@ def test_a_reader_in_another_thread_never_sees_torn_values(device):
 # The monitor
 
 
-def update_by_hand(monitor: Any, scale: Tensor, found_infs: list[float], **options: Any) -> float:
-    """Updates a scale with some flags, and returns it."""
-    device = scale.device
+def update_by_hand(monitor: Any, found_infs: list[float], device: Any, **options: Any) -> float:
+    """Updates a scale of 4 with some flags, and returns it."""
     rules = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1}
-    growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+    scale, growth_tracker = torch.full((), 4.0, device=device), torch.zeros((), device=device).int()
     flags = [torch.full((), float(value), device=device) for value in found_infs]
     ops.update_scale_(scale, growth_tracker, flags, **rules, monitor=monitor, **options)
     return scale.item()
@@ -416,16 +403,10 @@ def test_a_monitor_refuses_a_number_that_it_has_not_given(device):
     with pytest.raises(RuntimeError, match=r"^ScalerMonitor: slot must be below 0, got 0"):
         monitor.read_optimizer(0)
     message = r"^update_scale_: slots\[0\] must be one that the monitor has added, got 0"
-    scale = torch.full((), 4.0, device=device)
     with pytest.raises(RuntimeError, match=message):
-        update_by_hand(monitor, scale, [1.0])
-    assert scale.item() == 4
+        update_by_hand(monitor, [1.0], device)
     assert monitor.read().updates == 0
-
-
-def test_an_update_without_flags_is_a_clean_one(device):
-    monitor = ops.ScalerMonitor(torch.ones((), device=device))
-    assert update_by_hand(monitor, torch.full((), 4.0, device=device), []) == 8
+    assert update_by_hand(monitor, [], device) == 8, "without flags it is a clean one"
     assert (monitor.read().updates, monitor.read().skips) == (1, 0)
 
 
@@ -434,7 +415,7 @@ def test_the_numbers_of_first_bad_gradients_are_reset(device):
     slots = [monitor.add_optimizer() for _ in range(3)]
     firsts = [torch.full((), value, device=device) for value in (7, ops.NO_TENSOR, 5)]
     options = {"slots": slots, "first_nonfinites": firsts}
-    assert update_by_hand(monitor, torch.full((), 4.0, device=device), [1, 1, 0], **options) == 2
+    assert update_by_hand(monitor, [1, 1, 0], device, **options) == 2
     assert [first.item() for first in firsts] == [ops.NO_TENSOR] * 3
     report = monitor.read()
     assert (report.nonfinite_slot, report.nonfinite_number) == (slots[0], 7)

@@ -121,16 +121,16 @@ def test_step_of_our_optimizers_takes_fp16_gradients_and_leaves_them(make, value
 every_look = pytest.mark.parametrize("call", ["unscale_", "step", "_check_inf_per_device"])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param([1.0, 2.0, 4.0], id="clean"),
-        pytest.param([1.0, INF, 4.0], id="inf"),
-        pytest.param([3e38, 1.0, 3e38], id="sum-of-duplicates-overflows"),
-        pytest.param([4e4, 1.0, 4e4], id="sum-overflows-in-half"),
-        pytest.param([], id="no-values"),
-    ],
-)
+SPARSE_VALUES = {
+    "clean": [1.0, 2.0, 4.0],
+    "inf": [1.0, INF, 4.0],
+    "sum-of-duplicates-overflows": [3e38, 1.0, 3e38],
+    "sum-overflows-in-half": [4e4, 1.0, 4e4],
+    "no-values": [],
+}
+
+
+@pytest.mark.parametrize("values", SPARSE_VALUES.values(), ids=SPARSE_VALUES)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @every_look
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
