@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import types
 from collections.abc import Callable, Iterator
@@ -14,15 +15,13 @@ from reference import same_bits
 from torch import Tensor, nn
 
 import amp_ext
-from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
+from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer, StepMetrics
 
 # So large that the first steps overflow and the scale must come down; then it grows soon.
 TOO_LARGE, GROWTH_INTERVAL = 2.0**20, 3
 BATCHES = 36
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 mse_loss = nn.functional.mse_loss
 
@@ -72,6 +71,10 @@ def new_trainer(precision: str = "fp32", model: nn.Module | None = None, **optio
     return MixedPrecisionTrainer(model, optimizer, config, **options)
 
 
+def two_trainers(*arguments: Any, **options: Any) -> list[Any]:
+    return [new_trainer(*arguments, **options) for _ in range(2)]
+
+
 def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """A learning rate that is another one after each step."""
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -81,8 +84,23 @@ def params_of(trainer: MixedPrecisionTrainer) -> list[Tensor]:
     return [param.detach().clone() for param in trainer.model.parameters()]
 
 
+def grads_of(trainer: MixedPrecisionTrainer) -> list[Tensor]:
+    return [param.grad.clone() for param in trainer.model.parameters()]
+
+
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
     assert all(map(same_bits, actual, expected))
+
+
+def ours_and_torchs(name: str, lr: float, **options: Any) -> pytest.MarkDecorator:
+    """Parametrizes ``make`` over our optimizer and torch's of that name."""
+    classes = getattr(amp_ext.optim, name), getattr(torch.optim, name)
+    makes = [functools.partial(each, lr=lr, **options) for each in classes]
+    return pytest.mark.parametrize("make", makes, ids=["ours", "torchs"])
+
+
+def train_on(trainer: MixedPrecisionTrainer, data: Any) -> list[StepMetrics]:
+    return [trainer.train_step(x, target) for x, target in data]
 
 
 def torchs_sgd(params: Any) -> torch.optim.Optimizer:

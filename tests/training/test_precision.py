@@ -7,12 +7,15 @@ import json
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from awkward import BF16, F16, F32, F64
 from reference import same_bits
+from rows import rows
 from torch import Tensor, nn
-from trainer_cases import one_thread  # noqa: F401
+from trainer_cases import WithLoss, X, one_thread  # noqa: F401
 
 import amp_ext
 from amp_ext.training import (
@@ -25,9 +28,6 @@ from amp_ext.training import (
     choose_precision,
 )
 from amp_ext.training.precision import Facts, choose_from_facts, gather_facts
-
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
 
 # The choice.
 
@@ -70,16 +70,18 @@ def test_each_kind_of_device_and_model_has_its_precision(given, chosen, parts):
 
 @pytest.mark.parametrize(
     ("given", "slow"),
-    [
-        pytest.param(gpu(8, 0, BF16), False, id="bf16-on-ampere"),
-        pytest.param(gpu(7, 5, BF16), True, id="bf16-on-turing"),
-        pytest.param(gpu(7, 5, F16), False, id="fp16-on-turing"),
-        pytest.param(gpu(6, 1, F16), True, id="fp16-on-pascal"),
-        pytest.param(facts("cpu", BF16, **CPU_WITH_BF16), False, id="bf16-on-cpu"),
-        pytest.param(facts("cpu", BF16), True, id="bf16-on-old-cpu"),
-        pytest.param(facts("cpu", F16, **CPU_WITH_BF16), True, id="fp16-on-cpu"),
-        pytest.param(facts("mps", F16), False, id="another-device"),
-    ],
+    rows(
+        {
+            "bf16-on-ampere": (gpu(8, 0, BF16), False),
+            "bf16-on-turing": (gpu(7, 5, BF16), True),
+            "fp16-on-turing": (gpu(7, 5, F16), False),
+            "fp16-on-pascal": (gpu(6, 1, F16), True),
+            "bf16-on-cpu": (facts("cpu", BF16, **CPU_WITH_BF16), False),
+            "bf16-on-old-cpu": (facts("cpu", BF16), True),
+            "fp16-on-cpu": (facts("cpu", F16, **CPU_WITH_BF16), True),
+            "another-device": (facts("mps", F16), False),
+        }
+    ),
 )
 def test_parameters_in_16_bits_on_a_slow_device_are_told_so(given, slow):
     assert ("float32 would be faster" in choose_from_facts(given).reason) == slow
@@ -93,13 +95,13 @@ def test_batch_norm_in_16_bits_is_warned_of(dtype):
 
 def test_models_that_leave_no_choice_are_refused():
     both = nn.Sequential(nn.Linear(2, 2, dtype=F16), nn.Linear(2, 2, dtype=BF16))
-    text = "parameters to train must be in one 16-bit dtype, got float16 and bfloat16"
-    with pytest.raises(ValueError, match=f"^choose_precision: {text}"):
-        choose_precision(both)
+    for model, text in (
+        (both, "parameters to train must be in one 16-bit dtype, got float16 and bfloat16"),
+        (nn.ReLU(), "device must be given for a model without parameters, got None"),
+    ):
+        with pytest.raises(ValueError, match=f"^choose_precision: {text}"):
+            choose_precision(model)
     assert choose_precision(nn.ReLU(), "cpu").precision in ("fp32", "bf16")
-    text = "device must be given for a model without parameters, got None"
-    with pytest.raises(ValueError, match=f"^choose_precision: {text}"):
-        choose_precision(nn.ReLU())
 
 
 def test_only_parameters_to_train_count():
@@ -112,28 +114,23 @@ def test_only_parameters_to_train_count():
 
 
 @pytest.mark.parametrize(
-    ("library", "avx512", "amx"), list(itertools.product([True, False], repeat=3))
+    ("library", "avx512", "amx"), [*itertools.product([True, False], repeat=3)]
 )
 def test_a_cpu_needs_instructions_and_a_library_for_bf16(library, avx512, amx, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: library)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert gather_facts(nn.Linear(2, 2)).cpu_multiplies_bf16 == (library and (avx512 or amx))
-    chosen = "bf16" if library and (avx512 or amx) else "fp32"
-    assert choose_precision(nn.Linear(2, 2), "cpu").precision == chosen
+    able = library and (avx512 or amx)
+    assert gather_facts(nn.Linear(2, 2)).cpu_multiplies_bf16 == able
+    assert choose_precision(nn.Linear(2, 2), "cpu").precision == ("bf16" if able else "fp32")
 
 
 def test_the_capability_is_that_of_the_device(monkeypatch):
-    asked = []
-
-    def capability(device: torch.device) -> tuple[int, int]:
-        asked.append(device)
-        return 7, 5
-
+    capability = mock.Mock(return_value=(7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     choice = choose_precision(nn.Linear(2, 2), "cuda:1")
     assert (choice.precision, choice.needs_scaler) == ("fp16", True)
-    assert asked == [torch.device("cuda:1")]
+    capability.assert_called_once_with(torch.device("cuda:1"))
 
 
 def test_the_choice_for_this_machine_trains(device):
@@ -177,6 +174,11 @@ def all_bits(model: nn.Module, x: Tensor, calls: Tensor) -> dict[str, Tensor | N
     return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
 
 
+def switches(model: nn.Module) -> list[Any]:
+    params = [param.requires_grad for param in model.parameters()]
+    return [*params, *(module.training for module in model.modules()), torch.get_num_threads()]
+
+
 @pytest.mark.parametrize(("train", "has_grads"), [(True, False), (False, True)])
 def test_the_callers_model_inputs_and_random_numbers_stay(device, train, has_grads):
     model = Stateful().to(device).train(train)
@@ -187,27 +189,23 @@ def test_the_callers_model_inputs_and_random_numbers_stay(device, train, has_gra
         model(x, calls).sum().backward()
     model.first.bias.requires_grad_(False)
     before = all_bits(model, x, calls)
-    modules, params = list(model.modules()), list(model.parameters())
-    switches = [module.training for module in modules], [param.requires_grad for param in params]
-    threads = torch.get_num_threads()
+    before_switches = switches(model)
     result = benchmark_precision(model, (x, calls), steps=1)
     assert [row.error for row in result.rows] == [None] * 3
     after = all_bits(model, x, calls)
     for name, value in before.items():
         same = after[name] is None if value is None else same_bits(after[name], value)
         assert same, name
-    modes = [module.training for module in modules], [param.requires_grad for param in params]
-    assert modes == switches
-    assert torch.get_num_threads() == threads
+    assert switches(model) == before_switches
 
 
 def noting(model: nn.Module, seen: list[Any]) -> nn.Module:
     """Lets a linear layer and its copies note how they run."""
-    model.register_forward_hook(
-        lambda module, _, output: seen.append(
-            (output.dtype, module.training, module.weight.detach().sum().item())
-        )
-    )
+
+    def note(module: Any, _: Any, output: Tensor) -> None:
+        seen.append((output.dtype, module.training, module.weight.detach().sum().item()))
+
+    model.register_forward_hook(note)
     return model
 
 
@@ -243,58 +241,34 @@ def test_steps_run_with_the_callers_number_of_threads():
 
 
 def test_the_loss_function_and_the_optimizer_may_be_chosen():
-    calls = []
-
-    def loss_function(output: Tensor, targets: Tensor) -> Tensor:
-        calls.append(targets.tolist())
-        return nn.functional.cross_entropy(output, targets)
-
-    def optimizer(params: Any) -> torch.optim.Optimizer:
-        calls.append("made")
-        return torch.optim.SGD(params, 0.1)
-
-    result = benchmark_precision(
-        nn.Linear(6, 2),
-        {"input": torch.randn(3, 6)},
-        targets=torch.tensor([0, 1, 1]),
-        loss_function=loss_function,
-        precisions=("bf16",),
-        optimizer=optimizer,
-        steps=1,
-    )
-    assert [row.precision for row in result.rows] == ["bf16"]
-    assert result.rows[0].error is None
-    assert calls[0] == "made"
-    assert calls.count("made") == 1
-    assert calls.count([0, 1, 1]) == len(calls) - 1 > 3
-
-
-class Wrapped(nn.Module):
-    """Returns its output in some wrapping."""
-
-    def __init__(self, wrap: Any) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 2)
-        self.wrap = wrap
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wrap(self.linear(x))
+    loss_function = mock.Mock(side_effect=nn.functional.cross_entropy)
+    optimizer = mock.Mock(side_effect=lambda params: torch.optim.SGD(params, 0.1))
+    options = {"loss_function": loss_function, "optimizer": optimizer, "steps": 1}
+    inputs, targets = {"input": torch.randn(3, 6)}, torch.tensor([0, 1, 1])
+    (row,) = benchmark_precision(
+        nn.Linear(6, 2), inputs, targets=targets, precisions=("bf16",), **options
+    ).rows
+    assert (row.precision, row.error) == ("bf16", None)
+    optimizer.assert_called_once()
+    given = [call.args[1].tolist() for call in loss_function.call_args_list]
+    assert given == [[0, 1, 1]] * len(given)
+    assert len(given) > 3
 
 
 WRAPPINGS = {
-    "tensor": lambda y: y,
-    "loss": lambda y: y.mean(),
-    "dict-with-loss": lambda y: {"loss": y.mean(), "logits": y},
-    "dict-without-loss": lambda y: {"loss": None, "logits": y},
-    "nested": lambda y: ([y, y.argmax(1)], {"y": y}),
-    "object": lambda y: types.SimpleNamespace(logits=y),
+    "tensor": lambda loss, y: y,
+    "loss": lambda loss, y: y.mean(),
+    "dict-with-loss": lambda loss, y: {"loss": y.mean(), "logits": y},
+    "dict-without-loss": lambda loss, y: {"loss": loss, "logits": y},
+    "nested": lambda loss, y: ([y, y.argmax(1)], {"y": y}),
+    "object": lambda loss, y: types.SimpleNamespace(logits=y),
 }
 NO_LOSS = "ValueError: benchmark_precision: loss_function must be given for a model whose output is"
 
 
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_a_loss_is_made_of_most_outputs(name):
-    model, x = Wrapped(WRAPPINGS[name]), torch.randn(3, 6)
+    model, x = WithLoss(WRAPPINGS[name]), torch.randn(3, 6)
     (row,) = benchmark_precision(model, x, precisions=["fp32"], steps=1).rows
     assert row.error == (f"{NO_LOSS} SimpleNamespace" if name == "object" else None)
 
@@ -311,10 +285,10 @@ class FailsInHalf(nn.Linear):
 
 def test_16_bit_parameters_are_measured_in_their_own_precision_alone():
     result = benchmark_precision(nn.Linear(6, 2, dtype=BF16), torch.randn(3, 6), steps=1)
-    errors = [row.error for row in result.rows]
-    assert errors[2] is None
-    for error in errors[:2]:
-        assert "config.precision must be 'bf16' for parameters of torch.bfloat16" in error
+    *errors, last = [row.error for row in result.rows]
+    assert last is None
+    text = "config.precision must be 'bf16' for parameters of torch.bfloat16"
+    assert all(text in error for error in errors)
 
 
 def test_results_are_a_table_and_json_with_a_row_for_what_failed():
@@ -329,16 +303,12 @@ def test_results_are_a_table_and_json_with_a_row_for_what_failed():
     assert [row["precision"] for row in figures["rows"]] == ["fp32", "fp16", "bf16"]
     lines = str(result).splitlines()
     assert lines[0].strip() == "cpu, 1500 samples a step"
-    rows = {line.split()[1]: line.split()[3::2] for line in lines if line.startswith("│")}
+    shown = {line.split()[1]: line.split()[3::2] for line in lines if line.startswith("│")}
     fp32, bf16 = result.rows[0], result.rows[2]
-    assert rows["fp32"] == [
-        f"{1e3 * fp32.seconds_per_step:.3g}",
-        f"{fp32.samples_per_second:,.1f}",
-        "1.00",
-        "-",
-    ]
-    assert rows["bf16"][2] == f"{fp32.seconds_per_step / bf16.seconds_per_step:.2f}"
-    assert rows["fp16"][0] == "failed"
+    figures = f"{1e3 * fp32.seconds_per_step:.3g}", f"{fp32.samples_per_second:,.1f}"
+    assert shown["fp32"] == [*figures, "1.00", "-"]
+    assert shown["bf16"][2] == f"{fp32.seconds_per_step / bf16.seconds_per_step:.2f}"
+    assert shown["fp16"][0] == "failed"
     assert f"fp16: {error}" in str(result)
 
 
@@ -346,9 +316,7 @@ def test_memory_is_shown_in_mib():
     pytest.importorskip("rich")
     row = PrecisionTiming("fp32", 0.5, None, 3 * 2**20)
     table = str(PrecisionBenchmark("some GPU", None, 1, (row,)))
-    assert "some GPU, ? samples a step" in table
-    assert "500" in table
-    assert "3.0" in table
+    assert all(part in table for part in ("some GPU, ? samples a step", "500", "3.0"))
 
 
 def test_without_rich_the_table_says_what_to_install(monkeypatch):
@@ -359,20 +327,15 @@ def test_without_rich_the_table_says_what_to_install(monkeypatch):
         str(result)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"steps": 0}, "^benchmark_precision: steps must be 1 or more, got 0"),
-        (
-            {"precisions": ["fp32", "int8"]},
-            "precision must be 'fp32', 'bf16' or 'fp16', got 'int8'",
-        ),
-        (
-            {"targets": torch.zeros(3)},
-            "^benchmark_precision: loss_function must be given with targets, got None",
-        ),
-    ],
-)
+NO_INT8 = "precision must be 'fp32', 'bf16' or 'fp16', got 'int8'"
+NONSENSE = [
+    ({"steps": 0}, "^benchmark_precision: steps must be 1 or more, got 0"),
+    ({"precisions": ["fp32", "int8"]}, NO_INT8),
+    ({"targets": X}, "^benchmark_precision: loss_function must be given with targets, got None"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), NONSENSE)
 def test_a_benchmark_of_nonsense_is_refused(options, text):
     seen: list[Any] = []
     with pytest.raises(ValueError, match=text):

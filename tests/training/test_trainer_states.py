@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import sys
 import types
@@ -14,10 +13,13 @@ import pytest
 import torch
 import trainer_cases as cases
 from awkward import BF16, F16, F32
+from rows import rows
+from scaler_cases import through_a_file
 from torch import Tensor, nn
 from trainer_cases import (
     PRECISIONS,
     TARGET,
+    WithLoss,
     X,
     assert_same,
     new_model,
@@ -63,13 +65,9 @@ def test_metrics_are_tensors_and_become_numbers_on_request(device):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_metrics_keep_their_values_in_later_steps(precision):
-    trainer, again = (
-        new_trainer(
-            precision, max_grad_norm=1.0, initial_loss_scale=cases.TOO_LARGE, growth_interval=1
-        )
-        for _ in range(2)
-    )
-    taken = [trainer.train_step(x, target) for x, target in cases.batches(count=20)]
+    options = {"max_grad_norm": 1.0, "initial_loss_scale": cases.TOO_LARGE, "growth_interval": 1}
+    trainer, again = cases.two_trainers(precision, **options)
+    taken = cases.train_on(trainer, cases.batches(count=20))
     at_once = [str(again.train_step(x, target).to_dict()) for x, target in cases.batches(count=20)]
     assert [str(metrics.to_dict()) for metrics in taken] == at_once
     assert len(set(at_once)) == 20
@@ -78,21 +76,15 @@ def test_metrics_keep_their_values_in_later_steps(precision):
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
 
-@pytest.mark.parametrize("make", [amp_ext.optim.AdamW, torch.optim.AdamW], ids=["ours", "torchs"])
+@cases.ours_and_torchs("AdamW", 1e-3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_reads_no_tensor_on_the_host(precision, make, monkeypatch):
     """What would wait for a GPU must not be in the trainer, nor below it but where noted."""
-    trainer = new_trainer(
-        precision,
-        optimizer=lambda params: make(params, 1e-3),
-        max_grad_norm=1.0,
-        gradient_accumulation_steps=2,
-    )
-    data = cases.batches(count=5)
-    for x, target in data:
-        trainer.train_step(x, target)
+    options = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    trainer = new_trainer(precision, optimizer=make, **options)
+    data, readers = cases.batches(count=5), set()
+    cases.train_on(trainer, data)
     trainer.flush()
-    readers = set()
 
     def watched(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
         def note(*args: Any, **options: Any) -> Any:
@@ -103,14 +95,13 @@ def test_a_step_reads_no_tensor_on_the_host(precision, make, monkeypatch):
 
     for name in READS:
         monkeypatch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
-    for x, target in data:
-        trainer.train_step(x, target)
+    cases.train_on(trainer, data)
     trainer.flush()
     monkeypatch.undo()
     # On the CPU, where nothing waits, the scaler looks whether the scale fell to 0; torch's asks
     # whether to call torch's loop, which keeps its step counters on the CPU.
     allowed = ("amp_ext.grad_scaler", "torch.amp") if precision == "fp16" else ()
-    if make is torch.optim.AdamW:
+    if make.func is torch.optim.AdamW:
         allowed = (*allowed, "torch.optim")
         assert "torch.optim.adam" in readers or "torch.optim.optimizer" in readers
     assert {reader for reader in readers if not reader.startswith(allowed)} == set()
@@ -119,65 +110,43 @@ def test_a_step_reads_no_tensor_on_the_host(precision, make, monkeypatch):
 # Checkpoints.
 
 
-def resumed(state: dict[str, Any], model: nn.Module, make: Callable[[], Any]) -> Any:
-    """Returns a trainer that was loaded from a file."""
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "trainer": state}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    trainer = make()
-    trainer.train_step(X, TARGET)  # leaves nothing that lasts
-    trainer.model.load_state_dict(saved["model"])
-    trainer.load_state_dict(saved["trainer"])
-    return trainer
+TWO_STEPS = {"gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize(
-    "dtype", [F32, F16, BF16], ids=["fp32-params", "fp16-params", "bf16-params"]
-)
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        pytest.param(lambda params: amp_ext.optim.AdamW(params, 0.01), id="ours"),
-        pytest.param(lambda params: torch.optim.AdamW(params, 0.01, fused=True), id="torchs"),
-    ],
-)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@cases.ours_and_torchs("AdamW", 0.01, fused=True)
 @pytest.mark.parametrize("at", [6, 7], ids=["after-a-step", "amid-an-accumulation"])
-def test_a_resumed_training_has_the_same_bits(make_optimizer, dtype, at):
-    def make() -> MixedPrecisionTrainer:
-        return new_trainer(
-            "bf16" if dtype == BF16 else "fp16",
-            new_model(dtype=dtype),
-            optimizer=make_optimizer,
-            scheduler=cases.halving,
-            initial_loss_scale=cases.TOO_LARGE,
-            growth_interval=2,
-            gradient_accumulation_steps=2,
-        )
+def test_a_resumed_training_has_the_same_bits(make, dtype, at):
+    options = {"optimizer": make, "scheduler": cases.halving, **TWO_STEPS}
+    options |= {"initial_loss_scale": cases.TOO_LARGE, "growth_interval": 2}
+
+    def new() -> MixedPrecisionTrainer:
+        return new_trainer("bf16" if dtype == BF16 else "fp16", new_model(dtype=dtype), **options)
 
     data = cases.batches(count=24)
-    straight, stopped = make(), make()
-    for x, target in data[:at]:
-        straight.train_step(x, target)
-        stopped.train_step(x, target)
-    going_on = resumed(stopped.state_dict(), stopped.model, make)
-    for x, target in data[at:]:
-        wanted = straight.train_step(x, target)
-        metrics = going_on.train_step(x, target)
-        assert str(metrics.to_dict()) == str(wanted.to_dict())
+    straight, stopped, going_on = new(), new(), new()
+    cases.train_on(straight, data[:at])
+    cases.train_on(stopped, data[:at])
+    going_on.train_step(X, TARGET)  # leaves nothing that lasts
+    state = {"model": stopped.model.state_dict(), "trainer": stopped.state_dict()}
+    saved = through_a_file(state, weights_only=True)
+    going_on.model.load_state_dict(saved["model"])
+    going_on.load_state_dict(saved["trainer"])
+    metrics, wanted = (cases.train_on(trainer, data[at:]) for trainer in (going_on, straight))
+    assert [str(each.to_dict()) for each in metrics] == [str(each.to_dict()) for each in wanted]
     assert_same(params_of(going_on), params_of(straight))
-    assert not torch.equal(params_of(straight)[0], params_of(make())[0])
-    assert going_on.state_dict()["scheduler"] == straight.state_dict()["scheduler"]
-    assert going_on.state_dict()["scaler"] == straight.state_dict()["scaler"]
+    assert not torch.equal(params_of(straight)[0], params_of(new())[0])
+    for part in ("scheduler", "scaler"):
+        assert going_on.state_dict()[part] == straight.state_dict()[part]
 
 
 def test_a_loaded_trainer_shares_no_gradient_with_the_other():
-    first, second = (new_trainer(gradient_accumulation_steps=3) for _ in range(2))
+    first, second = cases.two_trainers(gradient_accumulation_steps=3)
     first.train_step(X, TARGET)
     second.load_state_dict(first.state_dict())
-    before = [param.grad.clone() for param in second.model.parameters()]
+    before = cases.grads_of(second)
     first.train_step(X, TARGET)
-    assert_same([param.grad for param in second.model.parameters()], before)
+    assert_same(cases.grads_of(second), before)
 
 
 @pytest.mark.parametrize(("old", "new"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
@@ -193,60 +162,44 @@ def test_the_precision_may_change_between_two_runs(old, new):
     assert after.optimizer.state_dict()["state"][0]["step"] == 2
 
 
-TWO_STEPS = {"gradient_accumulation_steps": 2}
 THREE_STEPS = {"gradient_accumulation_steps": 3}
 SCALED = {**TWO_STEPS, "scaler": amp_ext.GradScaler("cpu")}
+SCHEDULED = {"scheduler": cases.halving}
 WANTED, GOT = "must be %d to a step, unscaled, with 4 parameters", "got 2 to a step, %s, with %d p"
-LOADING_ERRORS = {
-    "entries-missing": (
-        *(
-            {},
-            {},
-            lambda state: {k: v for k, v in state.items() if k not in ("scaler", "gradients")},
-        ),
-        r"load_state_dict: state_dict must have \['scaler', 'gradients'\], got \['optimizer', ",
-    ),
-    "a-scheduler-too-much": (
-        {"scheduler": cases.halving},
-        {},
-        dict,
-        "none of a scheduler, got one",
-    ),
-    "no-scheduler": (
-        {},
-        {"scheduler": cases.halving},
-        dict,
-        "must have one of a scheduler, got none",
-    ),
-    "another-accumulation": (
-        *(TWO_STEPS, THREE_STEPS, dict),
-        rf"{WANTED % 3}, {GOT % ('unscaled', 4)}arameters: call flush\(\) before you save",
-    ),
-    "scaled-gradients": (SCALED, TWO_STEPS, dict, f"{WANTED % 2}, {GOT % ('scaled', 4)}"),
-    "gradients-missing": (
-        *(TWO_STEPS, TWO_STEPS, lambda state: {**state, "gradients": state["gradients"][1:]}),
-        f"{WANTED % 2}, {GOT % ('unscaled', 3)}",
-    ),
-}
+FEWER = r"load_state_dict: state_dict must have \['scaler', 'gradients'\], got \['optimizer', "
+ANOTHER = rf"{WANTED % 3}, {GOT % ('unscaled', 4)}arameters: call flush\(\) before you save"
+
+
+def without_entries(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: state[key] for key in state if key not in ("scaler", "gradients")}
+
+
+def without_a_gradient(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"gradients": state["gradients"][1:]}
 
 
 @pytest.mark.parametrize(
-    ("saved", "loading", "change", "text"), LOADING_ERRORS.values(), ids=LOADING_ERRORS
+    ("saved", "loading", "change", "text"),
+    [
+        ({}, {}, without_entries, FEWER),
+        (SCHEDULED, {}, dict, "none of a scheduler, got one"),
+        ({}, SCHEDULED, dict, "must have one of a scheduler, got none"),
+        (TWO_STEPS, THREE_STEPS, dict, ANOTHER),
+        (SCALED, TWO_STEPS, dict, f"{WANTED % 2}, {GOT % ('scaled', 4)}"),
+        (TWO_STEPS, TWO_STEPS, without_a_gradient, f"{WANTED % 2}, {GOT % ('unscaled', 3)}"),
+    ],
 )
 def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
     first, second = new_trainer(**saved), new_trainer(**loading)
     first.train_step(X, TARGET)
     second.train_step(X, TARGET)
-    before = second.state_dict()
-    grads = [param.grad.clone() for param in second.model.parameters()]
+    before, grads = second.state_dict(), cases.grads_of(second)
     state = change(first.state_dict())
     with pytest.raises(ValueError if "gradients" in state else KeyError, match=text):
         second.load_state_dict(state)
-    after = second.state_dict()
-    assert [before[key] for key in ("scheduler", "accumulated")] == [
-        after[key] for key in ("scheduler", "accumulated")
-    ]
-    assert_same([param.grad for param in second.model.parameters()], grads)
+    for key in ("scheduler", "accumulated"):
+        assert second.state_dict()[key] == before[key]
+    assert_same(cases.grads_of(second), grads)
 
 
 # What is refused.
@@ -260,53 +213,33 @@ def build(**parts: Any) -> MixedPrecisionTrainer:
     return MixedPrecisionTrainer(model, **usual | parts)
 
 
-PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([X], 0.1))
-
-
-@pytest.mark.parametrize(
-    ("parts", "text"),
-    [
-        ({"model": cases.mse_loss}, "model must be torch's Module, got function"),
-        ({"optimizer": None}, "optimizer must be torch's Optimizer, got NoneType"),
-        ({"config": "bf16"}, "config must be amp_ext's MixedPrecisionConfig, got str"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler must be amp_ext's GradScaler, got Grad"),
-        (
-            {"scheduler": PLATEAU},
-            "scheduler must step without a figure, got ReduceLROnPlateau: step it yourself",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_parts_of_another_kind_are_refused(parts, text):
-    with pytest.raises(TypeError, match=f"^MixedPrecisionTrainer: {text}"):
-        build(**parts)
-
-
-def fp16_parameters_with(make: Callable[..., Any], **settings: Any) -> dict[str, Any]:
-    config = MixedPrecisionConfig("fp16", **settings)
-    return {"model": new_model(dtype=F16), "config": config, "make": make}
-
-
 DISABLED, NOTHING = amp_ext.GradScaler("cpu", enabled=False), torch.optim.SGD([{"params": []}], 0.1)
-CLIPPED = fp16_parameters_with(cases.torchs_adamw, max_grad_norm=1.0)
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([X], 0.1))
+FP16 = {"model": new_model(dtype=F16), "config": MixedPrecisionConfig("fp16")}
+CLIPPED = FP16 | {"config": MixedPrecisionConfig("fp16", max_grad_norm=1.0)}
 OURS = "optimizer must be one of amp_ext.optim for parameters of torch.float16, got torch.optim"
+NO_FIGURE = "scheduler must step without a figure, got ReduceLROnPlateau: step it yourself"
+CANNOT = "which cannot unscale and clip their gradients"
+REFUSED = [
+    (TypeError, {"model": cases.mse_loss}, "model must be torch's Module, got function"),
+    (TypeError, {"optimizer": None}, "optimizer must be torch's Optimizer, got NoneType"),
+    (TypeError, {"config": "bf16"}, "config must be amp_ext's MixedPrecisionConfig, got str"),
+    (
+        TypeError,
+        {"scaler": torch.amp.GradScaler("cpu")},
+        "scaler must be amp_ext's GradScaler, got Grad",
+    ),
+    (TypeError, {"scheduler": PLATEAU}, NO_FIGURE),
+    (ValueError, {"scaler": DISABLED}, "scaler must be enabled, got a disabled one"),
+    (ValueError, {"optimizer": NOTHING}, "optimizer must have parameters, got none"),
+    (ValueError, FP16 | {"make": cases.torchs_sgd}, f"{OURS}.sgd.SGD, {CANNOT}"),
+    (ValueError, CLIPPED | {"make": cases.torchs_adamw}, f"{OURS}.adamw.AdamW, "),
+]
 
 
-@pytest.mark.parametrize(
-    ("parts", "text"),
-    [
-        ({"scaler": DISABLED}, "scaler must be enabled, got a disabled one"),
-        ({"optimizer": NOTHING}, "optimizer must have parameters, got none"),
-        (
-            fp16_parameters_with(cases.torchs_sgd),
-            f"{OURS}.sgd.SGD, which cannot unscale and clip their gradients",
-        ),
-        (CLIPPED, f"{OURS}.adamw.AdamW, "),
-    ],
-    ids=["disabled-scaler", "no-parameters", "torchs-optimizer", "clipped-by-torchs"],
-)
-def test_parts_that_do_not_fit_are_refused(parts, text):
-    with pytest.raises(ValueError, match=f"^MixedPrecisionTrainer: {text}"):
+@pytest.mark.parametrize(("kind", "parts", "text"), REFUSED)
+def test_parts_that_do_not_fit_are_refused(kind, parts, text):
+    with pytest.raises(kind, match=f"^MixedPrecisionTrainer: {text}"):
         build(**parts)
 
 
@@ -322,26 +255,22 @@ def test_16_bit_parameters_need_their_own_precision(wanted, dtype, precision):
         build(**parts)
 
 
-NO_LOSS = [
-    pytest.param(
-        cases.WithLoss(lambda loss, logits: {"loss": loss, "logits": logits}),
-        None,
-        "none",
-        id="dict",
-    ),
-    pytest.param(
-        cases.WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits)),
-        None,
-        "none",
-        id="object",
-    ),
-    pytest.param(new_model(), None, r"shape \(8, 2\)", id="output"),
-    pytest.param(new_model(), lambda output: output.mean().item(), "float", id="number"),
-    pytest.param(new_model(), lambda output: output, r"shape \(8, 2\)", id="many-numbers"),
-]
+DICT = WithLoss(lambda loss, logits: {"loss": loss, "logits": logits})
+OBJECT = WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits))
 
 
-@pytest.mark.parametrize(("model", "loss_function", "got"), NO_LOSS)
+@pytest.mark.parametrize(
+    ("model", "loss_function", "got"),
+    rows(
+        {
+            "dict": (DICT, None, "none"),
+            "object": (OBJECT, None, "none"),
+            "output": (new_model(), None, r"shape \(8, 2\)"),
+            "number": (new_model(), lambda output: output.mean().item(), "float"),
+            "many-numbers": (new_model(), lambda output: output, r"shape \(8, 2\)"),
+        }
+    ),
+)
 def test_a_batch_without_a_loss_is_refused(model, loss_function, got):
     trainer = new_trainer(model=model, loss_function=loss_function)
     before = params_of(trainer)
