@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,20 +23,6 @@ BATCHES = 36
 PRECISIONS = ["fp32", "bf16", "fp16"]
 
 mse_loss = nn.functional.mse_loss
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keeps matrix products of a few elements away from threads, whose start costs far more.
-
-    Nor does a benchmark's garbage collection look at all that was there before.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 def new_model(device: Any = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -15,7 +15,7 @@ from awkward import BF16, F16, F32, F64
 from reference import same_bits
 from rows import rows
 from torch import Tensor, nn
-from trainer_cases import WithLoss, X, one_thread  # noqa: F401
+from trainer_cases import WithLoss, X
 
 import amp_ext
 from amp_ext.training import (

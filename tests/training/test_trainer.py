@@ -13,22 +13,10 @@ import trainer_cases as cases
 from awkward import BF16, F16, F32
 from reference import tolerance
 from torch import Tensor, nn
-from trainer_cases import (
-    TARGET,
-    X,
-    assert_same,
-    batches,
-    new_model,
-    new_trainer,
-    one_thread,  # noqa: F401
-    params_of,
-)
+from trainer_cases import TARGET, X, assert_same, batches, new_model, new_trainer, params_of
 
 import amp_ext
-from amp_ext.training import (
-    MixedPrecisionConfig,
-    MixedPrecisionTrainer,
-)
+from amp_ext.training import MixedPrecisionConfig
 
 # A loop by hand, with torch alone.
 
@@ -40,12 +28,8 @@ def train_by_hand(device, precision, make, max_grad_norm=None, accumulation=1) -
     model, log = new_model(device), collections.defaultdict(list)
     optimizer = make(model.parameters())
     scheduler = cases.halving(optimizer)
-    scaler = torch.amp.GradScaler(
-        device.type,
-        init_scale=cases.TOO_LARGE,
-        growth_interval=cases.GROWTH_INTERVAL,
-        enabled=precision == "fp16",
-    )
+    options = {"growth_interval": cases.GROWTH_INTERVAL, "enabled": precision == "fp16"}
+    scaler = torch.amp.GradScaler(device.type, cases.TOO_LARGE, **options)
     dtype = MixedPrecisionConfig(precision).dtype
     for index, (x, target) in enumerate(batches(device)):
         with torch.autocast(device.type, dtype, enabled=dtype != F32):
@@ -72,16 +56,10 @@ def train_by_hand(device, precision, make, max_grad_norm=None, accumulation=1) -
 
 
 def train_with_trainer(device, precision, make, max_grad_norm=None, accumulation=1) -> Log:
-    trainer = new_trainer(
-        precision,
-        new_model(device),
-        optimizer=make,
-        scheduler=cases.halving,
-        initial_loss_scale=cases.TOO_LARGE,
-        growth_interval=cases.GROWTH_INTERVAL,
-        max_grad_norm=max_grad_norm,
-        gradient_accumulation_steps=accumulation,
-    )
+    options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation}
+    options |= {"growth_interval": cases.GROWTH_INTERVAL, "scheduler": cases.halving}
+    options |= {"initial_loss_scale": cases.TOO_LARGE, "optimizer": make}
+    trainer = new_trainer(precision, new_model(device), **options)
     log, lr_at_step = collections.defaultdict(list), []
     hook = lambda optimizer, *_: lr_at_step.append(optimizer.param_groups[0]["lr"])  # noqa: E731
     trainer.optimizer.register_step_pre_hook(hook)
@@ -98,6 +76,10 @@ def train_with_trainer(device, precision, make, max_grad_norm=None, accumulation
     return log
 
 
+def our_adamw(params: Any) -> torch.optim.Optimizer:
+    return amp_ext.optim.AdamW(params, 0.05, eps=1e-3)
+
+
 BOTH = {"max_grad_norm": 0.5, "accumulation": 2}
 SETTINGS = [("fp16", {}), ("fp16", {"accumulation": 3}), ("fp16", {"max_grad_norm": 0.5})]
 SETTINGS += [(precision, BOTH) for precision in cases.PRECISIONS]
@@ -105,11 +87,7 @@ SETTINGS += [(precision, BOTH) for precision in cases.PRECISIONS]
 OPTIMIZERS = [
     pytest.param(cases.torchs_sgd, cases.torchs_sgd, id="torch-sgd"),
     pytest.param(*[cases.torchs_adamw] * 2, id="torch-adamw-fused"),
-    pytest.param(
-        lambda ps: amp_ext.optim.AdamW(ps, 0.05, eps=1e-3),
-        lambda ps: torch.optim.AdamW(ps, 0.05, eps=1e-3),
-        id="our-adamw",
-    ),
+    pytest.param(our_adamw, lambda ps: torch.optim.AdamW(ps, 0.05, eps=1e-3), id="our-adamw"),
 ]
 
 
@@ -148,15 +126,14 @@ def test_with_torchs_optimizer_training_has_the_bits_of_a_loop_by_hand(precision
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("make", [amp_ext.optim.SGD, torch.optim.SGD], ids=["ours", "torchs"])
+@cases.ours_and_torchs("SGD", 0.1)
 def test_flush_steps_with_the_mean_of_what_is_left(scaled, make):
     scaler = amp_ext.GradScaler("cpu", init_scale=1024.0) if scaled else None
-    options = {"optimizer": lambda params: make(params, 0.1), "scaler": scaler}
-    small = new_trainer(gradient_accumulation_steps=4, max_grad_norm=0.5, **options)
+    options = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
+    small = new_trainer(optimizer=make, scaler=scaler, **options)
     data = batches(count=3)
     before = params_of(small)
-    for x, target in data:
-        assert small.train_step(x, target).skipped is None
+    assert [metrics.skipped for metrics in cases.train_on(small, data)] == [None] * 3
     assert_same(params_of(small), before)
     metrics = small.flush()
     xs, targets = zip(*data, strict=True)
@@ -191,11 +168,18 @@ class RecordingScaler(amp_ext.GradScaler):
         self.calls.append("update")
 
 
+def test_nothing_waits_without_a_scheduler():
+    scaler = RecordingScaler("cpu", init_scale=8.0)
+    trainer = new_trainer(scaler=scaler)
+    cases.train_on(trainer, batches(count=3))
+    trainer.flush()
+    assert scaler.calls == ["update"] * 3
+
+
 def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own():
     scaler = RecordingScaler("cpu", init_scale=8.0)
     trainer = new_trainer(scaler=scaler, scheduler=cases.halving)
-    for x, target in batches(count=3):
-        trainer.train_step(x, target)
+    cases.train_on(trainer, batches(count=3))
     assert scaler.calls == ["update", "wait", "update", "wait", "update"]
     assert trainer.scheduler.last_epoch == 2
     trainer.finish_scheduler_step()
@@ -216,15 +200,6 @@ def test_the_end_of_an_epoch_finishes_the_step_of_the_scheduler(finish):
     assert plain.scheduler.last_epoch == 1, "without a scaler it moves at once"
     getattr(trainer, finish)()
     assert trainer.scheduler.last_epoch == 1
-
-
-def test_nothing_waits_without_a_scheduler():
-    scaler = RecordingScaler("cpu", init_scale=8.0)
-    trainer = new_trainer(scaler=scaler)
-    for x, target in batches(count=3):
-        trainer.train_step(x, target)
-    trainer.flush()
-    assert scaler.calls == ["update"] * 3
 
 
 # Inputs, outputs, losses.
@@ -300,13 +275,13 @@ class Witness(nn.Module):
 @pytest.mark.parametrize(
     ("precision", "model", "model_sees", "loss_sees"),
     [
-        pytest.param("fp32", Witness(F32), [False, F32], [False, F32], id="fp32"),
-        pytest.param("bf16", Witness(F32), [True, F32], [True, BF16], id="bf16"),
-        pytest.param("fp16", Witness(F32), [True, F32], [True, F16], id="fp16"),
-        pytest.param("bf16", Witness(BF16), [False, BF16], [True, BF16], id="bf16-params"),
-        pytest.param("fp16", Witness(F16), [False, F16], [True, F16], id="fp16-params"),
-        pytest.param("bf16", Witness(F32, BF16), [True, F32], [True, BF16], id="frozen-bf16"),
-        pytest.param("fp16", Witness(F32, BF16), [True, F32], [True, F16], id="another-frozen"),
+        ("fp32", Witness(F32), [False, F32], [False, F32]),
+        ("bf16", Witness(F32), [True, F32], [True, BF16]),
+        ("fp16", Witness(F32), [True, F32], [True, F16]),
+        ("bf16", Witness(BF16), [False, BF16], [True, BF16]),
+        ("fp16", Witness(F16), [False, F16], [True, F16]),
+        ("bf16", Witness(F32, BF16), [True, F32], [True, BF16]),  # frozen
+        ("fp16", Witness(F32, BF16), [True, F32], [True, F16]),
     ],
 )
 def test_autocast_is_on_where_it_has_something_to_do(precision, model, model_sees, loss_sees):
@@ -318,12 +293,9 @@ def test_autocast_is_on_where_it_has_something_to_do(precision, model, model_see
         seen.append(loss.dtype)
         return loss
 
-    trainer = MixedPrecisionTrainer(
-        model,
-        amp_ext.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1),
-        MixedPrecisionConfig(precision, initial_loss_scale=256.0),
-        loss_function=loss_function,
-    )
+    to_train = [param for param in model.parameters() if param.requires_grad]
+    make = lambda _: amp_ext.optim.SGD(to_train, 0.1)  # noqa: E731
+    trainer = new_trainer(precision, model, optimizer=make, loss_function=loss_function)
     index = torch.zeros(3, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):  # the caller's has no say
         metrics = trainer.train_step((X, index))
@@ -336,17 +308,12 @@ def test_autocast_is_on_where_it_has_something_to_do(precision, model, model_see
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_16_bit_model_trains_as_with_masters_by_hand(device, precision):
     dtype = MixedPrecisionConfig(precision).dtype
-    trainer = new_trainer(
-        precision,
-        new_model(device, dtype),
-        optimizer=lambda params: amp_ext.optim.AdamW(params, 0.01, eps=1e-3),
-        initial_loss_scale=256.0,
-        max_grad_norm=0.5,
-    )
+    options = {"max_grad_norm": 0.5, "optimizer": our_adamw}
+    trainer = new_trainer(precision, new_model(device, dtype), **options)
     model = new_model(device, dtype)
     params = list(model.parameters())
     masters = [nn.Parameter(param.detach().float()) for param in params]
-    by_hand = torch.optim.AdamW(masters, 0.01, eps=1e-3)
+    by_hand = torch.optim.AdamW(masters, 0.05, eps=1e-3)
     scale = 256.0 if precision == "fp16" else 1.0
     for x, target in batches(device, 10):
         metrics = trainer.train_step(x, target)
@@ -364,9 +331,8 @@ def test_a_16_bit_model_trains_as_with_masters_by_hand(device, precision):
         torch.testing.assert_close(metrics.grad_norm, norm, rtol=2e-2, atol=1e-3)
     for param, master in zip(trainer.model.parameters(), masters, strict=True):
         assert param.dtype == dtype
-        torch.testing.assert_close(
-            trainer.optimizer.state[param]["master_param"], master.detach(), rtol=1e-2, atol=2e-3
-        )
+        ours = trainer.optimizer.state[param]["master_param"]
+        torch.testing.assert_close(ours, master.detach(), rtol=1e-2, atol=2e-3)
 
 
 def test_our_optimizers_take_over_the_configured_norm_and_keep_their_own():
@@ -386,13 +352,11 @@ def test_our_optimizers_take_over_the_configured_norm_and_keep_their_own():
 # Overflows, NaN, exceptions.
 
 
-@pytest.mark.parametrize("make", [amp_ext.optim.AdamW, torch.optim.AdamW], ids=["ours", "torchs"])
+@cases.ours_and_torchs("AdamW", 0.1)
 def test_a_nan_loss_leaves_no_trace_but_in_the_scale(make):
-    options = {"optimizer": lambda params: make(params, 0.1), "scheduler": cases.halving}
-    trainer, spared = (
-        new_trainer("fp16", initial_loss_scale=scale, max_grad_norm=1.0, **options)
-        for scale in (64.0, 32.0)
-    )
+    options = {"optimizer": make, "scheduler": cases.halving, "max_grad_norm": 1.0}
+    trainer = new_trainer("fp16", initial_loss_scale=64.0, **options)
+    spared = new_trainer("fp16", initial_loss_scale=32.0, **options)
     before = params_of(trainer)
     metrics = trainer.train_step(X, TARGET * math.nan)
     assert math.isnan(metrics.loss)
@@ -443,43 +407,35 @@ def failing_loss(output: Tensor, target: Tensor) -> Tensor:
     [pytest.param(math.inf, 1, id="forward"), pytest.param(math.nan, 0, id="backward")],
 )
 def test_after_an_error_training_goes_on(factor, batches_kept):
-    trainer, spared = (
-        new_trainer("fp16", gradient_accumulation_steps=2, loss_function=failing_loss)
-        for _ in range(2)
-    )
+    options = {"gradient_accumulation_steps": 2, "loss_function": failing_loss}
+    trainer, spared = cases.two_trainers("fp16", **options)
     data = batches(count=3)
     trainer.train_step(*data[0])
     with pytest.raises(RuntimeError, match="failed"):
         trainer.train_step(X, TARGET * factor)
-    for x, target in data[:batches_kept]:
-        spared.train_step(x, target)
+    cases.train_on(spared, data[:batches_kept])
     for each in (trainer, spared):
-        for x, target in data[1 : 3 - batches_kept]:
-            each.train_step(x, target)
+        cases.train_on(each, data[1 : 3 - batches_kept])
     assert_same(params_of(trainer), params_of(spared))
     assert not torch.equal(params_of(trainer)[0], next(new_model().parameters()))
 
 
-@pytest.mark.parametrize("make", [amp_ext.optim.SGD, torch.optim.SGD], ids=["ours", "torchs"])
+@cases.ours_and_torchs("SGD", 0.1)
 @pytest.mark.parametrize("flush", [False, True], ids=["step", "flush"])
 def test_after_an_interrupted_step_training_goes_on(make, flush):
-    options = {"optimizer": lambda params: make(params, 0.1), "max_grad_norm": 0.5}
-    trainer, spared = (
-        new_trainer("fp16", gradient_accumulation_steps=1 + flush, **options) for _ in range(2)
-    )
+    options = {"gradient_accumulation_steps": 1 + flush, "max_grad_norm": 0.5}
+    trainer, spared = cases.two_trainers("fp16", optimizer=make, **options)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     hook = trainer.optimizer.register_step_pre_hook(interrupt)
-    step = trainer.flush if flush else lambda: trainer.train_step(X, TARGET)
     if flush:
         trainer.train_step(X, TARGET)
     with pytest.raises(KeyboardInterrupt):
-        step()
+        trainer.flush() if flush else trainer.train_step(X, TARGET)
     hook.remove()
     for each in (trainer, spared):
-        for x, target in batches(count=2):
-            metrics = each.train_step(x, target)
+        *_, metrics = cases.train_on(each, batches(count=2))
         assert metrics.to_dict()["skipped"] is False
     assert_same(params_of(trainer), params_of(spared))

@@ -24,41 +24,29 @@ from trainer_cases import (
     assert_same,
     new_model,
     new_trainer,
-    one_thread,  # noqa: F401
     params_of,
 )
 
 import amp_ext
-from amp_ext.training import (
-    MixedPrecisionConfig,
-    MixedPrecisionTrainer,
-    StepMetrics,
-    create_fp16_grad_scaler,
-)
+from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer, StepMetrics
 
 # Metrics.
 
 
 def test_metrics_are_tensors_and_become_numbers_on_request(device):
-    trainer = new_trainer(
-        "fp16", new_model(device), max_grad_norm=1.0, gradient_accumulation_steps=2
-    )
+    options = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    trainer = new_trainer("fp16", new_model(device), **options)
     first = trainer.train_step(X.to(device), TARGET.to(device))
     metrics = trainer.train_step(X.to(device), TARGET.to(device))
     assert isinstance(metrics, StepMetrics)
     for name in ("loss", "loss_scale", "grad_norm", "skipped"):
         tensor = getattr(metrics, name)
-        assert tensor.shape == ()
-        assert tensor.device.type == device.type
-        assert not tensor.requires_grad
+        found = tensor.shape, tensor.device.type, tensor.requires_grad
+        assert found == ((), device.type, False)
     assert metrics.skipped.dtype == torch.bool
     figures = metrics.to_dict()
-    assert figures == {
-        "loss": metrics.loss.item(),
-        "loss_scale": 256.0,
-        "grad_norm": metrics.grad_norm.item(),
-        "skipped": False,
-    }
+    loss, norm = metrics.loss.item(), metrics.grad_norm.item()
+    assert figures == {"loss": loss, "loss_scale": 256.0, "grad_norm": norm, "skipped": False}
     assert [type(value) for value in figures.values()] == [float, float, float, bool]
     assert list(first.to_dict().values()) == [first.loss.item(), 256.0, None, None]
 
@@ -151,10 +139,8 @@ def test_a_loaded_trainer_shares_no_gradient_with_the_other():
 
 @pytest.mark.parametrize(("old", "new"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
 def test_the_precision_may_change_between_two_runs(old, new):
-    before, after = (
-        new_trainer(precision, initial_loss_scale=scale, optimizer=amp_ext.optim.AdamW)
-        for precision, scale in ((old, 32.0), (new, 64.0))
-    )
+    before = new_trainer(old, initial_loss_scale=32.0, optimizer=amp_ext.optim.AdamW)
+    after = new_trainer(new, initial_loss_scale=64.0, optimizer=amp_ext.optim.AdamW)
     before.train_step(X, TARGET)
     after.load_state_dict(before.state_dict())
     wanted = 64.0 if new == "fp16" else 1.0
@@ -333,10 +319,10 @@ def test_a_setting_out_of_range_is_refused(name, value, wanted):
 
 @pytest.mark.filterwarnings("error")
 def test_a_scaler_for_fp16_is_on_and_has_torchs_or_the_given_settings():
-    default, torchs = create_fp16_grad_scaler("cpu"), torch.amp.GradScaler("cpu")
+    default, torchs = amp_ext.training.create_fp16_grad_scaler("cpu"), torch.amp.GradScaler("cpu")
     assert default.state_dict() == torchs.state_dict()
     options = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
-    scaler = create_fp16_grad_scaler(init_scale=8.0, **options)
+    scaler = amp_ext.training.create_fp16_grad_scaler(init_scale=8.0, **options)
     assert type(scaler) is amp_ext.GradScaler
     assert scaler.is_enabled()
     configured = new_trainer("fp16", initial_loss_scale=8.0, **options).scaler
