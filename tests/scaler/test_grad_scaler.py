@@ -88,16 +88,11 @@ def test_the_scale_is_created_by_the_first_output(device):
     assert scaler.get_scale() == expected[0].item()
 
 
-OUTPUTS = {
-    "half-scalar": torch.tensor(1.5, dtype=torch.float16),
-    "integers": torch.tensor([1, 2]),
-    "empty-list": [],
-    "nested": (torch.ones(2), [torch.zeros(()), (torch.full((3,), INF),)]),
-    "list-with-a-number": [torch.ones(2), 3.0],
-}
+OUTPUTS = [torch.tensor(1.5).half(), torch.tensor([1, 2]), [], [torch.ones(2), 3.0]]
+OUTPUTS += [(torch.ones(2), [torch.zeros(()), (torch.full((3,), INF),)])]
 
 
-@pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("outputs", OUTPUTS, ids=repr)
 @as_torch
 def test_outputs_are_scaled_as_by_torch(scaler_class, outputs):
     try:
@@ -109,11 +104,10 @@ def test_outputs_are_scaled_as_by_torch(scaler_class, outputs):
 # State dict, pickle, copy
 
 
-@pytest.mark.parametrize(
-    ("saved", "loading"),
-    [(amp_ext.GradScaler, TorchScaler), (TorchScaler, amp_ext.GradScaler)],
-    ids=["from-ours", "from-torchs"],
-)
+BOTH = amp_ext.GradScaler, TorchScaler
+
+
+@pytest.mark.parametrize(("saved", "loading"), [BOTH, BOTH[::-1]], ids=["from-ours", "from-torchs"])
 def test_state_dicts_travel_between_ours_and_torchs_through_a_file(saved, loading):
     source = ready(scaler_class=saved, init_scale=0.1, growth_factor=3.0, growth_interval=5)
     source._growth_tracker.fill_(2)
@@ -215,10 +209,8 @@ def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, dev
     scaler = ready(device, growth_interval=1)
     found_inf = torch.full((1,) if how == "replaced-by-vector" else (), value, device=device)
     if how == "assigned":
-        scaler._per_optimizer_states[id(optimizer)] = {
-            "stage": OptState.UNSCALED,
-            "found_inf_per_device": {device: found_inf},
-        }
+        state = {"stage": OptState.UNSCALED, "found_inf_per_device": {device: found_inf}}
+        scaler._per_optimizer_states[id(optimizer)] = state
     else:
         scaler.unscale_(optimizer)
         if how == "edited":

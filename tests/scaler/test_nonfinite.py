@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scaler_cases as cases
 import torch
+from awkward import BF16, F16, F32, F64
 from reference import same_bits
 from rows import rows
 from scaler_cases import INF, NAN, TorchScaler, filled, new_params, our_adamw_with_norm, over, ready
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 
 import amp_ext
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES = [F32, F64, F16, BF16]
 
 
 class Model(nn.Module):
@@ -125,16 +126,16 @@ def test_8_bit_buffers_are_counted_and_other_kinds_passed_over(device):
     assert amp_ext.find_nonfinite(model) == amp_ext.find_nonfinite(nn.Module()) == {}
 
 
+NAMES = [
+    (None, ["group 0, param 1", "group 1, param 0"]),
+    ("abc", ["b", "c"]),
+    ("aba", ["b", "group 1, param 0 (a)"]),
+    ("bbb", ["group 0, param 1 (b)", "group 1, param 0 (b)"]),
+]
+
+
 @pytest.mark.parametrize("params", [False, True], ids=["gradients", "parameters"])
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (None, ["group 0, param 1", "group 1, param 0"]),
-        ("abc", ["b", "c"]),
-        ("aba", ["b", "group 1, param 0 (a)"]),
-        ("bbb", ["group 0, param 1 (b)", "group 1, param 0 (b)"]),
-    ],
-)
+@pytest.mark.parametrize(("names", "expected"), NAMES)
 @over([cases.torchs_sgd, cases.our_adam])
 def test_an_optimizer_names_its_parameters(make, names, expected, params, device):
     tensors = new_params(device)
@@ -168,18 +169,16 @@ def test_tied_parameters_are_named_once(device):
     assert amp_ext.find_nonfinite(model) == {"body.weight": 1}
 
 
-@pytest.mark.parametrize(
-    ("indices", "values", "expected"),
-    rows(
-        {
-            "coalesced": ([1, 3], [1.0, NAN], 1),
-            "duplicates": ([1, 1, 2], [1.0, INF, INF], 2),
-            "a-sum-that-overflows": ([0, 0], [3e38, 3e38], 1),
-            "a-sum-that-is-nan": ([0, 0], [INF, -INF], 1),
-            "empty": ([], [], 0),
-        }
-    ),
-)
+SPARSE = {
+    "coalesced": ([1, 3], [1.0, NAN], 1),
+    "duplicates": ([1, 1, 2], [1.0, INF, INF], 2),
+    "a-sum-that-overflows": ([0, 0], [3e38, 3e38], 1),
+    "a-sum-that-is-nan": ([0, 0], [INF, -INF], 1),
+    "empty": ([], [], 0),
+}
+
+
+@pytest.mark.parametrize(("indices", "values", "expected"), rows(SPARSE))
 def test_sparse_gradients_are_counted(indices, values, expected, device):
     places, options = torch.tensor([indices]).long(), {"device": device, "check_invariants": True}
     grad = torch.sparse_coo_tensor(places, torch.tensor(values), (5,), **options)
@@ -235,10 +234,10 @@ def test_gradients_with_a_graph_are_looked_at(device):
 # check_for_overflow
 
 
-@pytest.mark.parametrize(
-    ("count", "ending"),
-    [(0, ""), (2, ""), (5, ", 3 (2), 4 (2)"), (7, ", 3 (2), 4 (2) and 2 more")],
-)
+ENDINGS = [(0, ""), (2, ""), (5, ", 3 (2), 4 (2)"), (7, ", 3 (2), 4 (2) and 2 more")]
+
+
+@pytest.mark.parametrize(("count", "ending"), ENDINGS)
 def test_an_overflow_is_logged_with_some_names(count, ending, device, caplog):
     model = with_clean_grads(nn.ParameterList(new_params(device, 50)))
     spoil(model[49], NAN)
@@ -254,14 +253,8 @@ def test_an_overflow_is_logged_with_some_names(count, ending, device, caplog):
 # handle_nan_loss
 
 
-NANS = [
-    torch.tensor(NAN),
-    torch.tensor(NAN).half(),
-    torch.tensor([[INF], [NAN]]),
-    NAN,
-    np.float64(NAN),
-]
-NANS += [torch.tensor(NAN, requires_grad=True) * 2]
+NANS = [NAN, np.float64(NAN), torch.tensor(NAN, requires_grad=True) * 2]
+NANS += [torch.tensor(NAN), torch.tensor(NAN).half(), torch.tensor([[INF], [NAN]])]
 INFS = [-INF, torch.tensor(INF), torch.tensor(-INF), torch.tensor(INF).bfloat16()]
 INFS += [torch.tensor([1.0, INF, 2.0])]
 BAD_LOSSES = [*itertools.product(NANS, ["NaN"]), *itertools.product(INFS, ["inf"])]

@@ -83,37 +83,35 @@ AT_THE_LARGEST = {"init_scale": LARGEST, "max_scale": 1e300}
 NEAR_THE_LARGEST = {"init_scale": 2.0**126, "min_scale": 2.0**120}
 
 
-@pytest.mark.parametrize(
-    ("options", "sequence", "expected"),
-    rows(
-        {
-            "torchs-rules": ({}, "xx.", [2, 1, 1]),
-            "growth": ({"growth_interval": 3}, ".......", [4, 4, 8, 8, 8, 16, 16]),
-            "backs-off-to-the-minimum": ({"min_scale": 3.0}, "xxx", [3, 3, 3]),
-            "starts-at-the-minimum": ({"min_scale": 4.0}, "x.", [4, 4]),
-            "a-minimum-of-zero": ({"min_scale": 0.0}, "xx", [2, 1]),
-            "again": (EACH | {"min_scale": 1}, "xxx..", [2, 1, 1, 2, 4]),
-            "maximum": (EACH | {"max_scale": 10}, "...x", [8, 10, 10, 5]),
-            "at-maximum": (EACH | {"max_scale": 4}, "..x.", [4, 4, 2, 4]),
-            "no-maximum": (EACH | {"max_scale": INF}, "..", [8, 16]),
-            "no-room": (EACH | {"min_scale": 4.0, "max_scale": 4.0}, ".x.", [4, 4, 4]),
-            "static": (STATIC, "..xx.", [4, 4, 4, 4, 4]),
-            "static-with-hysteresis": (STATIC | TWO, "xxx.", [4] * 4),
-            "from-the-third-on": (THREE, "xxxxx", [4, 4, 2, 1, 0.5]),
-            "not-in-a-row": (THREE, "x.x.x.x", [4, 4, 4, 4, 2, 2, 1]),
-            "a-growth-refills": (EVERY_SECOND | TWO, "xx.x..xx", [4, 2, 2, 1, 1, 2, 2, 1]),
-            "clean-steps-do-not": (TWO | {"growth_interval": 3}, "x..x", [4, 4, 4, 2]),
-            "nor-a-forbidden-growth": (EACH | TWO | {"max_scale": 4.0}, "x..x", [4, 4, 4, 2]),
-            "the-count-restarts": (EVERY_SECOND | TWO, ".x.x", [4, 4, 4, 2]),
-            "both": (TWO | {"min_scale": 3}, "xxxx", [4, 3, 3, 3]),
-            "a-maximum-above-float32": (EACH | AT_THE_LARGEST, ".", [LARGEST]),
-            "never-zero": ({"backoff_factor": 1e-30, "min_scale": 2**-14}, "xxx", [2**-14] * 3),
-            "any": (EVERY_SECOND | {"min_scale": 0.3, "max_scale": 77.7}, "", []),
-            "factors-that-round": (EVERY_SECOND | ROUNDS | {"max_scale": 1e6}, "", []),
-            "near-the-largest": (EVERY_SECOND | NEAR_THE_LARGEST, "....", [2**126, *[2**127] * 3]),
-        }
-    ),
-)
+SEQUENCES = {
+    "torchs-rules": ({}, "xx.", [2, 1, 1]),
+    "growth": ({"growth_interval": 3}, ".......", [4, 4, 8, 8, 8, 16, 16]),
+    "backs-off-to-the-minimum": ({"min_scale": 3.0}, "xxx", [3, 3, 3]),
+    "starts-at-the-minimum": ({"min_scale": 4.0}, "x.", [4, 4]),
+    "a-minimum-of-zero": ({"min_scale": 0.0}, "xx", [2, 1]),
+    "again": (EACH | {"min_scale": 1}, "xxx..", [2, 1, 1, 2, 4]),
+    "maximum": (EACH | {"max_scale": 10}, "...x", [8, 10, 10, 5]),
+    "at-maximum": (EACH | {"max_scale": 4}, "..x.", [4, 4, 2, 4]),
+    "no-maximum": (EACH | {"max_scale": INF}, "..", [8, 16]),
+    "no-room": (EACH | {"min_scale": 4.0, "max_scale": 4.0}, ".x.", [4, 4, 4]),
+    "static": (STATIC, "..xx.", [4, 4, 4, 4, 4]),
+    "static-with-hysteresis": (STATIC | TWO, "xxx.", [4] * 4),
+    "from-the-third-on": (THREE, "xxxxx", [4, 4, 2, 1, 0.5]),
+    "not-in-a-row": (THREE, "x.x.x.x", [4, 4, 4, 4, 2, 2, 1]),
+    "a-growth-refills": (EVERY_SECOND | TWO, "xx.x..xx", [4, 2, 2, 1, 1, 2, 2, 1]),
+    "clean-steps-do-not": (TWO | {"growth_interval": 3}, "x..x", [4, 4, 4, 2]),
+    "nor-a-forbidden-growth": (EACH | TWO | {"max_scale": 4.0}, "x..x", [4, 4, 4, 2]),
+    "the-count-restarts": (EVERY_SECOND | TWO, ".x.x", [4, 4, 4, 2]),
+    "both": (TWO | {"min_scale": 3}, "xxxx", [4, 3, 3, 3]),
+    "a-maximum-above-float32": (EACH | AT_THE_LARGEST, ".", [LARGEST]),
+    "never-zero": ({"backoff_factor": 1e-30, "min_scale": 2**-14}, "xxx", [2**-14] * 3),
+    "any": (EVERY_SECOND | {"min_scale": 0.3, "max_scale": 77.7}, "", []),
+    "factors-that-round": (EVERY_SECOND | ROUNDS | {"max_scale": 1e6}, "", []),
+    "near-the-largest": (EVERY_SECOND | NEAR_THE_LARGEST, "....", [2**126, *[2**127] * 3]),
+}
+
+
+@pytest.mark.parametrize(("options", "sequence", "expected"), rows(SEQUENCES))
 def test_the_scale_follows_the_overflows(options, sequence, expected, device):
     rules, scaler = Rules(**options), ready(device, **options)
     assert scales(scaler, sequence, device) == rules.scales(sequence) == expected
@@ -131,6 +129,7 @@ def assert_follows(scaler, rules):
     assert state.get("_hysteresis_tracker", 1) == overflows_left
 
 
+FIXTURE_ONCE = [HealthCheck.function_scoped_fixture]
 options_of_scalers = st.fixed_dictionaries(
     {
         "init_scale": st.floats(1.0, 2.0**20, width=32),
@@ -145,13 +144,7 @@ options_of_scalers = st.fixed_dictionaries(
 )
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=FIXTURE_ONCE)
 @given(
     options=options_of_scalers,
     before=st.text("..x", max_size=12),
@@ -239,16 +232,15 @@ def test_counts_that_are_none_are_refused(name, count):
         amp_ext.GradScaler("cpu", **{name: count})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("hysteresis_tracker", None, "must be given with a hysteresis of 3, got None"),
-        ("hysteresis_tracker", torch.ones(()), "must be Int, got Float"),
-        ("hysteresis_tracker", torch.ones(2).int(), r"must be one element, got sizes \[2\]"),
-        ("first_nonfinites", [torch.zeros(()).int()], "must be Long, got Int"),
-    ],
-    ids=["no-tracker", "float-tracker", "two-trackers", "int-first"],
-)
+BAD_TENSORS = [
+    ("hysteresis_tracker", None, "must be given with a hysteresis of 3, got None"),
+    ("hysteresis_tracker", torch.ones(()), "must be Int, got Float"),
+    ("hysteresis_tracker", torch.ones(2).int(), r"must be one element, got sizes \[2\]"),
+    ("first_nonfinites", [torch.zeros(()).int()], "must be Long, got Int"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "text"), BAD_TENSORS)
 def test_bad_tensors_are_named_and_nothing_is_written(name, value, text):
     scale, growth_tracker = torch.full((), 4.0), torch.zeros((), dtype=torch.int32)
     options: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1}
@@ -277,20 +269,18 @@ def test_the_state_dict_has_torchs_keys_and_the_hysteresis_only_if_there_is_one(
         assert patient.state_dict()["_hysteresis_tracker"] == 1
 
 
+SAVED = {
+    "full": (3, 3, [8, 8, 4]),
+    "one-used-up": (3, 2, [8, 4, 2]),
+    "used-up": (3, 1, [4, 2, 1]),
+    "more-than-it-has-itself": (2, 5, [8, 4, 2]),
+    "has-none-itself": (1, 5, [4, 2, 1]),
+    "torchs": (3, None, [8, 8, 4]),
+}
+
+
 @pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
-@pytest.mark.parametrize(
-    ("hysteresis", "saved", "expected"),
-    rows(
-        {
-            "full": (3, 3, [8, 8, 4]),
-            "one-used-up": (3, 2, [8, 4, 2]),
-            "used-up": (3, 1, [4, 2, 1]),
-            "more-than-it-has-itself": (2, 5, [8, 4, 2]),
-            "has-none-itself": (1, 5, [4, 2, 1]),
-            "torchs": (3, None, [8, 8, 4]),
-        }
-    ),
-)
+@pytest.mark.parametrize(("hysteresis", "saved", "expected"), rows(SAVED))
 def test_the_hysteresis_goes_on_where_it_was_saved(hysteresis, saved, expected, made, device):
     state = TorchScaler("cpu", init_scale=8.0).state_dict()
     if saved is not None:
@@ -371,10 +361,12 @@ def test_a_new_scale_replaces_the_rules_for_one_update(value, new_scale, device)
     assert scales(scaler, ".", device) == [1024], "the count of clean iterations went on"
 
 
-BAD_TENSORS = torch.ones(2), torch.ones(0), torch.ones((), requires_grad=True)
+NOT_ONE_NUMBER = torch.ones(2), torch.ones(0), torch.ones((), requires_grad=True)
 
 
-@pytest.mark.parametrize("new_scale", [*BAD_TENSORS, torch.ones((), device="meta"), "much", [2.0]])
+@pytest.mark.parametrize(
+    "new_scale", [*NOT_ONE_NUMBER, torch.ones((), device="meta"), "much", [2.0]]
+)
 def test_a_bad_new_scale_is_refused_and_the_iteration_can_still_be_updated(new_scale):
     scaler, optimizer = ready(), filled(INF)
     scaler.step(optimizer)

@@ -132,20 +132,18 @@ TWO_SERIES = {3: SKIPPED % (3, 3, 8), 4: SETTLED % (8, 3), 7: SKIPPED % (3, 7, 1
 TWO_SKIPS = {1: SKIPPED % (1, 1, 32), 2: SETTLED % (32, 1), 3: SKIPPED % (1, 3, 16)}
 
 
-@pytest.mark.parametrize(
-    ("sequence", "options", "expected"),
-    rows(
-        {
-            "settled-at-once": ("...x..", {}, {1: SETTLED % (64, 0)}),
-            "settled-after-three": ("xxx..x.", {}, {4: SETTLED % (8, 3)}),
-            "one-warning-for-a-series": ("xxxxxx", AFTER_3, {3: SKIPPED % (3, 3, 8)}),
-            "none-for-short-series": ("xx.xx.xx", AFTER_3, {3: SETTLED % (16, 2)}),
-            "one-for-each-series": ("xxx.xxxx.x", AFTER_3, TWO_SERIES),
-            "from-the-first": ("x.x.", {"warn_after": 1}, TWO_SKIPS),
-            "after-ten": ("x" * 15, {}, {10: SKIPPED % (10, 10, 0.0625)}),
-        }
-    ),
-)
+LOGS = {
+    "settled-at-once": ("...x..", {}, {1: SETTLED % (64, 0)}),
+    "settled-after-three": ("xxx..x.", {}, {4: SETTLED % (8, 3)}),
+    "one-warning-for-a-series": ("xxxxxx", AFTER_3, {3: SKIPPED % (3, 3, 8)}),
+    "none-for-short-series": ("xx.xx.xx", AFTER_3, {3: SETTLED % (16, 2)}),
+    "one-for-each-series": ("xxx.xxxx.x", AFTER_3, TWO_SERIES),
+    "from-the-first": ("x.x.", {"warn_after": 1}, TWO_SKIPS),
+    "after-ten": ("x" * 15, {}, {10: SKIPPED % (10, 10, 0.0625)}),
+}
+
+
+@pytest.mark.parametrize(("sequence", "options", "expected"), rows(LOGS))
 def test_the_first_scale_and_each_series_of_skips_are_logged(
     sequence, options, expected, device, caplog
 ):

@@ -68,21 +68,19 @@ def test_each_kind_of_device_and_model_has_its_precision(given, chosen, parts):
     assert [part for part in parts.split("|") if part not in choice.reason] == []
 
 
-@pytest.mark.parametrize(
-    ("given", "slow"),
-    rows(
-        {
-            "bf16-on-ampere": (gpu(8, 0, BF16), False),
-            "bf16-on-turing": (gpu(7, 5, BF16), True),
-            "fp16-on-turing": (gpu(7, 5, F16), False),
-            "fp16-on-pascal": (gpu(6, 1, F16), True),
-            "bf16-on-cpu": (facts("cpu", BF16, **CPU_WITH_BF16), False),
-            "bf16-on-old-cpu": (facts("cpu", BF16), True),
-            "fp16-on-cpu": (facts("cpu", F16, **CPU_WITH_BF16), True),
-            "another-device": (facts("mps", F16), False),
-        }
-    ),
-)
+SLOW = {
+    "bf16-on-ampere": (gpu(8, 0, BF16), False),
+    "bf16-on-turing": (gpu(7, 5, BF16), True),
+    "fp16-on-turing": (gpu(7, 5, F16), False),
+    "fp16-on-pascal": (gpu(6, 1, F16), True),
+    "bf16-on-cpu": (facts("cpu", BF16, **CPU_WITH_BF16), False),
+    "bf16-on-old-cpu": (facts("cpu", BF16), True),
+    "fp16-on-cpu": (facts("cpu", F16, **CPU_WITH_BF16), True),
+    "another-device": (facts("mps", F16), False),
+}
+
+
+@pytest.mark.parametrize(("given", "slow"), rows(SLOW))
 def test_parameters_in_16_bits_on_a_slow_device_are_told_so(given, slow):
     assert ("float32 would be faster" in choose_from_facts(given).reason) == slow
 

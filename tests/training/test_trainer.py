@@ -272,18 +272,18 @@ class Witness(nn.Module):
         return self.last(self.first(x))
 
 
-@pytest.mark.parametrize(
-    ("precision", "model", "model_sees", "loss_sees"),
-    [
-        ("fp32", Witness(F32), [False, F32], [False, F32]),
-        ("bf16", Witness(F32), [True, F32], [True, BF16]),
-        ("fp16", Witness(F32), [True, F32], [True, F16]),
-        ("bf16", Witness(BF16), [False, BF16], [True, BF16]),
-        ("fp16", Witness(F16), [False, F16], [True, F16]),
-        ("bf16", Witness(F32, BF16), [True, F32], [True, BF16]),  # frozen
-        ("fp16", Witness(F32, BF16), [True, F32], [True, F16]),
-    ],
-)
+AUTOCAST = [
+    ("fp32", Witness(F32), [False, F32], [False, F32]),
+    ("bf16", Witness(F32), [True, F32], [True, BF16]),
+    ("fp16", Witness(F32), [True, F32], [True, F16]),
+    ("bf16", Witness(BF16), [False, BF16], [True, BF16]),
+    ("fp16", Witness(F16), [False, F16], [True, F16]),
+    ("bf16", Witness(F32, BF16), [True, F32], [True, BF16]),  # frozen
+    ("fp16", Witness(F32, BF16), [True, F32], [True, F16]),
+]
+
+
+@pytest.mark.parametrize(("precision", "model", "model_sees", "loss_sees"), AUTOCAST)
 def test_autocast_is_on_where_it_has_something_to_do(precision, model, model_sees, loss_sees):
     seen = []
 

@@ -164,17 +164,17 @@ def without_a_gradient(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"gradients": state["gradients"][1:]}
 
 
-@pytest.mark.parametrize(
-    ("saved", "loading", "change", "text"),
-    [
-        ({}, {}, without_entries, FEWER),
-        (SCHEDULED, {}, dict, "none of a scheduler, got one"),
-        ({}, SCHEDULED, dict, "must have one of a scheduler, got none"),
-        (TWO_STEPS, THREE_STEPS, dict, ANOTHER),
-        (SCALED, TWO_STEPS, dict, f"{WANTED % 2}, {GOT % ('scaled', 4)}"),
-        (TWO_STEPS, TWO_STEPS, without_a_gradient, f"{WANTED % 2}, {GOT % ('unscaled', 3)}"),
-    ],
-)
+LOADING_ERRORS = [
+    ({}, {}, without_entries, FEWER),
+    (SCHEDULED, {}, dict, "none of a scheduler, got one"),
+    ({}, SCHEDULED, dict, "must have one of a scheduler, got none"),
+    (TWO_STEPS, THREE_STEPS, dict, ANOTHER),
+    (SCALED, TWO_STEPS, dict, f"{WANTED % 2}, {GOT % ('scaled', 4)}"),
+    (TWO_STEPS, TWO_STEPS, without_a_gradient, f"{WANTED % 2}, {GOT % ('unscaled', 3)}"),
+]
+
+
+@pytest.mark.parametrize(("saved", "loading", "change", "text"), LOADING_ERRORS)
 def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
     first, second = new_trainer(**saved), new_trainer(**loading)
     first.train_step(X, TARGET)
@@ -245,18 +245,16 @@ DICT = WithLoss(lambda loss, logits: {"loss": loss, "logits": logits})
 OBJECT = WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits))
 
 
-@pytest.mark.parametrize(
-    ("model", "loss_function", "got"),
-    rows(
-        {
-            "dict": (DICT, None, "none"),
-            "object": (OBJECT, None, "none"),
-            "output": (new_model(), None, r"shape \(8, 2\)"),
-            "number": (new_model(), lambda output: output.mean().item(), "float"),
-            "many-numbers": (new_model(), lambda output: output, r"shape \(8, 2\)"),
-        }
-    ),
-)
+NO_LOSS = {
+    "dict": (DICT, None, "none"),
+    "object": (OBJECT, None, "none"),
+    "output": (new_model(), None, r"shape \(8, 2\)"),
+    "number": (new_model(), lambda output: output.mean().item(), "float"),
+    "many-numbers": (new_model(), lambda output: output, r"shape \(8, 2\)"),
+}
+
+
+@pytest.mark.parametrize(("model", "loss_function", "got"), rows(NO_LOSS))
 def test_a_batch_without_a_loss_is_refused(model, loss_function, got):
     trainer = new_trainer(model=model, loss_function=loss_function)
     before = params_of(trainer)
@@ -291,26 +289,26 @@ POSITIVE, COUNT = "positive and finite", "an int of 1 or more"
 LIMIT = "positive and at most initial_loss_scale (65536.0), or None"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        ("precision", "fp8", "'fp32', 'bf16' or 'fp16'"),
-        ("initial_loss_scale", 0.0, POSITIVE),
-        ("initial_loss_scale", math.inf, POSITIVE),
-        ("initial_loss_scale", "big", POSITIVE),
-        ("growth_interval", 0, COUNT),
-        ("growth_interval", 2.0, COUNT),
-        ("growth_factor", 1.0, "above 1 and finite"),
-        ("backoff_factor", 1.0, "between 0 and 1"),
-        ("backoff_factor", 0.0, "between 0 and 1"),
-        ("min_scale", 131072.0, LIMIT),
-        ("min_scale", 0.0, LIMIT),
-        ("max_grad_norm", -1.0, "0 or more, or None"),
-        ("max_grad_norm", math.nan, "0 or more, or None"),
-        ("gradient_accumulation_steps", 0, COUNT),
-        ("gradient_accumulation_steps", True, COUNT),
-    ],
-)
+OUT_OF_RANGE = [
+    ("precision", "fp8", "'fp32', 'bf16' or 'fp16'"),
+    ("initial_loss_scale", 0.0, POSITIVE),
+    ("initial_loss_scale", math.inf, POSITIVE),
+    ("initial_loss_scale", "big", POSITIVE),
+    ("growth_interval", 0, COUNT),
+    ("growth_interval", 2.0, COUNT),
+    ("growth_factor", 1.0, "above 1 and finite"),
+    ("backoff_factor", 1.0, "between 0 and 1"),
+    ("backoff_factor", 0.0, "between 0 and 1"),
+    ("min_scale", 131072.0, LIMIT),
+    ("min_scale", 0.0, LIMIT),
+    ("max_grad_norm", -1.0, "0 or more, or None"),
+    ("max_grad_norm", math.nan, "0 or more, or None"),
+    ("gradient_accumulation_steps", 0, COUNT),
+    ("gradient_accumulation_steps", True, COUNT),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), OUT_OF_RANGE)
 def test_a_setting_out_of_range_is_refused(name, value, wanted):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         MixedPrecisionConfig(**{name: value})
