@@ -50,12 +50,9 @@ def tensors_out_of_reach() -> Iterator[None]:
 
 
 def all_reads(scaler: amp_ext.GradScaler, *optimizers: Any, wait: bool = False) -> list[Any]:
-    return [
-        scaler.last_step_skipped(wait=wait),
-        [scaler.last_step_skipped(optimizer, wait=wait) for optimizer in optimizers],
-        scaler.stats(wait=wait),
-        scaler.history(wait=wait),
-    ]
+    of_each = [scaler.last_step_skipped(optimizer, wait=wait) for optimizer in optimizers]
+    stats, history = scaler.stats(wait=wait), scaler.history(wait=wait)
+    return [scaler.last_step_skipped(wait=wait), of_each, stats, history]
 
 
 # Skips
