@@ -7,8 +7,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-import pytest
 import torch
+from rows import rows
 from torch import Tensor
 
 # Nothing, a scalar, less than a vector, a vector and one more; a tile of CUDA less one and whole, a
@@ -27,25 +27,28 @@ class Dtypes:
 
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INF, NAN = math.inf, math.nan
 
-DTYPES = [
-    pytest.param(Dtypes(F32, F32, F32), id="fp32"),
-    pytest.param(Dtypes(F64, F64, F64), id="fp64"),
-    pytest.param(Dtypes(F32, F16, F32), id="fp32-grad16"),
-    pytest.param(Dtypes(F32, BF16, F32), id="fp32-gradbf16"),
-    pytest.param(Dtypes(F32, F64, F32), id="fp32-grad64"),
-    pytest.param(Dtypes(F16, F16, F32, master=True), id="fp16-master"),
-    pytest.param(Dtypes(F16, F32, F32, master=True), id="fp16-master-grad32"),
-    pytest.param(Dtypes(F16, F16, F32), id="fp16-state32"),
-    pytest.param(Dtypes(F16, F16, F16), id="fp16-as-torch"),
-    pytest.param(Dtypes(F16, F16, F16, master=True), id="fp16-master-state16"),
-    pytest.param(Dtypes(F16, BF16, F32, master=True), id="fp16-master-gradbf16"),
-    pytest.param(Dtypes(BF16, BF16, F32, master=True), id="bf16-master"),
-    pytest.param(Dtypes(BF16, F32, F32, master=True), id="bf16-master-grad32"),
-    pytest.param(Dtypes(BF16, BF16, F32), id="bf16-state32"),
-    pytest.param(Dtypes(BF16, BF16, BF16), id="bf16-as-torch"),
-    pytest.param(Dtypes(BF16, BF16, BF16, master=True), id="bf16-master-state16"),
-]
+DTYPES = rows(
+    {
+        "fp32": Dtypes(F32, F32, F32),
+        "fp64": Dtypes(F64, F64, F64),
+        "fp32-grad16": Dtypes(F32, F16, F32),
+        "fp32-gradbf16": Dtypes(F32, BF16, F32),
+        "fp32-grad64": Dtypes(F32, F64, F32),
+        "fp16-master": Dtypes(F16, F16, F32, master=True),
+        "fp16-master-grad32": Dtypes(F16, F32, F32, master=True),
+        "fp16-state32": Dtypes(F16, F16, F32),
+        "fp16-as-torch": Dtypes(F16, F16, F16),
+        "fp16-master-state16": Dtypes(F16, F16, F16, master=True),
+        "fp16-master-gradbf16": Dtypes(F16, BF16, F32, master=True),
+        "bf16-master": Dtypes(BF16, BF16, F32, master=True),
+        "bf16-master-grad32": Dtypes(BF16, F32, F32, master=True),
+        "bf16-state32": Dtypes(BF16, BF16, F32),
+        "bf16-as-torch": Dtypes(BF16, BF16, BF16),
+        "bf16-master-state16": Dtypes(BF16, BF16, BF16, master=True),
+    }
+)
 
 # One row for each kind of memory access, where the whole table would say nothing more.
 FEW_DTYPES = [row for row in DTYPES if row.id in {"fp32", "fp64", "fp16-master", "bf16-as-torch"}]
@@ -80,10 +83,8 @@ def channels_last(shape: tuple[int, ...], **kind) -> Tensor:
 
 
 Layout = Callable[..., Tensor]
-LAYOUTS = [
-    pytest.param(layout, id=layout.__name__.replace("_", "-"))
-    for layout in (contiguous, misaligned, strided, sliced, transposed, channels_last)
-]
+KINDS = (contiguous, misaligned, strided, sliced, transposed, channels_last)
+LAYOUTS = rows({kind.__name__.replace("_", "-"): kind for kind in KINDS})
 # More than a chunk, and no side a multiple of a vector.
 LAYOUT_SHAPE = (3, 5, 33, 37)
 

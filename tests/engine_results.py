@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, LAYOUT_SHAPE, Dtypes
-from list_operations import FEW_STEPS, INF, NAN, STEPS, Lists, build, run
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, LAYOUT_SHAPE, NAN, Dtypes
+from list_operations import FEW_STEPS, STEPS, Lists, build, run
 from torch import Tensor
 
 from amp_ext import ops

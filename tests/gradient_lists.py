@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
+from awkward import BF16, F16, F32, F64, INF, NAN
 from reference import same_bits
 from torch import Tensor
 
 from amp_ext import ops
 
-INF, NAN = float("inf"), float("nan")
 GRAD_DTYPES = [F32, F16, BF16, F64]
 # Around the widths of vectors, around the tiles of CUDA and the CPU, and more than one of them.
 SIZES = [0, 1, 3, 4, 5, 8, 9, 31, 33, 1023, 1025, 4095, 4097, 8193, 16385, 65537]

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F32, F64, Dtypes
+from awkward import BF16, F32, F64, INF, NAN, Dtypes
 from reference import adam, assert_close, clipped, same_bits, sgd, tolerance
+from rows import rows
 from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.ops import OptimizerType
-
-INF, NAN = float("inf"), float("nan")
 
 Options = dict[str, Any]
 Lists = dict[str, list[Tensor]]
@@ -114,33 +113,34 @@ DAMPENING = MOMENTUM | {"dampening": 0.4}
 NESTEROV = MOMENTUM | {"nesterov": True}
 AMSGRAD = {"amsgrad": True}  # as lists are built; the operation sees it by its list
 
-STEPS = [
-    pytest.param("adam_", {}, id="adam"),
-    pytest.param("adam_", DECAY, id="adam-decay"),
-    pytest.param("adam_", DECOUPLED | MAXIMIZE, id="adamw-maximize"),
-    pytest.param("adam_", AMSGRAD | DECAY | MAXIMIZE, id="amsgrad-decay-maximize"),
-    pytest.param("adam_", AMSGRAD | DECOUPLED, id="amsgradw"),
-    # A floor that is the corrected moment of some elements of a test and not of others.
-    pytest.param("adam_", {"denominator_floor": 0.7}, id="adam-floor"),
-    pytest.param("adam_", AMSGRAD | {"denominator_floor": 0.7}, id="amsgrad-floor"),
-    pytest.param("sgd_", {}, id="sgd"),
-    pytest.param("sgd_", DECAY | MAXIMIZE, id="sgd-decay-maximize"),
-    pytest.param("sgd_", DECOUPLED, id="sgdw"),
-    pytest.param("sgd_", MOMENTUM | DECOUPLED, id="momentum-decoupled"),
-    pytest.param("sgd_", DAMPENING | DECAY | MAXIMIZE, id="dampening-decay-maximize"),
-    pytest.param("sgd_", NESTEROV | DECAY, id="nesterov-decay"),
-    pytest.param("sgd_", DAMPENING | DECOUPLED, id="dampening-decoupled"),
-]
+STEPS = rows(
+    {
+        "adam": ("adam_", {}),
+        "adam-decay": ("adam_", DECAY),
+        "adamw-maximize": ("adam_", DECOUPLED | MAXIMIZE),
+        "amsgrad-decay-maximize": ("adam_", AMSGRAD | DECAY | MAXIMIZE),
+        "amsgradw": ("adam_", AMSGRAD | DECOUPLED),
+        # A floor that is the corrected moment of some elements of a test and not of others.
+        "adam-floor": ("adam_", {"denominator_floor": 0.7}),
+        "amsgrad-floor": ("adam_", AMSGRAD | {"denominator_floor": 0.7}),
+        "sgd": ("sgd_", {}),
+        "sgd-decay-maximize": ("sgd_", DECAY | MAXIMIZE),
+        "sgdw": ("sgd_", DECOUPLED),
+        "momentum-decoupled": ("sgd_", MOMENTUM | DECOUPLED),
+        "dampening-decay-maximize": ("sgd_", DAMPENING | DECAY | MAXIMIZE),
+        "nesterov-decay": ("sgd_", NESTEROV | DECAY),
+        "dampening-decoupled": ("sgd_", DAMPENING | DECOUPLED),
+    }
+)
 # One row for each kernel: for each number of buffers of each optimizer.
-FEW_STEPS = [
-    row
-    for row in STEPS
-    if row.id in {"adam-decay", "amsgrad-decay-maximize", "sgdw", "dampening-decay-maximize"}
-]
-UPDATES = [
-    pytest.param("optimizer_update_", {"optimizer_type": kind}, id=f"update-{kind.value}")
-    for kind in OptimizerType
-]
+FEW = {"adam-decay", "amsgrad-decay-maximize", "sgdw", "dampening-decay-maximize"}
+FEW_STEPS = [row for row in STEPS if row.id in FEW]
+UPDATES = rows(
+    {
+        f"update-{kind.value}": ("optimizer_update_", {"optimizer_type": kind})
+        for kind in OptimizerType
+    }
+)
 STEP = ("operation", "options")
 every_step = pytest.mark.parametrize(STEP, [*STEPS, *UPDATES])
 few_steps = pytest.mark.parametrize(STEP, FEW_STEPS)
@@ -266,3 +266,10 @@ def assert_is_the_formula(operation: str, after: Lists, before: Lists, **options
             **tolerance(F32 if in_float else new["grads"].dtype),
             msg=f"grads[{index}]",
         )
+
+
+def assert_steps_by_the_formula(operation: str, lists: Lists, **options: Any) -> None:
+    """Takes a step and compares every tensor with one of the reference."""
+    before = copied(lists)
+    run(operation, lists, **options)
+    assert_is_the_formula(operation, lists, before, **options)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import F32
-from gradient_lists import INF, NAN, each_dtype, spoiled
+from awkward import F32, INF, NAN
+from gradient_lists import each_dtype, spoiled
 from reference import same_bits
 from torch import Tensor
 

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import math
 
+import list_operations as cases
 import pytest
 import torch
 from awkward import BF16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
-from list_operations import (
-    AMSGRAD,
-    IN_FLOAT,
-    SMALL,
-    assert_is_the_formula,
-    assert_same,
-    build,
-    copied,
-    run,
-)
 from optimizer_cases import give_grads, make_params, ours, twins
 from reference import adam, assert_close, same_bits
 
 with_and_without_amsgrad = pytest.mark.parametrize(
-    "amsgrad", [{}, AMSGRAD], ids=["adam", "amsgrad"]
+    "amsgrad", [{}, cases.AMSGRAD], ids=["adam", "amsgrad"]
 )
 
 
 @with_and_without_amsgrad
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_a_floor_changes_what_lies_below_it(device, dtypes, amsgrad):
-    before = build("adam_", amsgrad, SHAPES, dtypes, device)
+    before = cases.build("adam_", amsgrad, SHAPES, dtypes, device)
     for options in ({"denominator_floor": 0.7, "eps": 0.0}, {"denominator_floor": 100.0}):
-        lists, without = copied(before), copied(before)
-        run("adam_", lists, **options)
-        assert_is_the_formula("adam_", lists, before, **options)
-        run("adam_", without, **options | {"denominator_floor": 0.0})
+        lists, without = cases.copied(before), cases.copied(before)
+        cases.run("adam_", lists, **options)
+        cases.assert_is_the_formula("adam_", lists, before, **options)
+        cases.run("adam_", without, **options | {"denominator_floor": 0.0})
         changed = lists["params"][-1] != without["params"][-1]
         assert changed.any()
         assert not changed.all() or "eps" not in options
@@ -41,45 +32,44 @@ def test_a_floor_changes_what_lies_below_it(device, dtypes, amsgrad):
 
 @pytest.mark.parametrize("step", [0, 1, 999, 100_000])
 def test_the_floor_is_of_the_corrected_moment_at_any_age(device, step):
-    lists = build("adam_", {}, [(70,)], IN_FLOAT, device, step=step)
+    lists = cases.build("adam_", {}, [(70,)], cases.IN_FLOAT, device, step=step)
     lists["exp_avg_sqs"][0].mul_(8)
-    before, options = copied(lists), {"beta2": 0.999, "denominator_floor": 0.2}
-    run("adam_", lists, **options)
-    assert_is_the_formula("adam_", lists, before, **options)
+    options = {"beta2": 0.999, "denominator_floor": 0.2}
+    cases.assert_steps_by_the_formula("adam_", lists, **options)
 
 
 @with_and_without_amsgrad
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_a_floor_of_0_or_below_all_moments_changes_no_bit(device, dtypes, amsgrad):
-    plain = build("adam_", amsgrad, SMALL, dtypes, device)
-    zero, low = copied(plain), copied(plain)
-    run("adam_", plain)
-    run("adam_", zero, denominator_floor=0.0)
-    run("adam_", low, denominator_floor=1e-12)
-    assert_same(zero, plain)
-    assert_same(low, plain)
+    plain = cases.build("adam_", amsgrad, cases.SMALL, dtypes, device)
+    zero, low = cases.copied(plain), cases.copied(plain)
+    cases.run("adam_", plain)
+    cases.run("adam_", zero, denominator_floor=0.0)
+    cases.run("adam_", low, denominator_floor=1e-12)
+    cases.assert_same(zero, plain)
+    cases.assert_same(low, plain)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_the_floor_stands_under_the_root_and_eps_outside(device, dtype):
-    lists = build("adam_", {}, [(3,)], Dtypes(dtype, dtype, dtype), device, step=0)
+    lists = cases.build("adam_", {}, [(3,)], Dtypes(dtype, dtype, dtype), device, step=0)
     for name, value in {"params": 0.0, "grads": 0.0, "exp_avgs": 1.25, "exp_avg_sqs": 0.0}.items():
         lists[name][0].fill_(value)
     # The first moment becomes 1, and 5 when it is corrected; the denominator 1 / 4 + 1.
-    run("adam_", lists, lr=0.5, eps=1.0, denominator_floor=1 / 16)
+    cases.run("adam_", lists, lr=0.5, eps=1.0, denominator_floor=1 / 16)
     assert_close(lists["params"][0], torch.full((3,), -0.5 * 5.0 / 1.25))
 
 
 @with_and_without_amsgrad
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_zero_moments_without_eps_are_harmless(device, dtypes, amsgrad):
-    lists = build("adam_", amsgrad, [(5,), (70,)], dtypes, device, step=0)
+    lists = cases.build("adam_", amsgrad, [(5,), (70,)], dtypes, device, step=0)
     for name in lists.keys() - {"params", "master_params", "steps"}:
         torch._foreach_zero_(lists[name])
-    spoiled, before = copied(lists), copied(lists)
-    run("adam_", lists, eps=0.0, denominator_floor=1e-12)
+    spoiled, before = cases.copied(lists), cases.copied(lists)
+    cases.run("adam_", lists, eps=0.0, denominator_floor=1e-12)
     assert all(map(same_bits, lists["params"], before["params"]))
-    run("adam_", spoiled, eps=0.0)
+    cases.run("adam_", spoiled, eps=0.0)
     assert all(param.isnan().all() for param in spoiled["params"])
 
 
@@ -87,21 +77,21 @@ def test_zero_moments_without_eps_are_harmless(device, dtypes, amsgrad):
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_nan_passes_the_floor(device, dtypes, floor):
     for name in ("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        amsgrad = AMSGRAD if name == "max_exp_avg_sqs" else {}
-        lists = build("adam_", amsgrad, [(70,)], dtypes, device)
+        amsgrad = cases.AMSGRAD if name == "max_exp_avg_sqs" else {}
+        lists = cases.build("adam_", amsgrad, [(70,)], dtypes, device)
         lists[name][0][7] = math.nan
-        run("adam_", lists, denominator_floor=floor)
+        cases.run("adam_", lists, denominator_floor=floor)
         assert lists["params"][0][7].isnan(), name
         assert lists["params"][0].isnan().sum() == 1, name
 
 
 @pytest.mark.parametrize(("moment", "floor"), [(None, math.inf), (math.inf, 0.2)])
 def test_an_infinite_floor_or_moment_moves_nothing(device, moment, floor):
-    lists = build("adam_", {}, [(70,)], IN_FLOAT, device)
+    lists = cases.build("adam_", {}, [(70,)], cases.IN_FLOAT, device)
     if moment is not None:
         lists["exp_avg_sqs"][0].fill_(moment)
-    before = copied(lists)
-    run("adam_", lists, denominator_floor=floor)
+    before = cases.copied(lists)
+    cases.run("adam_", lists, denominator_floor=floor)
     assert same_bits(lists["params"][0], before["params"][0])
 
 

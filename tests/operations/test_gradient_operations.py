@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gradient_lists as cases
 import pytest
 import torch
 from awkward import (
@@ -9,72 +10,60 @@ from awkward import (
     F16,
     F32,
     F64,
+    INF,
     LAYOUT_SHAPE,
     LAYOUTS,
+    NAN,
     neighbours_untouched,
     placed,
     threads,
-)
-from gradient_lists import (
-    GRAD_DTYPES,
-    INF,
-    NAN,
-    SIZES,
-    assert_right,
-    each_bad_value,
-    each_dtype,
-    each_operation,
-    each_view,
-    each_writing,
-    equal,
-    spoiled,
 )
 from torch import Tensor
 
 from amp_ext import ops
 
 
-@each_dtype
-@each_operation
+@cases.each_dtype
+@cases.each_operation
 def test_every_size_is_read_whole(operation, dtype, device) -> None:
     for share in (0.0, 0.3):
-        tensors = [spoiled(size, dtype, device, share) for size in SIZES]
+        tensors = [cases.spoiled(size, dtype, device, share) for size in cases.SIZES]
         for tensor in tensors:
-            assert_right(operation, [tensor], tensor.shape)
-        assert_right(operation, tensors)
+            cases.assert_right(operation, [tensor], tensor.shape)
+        cases.assert_right(operation, tensors)
 
 
-@each_bad_value
-@each_dtype
-@each_operation
+@cases.each_bad_value
+@cases.each_dtype
+@cases.each_operation
 def test_one_bad_element_anywhere_is_found(operation, dtype, value, device) -> None:
-    for size in SIZES[1:-1]:
+    for size in cases.SIZES[1:-1]:
         tensor = torch.ones(size, dtype=dtype, device=device)
         for index in {0, 1, size // 3, size // 2, size - 2, size - 1} & set(range(size)):
             bad = tensor.clone()
             bad[index] = value
-            assert_right(operation, [tensor.clone(), bad, tensor.clone()], (size, index))
+            cases.assert_right(operation, [tensor.clone(), bad, tensor.clone()], (size, index))
 
 
-@each_operation
+@cases.each_operation
 def test_one_bad_element_is_found_whichever_thread_reads_it(operation, device) -> None:
     for index in [*range(7, 1_000_003, 199_991), 1_000_002]:
         tensor = torch.ones(1_000_003, device=device)
         tensor[index] = NAN
-        assert_right(operation, [tensor], index)
+        cases.assert_right(operation, [tensor], index)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@each_operation
+@cases.each_operation
 def test_every_16_bit_pattern_is_judged_right(operation, dtype, device) -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
     finite = patterns.isfinite()
-    assert_right(operation, [patterns.clone()])
-    assert_right(operation, [patterns[finite]])
+    cases.assert_right(operation, [patterns.clone()])
+    cases.assert_right(operation, [patterns[finite]])
     bad = list(patterns[~finite][:: 1 if dtype == BF16 else 13].clone())
     for index in range(0, len(bad), 40):
-        assert_right(operation, bad[index : index + 40])
-        assert_right(operation, bad[index : index + 1])
+        cases.assert_right(operation, bad[index : index + 40])
+        cases.assert_right(operation, bad[index : index + 1])
 
 
 @pytest.mark.parametrize(
@@ -86,66 +75,72 @@ def test_every_16_bit_pattern_is_judged_right(operation, dtype, device) -> None:
         pytest.param(0x7FF0000000000000, torch.int64, id="inf-double"),
     ],
 )
-@each_operation
+@cases.each_operation
 def test_unusual_patterns_are_found(operation, pattern, dtype, device) -> None:
     tensor = torch.zeros(100, dtype=dtype)
     tensor[57] = pattern
-    assert_right(operation, [tensor.view(F32 if dtype == torch.int32 else F64).to(device)])
+    cases.assert_right(operation, [tensor.view(F32 if dtype == torch.int32 else F64).to(device)])
 
 
-@each_dtype
-@each_operation
+@cases.each_dtype
+@cases.each_operation
 def test_large_and_small_finite_numbers_are_no_overflow(operation, dtype, device) -> None:
     limits = torch.finfo(dtype)
     values = [limits.max, limits.min, limits.tiny, limits.smallest_normal / 2, -0.0, 0.0]
     values += [1e39] if dtype == F64 else []  # above float32
     for value in values:
-        assert_right(operation, [torch.full((5000,), value, dtype=dtype, device=device)], value)
+        cases.assert_right(
+            operation, [torch.full((5000,), value, dtype=dtype, device=device)], value
+        )
     both_signs = torch.tensor([limits.max, limits.min], dtype=dtype, device=device)
-    assert_right(operation, [both_signs.repeat(2500)])
+    cases.assert_right(operation, [both_signs.repeat(2500)])
 
 
-@each_operation
+@cases.each_operation
 def test_a_list_may_mix_dtypes(operation, device) -> None:
     for count, share in ((2, 0.0), (8, 0.3), (300, 0.0), (300, 0.01), (300, 0.3)):
-        dtypes = [GRAD_DTYPES[index % 4] for index in range(count)]
-        tensors = [spoiled(index % 9, dtype, device, share) for index, dtype in enumerate(dtypes)]
-        assert_right(operation, tensors, (count, share))
+        dtypes = [cases.GRAD_DTYPES[index % 4] for index in range(count)]
+        tensors = [
+            cases.spoiled(index % 9, dtype, device, share) for index, dtype in enumerate(dtypes)
+        ]
+        cases.assert_right(operation, tensors, (count, share))
 
 
-@each_operation
+@cases.each_operation
 def test_one_bad_tensor_of_very_many_is_found(operation, device) -> None:
     """More than two launches of CUDA hold."""
     clean = [torch.randn(index % 5, device=device) for index in range(2300)]
     for index in (1, 1201, 2299):
         tensors = [tensor.clone() for tensor in clean]
         tensors[index][-1] = NAN
-        assert_right(operation, tensors, index)
-    assert_right(operation, clean)
+        cases.assert_right(operation, tensors, index)
+    cases.assert_right(operation, clean)
 
 
-@each_operation
+@cases.each_operation
 def test_empty_lists_and_tensors_are_clean_and_hide_nothing(operation, device) -> None:
     empty = torch.empty(0, device=device)
-    assert_right(operation, [])
-    assert_right(operation, [empty, torch.empty(3, 0, 2, device=device), empty.double()])
+    cases.assert_right(operation, [])
+    cases.assert_right(operation, [empty, torch.empty(3, 0, 2, device=device), empty.double()])
     bad, good = torch.full((), NAN, device=device), torch.ones(3, device=device)
-    assert_right(operation, [empty, good, empty, bad, empty])
+    cases.assert_right(operation, [empty, good, empty, bad, empty])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@each_dtype
-@each_operation
+@cases.each_dtype
+@cases.each_operation
 def test_any_layout_is_read_whole_and_its_neighbours_left(operation, dtype, layout, device) -> None:
     for share in (0.0, 0.3):
-        views = [placed(spoiled(LAYOUT_SHAPE, dtype, device, share), layout) for _ in range(2)]
-        assert_right(operation, views, share)
+        views = [
+            placed(cases.spoiled(LAYOUT_SHAPE, dtype, device, share), layout) for _ in range(2)
+        ]
+        cases.assert_right(operation, views, share)
         assert all(map(neighbours_untouched, views))
 
 
-@each_view
-@each_dtype
-@each_operation
+@cases.each_view
+@cases.each_dtype
+@cases.each_operation
 def test_a_view_is_read_whole_and_its_neighbours_not_at_all(operation, dtype, view, device) -> None:
     inside = view(torch.arange(4200)).flatten()
     if operation.writes and len(inside.unique()) < len(inside):
@@ -160,38 +155,42 @@ def test_a_view_is_read_whole_and_its_neighbours_not_at_all(operation, dtype, vi
         if operation.writes:
             view(wanted).copy_(operation.writes(view(wanted)))
         assert operation.run([view(actual)]) == operation.finds([view(wanted)])
-        assert equal(actual, wanted)
+        assert cases.equal(actual, wanted)
 
 
-@each_dtype
-@each_operation
+@cases.each_dtype
+@cases.each_operation
 def test_short_slices_at_every_alignment_are_right(operation, dtype, device) -> None:
     for start in range(17):
         for length in range(0, 36, 5):
             base = torch.full((60,), NAN, dtype=dtype, device=device)
             base[start : start + length] = torch.randn(length, device=device).to(dtype)
             for end in (start + length, start + length + 1):
-                assert_right(operation, [base[start:end]], (start, end))
+                cases.assert_right(operation, [base[start:end]], (start, end))
                 assert base[:start].isnan().all()
                 assert base[start + length :].isnan().all()
 
 
-@each_operation
+@cases.each_operation
 def test_versions_move_exactly_where_something_is_written(operation, device) -> None:
     tensors = [torch.ones(5, device=device), torch.ones(4, 4, device=device).t()]
-    tensors += [spoiled(1000, dtype, device) for dtype in GRAD_DTYPES]
+    tensors += [cases.spoiled(1000, dtype, device) for dtype in cases.GRAD_DTYPES]
     versions = [tensor._version for tensor in tensors]
     operation.run(tensors)
     for tensor, before in zip(tensors, versions, strict=True):
         assert (tensor._version > before) == bool(operation.writes)
 
 
-@each_operation
+@cases.each_operation
 def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
-    start = [spoiled(size, dtype, "cpu") for dtype in GRAD_DTYPES for size in (300_001, 5, 70_000)]
+    start = [
+        cases.spoiled(size, dtype, "cpu")
+        for dtype in cases.GRAD_DTYPES
+        for size in (300_001, 5, 70_000)
+    ]
     for count in (1, 2, 3):
         with threads(count):
-            assert_right(operation, [tensor.clone() for tensor in start])
+            cases.assert_right(operation, [tensor.clone() for tensor in start])
 
 
 # Errors.
@@ -205,7 +204,7 @@ SPARSE_OR_ELSEWHERE = [
 
 
 @pytest.mark.parametrize(("bad", "text"), SPARSE_OR_ELSEWHERE)
-@each_operation
+@cases.each_operation
 def test_a_bad_tensor_is_named_and_nothing_is_written(operation, bad, text) -> None:
     good = torch.ones(3)
     with pytest.raises(
@@ -232,7 +231,7 @@ WHOLE = torch.ones(10)
         pytest.param([WHOLE[::2], WHOLE[2:5]], rf"\[[01]\] {OTHER}", id="interleaved"),
     ],
 )
-@each_writing
+@cases.each_writing
 def test_gradients_that_share_memory_are_named_and_nothing_is_written(
     operation, grads, text
 ) -> None:
@@ -241,11 +240,11 @@ def test_gradients_that_share_memory_are_named_and_nothing_is_written(
     assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 
 
-@each_writing
+@cases.each_writing
 def test_interleaved_gradients_that_share_nothing_are_taken(operation) -> None:
     whole = torch.ones(10)
-    assert_right(operation, [whole[::2], whole[1::2]])
-    assert_right(operation, [whole[:5], whole[5:]])
+    cases.assert_right(operation, [whole[::2], whole[1::2]])
+    cases.assert_right(operation, [whole[:5], whole[5:]])
 
 
 # Every number that an operation reads or writes in place, and its dtype.

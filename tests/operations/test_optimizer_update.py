@@ -6,24 +6,10 @@ import itertools
 import math
 from typing import Any
 
+import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, DTYPES, F32, F64, FEW_DTYPES, Dtypes
-from list_operations import (
-    IN_FLOAT,
-    INF,
-    NAN,
-    OPERATIONS,
-    SMALL,
-    UPDATE_BUFFERS,
-    WITH_MASTERS,
-    assert_is_the_formula,
-    assert_same,
-    build,
-    copied,
-    run,
-    spoil,
-)
+from awkward import BF16, DTYPES, F32, F64, FEW_DTYPES, INF, NAN, Dtypes
 from reference import assert_close, clipped, same_bits, snapshot
 from torch.nn import Parameter
 
@@ -39,8 +25,8 @@ CLIPPING = [{}, {"max_grad_norm": 3.0}, {"max_grad_norm": 10.0, "clip_value": 0.
 
 def fresh(kind: dict[str, Any], shapes, dtypes: Dtypes, device) -> dict[str, Any]:
     """Makes the lists of a first update, whose buffers are zeros."""
-    lists = build(UPDATE, kind, shapes, dtypes, device)
-    for name in UPDATE_BUFFERS[kind["optimizer_type"]]:
+    lists = cases.build(UPDATE, kind, shapes, dtypes, device)
+    for name in cases.UPDATE_BUFFERS[kind["optimizer_type"]]:
         torch._foreach_zero_(lists[name])
     return lists
 
@@ -49,7 +35,7 @@ def new_grads(lists, *, bad: bool = False) -> None:
     for grad in lists["grads"]:
         grad.copy_(torch.randn(grad.shape))
     if bad:
-        spoil(lists["grads"])
+        cases.spoil(lists["grads"])
 
 
 @pytest.mark.parametrize("clipping", CLIPPING, ids=str)
@@ -57,7 +43,7 @@ def new_grads(lists, *, bad: bool = False) -> None:
 def test_a_loop_of_forty_steps_is_the_loop_of_the_formula(device, kind, clipping):
     lists = fresh(kind, [(70,), (3, 5)], Dtypes(F64, F64, F64), device)
     expected = [{name: lists[name][index].clone() for name in lists} for index in range(2)]
-    workspace, update = ops.OptimizerWorkspace(), OPERATIONS[UPDATE]
+    workspace, update = ops.OptimizerWorkspace(), cases.OPERATIONS[UPDATE]
     for timestep in range(1, 41):
         new_grads(lists, bad=timestep % 3 == 0)
         options = kind | {"lr": 0.3 / timestep, "timestep": timestep}
@@ -66,7 +52,7 @@ def test_a_loop_of_forty_steps_is_the_loop_of_the_formula(device, kind, clipping
             hyperparameters = update.hyperparameters | options
             for name, new in update.formula(old["params"], grad, old, **hyperparameters).items():
                 old[name] = torch.where(grad.isfinite(), new, old[name])
-        run(UPDATE, lists, workspace=workspace, **options, **clipping)
+        cases.run(UPDATE, lists, workspace=workspace, **options, **clipping)
     for index, name in itertools.product(range(2), lists.keys() - {"grads"}):
         assert_close(lists[name][index], expected[index][name], steps=40, what=name)
 
@@ -86,7 +72,7 @@ def test_a_loop_of_forty_steps_is_the_loop_of_the_formula(device, kind, clipping
 )
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_it_has_the_bits_of_the_optimizer_with_these_options(device, dtypes, kind, make, options):
-    lists = fresh(kind, SMALL, dtypes, device)
+    lists = fresh(kind, cases.SMALL, dtypes, device)
     limits = {"max_grad_norm": 5.0, "clip_value": 0.5}
     optimizer = make(
         [Parameter(param.clone()) for param in lists["params"]],
@@ -108,7 +94,7 @@ def test_it_has_the_bits_of_the_optimizer_with_these_options(device, dtypes, kin
         for param, grad in zip(params, lists["grads"], strict=True):
             param.grad = grad.clone()
         optimizer.step()
-        run(UPDATE, lists, **kind, timestep=timestep, workspace=workspace, **limits)
+        cases.run(UPDATE, lists, **kind, timestep=timestep, workspace=workspace, **limits)
         assert same_bits(workspace.grad_norm, optimizer.grad_norm)
     for index, param in enumerate(params):
         assert same_bits(lists["params"][index], param)
@@ -121,27 +107,25 @@ def test_it_has_the_bits_of_the_optimizer_with_these_options(device, dtypes, kin
 )
 @each_kind
 def test_any_timestep_is_right_and_no_memory_as_well(device, kind, options):
-    lists = build(UPDATE, kind, [(70,)], IN_FLOAT, device)
-    before = copied(lists)
-    run(UPDATE, lists, **kind, **options)
-    assert_is_the_formula(UPDATE, lists, before, **kind, **options)
+    lists = cases.build(UPDATE, kind, [(70,)], cases.IN_FLOAT, device)
+    cases.assert_steps_by_the_formula(UPDATE, lists, **kind, **options)
 
 
 def test_the_denominator_of_adam_has_a_floor_of_a_millionth(device):
-    lists = fresh(ADAM, [(3,)], IN_FLOAT, device)
+    lists = fresh(ADAM, [(3,)], cases.IN_FLOAT, device)
     lists["params"][0].zero_()
     lists["grads"][0].copy_(torch.tensor([1e-9, 0.0, 1.0]))
-    run(UPDATE, lists, **ADAM, timestep=1, eps=0.0)
+    cases.run(UPDATE, lists, **ADAM, timestep=1, eps=0.0)
     # Where the gradient is above the floor, its first step has the length of the learning rate.
     assert_close(lists["params"][0], torch.tensor([-0.3e-3, 0.0, -0.3]))
 
 
 def test_infinite_limits_clip_nothing(device):
-    plain = build(UPDATE, ADAM, [(5,), (70,)], IN_FLOAT, device)
-    limited = copied(plain)
-    run(UPDATE, plain, **ADAM)
-    run(UPDATE, limited, **ADAM, max_grad_norm=math.inf, clip_value=math.inf)
-    assert_same(limited, plain)
+    plain = cases.build(UPDATE, ADAM, [(5,), (70,)], cases.IN_FLOAT, device)
+    limited = cases.copied(plain)
+    cases.run(UPDATE, plain, **ADAM)
+    cases.run(UPDATE, limited, **ADAM, max_grad_norm=math.inf, clip_value=math.inf)
+    cases.assert_same(limited, plain)
 
 
 def test_parameters_that_require_gradients_are_updated_in_place(device):
@@ -160,20 +144,20 @@ def test_parameters_that_require_gradients_are_updated_in_place(device):
 def test_one_workspace_serves_lists_of_every_kind(device):
     workspace = ops.OptimizerWorkspace()
     for kind, row, clipping in itertools.product([SGD, MOMENTUM, ADAM], DTYPES, CLIPPING):
-        lists = build(UPDATE, kind, [(5,), (70,)], row.values[0], device, bad=True)
-        alone = copied(lists)
-        run(UPDATE, lists, workspace=workspace, **kind, **clipping)
-        run(UPDATE, alone, **kind, **clipping)
-        assert_same(lists, alone)
+        lists = cases.build(UPDATE, kind, [(5,), (70,)], row.values[0], device, bad=True)
+        alone = cases.copied(lists)
+        cases.run(UPDATE, lists, workspace=workspace, **kind, **clipping)
+        cases.run(UPDATE, alone, **kind, **clipping)
+        cases.assert_same(lists, alone)
 
 
 def test_one_workspace_serves_several_devices(device):
     workspace = ops.OptimizerWorkspace()
     for place in (device, torch.device("cpu"), device):
-        lists = build(UPDATE, ADAM, [(5,), (70,)], IN_FLOAT, place)
-        before = copied(lists)
-        run(UPDATE, lists, **ADAM, workspace=workspace, max_grad_norm=3.0)
-        assert_is_the_formula(UPDATE, lists, before, **ADAM, max_grad_norm=3.0)
+        lists = cases.build(UPDATE, ADAM, [(5,), (70,)], cases.IN_FLOAT, place)
+        before = cases.copied(lists)
+        cases.run(UPDATE, lists, **ADAM, workspace=workspace, max_grad_norm=3.0)
+        cases.assert_is_the_formula(UPDATE, lists, before, **ADAM, max_grad_norm=3.0)
         assert workspace.grad_norm is not None
         assert workspace.grad_norm.device == lists["params"][0].device
 
@@ -181,20 +165,20 @@ def test_one_workspace_serves_several_devices(device):
 def test_the_workspace_holds_the_norm_of_the_last_update_that_took_one(device):
     workspace = ops.OptimizerWorkspace()
     options = SGD | {"workspace": workspace}
-    lists = build(UPDATE, SGD, [(1025,)], Dtypes(BF16, BF16, F32), device)
-    run(UPDATE, lists, **options)
-    run(UPDATE, {"params": [], "grads": []}, max_grad_norm=1.0, **options)
+    lists = cases.build(UPDATE, SGD, [(1025,)], Dtypes(BF16, BF16, F32), device)
+    cases.run(UPDATE, lists, **options)
+    cases.run(UPDATE, {"params": [], "grads": []}, max_grad_norm=1.0, **options)
     assert workspace.grad_norm is None
     for limit in (1.0, 1e6):
         new_grads(lists, bad=True)
-        run(UPDATE, lists, max_grad_norm=limit, **options)
+        cases.run(UPDATE, lists, max_grad_norm=limit, **options)
         _, expected = clipped(lists["grads"])
         assert workspace.grad_norm.dtype == F32
         assert workspace.grad_norm.shape == ()
         assert workspace.grad_norm.item() == pytest.approx(expected, rel=1e-6)
     last = workspace.grad_norm.clone()
     new_grads(lists)
-    run(UPDATE, lists, **options)
+    cases.run(UPDATE, lists, **options)
     assert same_bits(workspace.grad_norm, last)
 
 
@@ -205,28 +189,30 @@ def test_the_workspace_holds_the_norm_of_the_last_update_that_took_one(device):
 @pytest.mark.parametrize("name", ["velocities", "exp_avgs", "exp_avg_sqs"])
 def test_buffers_too_few_or_too_many_are_named_before_anything_is_written(kind, name):
     options = {"optimizer_type": kind}
-    lists = build(UPDATE, options, [(5,)] * 3, WITH_MASTERS, "cpu")
-    before, workspace = copied(lists), ops.OptimizerWorkspace()
-    needed = name in UPDATE_BUFFERS[kind]
+    lists = cases.build(UPDATE, options, [(5,)] * 3, cases.WITH_MASTERS, "cpu")
+    before, workspace = cases.copied(lists), ops.OptimizerWorkspace()
+    needed = name in cases.UPDATE_BUFFERS[kind]
     for wrong in [None] if needed else [snapshot(lists["params"]), []]:
         got = "None" if wrong is None else f"{len(wrong)} tensors"
         words = f"{name} must be {'given' if needed else 'None'} for {kind}, got {got}"
         with pytest.raises(RuntimeError, match=f"^optimizer_update_: {words}$"):
-            run(UPDATE, lists | {name: wrong}, workspace=workspace, max_grad_norm=1.0, **options)
+            cases.run(
+                UPDATE, lists | {name: wrong}, workspace=workspace, max_grad_norm=1.0, **options
+            )
     with pytest.raises(RuntimeError, match=r"^optimizer_update_: grads must have 3 tensors"):
-        run(UPDATE, lists | {"grads": []}, workspace=workspace, max_grad_norm=1.0, **options)
-    assert_same(lists, before)
+        cases.run(UPDATE, lists | {"grads": []}, workspace=workspace, max_grad_norm=1.0, **options)
+    cases.assert_same(lists, before)
     assert workspace.grad_norm is None, "there was no update whose norm it could be"
 
 
 @pytest.mark.parametrize("timestep", [0, -1, NAN, INF, 1.5], ids=str)
 def test_a_wrong_timestep_is_named_before_anything_is_written(timestep):
-    lists = build(UPDATE, ADAM, [(5,)] * 3, WITH_MASTERS, "cpu")
-    before = copied(lists)
+    lists = cases.build(UPDATE, ADAM, [(5,)] * 3, cases.WITH_MASTERS, "cpu")
+    before = cases.copied(lists)
     words = rf"^optimizer_update_: timestep must be an int of at least 1, got {timestep}$"
     with pytest.raises(RuntimeError, match=words):
-        run(UPDATE, lists, **ADAM, timestep=timestep)
-    assert_same(lists, before)
+        cases.run(UPDATE, lists, **ADAM, timestep=timestep)
+    cases.assert_same(lists, before)
 
 
 @pytest.mark.parametrize("kind", ["adam", 2, None, torch.optim.Adam])

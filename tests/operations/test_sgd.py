@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
+import list_operations as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32
-from list_operations import (
-    DAMPENING,
-    IN_FLOAT,
-    MOMENTUM,
-    assert_is_the_formula,
-    build,
-    copied,
-    run,
-)
 from reference import same_bits
 
 
@@ -21,19 +13,17 @@ from reference import same_bits
 def test_first_and_later_steps_may_share_a_launch_and_the_first_does_not_use_the_buffer(
     device, buffer
 ):
-    lists = build("sgd_", DAMPENING, [(5,)] * 3, IN_FLOAT, device)
+    lists = cases.build("sgd_", cases.DAMPENING, [(5,)] * 3, cases.IN_FLOAT, device)
     lists["steps"][1].zero_()
     lists["momentum_buffers"][1].fill_(buffer)
-    before = copied(lists)
-    run("sgd_", lists, **DAMPENING)
-    assert_is_the_formula("sgd_", lists, before, **DAMPENING)
+    cases.assert_steps_by_the_formula("sgd_", lists, **cases.DAMPENING)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_every_16_bit_gradient_is_read_exactly(device, dtype):
     grad = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype)
     param = torch.zeros(2**16, device=device)
-    run("sgd_", {"params": [param], "grads": [grad]}, lr=1.0)
+    cases.run("sgd_", {"params": [param], "grads": [grad]}, lr=1.0)
     assert torch.equal(param.nan_to_num(nan=12345.0), (0 - grad.float()).nan_to_num(nan=12345.0))
 
 
@@ -47,7 +37,7 @@ def test_the_parameter_is_the_master_rounded_to_nearest_even(device, dtype):
     bits.append(torch.randint(-(2**31), 2**31 - 1, (100_000,)).to(torch.int32).to(device))
     grad = torch.cat(bits).view(F32)
     master, param = torch.zeros_like(grad), torch.zeros_like(grad, dtype=dtype)
-    run("sgd_", {"params": [param], "grads": [grad], "master_params": [master]}, lr=1.0)
+    cases.run("sgd_", {"params": [param], "grads": [grad], "master_params": [master]}, lr=1.0)
     expected = 0 - grad
     keep = ~expected.isnan()
     assert same_bits(master[keep], expected[keep])
@@ -58,14 +48,26 @@ def test_the_parameter_is_the_master_rounded_to_nearest_even(device, dtype):
 @pytest.mark.parametrize(
     ("built_for", "options", "words"),
     [
-        (MOMENTUM, {}, "momentum_buffers must be given if and only if momentum is not 0, got mom"),
-        ({}, MOMENTUM, "momentum_buffers must be given if and only if momentum is not 0, got mom"),
-        (MOMENTUM, DAMPENING, "steps must be given with dampening, whose first step differs"),
+        (
+            cases.MOMENTUM,
+            {},
+            "momentum_buffers must be given if and only if momentum is not 0, got mom",
+        ),
+        (
+            {},
+            cases.MOMENTUM,
+            "momentum_buffers must be given if and only if momentum is not 0, got mom",
+        ),
+        (
+            cases.MOMENTUM,
+            cases.DAMPENING,
+            "steps must be given with dampening, whose first step differs",
+        ),
     ],
 )
 def test_lists_that_do_not_fit_the_options_are_named(built_for, options, words):
-    lists = build("sgd_", built_for, [(5,)] * 3, IN_FLOAT, "cpu")
-    before = copied(lists)
+    lists = cases.build("sgd_", built_for, [(5,)] * 3, cases.IN_FLOAT, "cpu")
+    before = cases.copied(lists)
     with pytest.raises(RuntimeError, match=f"^sgd_: {words}"):
-        run("sgd_", lists, **options)
+        cases.run("sgd_", lists, **options)
     assert all(map(same_bits, lists["params"], before["params"]))

@@ -4,36 +4,11 @@ from __future__ import annotations
 
 import math
 
+import list_operations as cases
+import optimizer_cases as classes
 import pytest
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, SHAPES
-from list_operations import (
-    DECOUPLED,
-    IN_FLOAT,
-    INF,
-    MOMENTUM,
-    NAN,
-    OPERATIONS,
-    SMALL,
-    WITH_MASTERS,
-    assert_is_the_formula,
-    assert_same,
-    build,
-    copied,
-    few_steps,
-    few_steps_and_updates,
-    run,
-)
-from optimizer_cases import (
-    EACH_CLASS,
-    assert_same_bits,
-    bits_of,
-    give_grads,
-    make_params,
-    ours,
-    params_of,
-    twins,
-)
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES
 from reference import assert_close, clipped, same_bits
 from torch import Tensor
 
@@ -41,44 +16,46 @@ import amp_ext
 from amp_ext import ops
 
 SKIP = {"skip_nonfinite": True}
-each_class = pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+each_class = pytest.mark.parametrize(("name", "options"), classes.EACH_CLASS)
 
 
 def skipping(operation: str) -> dict[str, bool]:
     """Returns what an operation must be told to skip elements; some always do."""
-    return SKIP if OPERATIONS[operation].has_scaler else {}
+    return SKIP if cases.OPERATIONS[operation].has_scaler else {}
 
 
-@few_steps
+@cases.few_steps
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_finite_elements_have_the_bits_of_a_step_without_bad_ones(
     device, dtypes, operation, options
 ):
-    lists = build(operation, options, SHAPES, dtypes, device, bad=True)
-    clean, before = copied(lists), copied(lists)
+    lists = cases.build(operation, options, SHAPES, dtypes, device, bad=True)
+    clean, before = cases.copied(lists), cases.copied(lists)
     clean["grads"] = [grad.nan_to_num(0.5, 0.5, 0.5) for grad in lists["grads"]]
-    clean_skipping = copied(clean)
-    run(operation, lists, **SKIP, **options)
-    run(operation, clean, **options)
-    run(operation, clean_skipping, **SKIP, **options)
-    assert_same(clean_skipping, clean)
+    clean_skipping = cases.copied(clean)
+    cases.run(operation, lists, **SKIP, **options)
+    cases.run(operation, clean, **options)
+    cases.run(operation, clean_skipping, **SKIP, **options)
+    cases.assert_same(clean_skipping, clean)
     for name in lists.keys() - {"grads", "steps"}:
         for index, grad in enumerate(lists["grads"]):
             expected = torch.where(grad.isfinite(), clean[name][index], before[name][index])
             assert same_bits(lists[name][index], expected), f"{name}[{index}]"
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_nothing_but_the_step_count_changes_where_no_gradient_is_finite(device, operation, options):
     for bad in (INF, -INF, NAN):
-        lists = build(operation, options, [(5,), (70,)], WITH_MASTERS, device)
+        lists = cases.build(operation, options, [(5,), (70,)], cases.WITH_MASTERS, device)
         for grad in lists["grads"]:
             grad.fill_(bad)
-        before = copied(lists)
-        run(operation, lists, max_grad_norm=1.0, clip_value=0.5, **skipping(operation), **options)
+        before = cases.copied(lists)
+        cases.run(
+            operation, lists, max_grad_norm=1.0, clip_value=0.5, **skipping(operation), **options
+        )
         for step in before.get("steps", []):
             step.add_(1)
-        assert_same(lists, before)
+        cases.assert_same(lists, before)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -94,15 +71,15 @@ def test_every_16_bit_gradient_is_judged_right(device, dtype, param_dtype):
 
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_a_skipped_gradient_is_not_written_back(device, dtypes):
-    options = MOMENTUM | DECOUPLED | SKIP | {"max_grad_norm": 30.0, "clip_value": 0.25}
+    options = cases.MOMENTUM | cases.DECOUPLED | SKIP | {"max_grad_norm": 30.0, "clip_value": 0.25}
     options["grad_scale"] = torch.tensor(4.0, device=device)
-    lists = build("sgd_", options, SMALL, dtypes, device, bad=True)
-    plain, before = copied(lists), copied(lists)
-    run("sgd_", plain, **options)
-    run("sgd_", lists, write_back_grads=True, **options)
-    assert_is_the_formula("sgd_", lists, before, write_back_grads=True, **options)
+    lists = cases.build("sgd_", options, cases.SMALL, dtypes, device, bad=True)
+    plain, before = cases.copied(lists), cases.copied(lists)
+    cases.run("sgd_", plain, **options)
+    cases.run("sgd_", lists, write_back_grads=True, **options)
+    cases.assert_is_the_formula("sgd_", lists, before, write_back_grads=True, **options)
     del plain["grads"]
-    assert_same(lists, plain)
+    cases.assert_same(lists, plain)
 
 
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
@@ -143,13 +120,13 @@ def test_a_gradient_that_overflows_when_it_is_unscaled_steps_the_same_with_write
 
 @pytest.mark.parametrize("size", [1e-25, 1e30], ids=["tiny", "huge"])
 def test_the_norm_keeps_its_range_beside_infinite_elements(device, size):
-    lists = build("sgd_", {}, [(16385,), (70,), (5,)], IN_FLOAT, device, bad=True)
+    lists = cases.build("sgd_", {}, [(16385,), (70,), (5,)], cases.IN_FLOAT, device, bad=True)
     lists["grads"] = [grad * size for grad in lists["grads"]]
     norm = torch.zeros((), device=device)
-    before, options = copied(lists), {"max_grad_norm": 1.0, "grad_norm": norm} | SKIP
-    run("sgd_", lists, **options)
+    before, options = cases.copied(lists), {"max_grad_norm": 1.0, "grad_norm": norm} | SKIP
+    cases.run("sgd_", lists, **options)
     assert 0 < norm.item() < INF
-    assert_is_the_formula("sgd_", lists, before, **options)
+    cases.assert_is_the_formula("sgd_", lists, before, **options)
 
 
 def test_a_norm_too_large_for_float64_clips_finite_elements_to_zero_as_torch_does(device):
@@ -163,10 +140,10 @@ def test_a_norm_too_large_for_float64_clips_finite_elements_to_zero_as_torch_doe
 
 
 def test_without_the_option_a_nan_reaches_the_norm_and_everything_else(device):
-    lists = build("sgd_", {}, [(5,), (70,)], IN_FLOAT, device)
+    lists = cases.build("sgd_", {}, [(5,), (70,)], cases.IN_FLOAT, device)
     lists["grads"][0][2] = NAN
     norm = torch.zeros((), device=device)
-    run("sgd_", lists, max_grad_norm=1.0, grad_norm=norm)
+    cases.run("sgd_", lists, max_grad_norm=1.0, grad_norm=norm)
     assert math.isnan(norm.item())
     assert all(param.isnan().all() for param in lists["params"])
 
@@ -176,7 +153,7 @@ def test_without_the_option_a_nan_reaches_the_norm_and_everything_else(device):
 
 def give_spoiled_grads(*sides: list[Tensor]) -> None:
     """Gives all sides the same new gradients, of which some are inf or NaN."""
-    give_grads(*sides)
+    classes.give_grads(*sides)
     for params in zip(*sides, strict=True):
         bad = torch.rand(params[0].shape) < 0.2
         kinds = torch.tensor([INF, -INF, NAN])[torch.randint(3, bad.shape)]
@@ -188,17 +165,19 @@ def give_spoiled_grads(*sides: list[Tensor]) -> None:
 @each_class
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
 def test_finite_elements_step_as_without_bad_ones(device, dtype, name, options):
-    skips = ours(name)(make_params(dtype, device, [(1025,), (3, 5), (0,)]), **SKIP, **options)
-    plain = ours(name)(twins(params_of(skips)), **options)
-    give_spoiled_grads(params_of(skips), params_of(plain))
-    keep = [param.grad.isfinite() for param in params_of(skips)]
-    before = [param.detach().clone() for param in params_of(skips)]
-    for param in params_of(plain):
+    skips = classes.ours(name)(
+        classes.make_params(dtype, device, [(1025,), (3, 5), (0,)]), **SKIP, **options
+    )
+    plain = classes.ours(name)(classes.twins(classes.params_of(skips)), **options)
+    give_spoiled_grads(classes.params_of(skips), classes.params_of(plain))
+    keep = [param.grad.isfinite() for param in classes.params_of(skips)]
+    before = [param.detach().clone() for param in classes.params_of(skips)]
+    for param in classes.params_of(plain):
         param.grad.nan_to_num_(0.5, 0.5, 0.5)
     skips.step()
     plain.step()
     for row, expected, finite, old in zip(
-        bits_of(skips), bits_of(plain), keep, before, strict=True
+        classes.bits_of(skips), classes.bits_of(plain), keep, before, strict=True
     ):
         assert same_bits(row["param"], torch.where(finite, expected["param"], old))
         for key in row.keys() - {"param", "master_param", "step"}:
@@ -208,12 +187,14 @@ def test_finite_elements_step_as_without_bad_ones(device, dtype, name, options):
 @pytest.mark.parametrize("write_back_grads", [False, True], ids=["read-only", "write-back"])
 @each_class
 def test_the_norm_of_all_groups_runs_over_finite_elements(device, name, options, write_back_grads):
-    params = make_params(F32, device, [(1025,), (7,), (5,)])
+    params = classes.make_params(F32, device, [(1025,), (7,), (5,)])
     give_spoiled_grads(params)
     before = [param.grad.clone() for param in params]
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.01}]
     limits = {"max_grad_norm": 3.0, "clip_value": 0.5}
-    optimizer = ours(name)(groups, write_back_grads=write_back_grads, **SKIP, **limits, **options)
+    optimizer = classes.ours(name)(
+        groups, write_back_grads=write_back_grads, **SKIP, **limits, **options
+    )
     optimizer.step()
     grads, norm = clipped(before, **limits)
     assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-6)
@@ -230,37 +211,41 @@ def test_the_norm_of_all_groups_runs_over_finite_elements(device, name, options,
 def test_a_scaler_skips_an_overflow_whole_all_the_same(
     device, name, options, scaler_class, unscale_first, clipping
 ):
-    skips = ours(name)(make_params(F32, device, [(1025,), (3, 5)]), **SKIP, **clipping, **options)
-    plain = ours(name)(twins(params_of(skips)), **clipping, **options)
+    skips = classes.ours(name)(
+        classes.make_params(F32, device, [(1025,), (3, 5)]), **SKIP, **clipping, **options
+    )
+    plain = classes.ours(name)(classes.twins(classes.params_of(skips)), **clipping, **options)
     for optimizer in (skips, plain):
         scaler = scaler_class(device.type, init_scale=1024.0)
         scaler.scale(torch.ones((), device=device))
         torch.manual_seed(1)
         for iteration in range(3):
-            give_grads(params_of(optimizer))
-            for param in params_of(optimizer):
+            classes.give_grads(classes.params_of(optimizer))
+            for param in classes.params_of(optimizer):
                 param.grad.mul_(1024.0)
             if iteration == 1:
-                params_of(optimizer)[0].grad[5] = NAN
-            before = bits_of(optimizer)
+                classes.params_of(optimizer)[0].grad[5] = NAN
+            before = classes.bits_of(optimizer)
             if unscale_first:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
             if iteration == 1:
-                assert_same_bits(optimizer, before)
+                classes.assert_same_bits(optimizer, before)
             else:
-                assert not same_bits(params_of(optimizer)[0], before[0]["param"])
+                assert not same_bits(classes.params_of(optimizer)[0], before[0]["param"])
         assert scaler.get_scale() == 512.0
-    assert_same_bits(skips, plain)
+    classes.assert_same_bits(skips, plain)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["plain", "norm"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["alone", "scaler"])
 def test_different_settings_in_groups_are_refused(device, scaled, max_grad_norm):
-    params = make_params(F32, device, [(5,), (7,)])
-    give_grads(params)
-    optimizer = ours("SGD")(params[:1], lr=1.0, max_grad_norm=max_grad_norm, momentum=0.9, **SKIP)
+    params = classes.make_params(F32, device, [(5,), (7,)])
+    classes.give_grads(params)
+    optimizer = classes.ours("SGD")(
+        params[:1], lr=1.0, max_grad_norm=max_grad_norm, momentum=0.9, **SKIP
+    )
     optimizer.add_param_group({"params": params[1:], "skip_nonfinite": False})
     before = [param.detach().clone() for param in params]
     scaler = amp_ext.GradScaler(device.type, enabled=scaled)
@@ -272,10 +257,10 @@ def test_different_settings_in_groups_are_refused(device, scaled, max_grad_norm)
 
 
 def test_a_group_added_later_takes_the_setting_over(device):
-    optimizer = ours("SGD")(make_params(F32, device, [(5,)]), lr=1.0, **SKIP)
-    optimizer.add_param_group({"params": make_params(F32, device, [(7,)])})
-    late = params_of(optimizer)[1]
-    give_grads(params_of(optimizer))
+    optimizer = classes.ours("SGD")(classes.make_params(F32, device, [(5,)]), lr=1.0, **SKIP)
+    optimizer.add_param_group({"params": classes.make_params(F32, device, [(7,)])})
+    late = classes.params_of(optimizer)[1]
+    classes.give_grads(classes.params_of(optimizer))
     late.grad[3] = NAN
     before = late.detach().clone()
     optimizer.step()

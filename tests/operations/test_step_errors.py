@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 
+import list_operations as cases
 import pytest
 import torch
 from awkward import F16, F32, F64, Dtypes
-from list_operations import UPDATES, build, few_steps, few_steps_and_updates, run
 from torch import Tensor
 
 DTYPES = Dtypes(F16, F16, F32, master=True)
 
 
 def some_lists(operation, options):
-    return build(operation, options, [(5,)] * 3, DTYPES, "cpu")
+    return cases.build(operation, options, [(5,)] * 3, DTYPES, "cpu")
 
 
 def named(lists, kinds: str) -> list[str]:
@@ -32,7 +32,7 @@ def assert_refused(operation, options, lists, words):
         name: [None if t.is_meta else t.to_dense().clone() for t in tensors[name]] for name in lists
     }
     with pytest.raises(RuntimeError, match=f"^{operation}: {words}"):
-        run(operation, lists, **options)
+        cases.run(operation, lists, **options)
     for name, values in before.items():
         for tensor, value in zip(tensors[name], values, strict=True):
             assert value is None or torch.equal(tensor.to_dense(), value), name
@@ -72,7 +72,7 @@ SIZES = r"must be of sizes \[5\], got \[4\]"
         pytest.param("grads buffers", lambda t: t.to("meta"), "must be .*meta", id="device"),
     ],
 )
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_a_bad_tensor_is_named_before_anything_is_written(operation, options, kinds, spoil, words):
     for name in named(some_lists(operation, options), kinds):
         lists = some_lists(operation, options)
@@ -80,7 +80,7 @@ def test_a_bad_tensor_is_named_before_anything_is_written(operation, options, ki
         assert_refused(operation, options, lists, rf"{name}\[1\] {words}")
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_a_list_that_is_too_short_is_named(operation, options):
     for name in named(some_lists(operation, options), "grads buffers steps master_params"):
         lists = some_lists(operation, options)
@@ -89,7 +89,7 @@ def test_a_list_that_is_too_short_is_named(operation, options):
         assert_refused(operation, options, lists, words)
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_tensors_that_share_memory_are_named(operation, options):
     lists = some_lists(operation, options)
     in_float = named(lists, "buffers master_params")
@@ -118,13 +118,13 @@ NOT_ONE = r"must be one floating-point element, got Float of sizes \[2\]"
         ("sum_of_squares", torch.ones(2, dtype=F64), r"must be one element, got sizes \[2\]"),
     ],
 )
-@few_steps
+@cases.few_steps
 def test_a_bad_number_is_named_before_anything_is_written(operation, options, name, number, words):
     options = options | {"max_grad_norm": 1.0, name: number}
     assert_refused(operation, options, some_lists(operation, options), f"{name} {words}")
 
 
-@pytest.mark.parametrize(("operation", "options"), UPDATES)
+@pytest.mark.parametrize(("operation", "options"), cases.UPDATES)
 def test_a_learning_rate_of_two_numbers_is_named(operation, options):
     options = options | {"lr": torch.ones(2)}
     assert_refused(operation, options, some_lists(operation, options), f"lr {NOT_ONE}")

@@ -8,19 +8,11 @@ import math
 import pickle
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F32
-from optimizer_cases import (
-    EACH_CLASS,
-    assert_same_bits,
-    give_grads,
-    make_params,
-    ours,
-    params_of,
-    theirs,
-    twins,
-)
+from optimizer_cases import give_grads, make_params, ours, params_of
 from reference import same_bits
 
 # A setting, its default, one that shows in a step, and a third.
@@ -30,7 +22,7 @@ each_setting = pytest.mark.parametrize(
     ("name", "options", "setting"),
     [
         pytest.param(*row.values, setting, id=f"{row.id}-{setting[0]}")
-        for row in EACH_CLASS
+        for row in cases.EACH_CLASS
         for setting in (SKIP, FLOOR)
         if setting is SKIP or "adam" in row.id
     ],
@@ -49,8 +41,8 @@ def test_a_checkpoint_does_not_change_the_setting(name, options, setting):
     for mine in {default, value}:
         optimizer = ours(name)(make_params(F32), **{key: mine}, **options)
         other_value = not mine if isinstance(mine, bool) else other_value
-        for source, more in [(ours(name), {key: other_value}), (theirs(name), {})]:
-            other = source(twins(params_of(optimizer)), **more, **options)
+        for source, more in [(ours(name), {key: other_value}), (cases.theirs(name), {})]:
+            other = source(cases.twins(params_of(optimizer)), **more, **options)
             give_grads(params_of(other))
             other.step()
             optimizer.load_state_dict(other.state_dict())
@@ -75,7 +67,7 @@ def through_a_file(optimizer: Any) -> Any:
 def test_copies_keep_the_setting(name, options, setting, carry):
     key, _, value, _ = setting
     optimizer = ours(name)(make_params(BF16), **{key: value}, max_grad_norm=1.0, **options)
-    plain = ours(name)(twins(params_of(optimizer)), max_grad_norm=1.0, **options)
+    plain = ours(name)(cases.twins(params_of(optimizer)), max_grad_norm=1.0, **options)
     give = give_grads_with_nan if setting is SKIP else give_grads
     give(params_of(optimizer), params_of(plain))
     optimizer.step()
@@ -84,7 +76,7 @@ def test_copies_keep_the_setting(name, options, setting, carry):
     give(params_of(optimizer), params_of(other), params_of(plain))
     for each in (optimizer, other, plain):
         each.step()
-    assert_same_bits(other, optimizer)
+    cases.assert_same_bits(other, optimizer)
     assert all(param.isfinite().all() for param in params_of(other))
     assert not same_bits(params_of(plain)[0], params_of(optimizer)[0])
 
@@ -93,7 +85,7 @@ def test_copies_keep_the_setting(name, options, setting, carry):
 def test_an_optimizer_of_an_older_file_has_the_default(name, options, setting):
     key, default, *_ = setting
     optimizer = ours(name)(make_params(F32), **options)
-    plain = ours(name)(twins(params_of(optimizer)), **{key: default}, **options)
+    plain = ours(name)(cases.twins(params_of(optimizer)), **{key: default}, **options)
     state = optimizer.__getstate__()
     for group in state["param_groups"]:
         del group[key]
@@ -101,4 +93,4 @@ def test_an_optimizer_of_an_older_file_has_the_default(name, options, setting):
     give_grads_with_nan(params_of(optimizer), params_of(plain))
     optimizer.step()
     plain.step()
-    assert_same_bits(optimizer, plain)
+    cases.assert_same_bits(optimizer, plain)

@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import itertools
 
+import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, SHAPES, Dtypes, threads
-from list_operations import (
-    IN_FLOAT,
-    INF,
-    NAN,
-    OPERATIONS,
-    SMALL,
-    WITH_MASTERS,
-    assert_is_the_formula,
-    assert_same,
-    build,
-    copied,
-    every_step,
-    few_steps,
-    few_steps_and_updates,
-    run,
-)
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES, Dtypes, threads
 from reference import same_bits
 
 
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
-@every_step
+@cases.every_step
 def test_one_step_is_the_formula(device, dtypes, operation, options):
     """At its first step too, and with elements to skip."""
-    has_scaler = OPERATIONS[operation].has_scaler
+    has_scaler = cases.OPERATIONS[operation].has_scaler
     for step, skip in [(3, False), (3, True), (0, True)]:
-        lists = build(operation, options, SMALL, dtypes, device, step=step, bad=skip)
-        before, more = copied(lists), {"skip_nonfinite": skip} if has_scaler else {}
-        run(operation, lists, **more, **options)
-        assert_is_the_formula(operation, lists, before, **more, **options)
+        lists = cases.build(operation, options, cases.SMALL, dtypes, device, step=step, bad=skip)
+        more = {"skip_nonfinite": skip} if has_scaler else {}
+        cases.assert_steps_by_the_formula(operation, lists, **more, **options)
 
 
 # The gradients of the test have norms from 20 up.
@@ -50,43 +34,39 @@ def test_one_step_is_the_formula(device, dtypes, operation, options):
     ],
 )
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_gradients_are_unscaled_and_clipped_by_what_is_finite(
     device, dtypes, operation, options, clipping
 ):
     for skip in (False, True):
         options = options | clipping
-        if OPERATIONS[operation].has_scaler:
+        if cases.OPERATIONS[operation].has_scaler:
             options |= {"grad_scale": torch.tensor(4.0, device=device), "skip_nonfinite": skip}
             if "max_grad_norm" in clipping:
                 options |= {"grad_norm": torch.full((), -1.0, device=device)}
-        lists = build(operation, options, SMALL, dtypes, device, bad=skip)
-        before = copied(lists)
-        run(operation, lists, **options)
-        assert_is_the_formula(operation, lists, before, **options)
+        lists = cases.build(operation, options, cases.SMALL, dtypes, device, bad=skip)
+        cases.assert_steps_by_the_formula(operation, lists, **options)
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_every_size_and_dtype_is_stepped_and_unscaled_in_float32(
     device, dtypes, operation, options
 ):
-    if OPERATIONS[operation].has_scaler:
+    if cases.OPERATIONS[operation].has_scaler:
         options = options | {"grad_scale": torch.tensor(3.0, device=device)}
-    lists = build(operation, options, SHAPES, dtypes, device)
-    before = copied(lists)
-    run(operation, lists, **options)
-    assert_is_the_formula(operation, lists, before, **options)
+    lists = cases.build(operation, options, SHAPES, dtypes, device)
+    cases.assert_steps_by_the_formula(operation, lists, **options)
 
 
-@few_steps
+@cases.few_steps
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_nan_and_inf_spoil_only_their_own_element(device, dtypes, operation, options):
-    lists = build(operation, options, [(70,)], dtypes, device)
-    clean = copied(lists)
+    lists = cases.build(operation, options, [(70,)], dtypes, device)
+    clean = cases.copied(lists)
     lists["grads"][0][7], lists["grads"][0][33] = NAN, -INF
     for side in (lists, clean):
-        run(operation, side, **options)
+        cases.run(operation, side, **options)
     keep = torch.ones(70, dtype=torch.bool, device=device)
     keep[[7, 33]] = False
     for name in lists.keys() - {"grads", "steps"}:
@@ -96,12 +76,12 @@ def test_nan_and_inf_spoil_only_their_own_element(device, dtypes, operation, opt
         assert not actual[33].isfinite(), name
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_very_many_tiny_tensors_step_as_one(device, dtypes, operation, options):
     """More than two launches of CUDA hold."""
     sizes = [index % 7 for index in range(1700)]
-    one = build(operation, options, [(sum(sizes),)], dtypes, device)
+    one = cases.build(operation, options, [(sum(sizes),)], dtypes, device)
     many = {
         name: [part.clone() for part in (
             [tensor] * len(sizes) if name == "steps" else tensor.split(sizes)
@@ -109,35 +89,35 @@ def test_very_many_tiny_tensors_step_as_one(device, dtypes, operation, options):
         for name, (tensor,) in one.items()
     }  # fmt: skip
     for side in (one, many):
-        run(operation, side, **options)
+        cases.run(operation, side, **options)
     for name in one.keys() - {"steps"}:
         assert same_bits(torch.cat(many[name]), one[name][0]), name
     assert all(step.item() == 4 for step in many.get("steps", []))
 
 
-@few_steps
+@cases.few_steps
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
 def test_grad_scale_multiplies_by_the_rounded_inverse(device, dtype, operation, options):
     wide = F64 if dtype == F64 else F32
-    start = build(operation, options, [(70,), (5,)], Dtypes(dtype, wide, wide), device)
+    start = cases.build(operation, options, [(70,), (5,)], Dtypes(dtype, wide, wide), device)
     for shape, scale in itertools.product([(), (1,)], [1.0, 65536.0, 3.0, 0.1, 2.0**40]):
-        scaled, plain = copied(start), copied(start)
+        scaled, plain = cases.copied(start), cases.copied(start)
         inverse = (1 / torch.tensor(scale).double()).float().item()
         plain["grads"] = [grad * inverse for grad in plain["grads"]]
-        run(operation, scaled, grad_scale=torch.full(shape, scale, device=device), **options)
-        run(operation, plain, **options)
+        cases.run(operation, scaled, grad_scale=torch.full(shape, scale, device=device), **options)
+        cases.run(operation, plain, **options)
         del scaled["grads"], plain["grads"]
-        assert_same(scaled, plain)
+        cases.assert_same(scaled, plain)
 
 
-@few_steps
+@cases.few_steps
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_overflow_changes_not_a_bit_and_a_clean_flag_nothing(device, dtypes, operation, options):
-    lists = build(operation, options, [(0,), (), (5,), (8193,)], dtypes, device)
-    before, expected = copied(lists), copied(lists)
+    lists = cases.build(operation, options, [(0,), (), (5,), (8193,)], dtypes, device)
+    before, expected = cases.copied(lists), cases.copied(lists)
     for index, value in enumerate([1.0, 2.0, 3.0, 0.5, NAN]):
         lists["grads"][2][1] = INF
-        run(
+        cases.run(
             operation,
             lists,
             found_inf=torch.full((1,) if index % 2 else (), value, device=device),
@@ -147,59 +127,59 @@ def test_overflow_changes_not_a_bit_and_a_clean_flag_nothing(device, dtypes, ope
             **options,
         )
         lists["grads"][2][1] = before["grads"][2][1]
-        assert_same(lists, before)
+        cases.assert_same(lists, before)
     found_inf = torch.zeros(1, device=device)
-    run(operation, expected, **options)
-    run(operation, lists, found_inf=found_inf, **options)
-    assert_same(lists, expected)
+    cases.run(operation, expected, **options)
+    cases.run(operation, lists, found_inf=found_inf, **options)
+    cases.assert_same(lists, expected)
     assert found_inf.item() == 0
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_the_learning_rate_and_the_step_may_be_tensors_of_one_element(device, operation, options):
-    expected = build(operation, options, [(5,), (70,)], WITH_MASTERS, device)
+    expected = cases.build(operation, options, [(5,), (70,)], cases.WITH_MASTERS, device)
     for shape in ((), (1,)):
-        actual, alone = copied(expected), copied(expected)
+        actual, alone = cases.copied(expected), cases.copied(expected)
         if "steps" in actual:
             actual["steps"] = [step.view(shape) for step in actual["steps"]]
-        run(operation, alone, lr=0.25, **options)
-        run(operation, actual, lr=torch.full(shape, 0.25, device=device), **options)
+        cases.run(operation, alone, lr=0.25, **options)
+        cases.run(operation, actual, lr=torch.full(shape, 0.25, device=device), **options)
         for step in actual.get("steps", []):
             step.squeeze_()
-        assert_same(actual, alone)
+        cases.assert_same(actual, alone)
 
 
-@few_steps
+@cases.few_steps
 def test_the_step_counter_of_an_empty_tensor_advances(device, operation, options):
-    lists = build(operation, options, [(0,), (0, 3)], IN_FLOAT, device)
-    run(operation, lists, **options)
+    lists = cases.build(operation, options, [(0,), (0, 3)], cases.IN_FLOAT, device)
+    cases.run(operation, lists, **options)
     assert all(step.item() == 4 for step in lists.get("steps", []))
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_empty_lists_are_nothing_to_do(device, operation, options):
-    run(operation, build(operation, options, [], IN_FLOAT, device), **options)
+    cases.run(operation, cases.build(operation, options, [], cases.IN_FLOAT, device), **options)
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_written_tensors_get_a_new_version_and_gradients_none(device, operation, options):
-    lists = build(operation, options, [(5,)], WITH_MASTERS, device)
+    lists = cases.build(operation, options, [(5,)], cases.WITH_MASTERS, device)
     before = {name: tensors[0]._version for name, tensors in lists.items()}
-    run(operation, lists, **options)
+    cases.run(operation, lists, **options)
     for name, (tensor,) in lists.items():
         assert (tensor._version > before[name]) == (name != "grads"), name
 
 
 @pytest.mark.parametrize("more", [{}, {"skip_nonfinite": True, "max_grad_norm": 1.0}], ids=str)
-@few_steps
+@cases.few_steps
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_the_number_of_threads_does_not_change_a_bit(dtypes, operation, options, more):
     shapes = [(70_000,), (5,), (200_001,)]
-    lists = build(operation, options, shapes, dtypes, "cpu", bad=bool(more))
-    alone = copied(lists)
+    lists = cases.build(operation, options, shapes, dtypes, "cpu", bad=bool(more))
+    alone = cases.copied(lists)
     for side, count in ((alone, 1), (lists, 3)):
         norm = torch.zeros(())
         with threads(count):
-            run(operation, side, grad_norm=norm, **more, **options)
+            cases.run(operation, side, grad_norm=norm, **more, **options)
         side["norm"] = [norm]
-    assert_same(lists, alone)
+    cases.assert_same(lists, alone)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import BF16, F32, F64, threads
+from awkward import BF16, F32, F64, INF, NAN, threads
 from engine_results import EXTREMES, lists_to_sum
-from gradient_lists import INF, NAN, SUM_OF_SQUARES, assert_right, each_bad_value, each_dtype
+from gradient_lists import SUM_OF_SQUARES, assert_right, each_bad_value, each_dtype
 from reference import same_bits
 from torch import Tensor
 
