@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64
 from gradient_lists import each_bad_value, multiplied
-from optimizer_cases import give_grads, make_params, twins
-from reference import assert_close, same_bits
+from optimizer_cases import give_grads, grads_of, make_params, twins
+from reference import assert_close, same_bits, snapshot
+from rows import rows
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.utils import clip_grad_norm_ as torchs
@@ -44,10 +46,6 @@ def copies(params: list[Parameter]) -> list[Parameter]:
     return others
 
 
-def grads_of(params: list[Parameter]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
-
-
 def coefficient(max_norm: float, norm: Tensor) -> float:
     """Returns what gradients are multiplied by, as a float32 number."""
     return torch.tensor(max_norm / (norm.item() + 1e-6)).clamp(max=1.0).item()
@@ -70,8 +68,12 @@ def assert_as_torchs(
     assert_same_grads(params, others)
 
 
-def assert_untouched(params: list[Parameter], before: list[Tensor], versions: list[int]) -> None:
+@contextlib.contextmanager
+def untouched(params: list[Parameter]) -> Iterator[None]:
+    """Asserts that what happens within writes no gradient, not even the same bits."""
     grads = grads_of(params)
+    before, versions = snapshot(grads), [grad._version for grad in grads]
+    yield
     assert all(map(same_bits, grads, before))
     if grads[0].is_cpu:  # on a GPU the host does not know
         assert [grad._version for grad in grads] == versions
@@ -106,15 +108,17 @@ def test_arguments_of_torch_are_taken_by_place(norm_type: Any, device) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(tuple, id="tuple"),
-        pytest.param(iter, id="iterator"),
-        pytest.param(lambda params: (param for param in params), id="generator"),
-        pytest.param(lambda params: dict(enumerate(params)).values(), id="values"),
-        pytest.param(lambda params: ParameterList(params).parameters(), id="parameters"),
-        pytest.param(ParameterList, id="parameter-list"),
-        pytest.param(lambda params: params[0], id="one-tensor"),
-    ],
+    rows(
+        {
+            "tuple": tuple,
+            "iterator": iter,
+            "generator": lambda params: (param for param in params),
+            "values": lambda params: dict(enumerate(params)).values(),
+            "parameters": lambda params: ParameterList(params).parameters(),
+            "parameter-list": ParameterList,
+            "one-tensor": lambda params: params[0],
+        }
+    ),
 )
 def test_any_iterable_of_parameters_is_taken(kind: Callable[[Any], Any], device) -> None:
     for shapes in ([(16385,)], [()], [(5,), (3, 7)]):
@@ -133,13 +137,10 @@ def test_parameters_without_gradients_are_passed_over(device) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_no_gradients_have_the_norm_zero(norm_type: float) -> None:
+def test_no_gradients_and_empty_ones_have_the_norm_zero(norm_type: float, device) -> None:
     for params in ([], make_params(F32)):
         norm = clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
         assert same_bits(norm, torch.tensor(0.0))
-
-
-def test_empty_gradients_have_the_norm_zero(device) -> None:
     params = make_params(F32, device, [(0,), (3, 0)])
     give_grads(params)
     assert_as_torchs(params, 1.0)
@@ -192,7 +193,7 @@ def test_one_norm_is_taken_and_each_dtype_multiplied_in_float32_and_rounded_once
     max_norm: float, dtypes: tuple[torch.dtype, ...], device
 ) -> None:
     params = with_grads(device, *dtypes)
-    before = [grad.clone() for grad in grads_of(params)]
+    before = snapshot(grads_of(params))
     versions = [grad._version for grad in grads_of(params)]
     norm = clip_grad_norm_(params, max_norm)
     squares = [grad.double().square().sum().item() for grad in before]
@@ -227,28 +228,23 @@ def test_squares_outside_of_float32_do_not_spoil_the_norm(value: float, device) 
 def test_gradients_that_need_no_clipping_are_not_written(max_norm: float, device) -> None:
     params = with_grads(device, *ALL_DTYPES)
     params[0].grad = params[0].grad.repeat_interleave(2)[::2]  # with gaps
-    before = [grad.clone() for grad in grads_of(params)]
-    versions = [grad._version for grad in grads_of(params)]
     norm = torch.tensor(0.5, device=device)
-    clip_grad_norm_(params, max_norm)
-    clip_grad_norm_(params, max_norm, total_norm=norm)
-    ops.clip_grads_(grads_of(params), norm, max_norm=max_norm)
-    assert_untouched(params, before, versions)
+    with untouched(params):
+        clip_grad_norm_(params, max_norm)
+        clip_grad_norm_(params, max_norm, total_norm=norm)
+        ops.clip_grads_(grads_of(params), norm, max_norm=max_norm)
 
 
 @each_bad_value
 def test_the_error_of_a_norm_that_is_not_finite_is_torchs(value: float, device) -> None:
     params = [param for param in with_grads(device) if param.numel()]
     params[0].grad[7] = value
-    before = [grad.clone() for grad in grads_of(params)]
-    versions = [grad._version for grad in grads_of(params)]
     for norm_type in (2, 2.0, "2", 1, 3.0, math.inf, "inf"):
         with pytest.raises(RuntimeError) as expected:
             torchs(copies(params), 1.0, norm_type, error_if_nonfinite=True)
-        with pytest.raises(RuntimeError) as actual:
+        with untouched(params), pytest.raises(RuntimeError) as actual:
             clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
         assert str(actual.value) == str(expected.value)
-        assert_untouched(params, before, versions)
 
 
 # A norm that the caller has.
@@ -257,9 +253,7 @@ def test_the_error_of_a_norm_that_is_not_finite_is_torchs(value: float, device) 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("norm", [1024.0, 0.75, 1e-3, 0.0])
-def test_a_given_norm_decides_whatever_its_type(
-    norm: float, shape: tuple[int, ...], dtype: torch.dtype, device
-) -> None:
+def test_a_given_norm_decides_whatever_its_type(norm, shape, dtype, device) -> None:
     total_norm = torch.full(shape, norm, dtype=dtype, device=device)
     for norm_type in (2.0, 1.0, math.inf):
         params = with_grads(device)
@@ -278,11 +272,8 @@ def test_a_given_norm_that_is_not_finite_raises_if_asked(value: float, device) -
     total_norm = torch.tensor(value, device=device)
     with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 .* is non-finite"):
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True, total_norm=total_norm)
-
-
-def test_a_given_norm_is_returned_without_gradients(device) -> None:
-    total_norm = torch.tensor(3.0, device=device)
-    assert clip_grad_norm_(make_params(F32, device), 1.0, total_norm=total_norm).item() == 3
+    without = make_params(F32, device)
+    assert clip_grad_norm_(without, 1.0, total_norm=total_norm) is total_norm
 
 
 def test_the_norm_of_the_last_step_may_be_given(device) -> None:

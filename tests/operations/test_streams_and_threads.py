@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ import pytest
 import torch
 from awkward import BF16, F32, Dtypes, threads
 from list_operations import build, run
-from optimizer_cases import ours
-from reference import same_bits
+from optimizer_cases import bits_of, ours
+from reference import same_bits, snapshot
+from rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -44,111 +46,101 @@ def draw(seed: int, dtype: torch.dtype, device: torch.device) -> list[list[Tenso
     return rounds
 
 
+@dataclasses.dataclass
 class Work:
-    """A training loop that shares nothing with another."""
+    """A training loop that shares nothing with another.
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        *self.grads, start = draw(seed, dtype, device)
-        self.params = [Parameter(tensor) for tensor in start]
+    Attributes:
+        step: Takes the step of a number, from 0.
+        results: Returns copies of everything that the steps wrote.
+    """
 
-    def step(self, number: int) -> None:
-        """Takes step ``number``, from 0."""
-        raise NotImplementedError
-
-    def results(self) -> Results:
-        """Returns copies of everything that the steps wrote."""
-        raise NotImplementedError
+    step: Callable[[int], None]
+    results: Callable[[], Results]
 
 
-class ClassWork(Work):
+def class_work(
+    dtype: torch.dtype,
+    name: str,
+    seed: int,
+    device: torch.device,
+    scaled: bool = False,
+    **more: Any,
+) -> Work:
     """Steps one of the optimizer classes, under a scaler if wanted."""
+    *grads, start = draw(seed, dtype, device)
+    params = [Parameter(tensor) for tensor in start]
+    optimizer = ours(name)(params, lr=0.05, **more)
+    scaler = amp_ext.GradScaler(device.type, 4.0, enabled=scaled, growth_interval=2)
+    scaler.scale(torch.ones((), device=device))
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        name: str,
-        seed: int,
-        device: torch.device,
-        scaled: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(seed, dtype, device)
-        self.optimizer = ours(name)(self.params, lr=0.05, **options)
-        self.scaler = amp_ext.GradScaler(device.type, 4.0, enabled=scaled, growth_interval=2)
-        self.scaler.scale(torch.ones((), device=device))
-
-    def step(self, number: int) -> None:
-        for param, grad in zip(self.params, self.grads[number], strict=True):
+    def step(number: int) -> None:
+        for param, grad in zip(params, grads[number], strict=True):
             param.grad = grad.clone()
-            if self.scaler.is_enabled() and number != 1:  # the second step overflows
+            if scaled and number != 1:  # the second step overflows
                 param.grad.nan_to_num_(0.0, 0.0, 0.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
 
-    def results(self) -> Results:
-        states = [
-            tensor
-            for param in self.params
-            for tensor in (param.detach(), *self.optimizer.state[param].values())
-        ]
-        extra = [self.optimizer.grad_norm] if self.optimizer.grad_norm is not None else []
-        if self.scaler.is_enabled():
-            extra.append(torch.tensor(self.scaler.get_scale()))
-        return [tensor.clone() for tensor in (*states, *extra)]
+    def results() -> Results:
+        norm = [] if optimizer.grad_norm is None else [optimizer.grad_norm.clone()]
+        written = [tensor for row in bits_of(optimizer) for tensor in row.values()]
+        return [*written, *norm, torch.tensor(scaler.get_scale())]
+
+    return Work(step, results)
 
 
-class FunctionWork(Work):
+def function_work(
+    dtype: torch.dtype,
+    kind: OptimizerType,
+    seed: int,
+    device: torch.device,
+    has_workspace: bool = True,
+) -> Work:
     """Calls ``optimizer_update_``, with a workspace of its own or with none."""
+    *grads, _ = draw(seed, dtype, device)
+    workspace = ops.OptimizerWorkspace() if has_workspace else None
+    options = {"optimizer_type": kind, "workspace": workspace}
+    limits = {"max_grad_norm": 5.0, "clip_value": 0.5}
+    torch.manual_seed(seed)
+    dtypes = Dtypes(dtype, dtype, F32, master=dtype == BF16)
+    lists = build("optimizer_update_", options, SHAPES, dtypes, device)
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        kind: OptimizerType,
-        seed: int,
-        device: torch.device,
-        has_workspace: bool = True,
-    ) -> None:
-        super().__init__(seed, dtype, device)
-        self.workspace = ops.OptimizerWorkspace() if has_workspace else None
-        self.options = {"optimizer_type": kind, "workspace": self.workspace}
-        dtypes = Dtypes(dtype, dtype, F32, master=dtype == BF16)
-        torch.manual_seed(seed)
-        self.lists = build("optimizer_update_", self.options, SHAPES, dtypes, device)
+    def step(number: int) -> None:
+        lists["grads"] = grads[number]
+        run("optimizer_update_", lists, timestep=number + 1, **limits, **options)
 
-    def step(self, number: int) -> None:
-        self.lists["grads"] = self.grads[number]
-        limits = {"max_grad_norm": 5.0, "clip_value": 0.5, "timestep": number + 1}
-        run("optimizer_update_", self.lists, **limits, **self.options)
+    def results() -> Results:
+        written = [tensor for tensors in lists.values() for tensor in tensors]
+        return snapshot(written if workspace is None else [*written, workspace.grad_norm])
 
-    def results(self) -> Results:
-        written = [tensor for tensors in self.lists.values() for tensor in tensors]
-        if self.workspace is not None:
-            written.append(self.workspace.grad_norm)
-        return [tensor.detach().clone() for tensor in written]
+    return Work(step, results)
 
 
 Make = Callable[[int, torch.device], Work]
 
-adamw = partial(ClassWork, BF16, "AdamW", **LIMITS)
-amsgrad = partial(ClassWork, F32, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
-momentum = partial(ClassWork, F32, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
-scaled = partial(ClassWork, BF16, "AdamW", scaled=True, max_grad_norm=5.0)
-functional_adam = partial(FunctionWork, BF16, OptimizerType.ADAM)
-functional_momentum = partial(FunctionWork, F32, OptimizerType.MOMENTUM)
-without_workspace = partial(FunctionWork, F32, OptimizerType.SGD, has_workspace=False)
+adamw = partial(class_work, BF16, "AdamW", **LIMITS)
+amsgrad = partial(class_work, F32, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
+momentum = partial(class_work, F32, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
+scaled = partial(class_work, BF16, "AdamW", scaled=True, max_grad_norm=5.0)
+functional_adam = partial(function_work, BF16, OptimizerType.ADAM)
+functional_momentum = partial(function_work, F32, OptimizerType.MOMENTUM)
+without_workspace = partial(function_work, F32, OptimizerType.SGD, has_workspace=False)
 
-PAIRS = [
-    pytest.param((adamw, adamw), id="two-adamw"),
-    pytest.param((adamw, momentum), id="adamw-and-momentum"),
-    pytest.param((amsgrad, scaled), id="amsgrad-and-scaled"),
-    pytest.param((scaled, scaled), id="two-scalers"),
-    pytest.param((functional_adam, functional_momentum), id="two-workspaces"),
-    pytest.param((without_workspace, without_workspace), id="no-workspace"),
-    pytest.param((adamw, functional_adam, momentum, scaled), id="four-threads"),
-]
+PAIRS = rows(
+    {
+        "two-adamw": [adamw] * 2,
+        "adamw-and-momentum": [adamw, momentum],
+        "amsgrad-and-scaled": [amsgrad, scaled],
+        "two-scalers": [scaled] * 2,
+        "two-workspaces": [functional_adam, functional_momentum],
+        "no-workspace": [without_workspace] * 2,
+        "four-threads": [adamw, functional_adam, momentum, scaled],
+    }
+)
 
 
-def one_after_the_other(makes: tuple[Make, ...], device: torch.device) -> list[Results]:
+def one_after_the_other(makes: list[Make], device: torch.device) -> list[Results]:
     results = []
     for seed, make in enumerate(makes):
         work = make(seed, device)
@@ -188,16 +180,14 @@ def assert_same_results(actual: list[Results], expected: list[Results]) -> None:
 
 
 @pytest.fixture
-def several_threads() -> Iterator[None]:
-    """Lets every launch of the CPU engine run on threads of its own besides."""
+def cpu() -> Iterator[torch.device]:
+    """The CPU, where every launch of the engine runs on threads of its own besides."""
     with threads(2):
-        yield
+        yield torch.device("cpu")
 
 
-@pytest.mark.usefixtures("several_threads")
 @pytest.mark.parametrize("makes", PAIRS)
-def test_threads_give_the_bits_of_one_after_the_other(makes):
-    cpu = torch.device("cpu")
+def test_threads_give_the_bits_of_one_after_the_other(cpu, makes):
     expected = one_after_the_other(makes, cpu)
     for _ in range(REPETITIONS):
         works = [make(seed, cpu) for seed, make in enumerate(makes)]
@@ -205,21 +195,16 @@ def test_threads_give_the_bits_of_one_after_the_other(makes):
         assert_same_results([work.results() for work in works], expected)
 
 
-def model_with_two_halves() -> tuple[torch.nn.Module, list[list[Parameter]]]:
-    torch.manual_seed(5)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(300, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 3)
-    )
-    params = list(model.parameters())
-    return model, [params[:2], params[2:]]
-
-
-@pytest.mark.usefixtures("several_threads")
 @pytest.mark.parametrize("limits", [{}, LIMITS], ids=["plain", "limits"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.usefixtures("cpu")
 def test_threads_may_step_the_halves_of_one_model(name, limits):
     def train(together: bool) -> Results:
-        model, halves = model_with_two_halves()
+        torch.manual_seed(5)
+        layers = [torch.nn.Linear(300, size) for size in (300, 300, 3)]
+        model = torch.nn.Sequential(*layers)
+        params = list(model.parameters())
+        halves = [params[:2], params[2:]]
         optimizers = [ours(name)(half, lr=0.05, **limits) for half in halves]
         barrier = threading.Barrier(2, timeout=60)
 
@@ -235,20 +220,19 @@ def test_threads_may_step_the_halves_of_one_model(name, limits):
                 halves[number % 2][0].grad[number, 0] = float("inf")
                 if together:
                     list(pool.map(step, optimizers))
-                else:
-                    for optimizer in optimizers:
-                        optimizer.step()
+                    continue
+                for optimizer in optimizers:
+                    optimizer.step()
         norms = [optimizer.grad_norm for optimizer in optimizers if limits]
-        return [tensor.detach().clone() for tensor in (*model.parameters(), *norms)]
+        return snapshot([*params, *norms])
 
     expected = train(together=False)
     for _ in range(REPETITIONS):
         assert_same_results([train(together=True)], [expected])
 
 
-def test_an_optimizer_may_move_from_thread_to_thread():
-    cpu = torch.device("cpu")
-    expected = one_after_the_other((adamw,), cpu)
+def test_an_optimizer_may_move_from_thread_to_thread(cpu):
+    expected = one_after_the_other([adamw], cpu)
     work = adamw(0, cpu)
     for number in range(STEPS):
         thread = threading.Thread(target=work.step, args=(number,))
@@ -257,29 +241,24 @@ def test_an_optimizer_may_move_from_thread_to_thread():
     assert_same_results([work.results()], expected)
 
 
-def test_an_error_in_one_thread_leaves_the_other_alone():
-    cpu = torch.device("cpu")
-    expected = one_after_the_other((adamw,), cpu)
-    good, bad = adamw(0, cpu), momentum(1, cpu)
-    bad_start = [param.detach().clone() for param in bad.params]
+def test_an_error_in_one_thread_leaves_the_other_alone(cpu):
+    expected = one_after_the_other([adamw], cpu)
+    params, errors = [Parameter(tensor) for tensor in draw(1, F32, cpu)[-1]], []
+    bad_optimizer, start = ours("SGD")(params, lr=0.05, momentum=0.9), snapshot(params)
 
-    class Failing(Work):
-        def __init__(self) -> None:
-            self.errors = 0
+    def fail(number: int) -> None:
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        params[2].grad = torch.zeros(7).to_sparse()
+        with pytest.raises(RuntimeError, match="sparse"):
+            bad_optimizer.step()
+        errors.append(number)
 
-        def step(self, number: int) -> None:
-            for param in bad.params:
-                param.grad = torch.zeros_like(param)
-            bad.params[2].grad = torch.zeros(7).to_sparse()
-            with pytest.raises(RuntimeError, match="sparse"):
-                bad.optimizer.step()
-            self.errors += 1
-
-    failing = Failing()
-    in_threads([good, failing])
-    assert failing.errors == STEPS
+    good = adamw(0, cpu)
+    in_threads([good, Work(fail, list)])
+    assert errors == list(range(STEPS))
     assert_same_results([good.results()], expected)
-    assert all(map(same_bits, bad.params, bad_start))
+    assert all(map(same_bits, params, start))
 
 
 # Streams.
@@ -311,9 +290,9 @@ def test_streams_give_the_bits_of_one_after_the_other(gpu, makes, threads):
         assert_same_results([work.results() for work in works], expected)
 
 
-def test_the_cpu_and_a_gpu_step_at_the_same_time(gpu):
-    places = [torch.device("cpu"), gpu]
-    expected = [one_after_the_other((adamw,), place)[0] for place in places]
+def test_the_cpu_and_a_gpu_step_at_the_same_time(cpu, gpu):
+    places = [cpu, gpu]
+    expected = [one_after_the_other([adamw], place)[0] for place in places]
     for _ in range(REPETITIONS):
         works = [adamw(0, place) for place in places]
         in_threads(works)
