@@ -19,9 +19,12 @@ def test_constants_are_computed_in_double(device):
 
 
 @pytest.mark.parametrize("step", [0, 1, 999, 100_000, 16_777_214])
-def test_bias_correction_is_right_at_any_age(device, step):
+@pytest.mark.parametrize("floor", [0.0, 0.2])
+def test_bias_correction_is_right_at_any_age(device, step, floor):
     lists = cases.build("adam_", {}, [(64,)], cases.IN_FLOAT, device, step=step)
-    cases.assert_steps_by_the_formula("adam_", lists, beta2=0.999)
+    if floor:  # of the corrected moment, of which some are below it
+        lists["exp_avg_sqs"][0].mul_(8)
+    cases.assert_steps_by_the_formula("adam_", lists, beta2=0.999, denominator_floor=floor)
 
 
 def test_each_tensor_has_its_own_step_count(device):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import F32, INF, NAN
+from awkward import F32, F64, INF, NAN
 from gradient_lists import each_dtype, spoiled
 from reference import same_bits
+from rows import rows
 from torch import Tensor
 
 from amp_ext import ops
@@ -28,28 +29,35 @@ def test_found_inf_is_set_to_one_or_left_as_it_is(before: float, device) -> None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_found_inf_may_have_any_shape_of_one_element(shape: tuple[int, ...], device) -> None:
-    neighbours = torch.zeros(3, device=device)
-    found_inf = neighbours[1:2].view(shape)
-    ops.check_finite_([torch.full((3,), NAN, device=device)], found_inf)
-    assert neighbours.tolist() == [0, 1, 0]
+@pytest.mark.parametrize(("value", "flag"), [(NAN, 1), (2.0, 0), (2.0, 1)])
+def test_flag_and_sum_may_have_any_shape_of_one_element(value, flag, shape, device) -> None:
+    """An earlier overflow is nothing to the sum."""
+    flags = torch.tensor([0.0, float(flag and value == 2), 0.0], device=device)
+    sums = torch.full((3,), 7.0, dtype=F64, device=device)
+    flag_and_sum = flags[1:2].view(shape), sums[1:2].view(shape)
+    tensors = [torch.full((3,), value, device=device)]
+    ops.check_finite_(tensors, flag_and_sum[0], sum_of_squares=flag_and_sum[1])
+    assert flags.tolist() == [0, flag, 0]
+    assert same_bits(sums, torch.tensor([7.0, 3 * value**2, 7.0], dtype=F64))
+    ops.check_finite_(tensors, flag_and_sum[0])
+    assert flags.tolist() == [0, flag, 0]
 
 
 @pytest.mark.parametrize(
     ("scale", "expected"),
-    [
-        pytest.param(65536.0, 0, id="usual"),
-        pytest.param(1e-38, 0, id="inverse-below-the-largest-float"),
-        pytest.param(3e-39, 0, id="subnormal-with-a-finite-inverse"),
-        pytest.param(1e-39, 1, id="inverse-above-the-largest-float"),
-        pytest.param(0.0, 1, id="zero"),
-        pytest.param(NAN, 1, id="nan"),
-    ],
+    rows(
+        {
+            "usual": (65536.0, 0),
+            "inverse-below-the-largest-float": (1e-38, 0),
+            "subnormal-with-a-finite-inverse": (3e-39, 0),
+            "inverse-above-the-largest-float": (1e-39, 1),
+            "zero": (0.0, 1),
+            "nan": (NAN, 1),
+        }
+    ),
 )
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_a_scale_without_a_finite_inverse_counts_as_overflow(
-    scale: float, expected: int, shape: tuple[int, ...], device
-) -> None:
+def test_a_scale_without_a_finite_inverse_counts_as_overflow(scale, expected, shape, device):
     grad_scale = torch.full(shape, scale, device=device)
     clean = torch.ones(10, device=device)
     assert found([clean], grad_scale=grad_scale) == expected

@@ -117,9 +117,7 @@ def train_in_a_graph(training: Training) -> None:
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["float-lr", "tensor-lr"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @DTYPES
-def test_a_replayed_graph_trains_as_eagerly_to_the_bit(
-    gpu: torch.device, dtype: torch.dtype, make: MakeOptimizer, tensor_lr: bool
-) -> None:
+def test_a_replayed_graph_trains_as_eagerly_to_the_bit(gpu, dtype, make, tensor_lr) -> None:
     """Scale, backward, step and update in one graph, through growth, overflow and backoff."""
     eager, graphed = (Training(make, dtype, gpu, tensor_lr) for _ in range(2))
     train_eagerly(eager)
@@ -136,9 +134,7 @@ def test_a_replayed_graph_trains_as_eagerly_to_the_bit(
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @DTYPES
-def test_the_host_never_waits_in_step_and_update(
-    gpu: torch.device, dtype: torch.dtype, make: MakeOptimizer
-) -> None:
+def test_the_host_never_waits_in_step_and_update(gpu, dtype, make) -> None:
     """Not in the first step either, which makes states and masters, nor after an overflow."""
     training = Training(make, dtype, gpu)
     for batch in range(4):
@@ -187,9 +183,7 @@ def kernels_of(function: Callable[[], None]) -> list[str]:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @DTYPES
-def test_a_step_is_one_look_one_step_and_one_update(
-    gpu: torch.device, dtype: torch.dtype, make: MakeOptimizer, groups: int
-) -> None:
+def test_a_step_is_one_look_one_step_and_one_update(gpu, dtype, make, groups) -> None:
     params = [Parameter(torch.randn(1000).to(dtype).to(gpu)) for _ in range(300)]
     optimizer = make([{"params": params[i::groups]} for i in range(groups)], 0.01)
     scaler = amp_ext.GradScaler("cuda")

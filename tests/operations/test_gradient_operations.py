@@ -232,9 +232,7 @@ WHOLE = torch.ones(10)
     ],
 )
 @cases.each_writing
-def test_gradients_that_share_memory_are_named_and_nothing_is_written(
-    operation, grads, text
-) -> None:
+def test_gradients_that_share_memory_are_named_and_nothing_is_written(operation, grads, text):
     with pytest.raises(RuntimeError, match=f"^{operation.name}: grads{text}"):
         operation.run(grads)
     assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)

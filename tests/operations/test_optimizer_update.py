@@ -9,8 +9,9 @@ from typing import Any
 import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, DTYPES, F32, F64, FEW_DTYPES, INF, NAN, Dtypes
+from awkward import BF16, DTYPES, F32, FEW_DTYPES, INF, NAN, Dtypes
 from reference import assert_close, clipped, same_bits, snapshot
+from rows import rows
 from torch.nn import Parameter
 
 import amp_ext
@@ -38,37 +39,18 @@ def new_grads(lists, *, bad: bool = False) -> None:
         cases.spoil(lists["grads"])
 
 
-@pytest.mark.parametrize("clipping", CLIPPING, ids=str)
-@each_kind
-def test_a_loop_of_forty_steps_is_the_loop_of_the_formula(device, kind, clipping):
-    lists = fresh(kind, [(70,), (3, 5)], Dtypes(F64, F64, F64), device)
-    expected = [{name: lists[name][index].clone() for name in lists} for index in range(2)]
-    workspace, update = ops.OptimizerWorkspace(), cases.OPERATIONS[UPDATE]
-    for timestep in range(1, 41):
-        new_grads(lists, bad=timestep % 3 == 0)
-        options = kind | {"lr": 0.3 / timestep, "timestep": timestep}
-        grads, _ = clipped(lists["grads"], **clipping)
-        for grad, old in zip(grads, expected, strict=True):
-            hyperparameters = update.hyperparameters | options
-            for name, new in update.formula(old["params"], grad, old, **hyperparameters).items():
-                old[name] = torch.where(grad.isfinite(), new, old[name])
-        cases.run(UPDATE, lists, workspace=workspace, **options, **clipping)
-    for index, name in itertools.product(range(2), lists.keys() - {"grads"}):
-        assert_close(lists[name][index], expected[index][name], steps=40, what=name)
+AS_ADAM = {"betas": (0.8, 0.99), "eps": 0.05, "denominator_floor": 1e-12}
 
 
 @pytest.mark.parametrize(
     ("kind", "make", "options"),
-    [
-        pytest.param(SGD, amp_ext.optim.SGD, {}, id="sgd"),
-        pytest.param(MOMENTUM, amp_ext.optim.SGD, {"momentum": 0.8}, id="momentum"),
-        pytest.param(
-            ADAM,
-            amp_ext.optim.Adam,
-            {"betas": (0.8, 0.99), "eps": 0.05, "denominator_floor": 1e-12},
-            id="adam",
-        ),
-    ],
+    rows(
+        {
+            "sgd": (SGD, amp_ext.optim.SGD, {}),
+            "momentum": (MOMENTUM, amp_ext.optim.SGD, {"momentum": 0.8}),
+            "adam": (ADAM, amp_ext.optim.Adam, AS_ADAM),
+        }
+    ),
 )
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_it_has_the_bits_of_the_optimizer_with_these_options(device, dtypes, kind, make, options):
@@ -215,11 +197,8 @@ def test_a_wrong_timestep_is_named_before_anything_is_written(timestep):
     cases.assert_same(lists, before)
 
 
-@pytest.mark.parametrize("kind", ["adam", 2, None, torch.optim.Adam])
-def test_something_else_than_a_type_is_refused(kind):
-    with pytest.raises(RuntimeError, match=r"^optimizer_update_: optimizer_type must be an "):
-        ops.optimizer_update_(kind, [], [], lr=0.1, timestep=1)
-
-
-def test_the_types_are_three():
+def test_the_types_are_three_and_something_else_is_refused():
     assert [kind.name for kind in OptimizerType] == ["SGD", "MOMENTUM", "ADAM"]
+    for kind in ("adam", 2, None, torch.optim.Adam):
+        with pytest.raises(RuntimeError, match=r"^optimizer_update_: optimizer_type must be an "):
+            ops.optimizer_update_(kind, [], [], lr=0.1, timestep=1)

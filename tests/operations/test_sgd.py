@@ -6,25 +6,29 @@ import list_operations as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32
+from gradient_lists import equal
 from reference import same_bits
 
 
 @pytest.mark.parametrize("buffer", [0.0, 12345.0])
-def test_first_and_later_steps_may_share_a_launch_and_the_first_does_not_use_the_buffer(
-    device, buffer
-):
+def test_first_and_later_steps_share_a_launch_and_the_first_ignores_the_buffer(device, buffer):
     lists = cases.build("sgd_", cases.DAMPENING, [(5,)] * 3, cases.IN_FLOAT, device)
     lists["steps"][1].zero_()
     lists["momentum_buffers"][1].fill_(buffer)
     cases.assert_steps_by_the_formula("sgd_", lists, **cases.DAMPENING)
 
 
+@pytest.mark.parametrize("in_float", [True, False], ids=["float-param", "same-dtype"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_every_16_bit_gradient_is_read_exactly(device, dtype):
+def test_every_16_bit_gradient_is_read_exactly_and_judged_right(device, dtype, in_float):
     grad = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype)
-    param = torch.zeros(2**16, device=device)
-    cases.run("sgd_", {"params": [param], "grads": [grad]}, lr=1.0)
-    assert torch.equal(param.nan_to_num(nan=12345.0), (0 - grad.float()).nan_to_num(nan=12345.0))
+    for start, skip in ((0.0, False), (3.0, True)):
+        param = torch.full((2**16,), start, dtype=F32 if in_float else dtype, device=device)
+        expected = (start - grad.float()).to(param.dtype)
+        if skip:
+            expected = torch.where(grad.isfinite(), expected, param)
+        cases.run("sgd_", {"params": [param], "grads": [grad]}, lr=1.0, skip_nonfinite=skip)
+        assert equal(param, expected)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -45,25 +49,14 @@ def test_the_parameter_is_the_master_rounded_to_nearest_even(device, dtype):
     assert param[~keep].isnan().all()
 
 
+FITTING = "momentum_buffers must be given if and only if momentum is not 0, got mom"
+FIRST = "steps must be given with dampening, whose first step differs"
+MOMENTUM, DAMPENING = cases.MOMENTUM, cases.DAMPENING
+
+
 @pytest.mark.parametrize(
     ("built_for", "options", "words"),
-    [
-        (
-            cases.MOMENTUM,
-            {},
-            "momentum_buffers must be given if and only if momentum is not 0, got mom",
-        ),
-        (
-            {},
-            cases.MOMENTUM,
-            "momentum_buffers must be given if and only if momentum is not 0, got mom",
-        ),
-        (
-            cases.MOMENTUM,
-            cases.DAMPENING,
-            "steps must be given with dampening, whose first step differs",
-        ),
-    ],
+    [(MOMENTUM, {}, FITTING), ({}, MOMENTUM, FITTING), (MOMENTUM, DAMPENING, FIRST)],
 )
 def test_lists_that_do_not_fit_the_options_are_named(built_for, options, words):
     lists = cases.build("sgd_", built_for, [(5,)] * 3, cases.IN_FLOAT, "cpu")

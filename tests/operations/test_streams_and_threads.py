@@ -195,42 +195,6 @@ def test_threads_give_the_bits_of_one_after_the_other(cpu, makes):
         assert_same_results([work.results() for work in works], expected)
 
 
-@pytest.mark.parametrize("limits", [{}, LIMITS], ids=["plain", "limits"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-@pytest.mark.usefixtures("cpu")
-def test_threads_may_step_the_halves_of_one_model(name, limits):
-    def train(together: bool) -> Results:
-        torch.manual_seed(5)
-        layers = [torch.nn.Linear(300, size) for size in (300, 300, 3)]
-        model = torch.nn.Sequential(*layers)
-        params = list(model.parameters())
-        halves = [params[:2], params[2:]]
-        optimizers = [ours(name)(half, lr=0.05, **limits) for half in halves]
-        barrier = threading.Barrier(2, timeout=60)
-
-        def step(optimizer: torch.optim.Optimizer) -> None:
-            barrier.wait()
-            optimizer.step()
-
-        with ThreadPoolExecutor(2) as pool:
-            for number in range(STEPS):
-                torch.manual_seed(number)
-                model.zero_grad()
-                model(torch.randn(16, 300)).square().mean().backward()
-                halves[number % 2][0].grad[number, 0] = float("inf")
-                if together:
-                    list(pool.map(step, optimizers))
-                    continue
-                for optimizer in optimizers:
-                    optimizer.step()
-        norms = [optimizer.grad_norm for optimizer in optimizers if limits]
-        return snapshot([*params, *norms])
-
-    expected = train(together=False)
-    for _ in range(REPETITIONS):
-        assert_same_results([train(together=True)], [expected])
-
-
 def test_an_optimizer_may_move_from_thread_to_thread(cpu):
     expected = one_after_the_other([adamw], cpu)
     work = adamw(0, cpu)

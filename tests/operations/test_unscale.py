@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64, INF, NAN
-from gradient_lists import SIZES, each_bad_value, each_dtype, equal, multiplied
+from gradient_lists import SIZES, each_dtype, equal, multiplied
 from reference import same_bits
 from torch import Tensor
 
@@ -46,27 +46,11 @@ def test_every_16_bit_number_is_rounded_once(dtype: torch.dtype, inv_scale: floa
     assert same_bits(grads[1], multiplied(finite, inv_scale))
 
 
-@each_bad_value
-@each_dtype
-def test_all_gradients_are_unscaled_even_when_one_is_not_finite(
-    dtype: torch.dtype, value: float, device
-) -> None:
-    for size in (1, 9, 4097, 65537):
-        for inv_scale in (0.25, 1.0):
-            grads = [torch.ones(each, dtype=dtype, device=device) for each in (7, size, 3)]
-            grads[1][size // 2] = value
-            wanted = [multiplied(grad, inv_scale) for grad in grads]
-            assert unscale(grads, inv_scale) == 1
-            assert all(map(equal, grads, wanted))
-
-
 @pytest.mark.parametrize(
     ("value", "inv_scale", "dtype"),
     [(3e38, 4.0, F32), (6e4, 2.0, F16), (3e38, 2.0, BF16), (1e308, 1e30, F64)],
 )
-def test_the_verdict_is_about_the_incoming_value(
-    value: float, inv_scale: float, dtype: torch.dtype, device
-) -> None:
+def test_the_verdict_is_about_the_incoming_value(value, inv_scale, dtype, device) -> None:
     grad = torch.full((40,), value, dtype=dtype, device=device)
     assert unscale([grad], inv_scale) == 0
     assert grad.isinf().all()
@@ -88,7 +72,8 @@ def test_scalars_may_have_any_shape_of_one_element(shape: tuple[int, ...], devic
 def test_found_inf_is_set_to_one_or_left_as_it_is(before: float, device) -> None:
     assert unscale([torch.ones(9, device=device)], 0.5, before=before) == before
     bad = [torch.full((9_000,), NAN, device=device) for _ in range(3)]
-    assert unscale(bad, 0.5, before=before) == 1
+    for inverse in (0.5, 1.0):
+        assert unscale(bad, inverse, before=before) == 1
     assert unscale([torch.tensor([1.0, INF], device=device)], 0.0, before=before) == 1
     for inverse in (INF, NAN):
         assert unscale([torch.ones(3, device=device)], inverse, before=before) == 1
