@@ -164,7 +164,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     yield "skipped", step("adam_", {"found_inf": 2.0}, IN_FLOAT)
     for operation in OPERATIONS:
         for dtype in (F32, F64, F16, BF16):
-            yield f"{operation.id}-{dtype}", gradients(operation, dtype)
+            yield f"{operation.id or operation.name}-{dtype}", gradients(operation, dtype)
     yield "large-squares", gradients(OPERATIONS[1], F32, 1e25)
     for case in (update_scale, refresh_masters, many_tensors, strided):
         yield case.__name__, case

@@ -10,6 +10,7 @@ import pytest
 import torch
 from awkward import BF16, F16, F32, F64, INF, NAN
 from reference import same_bits
+from rows import rows
 from torch import Tensor
 
 from amp_ext import ops
@@ -55,7 +56,7 @@ class GradientOperation:
         finds: What it should find.
         writes: What it should make of one tensor; None if it only reads.
         list_name: What errors call its list.
-        id: In the names of tests.
+        id: In the names of tests, where the name serves several.
     """
 
     name: str
@@ -74,10 +75,12 @@ NOTHING_YET = 10**6  # a number behind that of every tensor
 
 
 def run_check_finite(tensors: Tensors, **options: Tensor) -> list[Number]:
+    """Looks for overflow, and unscales as well where there is ``inv_scale``."""
     device = device_of(tensors)
     found_inf = torch.zeros((), device=device)
     first = torch.tensor(NOTHING_YET, device=device)
-    ops.check_finite_(tensors, found_inf, first_nonfinite=first, **options)
+    look = ops.unscale_ if "inv_scale" in options else ops.check_finite_
+    look(tensors, found_inf=found_inf, first_nonfinite=first, **options)
     return [found_inf.item(), first.item()]
 
 
@@ -87,12 +90,7 @@ def run_sum_of_squares(tensors: Tensors) -> list[Number]:
 
 
 def run_unscale(tensors: Tensors) -> list[Number]:
-    device = device_of(tensors)
-    found_inf = torch.zeros((), device=device)
-    first = torch.tensor(NOTHING_YET, device=device)
-    inv_scale = torch.full((), 1 / 3, device=device)
-    ops.unscale_(tensors, inv_scale, found_inf, first_nonfinite=first)
-    return [found_inf.item(), first.item()]
+    return run_check_finite(tensors, inv_scale=torch.full((), 1 / 3, device=device_of(tensors)))
 
 
 def run_clip_grads(tensors: Tensors) -> list[Number]:
@@ -115,33 +113,31 @@ def finds_sum(tensors: Tensors) -> list[Number]:
     return [*finds_overflow(tensors), pytest.approx(exact, rel=relative, abs=0, nan_ok=True)]
 
 
-CHECK_FINITE = GradientOperation(
-    "check_finite_", run_check_finite, finds_overflow, None, "tensors", "check_finite"
-)
 SUM_OF_SQUARES = GradientOperation(
-    "check_finite_", run_sum_of_squares, finds_sum, None, "tensors", "sum_of_squares"
+    "check_finite_", run_sum_of_squares, finds_sum, list_name="tensors", id="sum_of_squares"
 )
-UNSCALE = GradientOperation(
-    "unscale_", run_unscale, finds_overflow, lambda grad: multiplied(grad, 1 / 3), id="unscale"
-)
-CLIP_GRADS = GradientOperation(
-    "clip_grads_",
-    run_clip_grads,
-    lambda tensors: [],
-    lambda grad: multiplied(grad, 1 / (3 + 1e-6)),
-    id="clip_grads",
-)
-COUNT_NONFINITE = GradientOperation(
-    "count_nonfinite",
-    lambda tensors: ops.count_nonfinite(tensors).tolist(),
-    lambda tensors: [int(is_bad(tensor).sum()) for tensor in tensors],
-    None,
-    "tensors",
-    "count_nonfinite",
-)
-OPERATIONS = [CHECK_FINITE, SUM_OF_SQUARES, UNSCALE, CLIP_GRADS, COUNT_NONFINITE]
-each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.id)
-each_writing = pytest.mark.parametrize("operation", [UNSCALE, CLIP_GRADS], ids=lambda each: each.id)
+OPERATIONS = [
+    GradientOperation(
+        "check_finite_", run_check_finite, finds_overflow, list_name="tensors", id="check_finite"
+    ),
+    SUM_OF_SQUARES,
+    GradientOperation(
+        "unscale_", run_unscale, finds_overflow, lambda grad: multiplied(grad, 1 / 3)
+    ),
+    GradientOperation(
+        "clip_grads_", run_clip_grads, lambda _: [], lambda grad: multiplied(grad, 1 / (3 + 1e-6))
+    ),
+    GradientOperation(
+        "count_nonfinite",
+        lambda tensors: ops.count_nonfinite(tensors).tolist(),
+        lambda tensors: [int(is_bad(tensor).sum()) for tensor in tensors],
+        list_name="tensors",
+    ),
+]
+by_id = {each.id or each.name: each for each in OPERATIONS}
+each_operation = pytest.mark.parametrize("operation", rows(by_id))
+writing = {name: each for name, each in by_id.items() if each.writes}
+each_writing = pytest.mark.parametrize("operation", rows(writing))
 
 
 def assert_right(operation: GradientOperation, tensors: Tensors, what: object = "") -> None:
@@ -163,15 +159,15 @@ def spoiled(size: int | tuple[int, ...], dtype: torch.dtype, device, share: floa
 
 
 # Views of 4200 numbers; the last two are only read, since they hold elements twice.
-VIEWS: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    ("every-second", lambda base: base[::2]),
-    ("misaligned", lambda base: base[1:-1]),
-    ("columns", lambda base: base.view(60, 70)[:, 3:66]),
-    ("transposed", lambda base: base.view(60, 70).t()[2:, :59]),
-    ("channels-last", lambda base: base.view(2, 5, 6, 70).permute(0, 3, 1, 2)[:1]),
-    ("three-dimensions", lambda base: base.view(60, 7, 10)[::3, 1:6, ::2]),
-    ("one-element", lambda base: base[77]),
-    ("expanded", lambda base: base[5:6].expand(100)),
-    ("overlapping", lambda base: base.as_strided((30, 10), (1, 1))),
-]
-each_view = pytest.mark.parametrize("view", [pytest.param(view, id=name) for name, view in VIEWS])
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every-second": lambda base: base[::2],
+    "misaligned": lambda base: base[1:-1],
+    "columns": lambda base: base.view(60, 70)[:, 3:66],
+    "transposed": lambda base: base.view(60, 70).t()[2:, :59],
+    "channels-last": lambda base: base.view(2, 5, 6, 70).permute(0, 3, 1, 2)[:1],
+    "three-dimensions": lambda base: base.view(60, 7, 10)[::3, 1:6, ::2],
+    "one-element": lambda base: base[77],
+    "expanded": lambda base: base[5:6].expand(100),
+    "overlapping": lambda base: base.as_strided((30, 10), (1, 1)),
+}
+each_view = pytest.mark.parametrize("view", rows(VIEWS))

@@ -18,6 +18,7 @@ from awkward import (
     placed,
     threads,
 )
+from rows import rows
 from torch import Tensor
 
 from amp_ext import ops
@@ -68,12 +69,14 @@ def test_every_16_bit_pattern_is_judged_right(operation, dtype, device) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "dtype"),
-    [
-        pytest.param(0x7F800001, torch.int32, id="signalling-nan"),
-        pytest.param(0x7FFFFFFF, torch.int32, id="nan-with-all-bits"),
-        pytest.param(0x7FF0000000000001, torch.int64, id="signalling-nan-double"),
-        pytest.param(0x7FF0000000000000, torch.int64, id="inf-double"),
-    ],
+    rows(
+        {
+            "signalling-nan": (0x7F800001, torch.int32),
+            "nan-with-all-bits": (0x7FFFFFFF, torch.int32),
+            "signalling-nan-double": (0x7FF0000000000001, torch.int64),
+            "inf-double": (0x7FF0000000000000, torch.int64),
+        }
+    ),
 )
 @cases.each_operation
 def test_unusual_patterns_are_found(operation, pattern, dtype, device) -> None:
@@ -195,21 +198,23 @@ def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
 
 # Errors.
 
-SPARSE_OR_ELSEWHERE = [
-    pytest.param(torch.ones(2, dtype=torch.int32), "must be Float, .*got Int", id="integers"),
-    pytest.param(torch.ones(2).cfloat(), "must be Float, .*got Complex", id="complex"),
-    pytest.param(torch.ones(2).to_sparse(), "must be a strided .*[Ss]parse", id="sparse"),
-    pytest.param(torch.ones(2, device="meta"), "must be on cpu, got meta", id="another-device"),
-]
 
-
-@pytest.mark.parametrize(("bad", "text"), SPARSE_OR_ELSEWHERE)
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    rows(
+        {
+            "integers": (torch.ones(2, dtype=torch.int32), "must be Float, .*got Int"),
+            "complex": (torch.ones(2).cfloat(), "must be Float, .*got Complex"),
+            "sparse": (torch.ones(2).to_sparse(), "must be a strided .*[Ss]parse"),
+            "another-device": (torch.ones(2, device="meta"), "must be on cpu, got meta"),
+        }
+    ),
+)
 @cases.each_operation
 def test_a_bad_tensor_is_named_and_nothing_is_written(operation, bad, text) -> None:
     good = torch.ones(3)
-    with pytest.raises(
-        RuntimeError, match=rf"^{operation.name}: {operation.list_name}\[1\] {text}"
-    ):
+    words = rf"^{operation.name}: {operation.list_name}\[1\] {text}"
+    with pytest.raises(RuntimeError, match=words):
         operation.run([good, bad, good.clone()])
     assert good.tolist() == [1, 1, 1]
 
@@ -221,15 +226,15 @@ WHOLE = torch.ones(10)
 
 @pytest.mark.parametrize(
     ("grads", "text"),
-    [
-        pytest.param([WHOLE, torch.ones(1).expand(5)], rf"\[1\] {ITSELF}", id="expanded"),
-        pytest.param(
-            [WHOLE, torch.ones(6).as_strided((3, 3), (1, 1))], rf"\[1\] {ITSELF}", id="overlapping"
-        ),
-        pytest.param([WHOLE, WHOLE], rf"\[[01]\] {OTHER}", id="twice"),
-        pytest.param([WHOLE[:6], WHOLE[5:]], rf"\[[01]\] {OTHER}", id="neighbours"),
-        pytest.param([WHOLE[::2], WHOLE[2:5]], rf"\[[01]\] {OTHER}", id="interleaved"),
-    ],
+    rows(
+        {
+            "expanded": ([WHOLE, torch.ones(1).expand(5)], rf"\[1\] {ITSELF}"),
+            "overlapping": ([WHOLE, torch.ones(6).as_strided((3, 3), (1, 1))], rf"\[1\] {ITSELF}"),
+            "twice": ([WHOLE, WHOLE], rf"\[[01]\] {OTHER}"),
+            "neighbours": ([WHOLE[:6], WHOLE[5:]], rf"\[[01]\] {OTHER}"),
+            "interleaved": ([WHOLE[::2], WHOLE[2:5]], rf"\[[01]\] {OTHER}"),
+        }
+    ),
 )
 @cases.each_writing
 def test_gradients_that_share_memory_are_named_and_nothing_is_written(operation, grads, text):
@@ -246,48 +251,41 @@ def test_interleaved_gradients_that_share_nothing_are_taken(operation) -> None:
 
 
 # Every number that an operation reads or writes in place, and its dtype.
+I32, I64 = torch.int32, torch.int64
+FOUND = {"found_inf": F32, "first_nonfinite": I64}
 NUMBERS = {
-    "check_finite_": {
-        "found_inf": F32,
-        "grad_scale": F32,
-        "sum_of_squares": F64,
-        "first_nonfinite": torch.int64,
-    },
-    "unscale_": {"found_inf": F32, "inv_scale": F32, "first_nonfinite": torch.int64},
+    "check_finite_": {**FOUND, "grad_scale": F32, "sum_of_squares": F64},
+    "unscale_": {**FOUND, "inv_scale": F32},
     "clip_grads_": {"total_norm": F32},
-    "update_scale_": {
-        "scale": F32,
-        "growth_tracker": torch.int32,
-        "found_infs": F32,
-        "hysteresis_tracker": torch.int32,
-    },
+    "update_scale_": {"scale": F32, "found_infs": F32},
 }
-NAMES = {F32: "Float", F64: "Double", torch.int32: "Int", torch.int64: "Long"}
+NUMBERS["update_scale_"] |= {"growth_tracker": I32, "hysteresis_tracker": I32}
+NAMES = {F32: "Float", F64: "Double", I32: "Int", I64: "Long"}
 
 
-def call(name: str, **numbers: Tensor) -> None:
+def call(name: str, numbers: dict[str, Tensor]) -> None:
     """Calls an operation with bad gradients and numbers that would change."""
-    numbers = {key: torch.full((), 5, dtype=NUMBERS[name][key]) for key in NUMBERS[name]} | numbers
-    more = {}
-    if name == "clip_grads_":
-        more = {"max_norm": 1.0}
     if name == "update_scale_":
-        numbers["found_infs"] = [torch.ones(()), numbers["found_infs"]]
-        more = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-    first = [] if name == "update_scale_" else [[torch.full((3,), NAN)]]
-    getattr(ops, name)(*first, **numbers, **more)
+        found_infs = [torch.ones(()), numbers["found_infs"]]
+        factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+        ops.update_scale_(**numbers | {"found_infs": found_infs}, **factors)
+        return
+    more = {"max_norm": 1.0} if name == "clip_grads_" else {}
+    getattr(ops, name)([torch.full((3,), NAN)], **numbers, **more)
 
 
 @pytest.mark.parametrize(
     ("spoil", "text"),
-    [
-        pytest.param(Tensor.half, "must be {}, got Half", id="half"),
-        pytest.param(Tensor.bool, "must be {}, got Bool", id="bool"),
-        pytest.param(lambda t: t.repeat(2), r"must be one element, got sizes \[2\]", id="two"),
-        pytest.param(lambda t: t.new_zeros(0), r"must be one element, got sizes \[0\]", id="none"),
-        pytest.param(lambda t: t.to("meta"), r"must be on cpu( or cuda)?, got meta", id="meta"),
-        pytest.param(lambda t: t[None].to_sparse(), "must be a strided .*[Ss]parse", id="sparse"),
-    ],
+    rows(
+        {
+            "half": (Tensor.half, "must be {}, got Half"),
+            "bool": (Tensor.bool, "must be {}, got Bool"),
+            "two": (lambda t: t.repeat(2), r"must be one element, got sizes \[2\]"),
+            "none": (lambda t: t.new_zeros(0), r"must be one element, got sizes \[0\]"),
+            "meta": (lambda t: t.to("meta"), r"must be on cpu( or cuda)?, got meta"),
+            "sparse": (lambda t: t[None].to_sparse(), "must be a strided .*[Ss]parse"),
+        }
+    ),
 )
 @pytest.mark.parametrize(
     ("name", "number"), [(name, number) for name in NUMBERS for number in NUMBERS[name]]
@@ -298,5 +296,5 @@ def test_a_bad_number_is_named_and_nothing_is_written(name, number, spoil, text)
     wrong = spoil(torch.full((), 5, dtype=dtype))
     shown = {"found_infs": r"found_infs\[1\]"}.get(number, number)
     with pytest.raises(RuntimeError, match=f"^{name}: {shown} {text.format(NAMES[dtype])}"):
-        call(name, **(others | {number: wrong}))
+        call(name, others | {number: wrong})
     assert all(other == 5 for other in others.values())
