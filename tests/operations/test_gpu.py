@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gpu_cases
@@ -11,6 +12,7 @@ import torch
 from awkward import BF16, F16, F32
 from optimizer_cases import assert_same_bits, bits_of
 from reference import same_bits
+from rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -18,13 +20,14 @@ import amp_ext
 
 MakeOptimizer = Callable[[list[Parameter], Any], torch.optim.Optimizer]
 
-OPTIMIZERS = [
-    pytest.param(lambda params, lr: amp_ext.optim.AdamW(params, lr), id="adamw"),
-    pytest.param(lambda params, lr: amp_ext.optim.Adam(params, lr, amsgrad=True), id="amsgrad"),
-    pytest.param(
-        lambda params, lr: amp_ext.optim.SGD(params, lr, momentum=0.9, dampening=0.1), id="momentum"
-    ),
-]
+OPTIMIZERS = rows(
+    {
+        "adamw": amp_ext.optim.AdamW,
+        "amsgrad": partial(amp_ext.optim.Adam, amsgrad=True),
+        "momentum": partial(amp_ext.optim.SGD, momentum=0.9, dampening=0.1),
+    }
+)
+FUSED = rows({"fused": partial(torch.optim.AdamW, fused=True)})
 DTYPES = pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
 
 
@@ -86,8 +89,8 @@ class Training:
 WARM_UP, BATCHES, OVERFLOWS = 3, 12, (5, 6, 9)
 
 
-def train_eagerly(training: Training) -> None:
-    for batch in range(BATCHES):
+def train_eagerly(training: Training, batches: range = range(BATCHES)) -> None:
+    for batch in batches:
         training.load(batch, batch in OVERFLOWS)
         training.iterate()
         training.record()
@@ -98,10 +101,7 @@ def train_in_a_graph(training: Training) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for batch in range(WARM_UP):
-            training.load(batch, batch in OVERFLOWS)
-            training.iterate()
-            training.record()
+        train_eagerly(training, range(WARM_UP))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     training.optimizer.zero_grad(set_to_none=True)
@@ -144,13 +144,7 @@ def test_the_host_never_waits_in_step_and_update(gpu, dtype, make) -> None:
     assert training.scaler.get_scale() == 32
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda params, lr: torch.optim.AdamW(params, lr, fused=True), id="fused"),
-        *OPTIMIZERS,
-    ],
-)
+@pytest.mark.parametrize("make", FUSED + OPTIMIZERS)
 def test_the_host_never_waits_with_unscale_first(gpu: torch.device, make: MakeOptimizer) -> None:
     training = Training(make, F32, gpu)
 
@@ -225,7 +219,7 @@ def test_a_step_goes_to_the_stream_that_is_current(gpu: torch.device, dtype: tor
 
 
 def test_steps_after_the_first_leave_no_memory_behind(gpu: torch.device) -> None:
-    training = Training(lambda params, lr: amp_ext.optim.AdamW(params, lr), F16, gpu)
+    training = Training(amp_ext.optim.AdamW, F16, gpu)
     training.load(0, overflow=False)
     training.iterate()
     allocated = torch.cuda.memory_allocated()

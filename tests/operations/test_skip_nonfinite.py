@@ -9,6 +9,7 @@ import optimizer_cases as classes
 import pytest
 import torch
 from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES
+from optimizer_cases import each_class, give_grads, make_params, ours, params_of, twins
 from reference import assert_close, clipped, same_bits
 from torch import Tensor
 
@@ -16,7 +17,6 @@ import amp_ext
 from amp_ext import ops
 
 SKIP = {"skip_nonfinite": True}
-each_class = pytest.mark.parametrize(("name", "options"), classes.EACH_CLASS)
 
 
 def skipping(operation: str) -> dict[str, bool]:
@@ -26,9 +26,7 @@ def skipping(operation: str) -> dict[str, bool]:
 
 @cases.few_steps
 @pytest.mark.parametrize("dtypes", DTYPES)
-def test_finite_elements_have_the_bits_of_a_step_without_bad_ones(
-    device, dtypes, operation, options
-):
+def test_finite_elements_have_the_bits_of_a_clean_step(device, dtypes, operation, options):
     lists = cases.build(operation, options, SHAPES, dtypes, device, bad=True)
     clean, before = cases.copied(lists), cases.copied(lists)
     clean["grads"] = [grad.nan_to_num(0.5, 0.5, 0.5) for grad in lists["grads"]]
@@ -93,9 +91,7 @@ def test_the_gradient_as_it_came_decides_not_the_unscaled_one(device, dtypes):
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_a_gradient_that_overflows_when_it_is_unscaled_steps_the_same_with_write_back(
-    device, dtype
-):
+def test_a_gradient_that_overflows_when_unscaled_steps_the_same_with_write_back(device, dtype):
     largest = torch.finfo(dtype).max
     for write_back_grads in (False, True):
         param = torch.zeros(5, dtype=dtype, device=device)
@@ -142,7 +138,7 @@ def test_without_the_option_a_nan_reaches_the_norm_and_everything_else(device):
 
 def give_spoiled_grads(*sides: list[Tensor]) -> None:
     """Gives all sides the same new gradients, of which some are inf or NaN."""
-    classes.give_grads(*sides)
+    give_grads(*sides)
     for params in zip(*sides, strict=True):
         bad = torch.rand(params[0].shape) < 0.2
         kinds = torch.tensor([INF, -INF, NAN])[torch.randint(3, bad.shape)]
@@ -154,14 +150,12 @@ def give_spoiled_grads(*sides: list[Tensor]) -> None:
 @each_class
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
 def test_finite_elements_step_as_without_bad_ones(device, dtype, name, options):
-    skips = classes.ours(name)(
-        classes.make_params(dtype, device, [(1025,), (3, 5), (0,)]), **SKIP, **options
-    )
-    plain = classes.ours(name)(classes.twins(classes.params_of(skips)), **options)
-    give_spoiled_grads(classes.params_of(skips), classes.params_of(plain))
-    keep = [param.grad.isfinite() for param in classes.params_of(skips)]
-    before = [param.detach().clone() for param in classes.params_of(skips)]
-    for param in classes.params_of(plain):
+    skips = ours(name)(make_params(dtype, device, [(1025,), (3, 5), (0,)]), **SKIP, **options)
+    plain = ours(name)(twins(params_of(skips)), **options)
+    give_spoiled_grads(params_of(skips), params_of(plain))
+    keep = [param.grad.isfinite() for param in params_of(skips)]
+    before = [param.detach().clone() for param in params_of(skips)]
+    for param in params_of(plain):
         param.grad.nan_to_num_(0.5, 0.5, 0.5)
     skips.step()
     plain.step()
@@ -176,14 +170,12 @@ def test_finite_elements_step_as_without_bad_ones(device, dtype, name, options):
 @pytest.mark.parametrize("write_back_grads", [False, True], ids=["read-only", "write-back"])
 @each_class
 def test_the_norm_of_all_groups_runs_over_finite_elements(device, name, options, write_back_grads):
-    params = classes.make_params(F32, device, [(1025,), (7,), (5,)])
+    params = make_params(F32, device, [(1025,), (7,), (5,)])
     give_spoiled_grads(params)
     before = [param.grad.clone() for param in params]
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.01}]
     limits = {"max_grad_norm": 3.0, "clip_value": 0.5}
-    optimizer = classes.ours(name)(
-        groups, write_back_grads=write_back_grads, **SKIP, **limits, **options
-    )
+    optimizer = ours(name)(groups, write_back_grads=write_back_grads, **SKIP, **limits, **options)
     optimizer.step()
     grads, norm = clipped(before, **limits)
     assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-6)
@@ -200,20 +192,18 @@ def test_the_norm_of_all_groups_runs_over_finite_elements(device, name, options,
 def test_a_scaler_skips_an_overflow_whole_all_the_same(
     device, name, options, scaler_class, unscale_first, clipping
 ):
-    skips = classes.ours(name)(
-        classes.make_params(F32, device, [(1025,), (3, 5)]), **SKIP, **clipping, **options
-    )
-    plain = classes.ours(name)(classes.twins(classes.params_of(skips)), **clipping, **options)
+    skips = ours(name)(make_params(F32, device, [(1025,), (3, 5)]), **SKIP, **clipping, **options)
+    plain = ours(name)(twins(params_of(skips)), **clipping, **options)
     for optimizer in (skips, plain):
         scaler = scaler_class(device.type, init_scale=1024.0)
         scaler.scale(torch.ones((), device=device))
         torch.manual_seed(1)
         for iteration in range(3):
-            classes.give_grads(classes.params_of(optimizer))
-            for param in classes.params_of(optimizer):
+            give_grads(params_of(optimizer))
+            for param in params_of(optimizer):
                 param.grad.mul_(1024.0)
             if iteration == 1:
-                classes.params_of(optimizer)[0].grad[5] = NAN
+                params_of(optimizer)[0].grad[5] = NAN
             before = classes.bits_of(optimizer)
             if unscale_first:
                 scaler.unscale_(optimizer)
@@ -222,7 +212,7 @@ def test_a_scaler_skips_an_overflow_whole_all_the_same(
             if iteration == 1:
                 classes.assert_same_bits(optimizer, before)
             else:
-                assert not same_bits(classes.params_of(optimizer)[0], before[0]["param"])
+                assert not same_bits(params_of(optimizer)[0], before[0]["param"])
         assert scaler.get_scale() == 512.0
     classes.assert_same_bits(skips, plain)
 
@@ -230,11 +220,9 @@ def test_a_scaler_skips_an_overflow_whole_all_the_same(
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["plain", "norm"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["alone", "scaler"])
 def test_different_settings_in_groups_are_refused(device, scaled, max_grad_norm):
-    params = classes.make_params(F32, device, [(5,), (7,)])
-    classes.give_grads(params)
-    optimizer = classes.ours("SGD")(
-        params[:1], lr=1.0, max_grad_norm=max_grad_norm, momentum=0.9, **SKIP
-    )
+    params = make_params(F32, device, [(5,), (7,)])
+    give_grads(params)
+    optimizer = ours("SGD")(params[:1], lr=1.0, max_grad_norm=max_grad_norm, momentum=0.9, **SKIP)
     optimizer.add_param_group({"params": params[1:], "skip_nonfinite": False})
     before = [param.detach().clone() for param in params]
     scaler = amp_ext.GradScaler(device.type, enabled=scaled)

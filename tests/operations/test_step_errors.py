@@ -8,6 +8,7 @@ import list_operations as cases
 import pytest
 import torch
 from awkward import F16, F32, F64, Dtypes
+from rows import rows
 from torch import Tensor
 
 DTYPES = Dtypes(F16, F16, F32, master=True)
@@ -43,34 +44,30 @@ def overlapping(tensor: Tensor) -> Tensor:
 
 
 ITSELF = r"is written and must not overlap itself, got sizes \[5\] with strides \[0\]"
-SIZES = r"must be of sizes \[5\], got \[4\]"
+SIZES = r"must be of sizes \[5\], got"
+TWO = r"must be one element, got sizes \[2\]"
 
 
 @pytest.mark.parametrize(
     ("kinds", "spoil", "words"),
-    [
-        pytest.param("buffers", Tensor.double, "must be Float.*, got Double", id="buffer-double"),
-        pytest.param("buffers", Tensor.bfloat16, "must be Float.*, got BFloat16", id="buffer-bf16"),
-        pytest.param("buffers", Tensor.int, "must be Float.*, got Int", id="buffer-integer"),
-        pytest.param("steps", Tensor.long, "must be Float, got Long", id="step-integer"),
-        pytest.param("steps", Tensor.half, "must be Float, got Half", id="step-half"),
-        pytest.param("master_params", Tensor.half, "must be Float, got Half", id="master-half"),
-        pytest.param("params grads", Tensor.int, "must be Float, .*got Int", id="integer"),
-        pytest.param("params grads", Tensor.cfloat, "must be Float, .*got Complex", id="complex"),
-        pytest.param("grads", Tensor.to_sparse, "must be .*[sS]parse", id="sparse"),
-        pytest.param("grads buffers master_params", lambda t: t[:-1], SIZES, id="shape"),
-        pytest.param(
-            "grads",
-            lambda t: t.view(1, -1),
-            r"must be of sizes \[5\], got \[1, 5\]",
-            id="dimensions",
-        ),
-        pytest.param(
-            "steps", lambda t: t.repeat(2), r"must be one element, got sizes \[2\]", id="step-shape"
-        ),
-        pytest.param("params buffers master_params", overlapping, ITSELF, id="overlaps-itself"),
-        pytest.param("grads buffers", lambda t: t.to("meta"), "must be .*meta", id="device"),
-    ],
+    rows(
+        {
+            "buffer-double": ("buffers", Tensor.double, "must be Float.*, got Double"),
+            "buffer-bf16": ("buffers", Tensor.bfloat16, "must be Float.*, got BFloat16"),
+            "buffer-integer": ("buffers", Tensor.int, "must be Float.*, got Int"),
+            "step-integer": ("steps", Tensor.long, "must be Float, got Long"),
+            "step-half": ("steps", Tensor.half, "must be Float, got Half"),
+            "master-half": ("master_params", Tensor.half, "must be Float, got Half"),
+            "integer": ("params grads", Tensor.int, "must be Float, .*got Int"),
+            "complex": ("params grads", Tensor.cfloat, "must be Float, .*got Complex"),
+            "sparse": ("grads", Tensor.to_sparse, "must be .*[sS]parse"),
+            "shape": ("grads buffers master_params", lambda t: t[:-1], f"{SIZES} \\[4\\]"),
+            "dimensions": ("grads", lambda t: t.view(1, -1), f"{SIZES} \\[1, 5\\]"),
+            "step-shape": ("steps", lambda t: t.repeat(2), TWO),
+            "overlaps-itself": ("params buffers master_params", overlapping, ITSELF),
+            "device": ("grads buffers", lambda t: t.to("meta"), "must be .*meta"),
+        }
+    ),
 )
 @cases.few_steps_and_updates
 def test_a_bad_tensor_is_named_before_anything_is_written(operation, options, kinds, spoil, words):

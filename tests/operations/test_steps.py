@@ -9,6 +9,7 @@ import pytest
 import torch
 from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES, Dtypes, threads
 from reference import same_bits
+from rows import rows
 
 
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
@@ -25,19 +26,19 @@ def test_one_step_is_the_formula(device, dtypes, operation, options):
 # The gradients of the test have norms from 20 up.
 @pytest.mark.parametrize(
     "clipping",
-    [
-        pytest.param({"max_grad_norm": 3.0}, id="norm"),
-        pytest.param({"max_grad_norm": 1e6}, id="large-norm"),
-        pytest.param({"max_grad_norm": 0.0}, id="norm-0"),
-        pytest.param({"clip_value": 0.25}, id="value"),
-        pytest.param({"max_grad_norm": 30.0, "clip_value": 0.25}, id="norm-and-value"),
-    ],
+    rows(
+        {
+            "norm": {"max_grad_norm": 3.0},
+            "large-norm": {"max_grad_norm": 1e6},
+            "norm-0": {"max_grad_norm": 0.0},
+            "value": {"clip_value": 0.25},
+            "norm-and-value": {"max_grad_norm": 30.0, "clip_value": 0.25},
+        }
+    ),
 )
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 @cases.few_steps_and_updates
-def test_gradients_are_unscaled_and_clipped_by_what_is_finite(
-    device, dtypes, operation, options, clipping
-):
+def test_gradients_are_clipped_by_what_is_finite(device, dtypes, operation, options, clipping):
     for skip in (False, True):
         options = options | clipping
         if cases.OPERATIONS[operation].has_scaler:
@@ -50,9 +51,7 @@ def test_gradients_are_unscaled_and_clipped_by_what_is_finite(
 
 @cases.few_steps_and_updates
 @pytest.mark.parametrize("dtypes", DTYPES)
-def test_every_size_and_dtype_is_stepped_and_unscaled_in_float32(
-    device, dtypes, operation, options
-):
+def test_every_size_and_dtype_is_unscaled_in_float32(device, dtypes, operation, options):
     if cases.OPERATIONS[operation].has_scaler:
         options = options | {"grad_scale": torch.tensor(3.0, device=device)}
     lists = cases.build(operation, options, SHAPES, dtypes, device)
@@ -82,12 +81,8 @@ def test_very_many_tiny_tensors_step_as_one(device, dtypes, operation, options):
     """More than two launches of CUDA hold."""
     sizes = [index % 7 for index in range(1700)]
     one = cases.build(operation, options, [(sum(sizes),)], dtypes, device)
-    many = {
-        name: [part.clone() for part in (
-            [tensor] * len(sizes) if name == "steps" else tensor.split(sizes)
-        )]
-        for name, (tensor,) in one.items()
-    }  # fmt: skip
+    parts = {name: list(tensor.split(sizes)) for name, (tensor,) in one.items() if name != "steps"}
+    many = cases.copied(parts | {"steps": one["steps"] * len(sizes)} if "steps" in one else parts)
     for side in (one, many):
         cases.run(operation, side, **options)
     for name in one.keys() - {"steps"}:
@@ -149,16 +144,12 @@ def test_the_learning_rate_and_the_step_may_be_tensors_of_one_element(device, op
         cases.assert_same(actual, alone)
 
 
-@cases.few_steps
-def test_the_step_counter_of_an_empty_tensor_advances(device, operation, options):
+@cases.few_steps_and_updates
+def test_empty_lists_are_nothing_to_do_and_empty_tensors_count(device, operation, options):
+    cases.run(operation, cases.build(operation, options, [], cases.IN_FLOAT, device), **options)
     lists = cases.build(operation, options, [(0,), (0, 3)], cases.IN_FLOAT, device)
     cases.run(operation, lists, **options)
     assert all(step.item() == 4 for step in lists.get("steps", []))
-
-
-@cases.few_steps_and_updates
-def test_empty_lists_are_nothing_to_do(device, operation, options):
-    cases.run(operation, cases.build(operation, options, [], cases.IN_FLOAT, device), **options)
 
 
 @cases.few_steps_and_updates
