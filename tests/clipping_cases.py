@@ -67,7 +67,7 @@ SCALERS = WAYS[1:]
 UNSCALED_IN_THE_STEP = [WAYS[0], WAYS[1], WAYS[3]]
 
 
-def cases(clippings: list[Any], ways: list[Any], optimizers: list[Any] = OPTIMIZERS) -> Any:
+def clipped(clippings: list[Any], ways: list[Any], optimizers: list[Any] = OPTIMIZERS) -> Any:
     """Marks a test with one optimizer in every way, and the others in the two usual ones.
 
     The one is SGD, whose steps are as long as the gradients; those of Adam hardly change with them.

@@ -52,15 +52,15 @@ OPTIMIZERS = [
 ]
 
 
-def rows(*ids: str) -> list[Any]:
+def optimizers_named(*ids: str) -> list[Any]:
     """Returns the rows of OPTIMIZERS with these names, in this order."""
     by_id = {row.id: row for row in OPTIMIZERS}
     return [by_id[name] for name in ids]
 
 
 # One of each kind of state.
-FEW_OPTIMIZERS = rows("adam-amsgrad", "adamw", "dampening")
-EACH_CLASS = rows("adam", "adamw", "momentum")
+FEW_OPTIMIZERS = optimizers_named("adam-amsgrad", "adamw", "dampening")
+EACH_CLASS = optimizers_named("adam", "adamw", "momentum")
 NAMES = [row.values[0] for row in EACH_CLASS]
 # torch's classes are a reference of their own for these: defaults, errors, files, switches.
 IN_TORCH = [name for name in NAMES if hasattr(torch.optim, name)]

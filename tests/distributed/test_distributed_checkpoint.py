@@ -7,24 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from awkward import BF16, F16, F32
-from optimizer_cases import (
-    FEW_OPTIMIZERS,
-    KINDS,
-    Optimizer,
-    assert_same_bits,
-    bits_of,
-    few_optimizers,
-    ours,
-    pair,
-    params_of,
-    rows,
-    theirs,
-    train,
-)
+from optimizer_cases import Optimizer, assert_same_bits, few_optimizers, ours, params_of, train
 from reference import same_bits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -46,7 +34,7 @@ each_dtype_in_each_way = pytest.mark.parametrize(
     ("name", "options", "dtype", "how"),
     [
         pytest.param(*row.values, dtype, *way.values, id=f"{row.id}-{dtype}-{way.id}")
-        for number, row in enumerate([*FEW_OPTIMIZERS, *rows("sgd")])
+        for number, row in enumerate([*cases.FEW_OPTIMIZERS, *cases.optimizers_named("sgd")])
         for place, dtype in enumerate((F16, BF16, F32))
         for way in [WAYS[(number + place) % len(WAYS)]]
     ],
@@ -113,7 +101,7 @@ def test_states_go_through_a_folder_to_a_fresh_optimizer(
 ):
     model, optimizer = make(name, dtype, **options)
     train_trainable([optimizer], 3)
-    before = bits_of(optimizer)
+    before = cases.bits_of(optimizer)
     model_state, state = get_state_dict(model, optimizer, options=how)
     save({"model": model_state, "optimizer": state}, tmp_path)
     assert_same_bits(optimizer, before)
@@ -140,7 +128,7 @@ def test_states_go_through_a_folder_to_a_fresh_optimizer(
 @each_dtype_in_each_way
 def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
     (model, optimizer), (_, plain) = (make(name, dtype, **options) for _ in range(2))
-    counters = 3 if KINDS[name].counts_steps(options) else 0
+    counters = 3 if cases.KINDS[name].counts_steps(options) else 0
     for param, twin in zip(params_of(optimizer), params_of(plain), strict=True):
         twin.data.copy_(param.data)
     optimizer.init_state()
@@ -165,14 +153,14 @@ def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, option
         load(content, folder, partly=True)  # each side has options that the other lacks
         set_optimizer_state_dict(fresh_model, fresh, content["state"], options=how)
 
-    other = make(name, F32, theirs, **options)
+    other = make(name, F32, cases.theirs, **options)
     train_trainable([other[1]], 2)
     mine = make(name, F32, **options)
     carry(other, mine, tmp_path / "theirs")
     for param, twin in zip(params_of(mine[1]), params_of(other[1]), strict=True):
         for key, tensor in other[1].state.get(twin, {}).items():
             assert same_bits(mine[1].state[param][key], tensor), key
-    back = make(name, F32, theirs, **options)
+    back = make(name, F32, cases.theirs, **options)
     carry(mine, back, tmp_path / "ours")
     for param, twin in zip(params_of(back[1]), params_of(mine[1]), strict=True):
         for key, tensor in back[1].state[param].items():
@@ -185,13 +173,13 @@ def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, option
 @few_optimizers
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def test_states_created_ahead_change_no_bit_of_the_training(device, dtype, name, options):
-    ahead, plain = pair(name, options, dtype, device, [(5,)])
+    ahead, plain = cases.pair(name, options, dtype, device, [(5,)])
     ahead.init_state()
     assert_same_bits(params_of(ahead), params_of(plain))
     assert steps_of(ahead) == [0.0]
     train([ahead, plain], 3)
     assert_same_bits(ahead, plain)
-    before = bits_of(ahead)
+    before = cases.bits_of(ahead)
     ahead.init_state()
     assert_same_bits(ahead, before)
     train([ahead, plain])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from awkward import BF16, F32
-from optimizer_cases import ours, rows
+from optimizer_cases import optimizers_named, ours
 from reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -61,7 +61,7 @@ class Stage:
 
     def __call__(self, rank: int) -> None:
         """Loads, trains, saves; the last stage compares with a run that was never stopped."""
-        for row in rows("adamw", "dampening"):
+        for row in optimizers_named("adamw", "dampening"):
             name, options = row.values
             for dtype in (F32, BF16):
                 clipping = {"max_grad_norm": 1.0} if row.id == "adamw" else {}

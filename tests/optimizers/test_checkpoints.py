@@ -5,34 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64
-from optimizer_cases import (
-    AS_TORCH,
-    EACH_CLASS,
-    FLOATS,
-    HALVES,
-    KINDS,
-    assert_all_close,
-    assert_refused,
-    assert_same_bits,
-    bits_of,
-    each_class,
-    each_in_torch,
-    every_optimizer,
-    few_optimizers,
-    in_16_bits,
-    make_params,
-    ours,
-    pair,
-    params_of,
-    theirs,
-    through_a_file,
-    train,
-    trained,
-    twins,
-)
+from optimizer_cases import assert_same_bits, make_params, ours, pair, theirs, train, trained, twins
 from reference import same_bits
 
 Optimizer = torch.optim.Optimizer
@@ -40,13 +17,13 @@ Optimizer = torch.optim.Optimizer
 
 def resumed(source: Optimizer, target: Optimizer) -> Optimizer:
     """Loads what ``source`` saves to a file."""
-    target.load_state_dict(through_a_file(source.state_dict()))
+    target.load_state_dict(cases.through_a_file(source.state_dict()))
     return target
 
 
 def as_their_own(mine: Optimizer, other: Optimizer) -> None:
     """Asserts that ``mine`` has the bits of every state of torch's."""
-    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+    for param, twin in zip(cases.params_of(mine), cases.params_of(other), strict=True):
         for key, tensor in other.state.get(twin, {}).items():
             assert same_bits(mine.state[param][key], tensor), key
 
@@ -54,8 +31,8 @@ def as_their_own(mine: Optimizer, other: Optimizer) -> None:
 # Resuming.
 
 
-@every_optimizer
-@FLOATS
+@cases.every_optimizer
+@cases.FLOATS
 def test_resuming_gives_the_same_bits(device, dtype, name, options):
     straight = trained(ours(name)(make_params(dtype, device), **options))
     loaded = resumed(straight, ours(name)(twins(straight), lr=123.0))
@@ -65,7 +42,7 @@ def test_resuming_gives_the_same_bits(device, dtype, name, options):
     assert loaded.state_dict()["param_groups"] == straight.state_dict()["param_groups"]
 
 
-@every_optimizer
+@cases.every_optimizer
 def test_an_empty_state_goes_round_and_resets(name, options):
     fresh = ours(name)(make_params(BF16), **options)
     loaded = resumed(fresh, ours(name)(twins(fresh)))
@@ -77,12 +54,12 @@ def test_an_empty_state_goes_round_and_resets(name, options):
     assert_same_bits(loaded, again)
 
 
-@few_optimizers
-@FLOATS
+@cases.few_optimizers
+@cases.FLOATS
 def test_loading_copies(dtype, name, options):
     source = trained(ours(name)(make_params(dtype), **options))
     file = source.state_dict()
-    kept, before = copy.deepcopy(file), bits_of(source)
+    kept, before = copy.deepcopy(file), cases.bits_of(source)
     source.load_state_dict(state_dict=file)  # its own: changes nothing
     assert_same_bits(source, before)
     loaded = ours(name)(twins(source), **options)
@@ -101,7 +78,7 @@ def test_parameters_without_a_state_in_the_file_start_anew():
     loaded = ours("AdamW")(twins(source))
     loaded.load_state_dict(file)
     train([loaded])
-    assert [loaded.state[param]["step"].item() for param in params_of(loaded)] == [2, 1]
+    assert [loaded.state[param]["step"].item() for param in cases.params_of(loaded)] == [2, 1]
 
 
 def test_groups_of_different_options_go_round():
@@ -139,11 +116,13 @@ def test_the_step_may_be_any_kind_of_number(device, step):
     loaded.load_state_dict(file)
     train([straight, loaded], 2)
     assert_same_bits(loaded, straight)
-    assert all(loaded.state[param]["step"].device == param.device for param in params_of(loaded))
+    assert all(
+        loaded.state[param]["step"].device == param.device for param in cases.params_of(loaded)
+    )
 
 
 @pytest.mark.parametrize("key", ["maximize", "foreach", "fused", "decoupled_weight_decay"])
-@each_class
+@cases.each_class
 def test_options_that_old_files_lack_are_filled_in(name, options, key):
     source = trained(ours(name)(make_params(F32), **options))
     file = source.state_dict()
@@ -157,7 +136,7 @@ def test_options_that_old_files_lack_are_filled_in(name, options, key):
 # To torch and back.
 
 
-@every_optimizer
+@cases.every_optimizer
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_training_may_change_to_ours_and_back(dtype, name, options):
     other = trained(theirs(name)(make_params(dtype), foreach=False, **options))
@@ -165,37 +144,37 @@ def test_training_may_change_to_ours_and_back(dtype, name, options):
     train([other, mine], 3)
     back = resumed(mine, theirs(name)(twins(mine), lr=123.0, foreach=False))
     train([other, back], 3)
-    assert_all_close(back, other, steps=9)
+    cases.assert_all_close(back, other, steps=9)
 
 
-@every_optimizer
-@HALVES
+@cases.every_optimizer
+@cases.HALVES
 def test_a_checkpoint_of_torch_gets_masters_and_wide_states(dtype, name, options):
-    other = trained(theirs(name)(make_params(dtype), **in_16_bits(name), **options))
+    other = trained(theirs(name)(make_params(dtype), **cases.in_16_bits(name), **options))
     counted = any("step" in state for state in other.state.values())
     mine = resumed(other, ours(name)(twins(other)))
     assert mine.param_groups[0]["lr"] == options["lr"]
     mine.param_groups[0]["lr"] = 0.0
     train([mine])
-    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+    for param, twin in zip(cases.params_of(mine), cases.params_of(other), strict=True):
         state = mine.state[param]
         assert same_bits(state["master_param"], twin.detach().float())
         assert all(tensor.dtype == F32 for tensor in state.values())
         assert not counted or state["step"].item() == 4
 
 
-@every_optimizer
-@HALVES
+@cases.every_optimizer
+@cases.HALVES
 def test_torch_loads_a_checkpoint_with_masters(dtype, name, options):
     mine = trained(ours(name)(make_params(dtype), **options))
-    other = resumed(mine, theirs(name)(twins(mine), lr=123.0, **in_16_bits(name)))
+    other = resumed(mine, theirs(name)(twins(mine), lr=123.0, **cases.in_16_bits(name)))
     train([other])
     assert other.param_groups[0]["lr"] == options["lr"]
-    for param, twin in zip(params_of(mine), params_of(other), strict=True):
+    for param, twin in zip(cases.params_of(mine), cases.params_of(other), strict=True):
         assert set(mine.state[param]) <= set(other.state[twin])
 
 
-@few_optimizers
+@cases.few_optimizers
 @pytest.mark.parametrize("file_dtype", [F16, BF16, F64], ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def test_states_return_in_the_configured_dtype(dtype, file_dtype, name, options):
@@ -205,8 +184,8 @@ def test_states_return_in_the_configured_dtype(dtype, file_dtype, name, options)
         for key in state.keys() - {"step"}:
             state[key] = state[key].to(file_dtype)
     loaded = ours(name)(twins(mine), **options)
-    loaded.load_state_dict(through_a_file(file))
-    for index, param in enumerate(params_of(loaded)):
+    loaded.load_state_dict(cases.through_a_file(file))
+    for index, param in enumerate(cases.params_of(loaded)):
         for key, tensor in loaded.state[param].items():
             assert tensor.dtype == F32, key
             if key != "master_param":
@@ -214,15 +193,15 @@ def test_states_return_in_the_configured_dtype(dtype, file_dtype, name, options)
     train([loaded])
 
 
-@every_optimizer
-@HALVES
+@cases.every_optimizer
+@cases.HALVES
 def test_narrow_states_come_and_go_without_a_change_of_a_bit(dtype, name, options):
-    other = trained(theirs(name)(make_params(dtype), **in_16_bits(name), **options))
-    mine = resumed(other, ours(name)(twins(other), **options, **AS_TORCH))
-    back = resumed(mine, theirs(name)(twins(other), **in_16_bits(name)))
+    other = trained(theirs(name)(make_params(dtype), **cases.in_16_bits(name), **options))
+    mine = resumed(other, ours(name)(twins(other), **options, **cases.AS_TORCH))
+    back = resumed(mine, theirs(name)(twins(other), **cases.in_16_bits(name)))
     as_their_own(mine, other)
     as_their_own(back, other)
-    assert {key: mine.param_groups[0][key] for key in AS_TORCH} == AS_TORCH
+    assert {key: mine.param_groups[0][key] for key in cases.AS_TORCH} == cases.AS_TORCH
     train([mine])
     for state in mine.state.values():
         assert "master_param" not in state
@@ -237,7 +216,7 @@ def test_narrow_states_come_and_go_without_a_change_of_a_bit(dtype, name, option
         pytest.param({"capturable": True, "foreach": False}, id="capturable"),
     ],
 )
-@every_optimizer
+@cases.every_optimizer
 def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch):
     if "capturable" not in theirs(name)(make_params(F32)).defaults:
         switch = {key: value for key, value in switch.items() if key != "capturable"}
@@ -255,7 +234,7 @@ def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch
     assert {key: back.param_groups[0][key] for key in switch} == switch
 
 
-@each_in_torch
+@cases.each_in_torch
 def test_a_tensor_lr_comes_and_goes(name):
     other = trained(theirs(name)(make_params(F32), lr=torch.tensor(0.25), foreach=False), 2)
     mine = ours(name)(twins(other))
@@ -265,7 +244,7 @@ def test_a_tensor_lr_comes_and_goes(name):
     back.load_state_dict(mine.state_dict())
     assert back.param_groups[0]["lr"].item() == 0.25
     train([mine, other], 2)
-    assert_all_close(mine, other, steps=2)
+    cases.assert_all_close(mine, other, steps=2)
 
 
 def test_dampening_from_a_checkpoint_of_torch_is_not_at_its_first_step():
@@ -274,7 +253,7 @@ def test_dampening_from_a_checkpoint_of_torch_is_not_at_its_first_step():
     mine = ours("SGD")(twins(other), **options)
     mine.load_state_dict(other.state_dict())
     train([mine, other], 2)
-    assert_all_close(mine, other, steps=2)
+    cases.assert_all_close(mine, other, steps=2)
 
 
 def test_a_checkpoint_of_adam_leaves_adamw_decoupled():
@@ -283,7 +262,7 @@ def test_a_checkpoint_of_adam_leaves_adamw_decoupled():
     loaded.load_state_dict(source.state_dict())
     decoupled = ours("AdamW")(twins(source), weight_decay=0.5)
     states = copy.deepcopy(list(source.state.values()))
-    decoupled.state.update(zip(params_of(decoupled), states, strict=True))
+    decoupled.state.update(zip(cases.params_of(decoupled), states, strict=True))
     train([loaded, decoupled], 2)
     assert_same_bits(loaded, decoupled)
 
@@ -294,13 +273,13 @@ def test_momentum_buffers_of_none_are_no_buffers():
     file["state"] = {index: {"momentum_buffer": None} for index in range(5)}
     mine.load_state_dict(file)
     train([mine, plain], 2)
-    assert_same_bits(params_of(mine), params_of(plain))
+    assert_same_bits(cases.params_of(mine), cases.params_of(plain))
 
 
 # Hooks and names.
 
 
-@each_class
+@cases.each_class
 def test_hooks_of_state_dicts_run_in_torchs_order(name, options):
     calls: list[str] = []
     source = trained(ours(name)(make_params(BF16), **options))
@@ -330,7 +309,7 @@ def test_hooks_of_state_dicts_run_in_torchs_order(name, options):
     assert loaded.param_groups[0]["lr"] == 2 * options["lr"]
 
 
-@each_in_torch
+@cases.each_in_torch
 def test_names_of_parameters_are_kept(name):
     model = torch.nn.Linear(4, 3)
     optimizer = ours(name)(model.named_parameters())
@@ -399,7 +378,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_changes(spoil, words):
     source = trained(ours("Adam")(twins(target), lr=0.2, amsgrad=True))
     file = copy.deepcopy(source.state_dict())
     spoil(file)
-    assert_refused(target, file, (ValueError, RuntimeError, KeyError), words)
+    cases.assert_refused(target, file, (ValueError, RuntimeError, KeyError), words)
 
 
 OTHERS = ["Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "RMSprop", "Rprop"]
@@ -409,16 +388,16 @@ OTHERS = ["Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "RMSprop", "Rpro
     ("name", "foreign"),
     [
         (name, foreign)
-        for name in KINDS
-        for foreign in [*KINDS, *OTHERS]
-        if foreign not in (name, *KINDS[name].reads)
+        for name in cases.KINDS
+        for foreign in [*cases.KINDS, *OTHERS]
+        if foreign not in (name, *cases.KINDS[name].reads)
     ],
 )
 def test_a_file_of_another_kind_of_optimizer_is_refused(name, foreign):
-    options = dict(row.values for row in EACH_CLASS)
+    options = dict(row.values for row in cases.EACH_CLASS)
     params = make_params(F32, shapes=[(5, 3), (7,)])
     target = trained(ours(name)(params, **options[name]))
     for package in (theirs,) if foreign in OTHERS else (ours, theirs):
         source = trained(package(foreign)(twins(params), **options.get(foreign, {})))
         words = rf"^{name}.load_state_dict: .* must (have|be there)"
-        assert_refused(target, source.state_dict(), ValueError, words)
+        cases.assert_refused(target, source.state_dict(), ValueError, words)

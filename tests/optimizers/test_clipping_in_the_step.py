@@ -6,38 +6,22 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import clipping_cases
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import F32, F64, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
 from clipping_cases import (
     CLIPPING,
-    HARMLESS,
     SCALE,
-    SCALERS,
-    UNSCALED_IN_THE_STEP,
     WAYS,
     Way,
     assert_nearly,
-    cases,
+    clipped,
     fused_step,
-    norm_of,
-    of_all_dtypes,
-    scale_grads,
     step_apart,
 )
-from optimizer_cases import (
-    EACH_CLASS,
-    assert_same_bits,
-    bits_of,
-    each_class,
-    give_grads,
-    grads_of,
-    make_params,
-    pair,
-    params_of,
-    theirs,
-    twins,
-)
+from optimizer_cases import EACH_CLASS, assert_same_bits, give_grads, grads_of, pair, params_of
 from reference import same_bits, snapshot
 from torch import Tensor
 from torch.nn import Parameter
@@ -47,7 +31,7 @@ import amp_ext
 # Equal to clipping apart.
 
 
-@cases([*CLIPPING, *HARMLESS[:2]], WAYS)
+@clipped([*CLIPPING, *clipping_cases.HARMLESS[:2]], WAYS)
 def test_the_bits_are_those_of_clipping_apart(name, options, clipping, way: Way, device) -> None:
     """Of parameters and states, of the norm, and of the gradients where they are written back."""
     fused, apart = pair(name, options, device=device, **clipping)
@@ -55,7 +39,7 @@ def test_the_bits_are_those_of_clipping_apart(name, options, clipping, way: Way,
     for step in range(3):
         fused.param_groups[0]["write_back_grads"] = step == 1
         give_grads(fused, apart)
-        exact = norm_of(grads_of(fused))
+        exact = clipping_cases.norm_of(grads_of(fused))
         fused_step(fused, way, scalers[0])
         norm = step_apart(apart, scalers[1], clipping)
         assert_same_bits(fused, apart)
@@ -69,7 +53,7 @@ def test_the_bits_are_those_of_clipping_apart(name, options, clipping, way: Way,
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.1, 12345.678])
-@cases(CLIPPING[2:3], SCALERS, EACH_CLASS)
+@clipped(CLIPPING[2:3], clipping_cases.SCALERS, EACH_CLASS)
 def test_a_scale_that_rounds_costs_a_rounding(
     name, options, clipping, way: Way, scale, device
 ) -> None:
@@ -81,12 +65,12 @@ def test_a_scale_that_rounds_costs_a_rounding(
         assert_nearly(fused, apart, step_apart(apart, scalers[1], clipping), step)
 
 
-@cases(CLIPPING, UNSCALED_IN_THE_STEP, EACH_CLASS)
+@clipped(CLIPPING, clipping_cases.UNSCALED_IN_THE_STEP, EACH_CLASS)
 def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_rounding(
     name, options, clipping, way: Way, device
 ) -> None:
     """As if the gradients had been clipped in float32 (float64) and stored so."""
-    fused, apart = of_all_dtypes(name, options, device, **clipping)
+    fused, apart = clipping_cases.of_all_dtypes(name, options, device, **clipping)
     scaler = way.make_scaler(device, 2.0**4)
     for param in params_of(apart):
         param.grad_dtype = None
@@ -98,7 +82,7 @@ def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_round
         give_grads(fused)
         for param, twin in zip(params_of(fused), params_of(apart), strict=True):
             twin.grad = param.grad.to(F64 if param.dtype == F64 else F32, copy=True)
-        norm = norm_of(grads_of(apart))
+        norm = clipping_cases.norm_of(grads_of(apart))
         fused_step(fused, way, scaler)
         step_apart(apart, None, clipping, clip)
         assert_same_bits(fused, apart)
@@ -106,11 +90,11 @@ def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_round
             assert fused.grad_norm.item() == pytest.approx(norm, rel=1e-6)
 
 
-@cases(HARMLESS, WAYS, EACH_CLASS)
+@clipped(clipping_cases.HARMLESS, WAYS, EACH_CLASS)
 def test_small_gradients_are_stepped_exactly_as_without_clipping(
     name, options, clipping, way: Way, device
 ) -> None:
-    clips, plain = of_all_dtypes(name, options, device, **clipping)
+    clips, plain = clipping_cases.of_all_dtypes(name, options, device, **clipping)
     if way.unscale_first:  # gradients in float16 are unscaled in the step alone
         del clips.param_groups[1], plain.param_groups[1]
     scalers = way.make_scaler(device, 2.0**4), way.make_scaler(device, 2.0**4)
@@ -141,7 +125,7 @@ def test_the_norm_is_one_float32_that_each_step_writes_anew(device) -> None:
         optimizer.step()
         assert optimizer.grad_norm is norm
         assert norm.data_ptr() == address
-        assert norm.item() == pytest.approx(norm_of(grads_of(optimizer)), rel=1e-6)
+        assert norm.item() == pytest.approx(clipping_cases.norm_of(grads_of(optimizer)), rel=1e-6)
 
 
 def test_a_step_without_gradients_has_the_norm_zero(device) -> None:
@@ -159,7 +143,7 @@ VALUES = (math.inf, -math.inf, math.nan)
 BAD = [pytest.param(value, id=str(value)) for value in VALUES]
 
 
-@cases([CLIPPING[1], CLIPPING[2], HARMLESS[1]], SCALERS, EACH_CLASS)
+@clipped([CLIPPING[1], CLIPPING[2], clipping_cases.HARMLESS[1]], clipping_cases.SCALERS, EACH_CLASS)
 def test_an_overflow_changes_not_a_bit_and_shows_in_the_norm(
     name, options, clipping, way: Way, device
 ) -> None:
@@ -176,7 +160,7 @@ def test_an_overflow_changes_not_a_bit_and_shows_in_the_norm(
         if "max_grad_norm" in clipping:
             assert fused.grad_norm.isnan() if math.isnan(value) else fused.grad_norm.isinf()
         give_grads(fused, apart)
-        norm = norm_of(grads_of(apart))
+        norm = clipping_cases.norm_of(grads_of(apart))
         fused_step(fused, way, scaler)
         step_apart(apart, None, clipping)
         assert_same_bits(fused, apart)
@@ -191,7 +175,7 @@ def test_without_a_scaler_a_norm_that_is_not_finite_acts_as_in_torch(
 ) -> None:
     for name, options in (row.values for row in EACH_CLASS):
         mine, _ = pair(name, options, device=device, max_grad_norm=limit)
-        other = theirs(name)(twins(mine), foreach=False, **options)
+        other = cases.theirs(name)(cases.twins(mine), foreach=False, **options)
         for step in range(2):
             give_grads(mine, other)
             if step == 1:
@@ -228,7 +212,7 @@ def test_a_scale_without_a_finite_inverse_skips_the_step(scale: float, device) -
 
 def test_each_group_may_have_a_value_to_clip_at(device) -> None:
     limits = [0.1, None, 2.0]
-    groups = [{"params": make_params(F32, device), "clip_value": limit} for limit in limits]
+    groups = [{"params": cases.make_params(F32, device), "clip_value": limit} for limit in limits]
     optimizer = amp_ext.optim.SGD(groups, lr=1.0, clip_value=0.7)
     before = [snapshot(group["params"]) for group in optimizer.param_groups]
     give_grads(params_of(optimizer))
@@ -241,7 +225,7 @@ def test_each_group_may_have_a_value_to_clip_at(device) -> None:
 
 
 def test_different_limits_of_the_norm_in_groups_are_refused(device) -> None:
-    params = make_params(F32, device)
+    params = cases.make_params(F32, device)
     groups = [
         {"params": params[:2], "max_grad_norm": 1.0},
         {"params": params[2:], "max_grad_norm": 2.0},
@@ -261,7 +245,7 @@ def test_different_limits_of_the_norm_in_groups_are_refused(device) -> None:
     assert all(map(same_bits, params, before))
 
 
-@each_class
+@cases.each_class
 def test_limits_may_be_scheduled(name, options, device) -> None:
     fused, apart = pair(name, options, device=device)
     for clipping in (
@@ -307,7 +291,7 @@ def test_gradients_of_any_layout_are_clipped(layout: Any, way: Way, device) -> N
         give_grads(fused, apart)
         view = placed(param.grad, layout) if is_placed else layout(param.grad)
         twin.grad = view.clone(memory_format=torch.contiguous_format)
-        scale_grads(fused, scaler)
+        clipping_cases.scale_grads(fused, scaler)
         param.grad = view
         (view if is_placed else view._base).mul_(1.0 if scaler is None else scaler.get_scale())
         kept = view.clone()
@@ -408,7 +392,7 @@ def test_the_norm_is_of_the_gradients_that_are_stepped(way: Way, change, device)
         for optimizer in (fused, apart):
             if step == 0:
                 params_of(optimizer)[2].grad = None
-        scale_grads(fused, scaler)
+        clipping_cases.scale_grads(fused, scaler)
         scaled = 1.0 if scaler is None or way.unscale_first else scaler.get_scale()
         for param in params_of(apart):
             param.grad = None if param.grad is None else param.grad * scaled
@@ -456,7 +440,7 @@ def test_an_inf_that_a_hook_brings_in_skips_the_step(clipping, way: Way, spoil, 
         give_grads(optimizer)
         fused_step(optimizer, way, scaler)
         assert not same_bits(params_of(optimizer)[0], moving)
-        before = bits_of(optimizer)
+        before = cases.bits_of(optimizer)
         hook = optimizer.register_step_pre_hook(
             lambda optimizer, args, kwargs, value=value: spoil(params_of(optimizer)[0], value)
         )

@@ -5,22 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F32
-from optimizer_cases import (
-    HALVES,
-    assert_refused,
-    assert_same_bits,
-    give_grads,
-    make_params,
-    ours,
-    params_of,
-    theirs,
-    train,
-    trained,
-    twins,
-)
+from optimizer_cases import HALVES, assert_refused, make_params, ours, theirs, train, trained, twins
 from reference import assert_close, same_bits
 from torch.nn import Parameter
 
@@ -57,7 +46,7 @@ def as_fused_adam(optimizer: torch.optim.Optimizer, **changes: Any) -> dict[str,
 def test_a_file_of_fused_adam_is_converted(dtype, with_masters, step):
     source = trained(ours("AdamW")(make_params(dtype), lr=0.05))
     if not with_masters:  # as if training went on from the rounded parameters
-        for param in params_of(source):
+        for param in cases.params_of(source):
             source.state[param]["master_param"].copy_(param)
     file = as_fused_adam(source, step=step(3))
     if not with_masters:
@@ -66,8 +55,8 @@ def test_a_file_of_fused_adam_is_converted(dtype, with_masters, step):
     loaded = ours("AdamW")(twins(source), lr=123.0)
     loaded.load_state_dict(file)
     train([source, loaded], 3)
-    assert_same_bits(loaded, source)
-    assert loaded.state[params_of(loaded)[0]]["step"].item() == 6
+    cases.assert_same_bits(loaded, source)
+    assert loaded.state[cases.params_of(loaded)[0]]["step"].item() == 6
     saved = loaded.state_dict()["param_groups"][0]
     assert "step" not in saved
     assert "bias_correction" not in saved
@@ -83,7 +72,7 @@ def test_a_file_of_fused_adam_from_before_its_first_step_is_taken():
     loaded = ours("AdamW")(twins(source))
     loaded.load_state_dict(file)
     train([source, loaded], 2)
-    assert_same_bits(loaded, source)
+    cases.assert_same_bits(loaded, source)
 
 
 def test_steps_of_the_states_win_over_one_of_their_group():
@@ -92,7 +81,7 @@ def test_steps_of_the_states_win_over_one_of_their_group():
     file["param_groups"][0] |= {"step": 77, "bias_correction": True}
     loaded = ours("AdamW")(twins(source))
     loaded.load_state_dict(file)
-    assert_same_bits(loaded, source)
+    cases.assert_same_bits(loaded, source)
 
 
 def test_training_without_bias_correction_is_not_gone_on_with():
@@ -120,7 +109,7 @@ def test_halves_of_masters_and_moments_in_8_bits_are_refused(key, dtype, words):
             del state[key]
         target.load_state_dict(file)
         train([target])
-        assert target.state[params_of(target)[0]]["step"].item() == 4
+        assert target.state[cases.params_of(target)[0]]["step"].item() == 4
 
 
 # Wrappers, which keep the optimizer's state dict, masters and the loss scale in one dict.
@@ -204,7 +193,7 @@ def test_what_lies_within_a_wrapper_is_loaded_and_its_masters_can_be_added(dtype
     mine.load_state_dict(file)
     assert all(map(same_bits, mine.master_params(), masters))
     for _ in range(2):
-        give_grads(masters, params)
+        cases.give_grads(masters, params)
         for param, master in zip(params, masters, strict=True):
             master.grad = param.grad.float()
         inner.step()

@@ -8,30 +8,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64
-from optimizer_cases import (
-    AS_TORCH,
-    COPIES,
-    FEW_OPTIMIZERS,
-    HALVES,
-    assert_all_close,
-    assert_same_bits,
-    bits_of,
-    each_class,
-    each_in_torch,
-    few_optimizers,
-    give_grads,
-    make_params,
-    ours,
-    pair,
-    params_of,
-    theirs,
-    train,
-    trained,
-    twins,
-)
+from optimizer_cases import assert_same_bits, give_grads, make_params, ours, pair, params_of, theirs
 from reference import assert_close, same_bits
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
@@ -60,7 +41,7 @@ def both_sides(name: str, options: dict[str, Any]) -> list[tuple[nn.Module, torc
     """Returns equal models with our optimizer, which computes as torch does, and with torch's."""
     return [
         model_and_optimizer(name, options, package=package, **own)
-        for package, own in ((ours, AS_TORCH), (theirs, {"foreach": False}))
+        for package, own in ((ours, cases.AS_TORCH), (theirs, {"foreach": False}))
     ]
 
 
@@ -109,12 +90,12 @@ def test_every_schedule_of_torch_is_among_them():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-@few_optimizers
+@cases.few_optimizers
 def test_a_schedule_leads_ours_where_it_leads_torchs(name, options, as_tensor, schedule):
     sides = []
     start = make_params(F32, shapes=[(5,), (7,), (3,)])
-    for package, own in ((ours, AS_TORCH), (theirs, {"foreach": False})):
-        params = twins(start)
+    for package, own in ((ours, cases.AS_TORCH), (theirs, {"foreach": False})):
+        params = cases.twins(start)
         groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.02}]
         optimizer = package(name)(groups, **(options | {"lr": 0.1}), **own)
         if as_tensor:
@@ -123,14 +104,14 @@ def test_a_schedule_leads_ours_where_it_leads_torchs(name, options, as_tensor, s
         sides.append((optimizer, SCHEDULES[schedule](optimizer)))
     (mine, _), (other, _) = sides
     for _ in range(8):
-        train([mine, other])
+        cases.train([mine, other])
         for _, each in sides:
             each.step(*[1.0] if schedule == "ReduceLROnPlateau" else [])
         for group, expected in zip(mine.param_groups, other.param_groups, strict=True):
             assert isinstance(group["lr"], Tensor) == isinstance(expected["lr"], Tensor)
             for key in ("lr", "momentum", "betas"):
                 assert group.get(key) == expected.get(key), key
-    assert_all_close(mine, other, steps=8)
+    cases.assert_all_close(mine, other, steps=8)
 
 
 def test_a_schedule_does_not_warn_of_the_order_of_calls():
@@ -150,8 +131,8 @@ def test_a_schedule_does_not_warn_of_the_order_of_calls():
 # Masters, for averages of weights.
 
 
-@each_class
-@HALVES
+@cases.each_class
+@cases.HALVES
 def test_masters_are_given_in_the_order_of_the_parameters(dtype, name, options):
     model = small_model(dtype).append(nn.Linear(2, 2))  # float32: has no masters
     params = list(model.parameters())
@@ -189,14 +170,14 @@ def test_asking_for_masters_changes_no_bit_of_the_training():
     asked, plain = pair("AdamW", {}, BF16)
     for _ in range(3):
         asked.master_params()
-        train([asked, plain])
+        cases.train([asked, plain])
     assert_same_bits(asked, plain)
 
 
 # Hooks and profiles.
 
 
-@each_class
+@cases.each_class
 def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
     logs = []
     for package in (ours, theirs):
@@ -235,7 +216,7 @@ def test_a_pre_hook_may_replace_the_arguments_of_a_step():
     assert optimizer.step() == 5.0
 
 
-@each_in_torch
+@cases.each_in_torch
 def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
     seen = []
     for package in (ours, theirs):
@@ -256,9 +237,9 @@ def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
 
 
 @pytest.mark.parametrize("steps", [2, 0], ids=["after-steps", "fresh"])
-@few_optimizers
+@cases.few_optimizers
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
-@COPIES
+@cases.COPIES
 def test_a_model_is_copied_together_with_its_optimizer(copied, dtype, name, options, steps):
     model, optimizer = model_and_optimizer(name, options, dtype)
     train_model(model, optimizer, steps)
@@ -267,7 +248,7 @@ def test_a_model_is_copied_together_with_its_optimizer(copied, dtype, name, opti
         assert param is other
     assert its_optimizer._step_supports_amp_scaling
     assert its_optimizer.param_groups[0].keys() == optimizer.param_groups[0].keys()
-    before = bits_of(optimizer)
+    before = cases.bits_of(optimizer)
     assert_same_bits(its_optimizer, before)
     train_model(twin, its_optimizer, 2)
     assert_same_bits(optimizer, before)
@@ -286,17 +267,17 @@ def test_a_model_is_copied_together_with_its_optimizer(copied, dtype, name, opti
         pytest.param({"lr_scale": 0.5, "group_name": "head", "no_decay": ("bias",)}, id="unknown"),
     ],
 )
-@each_class
+@cases.each_class
 def test_entries_of_others_are_kept_in_groups_through_state_dicts(name, options, extra):
     def make(params, **entries):
         return ours(name)([{"params": params[:2], **entries}, {"params": params[2:]}], **options)
 
-    source = trained(make(make_params(BF16), **extra), 2)
-    loaded = make(twins(source))
+    source = cases.trained(make(make_params(BF16), **extra), 2)
+    loaded = make(cases.twins(source))
     loaded.load_state_dict(source.state_dict())
     for group in (loaded.param_groups[0], copy.deepcopy(source).param_groups[0]):
         assert {key: group[key] for key in extra} == extra
-    train([source, loaded], 2)
+    cases.train([source, loaded], 2)
     assert_same_bits(loaded, source)
 
 
@@ -304,7 +285,7 @@ def test_entries_of_others_are_kept_in_groups_through_state_dicts(name, options,
 
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
-@few_optimizers
+@cases.few_optimizers
 def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
     losses = []
     sides = both_sides(name, options)
@@ -325,7 +306,7 @@ def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
             assert optimizer.step() is None
         assert next(calls) == 4
     assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), steps=4)
-    assert_all_close(sides[0][1], sides[1][1], steps=6)
+    cases.assert_all_close(sides[0][1], sides[1][1], steps=6)
 
 
 # torch.compile. The backend "eager" compiles nothing, so that no compiler is needed.
@@ -343,7 +324,7 @@ def without_caches():
     ("name", "options", "dtype", "what"),
     [
         pytest.param(*row.values, dtype, what, id=f"{row.id}-{dtype}-{what}")
-        for row, dtype in zip(FEW_OPTIMIZERS, (F16, BF16, F16), strict=True)
+        for row, dtype in zip(cases.FEW_OPTIMIZERS, (F16, BF16, F16), strict=True)
         for what in ("model", "loop", "step")
     ],
 )

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32
-from optimizer_cases import (
-    HALVES,
-    NAMES,
-    SHAPES,
-    Optimizer,
-    assert_same_bits,
-    few_optimizers,
-    give_grads,
-    in_16_bits,
-    make_params,
-    ours,
-    pair,
-    params_of,
-    theirs,
-    train,
-    trained,
-    twins,
-)
+from optimizer_cases import HALVES, assert_same_bits, make_params, ours, params_of, train, trained
 from reference import refreshed_master, same_bits, snapshot
 from torch import Tensor
 from torch.nn import Parameter
@@ -30,7 +14,7 @@ from torch.nn import Parameter
 from amp_ext import ops
 
 
-def still_step(optimizer: Optimizer) -> None:
+def still_step(optimizer: cases.Optimizer) -> None:
     """Takes a step that moves nothing: with a learning rate of 0."""
     (group,) = optimizer.param_groups
     lr, group["lr"] = group["lr"], 0.0
@@ -38,11 +22,13 @@ def still_step(optimizer: Optimizer) -> None:
     group["lr"] = lr
 
 
-def masters_of(optimizer: Optimizer) -> list[Tensor]:
+def masters_of(optimizer: cases.Optimizer) -> list[Tensor]:
     return snapshot([optimizer.state[param]["master_param"] for param in params_of(optimizer)])
 
 
-def assert_refreshed(optimizer: Optimizer, before: list[Tensor], changed: list[Tensor]) -> None:
+def assert_refreshed(
+    optimizer: cases.Optimizer, before: list[Tensor], changed: list[Tensor]
+) -> None:
     """Asserts that the masters hold what parameters were changed to, and no parameter moved."""
     masters = masters_of(optimizer)
     assert all(map(same_bits, params_of(optimizer), changed))
@@ -76,8 +62,8 @@ def add_in_place(params, values):
 
 
 def step_of_another_optimizer(params, values):
-    give_grads(params)
-    theirs("SGD")(params, lr=0.1, foreach=False).step()
+    cases.give_grads(params)
+    cases.theirs("SGD")(params, lr=0.1, foreach=False).step()
 
 
 def write_through_data(params, values):
@@ -99,7 +85,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@few_optimizers
+@cases.few_optimizers
 @HALVES
 def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, options, change):
     """After a write through ``.data``, when ``refresh_masters`` is called, and at once."""
@@ -115,7 +101,7 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
     assert_refreshed(optimizer, before, changed)
 
 
-@few_optimizers
+@cases.few_optimizers
 @HALVES
 def test_a_change_before_an_overflow_is_not_forgotten(device, dtype, name, options):
     optimizer = trained(ours(name)(make_params(dtype, device), **options))
@@ -135,7 +121,7 @@ def test_a_change_before_an_overflow_is_not_forgotten(device, dtype, name, optio
 def test_a_change_before_the_first_step_starts_the_master(dtype, change):
     optimizer = ours("AdamW")(make_params(dtype))
     change(params_of(optimizer), [torch.randn_like(param) for param in params_of(optimizer)])
-    plain = ours("AdamW")(twins(optimizer))
+    plain = ours("AdamW")(cases.twins(optimizer))
     train([optimizer, plain], 2)
     assert_same_bits(optimizer, plain)
 
@@ -155,7 +141,7 @@ def test_elements_that_did_not_change_keep_their_extra_bits(device, dtype):
     assert same_bits(other, untouched)
 
 
-@few_optimizers
+@cases.few_optimizers
 @HALVES
 def test_masters_are_left_alone_while_nobody_else_writes(dtype, name, options):
     optimizer = trained(ours(name)(make_params(dtype), **options))
@@ -174,7 +160,7 @@ def test_a_parameter_without_a_gradient_is_refreshed_when_it_gets_one(dtype, ove
     first, second = params_of(optimizer)
     add_in_place([second], None)
     changed = second.detach().clone()
-    give_grads([first])
+    cases.give_grads([first])
     second.grad = None
     optimizer.found_inf = torch.ones(()) if overflow else None
     optimizer.step()
@@ -185,7 +171,7 @@ def test_a_parameter_without_a_gradient_is_refreshed_when_it_gets_one(dtype, ove
 
 @HALVES
 def test_refresh_masters_may_be_called_at_any_time(dtype):
-    fresh, plain = pair("AdamW", {}, dtype)
+    fresh, plain = cases.pair("AdamW", {}, dtype)
     fresh.refresh_masters()
     train([fresh, plain])
     fresh.refresh_masters()
@@ -200,7 +186,7 @@ def test_refresh_masters_may_be_called_at_any_time(dtype):
 
 @HALVES
 def test_the_operation_refreshes_only_what_differs(device, dtype):
-    exact = [torch.randn(shape, device=device) for shape in SHAPES]
+    exact = [torch.randn(shape, device=device) for shape in cases.SHAPES]
     params = [master.to(dtype) for master in exact]
     for param in params:
         param.view(-1)[::3] = 0.7
@@ -224,7 +210,7 @@ def test_the_operation_names_bad_input(masters):
 
 
 @pytest.mark.parametrize("weights_first", [True, False], ids=["weights-first", "optimizer-first"])
-@few_optimizers
+@cases.few_optimizers
 @HALVES
 def test_weights_and_optimizer_may_be_loaded_in_either_order(dtype, name, options, weights_first):
     straight = trained(ours(name)(make_params(dtype), **options))
@@ -240,14 +226,14 @@ def test_weights_and_optimizer_may_be_loaded_in_either_order(dtype, name, option
     assert_same_bits(resumed, straight)
 
 
-@few_optimizers
+@cases.few_optimizers
 @HALVES
 def test_a_trip_through_torch_leaves_no_stale_masters(dtype, name, options):
     first = trained(ours(name)(make_params(dtype), **options))
-    other = theirs(name)(twins(first), **in_16_bits(name), **options)
+    other = cases.theirs(name)(cases.twins(first), **cases.in_16_bits(name), **options)
     other.load_state_dict(first.state_dict())
     train([other], 3)
-    second = ours(name)(twins(other), **options)
+    second = ours(name)(cases.twins(other), **options)
     second.load_state_dict(other.state_dict())
     still_step(second)
     assert_same_bits(params_of(second), params_of(other))
@@ -260,7 +246,7 @@ def test_a_wrong_master_in_a_file_does_not_win_over_the_weights(dtype):
     file = source.state_dict()
     for state in file["state"].values():
         state["master_param"] = state["master_param"] + 1
-    loaded = ours("AdamW")(twins(source))
+    loaded = ours("AdamW")(cases.twins(source))
     loaded.load_state_dict(file)
     still_step(loaded)
     assert_same_bits(params_of(loaded), params_of(source))
@@ -269,11 +255,11 @@ def test_a_wrong_master_in_a_file_does_not_win_over_the_weights(dtype):
 # What masters are for.
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_small_updates_survive_in_the_master_alone(device, name):
     lr = 1e-3 if name == "SGD" else 1e-4
 
-    def after_hundred_steps(master_weights: bool) -> Optimizer:
+    def after_hundred_steps(master_weights: bool) -> cases.Optimizer:
         param = Parameter(torch.ones(16, dtype=BF16, device=device))
         optimizer = ours(name)([param], lr=lr, master_weights=master_weights, weight_decay=0)
         for _ in range(100):

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64, channels_last, misaligned, neighbours_untouched, placed
 from awkward import strided as strided_layout
-from optimizer_cases import (
-    AS_TORCH,
-    FLOATS,
-    HALVES,
-    IN_TORCH,
-    KINDS,
-    assert_all_close,
-    assert_same_bits,
-    beside_torch,
-    bits_of,
-    by_formula,
-    each_class,
-    each_in_torch,
-    each_name,
-    every_optimizer,
-    few_optimizers,
-    give_grads,
-    make_params,
-    ours,
-    pair,
-    params_of,
-    theirs,
-    train,
-    trained,
-    twins,
-)
+from optimizer_cases import assert_same_bits, give_grads, make_params, ours, pair, params_of, train
 from reference import FloatMasters, assert_close, same_bits, snapshot
 from reference import adam as adam_formula
 from torch.nn import Parameter
@@ -45,31 +21,31 @@ FEW_SHAPES = [(3, 5), (), (0,), (7,)]
 # Numbers, states and their dtypes.
 
 
-@every_optimizer
+@cases.every_optimizer
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_ten_steps_match_torch_to_rounding(device, dtype, name, options):
-    mine, other = beside_torch(name, options, dtype, device)
+    mine, other = cases.beside_torch(name, options, dtype, device)
     train([mine, other], 10)
-    assert_all_close(mine, other, steps=10)
+    cases.assert_all_close(mine, other, steps=10)
 
 
 # torch's own fused SGD is wrong in 16 bits on the CPU before 2.14, and its loops round after every
 # operation, so the formula stands in for it.
-@every_optimizer
-@HALVES
+@cases.every_optimizer
+@cases.HALVES
 def test_ten_steps_in_16_bits_follow_the_formula(device, dtype, name, options):
-    mine = ours(name)(make_params(dtype, device, [(1000,)]), **options, **AS_TORCH)
-    other = by_formula(name)(twins(mine), **options)
+    mine = ours(name)(make_params(dtype, device, [(1000,)]), **options, **cases.AS_TORCH)
+    other = cases.by_formula(name)(cases.twins(mine), **options)
     train([mine, other], 10)
-    assert_all_close(mine, other, steps=10)
+    cases.assert_all_close(mine, other, steps=10)
 
 
-@every_optimizer
-@HALVES
+@cases.every_optimizer
+@cases.HALVES
 def test_masters_train_as_float32_does(device, dtype, name, options):
     mine = ours(name)(make_params(dtype, device), **options)
     by_hand, as_torch = (
-        FloatMasters(params_of(mine), package(name), **options) for package in (ours, theirs)
+        FloatMasters(params_of(mine), package(name), **options) for package in (ours, cases.theirs)
     )
     for _ in range(10):
         give_grads(mine)
@@ -87,18 +63,20 @@ def test_masters_train_as_float32_does(device, dtype, name, options):
         assert_close(state["master_param"], as_torch.masters[index], steps=10)
 
 
-@every_optimizer
-@FLOATS
+@cases.every_optimizer
+@cases.FLOATS
 def test_states_have_the_names_and_dtypes_promised(dtype, name, options):
-    other = trained(theirs(name)(make_params(F32, shapes=FEW_SHAPES), **options), 1)
+    other = cases.trained(cases.theirs(name)(make_params(F32, shapes=FEW_SHAPES), **options), 1)
     for master_weights in (True, False):
         for state_dtype in (F32, None):
             own = {"master_weights": master_weights, "state_dtype": state_dtype}
-            mine = trained(ours(name)(make_params(dtype, shapes=FEW_SHAPES), **options, **own), 2)
+            mine = cases.trained(
+                ours(name)(make_params(dtype, shapes=FEW_SHAPES), **options, **own), 2
+            )
             wide = dtype if state_dtype is None or dtype == F64 else F32
             for param, twin in zip(params_of(mine), params_of(other), strict=True):
                 expected = dict.fromkeys(other.state.get(twin, {}), (wide, param.shape))
-                if KINDS[name].counts_steps(options):
+                if cases.KINDS[name].counts_steps(options):
                     expected["step"] = (F32, ())
                     assert mine.state[param]["step"].item() == 2
                 if master_weights and dtype in (F16, BF16):
@@ -110,7 +88,7 @@ def test_states_have_the_names_and_dtypes_promised(dtype, name, options):
 def test_step_counters_are_float32_whatever_the_default_dtype():
     torch.set_default_dtype(F64)
     try:
-        optimizer = trained(ours("Adam")(make_params(F64, shapes=[(5,)])), 1)
+        optimizer = cases.trained(ours("Adam")(make_params(F64, shapes=[(5,)])), 1)
     finally:
         torch.set_default_dtype(F32)
     assert optimizer.state[params_of(optimizer)[0]]["step"].dtype == F32
@@ -119,9 +97,9 @@ def test_step_counters_are_float32_whatever_the_default_dtype():
 # Arguments.
 
 
-@each_in_torch
+@cases.each_in_torch
 def test_defaults_are_those_of_torch_and_two_more(name):
-    mine, other = (package(name)(make_params(F32)) for package in (ours, theirs))
+    mine, other = (package(name)(make_params(F32)) for package in (ours, cases.theirs))
     more = {"master_weights": True, "state_dtype": "float32"}
     if name == "SGD":
         more["decoupled_weight_decay"] = False
@@ -133,7 +111,7 @@ def test_defaults_are_those_of_torch_and_two_more(name):
         assert {key: actual.get(key, "missing") for key in expected} == expected
 
 
-@each_name
+@cases.each_name
 def test_the_class_is_one_of_torch_and_its_groups_hold_plain_values(name):
     assert issubclass(ours(name), torch.optim.Optimizer)
     assert ours(name).__name__ == name
@@ -144,10 +122,10 @@ def test_the_class_is_one_of_torch_and_its_groups_hold_plain_values(name):
         assert group["state_dtype"] == ("float32" if state_dtype else None)
 
 
-@each_in_torch
+@cases.each_in_torch
 def test_positional_arguments_are_in_torchs_order(name):
     arguments = (0.1, 0.9, 0.5, 0.2) if name == "SGD" else (0.1, (0.5, 0.6), 1e-3, 0.2, True)
-    mine, other = (package(name)(make_params(F32), *arguments) for package in (ours, theirs))
+    mine, other = (package(name)(make_params(F32), *arguments) for package in (ours, cases.theirs))
     assert {key: mine.defaults[key] for key in other.defaults} == other.defaults
 
 
@@ -156,7 +134,7 @@ def test_positional_arguments_are_in_torchs_order(name):
     [{"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}, {"capturable": True}],
     ids=str,
 )
-@each_class
+@cases.each_class
 def test_switches_of_torch_select_nothing(name, options, switches):
     if name == "SGD" and "capturable" in switches:
         pytest.skip("torch's SGD has no capturable")
@@ -194,12 +172,16 @@ def error_of(make: Any) -> tuple[type | None, str]:
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [(name, wrong) for name in IN_TORCH for wrong in (WRONG_SGD if name == "SGD" else WRONG_ADAM)],
+    [
+        (name, wrong)
+        for name in cases.IN_TORCH
+        for wrong in (WRONG_SGD if name == "SGD" else WRONG_ADAM)
+    ],
     ids=str,
 )
 def test_wrong_hyperparameters_raise_as_torch_does(name, wrong):
     param = Parameter(torch.zeros(3))
-    expected = error_of(lambda: theirs(name)([param], **wrong))
+    expected = error_of(lambda: cases.theirs(name)([param], **wrong))
     assert expected[0] is not None
     assert error_of(lambda: ours(name)([param], **wrong)) == expected
 
@@ -216,10 +198,10 @@ def test_wrong_hyperparameters_raise_as_torch_does(name, wrong):
         pytest.param(lambda p, q: [("p", p), q], id="half-named"),
     ],
 )
-@each_name
+@cases.each_name
 def test_wrong_parameters_raise_as_torch_does(name, params):
     p, q = Parameter(torch.zeros(3)), Parameter(torch.zeros(2))
-    expected = error_of(lambda: theirs(name)(params(p, q), lr=0.1))
+    expected = error_of(lambda: cases.theirs(name)(params(p, q), lr=0.1))
     assert expected[0] is not None
     assert error_of(lambda: ours(name)(params(p, q), lr=0.1)) == expected
 
@@ -232,7 +214,7 @@ def test_tensor_betas_of_several_elements_are_refused(name):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@each_name
+@cases.each_name
 def test_a_parameter_listed_twice_is_refused(name):
     p, q = make_params(F32, shapes=[(3,), (3,)])
     with pytest.raises(ValueError, match=r"listed once|more than once"):
@@ -255,7 +237,7 @@ def test_a_parameter_listed_twice_is_refused(name):
         pytest.param({"differentiable": True}, RuntimeError, "differentiable", id="differentiable"),
     ],
 )
-@each_name
+@cases.each_name
 def test_options_that_are_not_offered_are_refused(name, wrong, error, words):
     with pytest.raises(error, match=words):
         ours(name)(make_params(F32), **wrong)
@@ -277,11 +259,11 @@ def sparse(like: torch.Tensor) -> torch.Tensor:
                      id="complex"),
     ],
 )  # fmt: skip
-@each_class
+@cases.each_class
 def test_gradients_that_no_kernel_takes_are_refused(name, options, grad, words, when):
     optimizer = ours(name)(make_params(F32, shapes=[(5,), (5,)]), **options)
     train([optimizer], 0 if when == "first" else 1)
-    before, start = bits_of(optimizer), snapshot(params_of(optimizer))
+    before, start = cases.bits_of(optimizer), snapshot(params_of(optimizer))
     give_grads(optimizer)
     bad = params_of(optimizer)[1]
     bad.grad = None
@@ -304,7 +286,7 @@ def test_gradients_that_no_kernel_takes_are_refused(name, options, grad, words, 
         pytest.param(torch.ones(1).expand(3), ".*(?i:overlap)", id="overlapping"),
     ],
 )
-@each_class
+@cases.each_class
 def test_a_parameter_that_no_kernel_takes_is_refused_by_name(name, options, param, words):
     good, bad = Parameter(torch.ones(3)), Parameter(param)
     optimizer = ours(name)([good, bad], **options)
@@ -315,7 +297,7 @@ def test_a_parameter_that_no_kernel_takes_is_refused_by_name(name, options, para
     assert param.is_meta or torch.equal(bad.detach(), torch.ones_like(param))
 
 
-@each_class
+@cases.each_class
 def test_parameters_that_share_memory_are_refused(name, options):
     buffer = torch.ones(10)
     optimizer = ours(name)([Parameter(buffer[:6]), Parameter(buffer[5:])], **options)
@@ -324,10 +306,10 @@ def test_parameters_that_share_memory_are_refused(name, options):
     assert torch.equal(buffer, torch.ones(10))
 
 
-@each_class
+@cases.each_class
 def test_a_wrong_tensor_lr_is_refused_before_anything_is_written(name, options):
-    optimizer = trained(ours(name)(make_params(F16), **options), 1)
-    before = bits_of(optimizer)
+    optimizer = cases.trained(ours(name)(make_params(F16), **options), 1)
+    before = cases.bits_of(optimizer)
     optimizer.param_groups[0]["lr"] = torch.tensor([0.1, 0.2])
     with pytest.raises(RuntimeError, match=f"^{name}: lr must be one"):
         train([optimizer])
@@ -337,16 +319,16 @@ def test_a_wrong_tensor_lr_is_refused_before_anything_is_written(name, options):
 @pytest.mark.parametrize(
     "dtype", [torch.int8, torch.bool, torch.cfloat, torch.float8_e4m3fn], ids=str
 )
-@each_class
+@cases.each_class
 def test_frozen_parameters_of_any_dtype_are_left_alone(name, options, dtype):
     frozen = Parameter(torch.ones(3).to(dtype), requires_grad=False)
     mixed = ours(name)([*make_params(F32, shapes=[(5,)]), frozen], **options)
-    plain = ours(name)(twins(params_of(mixed)[:1]), **options)
+    plain = ours(name)(cases.twins(params_of(mixed)[:1]), **options)
     for _ in range(2):
         give_grads(params_of(mixed)[:1], plain)
         mixed.step()
         plain.step()
-    assert_same_bits(bits_of(mixed)[:1], plain)
+    assert_same_bits(cases.bits_of(mixed)[:1], plain)
     assert torch.equal(frozen.float(), torch.ones(3))
     assert not mixed.state.get(frozen)
 
@@ -354,7 +336,7 @@ def test_frozen_parameters_of_any_dtype_are_left_alone(name, options, dtype):
 # Groups, and parameters that come and go.
 
 
-@few_optimizers
+@cases.few_optimizers
 def test_groups_keep_their_own_options_and_dtypes(device, name, options):
     groups = [make_params(dtype, device, [(5,), (70,)]) for dtype in (F32, F16, BF16, F64)]
     changes: list[dict[str, Any]] = [
@@ -364,7 +346,7 @@ def test_groups_keep_their_own_options_and_dtypes(device, name, options):
         {"betas": (0.1, 0.2)} if "betas" in ours(name)(groups[0]).defaults else {"momentum": 0.5},
     ]
     alone = [
-        ours(name)(twins(group), **(options | change))
+        ours(name)(cases.twins(group), **(options | change))
         for group, change in zip(groups, changes, strict=True)
     ]
     together = ours(name)(
@@ -376,26 +358,26 @@ def test_groups_keep_their_own_options_and_dtypes(device, name, options):
             give_grads(group, single)
             single.step()
         together.step()
-    assert_same_bits(together, [bits for single in alone for bits in bits_of(single)])
+    assert_same_bits(together, [bits for single in alone for bits in cases.bits_of(single)])
 
 
 def test_one_group_may_mix_dtypes(device):
     params = [*make_params(F32, device), *make_params(F16, device), *make_params(F64, device)]
     together = ours("AdamW")(params)
-    alone = [ours("AdamW")(twins([param])) for param in params]
+    alone = [ours("AdamW")(cases.twins([param])) for param in params]
     for _ in range(3):
         give_grads(params, [params_of(single)[0] for single in alone])
         for each in (together, *alone):
             each.step()
-    assert_same_bits(together, [bits_of(single)[0] for single in alone])
+    assert_same_bits(together, [cases.bits_of(single)[0] for single in alone])
 
 
-@few_optimizers
-@FLOATS
+@cases.few_optimizers
+@cases.FLOATS
 def test_a_group_added_later_joins_the_next_step(dtype, name, options):
     first, second = (make_params(dtype, shapes=FEW_SHAPES) for _ in range(2))
     optimizer = ours(name)(first, **options)
-    alone = [ours(name)(twins(params), **options) for params in (first, second)]
+    alone = [ours(name)(cases.twins(params), **options) for params in (first, second)]
     alone[1].param_groups[0]["lr"] = 1
     train([optimizer, alone[0]], 2)
     optimizer.add_param_group({"params": second, "lr": 1})
@@ -404,12 +386,12 @@ def test_a_group_added_later_joins_the_next_step(dtype, name, options):
         give_grads(second, alone[1])
         for each in (optimizer, *alone):
             each.step()
-    assert_same_bits(optimizer, bits_of(alone[0]) + bits_of(alone[1]))
+    assert_same_bits(optimizer, cases.bits_of(alone[0]) + cases.bits_of(alone[1]))
 
 
-@every_optimizer
+@cases.every_optimizer
 def test_a_late_first_gradient_starts_at_step_one(device, name, options):
-    mine, other = beside_torch(name, options, device=device, shapes=[(5,), (70,), (3,)])
+    mine, other = cases.beside_torch(name, options, device=device, shapes=[(5,), (70,), (3,)])
     for step in range(6):
         give_grads(mine, other)
         for side in (mine, other):
@@ -420,14 +402,14 @@ def test_a_late_first_gradient_starts_at_step_one(device, name, options):
             side.step()
         if step < 3:
             assert not mine.state.get(params_of(mine)[1])
-    assert_all_close(mine, other, steps=6)
+    cases.assert_all_close(mine, other, steps=6)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 def test_zero_grad_clears_gradients(device, set_to_none):
-    optimizer = trained(ours("SGD")(make_params(F32, device), lr=0.1), 1)
+    optimizer = cases.trained(ours("SGD")(make_params(F32, device), lr=0.1), 1)
     fresh = ours("AdamW")(make_params(F32, device))  # never had any
-    before = bits_of(optimizer), bits_of(fresh)
+    before = cases.bits_of(optimizer), cases.bits_of(fresh)
     optimizer.zero_grad(set_to_none=set_to_none)
     for param in params_of(optimizer):
         assert (param.grad is None) is set_to_none
@@ -441,7 +423,7 @@ def test_zero_grad_clears_gradients(device, set_to_none):
 
 def test_three_thousand_parameters_match_torch(device):
     shapes = [(index % 7,) for index in range(3000)]
-    mine, other = beside_torch("AdamW", {}, device=device, shapes=shapes)
+    mine, other = cases.beside_torch("AdamW", {}, device=device, shapes=shapes)
     other.param_groups[0]["foreach"] = True
     train([mine, other], 2)
     for param, twin in zip(params_of(mine), params_of(other), strict=True):
@@ -461,8 +443,8 @@ def test_two_optimizers_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("layout", [strided_layout, misaligned, channels_last])
-@few_optimizers
-@FLOATS
+@cases.few_optimizers
+@cases.FLOATS
 def test_parameters_may_be_views_of_any_layout(device, dtype, name, options, layout):
     dense = ours(name)(make_params(dtype, device, [(3, 5, 7, 9), (1, 2, 3, 5)]), **options)
     views = ours(name)([Parameter(placed(p.detach(), layout)) for p in params_of(dense)], **options)
@@ -472,7 +454,7 @@ def test_parameters_may_be_views_of_any_layout(device, dtype, name, options, lay
 
 
 @pytest.mark.parametrize("grad_dtype", [F16, BF16, F32, F64], ids=str)
-@FLOATS
+@cases.FLOATS
 def test_gradients_may_have_another_dtype(device, dtype, grad_dtype):
     optimizer = ours("AdamW")(make_params(dtype, device, [(70,)]), lr=0.1)
     (param,) = params_of(optimizer)
@@ -506,8 +488,8 @@ def test_a_replaced_gradient_may_have_another_dtype_and_layout():
     assert_same_bits(optimizer, plain)
 
 
-@every_optimizer
-@FLOATS
+@cases.every_optimizer
+@cases.FLOATS
 def test_a_step_moves_versions_and_leaves_gradients_and_the_graph_alone(dtype, name, options):
     optimizer = ours(name)(make_params(dtype, shapes=FEW_SHAPES), **options)
     optimizer.grad_scale = torch.tensor(4.0)
@@ -524,7 +506,7 @@ def test_a_step_moves_versions_and_leaves_gradients_and_the_graph_alone(dtype, n
             assert not any(t.requires_grad for t in optimizer.state.get(param, {}).values())
 
 
-@each_class
+@cases.each_class
 def test_autograd_notices_that_a_saved_parameter_changed(name, options):
     optimizer = ours(name)(make_params(F32, shapes=[(5,)]), **options)
     (param,) = params_of(optimizer)
@@ -537,7 +519,7 @@ def test_autograd_notices_that_a_saved_parameter_changed(name, options):
 # What is replaced or written between steps.
 
 
-@every_optimizer
+@cases.every_optimizer
 def test_replaced_data_is_seen(name, options):
     moved, plain = pair(name, options)
     train([moved, plain], 2)
@@ -550,7 +532,7 @@ def test_replaced_data_is_seen(name, options):
     assert all(map(same_bits, old, kept))
 
 
-@HALVES
+@cases.HALVES
 def test_a_model_may_be_converted_before_the_first_step(dtype):
     model = torch.nn.Linear(4, 3)
     optimizer = ours("AdamW")(model.parameters())
@@ -596,35 +578,35 @@ def test_tensor_hyperparameters_are_their_values(name, options):
         return torch.tensor(value, dtype=F64)
 
     expected = ours(name)(make_params(F32), **options)
-    actual = ours(name)(twins(expected), **{key: as_tensors(v) for key, v in options.items()})
+    actual = ours(name)(cases.twins(expected), **{key: as_tensors(v) for key, v in options.items()})
     train([actual, expected], 2)
     assert_same_bits(actual, expected)
 
 
-@every_optimizer
+@cases.every_optimizer
 def test_options_changed_in_a_group_hold_from_the_next_step(name, options):
-    mine, other = beside_torch(name, options)
+    mine, other = cases.beside_torch(name, options)
     for step in range(6):
         new = {"weight_decay": 0.1 * step, "maximize": step % 2 == 0, "lr": 0.05 / (step + 1)}
         new |= {"betas": (0.9 - 0.1 * step, 0.99), "eps": 0.01}
         for group in (mine.param_groups[0], other.param_groups[0]):
             group.update({key: new[key] for key in new if key in mine.defaults})
         train([mine, other])
-    assert_all_close(mine, other, steps=6)
+    cases.assert_all_close(mine, other, steps=6)
 
 
 # Under a scaler.
 
 
-@every_optimizer
-@FLOATS
+@cases.every_optimizer
+@cases.FLOATS
 def test_an_overflow_changes_not_a_bit_at_the_first_step_or_later(device, dtype, name, options):
     shapes = [(70,), *FEW_SHAPES]
     overflowed, plain = pair(name, options, dtype, device, shapes)
 
     def overflow(value: float) -> None:
         start = [param.detach().clone() for param in params_of(overflowed)]
-        before = bits_of(overflowed)
+        before = cases.bits_of(overflowed)
         give_grads(overflowed)
         params_of(overflowed)[0].grad[5:] = value
         overflowed.grad_scale = torch.tensor(65536.0, device=device)
@@ -641,7 +623,7 @@ def test_an_overflow_changes_not_a_bit_at_the_first_step_or_later(device, dtype,
     overflow(float("nan"))
 
 
-@each_name
+@cases.each_name
 def test_scaling_support_is_a_switch_of_the_class_and_of_the_instance(name):
     optimizer = ours(name)(make_params(F32))
     assert ours(name)._step_supports_amp_scaling is True

@@ -8,20 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
-from optimizer_cases import (
-    assert_same_bits,
-    beside_torch,
-    make_params,
-    ours,
-    params_of,
-    rows,
-    theirs,
-    through_a_file,
-    train,
-    twins,
-)
+from optimizer_cases import assert_same_bits, make_params, ours, params_of, theirs, train, twins
 from reference import assert_close
 from torch.nn import Parameter
 
@@ -123,13 +113,14 @@ def test_the_ends_of_the_cosine_are_exact():
 
 @SCHEDULERS
 @pytest.mark.parametrize(
-    ("name", "options"), rows("momentum", "adam-decay", "adam-decoupled", "adamw-amsgrad-max")
+    ("name", "options"),
+    cases.optimizers_named("momentum", "adam-decay", "adam-decoupled", "adamw-amsgrad-max"),
 )
 def test_optimizers_of_torch_and_ours_read_the_decay_at_each_step(
     name, options, make: Make, expected, device
 ):
     options = options | {"weight_decay": INITIAL}
-    mine, other = beside_torch(name, options, device=device)
+    mine, other = cases.beside_torch(name, options, device=device)
     by_hand = theirs(name)(twins(mine), foreach=False, **options)
     doubles = theirs(name)(twins(mine, torch.float64), foreach=False, **options)
     schedulers = [make(mine), make(other)]
@@ -173,7 +164,7 @@ def test_a_resumed_run_has_the_bits_of_one(find, make: Make, expected, order):
     kept_scheduler, scheduler = make(kept), make(optimizer)
     for epoch in range(EPOCHS):
         if epoch == 5:
-            saved = through_a_file([optimizer.state_dict(), scheduler.state_dict()])
+            saved = cases.through_a_file([optimizer.state_dict(), scheduler.state_dict()])
             optimizer = find("AdamW")(parts, lr=0.9, weight_decay=0.7)
             for action in order:
                 if action == "make":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import clipping_cases
+import optimizer_cases as cases
 import pytest
 import torch
 from awkward import (
@@ -19,38 +21,8 @@ from awkward import (
     placed,
     transposed,
 )
-from clipping_cases import (
-    CLIPPING,
-    HARMLESS,
-    UNSCALED_IN_THE_STEP,
-    WAYS,
-    Way,
-    expected_grads,
-    fused_step,
-    norm_of,
-    of_all_dtypes,
-    scale_grads,
-)
-from optimizer_cases import (
-    COPIES,
-    SHAPES,
-    Optimizer,
-    assert_same_bits,
-    bits_of,
-    each_class,
-    each_name,
-    give_grads,
-    grads_of,
-    in_another_process,
-    make_params,
-    ours,
-    pair,
-    params_of,
-    theirs,
-    train,
-    trained,
-    twins,
-)
+from clipping_cases import CLIPPING, WAYS, Way, expected_grads, fused_step, norm_of, of_all_dtypes
+from optimizer_cases import assert_same_bits, give_grads, grads_of, make_params, pair, params_of
 from reference import assert_close, same_bits, snapshot, tolerance
 from torch import Tensor
 
@@ -63,7 +35,9 @@ OPTIONS = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": True}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("clipping", [pytest.param({}, id="unclipped"), *CLIPPING, HARMLESS[0]])
+@pytest.mark.parametrize(
+    "clipping", [pytest.param({}, id="unclipped"), *CLIPPING, clipping_cases.HARMLESS[0]]
+)
 def test_a_write_back_leaves_what_was_stepped(clipping, way: Way, device) -> None:
     writes, _ = of_all_dtypes("AdamW", {}, device, write_back_grads=True, **clipping)
     torch.manual_seed(0)
@@ -92,7 +66,7 @@ def test_one_group_may_write_back_alone(first: bool, device) -> None:
     before = snapshot(grads_of(optimizer))
     optimizer.step()
     expected = expected_grads(before, {"max_grad_norm": 3.0}, optimizer.grad_norm, 1.0)
-    half = len(SHAPES)
+    half = len(cases.SHAPES)
     written, alone = (slice(half), slice(half, None)) if first else (slice(half, None), slice(half))
     assert all(map(same_bits, grads_of(optimizer)[written], expected[written]))
     assert all(map(same_bits, grads_of(optimizer)[alone], before[alone]))
@@ -128,14 +102,14 @@ def test_a_write_back_goes_into_the_gradient_of_any_layout(dtype, layout: Layout
         assert neighbours_untouched(view)
 
 
-@pytest.mark.parametrize("way", UNSCALED_IN_THE_STEP[1:])
+@pytest.mark.parametrize("way", clipping_cases.UNSCALED_IN_THE_STEP[1:])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_a_skipped_step_leaves_gradients_scaled(dtype, way: Way, device) -> None:
     optimizer, _ = pair("AdamW", {}, dtype, device, **OPTIONS)
     scaler = way.make_scaler(device, 16.0)
     give_grads(optimizer)
     params_of(optimizer)[1].grad.view(-1)[2] = math.inf
-    scale_grads(optimizer, scaler)
+    clipping_cases.scale_grads(optimizer, scaler)
     before = snapshot(grads_of(optimizer))
     scaler.step(optimizer)
     assert all(map(same_bits, grads_of(optimizer), before))
@@ -173,14 +147,14 @@ def test_only_a_write_back_moves_the_version_of_gradients(
     assert all(map(same_bits, grads_of(optimizer), before)) != write_back
 
 
-@each_class
+@cases.each_class
 def test_an_expanded_gradient_cannot_be_written_back(name, options, device) -> None:
     optimizer, _ = pair(name, options, device=device, shapes=[(5,), (6, 5)], write_back_grads=True)
     give_grads(optimizer)
     optimizer.step()
     give_grads(optimizer)
     params_of(optimizer)[1].grad = torch.ones(5, device=device).expand(6, 5)
-    before, grads = bits_of(optimizer), snapshot(grads_of(optimizer))
+    before, grads = cases.bits_of(optimizer), snapshot(grads_of(optimizer))
     with pytest.raises(RuntimeError, match=r"grad of group 0, param 1 .*must not overlap"):
         optimizer.step()
     assert_same_bits(optimizer, before)
@@ -221,11 +195,11 @@ def test_autograd_notices_a_write_back() -> None:
 # Options.
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def options_of(optimizer: cases.Optimizer) -> list[dict[str, Any]]:
     return [{name: group[name] for name in OPTIONS} for group in optimizer.param_groups]
 
 
-@each_class
+@cases.each_class
 def test_options_are_in_defaults_groups_and_state_dicts(name, options) -> None:
     optimizer, plain = pair(name, options, **OPTIONS)
     assert options_of(plain) == [dict.fromkeys(OPTIONS) | {"write_back_grads": False}]
@@ -236,32 +210,32 @@ def test_options_are_in_defaults_groups_and_state_dicts(name, options) -> None:
         assert {key: holder[key] for key in OPTIONS} == OPTIONS
 
 
-@COPIES
-@each_class
+@cases.COPIES
+@cases.each_class
 def test_copies_clip_on_and_share_nothing(name, options, copied, device) -> None:
-    original = trained(pair(name, options, device=device, **OPTIONS)[0], 1)
+    original = cases.trained(pair(name, options, device=device, **OPTIONS)[0], 1)
     norm = original.grad_norm.item()
     twin = copied(original)
     assert options_of(twin) == [OPTIONS]
     torch.manual_seed(1)
-    train([twin])
+    cases.train([twin])
     assert twin.grad_norm.item() != norm
     assert original.grad_norm.item() == norm
     torch.manual_seed(1)
-    train([original])
+    cases.train([original])
     assert same_bits(original.grad_norm, twin.grad_norm)
     assert_same_bits(original, twin)
 
 
-@each_class
+@cases.each_class
 def test_a_checkpoint_of_torch_leaves_the_configured_options(name, options, device) -> None:
     """Those of each group, not the defaults."""
     halves = make_params(F32, device), make_params(F32, device)
-    other = trained(theirs(name)([{"params": half} for half in halves], **options), 1)
+    other = cases.trained(cases.theirs(name)([{"params": half} for half in halves], **options), 1)
     values = (0.5, 0.25)
-    mine = ours(name)(
+    mine = cases.ours(name)(
         [
-            {"params": twins(half), "clip_value": value}
+            {"params": cases.twins(half), "clip_value": value}
             for half, value in zip(halves, values, strict=True)
         ],
         **options,
@@ -272,7 +246,7 @@ def test_a_checkpoint_of_torch_leaves_the_configured_options(name, options, devi
     assert options_of(mine) == wanted
     mine.load_state_dict(other.state_dict())
     assert options_of(mine) == wanted
-    train([mine])
+    cases.train([mine])
     assert mine.grad_norm.item() > 100
     assert norm_of(grads_of(mine)) == pytest.approx(3.0, rel=1e-3)
     other.load_state_dict(mine.state_dict())
@@ -280,13 +254,13 @@ def test_a_checkpoint_of_torch_leaves_the_configured_options(name, options, devi
 
 @pytest.mark.parametrize("option", ["max_grad_norm", "clip_value"])
 @pytest.mark.parametrize("value", [-1.0, -1e-30, -math.inf, math.nan, "1", [1.0]], ids=str)
-@each_name
+@cases.each_name
 def test_limits_below_zero_and_what_is_no_number_are_refused(name, value, option) -> None:
     params = make_params(F32)
-    optimizer = ours(name)(params[:2])
+    optimizer = cases.ours(name)(params[:2])
     for refused in (
-        lambda: ours(name)(params, **{option: value}),
-        lambda: ours(name)([{"params": params, option: value}]),
+        lambda: cases.ours(name)(params, **{option: value}),
+        lambda: cases.ours(name)([{"params": params, option: value}]),
         lambda: optimizer.add_param_group({"params": params[2:], option: value}),
     ):
         with pytest.raises(ValueError, match=f"^Invalid {option} value: ") as error:
@@ -434,7 +408,7 @@ def results_of_steps(threads: int | None = None) -> list[dict[str, Tensor]]:
                 {"params": make_params(dtype, shapes=[(100_001,), (5,)])}
                 for dtype in (F32, F16, BF16, F64)
             ]
-            optimizer = ours(name)(
+            optimizer = cases.ours(name)(
                 groups, max_grad_norm=3.0, clip_value=0.01, write_back_grads=True
             )
             optimizer.grad_scale = torch.tensor(3.0)
@@ -444,7 +418,7 @@ def results_of_steps(threads: int | None = None) -> list[dict[str, Tensor]]:
                 results.append({"norm": optimizer.grad_norm.clone()})
             amp_ext.clip_grad_norm_(params_of(optimizer), 1.0)
             results += [{"grad": grad} for grad in grads_of(optimizer)]
-            results += bits_of(optimizer)
+            results += cases.bits_of(optimizer)
     finally:
         torch.set_num_threads(before)
     return results
@@ -463,7 +437,7 @@ def results_under_isa() -> tuple[str, list[dict[str, Tensor]]]:
 def test_every_instruction_set_gives_the_same_bits() -> None:
     if ops.cpu_isa() == "plain":
         pytest.skip("this process has the plain engine itself")
-    plain_isa, plain = in_another_process(results_under_isa, AMP_EXT_CPU_ISA="plain")
+    plain_isa, plain = cases.in_another_process(results_under_isa, AMP_EXT_CPU_ISA="plain")
     assert plain_isa == "plain"
     assert_same_bits(results_of_steps(), plain)
 

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64
-from optimizer_cases import (
-    EACH_CLASS,
-    KINDS,
-    Optimizer,
-    assert_same_bits,
-    ours,
-    params_of,
-    theirs,
-)
+from optimizer_cases import EACH_CLASS, KINDS, Optimizer, assert_same_bits, ours, params_of, theirs
 from reference import same_bits, tolerance
 from torch import Tensor
 from torch.nn import Parameter

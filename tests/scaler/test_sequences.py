@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import optimizer_cases as cases
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from optimizer_cases import (
-    FEW_OPTIMIZERS,
-    Optimizer,
-    assert_same_bits,
-    ours,
-    params_of,
-    rows,
-    theirs,
-)
+from optimizer_cases import FEW_OPTIMIZERS, Optimizer, optimizers_named, ours, params_of, theirs
 from reference import same_bits
 from torch import Tensor
 from torch.nn import Parameter
@@ -26,9 +19,9 @@ import amp_ext
 OPTIMIZERS = [
     pytest.param(package(name), options | switches, id=f"{prefix}-{row.id}")
     for prefix, package, switches, chosen in (
-        ("our", ours, {}, [*FEW_OPTIMIZERS, *rows("adam-decay", "nesterov-decay")]),
-        ("loop", theirs, {"foreach": False}, rows("adam-decay", "momentum")),
-        ("fused", theirs, {"fused": True}, rows("adamw")),
+        ("our", ours, {}, [*FEW_OPTIMIZERS, *optimizers_named("adam-decay", "nesterov-decay")]),
+        ("loop", theirs, {"foreach": False}, optimizers_named("adam-decay", "momentum")),
+        ("fused", theirs, {"fused": True}, optimizers_named("adamw")),
     )
     for row in chosen
     for name, options in [row.values]
@@ -114,7 +107,7 @@ def test_overflowing_steps_might_as_well_not_have_been(
     assert all(map(same_bits, params_of(actual), params_of(expected)))
     assert all(map(same_bits, params_of(torchs), params_of(expected)))
     if any(overflow is None for overflow, _ in sequence):
-        assert_same_bits(actual, expected)
+        cases.assert_same_bits(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*inverse is not finite")
