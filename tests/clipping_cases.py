@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from awkward import BF16, F16, F32, F64
 from optimizer_cases import OPTIMIZERS, Optimizer, make_params, ours, params_of, twins
 from reference import tolerance
+from rows import rows
 from torch import Tensor
 
 import amp_ext
@@ -72,22 +72,15 @@ def clipped(clippings: list[Any], ways: list[Any], optimizers: list[Any] = OPTIM
 
     The one is SGD, whose steps are as long as the gradients; those of Adam hardly change with them.
     """
-    return pytest.mark.parametrize(
-        ("name", "options", "clipping", "way"),
-        [
-            pytest.param(
-                *optimizer.values,
-                *clipping.values,
-                *way.values,
-                id=f"{optimizer.id}-{clipping.id}-{way.id}",
-            )
-            for optimizer in optimizers
-            for clipping in clippings
-            for way in ways
-            if optimizer.id == "momentum"
-            or (clipping.id in ("norm-and-value", "both") and way.id in ("no-scaler", "our-scaler"))
-        ],
-    )
+    table = {
+        f"{optimizer.id}-{clipping.id}-{way.id}": optimizer.values + clipping.values + way.values
+        for optimizer in optimizers
+        for clipping in clippings
+        for way in ways
+        if optimizer.id == "momentum"
+        or (clipping.id in ("norm-and-value", "both") and way.id in ("no-scaler", "our-scaler"))
+    }
+    return pytest.mark.parametrize(("name", "options", "clipping", "way"), rows(table))
 
 
 def scale_grads(side: Any, scaler: torch.amp.GradScaler | None) -> None:
@@ -108,10 +101,7 @@ def fused_step(optimizer: Optimizer, way: Way, scaler: torch.amp.GradScaler | No
 
 
 def step_apart(
-    optimizer: Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    clipping: dict[str, float],
-    clip: Callable[..., Tensor] = amp_ext.clip_grad_norm_,
+    optimizer: Optimizer, scaler: Any, clipping: dict[str, float], clip=amp_ext.clip_grad_norm_
 ) -> Tensor:
     """Unscales, clips by norm, clips by value, and steps an optimizer that does none of it."""
     params = params_of(optimizer)

@@ -303,6 +303,12 @@ def through_a_file(content: Any) -> Any:
     return torch.load(io.BytesIO(saved(content)), weights_only=True)
 
 
+def loading(target: Any, file: dict[str, Any]) -> Any:
+    """Returns an optimizer or schedule after it has loaded a state dict."""
+    target.load_state_dict(file)
+    return target
+
+
 def assert_refused(optimizer: Optimizer, file: dict[str, Any], error: Any, words: str) -> None:
     """Asserts that the file is refused with these words and that nothing was loaded of it."""
     before, groups = bits_of(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])

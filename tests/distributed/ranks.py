@@ -183,7 +183,7 @@ def assert_trains_as_alone(
     rank: int,
     wrap: Callable[[Model], Any],
     make: Callable[[Any], Any],
-    scaler: Any,
+    scaler: Any = None,
     clip: Clip | None = None,
     like: Callable[[Any], Any] | None = None,
     clips_apart: float | None = None,
@@ -197,12 +197,11 @@ def assert_trains_as_alone(
 
     torch.manual_seed(0)
     alone, torch_clip = Model(), None if clips_apart is None else clip_alone
-    trained = norms_of_training(
-        alone, (like or make)(alone.parameters()), small_scaler(), torch_clip
-    )
+    usual = (like or make)(alone.parameters())
+    trained = norms_of_training(alone, usual, small_scaler(), torch_clip)
     norms = [None if norm is None else norm.clone() for norm in trained]
     torch.manual_seed(0)
-    model = wrap(Model())
+    model, scaler = wrap(Model()), scaler or small_scaler()
     optimizer = make(model.parameters())
     steps = norms_of_training(model, optimizer, scaler, clip, rank, spoils_shard)
     for step, norm in enumerate(steps):
@@ -261,17 +260,11 @@ def give_exact_grads(params: list[Any], twins: list[Any], overflow: bool, step: 
 
 
 def assert_same_as_whole(
-    layout: list[Any],
-    name: str,
-    options: dict[str, Any],
-    dtype: torch.dtype = F32,
-    scaled: bool = True,
-    reductions: int | None = None,
+    layout: list[Any], name: str, options: dict[str, Any], dtype=F32, scaled=True, reductions=None
 ) -> None:
     """Steps sharded and whole parameters of the same values and compares all bits.
 
-    Args:
-        reductions: How many of them a scaled step takes, if that is known.
+    A scaled step takes so many reductions, if that is known.
     """
     values = [torch.randn(shape).to(dtype) for shape in SHAPES[: len(layout)]]
     params, twins = sharded(values, layout), [Parameter(value.clone()) for value in values]
@@ -307,10 +300,9 @@ def dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
     for number, layout in enumerate(layouts()):
         for place, row in enumerate(FEW_OPTIMIZERS):
             name, options = row.values
-            if (number + place) % 2 == 0:
-                assert_same_as_whole(layout, name, options)
-            else:
-                assert_same_as_whole(layout, name, options | {"max_grad_norm": 3.0}, BF16)
+            clips = (number + place) % 2 == 1
+            more = (options | {"max_grad_norm": 3.0}, BF16) if clips else (options,)
+            assert_same_as_whole(layout, name, *more)
         # Without a scaler the norm is that of all ranks too.
         assert_same_as_whole(layout, "SGD", {"lr": 0.1, "max_grad_norm": 2.0}, scaled=False)
 
@@ -318,9 +310,7 @@ def dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
 def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:
     line, copies, mixed, _ = layouts()
     replicated = [(line[0][0], [Replicate()])] * 4
-    rows: list[tuple[list[Any], int]] = [
-        ([None] * 4, 0), (replicated, 0), (line, 1), (copies, 1), (mixed, 1)
-    ]  # fmt: skip
+    rows = ([None] * 4, 0), (replicated, 0), (line, 1), (copies, 1), (mixed, 1)
     for index, (layout, expected) in enumerate(rows):
         for clips in (True, False):
             params = sharded([torch.randn(shape) for shape in SHAPES], layout)
@@ -365,9 +355,7 @@ def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
         optimizer.step()
     for param, twin in zip(params, twins, strict=True):
         assert same_bits(whole(param.detach()), twin.detach())
-        masters = [
-            side.state[p]["master_param"] for side, p in zip(both, (param, twin), strict=True)
-        ]
+        masters = both[0].state[param]["master_param"], both[1].state[twin]["master_param"]
         assert same_bits(whole(masters[0]), masters[1])
 
 
@@ -400,14 +388,10 @@ def fully_sharded_models_train_as_in_one_process(rank: int) -> None:
 
     for row in EACH_CLASS:
         name, options = row.values
-        for extra, spoils_shard in (({}, False), ({"max_grad_norm": 0.1}, True)):
-            optimizer = assert_trains_as_alone(
-                rank,
-                wrap,
-                partial(ours(name), **options, **extra),
-                small_scaler(),
-                spoils_shard=spoils_shard,
-            )
+        for extra in ({}, {"max_grad_norm": 0.1}):
+            make = partial(ours(name), **options, **extra)
+            spoils = bool(extra)
+            optimizer = assert_trains_as_alone(rank, wrap, make, spoils_shard=spoils)
             sizes = [param.to_local().numel() for param in optimizer.param_groups[0]["params"]]
             assert (0 in sizes) == (rank == 1)  # uneven, and nothing of one of them
 
@@ -416,14 +400,14 @@ def fully_sharded_models_train_with_clipping_apart(rank: int) -> None:
     train = partial(assert_trains_as_alone, rank, fully_shard)
     for package in (ours, theirs):
         make = partial(package("AdamW"), lr=0.05)
-        train(make, small_scaler(), clip_apart, clips_apart=0.1, spoils_shard=package is theirs)
-    train(make, small_scaler(), spoils_shard=True)
+        train(make, clip=clip_apart, clips_apart=0.1, spoils_shard=package is theirs)
+    train(make, spoils_shard=True)
 
     def only_unscale(model: Any, optimizer: Any) -> Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
     clips, plain = partial(ours("AdamW"), **CLIPPING), partial(ours("AdamW"), lr=0.05)
-    train(clips, small_scaler(), only_unscale, like=plain, clips_apart=0.1)
+    train(clips, clip=only_unscale, like=plain, clips_apart=0.1)
 
 
 def parameters_in_no_known_layout_are_refused(rank: int) -> None:
@@ -432,11 +416,10 @@ def parameters_in_no_known_layout_are_refused(rank: int) -> None:
     whole_grad = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     whole_grad.grad = torch.ones(4)
     where = "param of group 0, param 0"
-    rows: list[tuple[Tensor, type[Exception], str]] = [
+    for param, kind, message in (
         (Parameter(partial), ValueError, f"{where} must be sharded or replicated, got ("),
         (whole_grad, TypeError, f"{where}: its gradient must be a DTensor, got Tensor"),
-    ]
-    for param, kind, message in rows:
+    ):
         with pytest.raises(kind, match=re.escape(f"AdamW: {message}")):
             ours("AdamW")([param]).step()
         scaler = small_scaler()
@@ -448,7 +431,7 @@ def parameters_in_no_known_layout_are_refused(rank: int) -> None:
 def a_mesh_of_two_dimensions_is_reduced_over_both(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     rows, columns = mesh["data"], mesh["tensor"]
-    layouts: list[tuple[list[Any], int]] = [
+    layouts = [
         ([(mesh, [Shard(0), Shard(1)]), (mesh, [Shard(0), Replicate()]), (rows, [Shard(0)])], 2),
         ([(mesh, [Replicate(), Shard(0)]), None, (columns, [Shard(0)])], 1),
         ([(rows, [Shard(0)]), (columns, [Shard(0)]), None], 2),
@@ -475,8 +458,8 @@ def ddp_trains_as_in_one_process_and_keeps_its_gradients(rank: int) -> None:
         wrap = partial(DistributedDataParallel, gradient_as_bucket_view=in_buckets)
         train = partial(assert_trains_as_alone, rank, wrap)
         with collectives() as sizes:
-            train(partial(ours("AdamW"), lr=0.05), small_scaler(), clip, clips_apart=0.1)
-            train(partial(ours("AdamW"), **CLIPPING), small_scaler())
+            train(partial(ours("AdamW"), lr=0.05), clip=clip, clips_apart=0.1)
+            train(partial(ours("AdamW"), **CLIPPING))
         assert sizes == []
 
 
@@ -485,29 +468,17 @@ def fsdp1_trains_as_in_one_process(rank: int) -> None:
         with FullyShardedDataParallel.summon_full_params(model):
             return [param.detach().clone() for param in model.module.parameters()]
 
+    on_cpu = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
     for use_orig_params, package in ((False, ours), (True, ours), (True, theirs)):
-        assert_trains_as_alone(
-            rank,
-            partial(
-                FullyShardedDataParallel,
-                device_id=torch.device("cpu"),
-                use_orig_params=use_orig_params,
-            ),
-            partial(package("AdamW"), lr=0.05),
-            ShardedGradScaler("cpu", init_scale=2.0**8),
-            params=params,
-            spoils_shard=True,
-        )
+        wrap = partial(on_cpu, use_orig_params=use_orig_params)
+        make, scaler = partial(package("AdamW"), lr=0.05), ShardedGradScaler("cpu", 2.0**8)
+        assert_trains_as_alone(rank, wrap, make, scaler, params=params, spoils_shard=True)
 
 
 def zero_trains_as_in_one_process(rank: int) -> None:
-    optimizer = assert_trains_as_alone(
-        rank,
-        DistributedDataParallel,
-        partial(ZeroRedundancyOptimizer, optimizer_class=ours("AdamW"), lr=0.05),
-        small_scaler(),
-        like=partial(ours("AdamW"), lr=0.05),
-    )
+    make = partial(ZeroRedundancyOptimizer, optimizer_class=ours("AdamW"), lr=0.05)
+    like = partial(ours("AdamW"), lr=0.05)
+    optimizer = assert_trains_as_alone(rank, DistributedDataParallel, make, like=like)
     assert isinstance(optimizer.optim, amp_ext.optim.AdamW)
     optimizer.consolidate_state_dict(0)
     if rank == 0:
@@ -545,10 +516,8 @@ def a_process_group_makes_ranks_skip_together(rank: int) -> None:
 
 
 def a_rank_without_gradients_takes_part(rank: int) -> None:
-    for scaler in (
-        small_scaler(process_group=dist.group.WORLD),
-        ShardedGradScaler("cpu", init_scale=2.0**8),
-    ):
+    grouped = small_scaler(process_group=dist.group.WORLD)
+    for scaler in (grouped, ShardedGradScaler("cpu", init_scale=2.0**8)):
         for make in (ours("SGD"), theirs("SGD")):
             param = Parameter(torch.ones(3))
             optimizer = make([param], lr=1.0)

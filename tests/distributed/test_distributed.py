@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from rows import rows
 
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
@@ -18,45 +19,33 @@ pytestmark = pytest.mark.skipif(
 )
 
 # A start of ranks takes seconds, so each does several checks; a failure names its own.
-CHECKS = [
-    pytest.param(
-        [
-            ranks.dtensors_step_with_the_bits_of_whole_tensors,
-            ranks.each_mesh_dimension_takes_one_small_collective,
-            ranks.a_write_to_a_sharded_parameter_reaches_its_master,
-            ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
-            ranks.parameters_in_no_known_layout_are_refused,
-        ],
-        id="dtensors",
-    ),
-    pytest.param(
-        [
-            ranks.fully_sharded_models_train_as_in_one_process,
-            ranks.fully_sharded_models_train_with_clipping_apart,
-        ],
-        id="fully_shard",
-    ),
-    pytest.param(
-        [
-            ranks.ddp_trains_as_in_one_process_and_keeps_its_gradients,
-            ranks.zero_trains_as_in_one_process,
-            ranks.fsdp1_trains_as_in_one_process,
-        ],
-        id="ddp-zero-fsdp1",
-    ),
-    pytest.param(
-        [
-            ranks.a_process_group_makes_ranks_skip_together,
-            ranks.a_rank_without_gradients_takes_part,
-            ranks.a_sharded_scaler_is_that_of_torch_and_ours,
-        ],
-        id="process_group",
-    ),
-    pytest.param([ranks.a_dead_rank_is_an_error_on_the_others], id="dead-rank"),
-]
+CHECKS = {
+    "dtensors": [
+        ranks.dtensors_step_with_the_bits_of_whole_tensors,
+        ranks.each_mesh_dimension_takes_one_small_collective,
+        ranks.a_write_to_a_sharded_parameter_reaches_its_master,
+        ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
+        ranks.parameters_in_no_known_layout_are_refused,
+    ],
+    "fully_shard": [
+        ranks.fully_sharded_models_train_as_in_one_process,
+        ranks.fully_sharded_models_train_with_clipping_apart,
+    ],
+    "ddp-zero-fsdp1": [
+        ranks.ddp_trains_as_in_one_process_and_keeps_its_gradients,
+        ranks.zero_trains_as_in_one_process,
+        ranks.fsdp1_trains_as_in_one_process,
+    ],
+    "process_group": [
+        ranks.a_process_group_makes_ranks_skip_together,
+        ranks.a_rank_without_gradients_takes_part,
+        ranks.a_sharded_scaler_is_that_of_torch_and_ours,
+    ],
+    "dead-rank": [ranks.a_dead_rank_is_an_error_on_the_others],
+}
 
 
-@pytest.mark.parametrize("checks", CHECKS)
+@pytest.mark.parametrize("checks", rows(CHECKS))
 def test_two_ranks_agree(checks: list[ranks.Check], tmp_path: Path) -> None:
     ranks.run_ranks(checks, tmp_path)
 
@@ -70,9 +59,7 @@ def test_a_check_that_fails_on_one_rank_fails_the_test(tmp_path: Path) -> None:
         ranks.run_ranks([ranks.fails_on_one_rank], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "group", [pytest.param("world", id="a-name"), pytest.param(-100, id="not-a-member")]
-)
+@pytest.mark.parametrize("group", rows({"a-name": "world", "not-a-member": -100}))
 @pytest.mark.parametrize("kind", [amp_ext.GradScaler, ShardedGradScaler])
 def test_what_is_no_process_group_is_refused(kind: type[amp_ext.GradScaler], group: object) -> None:
     message = "process_group must be None or a torch.distributed.ProcessGroup that this process is"

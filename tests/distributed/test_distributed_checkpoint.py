@@ -14,21 +14,18 @@ import torch.distributed.checkpoint as dcp
 from awkward import BF16, F16, F32
 from optimizer_cases import Optimizer, assert_same_bits, few_optimizers, ours, params_of, train
 from reference import same_bits
+from rows import rows
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as of_torch
 
-WAYS = [
-    pytest.param(StateDictOptions(), id="local"),
-    pytest.param(StateDictOptions(flatten_optimizer_state_dict=True), id="flat"),
-    pytest.param(StateDictOptions(full_state_dict=True), id="full"),
-    pytest.param(StateDictOptions(full_state_dict=True, cpu_offload=True), id="full-on-cpu"),
-]
+WAYS = rows(
+    {
+        "local": of_torch.StateDictOptions(),
+        "flat": of_torch.StateDictOptions(flatten_optimizer_state_dict=True),
+        "full": of_torch.StateDictOptions(full_state_dict=True),
+        "full-on-cpu": of_torch.StateDictOptions(full_state_dict=True, cpu_offload=True),
+    }
+)
 # Plain SGD has nothing but masters to save. Each in every dtype, and every dtype in each way.
 each_dtype_in_each_way = pytest.mark.parametrize(
     ("name", "options", "dtype", "how"),
@@ -102,23 +99,18 @@ def test_states_go_through_a_folder_to_a_fresh_optimizer(
     model, optimizer = make(name, dtype, **options)
     train_trainable([optimizer], 3)
     before = cases.bits_of(optimizer)
-    model_state, state = get_state_dict(model, optimizer, options=how)
+    model_state, state = of_torch.get_state_dict(model, optimizer, options=how)
     save({"model": model_state, "optimizer": state}, tmp_path)
     assert_same_bits(optimizer, before)
 
     fresh_model, fresh = make(name, dtype, lr=123.0)
     for group in fresh.param_groups:  # states are made for the options of the file
         group.update({key: value for key, value in options.items() if key != "lr"})
-    model_state, state = get_state_dict(fresh_model, fresh, options=how)
+    model_state, state = of_torch.get_state_dict(fresh_model, fresh, options=how)
     content = {"model": model_state, "optimizer": state}
     load(content, tmp_path)
-    set_state_dict(
-        fresh_model,
-        fresh,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optimizer"],
-        options=how,
-    )
+    loaded = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+    of_torch.set_state_dict(fresh_model, fresh, **loaded, options=how)
     assert_same_bits(fresh, optimizer)
     assert [group["lr"] for group in fresh.param_groups] == [options["lr"]] * 2
     train_trainable([optimizer, fresh], 2)
@@ -132,9 +124,9 @@ def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
     for param, twin in zip(params_of(optimizer), params_of(plain), strict=True):
         twin.data.copy_(param.data)
     optimizer.init_state()
-    state = get_optimizer_state_dict(model, optimizer, options=how)
+    state = of_torch.get_optimizer_state_dict(model, optimizer, options=how)
     assert steps_of(optimizer) == [0.0] * counters
-    set_optimizer_state_dict(model, optimizer, state, options=how)
+    of_torch.set_optimizer_state_dict(model, optimizer, state, options=how)
     assert steps_of(optimizer) == [0.0] * counters
     train_trainable([optimizer, plain], 2)
     assert steps_of(optimizer) == [2.0] * counters
@@ -146,12 +138,12 @@ def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
 def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, options, how):
     def carry(saver, loader, folder):
         model, optimizer = saver
-        save({"state": get_optimizer_state_dict(model, optimizer, options=how)}, folder)
+        save({"state": of_torch.get_optimizer_state_dict(model, optimizer, options=how)}, folder)
         fresh_model, fresh = loader
         fresh_model.load_state_dict(model.state_dict())
-        content = {"state": get_optimizer_state_dict(fresh_model, fresh, options=how)}
+        content = {"state": of_torch.get_optimizer_state_dict(fresh_model, fresh, options=how)}
         load(content, folder, partly=True)  # each side has options that the other lacks
-        set_optimizer_state_dict(fresh_model, fresh, content["state"], options=how)
+        of_torch.set_optimizer_state_dict(fresh_model, fresh, content["state"], options=how)
 
     other = make(name, F32, cases.theirs, **options)
     train_trainable([other[1]], 2)
@@ -204,19 +196,13 @@ def test_states_created_ahead_are_those_of_a_step(name, options):
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        pytest.param(torch.ones(3, dtype=torch.cfloat), "complex64 on cpu", id="complex"),
-        pytest.param(torch.ones(3, device="meta"), "float32 on meta", id="meta"),
-        pytest.param(torch.ones(3).to(torch.float8_e5m2), "float8_e5m2 on cpu", id="float8"),
-    ],
+    ("device", "dtype"), [("cpu", torch.cfloat), ("meta", F32), ("cpu", torch.float8_e5m2)], ids=str
 )
-def test_states_of_parameters_that_no_step_takes_are_refused(bad, words):
-    good = nn.Parameter(torch.ones(3))
+def test_states_of_parameters_that_no_step_takes_are_refused(device, dtype):
+    good, bad = nn.Parameter(torch.ones(3)), torch.ones(3, device=device).to(dtype)
     optimizer = ours("AdamW")([{"params": [good]}, {"params": [good.detach().clone(), bad]}])
     bad.requires_grad_()
-    with pytest.raises(
-        RuntimeError, match=rf"^AdamW.init_state: param of group 1, param 1 must be .*{words}"
-    ):
+    words = rf"param of group 1, param 1 must be .*{str(dtype)[6:]} on {device}"
+    with pytest.raises(RuntimeError, match=f"^AdamW.init_state: {words}"):
         optimizer.init_state()
     assert not optimizer.state

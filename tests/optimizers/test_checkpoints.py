@@ -11,6 +11,7 @@ import torch
 from awkward import BF16, F16, F32, F64
 from optimizer_cases import assert_same_bits, make_params, ours, pair, theirs, train, trained, twins
 from reference import same_bits
+from rows import rows
 
 Optimizer = torch.optim.Optimizer
 
@@ -62,8 +63,7 @@ def test_loading_copies(dtype, name, options):
     kept, before = copy.deepcopy(file), cases.bits_of(source)
     source.load_state_dict(state_dict=file)  # its own: changes nothing
     assert_same_bits(source, before)
-    loaded = ours(name)(twins(source), **options)
-    loaded.load_state_dict(file)
+    loaded = cases.loading(ours(name)(twins(source), **options), file)
     loaded.param_groups[0]["lr"] = 7.0
     train([loaded], 2)
     assert_same_bits(source, before)
@@ -75,21 +75,17 @@ def test_parameters_without_a_state_in_the_file_start_anew():
     source = trained(ours("AdamW")(make_params(F32, shapes=[(5,), (3,)])), 1)
     file = source.state_dict()
     del file["state"][1]
-    loaded = ours("AdamW")(twins(source))
-    loaded.load_state_dict(file)
+    loaded = cases.loading(ours("AdamW")(twins(source)), file)
     train([loaded])
     assert [loaded.state[param]["step"].item() for param in cases.params_of(loaded)] == [2, 1]
 
 
 def test_groups_of_different_options_go_round():
     def make(params):
-        return ours("AdamW")(
-            [
-                {"params": params[:1], "lr": 0.1, "amsgrad": True},
-                {"params": params[1:3], "master_weights": False},
-                {"params": params[3:], "state_dtype": None, "betas": (0.5, 0.6)},
-            ]
-        )
+        first = {"params": params[:1], "lr": 0.1, "amsgrad": True}
+        second = {"params": params[1:3], "master_weights": False}
+        third = {"params": params[3:], "state_dtype": None, "betas": (0.5, 0.6)}
+        return ours("AdamW")([first, second, third])
 
     straight = trained(make(make_params(BF16)))
     loaded = resumed(straight, make(twins(straight)))
@@ -97,23 +93,16 @@ def test_groups_of_different_options_go_round():
     assert_same_bits(loaded, straight)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param(lambda: 3, id="int"),
-        pytest.param(lambda: 3.0, id="float"),
-        pytest.param(lambda: torch.tensor(3), id="int64"),
-        pytest.param(lambda: torch.tensor(3.0, dtype=F64), id="float64"),
-        pytest.param(lambda: torch.tensor([3.0]), id="one-element"),
-    ],
-)
+STEPS = [3, 3.0, torch.tensor(3), torch.tensor(3.0, dtype=F64), torch.tensor([3.0])]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
 def test_the_step_may_be_any_kind_of_number(device, step):
     straight = trained(ours("AdamW")(make_params(F32, device)))
     file = copy.deepcopy(straight.state_dict())
     for state in file["state"].values():
-        state["step"] = step()
-    loaded = ours("AdamW")(twins(straight))
-    loaded.load_state_dict(file)
+        state["step"] = copy.deepcopy(step)
+    loaded = cases.loading(ours("AdamW")(twins(straight)), file)
     train([straight, loaded], 2)
     assert_same_bits(loaded, straight)
     assert all(
@@ -127,8 +116,7 @@ def test_options_that_old_files_lack_are_filled_in(name, options, key):
     source = trained(ours(name)(make_params(F32), **options))
     file = source.state_dict()
     del file["param_groups"][0][key]
-    loaded = ours(name)(twins(source))
-    loaded.load_state_dict(file)
+    loaded = cases.loading(ours(name)(twins(source)), file)
     train([source, loaded], 2)
     assert_same_bits(loaded, source)
 
@@ -183,8 +171,7 @@ def test_states_return_in_the_configured_dtype(dtype, file_dtype, name, options)
     for state in file["state"].values():
         for key in state.keys() - {"step"}:
             state[key] = state[key].to(file_dtype)
-    loaded = ours(name)(twins(mine), **options)
-    loaded.load_state_dict(cases.through_a_file(file))
+    loaded = cases.loading(ours(name)(twins(mine), **options), cases.through_a_file(file))
     for index, param in enumerate(cases.params_of(loaded)):
         for key, tensor in loaded.state[param].items():
             assert tensor.dtype == F32, key
@@ -208,14 +195,10 @@ def test_narrow_states_come_and_go_without_a_change_of_a_bit(dtype, name, option
         assert all(state[key].dtype == dtype for key in state.keys() - {"step"})
 
 
-@pytest.mark.parametrize(
-    "switch",
-    [
-        pytest.param({"foreach": True}, id="foreach"),
-        pytest.param({"fused": True}, id="fused"),
-        pytest.param({"capturable": True, "foreach": False}, id="capturable"),
-    ],
-)
+SWITCHES = [{"foreach": True}, {"fused": True}, {"capturable": True, "foreach": False}]
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=str)
 @cases.every_optimizer
 def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch):
     if "capturable" not in theirs(name)(make_params(F32)).defaults:
@@ -224,11 +207,9 @@ def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch
     other = trained(theirs(name)(make_params(F32), **options, **(switch | step_on_cpu)))
     file = other.state_dict()
     file["param_groups"][0] |= switch
-    mine = ours(name)(twins(other), lr=123.0)
-    mine.load_state_dict(file)
+    mine = cases.loading(ours(name)(twins(other), lr=123.0), file)
     assert {key: mine.param_groups[0][key] for key in options | switch} == options | switch
-    back = theirs(name)(twins(other), lr=123.0)
-    back.load_state_dict(mine.state_dict())
+    back = cases.loading(theirs(name)(twins(other), lr=123.0), mine.state_dict())
     as_their_own(mine, other)
     as_their_own(back, other)
     assert {key: back.param_groups[0][key] for key in switch} == switch
@@ -237,29 +218,17 @@ def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch
 @cases.each_in_torch
 def test_a_tensor_lr_comes_and_goes(name):
     other = trained(theirs(name)(make_params(F32), lr=torch.tensor(0.25), foreach=False), 2)
-    mine = ours(name)(twins(other))
-    mine.load_state_dict(other.state_dict())
+    mine = cases.loading(ours(name)(twins(other)), other.state_dict())
     assert isinstance(mine.param_groups[0]["lr"], torch.Tensor)
-    back = theirs(name)(twins(mine), foreach=False)
-    back.load_state_dict(mine.state_dict())
+    back = cases.loading(theirs(name)(twins(mine), foreach=False), mine.state_dict())
     assert back.param_groups[0]["lr"].item() == 0.25
-    train([mine, other], 2)
-    cases.assert_all_close(mine, other, steps=2)
-
-
-def test_dampening_from_a_checkpoint_of_torch_is_not_at_its_first_step():
-    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
-    other = trained(theirs("SGD")(make_params(F32), foreach=False, **options))
-    mine = ours("SGD")(twins(other), **options)
-    mine.load_state_dict(other.state_dict())
     train([mine, other], 2)
     cases.assert_all_close(mine, other, steps=2)
 
 
 def test_a_checkpoint_of_adam_leaves_adamw_decoupled():
     source = trained(ours("Adam")(make_params(F32), weight_decay=0.5))
-    loaded = ours("AdamW")(twins(source))
-    loaded.load_state_dict(source.state_dict())
+    loaded = cases.loading(ours("AdamW")(twins(source)), source.state_dict())
     decoupled = ours("AdamW")(twins(source), weight_decay=0.5)
     states = copy.deepcopy(list(source.state.values()))
     decoupled.state.update(zip(cases.params_of(decoupled), states, strict=True))
@@ -337,42 +306,32 @@ def at(*path: Any, value: Any = None):
     return spoil
 
 
-BAD = [
-    pytest.param(at("param_groups"), "param_groups", id="no-groups"),
-    pytest.param(at("state"), "state", id="no-state"),
-    pytest.param(
-        at("param_groups", value=lambda old: []),
-        "loaded state dict has a different number of parameter groups",
-        id="other-groups",
-    ),
-    pytest.param(
-        at("param_groups", 0, "params", value=lambda old: [0, 1]),
-        "loaded state dict contains a parameter group that doesn't match the size",
-        id="fewer-params",
-    ),
-    *(
-        pytest.param(at("state", index, key), key, id=f"no-{key}")
-        for index, key in [(1, "exp_avg"), (4, "exp_avg_sq"), (1, "max_exp_avg_sq"), (1, "step")]
-    ),
-    *(
-        pytest.param(at("state", 1, key, value=value), key, id=f"{key}-{kind}")
-        for key, kind, value in [
-            ("exp_avg", "shape", lambda tensor: tensor[:-1]),
-            ("exp_avg", "transposed", lambda tensor: tensor.t()),
-            ("master_param", "shape", lambda tensor: tensor[:-1]),
-            ("exp_avg", "integer", lambda tensor: tensor.int()),
-            ("exp_avg", "text", lambda tensor: "text"),
-            ("exp_avg", "sparse", lambda tensor: tensor.to_sparse()),
-            ("step", "text", lambda tensor: "text"),
-            ("step", "shape", lambda tensor: torch.zeros(2)),
-        ]
-    ),
-    pytest.param(lambda file: file["state"][1].update(exp_avg=None), "exp_avg", id="exp_avg-none"),
-    *(pytest.param(at("param_groups", 0, key), key, id=f"no-{key}") for key in ("lr", "betas")),
-]
+MISMATCH = "loaded state dict contains a parameter group that doesn't match the size"
+OTHER_NUMBER = "loaded state dict has a different number of parameter groups"
+BAD = {
+    "no-groups": (at("param_groups"), "param_groups"),
+    "no-state": (at("state"), "state"),
+    "other-groups": (at("param_groups", value=lambda old: []), OTHER_NUMBER),
+    "fewer-params": (at("param_groups", 0, "params", value=lambda old: [0, 1]), MISMATCH),
+    "no-exp_avg": (at("state", 1, "exp_avg"), "exp_avg"),
+    "no-exp_avg_sq": (at("state", 4, "exp_avg_sq"), "exp_avg_sq"),
+    "no-max_exp_avg_sq": (at("state", 1, "max_exp_avg_sq"), "max_exp_avg_sq"),
+    "no-step": (at("state", 1, "step"), "step"),
+    "shape": (at("state", 1, "exp_avg", value=lambda old: old[:-1]), "exp_avg"),
+    "transposed": (at("state", 1, "exp_avg", value=lambda old: old.t()), "exp_avg"),
+    "integer": (at("state", 1, "exp_avg", value=lambda old: old.int()), "exp_avg"),
+    "text": (at("state", 1, "exp_avg", value=lambda old: "text"), "exp_avg"),
+    "sparse": (at("state", 1, "exp_avg", value=lambda old: old.to_sparse()), "exp_avg"),
+    "none": (lambda file: file["state"][1].update(exp_avg=None), "exp_avg"),
+    "master-shape": (at("state", 1, "master_param", value=lambda old: old[:-1]), "master_param"),
+    "step-text": (at("state", 1, "step", value=lambda old: "text"), "step"),
+    "step-shape": (at("state", 1, "step", value=lambda old: torch.zeros(2)), "step"),
+    "no-lr": (at("param_groups", 0, "lr"), "lr"),
+    "no-betas": (at("param_groups", 0, "betas"), "betas"),
+}
 
 
-@pytest.mark.parametrize(("spoil", "words"), BAD)
+@pytest.mark.parametrize(("spoil", "words"), rows(BAD))
 def test_a_bad_checkpoint_is_refused_before_anything_changes(spoil, words):
     target = trained(ours("Adam")(make_params(BF16), lr=0.1, amsgrad=True))
     source = trained(ours("Adam")(twins(target), lr=0.2, amsgrad=True))
@@ -384,20 +343,13 @@ def test_a_bad_checkpoint_is_refused_before_anything_changes(spoil, words):
 OTHERS = ["Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "RMSprop", "Rprop"]
 
 
-@pytest.mark.parametrize(
-    ("name", "foreign"),
-    [
-        (name, foreign)
-        for name in cases.KINDS
-        for foreign in [*cases.KINDS, *OTHERS]
-        if foreign not in (name, *cases.KINDS[name].reads)
-    ],
-)
-def test_a_file_of_another_kind_of_optimizer_is_refused(name, foreign):
+@cases.each_name
+def test_a_file_of_another_kind_of_optimizer_is_refused(name):
     options = dict(row.values for row in cases.EACH_CLASS)
     params = make_params(F32, shapes=[(5, 3), (7,)])
     target = trained(ours(name)(params, **options[name]))
-    for package in (theirs,) if foreign in OTHERS else (ours, theirs):
-        source = trained(package(foreign)(twins(params), **options.get(foreign, {})))
-        words = rf"^{name}.load_state_dict: .* must (have|be there)"
-        cases.assert_refused(target, source.state_dict(), ValueError, words)
+    words = rf"^{name}.load_state_dict: .* must (have|be there)"
+    for foreign in {*cases.KINDS, *OTHERS} - {name, *cases.KINDS[name].reads}:
+        for package in (theirs,) if foreign in OTHERS else (ours, theirs):
+            source = trained(package(foreign)(twins(params), **options.get(foreign, {})))
+            cases.assert_refused(target, source.state_dict(), ValueError, words)

@@ -11,7 +11,7 @@ import torch
 from awkward import BF16, F32
 from optimizer_cases import HALVES, assert_refused, make_params, ours, theirs, train, trained, twins
 from reference import assert_close, same_bits
-from torch.nn import Parameter
+from rows import rows
 
 
 def two_trained(dtype: torch.dtype = F32) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -52,8 +52,7 @@ def test_a_file_of_fused_adam_is_converted(dtype, with_masters, step):
     if not with_masters:
         for state in file["state"].values():
             del state["master_param"]
-    loaded = ours("AdamW")(twins(source), lr=123.0)
-    loaded.load_state_dict(file)
+    loaded = cases.loading(ours("AdamW")(twins(source), lr=123.0), file)
     train([source, loaded], 3)
     cases.assert_same_bits(loaded, source)
     assert loaded.state[cases.params_of(loaded)[0]]["step"].item() == 6
@@ -66,11 +65,11 @@ def test_a_file_of_fused_adam_is_converted(dtype, with_masters, step):
 def test_a_file_of_fused_adam_from_before_its_first_step_is_taken():
     source = ours("AdamW")(make_params(F32), lr=0.05)
     file = copy.deepcopy(source.state_dict())
+    (group,) = file["param_groups"]
     for name in ("amsgrad", "fused", "foreach"):
-        del file["param_groups"][0][name]
-    file["param_groups"][0]["bias_correction"] = True
-    loaded = ours("AdamW")(twins(source))
-    loaded.load_state_dict(file)
+        del group[name]
+    group["bias_correction"] = True
+    loaded = cases.loading(ours("AdamW")(twins(source)), file)
     train([source, loaded], 2)
     cases.assert_same_bits(loaded, source)
 
@@ -79,8 +78,7 @@ def test_steps_of_the_states_win_over_one_of_their_group():
     source = trained(ours("AdamW")(make_params(F32)))
     file = copy.deepcopy(source.state_dict())
     file["param_groups"][0] |= {"step": 77, "bias_correction": True}
-    loaded = ours("AdamW")(twins(source))
-    loaded.load_state_dict(file)
+    loaded = cases.loading(ours("AdamW")(twins(source)), file)
     cases.assert_same_bits(loaded, source)
 
 
@@ -114,61 +112,48 @@ def test_halves_of_masters_and_moments_in_8_bits_are_refused(key, dtype, words):
 
 # Wrappers, which keep the optimizer's state dict, masters and the loss scale in one dict.
 
-WRAPPED = [
-    pytest.param(
-        lambda file, masters: {
-            "loss_scaler": object(),
-            "dynamic_loss_scale": True,
-            "overflow": False,
-            "first_closure_call_this_step": True,
-            "optimizer_state_dict": file,
-            "fp32_from_fp16": [masters],
-        },
+OF_FP16_OPTIMIZER = {"loss_scaler": object(), "dynamic_loss_scale": True, "overflow": False}
+WRAPPED = {
+    "apex-fp16-optimizer": (
+        lambda file, masters: (
+            OF_FP16_OPTIMIZER
+            | {"first_closure_call_this_step": True}
+            | {"optimizer_state_dict": file, "fp32_from_fp16": [masters]}
+        ),
         r"entry 'optimizer_state_dict' instead; the masters in 'fp32_from_fp16' are not read",
-        id="apex-fp16-optimizer",
     ),
-    pytest.param(
-        lambda file, masters: {
-            "cur_scale": 65536.0,
-            "optimizer_state_dict": file,
-            "fp32_groups": [masters],
-        },
+    "apex-contrib": (
+        lambda file, masters: {"optimizer_state_dict": file, "fp32_groups": [masters]},
         r"entry 'optimizer_state_dict' instead; the masters in 'fp32_groups' are not read",
-        id="apex-contrib",
     ),
-    pytest.param(
+    "megatron": (
         lambda file, masters: {"optimizer": file, "fp32_from_fp16_params": [masters]},
         r"entry 'optimizer' instead; the masters in 'fp32_from_fp16_params' are not read",
-        id="megatron",
     ),
-    pytest.param(
+    "whole-checkpoint": (
         lambda file, masters: {"model": {"weight": masters[0]}, "optimizer": file, "epoch": 5},
         r"must have 'state', got \['model', 'optimizer', 'epoch'\]; load its entry 'optimizer'",
-        id="whole-checkpoint",
     ),
-    pytest.param(
+    "two-optimizers": (
         lambda file, masters: {"generator": file, "critic": file},
         r"entry 'generator' or 'critic' instead",
-        id="two-optimizers",
     ),
-    pytest.param(
+    "weights": (
         lambda file, masters: {f"layers.{index}.weight": masters[0] for index in range(500)},
         r"must have 'state', got \['layers.0.weight', .*'layers.7.weight', '...'\]\"$",
-        id="weights",
     ),
-    pytest.param(
+    "apex-amp": (
         lambda file, masters: {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}},
         r"must have 'state', got \['loss_scaler0'\]",
-        id="apex-amp",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("wrapped", "words"), WRAPPED)
+@pytest.mark.parametrize(("wrapped", "words"), rows(WRAPPED))
 @HALVES
 def test_a_dict_around_the_state_is_refused_with_a_word_on_what_to_load(dtype, wrapped, words):
     params = make_params(dtype)
-    masters = [Parameter(param.detach().float()) for param in params]
+    masters = twins(params, F32)
     inner = trained(theirs("AdamW")(masters, lr=0.05))
     target = trained(ours("AdamW")(params, lr=0.05))
     file = wrapped(inner.state_dict(), masters)
@@ -178,13 +163,12 @@ def test_a_dict_around_the_state_is_refused_with_a_word_on_what_to_load(dtype, w
 @HALVES
 def test_what_lies_within_a_wrapper_is_loaded_and_its_masters_can_be_added(dtype):
     params = make_params(dtype)
-    masters = [Parameter(param.detach().float()) for param in params]
+    masters = twins(params, F32)
     inner = trained(theirs("AdamW")(masters, lr=0.05))
     for param, master in zip(params, masters, strict=True):
         param.data.copy_(master.detach())
     file = inner.state_dict()
-    mine = ours("AdamW")(params)
-    mine.load_state_dict(file)
+    mine = cases.loading(ours("AdamW")(params), file)
     plain_master = mine.master_params()[0].clone()
     assert same_bits(plain_master, params[0].detach().float())
 

@@ -71,24 +71,18 @@ def write_through_data(params, values):
         param.data.mul_(0.5)
 
 
-CHANGES = [
-    pytest.param(change, id=change.__name__.replace("_", "-"))
-    for change in (
-        load_into_the_model,
-        clamp,
-        swap_with_average,
-        add_in_place,
-        step_of_another_optimizer,
-        write_through_data,
-    )
-]
+CHANGES = [load_into_the_model, clamp, swap_with_average]
+CHANGES += [add_in_place, step_of_another_optimizer, write_through_data]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @cases.few_optimizers
 @HALVES
 def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, options, change):
-    """After a write through ``.data``, when ``refresh_masters`` is called, and at once."""
+    """After a write through ``.data``, when ``refresh_masters`` is called, and at once.
+
+    An overflow between does not let it be forgotten.
+    """
     optimizer = trained(ours(name)(make_params(dtype, device), **options))
     before = masters_of(optimizer)
     change(params_of(optimizer), [torch.randn_like(param) for param in params_of(optimizer)])
@@ -97,21 +91,11 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
     if change is write_through_data:
         optimizer.refresh_masters()
         assert_refreshed(optimizer, before, changed)
-    still_step(optimizer)
-    assert_refreshed(optimizer, before, changed)
-
-
-@cases.few_optimizers
-@HALVES
-def test_a_change_before_an_overflow_is_not_forgotten(device, dtype, name, options):
-    optimizer = trained(ours(name)(make_params(dtype, device), **options))
-    before = masters_of(optimizer)
-    add_in_place(params_of(optimizer), None)
-    changed = snapshot(params_of(optimizer))
-    optimizer.found_inf = torch.ones((), device=device)
-    train([optimizer], 2)
-    assert all(map(same_bits, params_of(optimizer), changed))
-    del optimizer.found_inf
+    if change is add_in_place:
+        optimizer.found_inf = torch.ones((), device=device)
+        train([optimizer], 2)
+        assert all(map(same_bits, params_of(optimizer), changed))
+        del optimizer.found_inf
     still_step(optimizer)
     assert_refreshed(optimizer, before, changed)
 
@@ -170,12 +154,14 @@ def test_a_parameter_without_a_gradient_is_refreshed_when_it_gets_one(dtype, ove
 
 
 @HALVES
-def test_refresh_masters_may_be_called_at_any_time(dtype):
+def test_masters_may_be_refreshed_and_asked_for_at_any_time(dtype):
     fresh, plain = cases.pair("AdamW", {}, dtype)
     fresh.refresh_masters()
+    fresh.master_params()
     train([fresh, plain])
     fresh.refresh_masters()
     fresh.refresh_masters()
+    fresh.master_params()
     train([fresh, plain])
     assert_same_bits(fresh, plain)
     ours("SGD")(make_params(F32)).refresh_masters()
@@ -233,8 +219,7 @@ def test_a_trip_through_torch_leaves_no_stale_masters(dtype, name, options):
     other = cases.theirs(name)(cases.twins(first), **cases.in_16_bits(name), **options)
     other.load_state_dict(first.state_dict())
     train([other], 3)
-    second = ours(name)(cases.twins(other), **options)
-    second.load_state_dict(other.state_dict())
+    second = cases.loading(ours(name)(cases.twins(other), **options), other.state_dict())
     still_step(second)
     assert_same_bits(params_of(second), params_of(other))
     assert_same_bits(masters_of(second), [param.detach().float() for param in params_of(other)])
@@ -246,8 +231,7 @@ def test_a_wrong_master_in_a_file_does_not_win_over_the_weights(dtype):
     file = source.state_dict()
     for state in file["state"].values():
         state["master_param"] = state["master_param"] + 1
-    loaded = ours("AdamW")(cases.twins(source))
-    loaded.load_state_dict(file)
+    loaded = cases.loading(ours("AdamW")(cases.twins(source)), file)
     still_step(loaded)
     assert_same_bits(params_of(loaded), params_of(source))
 

@@ -12,6 +12,7 @@ from optimizer_cases import OPTIMIZERS, in_another_process, ours, through_a_file
 from reference import same_bits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._pytree import tree_flatten_with_path
 
 import amp_ext
 
@@ -95,18 +96,11 @@ def resume(checkpoints: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def assert_same(actual: Any, expected: Any, where: str) -> None:
     """Asserts that two state dicts agree in every key, number and bit."""
-    if isinstance(expected, Tensor):
-        assert same_bits(actual, expected), where
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_same(actual[key], value, f"{where}/{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_same(actual[index], value, f"{where}/{index}")
-    else:
-        assert actual == expected, where
+    (leaves, keys), (wanted, wanted_keys) = map(tree_flatten_with_path, (actual, expected))
+    assert keys == wanted_keys, where
+    for (path, leaf), (_, value) in zip(leaves, wanted, strict=True):
+        is_same = same_bits(leaf, value) if isinstance(value, Tensor) else leaf == value
+        assert is_same, f"{where}: {path}"
 
 
 def test_another_process_goes_on_with_the_same_bits():

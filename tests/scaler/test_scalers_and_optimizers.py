@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from awkward import BF16, F16, F32, F64
 from optimizer_cases import EACH_CLASS, KINDS, Optimizer, assert_same_bits, ours, params_of, theirs
 from reference import same_bits, tolerance
+from rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,9 +21,9 @@ STEPS = 6
 
 
 def cases(package: Any, table: list[Any], prefix: str, **switches: Any) -> list[Any]:
-    """Returns rows of a class and its options."""
+    """Returns rows of functions that make an optimizer of parameters."""
     return [
-        pytest.param(package(name), options | switches, id=f"{prefix}-{row.id}")
+        pytest.param(partial(package(name), **options, **switches), id=f"{prefix}-{row.id}")
         for row in table
         for name, options in [row.values]
     ]
@@ -32,28 +34,15 @@ LOOPS = cases(theirs, EACH_CLASS, "loop", foreach=False)
 # No fused SGD: after an overflow at its first step its momentum is uninitialised memory.
 FUSED = cases(theirs, [r for r in EACH_CLASS if KINDS[r.values[0]].in_16_bits == {"fused": True}],
               "fused", fused=True)  # fmt: skip
-SCALERS = pytest.mark.parametrize(
-    "scaler_class",
-    [
-        pytest.param(torch.amp.GradScaler, id="torch-scaler"),
-        pytest.param(amp_ext.GradScaler, id="our-scaler"),
-    ],
-)
+BOTH = {"torch-scaler": torch.amp.GradScaler, "our-scaler": amp_ext.GradScaler}
+SCALERS = pytest.mark.parametrize("scaler_class", rows(BOTH))
 UNSCALE = pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale-step"])
-OVERFLOWS = pytest.mark.parametrize(
-    "overflows",
-    [
-        pytest.param([], id="clean"),
-        pytest.param([0, 1, 2], id="first-three"),
-        pytest.param([2, 4], id="later"),
-        pytest.param(list(range(STEPS)), id="all"),
-    ],
-)
+WHEN = {"clean": [], "first-three": [0, 1, 2], "later": [2, 4], "all": list(range(STEPS))}
+OVERFLOWS = pytest.mark.parametrize("overflows", rows(WHEN))
 
 
 def optimizers(*tables: list[Any]) -> Any:
-    rows = [row for table in tables for row in table]
-    return pytest.mark.parametrize(("optimizer_class", "options"), rows)
+    return pytest.mark.parametrize("make", [row for table in tables for row in table])
 
 
 def new_params(device: Any, dtype: torch.dtype = F32) -> list[Parameter]:
@@ -63,9 +52,7 @@ def new_params(device: Any, dtype: torch.dtype = F32) -> list[Parameter]:
     return [Parameter(torch.randn(s, generator=draw).to(device, dtype)) for s in shapes]
 
 
-def give_new_grads(
-    params: list[Parameter], step: int, scaler: Any = None, factor: float = 1.0
-) -> None:
+def give_new_grads(params: list[Parameter], step: int, scaler: Any = None, factor: float = 1.0):
     """Gives the gradients of a step: none that leaves fp16's range when scaled."""
     draw = torch.Generator().manual_seed(step)
     for param in params:
@@ -74,9 +61,9 @@ def give_new_grads(
         param.grad = grad if scaler is None else scaler.scale(grad).to(param.dtype)
 
 
-def plain(optimizer_class: Any, options: dict[str, Any], steps: list[int], *kind: Any) -> Optimizer:
+def plain(make: Any, steps: list[int], *kind: Any) -> Optimizer:
     """Returns an optimizer after some steps without any scaler."""
-    optimizer = optimizer_class(new_params(*kind), **options)
+    optimizer = make(new_params(*kind))
     for step in steps:
         give_new_grads(params_of(optimizer), step)
         optimizer.step()
@@ -122,13 +109,13 @@ def stepped(optimizer: Optimizer) -> bool:
 @UNSCALE
 @OVERFLOWS
 def test_every_pair_takes_the_clean_steps_and_no_other(
-    scaler_class, optimizer_class, options, overflows, unscale_first, device
-) -> None:
+    scaler_class, make, overflows, unscale_first, device
+):
     """The scale is a power of two, so the same class must arrive at the same bits without it."""
-    optimizer = optimizer_class(new_params(device), **options)
+    optimizer = make(new_params(device))
     scales = under_scaler(scaler_class, optimizer, overflows, unscale_first)
     clean = [step for step in range(STEPS) if step not in overflows]
-    expected = plain(optimizer_class, options, clean, device)
+    expected = plain(make, clean, device)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))
     usual = torch.optim.SGD(new_params(device), lr=0.1)
     assert scales == under_scaler(torch.amp.GradScaler, usual, overflows, unscale_first)
@@ -139,12 +126,12 @@ def test_every_pair_takes_the_clean_steps_and_no_other(
 @pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=str)
 @OVERFLOWS
 def test_our_optimizers_take_gradients_of_their_own_dtype(
-    scaler_class, optimizer_class, options, dtype, overflows, device
-) -> None:
-    optimizer = optimizer_class(new_params(device, dtype), **options)
+    scaler_class, make, dtype, overflows, device
+):
+    optimizer = make(new_params(device, dtype))
     under_scaler(scaler_class, optimizer, overflows, False)
     clean = [step for step in range(STEPS) if step not in overflows]
-    expected = plain(optimizer_class, options, clean, device, dtype)
+    expected = plain(make, clean, device, dtype)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))
 
 
@@ -152,15 +139,11 @@ def test_our_optimizers_take_gradients_of_their_own_dtype(
 @SCALERS
 @pytest.mark.parametrize("scale", [3.0, 0.1, 12345.678], ids=str)
 @UNSCALE
-def test_a_scale_that_rounds_costs_a_rounding(
-    scaler_class, optimizer_class, options, scale, unscale_first, device
-) -> None:
+def test_a_scale_that_rounds_costs_a_rounding(scaler_class, make, scale, unscale_first, device):
     """The gradient is multiplied by the rounded inverse, whoever does it."""
-    options = options | (
-        {"eps": 1e-3} if "eps" in optimizer_class(new_params(device)).defaults else {}
-    )
-    optimizer = optimizer_class(new_params(device), **options)
-    loop = theirs(optimizer_class.__name__)(new_params(device), **options, foreach=False)
+    options = make.keywords | ({"eps": 1e-3} if "eps" in make(new_params(device)).defaults else {})
+    optimizer = make.func(new_params(device), **options)
+    loop = theirs(make.func.__name__)(new_params(device), **options, foreach=False)
     scaler = scaled(scaler_class, optimizer, scale)
     inverse = (1 / torch.tensor(scale).double()).float().to(device)
     for step in range(STEPS):
@@ -181,7 +164,7 @@ def test_a_scale_that_rounds_costs_a_rounding(
 
 
 @pytest.mark.parametrize(
-    ("optimizer_class", "options", "unscale_first"),
+    ("make", "unscale_first"),
     [
         pytest.param(*row.values, unscale, id=f"{row.id}-{'unscale-' * unscale}step")
         for table, ways in ((OURS, (True, False)), (LOOPS, (True,)))  # loops can't unscale
@@ -194,8 +177,8 @@ def test_a_scale_that_rounds_costs_a_rounding(
     ("value", "shape"), [(0.0, ()), (0.0, (1,)), (1.0, ()), (2.0, (1,)), (3.0, ()), (0.5, (1,))]
 )
 def test_any_found_inf_but_zero_skips_the_step(
-    scaler_class, optimizer_class, options, value, shape, unscale_first, device
-) -> None:
+    scaler_class, make, value, shape, unscale_first, device
+):
     """Written after ``unscale_``, or by a scaler that reduces what the look of its step found."""
 
     def replace_found_inf(scaler: Any, optimizer: Optimizer) -> dict[torch.device, Tensor]:
@@ -208,7 +191,7 @@ def test_any_found_inf_but_zero_skips_the_step(
             super()._check_inf_per_device(optimizer)
             return replace_found_inf(self, optimizer)
 
-    optimizer = optimizer_class(new_params(device), **options)
+    optimizer = make(new_params(device))
     scaler = scaled(scaler_class if unscale_first else Reduces, optimizer)
     if unscale_first:
         scaler.unscale_(optimizer)
@@ -218,25 +201,23 @@ def test_any_found_inf_but_zero_skips_the_step(
     assert scaler.get_scale() == (SCALE / 2 if value else SCALE)
     assert stepped(optimizer) == (value == 0)
     if value == 0:
-        assert_same_bits(optimizer, plain(optimizer_class, options, [0], device))
+        assert_same_bits(optimizer, plain(make, [0], device))
 
 
 @optimizers(OURS)
 @pytest.mark.parametrize("found", [0, None, 0.0, 1.0, 2.0, 3.0, -1], ids=str)
 @pytest.mark.parametrize("scale", [None, SCALE], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_the_attributes_may_be_set_by_hand(
-    optimizer_class, options, found, scale, shape, device
-) -> None:
+def test_the_attributes_may_be_set_by_hand(make, found, scale, shape, device):
     """torch's scaler says the int 0 where nothing has a gradient; any other int skips as well."""
-    optimizer = optimizer_class(new_params(device), **options)
+    optimizer = make(new_params(device))
     full = isinstance(found, float)
     optimizer.found_inf = torch.full(shape, found, device=device) if full else found
     optimizer.grad_scale = None if scale is None else torch.full(shape, scale, device=device)
     for step in range(2):
         give_new_grads(params_of(optimizer), step, factor=scale or 1.0)
         optimizer.step()
-    expected = plain(optimizer_class, options, [] if found else [0, 1], device)
+    expected = plain(make, [] if found else [0, 1], device)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))
 
 
@@ -244,10 +225,10 @@ def test_the_attributes_may_be_set_by_hand(
 @SCALERS
 @UNSCALE
 def test_an_optimizer_without_gradients_beside_one_with_them_stands_still(
-    scaler_class, optimizer_class, options, unscale_first, device
-) -> None:
+    scaler_class, make, unscale_first, device
+):
     """Without gradients found_inf is the Python int 0; plain optimizers refuse the step."""
-    idle, busy = (optimizer_class(new_params(device), **options) for _ in range(2))
+    idle, busy = (make(new_params(device)) for _ in range(2))
     scaler = scaled(scaler_class, busy, growth_interval=1)
     if unscale_first:
         scaler.unscale_(idle)
@@ -268,9 +249,9 @@ def test_an_optimizer_without_gradients_beside_one_with_them_stands_still(
 @UNSCALE
 @pytest.mark.parametrize("bad", [False, True], ids=["clean", "overflow"])
 def test_an_instance_that_gives_up_its_own_scaling_is_stepped_as_a_plain_optimizer(
-    scaler_class, optimizer_class, options, unscale_first, bad, device
-) -> None:
-    optimizer = optimizer_class(new_params(device), **options)
+    scaler_class, make, unscale_first, bad, device
+):
+    optimizer = make(new_params(device))
     optimizer._step_supports_amp_scaling = False
     scaler = scaled(scaler_class, optimizer)
     first, second, _ = params_of(optimizer)
@@ -279,7 +260,7 @@ def test_an_instance_that_gives_up_its_own_scaling_is_stepped_as_a_plain_optimiz
     if unscale_first:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    expected = plain(optimizer_class, options, [0] * (not bad), device)
+    expected = plain(make, [0] * (not bad), device)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))
     grad = first.grad.clone()
     give_new_grads([first], 0)
@@ -291,8 +272,8 @@ def test_an_instance_that_gives_up_its_own_scaling_is_stepped_as_a_plain_optimiz
 @pytest.mark.parametrize("scale", [0.0, 1e-39], ids=str)
 @pytest.mark.filterwarnings("ignore:.*inverse is not finite")
 def test_our_optimizers_write_no_nan_at_a_scale_without_an_inverse(
-    scaler_class, optimizer_class, options, scale, device
-) -> None:
-    optimizer = optimizer_class(new_params(device), **options)
+    scaler_class, make, scale, device
+):
+    optimizer = make(new_params(device))
     scaled(scaler_class, optimizer, scale).step(optimizer)
     assert not stepped(optimizer)

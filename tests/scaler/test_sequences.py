@@ -64,10 +64,7 @@ def new_grads(step: int, device: Any) -> list[Tensor]:
 
 
 def train(
-    scaler: torch.amp.GradScaler,
-    optimizer: Optimizer,
-    sequence: list[tuple[tuple[str, int] | None, bool]],
-    device: Any,
+    scaler: Any, optimizer: Optimizer, sequence: list[Any], device: Any
 ) -> list[dict[str, Any]]:
     """Returns the scaler's state after each step."""
     params, log = params_of(optimizer), []
@@ -89,12 +86,8 @@ def train(
 @repeatable
 @given(sequence=sequences, scaler=scaler_options)
 def test_overflowing_steps_might_as_well_not_have_been(
-    optimizer_class: type,
-    options: dict[str, Any],
-    sequence: list[tuple[tuple[str, int] | None, bool]],
-    scaler: dict[str, Any],
-    device,
-) -> None:
+    optimizer_class, options, sequence, scaler, device
+):
     """All scales are powers of two, so scaling and unscaling lose nothing: bits must agree."""
     actual, torchs, expected = (new_optimizer(optimizer_class, options, device) for _ in range(3))
     log = train(amp_ext.GradScaler(device.type, **scaler), actual, sequence, device)
@@ -114,20 +107,14 @@ def test_overflowing_steps_might_as_well_not_have_been(
 @repeatable
 @given(
     found=st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=1, max_size=40),
-    init_scale=st.floats(1e-30, 1e38),
-    growth_factor=st.floats(1, 1e9, exclude_min=True),
-    backoff_factor=st.floats(1e-9, 1, exclude_max=True),
-    growth_interval=st.integers(0, 5),
+    options=st.tuples(  # scale, growth, backoff, interval
+        st.floats(1e-30, 1e38),
+        st.floats(1, 1e9, exclude_min=True),
+        st.floats(1e-9, 1, exclude_max=True),
+        st.integers(0, 5),
+    ),
 )
-def test_the_scale_is_torchs_to_the_bit_for_any_options(
-    found: list[float],
-    init_scale: float,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    device,
-) -> None:
-    options = init_scale, growth_factor, backoff_factor, growth_interval
+def test_the_scale_is_torchs_to_the_bit_for_any_options(found, options, device):
     logs = []
     for scaler_class in (amp_ext.GradScaler, torch.amp.GradScaler):
         scaler, log = scaler_class(device.type, *options), []
