@@ -11,8 +11,8 @@
 // and undefined see accesses out of bounds and misaligned ones, thread sees missing barriers.
 //
 // Unseen: races between blocks, a missing __threadfence, streams, what only nvcc refuses, and
-// speed. Not offered: dimensions beyond x, dynamic shared memory, __activemask, waiting for another
-// block.
+// speed. Offered is what kernels here call, so no other shuffles and atomics, votes, dimensions
+// beyond x, dynamic shared memory, __activemask, nor waiting for another block.
 //
 // Environment, read at every launch:
 //   CUDA_EMULATOR_SEED             runs threads and blocks in a random order instead of in order
@@ -105,14 +105,6 @@ T shuffle(uint32_t mask, T value, int source, const Site& site) {
   return value;
 }
 
-// The lanes of `mask` whose predicate holds.
-inline uint32_t vote(uint32_t mask, bool predicate, const Site& site) {
-  const uint64_t* const received = meet_warp(mask, predicate, site);
-  uint32_t lanes = 0;
-  for (int i = 0; i < 32; ++i) lanes |= (mask >> i & 1 && received[i] != 0) ? 1u << i : 0u;
-  return lanes;
-}
-
 // Applies change(old) to memory that other threads touch, and returns the old value.
 template <typename T, typename Change>
 T update_atomically(T* address, const Change& change) {
@@ -162,33 +154,12 @@ inline int __syncthreads_or(
     int predicate, const cuda_emulator::Site& site = cuda_emulator::Site::of("__syncthreads_or")) {
   return cuda_emulator::meet_block(predicate != 0, site) != 0;
 }
-inline int __syncthreads_and(
-    int predicate, const cuda_emulator::Site& site = cuda_emulator::Site::of("__syncthreads_and")) {
-  return cuda_emulator::meet_block(predicate == 0, site) == 0;
-}
-inline int __syncthreads_count(int predicate, const cuda_emulator::Site& site =
-                                                  cuda_emulator::Site::of("__syncthreads_count")) {
-  return cuda_emulator::meet_block(predicate != 0, site);
-}
 
 // The warp.
 
 inline void __syncwarp(unsigned mask = 0xffffffffu,
                        const cuda_emulator::Site& site = cuda_emulator::Site::of("__syncwarp")) {
   cuda_emulator::synchronize_warp(mask, site);
-}
-inline unsigned __ballot_sync(
-    unsigned mask, int predicate,
-    const cuda_emulator::Site& site = cuda_emulator::Site::of("__ballot_sync")) {
-  return cuda_emulator::vote(mask, predicate != 0, site);
-}
-inline int __any_sync(unsigned mask, int predicate,
-                      const cuda_emulator::Site& site = cuda_emulator::Site::of("__any_sync")) {
-  return cuda_emulator::vote(mask, predicate != 0, site) != 0;
-}
-inline int __all_sync(unsigned mask, int predicate,
-                      const cuda_emulator::Site& site = cuda_emulator::Site::of("__all_sync")) {
-  return cuda_emulator::vote(mask, predicate == 0, site) == 0;
 }
 
 // A shuffle that would leave its segment of `width` lanes gives the thread its own value.
@@ -199,25 +170,10 @@ T __shfl_sync(unsigned mask, T value, int source, int width = warpSize,
   return cuda_emulator::shuffle(mask, value, first + (source & (width - 1)), site);
 }
 template <typename T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize,
-                 const cuda_emulator::Site& site = cuda_emulator::Site::of("__shfl_up_sync")) {
-  const int lane = cuda_emulator::lane();
-  const int source = lane - static_cast<int>(delta);
-  return cuda_emulator::shuffle(mask, value, source < lane / width * width ? lane : source, site);
-}
-template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize,
                    const cuda_emulator::Site& site = cuda_emulator::Site::of("__shfl_down_sync")) {
   const int lane = cuda_emulator::lane();
   const int source = lane + static_cast<int>(delta);
-  const int end = (lane / width + 1) * width;
-  return cuda_emulator::shuffle(mask, value, source < end ? source : lane, site);
-}
-template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize,
-                  const cuda_emulator::Site& site = cuda_emulator::Site::of("__shfl_xor_sync")) {
-  const int lane = cuda_emulator::lane();
-  const int source = lane ^ lane_mask;
   const int end = (lane / width + 1) * width;
   return cuda_emulator::shuffle(mask, value, source < end ? source : lane, site);
 }
@@ -226,15 +182,10 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize,
 
 inline void __threadfence() { asm volatile("" ::: "memory"); }
 inline void __threadfence_system() { asm volatile("" ::: "memory"); }
-inline void __threadfence_block() { asm volatile("" ::: "memory"); }
 
 template <typename T>
 T atomicAdd(T* address, std::common_type_t<T> value) {
   return cuda_emulator::update_atomically(address, [&](T old) { return old + value; });
-}
-template <typename T>
-T atomicSub(T* address, std::common_type_t<T> value) {
-  return cuda_emulator::update_atomically(address, [&](T old) { return old - value; });
 }
 template <typename T>
 T atomicExch(T* address, std::common_type_t<T> value) {
@@ -244,24 +195,6 @@ template <typename T>
 T atomicMin(T* address, std::common_type_t<T> value) {
   return cuda_emulator::update_atomically(address,
                                           [&](T old) { return value < old ? value : old; });
-}
-template <typename T>
-T atomicMax(T* address, std::common_type_t<T> value) {
-  return cuda_emulator::update_atomically(address,
-                                          [&](T old) { return old < value ? value : old; });
-}
-template <typename T>
-T atomicAnd(T* address, std::common_type_t<T> value) {
-  return cuda_emulator::update_atomically(address, [&](T old) { return old & value; });
-}
-template <typename T>
-T atomicOr(T* address, std::common_type_t<T> value) {
-  return cuda_emulator::update_atomically(address, [&](T old) { return old | value; });
-}
-template <typename T>
-T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> value) {
-  return cuda_emulator::update_atomically(address,
-                                          [&](T old) { return old == expected ? value : old; });
 }
 
 // Numbers.

@@ -1,17 +1,19 @@
-// The main function of a program that runs a kernel as it is broken, or with the argument
-// "repaired" as it should be. It exits with 1 if the emulator reports an error or a result is
-// wrong.
+// The main function of a program that runs kernels. The arguments of one that holds broken kernels
+// name one of them and, to run it as it should be, "repaired". It exits with 1 if the emulator
+// reports an error or a result is wrong.
 #pragma once
 
 #include <cstdio>
-#include <cstring>
+#include <string>
 #include <vector>
 
 #include "cuda/platform.h"
 
 using amp_ext::cuda::launch;
 
-// Runs the kernel. Returns whether the result is right; defined by each program.
+inline std::string kernel;  // that is to run
+
+// Runs it. Returns whether the result is right; defined by each program.
 template <bool kRepaired>
 bool run();
 
@@ -35,9 +37,9 @@ inline std::vector<float> multiples(size_t count, float factor) {
 }
 
 int main(int argc, char** argv) {
-  const bool repaired = argc > 1 && std::strcmp(argv[1], "repaired") == 0;
+  if (argc > 1) kernel = argv[1];
   try {
-    return (repaired ? run<true>() : run<false>()) ? 0 : 1;
+    return (argc > 2 ? run<true>() : run<false>()) ? 0 : 1;
   } catch (const cuda_emulator::Error& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
