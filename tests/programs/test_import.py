@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rows import rows
 
 import amp_ext
 from amp_ext import ops
@@ -19,17 +20,15 @@ except ImportError as error:
 TORCH_AND_PYTHON = '{"torch": "1.2.3", "python": "3.4.5"}'
 
 
+BAD = {
+    "missing": (None, "{}", "is not there for this Python"),
+    "broken": (b"\x7fELF and nothing behind it", "{}", "does not load"),
+    "another-torch": (b"", TORCH_AND_PYTHON, "was built for torch 1.2.3 and Python 3.4.5"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("content", "note", "wanted"),
-    [
-        pytest.param(None, "{}", "is not there for this Python", id="missing"),
-        pytest.param(b"\x7fELF and nothing behind it", "{}", "does not load", id="broken"),
-        pytest.param(
-            b"", TORCH_AND_PYTHON, "was built for torch 1.2.3 and Python 3.4.5", id="another-torch"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("content", "note", "wanted"), rows(BAD))
 def test_a_bad_binary_is_explained_at_first_use(copy, run_module, content, note, wanted):
     (binary,) = copy.glob("_C.*.so")
     binary.unlink()

@@ -138,16 +138,16 @@ def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer):
     assert allocations(model, actual) == expected(usage, tensors=4)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "bytes_per_parameter"),
-    [
-        ("adamw", [16, 16, 8, 12, 16, 12]),
-        ("adam", [16, 16, 8, 12, 16, 12]),
-        ("amsgrad", [20, 20, 10, 16, 20, 14]),
-        ("sgd", [8, 8, 4, 4, 8, 8]),
-        ("momentum", [12, 12, 6, 8, 12, 10]),
-    ],
-)
+BYTES = {
+    "adamw": [16, 16, 8, 12, 16, 12],
+    "adam": [16, 16, 8, 12, 16, 12],
+    "amsgrad": [20, 20, 10, 16, 20, 14],
+    "sgd": [8, 8, 4, 4, 8, 8],
+    "momentum": [12, 12, 6, 8, 12, 10],
+}
+
+
+@pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), BYTES.items())
 def test_bytes_per_parameter(optimizer, bytes_per_parameter):
     rows = memory.training_memory("7B", optimizer)
     assert [row.configuration for row in rows] == list(memory.CONFIGURATIONS)
@@ -178,29 +178,21 @@ def test_a_model_on_the_meta_device_is_enough():
     with torch.device("meta"):
         model = nn.Linear(100_000, 100_000, bias=False)
     rows = memory.training_memory(model)
-    assert [row.bytes for row in rows[1:]] == [
-        row.bytes for row in memory.training_memory(10_000_000_000)
-    ]
+    counted = memory.training_memory(10_000_000_000)
+    assert [row.bytes for row in rows[1:]] == [row.bytes for row in counted]
     assert rows[0].bytes == rows[1].bytes
     assert (model.weight.device.type, model.weight.dtype) == ("meta", torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("7B", 7_000_000_000),
-        ("124M", 124_000_000),
-        ("1.3e9", 1_300_000_000),
-        ("7_000_000_000", 7_000_000_000),
-        ("6,738,415,616", 6_738_415_616),
-        (" 350 k ", 350_000),
-        ("0.5t", 500_000_000_000),
-        ("1.000000001B", 1_000_000_001),
-        ("1e+18", 10**18),
-        (7e9, 7_000_000_000),
-        (1, 1),
-    ],
-)
+COUNTS = [
+    *[("7B", 7_000_000_000), ("124M", 124_000_000), ("1.3e9", 1_300_000_000)],
+    *[("7_000_000_000", 7_000_000_000), ("6,738,415,616", 6_738_415_616), (" 350 k ", 350_000)],
+    *[("0.5t", 500_000_000_000), ("1.000000001B", 1_000_000_001), ("1e+18", 10**18)],
+    *[(7e9, 7_000_000_000), (1, 1)],
+]
+
+
+@pytest.mark.parametrize(("text", "count"), COUNTS)
 def test_counts_are_read_exactly(text, count):
     assert memory.parse_count(text) == count
     assert type(memory.parse_count(text)) is int
@@ -220,17 +212,16 @@ NO_OPTIMIZER = "one of ['adamw', 'adam', 'amsgrad', 'sgd', 'momentum'], got 'lio
 LAZY = nn.Sequential(nn.LazyLinear(3))
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        ("7B", {"optimizer": "lion"}, f"training_memory: optimizer must be {NO_OPTIMIZER}"),
-        ("7B", {"trainable": "8B"}, "at most the 7000000000 parameters, got 8000000000"),
-        (nn.Linear(2, 2), {"trainable": 3}, "training_memory: trainable must be None for a model"),
-        (nn.Flatten(), {}, "count_elements: model must have parameters, got Flatten without"),
-        (LAZY, {}, "count_elements: 0.weight must have a shape, got a lazy parameter: run the "),
-    ],
-    ids=["optimizer", "more-trainable", "trainable-of-a-model", "no-parameters", "lazy"],
-)
+BAD = [
+    ("7B", {"optimizer": "lion"}, f"training_memory: optimizer must be {NO_OPTIMIZER}"),
+    ("7B", {"trainable": "8B"}, "at most the 7000000000 parameters, got 8000000000"),
+    (nn.Linear(2, 2), {"trainable": 3}, "training_memory: trainable must be None for a model"),
+    (nn.Flatten(), {}, "count_elements: model must have parameters, got Flatten without"),
+    (LAZY, {}, "count_elements: 0.weight must have a shape, got a lazy parameter: run the "),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "message"), BAD)
 def test_bad_arguments_are_refused(model, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         memory.training_memory(model, **options)
@@ -250,15 +241,10 @@ def test_the_command_line_prints_a_table(capsys):
     assert "autocast" in shown
 
 
-@pytest.mark.parametrize(
-    ("count", "unit", "total"),
-    [
-        ("60", "B", "960"),
-        ("640", "KiB", "10.0"),
-        ("655360", "MiB", "10.0"),
-        ("1T", "GiB", "14,901"),
-    ],
-)
+UNITS = [("60", "B", "960"), ("640", "KiB", "10.0"), ("655360", "MiB", "10.0")]
+
+
+@pytest.mark.parametrize(("count", "unit", "total"), [*UNITS, ("1T", "GiB", "14,901")])
 def test_sizes_are_readable(count, unit, total, capsys):
     pytest.importorskip("rich")
     command_line.main([count])
@@ -273,9 +259,8 @@ def test_every_optimizer_and_a_part_that_is_trained(capsys):
     assert command_line.main(["7B", "--optimizer=all", "--trainable=7M"]) == 0
     shown = capsys.readouterr().out
     assert "7,000,000,000 parameters, 7,000,000 of them trained" in shown
-    assert [line.strip() for line in shown.splitlines() if line.strip() in memory.OPTIMIZERS] == [
-        *memory.OPTIMIZERS
-    ]
+    headings = [line.strip() for line in shown.splitlines()]
+    assert [name for name in headings if name in memory.OPTIMIZERS] == [*memory.OPTIMIZERS]
     assert "2+0.004+0.002+0.008 = 2.01" in shown
 
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from rows import rows
 
 from amp_ext import run
 
@@ -92,16 +94,12 @@ if __name__ == "__main__":
     raise SystemExit(3)
 """
 
-STYLES = [
-    pytest.param(CLIPPING, [], [], id="clipping"),
-    pytest.param(CLIPPING, ["--optimizers"], [], id="clipping-optimizers"),
-    pytest.param(
-        RESUMES,
-        ["--optimizers"],
-        ["data", "--lr", "0.2", "--optimizers"],
-        id="resumes-exits-with-3",
-    ),
-]
+RESUMED = (RESUMES, ["--optimizers"], ["data", "--lr", "0.2", "--optimizers"])
+STYLES = {
+    "clipping": (CLIPPING, [], []),
+    "clipping-optimizers": (CLIPPING, ["--optimizers"], []),
+    "resumes-exits-with-3": RESUMED,
+}
 
 # What a program can see of itself, also when it is over.
 SURROUNDINGS = """
@@ -130,27 +128,25 @@ if __name__ == "__main__":
     process.join()
 """
 
-ENDS = [
-    pytest.param(SURROUNDINGS, id="surroundings"),
-    pytest.param("import sys\nprint('out')\nsys.exit('words')", id="exit-with-words"),
-    pytest.param("def f():\n    [][1]\n\n\ntry:\n    f()\nfinally:\n    1 / 0", id="error"),
-    pytest.param("print('never')\nthis is no Python", id="syntax-error"),
-    pytest.param("raise KeyboardInterrupt", id="interrupted"),
-    pytest.param(
-        "import sys, traceback\n"
-        "sys.excepthook = lambda *error: print(len(traceback.extract_tb(error[2])), error[1])\n"
-        "raise ValueError('shown by its own hook')",
-        id="own-hook",
-    ),
-]
+OWN_HOOK = """
+import sys, traceback
+sys.excepthook = lambda *error: print(len(traceback.extract_tb(error[2])), error[1])
+raise ValueError("shown by its own hook")
+"""
+ENDS = {
+    "surroundings": SURROUNDINGS,
+    "exit-with-words": "import sys\nprint('out')\nsys.exit('words')",
+    "error": "def f():\n    [][1]\n\n\ntry:\n    f()\nfinally:\n    1 / 0",
+    "syntax-error": "print('never')\nthis is no Python",
+    "interrupted": "raise KeyboardInterrupt",
+    "own-hook": OWN_HOOK,
+}
 
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs Python in a folder, without torch and the launcher."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    options = {"capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run([sys.executable, *arguments], cwd=folder, check=False, **options)
 
 
 def run_here(start: Callable[[], object]) -> tuple[int, str, str]:
@@ -167,13 +163,8 @@ def run_here(start: Callable[[], object]) -> tuple[int, str, str]:
 @pytest.fixture
 def restored(monkeypatch):
     """Undoes what the launcher does to this process for good."""
-    patches = []
-
-    def patch_torch(**options: bool) -> None:
-        patches.append(real_patch(**options))
-
-    real_patch = run.patch_torch
-    monkeypatch.setattr(run, "patch_torch", patch_torch)
+    patches, real_patch = [], run.patch_torch
+    monkeypatch.setattr(run, "patch_torch", lambda **on: patches.append(real_patch(**on)))
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -189,7 +180,7 @@ def words_and_numbers(text: str) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.filterwarnings("error", "ignore:.*is deprecated", "ignore:.*CUDA is not available")
-@pytest.mark.parametrize(("source", "options", "arguments"), STYLES)
+@pytest.mark.parametrize(("source", "options", "arguments"), rows(STYLES))
 def test_a_training_script_prints_the_same_losses(source, options, arguments, tmp_path, restored):
     script = tmp_path / "train.py"
     script.write_text(source)
@@ -197,9 +188,8 @@ def test_a_training_script_prints_the_same_losses(source, options, arguments, tm
     expected = run_here(lambda: runpy.run_path(str(script), run_name="__main__"))
     actual = run_here(lambda: run.main([*options, str(script), *arguments]))
     assert actual[0] == expected[0]
-    (words, numbers), (wanted_words, wanted_numbers) = map(
-        words_and_numbers, (actual[1], expected[1])
-    )
+    words, numbers = words_and_numbers(actual[1])
+    wanted_words, wanted_numbers = words_and_numbers(expected[1])
     assert words == wanted_words
     # Both sides round some dozen operations to float32, in another order.
     assert numbers == pytest.approx(wanted_numbers, rel=1e-5, abs=2e-6)
@@ -211,16 +201,15 @@ def test_a_training_script_prints_the_same_losses(source, options, arguments, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ENDS)
+@pytest.mark.parametrize("source", rows(ENDS))
 def test_a_script_sees_and_shows_what_it_does_without_the_launcher(source, tmp_path, run_module):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "script.py").write_text(source)
     program = ("scripts/script.py", "-x", "--optimizers", "--", "-m")
     expected = python(*program, folder=tmp_path)
     done = run_module("amp_ext.run", *program, folder=tmp_path)
-    assert done.stdout == expected.stdout
-    assert done.stderr == expected.stderr
-    assert done.returncode == expected.returncode
+    for name in ("stdout", "stderr", "returncode"):
+        assert getattr(done, name) == getattr(expected, name)
 
 
 @pytest.mark.slow
@@ -279,9 +268,7 @@ def test_a_module_that_lacks_another_says_which(tmp_path, monkeypatch):
 
 
 def test_a_binary_that_does_not_load_stops_the_program_before_it_starts(monkeypatch, capsys):
-    def fail(**_: bool) -> None:
-        raise ImportError("amp_ext was built for torch 1.2.3")
-
+    fail = Mock(side_effect=ImportError("amp_ext was built for torch 1.2.3"))
     monkeypatch.setattr(run, "patch_torch", fail)
     with pytest.raises(SystemExit) as exit_info:
         run.main(["no_such.py"])
