@@ -159,15 +159,8 @@ def under_isa(
         environment = {k: v for k, v in os.environ.items() if k != "AMP_EXT_CPU_ISA"}
         if isa is not None:
             environment["AMP_EXT_CPU_ISA"] = isa
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, TESTS, folder, function.__module__, name, path],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        command = [sys.executable, "-c", CHILD, TESTS, folder, function.__module__, name, path]
+        subprocess.run(command, env=environment, timeout=120, check=True)
         return torch.load(path)
 
     return run

@@ -11,25 +11,25 @@ import pytest
 
 from amp_ext.integrations import import_client
 
+LIBRARIES = {"accelerate": ">=1.10,<2", "lightning": ">=2.4,<3", "timm": ">=1.0.12,<2"}
 
-def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    """Makes every library one of this version, or missing."""
+
+@pytest.fixture
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What every library says is its version, or None where it is missing."""
 
     def version_of(name: str) -> str:
-        if version is None:
+        if request.param is None:
             raise importlib.metadata.PackageNotFoundError(name)
-        return version
+        return request.param
 
     monkeypatch.setattr(importlib.metadata, "version", version_of)
+    return request.param
 
 
-@pytest.mark.parametrize("version", [None, "0.99.1", "3.0.0.dev1", "unknown"])
-@pytest.mark.parametrize(
-    ("library", "limits"),
-    [("accelerate", ">=1.10,<2"), ("lightning", ">=2.4,<3"), ("timm", ">=1.0.12,<2")],
-)
+@pytest.mark.parametrize("version", [None, "0.99.1", "3.0.0.dev1", "unknown"], indirect=True)
+@pytest.mark.parametrize(("library", "limits"), LIBRARIES.items())
 def test_the_error_names_library_versions_and_cure(library, limits, version, monkeypatch):
-    pretend(monkeypatch, version)
     wanted = f"{library}{limits}"
     needs = f"amp_ext.integrations.{library} needs {wanted}, found {version or 'none'}"
     monkeypatch.delitem(sys.modules, f"amp_ext.integrations.{library}", raising=False)
@@ -39,15 +39,13 @@ def test_the_error_names_library_versions_and_cure(library, limits, version, mon
     assert caught.value.name == library
 
 
-@pytest.mark.parametrize("version", ["2.6", "2.6.0", "2.10.1rc1+cpu", "2.99"])
-def test_a_version_within_the_limits_will_do(version, monkeypatch):
-    pretend(monkeypatch, version)
+@pytest.mark.parametrize("version", ["2.6", "2.6.0", "2.10.1rc1+cpu", "2.99"], indirect=True)
+def test_a_version_within_the_limits_will_do(version):
     assert import_client("pytest", at_least="2.6", below="3") is pytest
 
 
-@pytest.mark.parametrize("version", ["2.5.9", "3", "3.0.0"])
-def test_limits_are_compared_number_by_number(version, monkeypatch):
-    pretend(monkeypatch, version)
+@pytest.mark.parametrize("version", ["2.5.9", "3", "3.0.0"], indirect=True)
+def test_limits_are_compared_number_by_number(version):
     with pytest.raises(ImportError, match=f"needs pytest>=2.6,<3, found {version}"):
         import_client("pytest", at_least="2.6", below="3")
 
@@ -58,7 +56,5 @@ def test_the_package_imports_no_client():
         "import sys, amp_ext, amp_ext.integrations; "
         "print([name for name in ('accelerate', 'lightning', 'timm') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout == "[]\n"
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, text=True, timeout=120) == "[]\n"

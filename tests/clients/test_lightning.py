@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import small_training as small
 import torch
+from rows import rows
 
 import amp_ext
 
@@ -63,19 +64,11 @@ def fit(tmp_path: Any) -> Callable[..., Any]:
     """Trains a module with a plugin, quietly and in a folder of the test."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    def fit(
-        module: Module, plugin: Any, max_epochs: int = 1, ckpt_path: Any = None, **options: Any
-    ) -> Any:
+    def fit(module: Any, plugin: Any, ckpt_path: Any = None, **options: Any) -> Any:
         quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-        trainer = lightning.Trainer(
-            plugins=[plugin],
-            accelerator="cpu",
-            devices=1,
-            max_epochs=max_epochs,
-            default_root_dir=tmp_path,
-            **dict.fromkeys(quiet, False),
-            **options,
-        )
+        options |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+        options = {"max_epochs": 1, **dict.fromkeys(quiet, False), **options}
+        trainer = lightning.Trainer(plugins=[plugin], **options)
         batches = torch.utils.data.DataLoader(small.make_batches(), batch_size=None)
         trainer.fit(module, batches, ckpt_path=ckpt_path)
         return trainer
@@ -89,9 +82,7 @@ def set_up_fabric(make_optimizer: small.MakeOptimizer, plugin: Any) -> tuple[Any
     return fabric, *fabric.setup(model, make_optimizer(model.parameters()))
 
 
-def loop(
-    fabric: Any, model: Any, optimizer: Any, batches: Any, max_norm: float | None = None
-) -> None:
+def loop(fabric: Any, model: Any, optimizer: Any, batches: Any, max_norm: Any = None) -> None:
     for x, y in batches:
         fabric.backward(small.loss_of(model(x), y))
         if max_norm is not None:
@@ -109,9 +100,7 @@ def package(request: pytest.FixtureRequest) -> Any:
 def trained(package: Any, fit: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
     """Trains a model through the Trainer, or through Fabric."""
 
-    def trained(
-        make_optimizer: small.MakeOptimizer, plugin: Any, max_norm: float | None = None
-    ) -> Any:
+    def trained(make_optimizer: small.MakeOptimizer, plugin: Any, max_norm: Any = None) -> Any:
         if package is lightning.pytorch:
             module = Module(make_optimizer)
             fit(module, plugin, gradient_clip_val=max_norm)
@@ -145,21 +134,18 @@ def test_our_plugin_clips_for_any_optimizer(make_optimizer, package, trained):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_without_scaling_gradients_are_clipped_as_they_are(precision, package, trained):
     scaler = None if precision == "bf16-mixed" else amp_ext.GradScaler("cpu", enabled=False)
-    plugins = [OURS[package](precision, "cpu", scaler) for _ in range(2)]
-    models = [
-        trained(functools.partial(amp_ext.optim.SGD, lr=small.LR), plugins[0], max_norm=0.5),
-        trained(functools.partial(amp_ext.optim.SGD, lr=small.LR, max_grad_norm=0.5), plugins[1]),
-    ]
+    models = []
+    for options, max_norm in (({}, 0.5), ({"max_grad_norm": 0.5}, None)):
+        make_optimizer = functools.partial(amp_ext.optim.SGD, lr=small.LR, **options)
+        models.append(trained(make_optimizer, OURS[package](precision, "cpu", scaler), max_norm))
     small.assert_close_weights(*models, rtol=1e-3, atol=1e-4)
 
 
 def test_bfloat16_has_no_scaler(package):
     assert OURS[package]("bf16-mixed", "cpu").scaler is None
-    errors = {
-        lightning.pytorch: lightning.pytorch.utilities.exceptions.MisconfigurationException,
-        lightning.fabric: ValueError,
-    }
-    with pytest.raises(errors[package], match="'bf16-mixed'` does not use a scaler"):
+    misconfigured = lightning.pytorch.utilities.exceptions.MisconfigurationException
+    error = ValueError if package is lightning.fabric else misconfigured
+    with pytest.raises(error, match="'bf16-mixed'` does not use a scaler"):
         OURS[package]("bf16-mixed", "cpu", small.our_scaler())
 
 
@@ -173,23 +159,22 @@ def test_a_module_that_clips_by_hand_clips_unscaled_gradients(make_optimizer, fi
     small.assert_trained_as_by_hand(module.model, plugin.scaler, make_optimizer, max_norm=0.5)
 
 
-@pytest.mark.parametrize(
-    ("make_optimizer", "max_norm"),
-    [
-        pytest.param(small.switched_off, 0.5, id="by-lightning"),
-        pytest.param(functools.partial(small.our_adamw, max_grad_norm=0.5), None, id="in-the-step"),
-    ],
-)
+CLIPPING = {
+    "by-lightning": (small.switched_off, 0.5),
+    "in-the-step": (functools.partial(small.our_adamw, max_grad_norm=0.5), None),
+}
+
+
+@pytest.mark.parametrize(("make_optimizer", "max_norm"), rows(CLIPPING))
 def test_ours_clip_under_lightning_s_own_plugin(make_optimizer, max_norm, fit):
     module = Module(make_optimizer)
     fit(module, their_plugin(), gradient_clip_val=max_norm)
     small.assert_same_weights(module.model, small.by_hand(make_optimizer, max_norm=max_norm)[0])
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "option"), [("norm", "max_grad_norm"), ("value", "clip_value")]
-)
-def test_our_plugin_clips_by_norm_and_by_value(algorithm, option, fit):
+@pytest.mark.parametrize("option", ["max_grad_norm", "clip_value"])
+def test_our_plugin_clips_by_norm_and_by_value(option, fit):
+    algorithm = "value" if option == "clip_value" else "norm"
     make_optimizer = functools.partial(amp_ext.optim.SGD, lr=small.LR)
     module = Module(make_optimizer)
     fit(module, our_plugin(), gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)

@@ -32,9 +32,7 @@ def subclassed() -> Any:
     return NativeScaler("cpu", small.our_scaler())
 
 
-def train(
-    loss_scaler: Any, make_optimizer: Any, accumulate: int = 1, **options: Any
-) -> torch.nn.Module:
+def train(loss_scaler: Any, make_optimizer: Any, accumulate: int = 1, **options: Any) -> Any:
     """Trains as timm's train.py does."""
     model = small.make_model()
     optimizer = make_optimizer(model.parameters())
@@ -64,14 +62,8 @@ def test_the_other_ways_of_clipping_equal_timm_s_scaler_around_torch_s(mode):
     models = []
     for loss_scaler in (subclassed(), timm.utils.NativeScaler(device="cpu")):
         loss_scaler._scaler.load_state_dict(small.our_scaler().state_dict())
-        models.append(
-            train(
-                loss_scaler,
-                functools.partial(torch.optim.SGD, lr=small.LR),
-                clip_grad=0.02,
-                clip_mode=mode,
-            )
-        )
+        make_optimizer = functools.partial(torch.optim.SGD, lr=small.LR)
+        models.append(train(loss_scaler, make_optimizer, clip_grad=0.02, clip_mode=mode))
     small.assert_same_weights(*models)
 
 
@@ -85,15 +77,15 @@ def test_states_go_from_timm_s_scaler_to_ours_and_back():
     assert fresh.state_dict() == small.our_scaler().state_dict()
 
 
-@pytest.mark.parametrize(
-    ("name", "our_class", "options"),
-    [
-        ("adam", amp_ext.optim.Adam, {"betas": (0.8, 0.9)}),
-        ("adamw", amp_ext.optim.AdamW, {"eps": 1e-6}),
-        ("sgd", amp_ext.optim.SGD, {}),
-        ("momentum", amp_ext.optim.SGD, {"momentum": 0.5}),
-    ],
-)
+REGISTERED = [
+    ("adam", amp_ext.optim.Adam, {"betas": (0.8, 0.9)}),
+    ("adamw", amp_ext.optim.AdamW, {"eps": 1e-6}),
+    ("sgd", amp_ext.optim.SGD, {}),
+    ("momentum", amp_ext.optim.SGD, {"momentum": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "our_class", "options"), REGISTERED)
 def test_registered_optimizers_train_as_timm_s(name, our_class, options):
     register_optimizers()
     options |= {"lr": small.LR, "weight_decay": 0.1}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import rows
 from small_training import INIT_SCALE, client, our_scaler
 
 import amp_ext
@@ -38,38 +39,26 @@ def make_data() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+TRAINING: dict[str, Any] = {
+    **{"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": LR, "seed": 3},
+    **{"lr_scheduler_type": "linear", "fp16": True, "use_cpu": True, "report_to": "none"},
+    **{"save_strategy": "steps", "save_steps": 5, "logging_steps": 1, "disable_tqdm": True},
+    "dataloader_pin_memory": False,
+}
+
+
 def make_trainer(
-    folder: Path,
-    trainer_class: Any = transformers.Trainer,
-    max_grad_norm: float = 0.5,
-    **options: Any,
+    folder: Path, make: Any = transformers.Trainer, clip: Any = 0.5, **more: Any
 ) -> Any:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        max_steps=STEPS,
-        learning_rate=LR,
-        lr_scheduler_type="linear",
-        max_grad_norm=max_grad_norm,
-        fp16=True,
-        use_cpu=True,
-        seed=3,
-        save_strategy="steps",
-        save_steps=5,
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    return trainer_class(args=arguments, train_dataset=make_data(), **options)
+    options = {**TRAINING, "max_grad_norm": clip}
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **options)
+    return make(args=arguments, train_dataset=make_data(), **more)
 
 
 def with_class(our_class: Any, **options: Any) -> dict[str, Any]:
     """Returns how a trainer is told to make an optimizer; eps keeps gradients of 0 at rest."""
-    return {
-        "model": make_model(),
-        "optimizer_cls_and_kwargs": (our_class, {"lr": LR, "eps": 1e-3, **options}),
-    }
+    options |= {"lr": LR, "eps": 1e-3}
+    return {"model": make_model(), "optimizer_cls_and_kwargs": (our_class, options)}
 
 
 @pytest.fixture(scope="module")
@@ -102,28 +91,26 @@ def rates_of(trainer: Any) -> list[float]:
 
 
 def assert_close(actual: Any, expected: Any, **tolerances: float) -> None:
-    untrained = make_model()
-    for (name, left), right, before in zip(
-        actual.named_parameters(), expected.parameters(), untrained.parameters(), strict=True
-    ):
+    models = (actual, expected, make_model())
+    for left, right, before in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(left, right, **tolerances)
-        assert not torch.equal(left, before), f"{name} was not trained"
+        assert not torch.equal(left, before), "a weight was not trained"
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options", "tolerances"),
-    [
-        pytest.param("ours", {}, CLOSE, id="our-adamw"),
-        pytest.param("torch", {"fused": True}, CLOSE, id="torch-fused"),
-        pytest.param("torch", {"foreach": True}, SAME, id="torch"),
-    ],
-)
+OPTIMIZERS = {
+    "our-adamw": (None, CLOSE),
+    "torch-fused": ({"fused": True}, CLOSE),
+    "torch": ({"foreach": True}, SAME),
+}
+
+
+@pytest.mark.parametrize(("of_torch", "tolerances"), rows(OPTIMIZERS))
 def test_training_equals_the_trainer_s_own_with_torch(
-    optimizer, options, tolerances, with_ours, with_torch, tmp_path
+    of_torch, tolerances, with_ours, with_torch, tmp_path
 ):
     trainer = with_ours
-    if optimizer == "torch":
-        trainer = train(make_trainer(tmp_path, **with_class(torch.optim.AdamW, **options)))
+    if of_torch:
+        trainer = train(make_trainer(tmp_path, **with_class(torch.optim.AdamW, **of_torch)))
     expected, skips = with_torch
     assert 0 < skips < STEPS
     assert trainer.accelerator.scaler.stats().skips == skips
@@ -158,7 +145,7 @@ def test_every_accelerator_of_a_trainer_can_get_our_scaler(with_ours, tmp_path):
 
 def test_clipping_in_the_step_equals_the_trainer_s(with_ours, tmp_path):
     options = with_class(amp_ext.optim.AdamW, max_grad_norm=0.5)
-    trainer = train(make_trainer(tmp_path, max_grad_norm=0.0, **options))
+    trainer = train(make_trainer(tmp_path, clip=0.0, **options))
     assert_close(trainer.model, with_ours.model, **CLOSE)
 
 

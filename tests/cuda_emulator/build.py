@@ -32,22 +32,13 @@ CACHE = ROOT / "build" / "cuda_emulator"
 CXX = os.environ.get("CXX", "g++")
 
 # What setup.py passes, as far as it can change a result, but optimized for a short build.
-FLAGS = [
-    "-std=c++20",
-    "-fPIC",
-    "-fno-math-errno",
-    "-ffp-contract=off",
-    f"-I{CSRC}",
-    f"-I{EMULATOR}",
-]
+FLAGS = ["-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=off"]
+FLAGS += [f"-I{CSRC}", f"-I{EMULATOR}"]
 EMULATE = ["-DAMP_EXT_CUDA_EMULATOR"]
 # The module holds its own copy of every class beside those of amp_ext._C, under another namespace.
-EMULATED_MODULE = [
-    *EMULATE,
-    "-DAMP_EXT_WITH_CUDA=1",
-    "-Damp_ext=amp_ext_emulated",
-    "-fvisibility=hidden",
-]
+EMULATED_MODULE = [*EMULATE, "-DAMP_EXT_WITH_CUDA=1", "-Damp_ext=amp_ext_emulated"]
+EMULATED_MODULE += ["-fvisibility=hidden"]
+WATCHED = ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
 
 Command = list[str]
 Job = TypeVar("Job")
@@ -59,13 +50,7 @@ def sanitizer_flags(sanitizers: str) -> Command:
     # An array at the end of a struct is no longer than it says. What torch's classes are is torch's
     # affair.
     strict = ["-fsanitize=bounds-strict", "-fno-sanitize=vptr"] if "undefined" in sanitizers else []
-    return [
-        f"-fsanitize={sanitizers}",
-        *strict,
-        "-fno-sanitize-recover=all",
-        "-fno-omit-frame-pointer",
-        "-g1",
-    ]
+    return [f"-fsanitize={sanitizers}", *strict, *WATCHED]
 
 
 def torch_flags() -> tuple[Command, Command]:

@@ -86,10 +86,10 @@ def what_the_readme_takes_for_granted() -> dict[str, Any]:
     }
 
 
-DOCS = [pytest.param(page, id=page.stem) for page in PAGES if page.name != "README.md"]
+DOCS = [page for page in PAGES if page.name != "README.md"]
 
 
-@pytest.mark.parametrize("page", DOCS)
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
 def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch):
     """A block ``text`` right after a block ``python`` is what that one prints."""
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def test_examples_of_the_readme_run():
     assert namespace["optimizer"].state
 
 
-@pytest.mark.parametrize("side", [pytest.param("-", id="before"), pytest.param("+", id="after")])
+@pytest.mark.parametrize("side", ["-", "+"], ids=["before", "after"])
 def test_the_loop_of_the_readme_trains_before_and_after_the_change(side):
     page = ROOT / "README.md"
     (block,) = [block for block in blocks_of(page) if block.language == "diff"]
