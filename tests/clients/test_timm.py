@@ -70,11 +70,9 @@ def test_the_other_ways_of_clipping_equal_timm_s_scaler_around_torch_s(mode):
 def test_states_go_from_timm_s_scaler_to_ours_and_back():
     theirs, ours = timm.utils.NativeScaler(device="cpu"), subclassed()
     assert ours.state_dict_key == theirs.state_dict_key
-    theirs.load_state_dict(ours.state_dict())
-    assert theirs.state_dict() == small.our_scaler().state_dict()
-    fresh = NativeScaler("cpu")
-    fresh.load_state_dict(theirs.state_dict())
-    assert fresh.state_dict() == small.our_scaler().state_dict()
+    for source, target in ((ours, theirs), (theirs, NativeScaler("cpu"))):
+        target.load_state_dict(source.state_dict())
+        assert target.state_dict() == small.our_scaler().state_dict()
 
 
 REGISTERED = [

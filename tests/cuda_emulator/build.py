@@ -148,9 +148,8 @@ def compiled_all(jobs: list[tuple[Path, Command]]) -> list[Path]:
     return side_by_side(lambda job: compiled(*job), jobs)
 
 
-def scheduler() -> tuple[Path, Command]:
-    """Returns the emulator's own source, which is compiled without sanitizers."""
-    return EMULATOR / "cuda_emulator.cpp", [*FLAGS, *EMULATE, "-O2"]
+# The emulator's own source, which is compiled without sanitizers.
+SCHEDULER = (EMULATOR / "cuda_emulator.cpp", [*FLAGS, *EMULATE, "-O2"])
 
 
 def linked_module(objects: list[Path], sanitizers: Command) -> Path:
@@ -173,7 +172,7 @@ def build_emulated(sanitizers: str = "") -> Path:
     kernels = [*FLAGS, *EMULATED_MODULE, "-O1", *sanitize]
     jobs += [(source, kernels) for source in kernel_sources()]
     with alone():
-        return linked_module(compiled_all([*jobs, scheduler()]), sanitize)
+        return linked_module(compiled_all([*jobs, SCHEDULER]), sanitize)
 
 
 def build_cpu(sanitizers: str) -> Path:
@@ -199,7 +198,7 @@ def build_programs(programs: list[tuple[list[Path], str]]) -> list[Path]:
     parts = [(source, sanitizers) for sources, sanitizers in programs for source in sources]
     jobs = [(source, [*FLAGS, *EMULATE, "-O1", *sanitizer_flags(name)]) for source, name in parts]
     with alone():
-        *made, runtime = compiled_all([*jobs, scheduler()])
+        *made, runtime = compiled_all([*jobs, SCHEDULER])
         objects = dict(zip(parts, made, strict=True))
         return side_by_side(link, programs)
 

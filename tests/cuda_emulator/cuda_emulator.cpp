@@ -459,7 +459,6 @@ void run(const Grid& launched) {
   grid = &launched;
   blockDim.x = static_cast<unsigned>(launched.threads);
   gridDim.x = static_cast<unsigned>(launched.blocks);
-  threadIdx.y = threadIdx.z = blockIdx.y = blockIdx.z = 0;
   keep_fibers(launched.threads);
   if (__tsan_get_current_fiber) host.tsan = __tsan_get_current_fiber();
 

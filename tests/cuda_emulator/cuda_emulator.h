@@ -138,8 +138,6 @@ T update_atomically(T* address, const Change& change) {
 
 struct Dimensions {
   unsigned x = 1;
-  unsigned y = 1;
-  unsigned z = 1;
 };
 extern Dimensions threadIdx, blockIdx, blockDim, gridDim;
 inline constexpr int warpSize = 32;

@@ -36,9 +36,7 @@ def test_all_sides_do_the_same_work(work: Work):
     for side, params in trained.items():
         for param, ours in zip(params, trained["ours"], strict=True):
             limits = {"rtol": tolerance, "atol": tolerance / 100}
-            torch.testing.assert_close(
-                param, ours, **limits, msg=lambda text, s=side: f"{s}: {text}"
-            )
+            torch.testing.assert_close(param, ours, **limits, msg=f"{side}: {{}}".format)
 
 
 def test_the_floor_counts_each_operand_once():

@@ -164,7 +164,8 @@ def messages_in_the_sources() -> str:
     for file in [*files, torchs / "amp" / "grad_scaler.py", torchs / "optim" / "optimizer.py"]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                texts.append("".join(_constant(part) for part in node.values))
+                parts = (one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
+                texts.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     for file in (ROOT / "csrc").rglob("*"):
@@ -172,10 +173,6 @@ def messages_in_the_sources() -> str:
             joined = re.sub(r'"\s*\n\s*"', "", file.read_text())
             texts += re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined)
     return "\n".join(" ".join(text.split()) for text in texts)
-
-
-def _constant(part: ast.expr) -> str:
-    return part.value if isinstance(part, ast.Constant) else "…"
 
 
 def test_messages_that_pages_explain_are_in_the_sources():

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -166,8 +167,8 @@ def pretend(monkeypatch, tmp_path) -> Callable[..., None]:
         monkeypatch.setattr(facts, "PACKAGE", tmp_path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA X{index}")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+        monkeypatch.setattr(torch.cuda, "get_device_name", "NVIDIA X{}".format)
 
     return pretend
 
@@ -182,19 +183,15 @@ def test_a_healthy_package_is_described_and_checked(pretend, info, tmp_path, mon
     noted = {name: BUILD[name] for name in ("torch", "python", "compiler")}
     cpu = {"instructions": ops.cpu_isa(), "variable": "plain", "threads": 3}
     names = ("float32", "float16", "bfloat16")
-    assert info("--check", "--json") == (
-        0,
-        {
-            "versions": {**versions, "cuda": torch.version.cuda},
-            "folder": str(tmp_path),
-            "build": {**noted, **build, **commit},
-            "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
-            "gpus": [],
-            "check": [{"device": "cpu", "dtype": name, "error": None} for name in names],
-            "problems": [],
-            "ok": True,
-        },
-    )
+    expected = {
+        "versions": {**versions, "cuda": torch.version.cuda},
+        "folder": str(tmp_path),
+        "build": {**noted, **build, **commit},
+        "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
+        "check": [{"device": "cpu", "dtype": name, "error": None} for name in names],
+        **{"gpus": [], "problems": [], "ok": True},
+    }
+    assert info("--check", "--json") == (0, expected)
 
 
 @pytest.mark.parametrize("with_rich", [True, False], ids=["rich", "plain"])
@@ -318,21 +315,17 @@ def test_an_overflow_that_is_missed_is_noticed(monkeypatch):
     assert check(torch.device("cpu"), torch.float32) == "the loss scale is 192, torch's 128"
 
 
-@pytest.mark.parametrize(
-    ("text", "cause", "marked"),
-    [
-        ("CUDA error: no kernel image is available", "gpu-architecture", "it holds no code for"),
-        ("module 'amp_ext._C' has no attribute 'Plan'", "other-version", "it is older or newer"),
-        ("something new", "unknown", "none of these"),
-    ],
-)
-def test_steps_that_fail_are_shown_and_a_cure_proposed(
-    pretend, info, monkeypatch, text, cause, marked
-):
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError(f"{text}\nsaid at length")
+FAILURES = [
+    ("CUDA error: no kernel image is available", "gpu-architecture", "it holds no code for"),
+    ("module 'amp_ext._C' has no attribute 'Plan'", "other-version", "it is older or newer"),
+    ("something new", "unknown", "none of these"),
+]
 
+
+@pytest.mark.parametrize(("text", "cause", "mark"), FAILURES)
+def test_steps_that_fail_are_shown_with_a_cure(pretend, info, monkeypatch, text, cause, mark):
     pretend()
+    fail = Mock(side_effect=RuntimeError(f"{text}\nsaid at length"))
     monkeypatch.setattr(amp_ext.optim.AdamW, "step", fail)
     message = f"steps on cpu in float32: RuntimeError: {text}"
     code, report = info("--check", "--json")
@@ -343,7 +336,7 @@ def test_steps_that_fail_are_shown_and_a_cure_proposed(
     assert code == 1
     assert "float32 ✗, float16 ✗, bfloat16 ✗" in out
     assert f"✗ {message}" in out
-    assert re.search(f"→ +{marked}", out)
+    assert re.search(f"→ +{mark}", out)
 
 
 def test_each_cause_has_a_name_and_words_of_its_own():
@@ -352,16 +345,16 @@ def test_each_cause_has_a_name_and_words_of_its_own():
         assert len({getattr(row, column) for row in rows}) == len(rows)
 
 
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("module was compiled for Python 3.10, but the interpreter version is", "other-python"),
-        ("libc10_cuda.so: cannot open shared object file", "other-cuda"),
-        ("version `CXXABI_1.3.15' not found", "old-libstdc++"),
-        ("wrong ELF class: ELFCLASS32", "other-processor"),
-        ("segment prefix", "unknown"),
-    ],
-)
+OF_THE_LOADER = [
+    ("module was compiled for Python 3.10, but the interpreter version is", "other-python"),
+    ("libc10_cuda.so: cannot open shared object file", "other-cuda"),
+    ("version `CXXABI_1.3.15' not found", "old-libstdc++"),
+    ("wrong ELF class: ELFCLASS32", "other-processor"),
+    ("segment prefix", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("text", "key"), OF_THE_LOADER)
 def test_errors_of_the_loader_are_recognised(text, key):
     assert causes.recognise(f"amp_ext's compiled module does not load: {text}").key == key
 
