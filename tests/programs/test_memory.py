@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +12,6 @@ import torch
 from optimizer_cases import in_16_bits, ours, theirs
 from torch import Tensor, nn
 
-import amp_ext
 from amp_ext import memory
 from amp_ext.memory import __main__ as command_line
 
@@ -267,52 +261,3 @@ def test_json_holds_exact_integers(capsys):
     assert row["bytes"] == {name: 6_738_415_617 * size for name, size in sizes.items()}
     assert all(type(size) is int for size in row["bytes"].values())
     assert result["rows"][2]["options"] == "master_weights=False, state_dtype=None"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("7X", "must be a whole number"),
-        ("7B --trainable=8B", "training_memory: trainable must be at most the 7000000000"),
-        ("7B --optimizer=lion", "invalid choice: 'lion'"),
-        ("", "parameters"),
-    ],
-)
-def test_the_command_line_refuses_bad_input(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_line.main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
-def test_a_missing_rich_is_explained(monkeypatch, capsys):
-    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        command_line.main(["7B"])
-    assert "rich is missing: pip install rich, or ask for --json" in capsys.readouterr().err
-
-
-BOTH_COMMANDS = """
-import runpy, sys
-for name, argument in (("memory", "7B"), ("tensor_core", "vocab_size=50257")):
-    sys.argv = [name, argument, "--json"]
-    try:
-        runpy.run_module(f"amp_ext.{name}", run_name="__main__", alter_sys=True)
-    except SystemExit as error:
-        assert not error.code
-    print("END")
-"""
-
-
-def test_the_command_lines_need_no_binary(tmp_path):
-    package = Path(amp_ext.__file__).parent
-    shutil.copytree(package, tmp_path / "amp_ext", ignore=shutil.ignore_patterns("_C.*so"))
-    done = subprocess.run(
-        [sys.executable, "-c", BOTH_COMMANDS],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(map(json.loads, done.stdout.split("END\n")[:2]))

@@ -233,30 +233,6 @@ def test_a_module_runs_by_its_name(name, tmp_path, run_module):
     assert done.stderr.splitlines() == [line for line in lines if "<frozen runpy>" not in line]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        (["no_such.py"], "can't open script 'no_such.py': No such file"),
-        (["."], "can't open script '.': Is a directory"),
-        (["-m", "no_such"], "no module 'no_such' of Python code"),
-        (["-m", "no_such.one"], "no module 'no_such.one' of Python"),
-        (["-m", "json"], "no module 'json.__main__' of Python code"),
-        (["-m", "math"], "no module 'math' of Python code"),
-        (["-m", "./train.py"], "by its full name, got './train.py'"),
-        (["--fast", "train.py"], "unrecognized arguments: --fast"),
-        (["--opt", "train.py"], "unrecognized arguments: --opt"),
-        ([], "required: script.py or module"),
-        (["-m"], "required: script.py or module"),
-    ],
-)
-def test_what_cannot_be_run_is_said_and_exits_with_2(arguments, wanted, monkeypatch, capsys):
-    monkeypatch.setattr(run, "patch_torch", lambda **_: None)
-    with pytest.raises(SystemExit) as exit_info:
-        run.main(arguments)
-    assert exit_info.value.code == 2
-    assert wanted in capsys.readouterr().err
-
-
 def test_a_module_that_lacks_another_says_which(tmp_path, monkeypatch):
     (tmp_path / "lacking").mkdir()
     (tmp_path / "lacking" / "__init__.py").write_text("import not_installed")

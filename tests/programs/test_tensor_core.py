@@ -347,36 +347,3 @@ def test_the_command_line_reads_files_objects_and_names_in_turn(tmp_path, capsys
     assert json.loads(capsys.readouterr().out) == [expected]
     assert command_line.main([str(file), "--json", "--multiple=1", "vocab_size=64"]) == 0
     assert json.loads(capsys.readouterr().out) == []
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("", "the following arguments are required: config"),
-        ("hidden=8", "hidden is unknown; known are vocab_size,"),
-        ("n_embd=wide", "n_embd must be a positive int, got 'wide'"),
-        ("nowhere.json", "nowhere.json is neither name=value nor a file"),
-        ("{'a':1}", "the JSON object is not JSON: "),
-        ('{"a":1}', "a configuration must have some of"),
-        ("n_embd=8 --batch-size=0", "batch_size must be a positive"),
-        ("n_embd=8 --multiple=two", "invalid int value: 'two'"),
-        (b"[1]", "must hold a JSON object, got list"),
-        (b"{", "is not JSON"),
-        (b"\xff\xfe", "nor a file to read"),
-    ],
-)
-def test_the_command_line_refuses_bad_input(argument, message, tmp_path, capsys):
-    file = tmp_path / "config.json"
-    if isinstance(argument, bytes):
-        file.write_bytes(argument)
-    with pytest.raises(SystemExit) as exit_info:
-        command_line.main([str(file)] if file.exists() else argument.split())
-    assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_missing_rich_is_explained(monkeypatch, capsys):
-    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        command_line.main(["vocab_size=50257"])
-    assert "rich is missing: pip install rich, or ask for --json" in capsys.readouterr().err

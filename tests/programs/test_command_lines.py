@@ -1,0 +1,78 @@
+"""Every program of the package refuses what it cannot do; two need neither the binary nor rich."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+
+import pytest
+
+CALCULATORS = [("memory", "7B"), ("tensor_core", "vocab_size=50257")]
+
+# A program, its arguments or what its file holds, and a part of what it says.
+REFUSED = [
+    ("bench", "--device=cpu --filter=nothing-like-this", "matches no row"),
+    ("info", "--fast", "unrecognized arguments: --fast"),
+    ("memory", "7X", "must be a whole number"),
+    ("memory", "7B --trainable=8B", "training_memory: trainable must be at most the 7000000000"),
+    ("memory", "7B --optimizer=lion", "invalid choice: 'lion'"),
+    ("memory", "", "parameters"),
+    ("run", "no_such.py", "can't open script 'no_such.py': No such file"),
+    ("run", ".", "can't open script '.': Is a directory"),
+    ("run", "-m no_such", "no module 'no_such' of Python code"),
+    ("run", "-m no_such.one", "no module 'no_such.one' of Python"),
+    ("run", "-m json", "no module 'json.__main__' of Python code"),
+    ("run", "-m math", "no module 'math' of Python code"),
+    ("run", "-m ./train.py", "by its full name, got './train.py'"),
+    ("run", "--fast train.py", "unrecognized arguments: --fast"),
+    ("run", "--opt train.py", "unrecognized arguments: --opt"),
+    ("run", "", "required: script.py or module"),
+    ("run", "-m", "required: script.py or module"),
+    ("tensor_core", "", "the following arguments are required: config"),
+    ("tensor_core", "hidden=8", "hidden is unknown; known are vocab_size,"),
+    ("tensor_core", "n_embd=wide", "n_embd must be a positive int, got 'wide'"),
+    ("tensor_core", "nowhere.json", "nowhere.json is neither name=value nor a file"),
+    ("tensor_core", "{'a':1}", "the JSON object is not JSON: "),
+    ("tensor_core", '{"a":1}', "a configuration must have some of"),
+    ("tensor_core", "n_embd=8 --batch-size=0", "batch_size must be a positive"),
+    ("tensor_core", "n_embd=8 --multiple=two", "invalid int value: 'two'"),
+    ("tensor_core", b"[1]", "must hold a JSON object, got list"),
+    ("tensor_core", b"{", "is not JSON"),
+    ("tensor_core", b"\xff\xfe", "nor a file to read"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
+def test_bad_arguments_exit_with_2(name, arguments, message, monkeypatch, tmp_path, capsys):
+    if name == "bench":
+        pytest.importorskip("rich")
+        pytest.importorskip("matplotlib")
+    program = importlib.import_module(
+        "amp_ext.run" if name == "run" else f"amp_ext.{name}.__main__"
+    )
+    monkeypatch.setattr(program, "patch_torch", lambda **_: None, raising=False)
+    file = tmp_path / "config.json"
+    if isinstance(arguments, bytes):
+        file.write_bytes(arguments)
+    with pytest.raises(SystemExit) as exit_info:
+        program.main([str(file)] if file.exists() else arguments.split())
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "argument"), CALCULATORS)
+def test_a_missing_rich_is_explained(name, argument, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"amp_ext.{name}.__main__").main([argument])
+    assert "rich is missing: pip install rich, or ask for --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "argument"), CALCULATORS)
+def test_calculators_need_no_binary(name, argument, copy, run_module):
+    for binary in copy.glob("_C.*so"):
+        binary.unlink()
+    done = run_module(f"amp_ext.{name}", argument, "--json", folder=copy.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)
