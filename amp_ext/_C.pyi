@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 class _CommonHyperparameters:
-    lr: float
+    fields: tuple[str, ...]
+    buffers: tuple[tuple[str, str], ...]
+    lr: float | Tensor
     weight_decay: float
     decoupled_weight_decay: bool
     maximize: bool
     clip_value: float
     timestep: float
     write_back_grads: bool
-    def __init__(self, **fields: float | bool) -> None: ...
+    def __init__(self, **fields: float | bool | Tensor | None) -> None: ...
 
 class AdamHyperparameters(_CommonHyperparameters):
     beta1: float
@@ -47,17 +49,29 @@ class GradientOptions:
     scratch: StepScratch | None
     def __init__(self, **fields: Tensor | float | StepScratch | None) -> None: ...
 
-class Finding:
+class LookResult:
     found_inf: Tensor
     first_nonfinite: Tensor
     sum_of_squares: Tensor | None
     partition: int
 
-class LookResult:
-    found_inf: Tensor
-    first_nonfinite: Tensor | None
-    slot: int
-    def __init__(self, **fields: Tensor | int | None) -> None: ...
+class OptimizerType:
+    SGD: OptimizerType
+    MOMENTUM: OptimizerType
+    ADAM: OptimizerType
+
+class UpdateOptions:
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    timestep: float
+    clip_value: float | None
+    max_grad_norm: float | None
+    grad_norm: Tensor | None
+    scratch: StepScratch | None
+    def __init__(self, **fields: float | Tensor | StepScratch | None) -> None: ...
 
 class ScalerReport:
     updates: int
@@ -111,12 +125,11 @@ class Plan:
         grad_scale: Tensor | None,
         sum_squares: bool,
         skip_nonfinite: bool,
-    ) -> list[Finding]: ...
+    ) -> list[LookResult]: ...
     def step(
         self,
-        groups: Sequence[AdamHyperparameters] | Sequence[SgdHyperparameters],
-        lrs: Sequence[Tensor | None],
-        options: GradientOptions,
+        groups: Sequence[_CommonHyperparameters],
+        **options: Tensor | float | StepScratch | None,
     ) -> None: ...
 
 def check_finite_(
@@ -137,35 +150,22 @@ def unscale_(
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
-    looks: Sequence[LookResult],
+    found_infs: Sequence[Tensor],
+    first_nonfinites: Sequence[Tensor | None],
+    slots: Sequence[int],
     hyperparameters: LossScaleHyperparameters,
     hysteresis_tracker: Tensor | None,
     monitor: ScalerMonitor | None,
 ) -> None: ...
-def adam_(
+def adam_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
+def sgd_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
+def optimizer_update_(
+    type: OptimizerType,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor] | None,
-    max_exp_avg_sqs: Sequence[Tensor] | None,
+    buffers: Sequence[Sequence[Tensor] | None],
     master_params: Sequence[Tensor] | None,
-    hyperparameters: AdamHyperparameters,
-    lr: Tensor | None,
-    options: GradientOptions,
-    operation: str = "adam_",
-) -> None: ...
-def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor] | None,
-    steps: Sequence[Tensor] | None,
-    master_params: Sequence[Tensor] | None,
-    hyperparameters: SgdHyperparameters,
-    lr: Tensor | None,
-    options: GradientOptions,
-    operation: str = "sgd_",
-    buffers_name: str = "momentum_buffers",
+    options: UpdateOptions,
 ) -> None: ...
 def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None: ...
 def cpu_isa() -> str: ...

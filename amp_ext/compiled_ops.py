@@ -1,215 +1,127 @@
 """The operations as ``torch.compile`` takes them: whole, with what each of them writes declared.
 
-Inside a compiled region the functions of :mod:`amp_ext.ops` call these; elsewhere they call the
-binary directly, which costs 40 µs less. An absent list is an empty one here, for a schema has no
-optional lists that are written.
+``operation`` makes an operator of a function of :mod:`amp_ext.ops`, by its signature, as
+``torch.ops.amp_ext.adam``. Inside a compiled region the function calls its operator; elsewhere it
+runs directly, which costs 40 µs less. An absent list is an empty one in an operator, for a schema
+has no optional lists that are written, and a learning rate is two arguments, a number and a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from amp_ext import ops
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: The operators by their names, without namespace.
+OPERATORS: dict[str, Any] = {}
+
+_LIST = "Sequence[Tensor] | None"
+_NUMBER_OR_TENSOR = "float | Tensor"
+
+# What an operator takes for an argument of a function: its names behind the argument's, and types.
+_TYPES: dict[str, dict[str, Any]] = {
+    "Tensor": {"": Tensor},
+    "Tensor | None": {"": Tensor | None},
+    "Sequence[Tensor]": {"": Sequence[Tensor]},
+    _LIST: {"": Sequence[Tensor]},
+    _NUMBER_OR_TENSOR: {"": float, "_tensor": Tensor | None},
+    "float | None": {"": float | None},
+    "float": {"": float},
+    "int": {"": int},
+    "bool": {"": bool},
+    "None": {"": None},
+}
 
 
-@torch.library.custom_op(
-    "amp_ext::check_finite", mutates_args=("found_inf", "sum_of_squares", "first_nonfinite")
-)
-def check_finite(
-    tensors: Sequence[Tensor],
-    found_inf: Tensor,
-    grad_scale: Tensor | None,
-    sum_of_squares: Tensor | None,
-    first_nonfinite: Tensor | None,
-) -> None:
-    """Is :func:`amp_ext.ops.check_finite_`."""
-    ops.check_finite_(
-        tensors,
-        found_inf,
-        grad_scale=grad_scale,
-        sum_of_squares=sum_of_squares,
-        first_nonfinite=first_nonfinite,
-    )
+def __getattr__(name: str) -> Any:
+    """Gives the operators as attributes: ``compiled_ops.adam``."""
+    if name in OPERATORS:
+        return OPERATORS[name]
+    raise AttributeError(f"module 'amp_ext.compiled_ops' has no attribute {name!r}")
 
 
-@torch.library.custom_op("amp_ext::count_nonfinite", mutates_args=())
-def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Is :func:`amp_ext.ops.count_nonfinite`."""
-    return ops.count_nonfinite(tensors)
+def named_arguments(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Returns what makes one dict of the arguments of a call, defaults included."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def by_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+    return by_name
 
 
-@count_nonfinite.register_fake
-def _(tensors: Sequence[Tensor]) -> Tensor:
-    device = tensors[0].device if tensors else "cpu"
-    return torch.empty(len(tensors), dtype=torch.int64, device=device)
+def operation(
+    *, writes: Collection[str], without: Collection[str] = ()
+) -> Callable[[Function], Function]:
+    """Registers a function of lists of tensors as an operator, which it calls inside a graph.
+
+    Args:
+        writes: The arguments that the function writes.
+        without: Arguments that an operator does not have; a call that gives one is not compiled.
+
+    Raises:
+        KeyError: If an argument has a type that operators have not.
+    """
+
+    def decorate(function: Function) -> Function:
+        name = function.__name__.rstrip("_")
+        signature = inspect.signature(function)
+        types = {p.name: p.annotation for p in signature.parameters.values()}
+        types = {argument: type_ for argument, type_ in types.items() if argument not in without}
+        by_name = named_arguments(function)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                arguments = by_name(*args, **kwargs)
+                if all(arguments[argument] is None for argument in without):
+                    flat = [v for argument in types for v in _flat(types, argument, arguments)]
+                    return getattr(torch.ops.amp_ext, name)(*flat)
+            return function(*args, **kwargs)
+
+        def kernel(*values: Any) -> Any:
+            return function(**_deep(types, iter(values)))
+
+        flat_parameters = [
+            inspect.Parameter(
+                argument + suffix, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=flat_type
+            )
+            for argument, type_ in types.items()
+            for suffix, flat_type in _TYPES[type_].items()
+        ]
+        returned = _TYPES[signature.return_annotation][""]
+        kernel.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            flat_parameters, return_annotation=returned
+        )
+        OPERATORS[name] = torch.library.custom_op(f"amp_ext::{name}", kernel, mutates_args=writes)
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
-@torch.library.custom_op("amp_ext::clip_grads", mutates_args=("grads",))
-def clip_grads(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    """Is :func:`amp_ext.ops.clip_grads_`."""
-    ops.clip_grads_(grads, total_norm, max_norm=max_norm)
+def _flat(types: dict[str, str], argument: str, arguments: dict[str, Any]) -> list[Any]:
+    """Returns the values that an operator takes for an argument."""
+    value, type_ = arguments[argument], types[argument]
+    if type_ == _NUMBER_OR_TENSOR:
+        return [0.0, value] if isinstance(value, Tensor) else [value, None]
+    return [[] if type_ == _LIST and value is None else value]
 
 
-@torch.library.custom_op("amp_ext::unscale", mutates_args=("grads", "found_inf", "first_nonfinite"))
-def unscale(
-    grads: Sequence[Tensor],
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    first_nonfinite: Tensor | None,
-) -> None:
-    """Is :func:`amp_ext.ops.unscale_`."""
-    ops.unscale_(grads, inv_scale, found_inf, first_nonfinite=first_nonfinite)
-
-
-@torch.library.custom_op(
-    "amp_ext::update_scale", mutates_args=("scale", "growth_tracker", "hysteresis_tracker")
-)
-def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_infs: Sequence[Tensor],
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-    hysteresis_tracker: Tensor | None,
-    dynamic: bool,
-) -> None:
-    """Is :func:`amp_ext.ops.update_scale_`, without a monitor."""
-    ops.update_scale_(
-        scale,
-        growth_tracker,
-        found_infs,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        max_scale=max_scale,
-        hysteresis=hysteresis,
-        hysteresis_tracker=hysteresis_tracker,
-        dynamic=dynamic,
-    )
-
-
-@torch.library.custom_op(
-    "amp_ext::adam",
-    mutates_args=(
-        *("params", "grads", "exp_avgs", "exp_avg_sqs", "steps"),
-        *("max_exp_avg_sqs", "master_params", "grad_norm"),
-    ),
-)
-def adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    master_params: Sequence[Tensor],
-    lr: float,
-    lr_tensor: Tensor | None,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    decoupled_weight_decay: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    clip_value: float | None,
-    max_grad_norm: float | None,
-    sum_of_squares: Tensor | None,
-    grad_norm: Tensor | None,
-    write_back_grads: bool,
-    skip_nonfinite: bool,
-    denominator_floor: float,
-) -> None:
-    """Is :func:`amp_ext.ops.adam_`."""
-    ops.adam_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        steps,
-        max_exp_avg_sqs=max_exp_avg_sqs or None,
-        master_params=master_params or None,
-        lr=lr if lr_tensor is None else lr_tensor,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        decoupled_weight_decay=decoupled_weight_decay,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_value=clip_value,
-        max_grad_norm=max_grad_norm,
-        sum_of_squares=sum_of_squares,
-        grad_norm=grad_norm,
-        write_back_grads=write_back_grads,
-        skip_nonfinite=skip_nonfinite,
-        denominator_floor=denominator_floor,
-    )
-
-
-@torch.library.custom_op(
-    "amp_ext::sgd",
-    mutates_args=("params", "grads", "momentum_buffers", "steps", "master_params", "grad_norm"),
-)
-def sgd(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    master_params: Sequence[Tensor],
-    lr: float,
-    lr_tensor: Tensor | None,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    decoupled_weight_decay: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    clip_value: float | None,
-    max_grad_norm: float | None,
-    sum_of_squares: Tensor | None,
-    grad_norm: Tensor | None,
-    write_back_grads: bool,
-    skip_nonfinite: bool,
-) -> None:
-    """Is :func:`amp_ext.ops.sgd_`."""
-    ops.sgd_(
-        params,
-        grads,
-        momentum_buffers=momentum_buffers or None,
-        steps=steps or None,
-        master_params=master_params or None,
-        lr=lr if lr_tensor is None else lr_tensor,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        decoupled_weight_decay=decoupled_weight_decay,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_value=clip_value,
-        max_grad_norm=max_grad_norm,
-        sum_of_squares=sum_of_squares,
-        grad_norm=grad_norm,
-        write_back_grads=write_back_grads,
-        skip_nonfinite=skip_nonfinite,
-    )
-
-
-@torch.library.custom_op("amp_ext::refresh_masters", mutates_args=("master_params",))
-def refresh_masters(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None:
-    """Is :func:`amp_ext.ops.refresh_masters_`."""
-    ops.refresh_masters_(params, master_params)
+def _deep(types: dict[str, str], values: Any) -> dict[str, Any]:
+    """Returns the arguments of a function for the values that its operator was given."""
+    arguments = {}
+    for argument, type_ in types.items():
+        value = next(values)
+        if type_ == _NUMBER_OR_TENSOR:
+            tensor = next(values)
+            value = value if tensor is None else tensor
+        arguments[argument] = None if type_ == _LIST and not value else value
+    return arguments

@@ -4,11 +4,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
 
 #include "dispatch.h"
 #include "ops.h"
 #include "plan.h"
 #include "scaler_monitor.h"
+#include "step_lists.h"
 
 namespace py = pybind11;
 using namespace amp_ext;
@@ -30,20 +35,19 @@ bool has_params(const Plan& plan, const std::vector<py::list>& groups) {
   return number == plan.number_of_params();
 }
 
-// Gradients are read while Python stands still; the step itself lets other threads run.
-template <typename Hyperparameters>
-void step(Plan& plan, std::vector<Hyperparameters> groups, const std::vector<OptionalTensor>& lrs,
-          const GradientOptions& options) {
-  const py::gil_scoped_release release;
-  plan.step(std::move(groups), lrs, options);
-}
-
-std::vector<Finding> check_finite(Plan& plan, const at::Tensor& found_inf,
-                                  const OptionalTensor& grad_scale, bool sum_squares,
-                                  bool skip_nonfinite) {
+std::vector<LookResult> check_finite(Plan& plan, const at::Tensor& found_inf,
+                                     const OptionalTensor& grad_scale, bool sum_squares,
+                                     bool skip_nonfinite) {
   plan.read_grads();
   const py::gil_scoped_release release;
   return plan.check_finite(found_inf, grad_scale, sum_squares, skip_nonfinite);
+}
+
+// Sets fields of a struct of options that Python knows, by name.
+template <typename Options>
+void set_fields(Options& options, const py::kwargs& fields) {
+  const py::object self = py::cast(&options, py::return_value_policy::reference);
+  for (const auto& [field, value] : fields) self.attr(field) = value;
 }
 
 // A struct of options, whose fields Python gives by name.
@@ -51,39 +55,134 @@ template <typename Options>
 py::class_<Options> options_class(py::module_& module, const char* name) {
   return py::class_<Options>(module, name).def(py::init([](const py::kwargs& fields) {
     Options options;
-    const py::object self = py::cast(&options, py::return_value_policy::reference);
-    for (const auto& [field, value] : fields) self.attr(field) = value;
+    set_fields(options, fields);
     return options;
   }));
 }
 
+// A learning rate is a number or a tensor to Python, and travels apart here.
+template <typename Options>
+void define_lr(py::class_<Options>& options) {
+  options.def_property(
+      "lr",
+      [](const Options& self) -> std::variant<at::Tensor, double> {
+        if (self.lr_tensor.has_value()) return *self.lr_tensor;
+        return self.lr;
+      },
+      [](Options& self, const std::variant<at::Tensor, double>& lr) {
+        const double* const number = std::get_if<double>(&lr);
+        self.lr = number != nullptr ? *number : 0.0;
+        self.lr_tensor = number != nullptr ? OptionalTensor() : std::get<at::Tensor>(lr);
+      });
+}
+
+const char* name_of(BufferRole role) {
+  switch (role) {
+    case BufferRole::kFirstMoment:
+      return "first moment";
+    case BufferRole::kSecondMoment:
+      return "second moment";
+    case BufferRole::kMaximum:
+      return "maximum";
+  }
+  return nullptr;
+}
+
+// The hyperparameters of an optimizer, and what describes it: `fields` and `buffers`.
 template <typename Hyperparameters>
-py::class_<Hyperparameters> hyperparameters_class(py::module_& module, const char* name) {
-  return options_class<Hyperparameters>(module, name)
-      .def_readwrite("lr", &Hyperparameters::lr)
-      .def_readwrite("weight_decay", &Hyperparameters::weight_decay)
-      .def_readwrite("decoupled_weight_decay", &Hyperparameters::decoupled_weight_decay)
-      .def_readwrite("maximize", &Hyperparameters::maximize)
-      .def_readwrite("clip_value", &Hyperparameters::clip_value)
-      .def_readwrite("timestep", &Hyperparameters::timestep)
-      .def_readwrite("write_back_grads", &Hyperparameters::write_back_grads);
+void hyperparameters_class(py::module_& module) {
+  using Options = Group<Hyperparameters>;
+  auto options = options_class<Options>(module, Hyperparameters::kName);
+  define_lr(options);
+  options.def_property(
+      "clip_value", [](const Options& self) { return self.clip_value; },
+      [](Options& self, std::optional<double> limit) {
+        self.clip_value = limit.value_or(CommonHyperparameters().clip_value);
+      });
+  py::list fields;
+  fields.append("lr");
+  fields.append("clip_value");
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    options.def_readwrite(name, member);
+    fields.append(name);
+  });
+  py::list buffers;
+  for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
+    buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
+  }
+  options.attr("fields") = py::tuple(fields);
+  options.attr("buffers") = py::tuple(buffers);
+}
+
+// Takes a list out of `arguments`; None where it is not there.
+template <typename List>
+List take(py::kwargs& arguments, const char* operation, const std::string& name) {
+  const py::object list = arguments.attr("pop")(name, py::none());
+  try {
+    return py::cast<List>(list);
+  } catch (const py::cast_error&) {
+    const std::string type = py::str(py::type::of(list).attr("__name__"));
+    throw py::type_error(std::string(operation) + ": " + name + " must be a list of tensors, got " +
+                         type);
+  }
+}
+
+// Takes the lists of a step out of `arguments`.
+StepLists take_lists(py::kwargs& arguments, const char* operation,
+                     const std::vector<std::string>& buffers) {
+  StepLists lists{take<TensorList>(arguments, operation, "params"),
+                  take<TensorList>(arguments, operation, "grads"),
+                  {},
+                  take<OptionalTensorList>(arguments, operation, "steps"),
+                  take<OptionalTensorList>(arguments, operation, "master_params")};
+  for (const std::string& name : buffers) {
+    lists.buffers.push_back(take<OptionalTensorList>(arguments, operation, name));
+  }
+  return lists;
+}
+
+// Takes the arguments that say what a step makes of the gradients.
+GradientOptions take_gradient_options(py::kwargs& arguments) {
+  GradientOptions options;
+  py::kwargs fields;
+  const py::object type = py::type::of<GradientOptions>();
+  for (const auto& [name, value] : py::dict(arguments)) {
+    if (py::hasattr(type, name)) fields[name] = arguments.attr("pop")(name);
+  }
+  set_fields(options, fields);
+  return options;
+}
+
+// Defines what Python calls of an optimizer: its hyperparameters, its step of a plan, and its list
+// operation, all of whose arguments are given by name.
+template <typename Hyperparameters>
+void define_optimizer(py::module_& module, py::class_<Plan>& plan_class) {
+  hyperparameters_class<Hyperparameters>(module);
+  // Gradients are read while Python stands still; the step itself lets other threads run.
+  plan_class.def(
+      "step",
+      [](Plan& plan, const std::vector<Group<Hyperparameters>>& groups, const py::kwargs& fields) {
+        GradientOptions options;
+        set_fields(options, fields);
+        const py::gil_scoped_release release;
+        plan.step(groups, options);
+      },
+      py::arg("groups"));
+  module.def(Hyperparameters::kOperation, [](py::kwargs arguments) {
+    const StepLists lists =
+        take_lists(arguments, Hyperparameters::kOperation, list_names<Hyperparameters>());
+    const GradientOptions gradient_options = take_gradient_options(arguments);
+    Group<Hyperparameters> options;
+    set_fields(options, arguments);
+    const py::gil_scoped_release release;
+    step_(lists, options, gradient_options);
+  });
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Kernels of amp_ext; documented in amp_ext.ops.";
-
-  hyperparameters_class<AdamHyperparameters>(module, "AdamHyperparameters")
-      .def_readwrite("beta1", &AdamHyperparameters::beta1)
-      .def_readwrite("beta2", &AdamHyperparameters::beta2)
-      .def_readwrite("eps", &AdamHyperparameters::eps)
-      .def_readwrite("denominator_floor", &AdamHyperparameters::denominator_floor);
-
-  hyperparameters_class<SgdHyperparameters>(module, "SgdHyperparameters")
-      .def_readwrite("momentum", &SgdHyperparameters::momentum)
-      .def_readwrite("dampening", &SgdHyperparameters::dampening)
-      .def_readwrite("nesterov", &SgdHyperparameters::nesterov);
 
   options_class<LossScaleHyperparameters>(module, "LossScaleHyperparameters")
       .def_readwrite("growth_factor", &LossScaleHyperparameters::growth_factor)
@@ -105,16 +204,11 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<StepScratch, std::shared_ptr<StepScratch>>(module, "StepScratch").def(py::init<>());
 
-  py::class_<Finding>(module, "Finding")
-      .def_readonly("found_inf", &Finding::found_inf)
-      .def_readonly("first_nonfinite", &Finding::first_nonfinite)
-      .def_readonly("sum_of_squares", &Finding::sum_of_squares)
-      .def_readonly("partition", &Finding::partition);
-
-  options_class<LookResult>(module, "LookResult")
-      .def_readwrite("found_inf", &LookResult::found_inf)
-      .def_readwrite("first_nonfinite", &LookResult::first_nonfinite)
-      .def_readwrite("slot", &LookResult::slot);
+  py::class_<LookResult>(module, "LookResult")
+      .def_readonly("found_inf", &LookResult::found_inf)
+      .def_readonly("first_nonfinite", &LookResult::first_nonfinite)
+      .def_readonly("sum_of_squares", &LookResult::sum_of_squares)
+      .def_readonly("partition", &LookResult::partition);
 
   py::class_<ScalerReport>(module, "ScalerReport")
       .def_readonly("updates", &ScalerReport::updates)
@@ -149,8 +243,8 @@ PYBIND11_MODULE(_C, module) {
       .def("read_optimizer", &ScalerMonitor::read_optimizer, py::arg("slot"))
       .def("history", &ScalerMonitor::history);
 
-  py::class_<Plan>(module, "Plan")
-      .def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
+  auto plan = py::class_<Plan>(module, "Plan");
+  plan.def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
            py::arg("buffer_names"))
       .def(
           "add_param",
@@ -182,11 +276,11 @@ PYBIND11_MODULE(_C, module) {
       .def("has_params", &has_params, py::arg("groups"))
       .def("read_grads", &Plan::read_grads)
       .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),
-           py::arg("sum_squares"), py::arg("skip_nonfinite"))
-      .def("step", &step<AdamHyperparameters>, py::arg("groups"), py::arg("lrs"),
-           py::arg("options"))
-      .def("step", &step<SgdHyperparameters>, py::arg("groups"), py::arg("lrs"),
-           py::arg("options"));
+           py::arg("sum_squares"), py::arg("skip_nonfinite"));
+
+#define AMP_EXT_DEFINE(Functor) define_optimizer<Functor##Hyperparameters>(module, plan);
+  AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
+#undef AMP_EXT_DEFINE
 
   module.def("check_finite_", &check_finite_, release_gil(), py::arg("tensors"),
              py::arg("found_inf"), py::arg("grad_scale"), py::arg("sum_of_squares"),
@@ -197,17 +291,37 @@ PYBIND11_MODULE(_C, module) {
   module.def("unscale_", &unscale_, release_gil(), py::arg("grads"), py::arg("inv_scale"),
              py::arg("found_inf"), py::arg("first_nonfinite"));
   module.def("update_scale_", &update_scale_, release_gil(), py::arg("scale"),
-             py::arg("growth_tracker"), py::arg("looks"), py::arg("hyperparameters"),
-             py::arg("hysteresis_tracker"), py::arg("monitor"));
+             py::arg("growth_tracker"), py::arg("found_infs"), py::arg("first_nonfinites"),
+             py::arg("slots"), py::arg("hyperparameters"), py::arg("hysteresis_tracker"),
+             py::arg("monitor"));
   module.attr("NO_TENSOR") = kNoTensor;
-  module.def("adam_", &adam_, release_gil(), py::arg("params"), py::arg("grads"),
-             py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"),
-             py::arg("max_exp_avg_sqs"), py::arg("master_params"), py::arg("hyperparameters"),
-             py::arg("lr"), py::arg("options"), py::arg("operation") = "adam_");
-  module.def("sgd_", &sgd_, release_gil(), py::arg("params"), py::arg("grads"),
-             py::arg("momentum_buffers"), py::arg("steps"), py::arg("master_params"),
-             py::arg("hyperparameters"), py::arg("lr"), py::arg("options"),
-             py::arg("operation") = "sgd_", py::arg("buffers_name") = "momentum_buffers");
+  py::enum_<OptimizerType>(module, "OptimizerType")
+      .value("SGD", OptimizerType::kSgd)
+      .value("MOMENTUM", OptimizerType::kMomentum)
+      .value("ADAM", OptimizerType::kAdam);
+  auto update_options = options_class<UpdateOptions>(module, "UpdateOptions");
+  define_lr(update_options);
+  update_options.def_readwrite("beta1", &UpdateOptions::beta1)
+      .def_readwrite("beta2", &UpdateOptions::beta2)
+      .def_readwrite("eps", &UpdateOptions::eps)
+      .def_readwrite("weight_decay", &UpdateOptions::weight_decay)
+      .def_readwrite("timestep", &UpdateOptions::timestep)
+      .def_readwrite("clip_value", &UpdateOptions::clip_value)
+      .def_readwrite("max_grad_norm", &UpdateOptions::max_grad_norm)
+      .def_readwrite("grad_norm", &UpdateOptions::grad_norm)
+      .def_readwrite("scratch", &UpdateOptions::scratch);
+  module.def(
+      "optimizer_update_",
+      [](OptimizerType type, TensorList params, TensorList grads,
+         std::vector<OptionalTensorList> buffers, OptionalTensorList master_params,
+         const UpdateOptions& options) {
+        optimizer_update_(
+            type,
+            {std::move(params), std::move(grads), std::move(buffers), {}, std::move(master_params)},
+            options);
+      },
+      release_gil(), py::arg("type"), py::arg("params"), py::arg("grads"), py::arg("buffers"),
+      py::arg("master_params"), py::arg("options"));
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
   module.def("cpu_isa", &cpu_isa);

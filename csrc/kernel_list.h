@@ -1,6 +1,7 @@
 // Every kernel: the optimizers, and the dtypes that the CUDA engine is compiled for.
 #pragma once
 
+#include <iterator>
 #include <optional>
 #include <type_traits>
 
@@ -8,12 +9,15 @@
 #include "functors/sgd.h"
 #include "storage.h"
 
-// functor, number of buffers.
+// functor.
+#define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Sgd)
+
+// functor, number of buffers: the first ones of those that its hyperparameters describe.
 #define AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(X) \
-  X(Adam, 2) /* exp_avg, exp_avg_sq */       \
-  X(Adam, 3) /* and max_exp_avg_sq */        \
+  X(Adam, 2)                                 \
+  X(Adam, 3) /* AMSGrad */                   \
   X(Sgd, 0)                                  \
-  X(Sgd, 1) /* momentum_buffer */
+  X(Sgd, 1) /* momentum */
 
 namespace amp_ext {
 
@@ -66,5 +70,11 @@ std::optional<OptimizerKernel> kernel_for(int number_of_buffers) {
 #undef AMP_EXT_MATCH
   return std::nullopt;
 }
+
+#define AMP_EXT_CHECK(Functor, buffers)                                                     \
+  static_assert(buffers <= static_cast<int>(std::size(Functor##Hyperparameters::kBuffers)), \
+                #Functor " describes fewer buffers than its kernel has");
+AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CHECK)
+#undef AMP_EXT_CHECK
 
 }  // namespace amp_ext

@@ -17,24 +17,6 @@ namespace amp_ext {
 
 namespace {
 
-void check_is_plain(const char* operation, const std::string& name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.defined() && is_plain(tensor), operation, ": ", name,
-              " must be a strided tensor with memory of its own, got ",
-              tensor.defined() ? tensor.toString() : "None");
-}
-
-// One number that a kernel reads or writes in place.
-void check_number(const char* operation, const char* name, const at::Tensor& tensor,
-                  at::ScalarType dtype, const at::Device& device) {
-  check_is_plain(operation, name, tensor);
-  TORCH_CHECK(tensor.scalar_type() == dtype, operation, ": ", name, " must be ", dtype, ", got ",
-              tensor.scalar_type());
-  TORCH_CHECK(tensor.numel() == 1, operation, ": ", name, " must be one element, got sizes ",
-              tensor.sizes());
-  TORCH_CHECK(tensor.device() == device, operation, ": ", name, " must be on ", device, ", got ",
-              tensor.device());
-}
-
 void check_gradients(const char* operation, const char* list, const TensorList& grads,
                      const at::Device& device) {
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -54,52 +36,6 @@ void check_length(const char* operation, const char* name, const TensorList& lis
               " tensors, one for each of params, got ", list.size());
 }
 
-struct NamedList {
-  const char* name;
-  const TensorList* tensors;
-};
-
-// One step over lists: a plan that lives for this step only.
-template <typename Hyperparameters>
-void step_lists(const char* operation, const TensorList& params, const TensorList& grads,
-                const std::vector<NamedList>& buffers, const OptionalTensorList& steps,
-                const OptionalTensorList& master_params, const Hyperparameters& hyperparameters,
-                const OptionalTensor& lr, const GradientOptions& options) {
-  check_length(operation, "grads", grads, params);
-  std::vector<std::string> buffer_names;
-  for (const NamedList& list : buffers) {
-    check_length(operation, list.name, *list.tensors, params);
-    buffer_names.emplace_back(list.name, std::string(list.name).size() - 1);  // without the s
-  }
-  if (steps.has_value()) check_length(operation, "steps", *steps, params);
-  if (master_params.has_value()) {
-    check_length(operation, "master_params", *master_params, params);
-  }
-  if (params.empty()) return;
-  const at::Device device = params[0].device();
-  if (options.sum_of_squares.has_value()) {
-    check_number(operation, "sum_of_squares", *options.sum_of_squares, at::kDouble, device);
-  }
-  if (options.grad_norm.has_value()) {
-    check_number(operation, "grad_norm", *options.grad_norm, at::kFloat, device);
-  }
-  Plan plan(operation, buffer_names, Naming::kLists);
-  for (size_t i = 0; i < params.size(); ++i) {
-    check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
-    check_is_plain(operation, c10::str("grads[", i, "]"), grads[i]);
-    TORCH_CHECK(params[i].device() == device, operation, ": params[", i, "] must be on ", device,
-                ", got ", params[i].device());
-    ParamState state;
-    for (const NamedList& list : buffers) state.buffers.push_back((*list.tensors)[i]);
-    if (steps.has_value()) state.step = (*steps)[i];
-    if (master_params.has_value()) state.master_param = (*master_params)[i];
-    plan.set_state(plan.add_param(0, static_cast<int64_t>(i), params[i], grads[i]),
-                   std::move(state));
-  }
-  plan.read_grads();
-  plan.step(std::vector<Hyperparameters>{hyperparameters}, {lr}, options);
-}
-
 // Records of tensors that are only read.
 struct DenseReads {
   TensorList copies;  // of those with gaps
@@ -115,7 +51,7 @@ struct DenseReads {
 };
 
 // Memory of an optional first_nonfinite.
-int64_t* number_data(const char* operation, const char* name, const OptionalTensor& number,
+int64_t* number_data(const char* operation, const std::string& name, const OptionalTensor& number,
                      const at::Device& device) {
   if (!number.has_value()) return nullptr;
   check_number(operation, name, *number, at::kLong, device);
@@ -239,7 +175,9 @@ void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double m
 }
 
 void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
-                   const std::vector<LookResult>& looks,
+                   const TensorList& found_infs,
+                   const std::vector<OptionalTensor>& first_nonfinites,
+                   const std::vector<int64_t>& slots,
                    const LossScaleHyperparameters& hyperparameters,
                    const OptionalTensor& hysteresis_tracker, const ScalerMonitor* monitor) {
   const char* const operation = "update_scale_";
@@ -261,53 +199,22 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                 monitor->device());
   }
   std::vector<OverflowFlag> flags;
-  for (size_t i = 0; i < looks.size(); ++i) {
-    const LookResult& look = looks[i];
-    check_number(operation, c10::str("found_infs[", i, "]").c_str(), look.found_inf, at::kFloat,
-                 device);
-    TORCH_CHECK(
-        monitor == nullptr || (look.slot >= 0 && look.slot < monitor->number_of_optimizers()),
-        operation, ": slots[", i, "] must be one that the monitor has added, got ", look.slot);
-    const std::string first = c10::str("first_nonfinites[", i, "]");
-    flags.push_back({look.found_inf.const_data_ptr<float>(),
-                     number_data(operation, first.c_str(), look.first_nonfinite, device),
-                     look.slot});
+  for (size_t i = 0; i < found_infs.size(); ++i) {
+    check_number(operation, c10::str("found_infs[", i, "]"), found_infs[i], at::kFloat, device);
+    const int64_t slot = i < slots.size() ? slots[i] : 0;
+    TORCH_CHECK(monitor == nullptr || (slot >= 0 && slot < monitor->number_of_optimizers()),
+                operation, ": slots[", i, "] must be one that the monitor has added, got ", slot);
+    int64_t* const first_nonfinite =
+        i < first_nonfinites.size() ? number_data(operation, c10::str("first_nonfinites[", i, "]"),
+                                                  first_nonfinites[i], device)
+                                    : nullptr;
+    flags.push_back({found_infs[i].const_data_ptr<float>(), first_nonfinite, slot});
   }
   const ScaleUpdate update{
       hyperparameters,
       {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
       monitor != nullptr ? monitor->memory() : ReportMemory()};
   run_update_scale(device, update, flags);
-}
-
-void adam_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-           const TensorList& exp_avg_sqs, const OptionalTensorList& steps,
-           const OptionalTensorList& max_exp_avg_sqs, const OptionalTensorList& master_params,
-           const AdamHyperparameters& hyperparameters, const OptionalTensor& lr,
-           const GradientOptions& options, const std::string& operation) {
-  TORCH_CHECK(steps.has_value() || hyperparameters.timestep >= 1.0, operation,
-              ": steps must be given unless there is a timestep, got None");
-  std::vector<NamedList> buffers = {{"exp_avgs", &exp_avgs}, {"exp_avg_sqs", &exp_avg_sqs}};
-  if (max_exp_avg_sqs.has_value()) buffers.push_back({"max_exp_avg_sqs", &*max_exp_avg_sqs});
-  step_lists(operation.c_str(), params, grads, buffers, steps, master_params, hyperparameters, lr,
-             options);
-}
-
-void sgd_(const TensorList& params, const TensorList& grads,
-          const OptionalTensorList& momentum_buffers, const OptionalTensorList& steps,
-          const OptionalTensorList& master_params, const SgdHyperparameters& hyperparameters,
-          const OptionalTensor& lr, const GradientOptions& options, const std::string& operation,
-          const std::string& buffers_name) {
-  TORCH_CHECK(momentum_buffers.has_value() || hyperparameters.momentum == 0.0, operation, ": ",
-              buffers_name, " must be given with momentum ", hyperparameters.momentum,
-              ", got None");
-  TORCH_CHECK(
-      steps.has_value() || hyperparameters.momentum == 0.0 || hyperparameters.dampening == 0.0,
-      operation, ": steps must be given with dampening, whose first step differs, got None");
-  std::vector<NamedList> buffers;
-  if (momentum_buffers.has_value()) buffers.push_back({buffers_name.c_str(), &*momentum_buffers});
-  step_lists(operation.c_str(), params, grads, buffers, steps, master_params, hyperparameters, lr,
-             options);
 }
 
 }  // namespace amp_ext

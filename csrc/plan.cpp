@@ -108,20 +108,20 @@ std::vector<int64_t> Plan::read_grads() {
   return without_state;
 }
 
-std::vector<Finding> Plan::check_finite(const at::Tensor& found_inf,
-                                        const OptionalTensor& grad_scale, bool sum_squares,
-                                        bool skip_nonfinite) {
+std::vector<LookResult> Plan::check_finite(const at::Tensor& found_inf,
+                                           const OptionalTensor& grad_scale, bool sum_squares,
+                                           bool skip_nonfinite) {
   const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
   looks_ = look(found_inf, grad_scale, sum_squares, skip_nonfinite, scratch_);
-  std::vector<Finding> findings;
+  std::vector<LookResult> results;
   for (Look& look : looks_) {
-    findings.push_back({look.found_inf, first_nonfinite_on(look.found_inf.device()),
-                        look.sum_of_squares, look.partition});
+    look.result.first_nonfinite = first_nonfinite_on(look.result.found_inf.device());
     look.records.clear();
+    results.push_back(look.result);
   }
   if (is_partitioned()) looks_.clear();
-  return findings;
+  return results;
 }
 
 at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
@@ -141,43 +141,34 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
   std::vector<Look> looks;
   for (size_t number = 0; number < rows_.size(); ++number) {
     Row& row = rows_[number];
-    row.looked_at.reset();
+    row.seen_grad.reset();
     if (!row.has_grad()) continue;
     check_grad(row);
-    const at::Device device = row.grad().device();
-    auto look = std::find_if(looks.begin(), looks.end(), [&](const Look& candidate) {
-      return candidate.found_inf.device() == device && candidate.partition == row.partition();
-    });
-    if (look == looks.end()) {
-      const auto options = at::TensorOptions(device).dtype(at::kFloat);
-      look = looks.insert(look, Look());
-      look->partition = row.partition();
-      look->records.reserve(rows_.size());
-      look->found_inf = found_inf.has_value() ? found_inf->to(device, at::kFloat,
-                                                              /*non_blocking=*/true, /*copy=*/true)
-                                              : at::zeros({}, options);
-      if (sum_squares) look->sum_of_squares = at::zeros({}, options.dtype(at::kDouble));
-    }
-    row.looked_at = LookedAt{WeakTensor(row.grad().getIntrusivePtr()), row.grad().const_data_ptr(),
+    Look& look = look_of(looks, row, found_inf, sum_squares);
+    row.seen_grad = SeenGrad{WeakTensor(row.grad().getIntrusivePtr()), row.grad().const_data_ptr(),
                              version_of(row.grad())};
     at::Tensor dense = row.grad();
     if (!dense.is_non_overlapping_and_dense()) {
       dense = dense.contiguous();
       row.staged.push_back({row.grad(), dense, false});  // keeps it alive
     }
-    look->records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
-                                            static_cast<int64_t>(number)));
+    look.records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
+                                           static_cast<int64_t>(number)));
   }
   for (Look& look : looks) {
-    const at::Device device = look.found_inf.device();
+    const LookResult& result = look.result;
+    const at::Device device = result.found_inf.device();
     const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
     // Only a scaler's look is followed by the update that reports and resets it.
     int64_t* const first_nonfinite =
         found_inf.has_value() ? first_nonfinite_on(device).mutable_data_ptr<int64_t>() : nullptr;
     const LookLaunch launch{
-        look.records.data(), static_cast<int64_t>(look.records.size()),
-        float_data(scale),   look.found_inf.mutable_data_ptr<float>(),
-        first_nonfinite,     sum_squares ? look.sum_of_squares.mutable_data_ptr<double>() : nullptr,
+        look.records.data(),
+        static_cast<int64_t>(look.records.size()),
+        float_data(scale),
+        result.found_inf.mutable_data_ptr<float>(),
+        first_nonfinite,
+        sum_squares ? result.sum_of_squares.mutable_data_ptr<double>() : nullptr,
         skip_nonfinite};
     run_look(device, launch, scratch);
   }
@@ -185,120 +176,182 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
   return looks;
 }
 
+Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
+                          bool sum_squares) const {
+  const at::Device device = row.grad().device();
+  for (Look& look : looks) {
+    const LookResult& result = look.result;
+    if (result.found_inf.device() == device && result.partition == row.partition()) return look;
+  }
+  Look look;
+  const auto options = at::TensorOptions(device).dtype(at::kFloat);
+  look.result.partition = row.partition();
+  look.result.found_inf = found_inf.has_value()
+                              ? found_inf->to(device, at::kFloat, /*non_blocking=*/true,
+                                              /*copy=*/true)
+                              : at::zeros({}, options);
+  if (sum_squares) look.result.sum_of_squares = at::zeros({}, options.dtype(at::kDouble));
+  look.records.reserve(rows_.size());
+  return looks.emplace_back(std::move(look));
+}
+
 bool Plan::is_partitioned() const {
   return std::any_of(rows_.begin(), rows_.end(),
                      [](const Row& row) { return row.partition() != 0; });
 }
 
-bool Plan::gradients_are_as_looked_at() const {
+bool Plan::gradients_are_as_seen() const {
   return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    if (!row.has_grad() || !row.looked_at.has_value()) {
-      return row.has_grad() == row.looked_at.has_value();
+    if (!row.has_grad() || !row.seen_grad.has_value()) {
+      return row.has_grad() == row.seen_grad.has_value();
     }
-    const LookedAt& seen = *row.looked_at;
+    const SeenGrad& seen = *row.seen_grad;
     return seen.tensor._unsafe_get_target() == row.grad().unsafeGetTensorImpl() &&
            seen.data == row.grad().const_data_ptr() && seen.version == version_of(row.grad());
   });
 }
 
-void Plan::run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
-                    const GradientOptions& options) {
+void Plan::run_step(GroupTable& table, const GradientOptions& options) {
   const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
-  check_groups(table, lrs, options.max_grad_norm);
+  check_step(table, options);
+  StepScratch& scratch = options.scratch != nullptr ? *options.scratch : scratch_;
+  bool looks_are_new = false;
+  const std::vector<Look> looks = looks_for_step(options, scratch, looks_are_new);
+  if (options.max_grad_norm.has_value() && options.grad_norm.has_value() && looks.empty() &&
+      !options.sum_of_squares.has_value()) {
+    options.grad_norm->zero_();  // of no gradients
+  }
+  for (const Batch& batch : batches()) {
+    const DeviceInputs inputs = inputs_on(batch.device, options, looks, looks_are_new);
+    if (host_knows_of_skip(batch.device, inputs.pointers)) {
+      if (inputs.grad_norm != nullptr) {
+        *inputs.grad_norm = GradientFactor::read(inputs.pointers).grad_norm;
+      }
+      continue;
+    }
+    put_lrs_on(batch.device, table);
+    step_batch(batch, table, inputs, scratch);
+  }
+}
+
+// All that can be refused, before anything is written.
+void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
+  check_groups(table, options.max_grad_norm);
   check_scalar(operation_, "grad_scale", options.grad_scale);
   check_scalar(operation_, "found_inf", options.found_inf);
   check_scalar(operation_, "sum_of_squares", options.sum_of_squares);
   for (Row& row : rows_) {
     if (!row.has_grad()) continue;
-    const bool writes_grad = table.common[row.group]->write_back_grads;
+    const bool writes_grad = table.groups[row.group].common->write_back_grads;
     if (row.writes_grad != writes_grad) row.fingerprints[kGrad] = {};  // is checked anew
     row.writes_grad = writes_grad;
     if (!row.kernel.has_value()) row.kernel = kernel_of(row, table);
     check_row(row);
   }
   if (!memory_is_checked_) check_memory();
+}
 
-  // The look that belongs to this step, taken now if it was not, or if gradients changed since.
+// The looks that belong to a step: those of check_finite, or new ones.
+std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, StepScratch& scratch,
+                                             bool& is_new) {
+  is_new = needs_look(options);
   std::vector<Look> looks;
   std::swap(looks, looks_);
-  StepScratch& scratch = options.scratch != nullptr ? *options.scratch : scratch_;
-  const bool clips = options.max_grad_norm.has_value();
-  const bool stale = !looks.empty() && !gradients_are_as_looked_at();
-  const bool lacks_sum = clips && !options.sum_of_squares.has_value() &&
-                         (looks.empty() || !looks.front().sum_of_squares.defined());
-  const bool looks_again = lacks_sum || (stale && (clips || options.found_inf.has_value()));
-  if (looks_again) looks = look({}, {}, clips, options.skip_nonfinite, scratch);
-  const auto sum_on = [&](const at::Device& device) {
-    if (options.sum_of_squares.has_value()) {
-      return options.sum_of_squares->to(device, at::kDouble, /*non_blocking=*/true);
-    }
-    at::Tensor sum;
-    for (const Look& look : looks) {
-      const at::Tensor here = look.sum_of_squares.to(device, /*non_blocking=*/true);
-      sum = sum.defined() ? sum.add(here) : here;
-    }
-    return sum;
-  };
-  const auto found_on = [&](const at::Device& device) {
-    at::Tensor found = scalar_on(device, *options.found_inf);
-    if (looks_again) {
-      for (const Look& look : looks) found = found.add(look.found_inf.to(device));
-    }
-    return found;
-  };
+  if (!is_new) return looks;
+  return look({}, {}, options.max_grad_norm.has_value(), options.skip_nonfinite, scratch);
+}
 
-  if (clips && options.grad_norm.has_value() && looks.empty() &&
-      !options.sum_of_squares.has_value()) {
-    options.grad_norm->zero_();  // of no gradients
+// Whether a step takes a look of its own, by what it asks for and what is known from the last look
+// ("stale": a gradient changed since):
+//
+//                   nothing   found_inf   a norm whose sum is given   a norm
+//   no look         no        no          no                          yes
+//   without a sum   no        no          no                          yes
+//   with a sum      no        no          no                          no
+//   stale           no        yes         yes                         yes
+bool Plan::needs_look(const GradientOptions& options) const {
+  const bool wants_norm = options.max_grad_norm.has_value();
+  if (!looks_.empty() && !gradients_are_as_seen()) {
+    return wants_norm || options.found_inf.has_value();
   }
+  const bool has_sum = options.sum_of_squares.has_value() ||
+                       (!looks_.empty() && looks_.front().result.sum_of_squares.defined());
+  return wants_norm && !has_sum;
+}
 
+std::vector<Plan::Batch> Plan::batches() {
   std::vector<Batch> batches;
   for (Row& row : rows_) {
-    if (row.has_grad()) batch_of(batches, row).rows.push_back(&row);
+    if (!row.has_grad()) continue;
+    const at::Device device = row.param().device();
+    auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& candidate) {
+      return candidate.kernel == *row.kernel && candidate.device == device;
+    });
+    if (batch == batches.end()) batch = batches.insert(batch, {device, *row.kernel, {}});
+    batch->rows.push_back(&row);
   }
-  for (Batch& batch : batches) {
-    const at::Device device = batch.device;
-    const at::Tensor scale =
-        options.grad_scale.has_value() ? scalar_on(device, *options.grad_scale) : at::Tensor();
-    const at::Tensor found = options.found_inf.has_value() ? found_on(device) : at::Tensor();
-    const at::Tensor sum = clips ? sum_on(device) : at::Tensor();
-    const GradientInputs inputs{float_data(scale), float_data(found),
-                                clips ? sum.const_data_ptr<double>() : nullptr,
-                                options.max_grad_norm.value_or(0.0), options.skip_nonfinite};
-    float* grad_norm = nullptr;
-    if (clips && options.grad_norm.has_value() && options.grad_norm->device() == device) {
-      grad_norm = options.grad_norm->mutable_data_ptr<float>();
-    }
-    if (host_knows_of_skip(device, inputs)) {
-      if (grad_norm != nullptr) *grad_norm = GradientFactor::read(inputs).grad_norm;
-      continue;
-    }
+  return batches;
+}
 
-    std::vector<at::Tensor> device_lrs(lrs.size());
-    for (size_t i = 0; i < lrs.size(); ++i) {
-      if (!lrs[i].has_value()) continue;
-      if (!uses_cuda_engine(device) || !uses_cuda_engine(lrs[i]->device())) {
-        table.common[i]->lr = lrs[i]->item().toDouble();
-      } else {
-        device_lrs[i] = scalar_on(device, *lrs[i]);
-      }
-      table.common[i]->lr_on_device = float_data(device_lrs[i]);
+Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptions& options,
+                                   const std::vector<Look>& looks, bool looks_are_new) const {
+  DeviceInputs inputs{};
+  if (options.grad_scale.has_value()) inputs.grad_scale = scalar_on(device, *options.grad_scale);
+  if (options.found_inf.has_value()) {
+    inputs.found_inf = scalar_on(device, *options.found_inf);
+    for (const Look& look : looks) {
+      // What the last look found is in the option.
+      if (looks_are_new) inputs.found_inf = inputs.found_inf.add(look.result.found_inf.to(device));
     }
-
-    std::vector<TensorRecord> records;
-    records.reserve(batch.rows.size());
-    for (Row* row : batch.rows) {
-      update_stale_master(*row);
-      if (!row->record_is_current) fill_record(*row);
-      records.push_back(row->record);
-    }
-    const StepLaunch launch{
-        batch.kernel,          records.data(), static_cast<int64_t>(records.size()),
-        table.hyperparameters, inputs,         grad_norm};
-    amp_ext::run_step(device, launch, scratch);
-    for (Row* row : batch.rows) mark_written(*row);
   }
+  const bool clips = options.max_grad_norm.has_value();
+  if (clips && options.sum_of_squares.has_value()) {
+    inputs.sum_of_squares = options.sum_of_squares->to(device, at::kDouble, /*non_blocking=*/true);
+  } else if (clips) {
+    for (const Look& look : looks) {
+      const at::Tensor here = look.result.sum_of_squares.to(device, /*non_blocking=*/true);
+      at::Tensor& sum = inputs.sum_of_squares;
+      sum = sum.defined() ? sum.add(here) : here;
+    }
+  }
+  inputs.pointers = {float_data(inputs.grad_scale), float_data(inputs.found_inf),
+                     clips ? inputs.sum_of_squares.const_data_ptr<double>() : nullptr,
+                     options.max_grad_norm.value_or(0.0), options.skip_nonfinite};
+  if (clips && options.grad_norm.has_value() && options.grad_norm->device() == device) {
+    inputs.grad_norm = options.grad_norm->mutable_data_ptr<float>();
+  }
+  return inputs;
+}
+
+// Learning rates that are tensors: a GPU's kernels read them on their device, others get a number.
+void Plan::put_lrs_on(const at::Device& device, GroupTable& table) {
+  for (GroupTable::Entry& group : table.groups) {
+    if (!group.lr.has_value()) continue;
+    group.lr_on_device.reset();
+    if (!uses_cuda_engine(device) || !uses_cuda_engine(group.lr->device())) {
+      group.common->lr = group.lr->item().toDouble();
+    } else {
+      group.lr_on_device = scalar_on(device, *group.lr);
+    }
+    group.common->lr_on_device = float_data(group.lr_on_device);
+  }
+}
+
+void Plan::step_batch(const Batch& batch, const GroupTable& table, const DeviceInputs& inputs,
+                      StepScratch& scratch) {
+  std::vector<TensorRecord> records;
+  records.reserve(batch.rows.size());
+  for (Row* row : batch.rows) {
+    update_stale_master(*row);
+    if (!row->record_is_current) fill_record(*row);
+    records.push_back(row->record);
+  }
+  const StepLaunch launch{
+      batch.kernel,          records.data(),  static_cast<int64_t>(records.size()),
+      table.hyperparameters, inputs.pointers, inputs.grad_norm};
+  amp_ext::run_step(batch.device, launch, scratch);
+  for (Row* row : batch.rows) mark_written(*row);
 }
 
 OptimizerKernel Plan::kernel_of(const Row& row, const GroupTable& table) const {
@@ -309,28 +362,16 @@ OptimizerKernel Plan::kernel_of(const Row& row, const GroupTable& table) const {
   return *kernel;
 }
 
-Plan::Batch& Plan::batch_of(std::vector<Batch>& batches, const Row& row) {
-  const at::Device device = row.param().device();
-  for (Batch& batch : batches) {
-    if (batch.kernel == *row.kernel && batch.device == device) return batch;
-  }
-  batches.push_back({device, *row.kernel, {}});
-  return batches.back();
-}
-
-void Plan::check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs,
-                        const std::optional<double>& max_grad_norm) const {
-  TORCH_CHECK(static_cast<int64_t>(lrs.size()) == table.count, operation_,
-              ": lrs must have one entry for each of the ", table.count, " groups, got ",
-              lrs.size());
+void Plan::check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const {
+  const auto count = static_cast<int64_t>(table.groups.size());
   for (const Row& row : rows_) {
-    TORCH_CHECK(row.group < table.count, operation_, ": hyperparameters of group ", row.group,
-                " are missing, got ", table.count, " groups");
+    TORCH_CHECK(row.group < count, operation_, ": hyperparameters of group ", row.group,
+                " are missing, got ", count, " groups");
   }
-  for (const auto& lr : lrs) check_scalar(operation_, "lr", lr);
-  for (const CommonHyperparameters* common : table.common) {
-    TORCH_CHECK(common->clip_value >= 0.0, operation_, ": clip_value must be at least 0, got ",
-                common->clip_value);
+  for (const GroupTable::Entry& group : table.groups) {
+    check_scalar(operation_, "lr", group.lr);
+    TORCH_CHECK(group.common->clip_value >= 0.0, operation_,
+                ": clip_value must be at least 0, got ", group.common->clip_value);
   }
   TORCH_CHECK(!max_grad_norm.has_value() || *max_grad_norm >= 0.0, operation_,
               ": max_grad_norm must be at least 0, got ", *max_grad_norm);
@@ -527,10 +568,11 @@ Plan::Cleanup::~Cleanup() {
 
 std::string Plan::name_of(const Row& row, int list) const {
   static const char* const names[] = {"param", "grad", "master_param", "step"};
-  const std::string name = list < kBuffer0 ? names[list] : buffer_names_.at(list - kBuffer0);
-  if (naming_ == Naming::kLists) {
-    return c10::str(name, "s[", row.index_in_group, "]");
-  }
+  const bool in_lists = naming_ == Naming::kLists;
+  const std::string name = list >= kBuffer0 ? buffer_names_.at(list - kBuffer0)
+                           : in_lists       ? std::string(names[list]) + "s"
+                                            : names[list];
+  if (in_lists) return c10::str(name, "[", row.index_in_group, "]");
   return c10::str(name, " of group ", row.group, ", param ", row.index_in_group);
 }
 

@@ -21,6 +21,8 @@
 namespace amp_ext {
 
 using OptionalTensor = std::optional<at::Tensor>;
+using TensorList = std::vector<at::Tensor>;
+using OptionalTensorList = std::optional<TensorList>;
 
 // What a step makes of the gradients, beside the hyperparameters of a group.
 struct GradientOptions {
@@ -34,12 +36,18 @@ struct GradientOptions {
   std::shared_ptr<StepScratch> scratch;  // device memory of the caller's; null: the plan's own
 };
 
+// The hyperparameters of one group of parameters.
+template <typename Hyperparameters>
+struct Group : Hyperparameters {
+  OptionalTensor lr_tensor;  // the learning rate if that is a tensor of one element: replaces lr
+};
+
 // What a look found on one device, in the parameters of one partition.
-struct Finding {
+struct LookResult {
   at::Tensor found_inf;        // one float32
   at::Tensor first_nonfinite;  // one int64, the number of the first parameter, or kNoTensor
   at::Tensor sum_of_squares;   // one float64, or undefined if none was wanted
-  int64_t partition;
+  int64_t partition = 0;
 };
 
 // Whose shard a row works on: the parameter itself, which stays the same tensor while its shard may
@@ -66,7 +74,8 @@ void refresh_master(const at::Tensor& param, const at::Tensor& master_param);
 
 class AMP_EXT_API Plan {
  public:
-  // `buffer_names` are the keys of the buffers, in the order in which ParamState holds them.
+  // `buffer_names` are the keys of the buffers, or the names of their lists, in the order in which
+  // ParamState holds them.
   Plan(std::string operation, std::vector<std::string> buffer_names,
        Naming naming = Naming::kGroups);
 
@@ -96,24 +105,26 @@ class AMP_EXT_API Plan {
   std::vector<int64_t> read_grads();
 
   // Looks for inf and NaN in all gradients, and sums their squares if the step will want that:
-  // with `skip_nonfinite` only those of finite elements. Returns a finding for each device that
+  // with `skip_nonfinite` only those of finite elements. Returns a result for each device that
   // holds a gradient: a copy of `found_inf` there, set to 1 where something was found, and the
   // plan's own first_nonfinite, which is lowered, for an update of the scale to read and reset.
   // Partitions are looked at apart. What one rank finds in its shards is not the whole: the step
   // that follows takes found_inf and sum_of_squares from its options then, and never looks itself.
-  std::vector<Finding> check_finite(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
-                                    bool sum_squares, bool skip_nonfinite);
+  std::vector<LookResult> check_finite(const at::Tensor& found_inf,
+                                       const OptionalTensor& grad_scale, bool sum_squares,
+                                       bool skip_nonfinite);
 
-  // One step of every parameter that has a gradient. `groups` holds the hyperparameters of each
-  // group and `lrs` its learning rate if that is a tensor. With a found_inf other than 0 nothing
-  // is written at all. A gradient that changed since `check_finite` is looked at again.
+  // One step of every parameter that has a gradient, with the hyperparameters of its group. With a
+  // found_inf other than 0 nothing is written at all. A gradient that changed since `check_finite`
+  // is looked at again.
   template <typename Hyperparameters>
-  void step(std::vector<Hyperparameters> groups, const std::vector<OptionalTensor>& lrs,
-            const GradientOptions& options) {
-    GroupTable table{
-        groups.data(), static_cast<int64_t>(groups.size()), {}, &kernel_for<Hyperparameters>};
-    for (Hyperparameters& group : groups) table.common.push_back(&group);
-    run_step(table, lrs, options);
+  void step(const std::vector<Group<Hyperparameters>>& groups, const GradientOptions& options) {
+    std::vector<Hyperparameters> hyperparameters(groups.begin(), groups.end());
+    GroupTable table{hyperparameters.data(), &kernel_for<Hyperparameters>, {}};
+    for (size_t i = 0; i < groups.size(); ++i) {
+      table.groups.push_back({&hyperparameters[i], groups[i].lr_tensor, {}});
+    }
+    run_step(table, options);
   }
 
  private:
@@ -131,7 +142,7 @@ class AMP_EXT_API Plan {
 
   // A gradient at the time of a look. The weak reference keeps another from taking its place in
   // memory unnoticed, but not its elements alive.
-  struct LookedAt {
+  struct SeenGrad {
     WeakTensor tensor;
     const void* data;
     int64_t version;
@@ -154,7 +165,7 @@ class AMP_EXT_API Plan {
     std::optional<OptimizerKernel> kernel;
     bool writes_grad = false;
     std::vector<Staged> staged;
-    std::optional<LookedAt> looked_at;  // the gradient that check_finite saw
+    std::optional<SeenGrad> seen_grad;  // the one that the last look saw
 
     const at::Tensor& param() const { return tensors[kParam]; }
     const at::Tensor& identity() const { return shard_of.has_value() ? shard_of->param : param(); }
@@ -165,20 +176,31 @@ class AMP_EXT_API Plan {
     int64_t version() const;
   };
 
-  // What was seen in the gradients of one device and partition.
+  // A look at the gradients of one device and partition.
   struct Look {
-    int64_t partition;
-    at::Tensor found_inf;       // [1]
-    at::Tensor sum_of_squares;  // [1], or undefined
+    LookResult result;
     std::vector<TensorRecord> records;
   };
 
   // The hyperparameters of all groups, whatever their type.
   struct GroupTable {
-    const void* hyperparameters;
-    int64_t count;
-    std::vector<CommonHyperparameters*> common;  // [count]
+    struct Entry {
+      CommonHyperparameters* common;
+      OptionalTensor lr;        // where it is a tensor
+      at::Tensor lr_on_device;  // keeps alive what `common` points to
+    };
+    const void* hyperparameters;  // [groups]
     std::optional<OptimizerKernel> (*kernel)(int buffers);
+    std::vector<Entry> groups;
+  };
+
+  // What a step reads from one device; keeps it alive.
+  struct DeviceInputs {
+    at::Tensor grad_scale;
+    at::Tensor found_inf;
+    at::Tensor sum_of_squares;
+    GradientInputs pointers;
+    float* grad_norm;  // [1], or null
   };
 
   // The rows that one launch updates.
@@ -195,17 +217,26 @@ class AMP_EXT_API Plan {
     ~Cleanup();
   };
 
-  void run_step(GroupTable& table, const std::vector<OptionalTensor>& lrs,
-                const GradientOptions& options);
+  void run_step(GroupTable& table, const GradientOptions& options);
+  void check_step(const GroupTable& table, const GradientOptions& options);
+  std::vector<Look> looks_for_step(const GradientOptions& options, StepScratch& scratch,
+                                   bool& is_new);
+  bool needs_look(const GradientOptions& options) const;
+  std::vector<Batch> batches();
+  DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
+                         const std::vector<Look>& looks, bool looks_are_new) const;
+  static void put_lrs_on(const at::Device& device, GroupTable& table);
+  void step_batch(const Batch& batch, const GroupTable& table, const DeviceInputs& inputs,
+                  StepScratch& scratch);
   std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
                          bool sum_squares, bool skip_nonfinite, StepScratch& scratch);
+  Look& look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
+                bool sum_squares) const;
   at::Tensor first_nonfinite_on(const at::Device& device);
   bool is_partitioned() const;
-  bool gradients_are_as_looked_at() const;
+  bool gradients_are_as_seen() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
-  static Batch& batch_of(std::vector<Batch>& batches, const Row& row);
-  void check_groups(const GroupTable& table, const std::vector<OptionalTensor>& lrs,
-                    const std::optional<double>& max_grad_norm) const;
+  void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
   void check_row(Row& row);
   static bool has_moved(Row& row, int list);
   static bool take_new_grad(Row& row);

@@ -121,6 +121,24 @@ std::optional<DType> dtype_of(at::ScalarType dtype) {
 
 std::optional<DType> dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
+void check_is_plain(const std::string& operation, const std::string& name,
+                    const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined() && is_plain(tensor), operation, ": ", name,
+              " must be a strided tensor with memory of its own, got ",
+              tensor.defined() ? tensor.toString() : "None");
+}
+
+void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,
+                  at::ScalarType dtype, const at::Device& device) {
+  check_is_plain(operation, name, tensor);
+  TORCH_CHECK(tensor.scalar_type() == dtype, operation, ": ", name, " must be ", dtype, ", got ",
+              tensor.scalar_type());
+  TORCH_CHECK(tensor.numel() == 1, operation, ": ", name, " must be one element, got sizes ",
+              tensor.sizes());
+  TORCH_CHECK(tensor.device() == device, operation, ": ", name, " must be on ", device, ", got ",
+              tensor.device());
+}
+
 TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number) {
   TensorRecord record;
   record.grad = data;

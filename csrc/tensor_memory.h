@@ -28,6 +28,14 @@ inline bool is_plain(const at::Tensor& tensor) {
          tensor.has_storage();
 }
 
+// Throws unless a tensor of an operation is a plain one.
+void check_is_plain(const std::string& operation, const std::string& name,
+                    const at::Tensor& tensor);
+
+// Throws unless it is one number that a kernel reads or writes in place.
+void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,
+                  at::ScalarType dtype, const at::Device& device);
+
 // What an operation on gradients alone needs of one, whose elements lie densely at `data`. `number`
 // is what reports call it.
 TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number);

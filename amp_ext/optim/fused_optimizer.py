@@ -20,7 +20,7 @@ __all__ = ["FusedOptimizer"]
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float64, *_SIXTEEN_BIT)
 
-# Options that torch does not have. A checkpoint never changes how they were configured.
+# Options of a step that torch does not have. A checkpoint never changes how they were configured.
 _CONFIGURED = (
     "master_weights",
     "state_dtype",
@@ -28,17 +28,17 @@ _CONFIGURED = (
     "clip_value",
     "write_back_grads",
     "skip_nonfinite",
-    "denominator_floor",
 )
 
 
 class FusedOptimizer(torch.optim.Optimizer):
     """Steps all parameters of all groups in one fused launch.
 
-    A subclass names its buffers and gives the hyperparameters of a group; the formula is a functor
-    of the compiled module. float16 and bfloat16 parameters have a float32 master in their state,
-    ``state[param]["master_param"]``, unless the group says ``master_weights=False``. Buffers are
-    float32 (float64 for float64 parameters), or the parameter's dtype with ``state_dtype=None``.
+    A subclass has the signature that names its options, names its buffers and checks what is its
+    own; the formula is a functor of the compiled module. float16 and bfloat16 parameters have a
+    float32 master in their state, ``state[param]["master_param"]``, unless the group says
+    ``master_weights=False``. Buffers are float32 (float64 for float64 parameters), or the
+    parameter's dtype with ``state_dtype=None``.
 
     A gradient scaler hands over ``grad_scale`` and ``found_inf`` as attributes for the time of a
     step: gradients are unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes
@@ -46,9 +46,40 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     In-place writes to states are always seen. A state tensor that was replaced by another is seen
     after ``load_state_dict``, ``add_param_group`` or :meth:`rebuild`.
+
+    Options of a step, by which the groups of all optimizers may differ:
+
+    Args:
+        params: Parameters or groups of them; float32, float64, float16 or bfloat16.
+        lr: Learning rate; as a tensor, one element, read on its device at each step.
+        weight_decay: Weight decay per step, before the learning rate.
+        maximize: Ascends instead.
+        decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
+        master_weights: Keeps a float32 master of every float16 and bfloat16 parameter.
+        state_dtype: torch.float32, the least precision of the buffers, or None for the parameter's.
+        max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
+            step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
+            gradient 0. The same in all groups.
+        clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
+        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
+            out of the norm. Under a gradient scaler such a step is skipped whole all the same. The
+            same in all groups.
+        write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
+            leaves ``.grad`` as the backward pass made it.
+        foreach: Accepted for drop-in use; there is one path.
+        fused: Likewise.
+        differentiable: Must be False.
+
+    Raises:
+        ValueError: If an option is out of range, or a parameter is listed twice.
+        RuntimeError: If ``differentiable`` is true.
     """
 
     _step_supports_amp_scaling = True
+    # The class of the compiled module that takes a group's hyperparameters and names the formula.
+    _hyperparameters_class: ClassVar[str]
+    # Options of a subclass that torch does not have.
+    _own_options: ClassVar[tuple[str, ...]] = ()
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: Any = None
     _planned_state: Any = None
@@ -62,22 +93,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     grad_norm: Tensor | None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        """Checks the options that all optimizers have and adds the parameters.
+        """Checks the options and adds the parameters.
 
         Args:
             params: Parameters or groups, as for torch.optim.Optimizer.
-            defaults: Options of the groups.
-
-        Raises:
-            ValueError: If an option is out of range.
+            defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
-        lr, weight_decay = defaults["lr"], defaults["weight_decay"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         if defaults["differentiable"]:
             raise RuntimeError(
                 f"{type(self).__name__}: differentiable must be False, got True: a fused kernel "
@@ -85,6 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        self._check_options(defaults)
         self._check_own_options(defaults)
         self.grad_norm = None  # of the instance: a wrapper made of this class shall not hide it
         super().__init__(params, defaults)
@@ -95,14 +117,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns the state keys of the buffers that a group keeps, in the functor's order."""
         raise TypeError(f"{type(self).__name__} does not name its buffers")
 
-    def _hyperparameters(self, group: dict[str, Any], common: dict[str, Any]) -> Any:
-        """Returns a group's hyperparameters as the compiled module takes them.
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Checks the defaults as torch does; a subclass adds what is its own."""
+        lr, weight_decay = options["lr"], options["weight_decay"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
-        Args:
-            group: The group.
-            common: Those that all optimizers have.
-        """
-        raise TypeError(f"{type(self).__name__} does not give its hyperparameters")
+    def _hyperparameters(self, group: dict[str, Any]) -> Any:
+        """Returns a group's options as the compiled module takes them."""
+        options = group
+        if "betas" in group:
+            beta1, beta2 = group["betas"]
+            options = {**group, "beta1": float(beta1), "beta2": float(beta2)}
+        takes = getattr(ops, self._hyperparameters_class)
+        return takes(**{name: options[name] for name in takes.fields if name in options})
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
         """Returns whether the functor needs the number of the step."""
@@ -330,16 +362,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
         plan.step(
-            [self._hyperparameters(group, _common(group)) for group in self.param_groups],
-            [ops.split_lr(group["lr"])[1] for group in self.param_groups],
-            ops.GradientOptions(
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                max_grad_norm=max_grad_norm,
-                sum_of_squares=sum_of_squares,
-                grad_norm=self.grad_norm,
-                skip_nonfinite=skip_nonfinite,
-            ),
+            [self._hyperparameters(group) for group in self.param_groups],
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            max_grad_norm=max_grad_norm,
+            sum_of_squares=sum_of_squares,
+            grad_norm=self.grad_norm,
+            skip_nonfinite=skip_nonfinite,
         )
         return loss
 
@@ -369,19 +398,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             stands on each of them if one is inf or NaN on any.
         """
         sums_squares = self._for_all_groups("max_grad_norm") is not None
-        findings = self._plan_with_shards().check_finite(
+        results = self._plan_with_shards().check_finite(
             found_inf, grad_scale, sums_squares, self._for_all_groups("skip_nonfinite")
         )
         self._first_nonfinites = {
-            finding.found_inf.device: finding.first_nonfinite for finding in findings
+            result.found_inf.device: result.first_nonfinite for result in results
         }
-        flags = {finding.found_inf.device: finding.found_inf for finding in findings}
         if not self._sharded_over:
-            return flags
+            return {result.found_inf.device: result.found_inf for result in results}
         flags, sum_of_squares = self._sharded_over.all_reduce(
             found_inf,
-            [finding.found_inf for finding in findings],
-            [(finding.partition, finding.sum_of_squares) for finding in findings],
+            [result.found_inf for result in results],
+            [(result.partition, result.sum_of_squares) for result in results],
             sums_squares=sums_squares,
         )
         self._sum_of_squares = sum_of_squares if sums_squares else None
@@ -462,7 +490,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 Nothing has been changed then.
         """
         states: dict[Any, Any] = {}
-        configured = [_configured(group) for group in self.param_groups]
+        configured = [self._configured(group) for group in self.param_groups]
 
         def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any]:
             self._check_state_dict(incoming)
@@ -487,6 +515,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _configured(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns a group's options that no checkpoint changes."""
+        return {name: group[name] for name in (*_CONFIGURED, *self._own_options) if name in group}
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Checks that a state dict is one of an optimizer with the options of this one."""
@@ -522,7 +554,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group_index, (group, saved) in enumerate(
             zip(self.param_groups, saved_groups, strict=True)
         ):
-            loaded_group = {**self.defaults, **saved, **_configured(group)}
+            loaded_group = {**self.defaults, **saved, **self._configured(group)}
             for index, (param, key) in enumerate(
                 zip(group["params"], saved["params"], strict=True)
             ):
@@ -568,13 +600,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state
 
 
+def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options among the arguments of a constructor, given its ``locals()``."""
+    others = ("self", "params", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
+def check_betas(options: dict[str, Any]) -> None:
+    """Checks the decay rates of two moments, and makes a tuple of them."""
+    options["betas"] = betas = tuple(options["betas"])
+    for index, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{index}] must be 1-element")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if {type(beta) for beta in betas} not in ({float}, {Tensor}):
+        raise ValueError("betas must be either both floats or both Tensors")
+
+
 # A scaler asks for it at every step; kept, that costs 2 µs instead of 30.
 setattr(FusedOptimizer.step, "__signature__", inspect.signature(FusedOptimizer.step))  # noqa: B010
-
-
-def _configured(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's options that no checkpoint changes."""
-    return {name: group[name] for name in _CONFIGURED if name in group}
 
 
 def _with_own_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -611,18 +656,6 @@ def _what_to_load(state_dict: Mapping[Any, Any]) -> str:
             "the model first"
         )
     return text
-
-
-def _common(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the hyperparameters that all optimizers have; a tensor lr travels apart."""
-    return {
-        "lr": ops.split_lr(group["lr"])[0],
-        "weight_decay": group["weight_decay"],
-        "decoupled_weight_decay": group["decoupled_weight_decay"],
-        "maximize": group["maximize"],
-        "clip_value": ops.limit_of(group["clip_value"]),
-        "write_back_grads": group["write_back_grads"],
-    }
 
 
 def _norm(sum_of_squares: Tensor, grad_scale: Tensor | None) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from amp_ext import ops
-from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.fused_optimizer import FusedOptimizer, options_of
 
 
 class SGD(FusedOptimizer):
@@ -22,22 +21,9 @@ class SGD(FusedOptimizer):
             first step.
         weight_decay: Weight decay per step, before the learning rate.
         nesterov: Looks ahead along the momentum.
-        maximize: Ascends instead.
-        decoupled_weight_decay: Shrinks parameters instead of adding to gradients.
-        master_weights: Keeps a float32 master of every float16 and bfloat16 parameter.
-        state_dtype: torch.float32, the least precision of the momentum buffer, or None for the
-            parameter's.
-        max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
-            step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
-            gradient 0.
-        clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
-        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
-            out of the norm. Under a gradient scaler such a step is skipped whole all the same.
-        write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
-            leaves ``.grad`` as the backward pass made it.
-        foreach: Accepted for drop-in use; there is one path.
-        fused: Likewise.
-        differentiable: Must be False.
+
+    The other arguments are the options of a step, which all optimizers have:
+    :class:`~amp_ext.optim.fused_optimizer.FusedOptimizer`.
 
     Raises:
         ValueError: If an option is out of range, or a parameter is listed twice.
@@ -48,6 +34,7 @@ class SGD(FusedOptimizer):
         deep learning", 2013.
     """
 
+    _hyperparameters_class = "SgdHyperparameters"
     _required_options: ClassVar[tuple[str, ...]] = (
         "lr",
         "momentum",
@@ -78,29 +65,15 @@ class SGD(FusedOptimizer):
         differentiable: bool = False,
     ) -> None:
         """Checks the options; see the class."""
+        super().__init__(params, options_of(locals()))
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        momentum, dampening = options["momentum"], options["dampening"]
         if not momentum >= 0.0:
             raise ValueError(f"Invalid momentum value: {momentum}")
-        if nesterov and (momentum <= 0 or dampening != 0):
+        if options["nesterov"] and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "master_weights": master_weights,
-            "state_dtype": state_dtype,
-            "max_grad_norm": max_grad_norm,
-            "clip_value": clip_value,
-            "write_back_grads": write_back_grads,
-            "skip_nonfinite": skip_nonfinite,
-        }
-        super().__init__(params, defaults)
 
     def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the momentum buffer if a group has momentum."""
@@ -115,11 +88,3 @@ class SGD(FusedOptimizer):
 
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
         return []  # without momentum_buffer the next step is the first
-
-    def _hyperparameters(self, group: dict[str, Any], common: dict[str, Any]) -> Any:
-        return ops.SgdHyperparameters(
-            **common,
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-        )

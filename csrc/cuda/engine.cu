@@ -58,17 +58,17 @@ struct GradientTile {
 };
 
 // Where a block says that it found inf or NaN.
-struct Findings {
+struct LookOutputs {
   float* found_inf;          // [1], or null: nothing is said
   int64_t* first_nonfinite;  // [1], or null
 };
 
 // Says whether a thread found one in tensor `number`.
-__device__ void report(bool found, int32_t number, const Findings& findings) {
+__device__ void report(bool found, int32_t number, const LookOutputs& outputs) {
   if (!__syncthreads_or(found) || threadIdx.x != 0) return;
-  atomicExch(findings.found_inf, 1.0f);
-  if (findings.first_nonfinite == nullptr) return;
-  atomicMin(reinterpret_cast<long long*>(findings.first_nonfinite), static_cast<long long>(number));
+  atomicExch(outputs.found_inf, 1.0f);
+  if (outputs.first_nonfinite == nullptr) return;
+  atomicMin(reinterpret_cast<long long*>(outputs.first_nonfinite), static_cast<long long>(number));
 }
 
 constexpr int kWarps = kThreads / 32;
@@ -98,7 +98,7 @@ template <typename Table>
 struct LookArguments {
   Table table;
   const float* grad_scale;
-  Findings findings;
+  LookOutputs outputs;
   double* sum_of_squares;
   SumScratch scratch;
   bool skip_nonfinite;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
   const GradientTile<Storage> tile(arguments.table);
   const int32_t number = arguments.table.group[tile.tensor];
   if (blockIdx.x == 0 && threadIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip) {
-    atomicExch(arguments.findings.found_inf, 1.0f);
+    atomicExch(arguments.outputs.found_inf, 1.0f);
   }
   bool found = false;
   if constexpr (kSumSquares) {
@@ -169,14 +169,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < decltype(count)::value; ++i) found |= is_nonfinite(pack.values[i]);
   });
-  report(found, number, arguments.findings);
+  report(found, number, arguments.outputs);
 }
 
 template <typename Table>
 struct MultiplyArguments {
   Table table;
   MultiplyInputs inputs;
-  Findings findings;
+  LookOutputs outputs;
 };
 
 template <typename Storage, typename Table>
@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kThreads)
     multiply_kernel(const MultiplyArguments<Table> __grid_constant__ arguments) {
   using T = typename ComputeType<Storage>::type;
   const float factor = arguments.inputs.factor();
-  const Findings& findings = arguments.findings;
-  if (factor == 1.0f && findings.found_inf == nullptr) return;
+  const LookOutputs& outputs = arguments.outputs;
+  if (factor == 1.0f && outputs.found_inf == nullptr) return;
   const GradientTile<Storage> tile(arguments.table);
   const bool bad_factor = blockIdx.x == 0 && threadIdx.x == 0 && !is_finite(factor);
-  if (bad_factor && findings.found_inf != nullptr) atomicExch(findings.found_inf, 1.0f);
+  if (bad_factor && outputs.found_inf != nullptr) atomicExch(outputs.found_inf, 1.0f);
   bool found = false;
   tile.for_each([&](auto& in_place, auto count) {
     auto pack = in_place;
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (factor != 1.0f) in_place = pack;
   });
-  if (findings.found_inf != nullptr) {
-    report(found, arguments.table.group[tile.tensor], findings);
+  if (outputs.found_inf != nullptr) {
+    report(found, arguments.table.group[tile.tensor], outputs);
   }
 }
 
@@ -346,7 +346,7 @@ int look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_
     using Table = typename decltype(table_type)::Table;
     LookArguments<Table> arguments;
     arguments.grad_scale = launch_of_all.grad_scale;
-    arguments.findings = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
+    arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
     arguments.sum_of_squares = launch_of_all.sum_of_squares;
     arguments.scratch = scratch;
     arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
@@ -365,7 +365,7 @@ int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& i
     using Table = typename decltype(table_type)::Table;
     MultiplyArguments<Table> arguments;
     arguments.inputs = inputs;
-    arguments.findings = {found_inf, first_nonfinite};
+    arguments.outputs = {found_inf, first_nonfinite};
     return launch_gradients<Storage>(multiply_kernel<Storage, Table>, records, count, arguments,
                                      stream);
   });

@@ -14,6 +14,24 @@ struct SgdHyperparameters : CommonHyperparameters {
   double momentum = 0.0;
   double dampening = 0.0;
   bool nesterov = false;
+
+  static constexpr const char* kOperation = "sgd_";
+  static constexpr const char* kName = "SgdHyperparameters";
+  static constexpr BufferDescription kBuffers[] = {{"momentum_buffer", BufferRole::kFirstMoment}};
+
+  const char* why_step() const {
+    return momentum != 0.0 && dampening != 0.0 ? "with dampening, whose first step differs"
+                                               : nullptr;
+  }
+  bool needs_buffers() const { return momentum != 0.0; }
+
+  template <typename Visit>
+  static void for_each_field(const Visit& visit) {
+    CommonHyperparameters::for_each_field(visit);
+    visit("momentum", &SgdHyperparameters::momentum);
+    visit("dampening", &SgdHyperparameters::dampening);
+    visit("nesterov", &SgdHyperparameters::nesterov);
+  }
 };
 
 template <typename T>

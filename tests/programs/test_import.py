@@ -7,7 +7,7 @@ import torch
 from rows import rows
 
 import amp_ext
-from amp_ext import ops
+from amp_ext import binary
 
 IMPORT_AND_USE = """
 import amp_ext
@@ -48,5 +48,5 @@ def test_a_bad_binary_is_explained_at_first_use(copy, run_module, content, note,
 @pytest.mark.parametrize("note", ["", "{", "[]", '{"cuda": null}'])
 def test_a_damaged_note_of_the_build_does_no_harm(tmp_path, monkeypatch, note):
     (tmp_path / "_build_info.json").write_text(note)
-    monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops.py"))
-    assert ops._load_binary() is amp_ext._C
+    monkeypatch.setattr(binary, "__file__", str(tmp_path / "binary.py"))
+    assert binary.load_binary() is amp_ext._C

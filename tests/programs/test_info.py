@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import amp_ext
+from amp_ext import binary as compiled_module
 from amp_ext import ops
 from amp_ext.info import causes, facts
 from amp_ext.info.__main__ import main
@@ -114,10 +115,10 @@ def use_copy(copy, monkeypatch) -> Callable[[Callable[[Path], object]], Path]:
         (binary,) = copy.glob("_C.*.so")
         change(binary)
         monkeypatch.setattr(amp_ext, "__path__", [str(copy)])
-        monkeypatch.setattr(ops, "__file__", str(copy / "ops.py"))
+        monkeypatch.setattr(compiled_module, "__file__", str(copy / "binary.py"))
         monkeypatch.delitem(sys.modules, "amp_ext._C")
         monkeypatch.delattr(amp_ext, "_C")
-        monkeypatch.setattr(ops, "_C", ops._load_binary())
+        monkeypatch.setattr(ops, "_C", compiled_module.load_binary())
         for module in (facts, causes):
             monkeypatch.setattr(module, "PACKAGE", copy)
         return copy

@@ -1,0 +1,159 @@
+"""One step of an optimizer under the classic contract of CUDA training code."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+
+__all__ = ["OptimizerType", "OptimizerWorkspace", "optimizer_update_"]
+
+
+class OptimizerType(enum.Enum):
+    """What :func:`optimizer_update_` does: plain descent, descent with momentum, or AdamW."""
+
+    SGD = "sgd"
+    MOMENTUM = "momentum"
+    ADAM = "adam"
+
+
+class OptimizerWorkspace:
+    """Device memory that updates need beside the tensors, to be kept from one to the next.
+
+    Updates that may run at the same time, on two streams or threads, need one each.
+
+    Attributes:
+        grad_norm: Norm of the gradients of the last update that had a ``max_grad_norm``, one
+            float32 on their device, which the next one writes anew; None before.
+    """
+
+    def __init__(self) -> None:
+        """Holds nothing yet; memory is taken at the first update."""
+        self.grad_norm: Tensor | None = None
+        self._scratch = ops._C.StepScratch()
+
+    def _grad_norm_on(self, device: torch.device) -> Tensor:
+        """Returns the norm's memory, which becomes ``grad_norm`` when an update has written it."""
+        if self.grad_norm is None or self.grad_norm.device != device:
+            return torch.zeros((), dtype=torch.float32, device=device)
+        return self.grad_norm
+
+
+def optimizer_update_(
+    optimizer_type: OptimizerType,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    velocities: Sequence[Tensor] | None = None,
+    exp_avgs: Sequence[Tensor] | None = None,
+    exp_avg_sqs: Sequence[Tensor] | None = None,
+    master_params: Sequence[Tensor] | None = None,
+    lr: float | Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    timestep: int,
+    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    workspace: OptimizerWorkspace | None = None,
+) -> None:
+    """Takes one step of an optimizer for people who keep their own loop and buffers.
+
+    It is the classic contract of CUDA training code: weight decay is decoupled for all three, an
+    element whose gradient is inf or NaN is left alone, and Adam's denominator is
+    ``sqrt(max(v, 1e-12)) + eps`` with the corrected second moment v. :func:`amp_ext.ops.adam_`
+    and :func:`amp_ext.ops.sgd_` have every option.
+
+    Args:
+        optimizer_type: SGD: ``p -= lr * g``; MOMENTUM: ``v = beta1 * v + g; p -= lr * v``; ADAM.
+        params: Parameters of any shapes. Updated in place, after ``p *= 1 - lr * weight_decay``.
+        grads: Gradients of the parameters' shapes, only read.
+        velocities: MOMENTUM: running sums of the parameters' shapes, zeros at first; float32 or the
+            parameter's dtype, float64 for float64 parameters. Updated in place.
+        exp_avgs: ADAM: first moments, likewise.
+        exp_avg_sqs: ADAM: second moments, likewise.
+        master_params: float32 masters of 16-bit parameters, or None. Updated in place.
+        lr: Learning rate; as a tensor, one element, read on its device.
+        beta1: Decay of the velocity or of the first moment, per step.
+        beta2: Decay of the second moment, per step.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay per step, before the learning rate.
+        timestep: Number of this step, from 1, for Adam's bias corrections.
+        clip_value: Largest magnitude of a gradient's element, after ``max_grad_norm``.
+        max_grad_norm: Norm to keep all gradients together below, over their finite elements.
+        workspace: Memory to use again; None takes new memory at each call.
+
+    Raises:
+        RuntimeError: If ``timestep`` is below 1, a buffer is missing or too many, or lists and
+            tensors do not fit each other.
+
+    Example::
+
+        workspace = ops.OptimizerWorkspace()
+        for timestep, batch in enumerate(batches, start=1):
+            grads = torch.autograd.grad(loss_of(batch), params)
+            ops.optimizer_update_(
+                ops.OptimizerType.MOMENTUM, params, grads, velocities=velocities,
+                lr=0.1, timestep=timestep, workspace=workspace,
+            )
+
+    Reference:
+        As :func:`amp_ext.ops.adam_` and :func:`amp_ext.ops.sgd_`.
+    """
+    if not isinstance(optimizer_type, OptimizerType):
+        raise RuntimeError(
+            "optimizer_update_: optimizer_type must be an OptimizerType, got "
+            f"{type(optimizer_type).__name__}"
+        )
+    if not isinstance(timestep, int) or timestep < 1:
+        raise RuntimeError(
+            f"optimizer_update_: timestep must be an int of at least 1, got {timestep}"
+        )
+    buffers = {"velocities": velocities, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    needed = _BUFFERS_OF[optimizer_type]
+    for name, tensors in buffers.items():
+        if (tensors is not None) != (name in needed):
+            wanted = "given" if name in needed else "None"
+            got = "None" if tensors is None else f"{len(tensors)} tensors"
+            raise RuntimeError(
+                f"optimizer_update_: {name} must be {wanted} for {optimizer_type}, got {got}"
+            )
+    workspace = workspace or OptimizerWorkspace()
+    grad_norm = None
+    if max_grad_norm is not None and len(params) > 0:
+        grad_norm = workspace._grad_norm_on(params[0].device)
+    binary = ops._C
+    options = binary.UpdateOptions(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        timestep=timestep,
+        clip_value=clip_value,
+        max_grad_norm=max_grad_norm,
+        grad_norm=grad_norm,
+        scratch=workspace._scratch,
+    )
+    binary.optimizer_update_(
+        getattr(binary.OptimizerType, optimizer_type.name),
+        params,
+        grads,
+        [buffers[name] for name in needed],
+        master_params,
+        options,
+    )
+    if grad_norm is not None:
+        workspace.grad_norm = grad_norm
+
+
+_BUFFERS_OF = {
+    OptimizerType.SGD: (),
+    OptimizerType.MOMENTUM: ("velocities",),
+    OptimizerType.ADAM: ("exp_avgs", "exp_avg_sqs"),
+}

@@ -1,0 +1,109 @@
+"""``amp_ext/_C.pyi`` and the signatures of ``ops.py`` say what the compiled module has."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amp_ext import ops
+
+STUB = Path(ops.__file__).with_name("_C.pyi")
+OPERATIONS = {"adam_": "AdamHyperparameters", "sgd_": "SgdHyperparameters"}
+
+
+def public(names: Any) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+def members_of_stub() -> dict[str, Any]:
+    """Returns for every class its members, inherited ones too, and for every function its node."""
+    tree = ast.parse(STUB.read_text())
+    members: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            own = {getattr(n, "name", None) or n.target.id: n for n in node.body}
+            for base in node.bases:
+                own = {**members[base.id], **own}
+            members[node.name] = own
+        elif isinstance(node, ast.FunctionDef):
+            members[node.name] = node
+        elif isinstance(node, ast.AnnAssign):
+            members[node.target.id] = None
+    return members
+
+
+def parameters_of_stub(node: ast.FunctionDef) -> list[str]:
+    names = [argument.arg for argument in node.args.args if argument.arg != "self"]
+    return [*names, *([f"**{node.args.kwarg.arg}"] if node.args.kwarg else [])]
+
+
+def parameters_of_binary(function: Any) -> list[str]:
+    """Reads the names in the first line of pybind11's docstring, at the outermost level."""
+    text = next(line for line in function.__doc__.splitlines() if "(" in line)
+    inside, names, depth, word = text[text.index("(") + 1 : text.rindex(")")], [], 0, ""
+    for character in f"{inside},":
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            names.append(re.match(r"\s*(\**\w*)", word)[1])
+            word = ""
+        else:
+            word += character
+    return [name for name in names if name not in ("", "self")]
+
+
+def test_the_stub_names_what_the_binary_has():
+    stub = members_of_stub()
+    assert public(stub) == public(vars(ops._C))
+    for name in public(stub):
+        if isinstance(stub[name], dict):
+            found = public(dir(getattr(ops._C, name))) - {"name", "value"}  # of an enum
+            assert public(stub[name]) == found, name
+
+
+def test_functions_of_the_stub_have_the_parameters_of_the_binary():
+    for name, node in members_of_stub().items():
+        owner = getattr(ops._C, name, None)
+        functions = {name: node} if isinstance(node, ast.FunctionDef) else node or {}
+        for function, of_stub in functions.items():
+            if function.startswith("_") or not isinstance(of_stub, ast.FunctionDef):
+                continue
+            of_binary = getattr(owner, function) if isinstance(node, dict) else owner
+            expected = parameters_of_stub(of_stub)
+            got = parameters_of_binary(of_binary)
+            if expected[-1:] != [] and expected[-1].startswith("**"):
+                expected[-1] = "**kwargs"  # which have no name of their own there
+            if "Overloaded" not in of_binary.__doc__:
+                assert got == expected, f"{name}.{function}"
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_names_every_field_and_buffer_of_its_optimizer(name):
+    described = getattr(ops, OPERATIONS[name])
+    arguments = inspect.signature(getattr(ops, name)).parameters
+    lists = {f"{buffer}s" for buffer, _ in described.buffers}
+    options = set(described.fields) - {"timestep"}  # a list operation counts in steps
+    of_gradients = public(dir(ops._C.GradientOptions)) - {"scratch"}
+    common = {"params", "grads", "steps", "master_params"}
+    assert set(arguments) == lists | options | of_gradients | common
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_roles_of_buffers_are_known(name):
+    roles = [role for _, role in getattr(ops, OPERATIONS[name]).buffers]
+    assert set(roles) <= {"first moment", "second moment", "maximum"}
+    assert roles[0] == "first moment"
+
+
+def test_an_unknown_argument_is_refused_by_the_binary():
+    with pytest.raises(AttributeError, match="colour"):
+        ops._C.adam_(params=[], grads=[], exp_avgs=[], exp_avg_sqs=[], steps=[], colour=1)
+
+
+def test_what_is_no_list_of_tensors_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"adam_: exp_avgs must be a list of tensors, got int"):
+        ops.adam_(*([], [], 3, [], []), lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
