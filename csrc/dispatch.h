@@ -1,4 +1,4 @@
-// Runs launches on the engine of a device. The only code that knows threads and streams.
+// Runs launches on the engine of a device. Here are threads; streams are in dispatch_cuda.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 #include "api.h"
 #include "functors/loss_scale.h"
-#include "multi_tensor.h"
+#include "launches.h"
 
 namespace amp_ext {
 
@@ -35,22 +35,33 @@ void check_device(const std::string& operation, const std::string& name, const a
 // Whether the host can tell without waiting that the step does nothing.
 bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs);
 
-void run_step(const at::Device& device, const StepLaunch& launch, StepScratch& scratch);
+// What runs launches on one type of device.
+class DeviceEngine {
+ public:
+  virtual ~DeviceEngine() = default;
 
-void run_look(const at::Device& device, const LookLaunch& launch, StepScratch& scratch);
+  virtual void step(const at::Device& device, const StepLaunch& launch,
+                    StepScratch& scratch) const = 0;
+  virtual void look(const at::Device& device, const LookLaunch& launch,
+                    StepScratch& scratch) const = 0;
+  // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
+  // be null) as in a look, for the gradients before and for the factor.
+  virtual void multiply(const at::Device& device, const std::vector<TensorRecord>& records,
+                        const MultiplyInputs& inputs, float* found_inf,
+                        int64_t* first_nonfinite) const = 0;
+  // Adds the number of infs and NaNs of each gradient to counts[records.size()].
+  virtual void count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
+                               int64_t* counts) const = 0;
+  // The scale backs off if one of the flags, of any number, is not 0.
+  virtual void update_scale(const at::Device& device, const ScaleUpdate& update,
+                            const std::vector<OverflowFlag>& flags) const = 0;
+};
 
-// Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
-// be null) as in a look, for the gradients before and for the factor.
-void run_multiply(const at::Device& device, const std::vector<TensorRecord>& records,
-                  const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite);
+const DeviceEngine& engine_of(const at::Device& device);
 
-// Adds the number of infs and NaNs of each gradient to counts[records.size()].
-void run_count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
-                         int64_t* counts);
-
-// The scale backs off if one of the flags, of any number, is not 0.
-void run_update_scale(const at::Device& device, const ScaleUpdate& update,
-                      const std::vector<OverflowFlag>& flags);
+#if defined(AMP_EXT_WITH_CUDA)
+const DeviceEngine& cuda_engine();
+#endif
 
 // The instruction set of the CPU engine: "plain" or "avx2".
 AMP_EXT_API const char* cpu_isa();

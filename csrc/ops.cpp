@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "dispatch.h"
-#include "multi_tensor.h"
+#include "launches.h"
 #include "plan.h"
 #include "tensor_memory.h"
 
@@ -82,7 +82,7 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
     records.push_back(
         gradient_record(grad, dense.mutable_data_ptr(), static_cast<int64_t>(records.size())));
   }
-  run_multiply(device, records, inputs, found_inf, first_nonfinite);
+  engine_of(device).multiply(device, records, inputs, found_inf, first_nonfinite);
   if (device.is_cpu() && inputs.factor() == 1.0f) return;  // nothing was written
   for (const auto& [grad, dense] : staged) grad.copy_(dense);
   for (const at::Tensor& grad : grads) bump_version(grad);
@@ -132,7 +132,7 @@ void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
                           first,
                           sum,
                           /*skip_nonfinite=*/false};
-  run_look(device, launch, scratch);
+  engine_of(device).look(device, launch, scratch);
 }
 
 at::Tensor count_nonfinite(const TensorList& tensors) {
@@ -144,7 +144,8 @@ at::Tensor count_nonfinite(const TensorList& tensors) {
   check_device(operation, "tensors[0]", device);
   check_gradients(operation, "tensors", tensors, device);
   const at::Tensor counts = at::zeros({count}, at::TensorOptions(device).dtype(at::kLong));
-  run_count_nonfinite(device, DenseReads(tensors).records, counts.mutable_data_ptr<int64_t>());
+  engine_of(device).count_nonfinite(device, DenseReads(tensors).records,
+                                    counts.mutable_data_ptr<int64_t>());
   return counts;
 }
 
@@ -214,7 +215,7 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
       hyperparameters,
       {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
       monitor != nullptr ? monitor->memory() : ReportMemory()};
-  run_update_scale(device, update, flags);
+  engine_of(device).update_scale(device, update, flags);
 }
 
 }  // namespace amp_ext

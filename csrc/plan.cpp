@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "element.h"
+
 namespace amp_ext {
 
 namespace {
@@ -170,7 +172,7 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
         first_nonfinite,
         sum_squares ? result.sum_of_squares.mutable_data_ptr<double>() : nullptr,
         skip_nonfinite};
-    run_look(device, launch, scratch);
+    engine_of(device).look(device, launch, scratch);
   }
   for (Row& row : rows_) row.staged.clear();
   return looks;
@@ -350,7 +352,7 @@ void Plan::step_batch(const Batch& batch, const GroupTable& table, const DeviceI
   const StepLaunch launch{
       batch.kernel,          records.data(),  static_cast<int64_t>(records.size()),
       table.hyperparameters, inputs.pointers, inputs.grad_norm};
-  amp_ext::run_step(batch.device, launch, scratch);
+  engine_of(batch.device).step(batch.device, launch, scratch);
   for (Row* row : batch.rows) mark_written(*row);
 }
 

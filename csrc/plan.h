@@ -15,7 +15,7 @@
 #include "dispatch.h"
 #include "functors/hyperparameters.h"
 #include "kernel_list.h"
-#include "multi_tensor.h"
+#include "launches.h"
 #include "tensor_memory.h"
 
 namespace amp_ext {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "api.h"
-#include "multi_tensor.h"
+#include "launches.h"
 
 namespace amp_ext {
 

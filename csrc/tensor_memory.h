@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "multi_tensor.h"
+#include "launches.h"
 #include "storage.h"
 
 namespace amp_ext {

@@ -75,7 +75,7 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
                 continue
             if NATIVE.match(name):
                 yield path, line, f"<{name}>: ATen/native is not PyTorch's public interface"
-            if TORCH.match(name) and folder in ("functors", "cuda"):
+            if TORCH.match(name) and folder in ("functors", "cpu", "cuda"):
                 yield path, line, f"<{name}>: no PyTorch header in {folder}"
             if PYTHON.match(name) and mine != BINDINGS:
                 yield path, line, f"<{name}> belongs to bindings.cpp"

@@ -9,7 +9,7 @@
 
 #include "functors/numeric.h"
 #include "kernel_list.h"
-#include "multi_tensor.h"
+#include "launches.h"
 #include "storage.h"
 
 #if defined(__x86_64__)

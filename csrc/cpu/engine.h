@@ -5,7 +5,8 @@
 #include <cstdint>
 
 #include "cpu/tile_map.h"
-#include "multi_tensor.h"
+#include "element.h"
+#include "launches.h"
 
 namespace amp_ext::cpu {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "multi_tensor.h"
+#include "launches.h"
 
 namespace amp_ext::cpu {
 

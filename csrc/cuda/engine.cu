@@ -3,6 +3,7 @@
 
 #include "cuda/engine.h"
 #include "cuda/tensor_table.cuh"
+#include "element.h"
 
 namespace amp_ext::cuda {
 

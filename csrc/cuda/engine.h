@@ -5,7 +5,7 @@
 
 #include "cuda/platform.h"
 #include "functors/loss_scale.h"
-#include "multi_tensor.h"
+#include "launches.h"
 
 namespace amp_ext::cuda {
 

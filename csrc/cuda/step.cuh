@@ -6,8 +6,9 @@
 
 #include "cuda/engine.h"
 #include "cuda/tensor_table.cuh"
+#include "element.h"
 #include "kernel_list.h"
-#include "multi_tensor.h"
+#include "launches.h"
 #include "storage.h"
 
 namespace amp_ext::cuda {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/platform.h"
-#include "multi_tensor.h"
+#include "launches.h"
 
 namespace amp_ext::cuda {
 

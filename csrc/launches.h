@@ -1,5 +1,5 @@
 // The vocabulary between the operations and the engines: tensors as plain pointers, and what a
-// launch does to a list of them.
+// launch does to a list of them. What happens to one element is in element.h.
 #pragma once
 
 #include <cstddef>
@@ -41,29 +41,6 @@ struct GradientInputs {
       nullptr;                  // [1], of the scaled gradients; null: no clipping by norm
   double max_grad_norm = 0.0;   // of the unscaled gradients
   bool skip_nonfinite = false;  // leaves elements alone whose gradient is inf or NaN
-};
-
-// What the step makes of it. A scale without a finite inverse (0, or 1e-39) counts as an overflow:
-// its gradients can't be unscaled.
-struct GradientFactor {
-  float inv_scale;
-  float clip_coefficient;
-  float grad_norm;  // of the unscaled gradients, if it is clipped by
-  bool skip;
-  bool skip_nonfinite;
-
-  static AMP_EXT_INLINE GradientFactor read(const GradientInputs& inputs) {
-    GradientFactor factor{1.0f, 1.0f, 0.0f, false, inputs.skip_nonfinite};
-    if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(*inputs.grad_scale);
-    factor.skip =
-        (inputs.found_inf != nullptr && *inputs.found_inf != 0.0f) || !is_finite(factor.inv_scale);
-    if (inputs.sum_of_squares != nullptr) {
-      const double norm = std::sqrt(*inputs.sum_of_squares) * factor.inv_scale;
-      factor.grad_norm = static_cast<float>(norm);
-      factor.clip_coefficient = amp_ext::clip_coefficient(inputs.max_grad_norm, factor.grad_norm);
-    }
-    return factor;
-  }
 };
 
 // One optimizer step over many tensors.
@@ -132,52 +109,5 @@ struct MultiplyInputs {
     return inv_scale != nullptr ? *inv_scale : clip_coefficient(max_norm, *total_norm);
   }
 };
-
-// The constants of a step for one tensor: everything that does not depend on the element.
-template <typename Functor, typename T>
-struct TensorConstants {
-  Functor update;
-  T grad_factor;  // inverse scale and clip coefficient
-  T clip_value;
-  T direction;  // -1 to maximize
-  bool write_back_grads;
-  bool skip_nonfinite;
-
-  static AMP_EXT_INLINE TensorConstants
-  make(const typename Functor::Hyperparameters& hyperparameters, const float* step,
-       const GradientFactor& factor) {
-    const double lr = hyperparameters.lr_on_device == nullptr
-                          ? hyperparameters.lr
-                          : static_cast<double>(*hyperparameters.lr_on_device);
-    const double this_step =
-        step == nullptr ? hyperparameters.timestep : static_cast<double>(*step) + 1.0;
-    return {Functor::for_tensor(hyperparameters, lr, this_step),
-            static_cast<T>(factor.inv_scale) * static_cast<T>(factor.clip_coefficient),
-            static_cast<T>(hyperparameters.clip_value),
-            static_cast<T>(hyperparameters.maximize ? -1.0 : 1.0),
-            hyperparameters.write_back_grads,
-            factor.skip_nonfinite};
-  }
-
-  // The gradient as the optimizer sees it.
-  AMP_EXT_INLINE T unscale_and_clip(T grad) const {
-    return amp_ext::clip_value(grad * grad_factor, clip_value);
-  }
-
-  // Whether a gradient's element is left alone.
-  AMP_EXT_INLINE bool skips(T grad) const { return skip_nonfinite && !is_finite(grad); }
-};
-
-// Calls the functor for one element: its gradient, unscaled and clipped, the parameter, and its
-// first `kBuffers` buffers.
-template <int kBuffers, typename Functor, typename T>
-AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, T grad, T& param,
-                                   T& buffer0, T& buffer1, T& buffer2) {
-  grad = grad * constants.direction;
-  if constexpr (kBuffers == 0) constants.update(grad, param);
-  if constexpr (kBuffers == 1) constants.update(grad, param, buffer0);
-  if constexpr (kBuffers == 2) constants.update(grad, param, buffer0, buffer1);
-  if constexpr (kBuffers == 3) constants.update(grad, param, buffer0, buffer1, buffer2);
-}
 
 }  // namespace amp_ext

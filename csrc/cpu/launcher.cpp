@@ -1,0 +1,112 @@
+// Launches on the CPU.
+#include "cpu/launcher.h"
+
+#include <atomic>
+
+#include "element.h"
+
+namespace amp_ext::cpu {
+
+namespace {
+
+// Below this cost, some 0.1 ms of work, threads are not worth waking: on a busy machine that alone
+// may take milliseconds.
+constexpr int64_t kSerialCost = 131072;
+
+void lower(int64_t* first_nonfinite, int64_t number) {
+  if (first_nonfinite != nullptr && number < *first_nonfinite) *first_nonfinite = number;
+}
+
+}  // namespace
+
+template <typename Work>
+int64_t Launcher::least_in_parallel(const TileMap& tiles, const Work& work) const {
+  std::atomic<int64_t> least{kNoTensor};
+  parallel_for_(tiles.total_cost(), kSerialCost, [&](int64_t begin, int64_t end) {
+    const int64_t number = work(begin, end);
+    int64_t so_far = least.load();
+    while (number < so_far && !least.compare_exchange_weak(so_far, number)) {
+    }
+  });
+  return least.load();
+}
+
+void Launcher::step(const StepLaunch& launch) const {
+  const GradientFactor factor = GradientFactor::read(launch.inputs);
+  if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
+  if (factor.skip) return;
+  const TileMap tiles(launch.records, launch.count);
+  least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    engine_.step(launch, tiles, factor, begin, end);
+    return kNoTensor;
+  });
+  for (int64_t i = 0; i < launch.count; ++i) {
+    if (launch.records[i].step != nullptr) *launch.records[i].step += 1.0f;
+  }
+}
+
+void Launcher::look(const LookLaunch& launch) const {
+  const TileMap tiles(launch.records, launch.count);
+  std::vector<double> sums(launch.sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
+  double* const sums_or_null = launch.sum_of_squares != nullptr ? sums.data() : nullptr;
+  const int64_t first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    return engine_.look(tiles, sums_or_null, launch.skip_nonfinite, begin, end);
+  });
+  // In the order of the tiles, however many threads there were.
+  for (const double sum : sums) *launch.sum_of_squares += sum;
+  if (first != kNoTensor || GradientFactor::read({launch.grad_scale}).skip) {
+    *launch.found_inf = 1.0f;
+  }
+  lower(launch.first_nonfinite, first);
+}
+
+void Launcher::multiply(const std::vector<TensorRecord>& records, const MultiplyInputs& inputs,
+                        float* found_inf, int64_t* first_nonfinite) const {
+  const float factor = inputs.factor();
+  const TileMap tiles(records.data(), static_cast<int64_t>(records.size()));
+  int64_t first = kNoTensor;
+  if (factor != 1.0f) {
+    first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      return engine_.multiply(tiles, factor, begin, end);
+    });
+  } else if (found_inf != nullptr) {
+    first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      return engine_.look(tiles, nullptr, false, begin, end);
+    });
+  }
+  if (found_inf != nullptr && (first != kNoTensor || !is_finite(factor))) *found_inf = 1.0f;
+  lower(first_nonfinite, first);
+}
+
+void Launcher::count_nonfinite(const std::vector<TensorRecord>& records, int64_t* counts) const {
+  const TileMap tiles(records.data(), static_cast<int64_t>(records.size()));
+  std::vector<std::atomic<int64_t>> found(records.size());
+  least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    engine_.count_nonfinite(tiles, found.data(), begin, end);
+    return kNoTensor;
+  });
+  for (size_t i = 0; i < found.size(); ++i) counts[i] += found[i].load();
+}
+
+void Launcher::update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags) {
+  const ReportMemory& reports = update.reports;
+  bool overflow = false;
+  for (const OverflowFlag& flag : flags) {
+    const bool found = *flag.found_inf != 0.0f;
+    overflow |= found;
+    if (reports.report != nullptr) {
+      report_flag(flag, found, *reports.report, reports.optimizers);
+    }
+  }
+  const float scale_before = *update.state.scale;
+  update_loss_scale(update.hyperparameters, overflow, update.state);
+  if (reports.report == nullptr) return;
+  report_update(overflow, scale_before, *update.state.scale, *reports.report);
+  const int64_t number = reports.report->updates;
+  __atomic_store_n(&reports.mirror->started, number, __ATOMIC_SEQ_CST);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  reports.copy(0, 1);
+  __atomic_store_n(&reports.mirror->finished, number, __ATOMIC_SEQ_CST);
+}
+
+}  // namespace amp_ext::cpu

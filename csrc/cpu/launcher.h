@@ -1,0 +1,40 @@
+// Launches on the CPU: cuts the work into ranges, hands them to threads, and gathers what they
+// found.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "cpu/engine.h"
+#include "launches.h"
+
+namespace amp_ext::cpu {
+
+// Calls run(begin, end) for ranges that make up [0, total), at the same time if that pays: below
+// `grain` a range is not worth a thread.
+using ParallelFor = void (*)(int64_t total, int64_t grain,
+                             const std::function<void(int64_t, int64_t)>& run);
+
+class Launcher {
+ public:
+  Launcher(const Engine& engine, ParallelFor parallel_for)
+      : engine_(engine), parallel_for_(parallel_for) {}
+
+  void step(const StepLaunch& launch) const;
+  void look(const LookLaunch& launch) const;
+  void multiply(const std::vector<TensorRecord>& records, const MultiplyInputs& inputs,
+                float* found_inf, int64_t* first_nonfinite) const;
+  void count_nonfinite(const std::vector<TensorRecord>& records, int64_t* counts) const;
+  static void update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags);
+
+ private:
+  // One parallel region over the tiles of all tensors. Returns the least of work()'s results.
+  template <typename Work>
+  int64_t least_in_parallel(const TileMap& tiles, const Work& work) const;
+
+  const Engine& engine_;
+  ParallelFor parallel_for_;
+};
+
+}  // namespace amp_ext::cpu
