@@ -85,7 +85,8 @@ bool any_nonfinite(const Storage* elements, int64_t count) {
   return count_nonfinite<typename BitPattern<Storage>::type>(elements, count) != 0;
 }
 
-template <int kBuffers, typename Functor, typename T>
+// Updates a block; with kSkips all but the elements whose gradient is inf or NaN.
+template <int kBuffers, bool kSkips, typename Functor, typename T>
 void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* __restrict grad,
                   T* __restrict param, T* __restrict buffer0, T* __restrict buffer1,
                   T* __restrict buffer2, int64_t count) {
@@ -99,27 +100,25 @@ void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* 
     T element2 = kBuffers > 2 ? buffer2[i] : T();
     update_element<kBuffers>(constants, constants.unscale_and_clip(grad[i]), value, element0,
                              element1, element2);
-    param[i] = value;
-    if constexpr (kBuffers > 0) buffer0[i] = element0;
-    if constexpr (kBuffers > 1) buffer1[i] = element1;
-    if constexpr (kBuffers > 2) buffer2[i] = element2;
+    const bool is_updated = !kSkips || is_finite(grad[i]);
+    param[i] = select(is_updated, value, param[i]);
+    if constexpr (kBuffers > 0) buffer0[i] = select(is_updated, element0, buffer0[i]);
+    if constexpr (kBuffers > 1) buffer1[i] = select(is_updated, element1, buffer1[i]);
+    if constexpr (kBuffers > 2) buffer2[i] = select(is_updated, element2, buffer2[i]);
   }
 }
 
-// The same, without the elements whose gradient is inf or NaN. Also stores the gradients as the
-// optimizer sees them, in `stored`, unless that is null. Not a vector loop.
-template <int kBuffers, typename Functor, typename T, typename Storage>
-void update_finite_elements(const TensorConstants<Functor, T>& constants, const T* grad, T* param,
-                            T* const* buffers, int64_t count, Storage* stored) {
-  T absent = T();
-  for (int64_t i = 0; i < count; ++i) {
-    if (!is_finite(grad[i])) continue;
-    const T seen = constants.unscale_and_clip(grad[i]);
-    update_element<kBuffers>(constants, seen, param[i], kBuffers > 0 ? buffers[0][i] : absent,
-                             kBuffers > 1 ? buffers[1][i] : absent,
-                             kBuffers > 2 ? buffers[2][i] : absent);
-    if (stored != nullptr) convert(&seen, stored + i, 1);
-  }
+// Stores the finite gradients of a block as the optimizer sees them; the others keep their bits.
+template <typename Functor, typename T>
+void write_back_finite(const TensorConstants<Functor, T>& constants, const T* grad,
+                       const TensorRecord& record, int64_t offset, int64_t count) {
+  for_dtype(record.grad_dtype, [&](auto element) {
+    auto* stored = static_cast<decltype(element)*>(record.grad) + offset;
+    for (int64_t i = 0; i < count; ++i) {
+      const T seen = constants.unscale_and_clip(grad[i]);
+      if (is_finite(grad[i])) convert(&seen, stored + i, 1);
+    }
+  });
 }
 
 // Stores the gradients as the optimizer sees them.
@@ -163,13 +162,14 @@ void step_tile(TensorConstants<Functor, T> constants, const Tile& tile) {
           open_block(record.buffers[i], record.buffer_dtype, offset, count, buffer_scratch[i]);
     }
     if (some_are_skipped) {
-      for_dtype(record.grad_dtype, [&](auto element) {
-        auto* stored = static_cast<decltype(element)*>(record.grad) + offset;
-        update_finite_elements<kBuffers>(write_back_constants, grad, param, buffers, count,
-                                         constants.write_back_grads ? stored : nullptr);
-      });
+      update_block<kBuffers, true>(write_back_constants, grad, param, buffers[0], buffers[1],
+                                   buffers[2], count);
+      if (constants.write_back_grads) {
+        write_back_finite(write_back_constants, grad, record, offset, count);
+      }
     } else {
-      update_block<kBuffers>(constants, grad, param, buffers[0], buffers[1], buffers[2], count);
+      update_block<kBuffers, false>(constants, grad, param, buffers[0], buffers[1], buffers[2],
+                                    count);
     }
     close_block(record.param, record.param_dtype, offset, count, param);
     for (int i = 0; i < kBuffers; ++i) {

@@ -89,15 +89,13 @@ struct Adam {
  private:
   AMP_EXT_INLINE void update_moments(T grad, T& param, T& exp_avg, T& exp_avg_sq) const {
     weight_decay(grad, param);
-    // Interpolates from the nearer end, as torch.lerp does: with beta1 = 0 exp_avg is the gradient.
-    const T difference = grad - exp_avg;
-    exp_avg = one_minus_beta1 < T(0.5) ? exp_avg + one_minus_beta1 * difference
-                                       : grad - difference * beta1;
+    exp_avg = interpolate(exp_avg, grad, one_minus_beta1, beta1);
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
   }
 
   AMP_EXT_INLINE void update_param(T& param, T exp_avg, T second_moment) const {
-    const T floored = second_moment < second_moment_floor ? second_moment_floor : second_moment;
+    const T floored =
+        select(second_moment < second_moment_floor, second_moment_floor, second_moment);
     const T denominator = std::sqrt(floored) * inv_bias_correction2_sqrt + eps;
     param = param - step_size * exp_avg / denominator;
   }

@@ -17,8 +17,8 @@ AMP_EXT_INLINE float clip_coefficient(double max_norm, float total_norm) {
 // NaN stays NaN.
 template <typename T>
 AMP_EXT_INLINE T clip_value(T value, T limit) {
-  const T below = value > limit ? limit : value;
-  return below < -limit ? -limit : below;
+  const T below = select(value > limit, limit, value);
+  return select(below < -limit, -limit, below);
 }
 
 }  // namespace amp_ext

@@ -14,10 +14,31 @@
 
 namespace amp_ext {
 
+// One of two numbers. Formulas choose with it instead of `if`, which may keep a loop from becoming
+// a vector loop.
+template <typename T>
+AMP_EXT_INLINE T select(bool condition, T if_true, T if_false) {
+  return condition ? if_true : if_false;
+}
+
+// -1, 0 or 1; zeros and NaN are themselves.
+template <typename T>
+AMP_EXT_INLINE T sign(T value) {
+  return select(value > T(0), T(1), select(value < T(0), T(-1), value));
+}
+
+// start + weight * (end - start), from the nearer end, as torch.lerp does: with a weight of 1 it is
+// the end. `rest` is 1 - weight.
+template <typename T>
+AMP_EXT_INLINE T interpolate(T start, T end, T weight, T rest) {
+  const T difference = end - start;
+  return select(weight < T(0.5), start + weight * difference, end - difference * rest);
+}
+
 // The larger of two numbers; NaN if either is NaN, as in torch.maximum.
 template <typename T>
 AMP_EXT_INLINE T larger(T a, T b) {
-  return (a > b || a != a) ? a : b;
+  return select(a > b || a != a, a, b);
 }
 
 // base^exponent for a whole exponent, by repeated squaring: `pow` differs between libraries.

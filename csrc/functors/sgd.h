@@ -67,7 +67,7 @@ struct Sgd {
   AMP_EXT_INLINE void operator()(T grad, T& param, T& momentum_buffer) const {
     weight_decay(grad, param);
     momentum_buffer = buffer_weight * momentum_buffer + grad_weight * grad;
-    param = param - lr * (nesterov ? grad + momentum * momentum_buffer : momentum_buffer);
+    param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);
   }
 };
 

@@ -32,7 +32,7 @@ CACHE = ROOT / "build" / "cuda_emulator"
 CXX = os.environ.get("CXX", "g++")
 
 # What setup.py passes, as far as it can change a result, but optimized for a short build.
-FLAGS = ["-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=off"]
+FLAGS = ["-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 FLAGS += [f"-I{CSRC}", f"-I{EMULATOR}"]
 EMULATE = ["-DAMP_EXT_CUDA_EMULATOR"]
 # The module holds its own copy of every class beside those of amp_ext._C, under another namespace.
