@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 class _CommonHyperparameters:
+    operation: str
     fields: tuple[str, ...]
     buffers: tuple[tuple[str, str], ...]
     lr: float | Tensor

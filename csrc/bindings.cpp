@@ -88,7 +88,8 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
-// The hyperparameters of an optimizer, and what describes it: `fields` and `buffers`.
+// The hyperparameters of an optimizer, and what describes it: `operation`, `fields` and
+// `buffers`.
 template <typename Hyperparameters>
 void hyperparameters_class(py::module_& module) {
   using Options = Group<Hyperparameters>;
@@ -110,6 +111,7 @@ void hyperparameters_class(py::module_& module) {
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
     buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
   }
+  options.attr("operation") = Hyperparameters::kOperation;
   options.attr("fields") = py::tuple(fields);
   options.attr("buffers") = py::tuple(buffers);
 }

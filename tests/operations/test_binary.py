@@ -13,7 +13,8 @@ import pytest
 from amp_ext import ops
 
 STUB = Path(ops.__file__).with_name("_C.pyi")
-OPERATIONS = {"adam_": "AdamHyperparameters", "sgd_": "SgdHyperparameters"}
+DESCRIBED = [cls for cls in vars(ops._C).values() if hasattr(cls, "buffers")]
+EACH_OPTIMIZER = pytest.mark.parametrize("described", DESCRIBED, ids=lambda cls: cls.operation)
 
 
 def public(names: Any) -> set[str]:
@@ -81,10 +82,9 @@ def test_functions_of_the_stub_have_the_parameters_of_the_binary():
                 assert got == expected, f"{name}.{function}"
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_names_every_field_and_buffer_of_its_optimizer(name):
-    described = getattr(ops, OPERATIONS[name])
-    arguments = inspect.signature(getattr(ops, name)).parameters
+@EACH_OPTIMIZER
+def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
+    arguments = inspect.signature(getattr(ops, described.operation)).parameters
     lists = {f"{buffer}s" for buffer, _ in described.buffers}
     options = set(described.fields) - {"timestep"}  # a list operation counts in steps
     of_gradients = public(dir(ops._C.GradientOptions)) - {"scratch"}
@@ -92,11 +92,15 @@ def test_an_operation_names_every_field_and_buffer_of_its_optimizer(name):
     assert set(arguments) == lists | options | of_gradients | common
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_roles_of_buffers_are_known(name):
-    roles = [role for _, role in getattr(ops, OPERATIONS[name]).buffers]
+@EACH_OPTIMIZER
+def test_roles_of_buffers_are_known(described):
+    roles = [role for _, role in described.buffers]
     assert set(roles) <= {"first moment", "second moment", "maximum"}
     assert roles[0] == "first moment"
+
+
+def test_every_optimizer_is_there():
+    assert {cls.operation for cls in DESCRIBED} >= {"adam_", "sgd_"}
 
 
 def test_an_unknown_argument_is_refused_by_the_binary():
