@@ -327,4 +327,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
   module.def("cpu_isa", &cpu_isa);
+  module.def(
+      "complement_of_power",
+      [](double base, double exponent) { return complement_of_power(base, exponent); },
+      py::arg("base"), py::arg("exponent"));
 }

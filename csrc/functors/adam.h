@@ -59,7 +59,7 @@ struct Adam {
                                         double step) {
     const double beta1 = hyperparameters.beta1;
     const double beta2 = hyperparameters.beta2;
-    const double bias_correction2 = 1.0 - whole_power(beta2, step);
+    const double bias_correction2 = complement_of_power(beta2, step);
     const double floor = hyperparameters.denominator_floor;
     return {WeightDecay<T>::for_tensor(hyperparameters, lr),
             static_cast<T>(beta1),
@@ -67,7 +67,7 @@ struct Adam {
             static_cast<T>(beta2),
             static_cast<T>(1.0 - beta2),
             static_cast<T>(hyperparameters.eps),
-            static_cast<T>(lr / (1.0 - whole_power(beta1, step))),
+            static_cast<T>(lr / complement_of_power(beta1, step)),
             static_cast<T>(1.0 / std::sqrt(bias_correction2)),
             floor > 0.0 ? static_cast<T>(floor * bias_correction2)
                         : -std::numeric_limits<T>::infinity()};

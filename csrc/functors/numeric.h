@@ -41,12 +41,15 @@ AMP_EXT_INLINE T larger(T a, T b) {
   return select(a > b || a != a, a, b);
 }
 
-// base^exponent for a whole exponent, by repeated squaring: `pow` differs between libraries.
-AMP_EXT_INLINE double whole_power(double base, double exponent) {
-  double result = 1.0;
+// 1 - base^exponent for a whole exponent, within 2 units in the last place: 1 - pow(...) would lose
+// all digits that the power shares with 1. With a = 1 - b a square is 1 - b^2 = a (2 - a), and a
+// product 1 - b c = (1 - b) + (1 - c) b: all terms are positive, so nothing cancels.
+AMP_EXT_INLINE double complement_of_power(double base, double exponent) {
+  double result = 0.0;
+  double factor = 1.0 - base;  // 1 - base^(2^k)
   for (auto bits = static_cast<uint64_t>(exponent); bits != 0; bits >>= 1) {
-    if (bits & 1) result *= base;
-    base *= base;
+    if (bits & 1) result = std::fma(result, 1.0 - factor, factor);
+    factor = factor * (2.0 - factor);
   }
   return result;
 }
