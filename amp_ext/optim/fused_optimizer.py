@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from amp_ext import ops
-from amp_ext.sharding import ShardedOver, is_dtensor, local_grad, local_tensor
+from amp_ext.optim.step_plan import StepPlan
+from amp_ext.sharding import local_tensor
 
 __all__ = ["FusedOptimizer"]
 
@@ -81,8 +82,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Options of a subclass that torch does not have.
     _own_options: ClassVar[tuple[str, ...]] = ()
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
-    _plan: Any = None
-    _planned_state: Any = None
+    _plan: StepPlan | None = None
     # Of the last look, over all ranks, for the step that follows it.
     _sum_of_squares: Tensor | None = None
     # By device, as the last look of a scaler left them: the number of the first bad gradient.
@@ -253,71 +253,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def rebuild(self) -> None:
         """Makes the next step look up all states again, after some were replaced by hand."""
         self._plan = None
-        self._planned_state = None
         self._sum_of_squares = None
 
-    def _group_options(self) -> list[tuple[Any, ...]]:
-        return [
-            (self.buffer_names(g), self._keeps_step(g), g["master_weights"], g["state_dtype"])
-            for g in self.param_groups
-        ]
-
-    def _plan_is_current(self) -> bool:
-        return (
-            self._plan is not None
-            and self._planned_state is self.state
-            and self._planned_states == len(self.state)
-            and self._planned_options == self._group_options()
-            and self._plan.has_params([group["params"] for group in self.param_groups])
-        )
-
-    def _current_plan(self) -> Any:
+    def _current_plan(self) -> StepPlan:
         """Returns the plan for the groups and states as they are."""
-        if self._plan_is_current():
-            return self._plan
-        names = max((self.buffer_names(group) for group in self.param_groups), key=len)
-        plan = ops.Plan(type(self).__name__, list(names))
-        self._plan_places: list[tuple[int, Tensor]] = []
-        self._dtensors: list[tuple[int, Tensor, str]] = []
-        self._sharded_over = ShardedOver()
-        for group_index, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                if is_dtensor(param):
-                    name = f"{type(self).__name__}: param of group {group_index}, param {index}"
-                    partition = self._sharded_over.add(param, name)
-                    number = plan.add_sharded_param(group_index, index, param, partition)
-                    self._dtensors.append((number, param, name))
-                else:
-                    plan.add_param(group_index, index, param)
-                self._plan_places.append((group_index, param))
-        self._plan = plan
-        self._planned_options = self._group_options()
-        self._planned_state = self.state
-        self._planned_states = len(self.state)
-        return plan
-
-    def _plan_with_shards(self) -> Any:
-        """Hands over the part that this rank has of every DTensor as it is; returns the plan."""
-        plan = self._current_plan()
-        for number, param, name in self._dtensors:
-            plan.set_shard(number, local_tensor(param), local_grad(param, name))
-        return plan
-
-    def _plan_with_states(self) -> Any:
-        """Reads the gradients; gives every parameter that has one a state; returns the plan."""
-        plan = self._plan_with_shards()
-        for number in plan.read_grads():
-            group_index, param = self._plan_places[number]
-            group = self.param_groups[group_index]
-            state = self._init_state(group, param)
-            plan.set_state(
-                number,
-                [local_tensor(state[name]) for name in self.buffer_names(group)],
-                local_tensor(state["master_param"]) if self._has_master(group, param) else None,
-                local_tensor(state["step"]) if self._keeps_step(group) else None,
-            )
-        self._planned_states = len(self.state)
-        return plan
+        if self._plan is None or not self._plan.is_current(self):
+            self._plan = StepPlan(self)
+        return self._plan
 
     @_disable_dynamo  # a compiled program steps around it; loads the compiler when called
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -344,24 +286,26 @@ class FusedOptimizer(torch.optim.Optimizer):
             found_inf = None
         max_grad_norm = self._for_all_groups("max_grad_norm")
         skip_nonfinite = self._for_all_groups("skip_nonfinite")
-        plan = self._plan_with_states()
+        plan = self._current_plan()
+        compiled = plan.with_states(self)
         sum_of_squares = None
-        if max_grad_norm is not None and self._sharded_over:
-            if self._sum_of_squares is None:  # no scaler has looked before this step
-                device = self._plan_places[0][1].device
+        if max_grad_norm is not None and plan.sharded_over:
+            if self._sum_of_squares is None and plan.first_param is not None:
+                # No scaler has looked before this step.
+                device = plan.first_param.device
                 self._check_finite(torch.zeros((), dtype=torch.float32, device=device))
-                plan = self._plan_with_states()
+                compiled = plan.with_states(self)
             sum_of_squares, self._sum_of_squares = self._sum_of_squares, None
         if max_grad_norm is None:
             self.grad_norm = None
-        elif self.grad_norm is None and self._plan_places:
-            device = self._plan_places[0][1].device
+        elif self.grad_norm is None and plan.first_param is not None:
+            device = plan.first_param.device
             self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         grad_scale = getattr(self, "grad_scale", None)
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
-        plan.step(
+        compiled.step(
             [self._hyperparameters(group) for group in self.param_groups],
             grad_scale=grad_scale,
             found_inf=found_inf,
@@ -398,15 +342,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             stands on each of them if one is inf or NaN on any.
         """
         sums_squares = self._for_all_groups("max_grad_norm") is not None
-        results = self._plan_with_shards().check_finite(
+        plan = self._current_plan()
+        results = plan.with_shards().check_finite(
             found_inf, grad_scale, sums_squares, self._for_all_groups("skip_nonfinite")
         )
         self._first_nonfinites = {
             result.found_inf.device: result.first_nonfinite for result in results
         }
-        if not self._sharded_over:
+        if not plan.sharded_over:
             return {result.found_inf.device: result.found_inf for result in results}
-        flags, sum_of_squares = self._sharded_over.all_reduce(
+        flags, sum_of_squares = plan.sharded_over.all_reduce(
             found_inf,
             [result.found_inf for result in results],
             [(result.partition, result.sum_of_squares) for result in results],

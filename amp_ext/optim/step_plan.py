@@ -1,0 +1,107 @@
+"""What an optimizer keeps from step to step: the compiled plan of its parameters and states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from amp_ext import ops
+from amp_ext.sharding import ShardedOver, is_dtensor, local_grad, local_tensor
+
+if TYPE_CHECKING:
+    from amp_ext.optim.fused_optimizer import FusedOptimizer
+
+__all__ = ["StepPlan"]
+
+
+class StepPlan:
+    """The compiled plan of an optimizer's groups and states as they were when it was made.
+
+    It belongs to one optimizer, which makes another one when this is not current any more. It does
+    not refer to the optimizer, which refers to it: both go as soon as nobody needs them.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        """Compiles the parameters of all groups; states come with the gradients.
+
+        Args:
+            optimizer: Whose parameters.
+
+        Raises:
+            ValueError: If a DTensor is neither sharded nor replicated.
+        """
+        kind = type(optimizer).__name__
+        names = max((optimizer.buffer_names(group) for group in optimizer.param_groups), key=len)
+        self._compiled = ops.Plan(kind, list(names))
+        #: The ranks that have the other parts of these parameters; false if there are none.
+        self.sharded_over = ShardedOver()
+        self._places: list[tuple[int, Tensor]] = []  # by number: the group, the parameter
+        self._dtensors: list[tuple[int, Tensor, str]] = []  # number, parameter, name in errors
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if is_dtensor(param):
+                    name = f"{kind}: param of group {group_index}, param {index}"
+                    partition = self.sharded_over.add(param, name)
+                    number = self._compiled.add_sharded_param(group_index, index, param, partition)
+                    self._dtensors.append((number, param, name))
+                else:
+                    self._compiled.add_param(group_index, index, param)
+                self._places.append((group_index, param))
+        #: The first parameter of all, None if there is none. Its device may change.
+        self.first_param = self._places[0][1] if self._places else None
+        self._kept_by_groups = _kept_by_groups(optimizer)
+        self._states = optimizer.state
+        self._state_count = len(optimizer.state)
+
+    def is_current(self, optimizer: FusedOptimizer) -> bool:
+        """Returns whether the optimizer still has these parameters and states."""
+        return (
+            self._states is optimizer.state
+            and self._state_count == len(optimizer.state)
+            and self._kept_by_groups == _kept_by_groups(optimizer)
+            and self._compiled.has_params([group["params"] for group in optimizer.param_groups])
+        )
+
+    def with_shards(self) -> Any:
+        """Takes the part that this rank has of every DTensor; returns the compiled plan."""
+        for number, param, name in self._dtensors:
+            self._compiled.set_shard(number, local_tensor(param), local_grad(param, name))
+        return self._compiled
+
+    def with_states(self, optimizer: FusedOptimizer) -> Any:
+        """Reads the gradients, gives each parameter that has one its state; returns the plan.
+
+        Args:
+            optimizer: That of the plan. States that are missing are created in it.
+        """
+        compiled = self.with_shards()
+        for number in compiled.read_grads():
+            group_index, param = self._places[number]
+            group = optimizer.param_groups[group_index]
+            state = optimizer._init_state(group, param)
+            has_master, keeps_step = (
+                optimizer._has_master(group, param),
+                optimizer._keeps_step(group),
+            )
+            compiled.set_state(
+                number,
+                [local_tensor(state[name]) for name in optimizer.buffer_names(group)],
+                local_tensor(state["master_param"]) if has_master else None,
+                local_tensor(state["step"]) if keeps_step else None,
+            )
+        self._state_count = len(optimizer.state)
+        return compiled
+
+
+def _kept_by_groups(optimizer: FusedOptimizer) -> list[tuple[Any, ...]]:
+    """Returns for each group what decides which tensors its states have."""
+    return [
+        (
+            optimizer.buffer_names(group),
+            optimizer._keeps_step(group),
+            group["master_weights"],
+            group["state_dtype"],
+        )
+        for group in optimizer.param_groups
+    ]
