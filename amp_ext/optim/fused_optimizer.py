@@ -1,8 +1,7 @@
-"""What all optimizers share: the state, the plan that steps it, masters and checkpoints."""
+"""What all optimizers share: groups, states, masters and the step."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from amp_ext import ops
+from amp_ext.optim.checkpoints import read_state_dict
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import local_tensor
 
@@ -438,11 +438,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         configured = [self._configured(group) for group in self.param_groups]
 
         def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any]:
-            self._check_state_dict(incoming)
-            incoming = _with_own_steps(incoming)
-            states.update(self._loaded_states(incoming))  # all that can fail, fails here
+            groups, loaded = read_state_dict(self, incoming, configured)  # all that can fail
+            states.update(loaded)
             # torch would cast every state to its parameter's dtype.
-            return {**incoming, "state": {}}
+            return {**incoming, "param_groups": groups, "state": {}}
 
         def restore_states(_: Any) -> None:
             for group, options in zip(self.param_groups, configured, strict=True):
@@ -464,85 +463,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _configured(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a group's options that no checkpoint changes."""
         return {name: group[name] for name in (*_CONFIGURED, *self._own_options) if name in group}
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Checks that a state dict is one of an optimizer with the options of this one."""
-        operation = f"{type(self).__name__}.load_state_dict"
-        for name in ("state", "param_groups"):
-            if name not in state_dict:
-                raise KeyError(
-                    f"{operation}: state_dict must have {name!r}, got {_first_keys(state_dict)}"
-                    f"{_what_to_load(state_dict)}"
-                )
-        for index, saved in enumerate(state_dict["param_groups"]):
-            missing = [name for name in self._required_options if name not in saved]
-            if missing:
-                raise ValueError(
-                    f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
-                )
-            if not saved.get("bias_correction", True):
-                raise ValueError(
-                    f"{operation}: bias_correction of param_groups[{index}] must be True, got "
-                    f"{saved['bias_correction']}"
-                )
-
-    @torch.no_grad()
-    def _loaded_states(self, state_dict: dict[str, Any]) -> dict[Any, Any]:
-        """Returns the states of a state dict, checked and copied as this optimizer keeps them."""
-        operation = f"{type(self).__name__}.load_state_dict"
-        saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
-        lengths = [len(group["params"]) for group in self.param_groups]
-        if lengths != [len(saved["params"]) for saved in saved_groups]:
-            return {}  # torch refuses the groups in its own words, right after this
-        states: dict[Any, Any] = {}
-        param_keys = set()
-        for group_index, (group, saved) in enumerate(
-            zip(self.param_groups, saved_groups, strict=True)
-        ):
-            loaded_group = {**self.defaults, **saved, **self._configured(group)}
-            for index, (param, key) in enumerate(
-                zip(group["params"], saved["params"], strict=True)
-            ):
-                param_keys.add(key)
-                if saved_states.get(key):
-                    where = f"{operation}: %s of group {group_index}, param {index}"
-                    states[param] = self._loaded_state(
-                        loaded_group, param, saved_states[key], where
-                    )
-        others = {key: value for key, value in saved_states.items() if key not in param_keys}
-        if others and len(others) == len(saved_states):
-            raise ValueError(
-                f"{operation}: state must have entries of the parameters that param_groups lists, "
-                f"got {_first_keys(others)}"
-            )
-        return {**states, **copy.deepcopy(others)}
-
-    def _loaded_state(
-        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], where: str
-    ) -> dict[str, Any]:
-        """Copies a saved state in the configured dtypes, the parameter's device and layout."""
-        for name in self._missing_from(group, saved):
-            raise ValueError(f"{where % name} must be there, got {list(saved)}")
-        dtypes = dict.fromkeys(self.buffer_names(group), self._buffer_dtype(group, param))
-        dtypes["master_param"] = torch.float32
-        state: dict[str, Any] = {}
-        for name, value in saved.items():
-            if name == "step":
-                state[name] = _loaded_step(value, where % name).to(param.device, copy=True)
-            elif name not in dtypes:
-                state[name] = copy.deepcopy(value)
-            elif value is not None:
-                if name == "master_param" and getattr(value, "dtype", None) == torch.int16:
-                    raise ValueError(
-                        f"{where % name} must be floating, got the lower halves of masters, as "
-                        "TransformerEngine's FusedAdam writes with store_param_remainders=True; "
-                        "without 'master_param' in the states, masters are taken from the "
-                        "parameters"
-                    )
-                _check_saved_tensor(value, param, where % name)
-                if name != "master_param" or self._has_master(group, param):
-                    state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
-        return state
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -567,64 +487,9 @@ def check_betas(options: dict[str, Any]) -> None:
 setattr(FusedOptimizer.step, "__signature__", inspect.signature(FusedOptimizer.step))  # noqa: B010
 
 
-def _with_own_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Gives each state the step that apex's and TransformerEngine's FusedAdam keep in its group."""
-    groups, states = [], dict(state_dict["state"])
-    for group in state_dict["param_groups"]:
-        kept = dict(group)
-        if kept.pop("bias_correction", False) and "step" in kept:
-            step = kept.pop("step")
-            for key in group["params"]:
-                if states.get(key):
-                    states[key] = {"step": step, **states[key]}
-        groups.append(kept)
-    return {**state_dict, "state": states, "param_groups": groups}
-
-
-def _first_keys(mapping: Mapping[Any, Any]) -> list[Any]:
-    """Returns enough keys to tell what a mapping is, which may be one of all tensors of a model."""
-    return list(mapping)[:8] + (["..."] if len(mapping) > 8 else [])
-
-
-def _what_to_load(state_dict: Mapping[Any, Any]) -> str:
-    """Says where the state dict of an optimizer lies in a dict that is not one."""
-    inner = [
-        key
-        for key, value in state_dict.items()
-        if isinstance(value, Mapping) and "state" in value and "param_groups" in value
-    ]
-    text = f"; load its entry {' or '.join(map(repr, inner))} instead" if inner else ""
-    masters = [key for key in state_dict if str(key).startswith("fp32_")]
-    if masters:  # apex's FP16_Optimizer and those made after it
-        text += (
-            f"; the masters in {masters[0]!r} are not read, but taken from the parameters: load "
-            "the model first"
-        )
-    return text
-
-
 def _norm(sum_of_squares: Tensor, grad_scale: Tensor | None) -> Tensor:
     """Returns the norm of the unscaled gradients, as the kernels compute it."""
     if grad_scale is None:
         return sum_of_squares.sqrt()
     inv_scale = grad_scale.double().reciprocal().float()
     return sum_of_squares.sqrt() * inv_scale.to(sum_of_squares, non_blocking=True)
-
-
-def _check_saved_tensor(value: Any, param: Tensor, where: str) -> None:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{where} must be a tensor, got {type(value).__name__}")
-    if value.shape != param.shape:
-        raise ValueError(f"{where} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
-    if value.layout != torch.strided or not value.is_floating_point():
-        raise ValueError(f"{where} must be dense and floating, got {value.layout}, {value.dtype}")
-
-
-def _loaded_step(value: Any, where: str) -> Tensor:
-    """Reads a step counter, which older releases of torch save as a number."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().reshape(()).to(torch.float32)
-    if isinstance(value, (int, float)):
-        return torch.tensor(float(value), dtype=torch.float32)
-    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise ValueError(f"{where} must be one number, got {got}")

@@ -1,0 +1,180 @@
+"""State dicts that an optimizer loads: whether they fit, and their states as it keeps them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from amp_ext.optim.fused_optimizer import FusedOptimizer
+
+__all__ = ["read_state_dict"]
+
+Options = dict[str, Any]
+
+
+def read_state_dict(
+    optimizer: FusedOptimizer, state_dict: Mapping[str, Any], configured: Sequence[Options]
+) -> tuple[list[Options], dict[Any, Any]]:
+    """Checks a state dict and copies its states; writes nothing.
+
+    Args:
+        optimizer: Which is to load it.
+        state_dict: From ``state_dict()`` of it, or of what writes the same layout.
+        configured: For each group of the optimizer the options that stay, whatever the file says.
+
+    Returns:
+        The groups as they are to be loaded, and the states by parameter, in the dtypes, on the
+        device and in the layout that the optimizer wants. None of the states if the groups do not
+        fit, which torch says in its own words.
+
+    Raises:
+        KeyError: If the dict is not one of an optimizer.
+        ValueError: If another class wrote it, or a part is missing or does not fit.
+    """
+    _check_options(optimizer, state_dict)
+    groups, states = _with_own_steps(state_dict)
+    return groups, _copied_states(optimizer, groups, states, configured)
+
+
+def _operation(optimizer: FusedOptimizer) -> str:
+    return f"{type(optimizer).__name__}.load_state_dict"
+
+
+def _check_options(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Checks that a state dict is one of an optimizer with the options of this one."""
+    operation = _operation(optimizer)
+    for name in ("state", "param_groups"):
+        if name not in state_dict:
+            raise KeyError(
+                f"{operation}: state_dict must have {name!r}, got {_first_keys(state_dict)}"
+                f"{_what_to_load(state_dict)}"
+            )
+    for index, saved in enumerate(state_dict["param_groups"]):
+        missing = [name for name in optimizer._required_options if name not in saved]
+        if missing:
+            raise ValueError(
+                f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
+            )
+        if not saved.get("bias_correction", True):
+            raise ValueError(
+                f"{operation}: bias_correction of param_groups[{index}] must be True, got "
+                f"{saved['bias_correction']}"
+            )
+
+
+def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:
+    """Gives each state the step that apex's and TransformerEngine's FusedAdam keep in its group."""
+    groups, states = [], dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        kept = dict(group)
+        if kept.pop("bias_correction", False) and "step" in kept:
+            step = kept.pop("step")
+            for key in group["params"]:
+                if states.get(key):
+                    states[key] = {"step": step, **states[key]}
+        groups.append(kept)
+    return groups, states
+
+
+@torch.no_grad()
+def _copied_states(
+    optimizer: FusedOptimizer,
+    saved_groups: Sequence[Options],
+    saved_states: Mapping[Any, Any],
+    configured: Sequence[Options],
+) -> dict[Any, Any]:
+    """Returns the states of a file, checked and copied as the optimizer keeps them."""
+    operation = _operation(optimizer)
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if lengths != [len(saved["params"]) for saved in saved_groups]:
+        return {}
+    states: dict[Any, Any] = {}
+    param_keys = set()
+    for group_index, saved in enumerate(saved_groups):
+        group = {**optimizer.defaults, **saved, **configured[group_index]}
+        params = optimizer.param_groups[group_index]["params"]
+        for index, (param, key) in enumerate(zip(params, saved["params"], strict=True)):
+            param_keys.add(key)
+            if saved_states.get(key):
+                where = f"{operation}: %s of group {group_index}, param {index}"
+                states[param] = _copied_state(optimizer, group, param, saved_states[key], where)
+    others = {key: value for key, value in saved_states.items() if key not in param_keys}
+    if others and len(others) == len(saved_states):
+        raise ValueError(
+            f"{operation}: state must have entries of the parameters that param_groups lists, "
+            f"got {_first_keys(others)}"
+        )
+    return {**states, **copy.deepcopy(others)}
+
+
+def _copied_state(
+    optimizer: FusedOptimizer, group: Options, param: Tensor, saved: dict[str, Any], where: str
+) -> dict[str, Any]:
+    """Copies a saved state in the configured dtypes, the parameter's device and layout."""
+    for name in optimizer._missing_from(group, saved):
+        raise ValueError(f"{where % name} must be there, got {list(saved)}")
+    dtypes = dict.fromkeys(optimizer.buffer_names(group), optimizer._buffer_dtype(group, param))
+    dtypes["master_param"] = torch.float32
+    state: dict[str, Any] = {}
+    for name, value in saved.items():
+        if name == "step":
+            state[name] = _as_step(value, where % name).to(param.device, copy=True)
+        elif name not in dtypes:
+            state[name] = copy.deepcopy(value)
+        elif value is not None:
+            if name == "master_param" and getattr(value, "dtype", None) == torch.int16:
+                raise ValueError(
+                    f"{where % name} must be floating, got the lower halves of masters, as "
+                    "TransformerEngine's FusedAdam writes with store_param_remainders=True; "
+                    "without 'master_param' in the states, masters are taken from the parameters"
+                )
+            _check_tensor(value, param, where % name)
+            if name != "master_param" or optimizer._has_master(group, param):
+                state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
+    return state
+
+
+def _as_step(value: Any, where: str) -> Tensor:
+    """Reads a step counter, which older releases of torch save as a number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(()).to(torch.float32)
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value), dtype=torch.float32)
+    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise ValueError(f"{where} must be one number, got {got}")
+
+
+def _check_tensor(value: Any, param: Tensor, where: str) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{where} must be a tensor, got {type(value).__name__}")
+    if value.shape != param.shape:
+        raise ValueError(f"{where} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
+    if value.layout != torch.strided or not value.is_floating_point():
+        raise ValueError(f"{where} must be dense and floating, got {value.layout}, {value.dtype}")
+
+
+def _first_keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    """Returns enough keys to tell what a mapping is, which may be one of all tensors of a model."""
+    return list(mapping)[:8] + (["..."] if len(mapping) > 8 else [])
+
+
+def _what_to_load(state_dict: Mapping[str, Any]) -> str:
+    """Says where the state dict of an optimizer lies in a dict that is not one."""
+    inner = [
+        key
+        for key, value in state_dict.items()
+        if isinstance(value, Mapping) and "state" in value and "param_groups" in value
+    ]
+    text = f"; load its entry {' or '.join(map(repr, inner))} instead" if inner else ""
+    masters = [key for key in state_dict if str(key).startswith("fp32_")]
+    if masters:  # apex's FP16_Optimizer and those made after it
+        text += (
+            f"; the masters in {masters[0]!r} are not read, but taken from the parameters: load "
+            "the model first"
+        )
+    return text
