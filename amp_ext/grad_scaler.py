@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from numbers import Integral
@@ -17,10 +15,10 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp_ext import ops
-from amp_ext.scaler_stats import LookedAt, ScalerHistory, ScalerStats
+from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
+from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
 
-_LOGGER = logging.getLogger("amp_ext")
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
@@ -137,15 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis = hysteresis
         self._init_hysteresis_tracker = hysteresis
         self._warn_after = warn_after
-        self._forget_reports()
-
-    def _forget_reports(self) -> None:
-        """Starts counting anew; the parts that hold memory are made when they are needed."""
-        self._monitor: Any = None
-        self._seen: dict[int, LookedAt] = {}  # by id
-        self._last_update: torch.cuda.Event | None = None
-        self._told_of_settling = False
-        self._told_of_skips = False
+        self._reports = ScalerReports(warn_after)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -153,29 +143,6 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis_tracker = torch.full(
                 (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
             )
-
-    def _monitor_of(self) -> Any:
-        """Returns what keeps the reports, beside the scale."""
-        if self._monitor is None:
-            scale, _ = self._check_scale_growth_tracker("step")
-            self._monitor = ops.ScalerMonitor(scale)
-        return self._monitor
-
-    def _saw(self, optimizer: torch.optim.Optimizer) -> LookedAt:
-        """Returns what is known of an optimizer."""
-        seen = self._seen.get(id(optimizer))
-        if seen is None or seen.optimizer() is not optimizer:
-            seen = LookedAt(_reference_to(optimizer), self._monitor_of().add_optimizer())
-            self._seen[id(optimizer)] = seen
-        return seen
-
-    def _looks_at(self, optimizer: torch.optim.Optimizer) -> LookedAt:
-        """Returns what is known of an optimizer, ready for a look at its gradients."""
-        seen = self._saw(optimizer)
-        if seen.awaits_update:  # the iteration of the last look was dropped
-            seen.forget()
-        seen.awaits_update = True
-        return seen
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscales an optimizer's gradients in place and looks for inf and NaN among them.
@@ -191,7 +158,8 @@ class GradScaler(torch.amp.GradScaler):
         # By its class, past that of FSDP1, which would reduce what is reduced here.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         if self._enabled:
-            self._saw(optimizer)  # also where someone's own way of looking was taken
+            scale, _ = self._check_scale_growth_tracker("unscale_")
+            self._reports.record_of(optimizer, scale)  # also after someone's own way of looking
             self._agree_over_group(optimizer)
 
     def _reduces_over(self) -> Any:
@@ -223,28 +191,30 @@ class GradScaler(torch.amp.GradScaler):
         grads, sharded_over = _gradients(optimizer, allow_fp16)
         if not _are_ours(grads):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        seen = None if self._scale is None else self._looks_at(optimizer)
+        record = None
+        if self._scale is not None:
+            record = self._reports.record_for_look(optimizer, self._scale)
 
         def unscale(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
             factor = inv_scale.to(flag.device, non_blocking=True)
             ops.unscale_(group, factor, flag, first_nonfinite=first)
 
-        return _flags(unscale, grads, found_inf, seen, sharded_over)
+        return _flags(unscale, grads, found_inf, record, sharded_over)
 
     @_disable_dynamo
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            self._saw(optimizer)
+            self._reports.record_of(optimizer, scale)
             super()._check_inf_per_device(optimizer)  # someone's own way of looking
             return self._agree_over_group(optimizer)
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        seen = self._looks_at(optimizer)
+        record = self._reports.record_for_look(optimizer, scale)
         check_finite = getattr(optimizer, "_check_finite", None)
         if check_finite is not None:
             flags = check_finite(found_inf, scale)
-            seen.first_nonfinites = dict(getattr(optimizer, "_first_nonfinites", {}))
+            record.first_nonfinites = dict(getattr(optimizer, "_first_nonfinites", {}))
         else:
             grads, sharded_over = _gradients(optimizer, allow_fp16=True)
             if not _are_ours(grads):
@@ -255,7 +225,7 @@ class GradScaler(torch.amp.GradScaler):
                 grad_scale = scale.to(flag.device, non_blocking=True)
                 ops.check_finite_(group, flag, grad_scale=grad_scale, first_nonfinite=first)
 
-            flags = _flags(look, grads, found_inf, seen, sharded_over)
+            flags = _flags(look, grads, found_inf, record, sharded_over)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return self._agree_over_group(optimizer)
 
@@ -305,19 +275,15 @@ class GradScaler(torch.amp.GradScaler):
         slots: list[int] = []
         elsewhere: list[Tensor] = []
         for key, state in self._per_optimizer_states.items():
-            seen = self._seen.get(key)
-            if seen is None:  # someone's own way of looking
-                seen = LookedAt(lambda: None, self._monitor_of().add_optimizer())
-                self._seen[key] = seen
+            record = self._reports.record_for_update(key, scale)
             for device, found_inf in state["found_inf_per_device"].items():
-                first = seen.first_nonfinites.get(device)
+                first = record.first_nonfinites.get(device)
                 if first is not None and device != scale.device:
                     elsewhere.append(first)
                     first = first.to(scale.device, non_blocking=True)
                 found_infs.append(found_inf.to(scale.device, non_blocking=True))
                 first_nonfinites.append(first)
-                slots.append(seen.slot)
-            seen.awaits_update = False
+                slots.append(record.slot)
         ops.update_scale_(
             scale,
             growth_tracker,
@@ -330,60 +296,18 @@ class GradScaler(torch.amp.GradScaler):
             hysteresis=self._hysteresis,
             hysteresis_tracker=self._hysteresis_tracker,
             dynamic=dynamic,
-            monitor=self._monitor_of(),
+            monitor=self._reports.monitor(scale),
             slots=slots,
             first_nonfinites=first_nonfinites,
         )
         for first in elsewhere:  # a copy of it was reset
             first.fill_(ops.NO_TENSOR)
-        if scale.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                self._last_update = None
-            else:
-                self._last_update = self._last_update or torch.cuda.Event()
-                self._last_update.record(torch.cuda.current_stream(scale.device))
+        self._reports.mark_update(scale)
 
     @_disable_dynamo
     def _report(self) -> None:
-        """Logs what the last finished update has shown, as far as it is worth a line."""
-        report = self._monitor.read()
-        if not self._told_of_settling and report.settled_after >= 0:
-            self._told_of_settling = True
-            _LOGGER.info(
-                "GradScaler: the loss scale settled at %g after %d skipped updates",
-                report.settled_scale,
-                report.settled_after,
-            )
-        if report.consecutive_skips < self._warn_after:
-            self._told_of_skips = False
-        elif not self._told_of_skips:
-            self._told_of_skips = True
-            is_of_these = report.nonfinite_update > report.updates - report.consecutive_skips
-            name = self._name_of_nonfinite(report) if is_of_these else None
-            _LOGGER.warning(
-                "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is "
-                "%g. The first bad gradient was that of %s. Gradients that are inf or NaN at any "
-                "scale come from the model or the data.",
-                report.consecutive_skips,
-                report.updates,
-                report.scale,
-                name or "a parameter that is not known here",
-            )
-
-    def _name_of_nonfinite(self, report: Any) -> str | None:
-        for seen in list(self._seen.values()):  # another thread may be adding to it
-            if seen.slot == report.nonfinite_slot:
-                return seen.name_of(report.nonfinite_number)
-        return None
-
-    def _wait_for_update(self) -> None:
-        """Waits until the device has finished the last update."""
-        if self._scale is None or not self._scale.is_cuda:
-            return
-        if self._last_update is not None:
-            self._last_update.synchronize()
-        else:  # it was captured into a graph, which may have run since
-            torch.cuda.synchronize(self._scale.device)
+        """Logs what the last finished update has shown."""
+        self._reports.log()
 
     def last_step_skipped(
         self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
@@ -403,18 +327,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return False
-        if self._monitor is None:
-            return None
         if wait:
-            self._wait_for_update()
-        if optimizer is None:
-            report = self._monitor.read()
-            return report.consecutive_skips > 0 if report.updates else None
-        seen = self._seen.get(id(optimizer))
-        if seen is None or seen.optimizer() is not optimizer:
-            return None
-        of_optimizer = self._monitor.read_optimizer(seen.slot)
-        return of_optimizer.last_was_skipped if of_optimizer.update else None
+            self._reports.wait(self._scale)
+        return self._reports.step_skipped(optimizer)
 
     def stats(self, *, wait: bool = False) -> ScalerStats:
         """Returns counts of steps and skips, the limits of the scale and the last bad tensor.
@@ -425,22 +340,9 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             wait: Waits for the last update, so that the counts are exact.
         """
-        if self._monitor is not None and wait:
-            self._wait_for_update()
-        report = self._monitor.read() if self._monitor is not None else None
-        if report is None or report.updates == 0:
-            scale = float(self._init_scale) if self._enabled else 1.0
-            return ScalerStats(0, 0, 0, 0, scale, scale, scale, None)
-        return ScalerStats(
-            updates=report.updates,
-            steps=report.updates - report.skips,
-            skips=report.skips,
-            consecutive_skips=report.consecutive_skips,
-            scale=report.scale,
-            smallest_scale=report.smallest_scale,
-            largest_scale=report.largest_scale,
-            last_nonfinite=self._name_of_nonfinite(report),
-        )
+        if wait:
+            self._reports.wait(self._scale)
+        return self._reports.stats(float(self._init_scale) if self._enabled else 1.0)
 
     def history(self, *, wait: bool = False) -> ScalerHistory:
         """Returns the scales and skips of the last 4,096 updates, for plots.
@@ -450,15 +352,9 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             wait: Waits for the last update, so that it is among them.
         """
-        if self._monitor is None:
-            return ScalerHistory([], [], [])
         if wait:
-            self._wait_for_update()
-        history = self._monitor.history()
-        first = history.first_update
-        return ScalerHistory(
-            list(range(first, first + len(history.scales))), history.scales, history.skipped
-        )
+            self._reports.wait(self._scale)
+        return self._reports.history()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state: torch's five entries, and one more with a hysteresis."""
@@ -493,7 +389,7 @@ class GradScaler(torch.amp.GradScaler):
         """Leaves out what belongs to this process; a copy starts its counts anew."""
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        for name in ("_hysteresis_tracker", "_monitor", "_seen", "_last_update"):
+        for name in ("_hysteresis_tracker", "_reports"):
             state.pop(name, None)
         return state
 
@@ -502,7 +398,7 @@ class GradScaler(torch.amp.GradScaler):
         self.__dict__.update(state)
         if self._enabled:  # a shallow copy would share it
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._forget_reports()
+        self._reports = ScalerReports(self._warn_after)
 
     def get_scale(self) -> float:
         """Returns the scale, or 1.0 if scaling is disabled. Waits for a GPU."""
@@ -521,13 +417,6 @@ class GradScaler(torch.amp.GradScaler):
             "in the model or the data, then set the scale with update(new_scale).",
             stacklevel=3,
         )
-
-
-def _reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer | None]:
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:  # something that only looks like an optimizer
-        return lambda: optimizer
 
 
 # What tells an override, also one that was patched into the class.
@@ -573,7 +462,7 @@ def _flags(
     operation: Callable[[list[Tensor], Tensor, Tensor | None], None],
     grads: list[Tensor | None],
     found_inf: Tensor,
-    seen: LookedAt | None,
+    record: OptimizerRecord | None,
     sharded_over: ShardedOver,
 ) -> dict[torch.device, Tensor]:
     """Runs an operation on the gradients of each device and returns what it has found there.
@@ -584,13 +473,13 @@ def _flags(
         operation: Takes gradients, a flag to set, and the number to lower, or None.
         grads: One for each parameter.
         found_inf: What the flags start from.
-        seen: What is known of the optimizer, if anything.
+        record: What is known of the optimizer, if anything.
         sharded_over: The ranks.
     """
     flags: dict[torch.device, Tensor] = {}
     for device, group in _by_device(grads).items():
         flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-        operation(group, flags[device], None if seen is None else seen.first_nonfinite(device))
+        operation(group, flags[device], None if record is None else record.first_nonfinite(device))
     return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from amp_ext import ops
-from amp_ext.nonfinite import name_of_param
+__all__ = ["ScalerHistory", "ScalerStats"]
 
 
 @dataclass(frozen=True)
@@ -52,39 +47,3 @@ class ScalerHistory:
     updates: list[int]
     scales: list[float]
     skipped: list[bool]
-
-
-@dataclass
-class LookedAt:
-    """An optimizer that a scaler has seen, and what is needed to name its bad gradients.
-
-    Attributes:
-        optimizer: A weak reference to it.
-        slot: Number of its report.
-        first_nonfinites: By device, where looks write the number of the first bad gradient. All
-            parameters of all groups are counted, also those without a gradient.
-        awaits_update: Whether it was looked at since the last update.
-    """
-
-    optimizer: Callable[[], torch.optim.Optimizer | None]
-    slot: int
-    first_nonfinites: dict[torch.device, Tensor] = field(default_factory=dict)
-    awaits_update: bool = False
-
-    def first_nonfinite(self, device: torch.device) -> Tensor:
-        """Returns one int64 on a device for looks to lower."""
-        if device not in self.first_nonfinites:
-            self.first_nonfinites[device] = torch.full(
-                (), ops.NO_TENSOR, dtype=torch.int64, device=device
-            )
-        return self.first_nonfinites[device]
-
-    def forget(self) -> None:
-        """Drops what looks have found."""
-        for first in self.first_nonfinites.values():
-            first.fill_(ops.NO_TENSOR)
-
-    def name_of(self, number: int) -> str | None:
-        """Returns the name of the parameter with this number."""
-        optimizer = self.optimizer()
-        return None if optimizer is None else name_of_param(optimizer, number)
