@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from amp_ext.optim.writers import options_since, other_writer
+
 if TYPE_CHECKING:
     from amp_ext.optim.fused_optimizer import FusedOptimizer
 
@@ -36,8 +38,9 @@ def read_state_dict(
         KeyError: If the dict is not one of an optimizer.
         ValueError: If another class wrote it, or a part is missing or does not fit.
     """
-    _check_options(optimizer, state_dict)
+    _check_writer(optimizer, state_dict)
     groups, states = _with_own_steps(state_dict)
+    groups = _with_all_options(optimizer, groups)
     return groups, _copied_states(optimizer, groups, states, configured)
 
 
@@ -45,7 +48,7 @@ def _operation(optimizer: FusedOptimizer) -> str:
     return f"{type(optimizer).__name__}.load_state_dict"
 
 
-def _check_options(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check_writer(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict is one of an optimizer with the options of this one."""
     operation = _operation(optimizer)
     for name in ("state", "param_groups"):
@@ -54,17 +57,23 @@ def _check_options(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
                 f"{operation}: state_dict must have {name!r}, got {_first_keys(state_dict)}"
                 f"{_what_to_load(state_dict)}"
             )
+    writer = other_writer(optimizer, state_dict["param_groups"], state_dict["state"])
+    if writer is not None:
+        raise ValueError(
+            f"{operation}: state_dict must have the options and states of "
+            f"{type(optimizer).__name__}, but is a state dict of {writer}"
+        )
     for index, saved in enumerate(state_dict["param_groups"]):
         missing = [name for name in optimizer._required_options if name not in saved]
         if missing:
             raise ValueError(
                 f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
             )
-        if not saved.get("bias_correction", True):
-            raise ValueError(
-                f"{operation}: bias_correction of param_groups[{index}] must be True, got "
-                f"{saved['bias_correction']}"
-            )
+        for name in ("bias_correction", "correct_bias"):  # the latter of transformers' AdamW
+            if not saved.get(name, True):
+                raise ValueError(
+                    f"{operation}: {name} of param_groups[{index}] must be True, got {saved[name]}"
+                )
 
 
 def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:
@@ -79,6 +88,17 @@ def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[
                     states[key] = {"step": step, **states[key]}
         groups.append(kept)
     return groups, states
+
+
+def _with_all_options(optimizer: FusedOptimizer, groups: Sequence[Options]) -> list[Options]:
+    """Fills in options that a file lacks: torch's as torch does, others as they are configured."""
+    if len(groups) != len(optimizer.param_groups):
+        return list(groups)
+    since = options_since(type(optimizer))
+    return [
+        {name: since.get(name, group[name]) for name in optimizer.defaults} | saved
+        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -96,7 +116,7 @@ def _copied_states(
     states: dict[Any, Any] = {}
     param_keys = set()
     for group_index, saved in enumerate(saved_groups):
-        group = {**optimizer.defaults, **saved, **configured[group_index]}
+        group = saved | configured[group_index]
         params = optimizer.param_groups[group_index]["params"]
         for index, (param, key) in enumerate(zip(params, saved["params"], strict=True)):
             param_keys.add(key)

@@ -424,7 +424,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         dtype, whatever the file's; options that torch does not have stay as configured.
         Masters that the file lacks are taken from the parameters: load the model first.
         Files of the FusedAdam of apex and of TransformerEngine, which count their steps once for a
-        group, are taken as well.
+        group, are taken as well. Options that torch has and the file lacks are what torch takes
+        them for; those of another optimizer are refused by its name.
 
         Args:
             state_dict: From ``state_dict()``.

@@ -40,7 +40,6 @@ class SGD(FusedOptimizer):
         "momentum",
         "dampening",
         "weight_decay",
-        "nesterov",
     )
 
     def __init__(

@@ -1,0 +1,267 @@
+"""Whose file it is: other optimizers' are refused by name, older ones are filled in as torch does.
+
+What a true file looks like, torch's own classes say: each of them writes one here.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_close, same_bits
+from training import assert_same_bits, bits_of, make_params, ours, params_of, theirs, train, twins
+
+import amp_ext
+
+SHAPES = [(5, 3), (7, 2)]  # Muon takes matrices only
+FOREIGN = [
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adamax",
+    "ASGD",
+    "LBFGS",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SparseAdam",
+]
+MOMENTUM = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
+EACH_OF_OURS = pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+
+
+class OneMoment(amp_ext.optim.Adam):
+    """Has an Adam's options in part and one of its buffers, as Lion has."""
+
+    _required_options = ("lr", "betas", "weight_decay")
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+
+def stepped(optimizer: torch.optim.Optimizer, steps: int = 2) -> torch.optim.Optimizer:
+    """Takes steps with gradients of the kind that the optimizer wants."""
+    for _ in range(steps):
+        for param in params_of(optimizer):
+            grad = torch.randn_like(param)
+            param.grad = grad.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else grad
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(lambda: torch.tensor(0.0))
+        else:
+            optimizer.step()
+    return optimizer
+
+
+def file_of(name: str, steps: int, **options: Any) -> dict[str, Any]:
+    params = make_params(torch.float32, shapes=SHAPES)
+    return stepped(theirs(name)(params, **MOMENTUM.get(name, {}), **options), steps).state_dict()
+
+
+def target_of(name: str, **options: Any) -> torch.optim.Optimizer:
+    params = make_params(torch.float32, shapes=SHAPES)
+    return stepped(ours(name)(params, lr=0.1, **MOMENTUM.get(name, {}), **options))
+
+
+def refused(optimizer: torch.optim.Optimizer, file: dict[str, Any], words: str) -> None:
+    """Asserts that the file is refused with these words and that nothing was loaded of it."""
+    before, groups = bits_of(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(file)
+    assert_same_bits(optimizer, before)
+    assert optimizer.state_dict()["param_groups"] == groups
+
+
+@EACH_OF_OURS
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_a_file_of_another_optimizer_of_torch_is_refused_by_its_name(foreign, name):
+    words = rf"^{name}.load_state_dict: .* is a state dict of torch.optim.{foreign}: it has '"
+    refused(target_of(name), file_of(foreign, steps=2), words)
+
+
+@EACH_OF_OURS
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_so_is_one_from_before_its_first_step(foreign, name):
+    """Which has no states to tell it by; Adadelta's groups are refused for what they lack."""
+    words = "must have" if foreign == "Adadelta" else rf"is a state dict of torch.optim.{foreign}:"
+    refused(target_of(name), file_of(foreign, steps=0), words)
+
+
+@pytest.mark.parametrize("foreign", ["NAdam", "RAdam", "Adamax"])
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(["decoupled_weight_decay"], id="before-decoupled-decay"),
+        pytest.param(
+            ["decoupled_weight_decay", "capturable", "differentiable", "maximize", "foreach"],
+            id="first-release",
+        ),
+    ],
+)
+def test_files_of_older_releases_are_told_apart_from_adams(foreign, later):
+    file = file_of(foreign, steps=2)
+    for group in file["param_groups"]:
+        for key in later:
+            group.pop(key, None)
+    if foreign == "RAdam":  # while Adamax had 'capturable', RAdam had decoupled decay
+        file["param_groups"][0].pop("capturable", None)
+    refused(target_of("Adam"), file, rf"is a state dict of torch.optim.{foreign}:")
+
+
+@pytest.mark.parametrize("package", [ours, theirs], ids=["ours", "torchs"])
+def test_adams_file_is_refused_by_sgd_and_the_other_way_round(package):
+    where = "amp_ext.optim" if package is ours else "torch.optim"
+    adam = stepped(package("AdamW")(make_params(torch.float32, shapes=SHAPES))).state_dict()
+    sgd = stepped(package("SGD")(make_params(torch.float32, shapes=SHAPES), momentum=0.9))
+    refused(target_of("SGD"), adam, rf"is a state dict of {where}.Adam: it has 'amsgrad'")
+    refused(target_of("Adam"), sgd.state_dict(), rf"is a state dict of {where}.SGD: it has 'damp")
+
+
+@pytest.mark.parametrize(("name", "foreign"), [("SGD", "Adam"), ("Adam", "SGD")])
+def test_states_of_another_optimizer_under_the_right_groups_are_refused(name, foreign):
+    file = target_of(name).state_dict()
+    file["state"] = file_of(foreign, steps=2)["state"]
+    refused(target_of(name), file, rf"is a state dict of amp_ext.optim.{foreign}: it has '")
+
+
+@pytest.mark.parametrize("foreign", ["NAdam", "RAdam", "Adamax", "SparseAdam"])
+def test_an_optimizer_that_needs_less_than_adam_refuses_what_is_near(foreign):
+    target = OneMoment(make_params(torch.float32, shapes=SHAPES))
+    words = rf"is a state dict of torch.optim.{foreign}: "
+    refused(target, file_of(foreign, steps=2), words)
+    target.load_state_dict(target.state_dict())  # its own is none of these
+
+
+@pytest.mark.parametrize("mark", ["init_zero", "grad_averaging"])
+def test_apexs_other_optimizers_are_refused(mark):
+    """Which write the layout of FusedAdam, the step in the group included."""
+    file = file_of("Adam", steps=2)
+    group = file["param_groups"][0]
+    file["param_groups"] = [
+        {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "params")}
+        | {"bias_correction": True, "step": 2, "grad_averaging": True, mark: True}
+    ]
+    words = "is a state dict of apex.optimizers.Fused(LAMB|NovoGrad)"
+    refused(target_of("AdamW"), file, words)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_file_of_transformers_adamw_is_taken_unless_it_corrects_no_bias(said):
+    source, target = target_of("AdamW"), target_of("AdamW")
+    file = source.state_dict()
+    group = file["param_groups"][0]
+    file["param_groups"] = [
+        {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "params")}
+        | {"correct_bias": said}
+    ]
+    if said:
+        target.load_state_dict(file)
+        assert same_bits(*(o.state[params_of(o)[0]]["exp_avg"] for o in (source, target)))
+    else:
+        refused(target, file, r"correct_bias of param_groups\[0\] must be True, got False")
+
+
+@EACH_OF_OURS
+def test_unknown_keys_are_kept(name):
+    source = target_of(name)
+    file = source.state_dict()
+    file["param_groups"][0] |= {"label": "backbone", "rho": 0.05}
+    file["state"][0]["average"] = torch.ones(3)
+    loaded = ours(name)(twins(params_of(source)))
+    loaded.load_state_dict(file)
+    assert loaded.param_groups[0]["label"] == "backbone"
+    assert loaded.param_groups[0]["rho"] == 0.05
+    assert same_bits(loaded.state[params_of(loaded)[0]]["average"], torch.ones(3))
+
+
+def test_a_buffer_that_momentum_left_behind_is_kept():
+    source = target_of("SGD")
+    file = source.state_dict()
+    file["param_groups"][0]["momentum"] = 0.0
+    loaded = ours("SGD")(twins(params_of(source)), lr=0.1)
+    loaded.load_state_dict(file)
+    assert "momentum_buffer" in loaded.state[params_of(loaded)[0]]
+    train([loaded], 1)
+
+
+# Options that torch's classes got over the years.
+
+OLDER = [
+    pytest.param("SGD", ["nesterov"], {"nesterov": True, "momentum": 0.9}, id="sgd-nesterov"),
+    pytest.param(
+        "SGD",
+        ["nesterov", "maximize", "foreach", "differentiable", "fused"],
+        {"maximize": True, "momentum": 0.9},
+        id="sgd-first-release",
+    ),
+    pytest.param("Adam", ["maximize"], {"maximize": True}, id="adam-maximize"),
+    pytest.param(
+        "Adam",
+        [
+            "maximize",
+            "foreach",
+            "capturable",
+            "differentiable",
+            "fused",
+            "decoupled_weight_decay",
+        ],
+        {"decoupled_weight_decay": True, "weight_decay": 0.1},
+        id="adam-amsgrad-alone",
+    ),
+    pytest.param(
+        "AdamW",
+        ["maximize", "foreach", "capturable", "decoupled_weight_decay"],
+        {"weight_decay": 0.1},
+        id="adamw-before-it-was-an-adam",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "lacking", "options"), OLDER)
+def test_options_that_an_old_file_lacks_are_what_torch_takes_them_for(name, lacking, options):
+    """Not what the target was made with, which is the opposite where it matters."""
+    momentum = MOMENTUM.get(name, {})
+    other = stepped(theirs(name)(make_params(torch.float32), lr=0.05, **momentum))
+    file = other.state_dict()
+    for key in lacking:
+        del file["param_groups"][0][key]
+    both = [package(name)(twins(params_of(other)), lr=7.0, **options) for package in (ours, theirs)]
+    for optimizer in both:
+        optimizer.load_state_dict(copy.deepcopy(file))
+    for key in lacking:
+        mine, torchs = (optimizer.param_groups[0][key] for optimizer in both)
+        assert bool(mine) == bool(torchs), key
+    train(both, 2)
+    for param, twin in zip(*map(params_of, both), strict=True):
+        assert_close(param, twin, steps=2)
+
+
+def test_options_that_torch_does_not_have_stay_as_their_group_was_configured():
+    params = make_params(torch.float32, shapes=SHAPES)
+    target = ours("SGD")(
+        [{"params": params[:1], "decoupled_weight_decay": True}, {"params": params[1:]}],
+        lr=0.1,
+        momentum=0.9,
+    )
+    other = theirs("SGD")([{"params": [param]} for param in twins(params)], lr=0.1, momentum=0.9)
+    target.load_state_dict(stepped(other).state_dict())
+    assert [group["decoupled_weight_decay"] for group in target.param_groups] == [True, False]
+
+
+def test_adams_file_from_before_amsgrad_is_taken_once_it_says_so():
+    """It cannot be told from one of RAdam, which must not be taken."""
+    source = target_of("Adam")
+    file = source.state_dict()
+    for key in file["param_groups"][0].keys() - {"lr", "betas", "eps", "weight_decay", "params"}:
+        del file["param_groups"][0][key]
+    loaded = ours("Adam")(twins(params_of(source)))
+    refused(loaded, file, "is a state dict of torch.optim.RAdam: it has 'betas' without 'amsgrad'")
+    file["param_groups"][0]["amsgrad"] = False
+    loaded.load_state_dict(file)
+    assert_same_bits(loaded, source)
