@@ -20,7 +20,7 @@ import setuptools
 
 ROOT = Path(__file__).resolve().parent
 INSTALL = (
-    '    pip install torch "setuptools>=77" ninja wheel && pip install --no-build-isolation .\n'
+    '    pip install torch "setuptools>=77,<82" ninja wheel && pip install --no-build-isolation .\n'
 )
 
 # No -std (PyTorch sets the one it needs), no -march=native (the engine picks at run time). Without

@@ -46,7 +46,7 @@ make_environment() {
   "$base" -m venv "$home"
   grep -E '^(hypothesis|ninja|numpy|pytest|rich|wheel)==' requirements.txt > "$home/tmp/requirements.txt"
   TMPDIR=$PWD/$home/tmp "$python" -m pip install -qq --no-cache-dir \
-    "torch==$torch" 'setuptools>=77' -r "$home/tmp/requirements.txt"
+    "torch==$torch" 'setuptools>=77,<82' -r "$home/tmp/requirements.txt"
   rm -rf "$home/tmp"
   touch "$home/.installed"
   trap - EXIT
