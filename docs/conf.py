@@ -6,7 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+sys.path.insert(0, str(ROOT / "docs"))
+
+import tables  # noqa: E402
+
 import amp_ext  # noqa: E402, it may stand beside this folder without being installed
+
+tables.write()
 
 project = "amp_ext"
 author = "amp_ext authors"
@@ -18,6 +24,7 @@ html_theme = "furo"
 html_title = f"amp_ext {release}"
 html_show_copyright = False
 html_copy_source = False
+exclude_patterns = [tables.FOLDER.name]  # parts of pages
 
 # Every page is plain Markdown that reads well on its own; directives only include and document.
 myst_heading_anchors = 3

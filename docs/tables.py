@@ -1,0 +1,160 @@
+"""Writes the tables that pages include, from the classes themselves: `python docs/tables.py`.
+
+`make docs` does it by itself. What a class keeps is read from the states that it makes, options and
+defaults from its groups, and what they do from its docstring: a new optimizer is in every table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import amp_ext
+from amp_ext.optim.fused_optimizer import FusedOptimizer
+
+FOLDER = Path(__file__).resolve().parent / "_generated"  # not in the repository
+SIZE = 64  # elements of a parameter whose states are weighed; a counter is less
+
+Kind = type[FusedOptimizer]
+Options = dict[str, Any]
+
+# How parameters are kept, and what a constructor has to be told for that.
+PRECISIONS: dict[str, tuple[torch.dtype, Options]] = {
+    "fp32": (torch.float32, {}),
+    "16-bit + masters": (torch.bfloat16, {}),
+    "16-bit": (torch.bfloat16, {"master_weights": False, "state_dtype": None}),
+}
+
+
+def optimizers() -> list[Kind]:
+    """Returns the optimizers that the package exports."""
+    exported = [getattr(amp_ext.optim, name) for name in amp_ext.optim.__all__]
+    return [each for each in exported if issubclass(each, FusedOptimizer)]
+
+
+def made(kind: Kind, dtype: torch.dtype = torch.float32, **options: Any) -> FusedOptimizer:
+    """Returns an optimizer of one parameter."""
+    return kind([torch.nn.Parameter(torch.zeros(SIZE, dtype=dtype))], **options)
+
+
+def state_of(kind: Kind, dtype: torch.dtype = torch.float32, **options: Any) -> Options:
+    """Returns the state that an optimizer makes for a parameter."""
+    optimizer = made(kind, dtype, **options)
+    optimizer.init_state()
+    (param,) = optimizer.param_groups[0]["params"]
+    return optimizer.state.get(param, {})
+
+
+def variants(kind: Kind) -> Iterator[tuple[Options, tuple[str, ...]]]:
+    """Yields the fewest options that make an optimizer keep something else, and what it keeps."""
+    seen: set[tuple[str, ...]] = set()
+    others = {
+        name: True if default is False else 0.9
+        for name, default in made(kind).defaults.items()
+        if isinstance(default, (bool, int, float)) and not default
+    }
+    for count in range(3):
+        for names in itertools.combinations(others, count):
+            options = {name: others[name] for name in names}
+            try:
+                kept = tuple(state_of(kind, **options))
+            except (RuntimeError, ValueError):  # options that do not go together
+                continue
+            if kept not in seen:
+                seen.add(kept)
+                yield options, kept
+
+
+def bytes_per_parameter(kind: Kind, precision: str, options: Options) -> int:
+    """Returns what an optimizer keeps for each element of a parameter, in bytes."""
+    dtype, said = PRECISIONS[precision]
+    sizes = [tensor.nbytes for tensor in state_of(kind, dtype, **options, **said).values()]
+    return sum(size for size in sizes if size >= SIZE) // SIZE
+
+
+def options_of_torch(kind: Kind) -> set[str]:
+    """Returns the options of the class of torch that has the name."""
+    theirs = getattr(torch.optim, kind.__name__, None)
+    return set() if theirs is None else set(inspect.signature(theirs).parameters)
+
+
+def takes(kind: Kind, option: str, value: Any) -> bool:
+    """Returns whether a constructor has an option: AdamW's groups have one more, of its decay."""
+    try:
+        made(kind, **{option: value})
+    except TypeError:
+        return False
+    return True
+
+
+def meaning(kind: Kind, option: str) -> str:
+    """Returns what a docstring says of an option, its first sentence."""
+    for base in kind.__mro__:
+        found = re.search(
+            rf"^    {option}: (.+(?:\n     .+)*)",
+            inspect.cleandoc(base.__doc__ or ""),
+            re.MULTILINE,
+        )
+        if found:
+            text = " ".join(found[1].split()).replace("``", "`")
+            return re.split(r"(?<=\.) (?=[A-Z])", text)[0].rstrip(".")
+    raise ValueError(f"{kind.__name__}: its docstring must say what {option} does")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names as code."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def states() -> str:
+    """Returns what each optimizer keeps for a parameter, and its bytes."""
+    rows = []
+    for kind in optimizers():
+        for options, kept in variants(kind):
+            said = "".join(f", {name}={value}" for name, value in options.items())
+            weights = [str(bytes_per_parameter(kind, each, options)) for each in PRECISIONS]
+            rows.append([f"`{kind.__name__}(params{said})`", listed(kept) or "nothing", *weights])
+    return table(["", "state of a parameter", *PRECISIONS], rows)
+
+
+def own_options() -> str:
+    """Returns the options that torch's classes do not have."""
+    kinds = optimizers()
+    owners: dict[str, list[Kind]] = {}
+    for kind in kinds:
+        for name, default in made(kind).defaults.items():
+            if name not in options_of_torch(kind) and takes(kind, name, default):
+                owners.setdefault(name, []).append(kind)
+    rows = []
+    for name, of in owners.items():
+        where = "all" if of == kinds else listed([kind.__name__ for kind in of])
+        default = made(of[-1]).defaults[name]
+        default = f"torch.{default}" if isinstance(default, str) else default  # a dtype's name
+        rows.append([f"`{name}`", where, f"`{default}`", meaning(of[-1], name)])
+    return table(["option", "of", "default", "what it does"], rows)
+
+
+TABLES = {"states.md": states, "own_options.md": own_options}
+
+
+def write(folder: Path = FOLDER) -> None:
+    """Writes all tables into a folder."""
+    folder.mkdir(exist_ok=True)
+    for name, make in TABLES.items():
+        (folder / name).write_text(make())
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,70 @@
+"""The tables that pages include are made from the classes, and say what these do."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import amp_ext
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TABLES = runpy.run_path(str(DOCS / "tables.py"))
+
+
+def rows_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_every_table_is_included_once_and_nothing_else_is(tmp_path):
+    TABLES["write"](tmp_path)
+    pages = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
+    included = re.findall(r"^```\{include\} _generated/(\S+)$", pages, re.MULTILINE)
+    assert sorted(included) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_every_optimizer_is_there_with_what_it_keeps():
+    rows = rows_of(TABLES["states"]())
+    shown = {row[0].strip("`").partition("(")[0] for row in rows}
+    assert shown == {kind.__name__ for kind in TABLES["optimizers"]()} >= {"Adam", "AdamW", "SGD"}
+    assert rows[0] == ["`SGD(params)`", "nothing", "0", "4", "0"]
+    assert ["`SGD(params, momentum=0.9)`", "`momentum_buffer`", "4", "8", "2"] in rows
+    assert ["`Adam(params)`", "`step`, `exp_avg`, `exp_avg_sq`", "8", "12", "4"] in rows
+
+
+CALCULATED = {
+    "sgd": "`SGD(params)`",
+    "momentum": "`SGD(params, momentum=0.9)`",
+    "adam": "`Adam(params)`",
+    "adamw": "`AdamW(params)`",
+    "amsgrad": "`Adam(params, amsgrad=True)`",
+}
+
+
+@pytest.mark.parametrize("name", CALCULATED)
+def test_the_calculator_of_memory_counts_the_same(name):
+    """In fp32 and in 16 bits with masters and without, states and masters together."""
+    (row,) = [row for row in rows_of(TABLES["states"]()) if row[0] == CALCULATED[name]]
+    usages = {
+        usage.configuration.name: (usage.states + usage.masters) // 1_000
+        for usage in amp_ext.memory.training_memory(1_000, name)
+    }
+    wanted = ("fp32", "16-bit + masters, fp32 states", "16-bit, 16-bit states")
+    assert [usages[each] for each in wanted] == [int(cell) for cell in row[2:]]
+
+
+def test_options_of_our_own_are_those_that_torch_refuses():
+    rows = {row[0].strip("`"): row[1:] for row in rows_of(TABLES["own_options"]())}
+    assert rows["master_weights"][:2] == ["all", "`True`"]
+    assert rows["denominator_floor"][:2] == ["`Adam`, `AdamW`", "`0.0`"]
+    assert rows["decoupled_weight_decay"][:2] == ["`SGD`", "`False`"]
+    assert rows["state_dtype"][1] == "`torch.float32`"
+    assert rows.keys().isdisjoint({"lr", "betas", "amsgrad", "maximize", "fused"})
+    assert all(len(row[2]) > 20 for row in rows.values())
+
+
+def test_an_option_without_a_word_on_it_is_an_error():
+    with pytest.raises(ValueError, match="its docstring must say what zeal does"):
+        TABLES["meaning"](amp_ext.optim.SGD, "zeal")
