@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import (
+    assert_same_bits,
+    bits_of,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+    train,
+    twins,
+)
 from reference import assert_close, same_bits
-from training import assert_same_bits, bits_of, make_params, ours, params_of, theirs, train, twins
 
 import amp_ext
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import assert_same_bits, ours, params_of
 from torch.nn import Parameter
-from training import assert_same_bits, ours, params_of
 
 import amp_ext
 
-PICKLES = Path(__file__).parent / "data" / "pickles.json"
+PICKLES = Path(__file__).parent.parent / "data" / "pickles.json"
 BF16 = torch.bfloat16
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = ["README.md", "docs/quickstart.md", "pyproject.toml", "scripts/cuda_build.sh", "setup.py"]
 PINNED = re.search(r"^setuptools==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
 

@@ -10,7 +10,7 @@ import pytest
 
 import amp_ext
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 TABLES = runpy.run_path(str(DOCS / "tables.py"))
 
 
