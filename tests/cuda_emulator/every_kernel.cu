@@ -35,21 +35,20 @@ class Memory {
   std::vector<std::vector<Block>> blocks_;
 };
 
-// The hyperparameters of two groups, for any kernel.
-struct Groups {
-  std::vector<amp_ext::AdamHyperparameters> adam{2};
-  std::vector<amp_ext::SgdHyperparameters> sgd{2};
+// The hyperparameters of two groups.
+template <typename Hyperparameters>
+const Hyperparameters kGroups[2] = {};
 
-  const void* of(OptimizerKernel kernel) const {
-    const bool is_adam = kernel == OptimizerKernel::kAdam2 || kernel == OptimizerKernel::kAdam3;
-    return is_adam ? static_cast<const void*>(adam.data()) : sgd.data();
-  }
+struct Kernel {
+  OptimizerKernel kernel;
+  int buffers;
+  const void* groups;
 };
 
 // Two steps of tensors of all sizes. Returns whether the counters of steps have advanced; true if
 // there is no kernel for these dtypes.
-bool step_twice(OptimizerKernel kernel, int buffers, DType param, DType grad, DType buffer,
-                bool master, bool& launched) {
+bool step_twice(const Kernel& kernel, DType param, DType grad, DType buffer, bool master,
+                bool& launched) {
   Memory memory;
   std::vector<TensorRecord> records;
   std::vector<float> steps(std::size(kSizes) * 2, 0.0f);
@@ -66,7 +65,7 @@ bool step_twice(OptimizerKernel kernel, int buffers, DType param, DType grad, DT
         record.master_param =
             static_cast<float*>(memory.tensor(DType::kFloat32, numel, misaligned));
       }
-      for (int i = 0; i < buffers; ++i) {
+      for (int i = 0; i < kernel.buffers; ++i) {
         record.buffers[i] = memory.tensor(buffer, numel, misaligned);
       }
       record.step = &steps[records.size()];
@@ -74,14 +73,13 @@ bool step_twice(OptimizerKernel kernel, int buffers, DType param, DType grad, DT
       records.push_back(record);
     }
   }
-  const Groups groups;
   const float grad_scale = 2.0f;
   const float found_inf = 0.0f;
   StepLaunch launch = {};
-  launch.kernel = kernel;
+  launch.kernel = kernel.kernel;
   launch.records = records.data();
   launch.count = static_cast<int64_t>(records.size());
-  launch.hyperparameters = groups.of(kernel);
+  launch.hyperparameters = kernel.groups;
   launch.inputs.grad_scale = &grad_scale;
   launch.inputs.found_inf = &found_inf;
   uint32_t block_counter = 0;
@@ -93,12 +91,9 @@ bool step_twice(OptimizerKernel kernel, int buffers, DType param, DType grad, DT
 }
 
 bool step_all() {
-  struct Kernel {
-    OptimizerKernel kernel;
-    int buffers;
-  };
-#define AMP_EXT_KERNEL(Functor, buffers) {OptimizerKernel::k##Functor##buffers, buffers},
-  constexpr Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
+#define AMP_EXT_KERNEL(Functor, buffers) \
+  {OptimizerKernel::k##Functor##buffers, buffers, kGroups<amp_ext::Functor##Hyperparameters>},
+  const Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
 #undef AMP_EXT_KERNEL
   bool right = true;
   for (const Kernel& kernel : kKernels) {
@@ -108,8 +103,7 @@ bool step_all() {
         for (const DType buffer : kDTypes) {
           for (const bool master : {false, true}) {
             bool launched = false;
-            right &=
-                step_twice(kernel.kernel, kernel.buffers, param, grad, buffer, master, launched);
+            right &= step_twice(kernel, param, grad, buffer, master, launched);
             combinations += launched;
           }
         }
