@@ -71,6 +71,15 @@ each_class = pytest.mark.parametrize(("name", "options"), EACH_CLASS)
 each_name = pytest.mark.parametrize("name", NAMES)
 each_in_torch = pytest.mark.parametrize("name", IN_TORCH)
 
+
+def in_torch(rows: list[Any]) -> list[Any]:
+    """Returns the rows of classes that torch has too."""
+    return [row for row in rows if row.values[0] in IN_TORCH]
+
+
+every_optimizer_in_torch = pytest.mark.parametrize(("name", "options"), in_torch(OPTIMIZERS))
+each_class_in_torch = pytest.mark.parametrize(("name", "options"), in_torch(EACH_CLASS))
+
 HALVES = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 FLOATS = pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
 

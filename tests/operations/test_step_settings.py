@@ -41,7 +41,8 @@ def test_a_checkpoint_does_not_change_the_setting(name, options, setting):
     for mine in {default, value}:
         optimizer = ours(name)(make_params(F32), **{key: mine}, **options)
         other_value = not mine if isinstance(mine, bool) else other_value
-        for source, more in [(ours(name), {key: other_value}), (cases.theirs(name), {})]:
+        theirs = [(cases.theirs(name), {})] if name in cases.IN_TORCH else []
+        for source, more in [(ours(name), {key: other_value}), *theirs]:
             other = source(cases.twins(params_of(optimizer)), **more, **options)
             give_grads(params_of(other))
             other.step()

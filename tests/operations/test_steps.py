@@ -72,7 +72,8 @@ def test_nan_and_inf_spoil_only_their_own_element(device, dtypes, operation, opt
         actual = lists[name][0]
         assert same_bits(actual[keep], clean[name][0][keep]), name
         assert actual[7].isnan(), name
-        assert not actual[33].isfinite(), name
+        if operation != "lion_" or name == "exp_avgs":  # a sign is finite
+            assert not actual[33].isfinite(), name
 
 
 @cases.few_steps_and_updates

@@ -124,7 +124,7 @@ def test_options_that_old_files_lack_are_filled_in(name, options, key):
 # To torch and back.
 
 
-@cases.every_optimizer
+@cases.every_optimizer_in_torch
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_training_may_change_to_ours_and_back(dtype, name, options):
     other = trained(theirs(name)(make_params(dtype), foreach=False, **options))
@@ -135,7 +135,7 @@ def test_training_may_change_to_ours_and_back(dtype, name, options):
     cases.assert_all_close(back, other, steps=9)
 
 
-@cases.every_optimizer
+@cases.every_optimizer_in_torch
 @cases.HALVES
 def test_a_checkpoint_of_torch_gets_masters_and_wide_states(dtype, name, options):
     other = trained(theirs(name)(make_params(dtype), **cases.in_16_bits(name), **options))
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_torch_gets_masters_and_wide_states(dtype, name, options
         assert not counted or state["step"].item() == 4
 
 
-@cases.every_optimizer
+@cases.every_optimizer_in_torch
 @cases.HALVES
 def test_torch_loads_a_checkpoint_with_masters(dtype, name, options):
     mine = trained(ours(name)(make_params(dtype), **options))
@@ -180,7 +180,7 @@ def test_states_return_in_the_configured_dtype(dtype, file_dtype, name, options)
     train([loaded])
 
 
-@cases.every_optimizer
+@cases.every_optimizer_in_torch
 @cases.HALVES
 def test_narrow_states_come_and_go_without_a_change_of_a_bit(dtype, name, options):
     other = trained(theirs(name)(make_params(dtype), **cases.in_16_bits(name), **options))
@@ -199,7 +199,7 @@ SWITCHES = [{"foreach": True}, {"fused": True}, {"capturable": True, "foreach": 
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
-@cases.every_optimizer
+@cases.every_optimizer_in_torch
 def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch):
     if "capturable" not in theirs(name)(make_params(F32)).defaults:
         switch = {key: value for key, value in switch.items() if key != "capturable"}

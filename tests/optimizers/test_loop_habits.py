@@ -88,7 +88,7 @@ def test_every_schedule_of_torch_is_among_them():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-@cases.few_optimizers
+@pytest.mark.parametrize(("name", "options"), cases.in_torch(cases.FEW_OPTIMIZERS))
 def test_a_schedule_leads_ours_where_it_leads_torchs(name, options, as_tensor, schedule):
     sides = []
     start = make_params(F32, shapes=[(5,), (7,), (3,)])

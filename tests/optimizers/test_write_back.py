@@ -210,7 +210,7 @@ def test_copies_clip_on_and_share_nothing(name, options, copied, device):
     assert_same_bits(original, twin)
 
 
-@cases.each_class
+@cases.each_class_in_torch
 def test_a_checkpoint_of_torch_leaves_the_configured_options(name, options, device):
     """Those of each group, not the defaults."""
     halves = make_params(F32, device), make_params(F32, device)

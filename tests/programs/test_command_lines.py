@@ -16,7 +16,7 @@ REFUSED = [
     ("info", "--fast", "unrecognized arguments: --fast"),
     ("memory", "7X", "must be a whole number"),
     ("memory", "7B --trainable=8B", "training_memory: trainable must be at most the 7000000000"),
-    ("memory", "7B --optimizer=lion", "invalid choice: 'lion'"),
+    ("memory", "7B --optimizer=tiger", "invalid choice: 'tiger'"),
     ("memory", "", "parameters"),
     ("run", "no_such.py", "can't open script 'no_such.py': No such file"),
     ("run", ".", "can't open script '.': Is a directory"),

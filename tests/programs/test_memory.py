@@ -187,10 +187,10 @@ def test_what_is_no_count_is_refused(text):
         memory.parse_count(text)
 
 
-NO_OPTIMIZER = "one of ['adamw', 'adam', 'amsgrad', 'sgd', 'momentum'], got 'lion'"
+NO_OPTIMIZER = "one of ['adamw', 'adam', 'amsgrad', 'sgd', 'momentum'], got 'tiger'"
 LAZY = nn.Sequential(nn.LazyLinear(3))
 BAD = [
-    ("7B", {"optimizer": "lion"}, f"training_memory: optimizer must be {NO_OPTIMIZER}"),
+    ("7B", {"optimizer": "tiger"}, f"training_memory: optimizer must be {NO_OPTIMIZER}"),
     ("7B", {"trainable": "8B"}, "at most the 7000000000 parameters, got 8000000000"),
     (nn.Linear(2, 2), {"trainable": 3}, "training_memory: trainable must be None for a model"),
     (nn.Flatten(), {}, "count_elements: model must have parameters, got Flatten without"),

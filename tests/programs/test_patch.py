@@ -12,7 +12,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, assert_same_bits, make_params, train, twins
+from optimizer_cases import (
+    FEW_OPTIMIZERS,
+    assert_same_bits,
+    each_class_in_torch,
+    in_torch,
+    make_params,
+    train,
+    twins,
+)
 from torch.amp import GradScaler as ImportedBefore
 from torch.cpu.amp.grad_scaler import GradScaler as TorchCpuScaler
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
@@ -88,7 +96,7 @@ def test_a_scaler_of_torch_is_ours_while_patched_and_so_are_its_copies(make, tor
         assert again.get_growth_interval() == 11
 
 
-@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+@each_class_in_torch
 def test_an_optimizer_of_torch_is_ours_on_request(name, options):
     torch_class, our_class = getattr(torch.optim, name), getattr(amp_ext.optim, name)
     with patch_torch():
@@ -106,7 +114,7 @@ def test_an_optimizer_of_torch_is_ours_on_request(name, options):
         train([again], 1)
 
 
-@pytest.mark.parametrize(("name", "options"), FEW_OPTIMIZERS)
+@pytest.mark.parametrize(("name", "options"), in_torch(FEW_OPTIMIZERS))
 def test_a_patched_optimizer_takes_the_steps_of_our_class(name, options):
     given = make_params(torch.float32)
     with patch_torch(optimizers=True):
@@ -116,7 +124,7 @@ def test_a_patched_optimizer_takes_the_steps_of_our_class(name, options):
     assert_same_bits(*optimizers)
 
 
-@pytest.mark.parametrize(("name", "options"), EACH_CLASS)
+@each_class_in_torch
 def test_checkpoints_of_torch_load_under_the_patch_and_the_other_way_round(name, options):
     torch_class = getattr(torch.optim, name)
     with patch_torch(optimizers=True):
