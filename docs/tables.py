@@ -79,9 +79,10 @@ def bytes_per_parameter(kind: Kind, precision: str, options: Options) -> int:
 
 
 def options_of_torch(kind: Kind) -> set[str]:
-    """Returns the options of the class of torch that has the name."""
-    theirs = getattr(torch.optim, kind.__name__, None)
-    return set() if theirs is None else set(inspect.signature(theirs).parameters)
+    """Returns the options of torch's class of that name or, without one, of all that have ours."""
+    named = [each for each in optimizers() if hasattr(torch.optim, each.__name__)]
+    theirs = [getattr(torch.optim, each.__name__) for each in ([kind] if kind in named else named)]
+    return {option for each in theirs for option in inspect.signature(each).parameters}
 
 
 def takes(kind: Kind, option: str, value: Any) -> bool:
@@ -140,9 +141,12 @@ def own_options() -> str:
     rows = []
     for name, of in owners.items():
         where = "all" if of == kinds else listed([kind.__name__ for kind in of])
-        default = made(of[-1]).defaults[name]
-        default = f"torch.{default}" if isinstance(default, str) else default  # a dtype's name
-        rows.append([f"`{name}`", where, f"`{default}`", meaning(of[-1], name)])
+        defaults = [made(kind).defaults[name] for kind in of]
+        if all(default == defaults[0] for default in defaults):
+            defaults = defaults[:1]  # else one for each class
+        # A string is a dtype's name.
+        shown = [f"torch.{value}" if isinstance(value, str) else f"{value}" for value in defaults]
+        rows.append([f"`{name}`", where, listed(shown), meaning(of[-1], name)])
     return table(["option", "of", "default", "what it does"], rows)
 
 

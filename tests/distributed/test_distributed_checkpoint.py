@@ -31,7 +31,8 @@ each_dtype_in_each_way = pytest.mark.parametrize(
     ("name", "options", "dtype", "how"),
     [
         pytest.param(*row.values, dtype, *way.values, id=f"{row.id}-{dtype}-{way.id}")
-        for number, row in enumerate([*cases.FEW_OPTIMIZERS, *cases.optimizers_named("sgd")])
+        # The 3 keeps plain SGD in float32, which has no state, from a full one: torch can't set it.
+        for number, row in enumerate([*cases.optimizers_named("sgd"), *cases.FEW_OPTIMIZERS], 3)
         for place, dtype in enumerate((F16, BF16, F32))
         for way in [WAYS[(number + place) % len(WAYS)]]
     ],
@@ -168,7 +169,7 @@ def test_states_created_ahead_change_no_bit_of_the_training(device, dtype, name,
     ahead, plain = cases.pair(name, options, dtype, device, [(5,)])
     ahead.init_state()
     assert_same_bits(params_of(ahead), params_of(plain))
-    assert steps_of(ahead) == [0.0]
+    assert steps_of(ahead) == ([0.0] if cases.KINDS[name].counts_steps(options) else [])
     train([ahead, plain], 3)
     assert_same_bits(ahead, plain)
     before = cases.bits_of(ahead)
