@@ -22,6 +22,10 @@ class AdamHyperparameters(_CommonHyperparameters):
     eps: float
     denominator_floor: float
 
+class LionHyperparameters(_CommonHyperparameters):
+    beta1: float
+    beta2: float
+
 class SgdHyperparameters(_CommonHyperparameters):
     momentum: float
     dampening: float
@@ -159,6 +163,7 @@ def update_scale_(
     monitor: ScalerMonitor | None,
 ) -> None: ...
 def adam_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
+def lion_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
 def sgd_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
 def optimizer_update_(
     type: OptimizerType,

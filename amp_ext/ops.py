@@ -64,6 +64,7 @@ __all__ = [
     "clip_grads_",
     "count_nonfinite",
     "cpu_isa",
+    "lion_",
     "optimizer_update_",
     "refresh_masters_",
     "sgd_",
@@ -329,6 +330,46 @@ def adam_(
         Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015. Loshchilov and Hutter,
         "Decoupled Weight Decay Regularization", 2019. Reddi, Kale and Kumar, "On the Convergence of
         Adam and Beyond", 2018.
+    """
+
+
+@step_operation
+def lion_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    *,
+    steps: Sequence[Tensor] | None = None,
+    master_params: Sequence[Tensor] | None = None,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = True,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    sum_of_squares: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    write_back_grads: bool = False,
+    skip_nonfinite: bool = False,
+) -> None:
+    """Takes one step of Lion for all parameters.
+
+    Args:
+        params: As all that are not listed here, an option of a step; see the module.
+        exp_avgs: Averages of gradients.
+        steps: Not needed; counted where they are given.
+        beta1: Decay of the average whose sign is the step.
+        beta2: Decay of ``exp_avgs``, per step.
+
+    Raises:
+        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
+
+    Reference:
+        Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
     """
 
 

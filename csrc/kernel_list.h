@@ -6,16 +6,18 @@
 #include <type_traits>
 
 #include "functors/adam.h"
+#include "functors/lion.h"
 #include "functors/sgd.h"
 #include "storage.h"
 
 // functor.
-#define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Sgd)
+#define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Lion) X(Sgd)
 
 // functor, number of buffers: the first ones of those that its hyperparameters describe.
 #define AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(X) \
   X(Adam, 2)                                 \
   X(Adam, 3) /* AMSGrad */                   \
+  X(Lion, 1)                                 \
   X(Sgd, 0)                                  \
   X(Sgd, 1) /* momentum */
 

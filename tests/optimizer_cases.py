@@ -41,6 +41,8 @@ OPTIMIZERS = [
         ("adam-decoupled", "Adam", _DECAY | _DECOUPLED),
         ("adamw", "AdamW", {"weight_decay": 0.5}),
         ("adamw-amsgrad-max", "AdamW", _MAX | {"amsgrad": True}),
+        ("lion", "Lion", {"weight_decay": 0.5}),
+        ("lion-coupled-max", "Lion", _DECAY | _MAX | {"decoupled_weight_decay": False}),
         ("sgd", "SGD", {}),
         ("sgd-decay-max", "SGD", _DECAY | _MAX),
         ("momentum", "SGD", _MOMENTUM),
@@ -59,8 +61,8 @@ def optimizers_named(*ids: str) -> list[Any]:
 
 
 # One of each kind of state.
-FEW_OPTIMIZERS = optimizers_named("adam-amsgrad", "adamw", "dampening")
-EACH_CLASS = optimizers_named("adam", "adamw", "momentum")
+FEW_OPTIMIZERS = optimizers_named("adam-amsgrad", "adamw", "lion", "dampening")
+EACH_CLASS = optimizers_named("adam", "adamw", "lion", "momentum")
 NAMES = [row.values[0] for row in EACH_CLASS]
 # torch's classes are a reference of their own for these: defaults, errors, files, switches.
 IN_TORCH = [name for name in NAMES if hasattr(torch.optim, name)]
@@ -116,6 +118,18 @@ def _adam_formula(
     )  # fmt: skip
 
 
+def _lion_formula(
+    param: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: Any, betas=(0.9, 0.99),
+    weight_decay=0.0, maximize=False, decoupled_weight_decay=True, **_: Any
+) -> dict[str, Tensor]:  # fmt: skip
+    new = reference.lion(
+        param, grad, state.get("exp_avg", torch.zeros_like(param)), lr=float(lr), beta1=betas[0],
+        beta2=betas[1], weight_decay=weight_decay, maximize=maximize,
+        decoupled_weight_decay=decoupled_weight_decay,
+    )  # fmt: skip
+    return {name: new[name] for name in ("param", "exp_avg")}
+
+
 def _sgd_formula(
     param: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: Any, momentum=0.0, dampening=0.0,
     weight_decay=0.0, nesterov=False, maximize=False, decoupled_weight_decay=False, **_: Any
@@ -154,6 +168,7 @@ KINDS = {
         {"fused": True},
         reads=("Adam",),
     ),
+    "Lion": Kind(_lion_formula, counts_steps=lambda options: False),
     "SGD": Kind(_sgd_formula, {"foreach": False}, lambda options: "dampening" in options),
 }
 

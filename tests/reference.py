@@ -139,6 +139,44 @@ def adam(
     return result | {"param": param - lr * corrected / (second.sqrt() + eps)}
 
 
+def lion(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = True,
+) -> dict[str, Tensor]:
+    """Takes one step of Lion in float64.
+
+    Returns:
+        The new ``param`` and ``exp_avg``, and ``doubt``: where the average is so small beside its
+        parts that rounding them, as float32 does, decides its sign.
+
+    Reference:
+        Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
+    """
+    param, grad, exp_avg = param.double(), grad.double(), exp_avg.double()
+    if maximize:
+        grad = -grad
+    if decoupled_weight_decay:
+        param = param * (1 - lr * weight_decay)
+    else:
+        grad = grad + weight_decay * param
+    average = beta1 * exp_avg + (1 - beta1) * grad
+    parts = (beta1 * exp_avg).abs() + ((1 - beta1) * grad).abs() + (weight_decay * param).abs()
+    sign = torch.where(average.isnan(), average, average.sign())
+    return {
+        "param": param - lr * sign,
+        "exp_avg": beta2 * exp_avg + (1 - beta2) * grad,
+        "doubt": (average.abs() <= 1e-6 * parts) & (parts > 0),
+    }
+
+
 def sgd(
     param: Tensor,
     grad: Tensor,

@@ -1,6 +1,7 @@
 """Optimizers with the constructors of torch.optim, one fused kernel each, and float32 masters."""
 
 from amp_ext.optim.adam import Adam, AdamW
+from amp_ext.optim.lion import Lion
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_decay_scheduler import (
     CosineAnnealingWeightDecay,
@@ -15,6 +16,7 @@ __all__ = [
     "AdamW",
     "CosineAnnealingWeightDecay",
     "LambdaWeightDecay",
+    "Lion",
     "StepWeightDecay",
     "WeightDecayScheduler",
 ]

@@ -1,0 +1,58 @@
+// Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
+#pragma once
+
+#include "functors/hyperparameters.h"
+#include "functors/numeric.h"
+#include "functors/weight_decay.h"
+
+namespace amp_ext {
+
+struct LionHyperparameters : CommonHyperparameters {
+  double beta1 = 0.9;
+  double beta2 = 0.99;
+
+  static constexpr const char* kOperation = "lion_";
+  static constexpr const char* kName = "LionHyperparameters";
+  static constexpr BufferDescription kBuffers[] = {{"exp_avg", BufferRole::kFirstMoment}};
+
+  const char* why_step() const { return nullptr; }
+  bool needs_buffers() const { return true; }
+
+  template <typename Visit>
+  static void for_each_field(const Visit& visit) {
+    CommonHyperparameters::for_each_field(visit);
+    visit("beta1", &LionHyperparameters::beta1);
+    visit("beta2", &LionHyperparameters::beta2);
+  }
+};
+
+template <typename T>
+struct Lion {
+  using Hyperparameters = LionHyperparameters;
+
+  WeightDecay<T> weight_decay;
+  T lr;
+  T beta1;
+  T one_minus_beta1;
+  T beta2;
+  T one_minus_beta2;
+
+  static AMP_EXT_INLINE Lion for_tensor(const LionHyperparameters& hyperparameters, double lr,
+                                        double /*step*/) {
+    return {WeightDecay<T>::for_tensor(hyperparameters, lr),
+            static_cast<T>(lr),
+            static_cast<T>(hyperparameters.beta1),
+            static_cast<T>(1.0 - hyperparameters.beta1),
+            static_cast<T>(hyperparameters.beta2),
+            static_cast<T>(1.0 - hyperparameters.beta2)};
+  }
+
+  // The sign of NaN is NaN: a gradient of NaN shows in its parameter, as with the other optimizers.
+  AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg) const {
+    weight_decay(grad, param);
+    param = param - lr * sign(interpolate(exp_avg, grad, one_minus_beta1, beta1));
+    exp_avg = interpolate(exp_avg, grad, one_minus_beta2, beta2);
+  }
+};
+
+}  // namespace amp_ext
