@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 #: How many states each optimizer keeps, of the size of the parameter.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "sgd": 0, "momentum": 1}
+OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "lion": 1, "sgd": 0, "momentum": 1}
 
 #: What the sizes leave out.
 NOT_COUNTED = (

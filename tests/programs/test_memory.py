@@ -19,6 +19,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {}),
     "adam": ("Adam", {}),
     "amsgrad": ("Adam", {"amsgrad": True}),
+    "lion": ("Lion", {}),
     "sgd": ("SGD", {}),
     "momentum": ("SGD", {"momentum": 0.9}),
 }
@@ -72,7 +73,7 @@ def allocations(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def expected(usage: memory.MemoryUsage, tensors: int = 6) -> dict[str, int]:
     """Returns what must be allocated: what was calculated, and a counter for each of Adam's."""
-    counters = 0 if usage.optimizer in ("sgd", "momentum") else 4 * tensors
+    counters = 0 if usage.optimizer in ("lion", "sgd", "momentum") else 4 * tensors
     return {**usage.bytes, "step counters": counters}
 
 
@@ -121,6 +122,7 @@ BYTES = {
     "adamw": [16, 16, 8, 12, 16, 12],
     "adam": [16, 16, 8, 12, 16, 12],
     "amsgrad": [20, 20, 10, 16, 20, 14],
+    "lion": [12, 12, 6, 8, 12, 10],
     "sgd": [8, 8, 4, 4, 8, 8],
     "momentum": [12, 12, 6, 8, 12, 10],
 }
@@ -187,7 +189,7 @@ def test_what_is_no_count_is_refused(text):
         memory.parse_count(text)
 
 
-NO_OPTIMIZER = "one of ['adamw', 'adam', 'amsgrad', 'sgd', 'momentum'], got 'tiger'"
+NO_OPTIMIZER = "one of ['adamw', 'adam', 'amsgrad', 'lion', 'sgd', 'momentum'], got 'tiger'"
 LAZY = nn.Sequential(nn.LazyLinear(3))
 BAD = [
     ("7B", {"optimizer": "tiger"}, f"training_memory: optimizer must be {NO_OPTIMIZER}"),
