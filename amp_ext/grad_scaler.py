@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from numbers import Integral
@@ -12,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext import ops
+from amp_ext.hand_over import NOTHING_WAS_LOOKED_AT, HandOver, unscaling_optimizer
+from amp_ext.nonfinite import name_of_param
 from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
@@ -23,6 +28,9 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 _TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
+
+# By the function behind the method.
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -189,6 +197,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
         allow_fp16 = allow_fp16 or self._takes_fp16
         grads, sharded_over = _gradients(optimizer, allow_fp16)
+        if (state := self._per_optimizer_states.get(id(optimizer))) is not None:
+            state["has_grad"] = [grad is not None for grad in grads]
         if not _are_ours(grads):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         record = None
@@ -211,23 +221,101 @@ class GradScaler(torch.amp.GradScaler):
             return self._agree_over_group(optimizer)
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         record = self._reports.record_for_look(optimizer, scale)
-        check_finite = getattr(optimizer, "_check_finite", None)
-        if check_finite is not None:
-            flags = check_finite(found_inf, scale)
-            record.first_nonfinites = dict(getattr(optimizer, "_first_nonfinites", {}))
+        state = self._per_optimizer_states[id(optimizer)]
+        unscaling = unscaling_optimizer(optimizer)
+        if unscaling is not None:
+            look = unscaling.look_at_gradients(found_inf, scale)
+            flags = dict(look.found_infs)
+            record.first_nonfinites = dict(look.first_nonfinites)
+            state["look"] = look
         else:
             grads, sharded_over = _gradients(optimizer, allow_fp16=True)
             if not _are_ours(grads):
                 super()._check_inf_per_device(optimizer)
                 return self._agree_over_group(optimizer)
 
-            def look(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
+            def check(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
                 grad_scale = scale.to(flag.device, non_blocking=True)
                 ops.check_finite_(group, flag, grad_scale=grad_scale, first_nonfinite=first)
 
-            flags = _flags(look, grads, found_inf, record, sharded_over)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+            flags = _flags(check, grads, found_inf, record, sharded_over)
+        state["found_inf_per_device"] = flags
         return self._agree_over_group(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps an optimizer whose gradients are finite, and skips the step otherwise.
+
+        Looks at the gradients first, unless :meth:`unscale_` has. An optimizer that unscales inside
+        its step gets the scale for this one step, also behind an object that delegates to it.
+
+        Args:
+            optimizer: Whose step; once between two updates.
+            args: For ``optimizer.step``.
+            kwargs: Likewise; without ``closure``.
+
+        Returns:
+            What ``optimizer.step`` returned; None if it was not called.
+
+        Raises:
+            AssertionError: If nothing was scaled, or the optimizer had no gradient to look at.
+            RuntimeError: If it has stepped since the last update, ``closure`` is given, or a
+                gradient came after ``unscale_``: it may still be scaled.
+            TypeError: If an object hides the optimizer that the scale is for.
+        """
+        if not self._enabled or "closure" in kwargs or self._scale is None:
+            return super().step(optimizer, *args, **kwargs)  # passes through, or raises
+        state = self._per_optimizer_states[id(optimizer)]
+        if "hand_over" in state and state["hand_over"].is_spent:  # an interrupt came after the step
+            state["stage"] = OptState.STEPPED
+        if state["stage"] is OptState.UNSCALED:
+            self._check_unscaled(optimizer, state)
+        if (
+            state["stage"] is OptState.STEPPED
+            or not getattr(optimizer, "_step_supports_amp_scaling", False)
+            or _takes_scaler(optimizer.step)
+        ):
+            return super().step(optimizer, *args, **kwargs)
+        look = None
+        preset = grad_scale = getattr(optimizer, "grad_scale", None)
+        scale, _ = self._check_scale_growth_tracker("step")
+        if state["stage"] is OptState.READY:
+            state.pop("look", None)
+            self._check_inf_per_device(optimizer)
+            look = state.get("look")
+            grad_scale = scale.clone() if preset is None else scale * preset
+        found_inf = _sum_of([*state["found_inf_per_device"].values()], scale.device)
+        state["hand_over"] = hand_over = HandOver(grad_scale, found_inf, look)
+        unscaling = unscaling_optimizer(optimizer)
+        if unscaling is None:
+            returned = _step_with_attributes(optimizer, hand_over, args, kwargs)
+        else:
+            try:
+                unscaling.accept_hand_over(hand_over)
+                returned = optimizer.step(*args, **kwargs)
+            finally:  # also of an interrupt
+                unscaling.accept_hand_over(None)
+            if preset is not None:
+                with contextlib.suppress(AttributeError):  # the optimizer has deleted it
+                    del optimizer.grad_scale  # type: ignore[attr-defined]
+        state["stage"] = OptState.STEPPED
+        return returned
+
+    def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
+        was_looked_at = bool(state["found_inf_per_device"])
+        had_grad = state.get("has_grad", ())  # empty after someone's own way of looking
+        if was_looked_at and not had_grad:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            if (number < len(had_grad) and had_grad[number]) or param.grad is None:
+                continue
+            if not was_looked_at:
+                raise AssertionError(NOTHING_WAS_LOOKED_AT)
+            raise RuntimeError(
+                f"GradScaler: the gradient of {name_of_param(optimizer, number)} must be there "
+                "when unscale_() is called, got it later: it may still be scaled"
+            )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, without a look from the host.
@@ -456,6 +544,73 @@ def _gradients(
                     param.grad = grad = grad.coalesce()
             grads.append(grad._values() if grad.is_sparse else grad)
     return grads, sharded_over
+
+
+def _takes_scaler(step: Any) -> bool:
+    """Returns whether an optimizer's ``step`` asks for the scaler itself, as torch's older way is.
+
+    Args:
+        step: The bound method, or what stands in its place.
+    """
+    function = getattr(step, "__func__", None)
+    if function is None:
+        return "grad_scaler" in inspect.signature(step).parameters
+    if function not in _TAKES_SCALER:  # a signature takes 9 µs
+        _TAKES_SCALER[function] = "grad_scaler" in inspect.signature(step).parameters
+    return _TAKES_SCALER[function]
+
+
+def _sum_of(flags: list[Tensor], device: torch.device) -> Tensor | int:
+    """Returns a new tensor with the sum of flags, or 0 without any, as torch does."""
+    if not flags:
+        return 0
+    first, *others = (flag.to(device, non_blocking=True) for flag in flags)
+    return sum(others, first.clone())
+
+
+def _step_with_attributes(
+    optimizer: Any, hand_over: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Steps an optimizer that takes the scale in torch's way: attributes for the time of a step.
+
+    Args:
+        optimizer: The optimizer, or an object that delegates to it.
+        hand_over: What it must know.
+        args: For ``optimizer.step``.
+        kwargs: Likewise.
+
+    Raises:
+        TypeError: If an object delegates to an optimizer that can't be found: it would step with
+            gradients that are scaled.
+    """
+    inner = getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", None)
+    if inner is None and not _has_itself(optimizer, "_step_supports_amp_scaling"):
+        raise TypeError(
+            "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
+            f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
+        )
+    holders = [optimizer] if inner is None or inner is optimizer else [optimizer, inner]
+    before = getattr(optimizer, "grad_scale", None)
+    has_stepped = False
+    try:
+        for holder in holders:
+            holder.grad_scale, holder.found_inf = hand_over.grad_scale, hand_over.found_inf
+        returned = optimizer.step(*args, **kwargs)
+        has_stepped = True
+    finally:
+        for holder in holders:
+            for name in ("grad_scale", "found_inf"):
+                with contextlib.suppress(AttributeError):  # the same object behind both
+                    delattr(holder, name)
+        if before is not None and not has_stepped:
+            optimizer.grad_scale = before
+    return returned
+
+
+def _has_itself(optimizer: Any, name: str) -> bool:
+    """Returns whether an object has an attribute that is not delegated to another."""
+    missing = object()
+    return inspect.getattr_static(optimizer, name, missing) is not missing
 
 
 def _flags(

@@ -191,10 +191,7 @@ PYTHON = [
         "",
         after="len(self.state)\n           ",
     ),
-    Fault(
-        "sum_of_squares, self._sum_of_squares = self._sum_of_squares, None",
-        "sum_of_squares = self._sum_of_squares",
-    ),
+    Fault("if sum_of_squares is None and plan.first_param", "if plan.first_param"),
     Fault('0.0 if state.get("momentum_buffer") is None else 1.0', "0.0"),
     # Checkpoints.
     Fault("self.rebuild()", "pass", after="self.state.update(states)\n            "),

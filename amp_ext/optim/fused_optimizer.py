@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +11,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from amp_ext import ops
+from amp_ext.hand_over import (
+    NOTHING_WAS_LOOKED_AT,
+    HandedAttribute,
+    HandOver,
+    Look,
+    drop_handed,
+)
 from amp_ext.optim.checkpoints import read_state_dict
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import local_tensor
@@ -41,9 +47,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     ``master_weights=False``. Buffers are float32 (float64 for float64 parameters), or the
     parameter's dtype with ``state_dtype=None``.
 
-    A gradient scaler hands over ``grad_scale`` and ``found_inf`` as attributes for the time of a
-    step: gradients are unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes
-    nothing at all, without a look from the host.
+    A gradient scaler hands over ``grad_scale`` and ``found_inf`` for one step: gradients are
+    unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes nothing at all,
+    without a look from the host. :mod:`amp_ext.hand_over` says how.
 
     In-place writes to states are always seen. A state tensor that was replaced by another is seen
     after ``load_state_dict``, ``add_param_group`` or :meth:`rebuild`.
@@ -83,10 +89,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     _own_options: ClassVar[tuple[str, ...]] = ()
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: StepPlan | None = None
-    # Of the last look, over all ranks, for the step that follows it.
-    _sum_of_squares: Tensor | None = None
-    # By device, as the last look of a scaler left them: the number of the first bad gradient.
-    _first_nonfinites: Mapping[torch.device, Tensor] = MappingProxyType({})
+    _hand_over: HandOver | None = None  # of the scaler whose step this is
+
+    grad_scale = HandedAttribute("Scale of the gradients, one float32, while a scaler steps.")
+    found_inf = HandedAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
     #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
     #: later steps write anew: clone it to keep it. None without ``max_grad_norm``.
@@ -253,7 +259,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def rebuild(self) -> None:
         """Makes the next step look up all states again, after some were replaced by hand."""
         self._plan = None
-        self._sum_of_squares = None
 
     def _current_plan(self) -> StepPlan:
         """Returns the plan for the groups and states as they are."""
@@ -272,49 +277,76 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: If a gradient is sparse or complex, or a tensor of the state does not fit
-                its parameter; nothing has been written then.
+            RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit
+                its parameter, or this is a second step within one of a scaler; nothing has been
+                written then.
+            AssertionError: If nothing had a gradient when a scaler looked, and something has now.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        if not isinstance(found_inf, Tensor):  # torch's scaler says 0 where nothing has a gradient
+        hand_over = self._hand_over
+        if hand_over is None:  # torch's scaler sets attributes, or somebody by hand
+            hand_over = HandOver(
+                getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            )
+        if hand_over.is_spent:
+            raise RuntimeError(
+                f"{type(self).__name__}: a step of the gradient scaler must step the optimizer "
+                "once, got a second step with the same gradients"
+            )
+        found_inf = hand_over.found_inf
+        if found_inf is not None and not isinstance(found_inf, Tensor):
             if found_inf:
                 return loss
+            self._check_no_grads()
             found_inf = None
         max_grad_norm = self._for_all_groups("max_grad_norm")
         skip_nonfinite = self._for_all_groups("skip_nonfinite")
         plan = self._current_plan()
-        compiled = plan.with_states(self)
+        look = hand_over.look
+        if look is not None and not look.found_infs:
+            self._check_no_grads()
         sum_of_squares = None
         if max_grad_norm is not None and plan.sharded_over:
-            if self._sum_of_squares is None and plan.first_param is not None:
-                # No scaler has looked before this step.
+            if look is not None:
+                sum_of_squares = look.sum_of_squares
+            if sum_of_squares is None and plan.first_param is not None:  # no scaler has looked
                 device = plan.first_param.device
-                self._check_finite(torch.zeros((), dtype=torch.float32, device=device))
-                compiled = plan.with_states(self)
-            sum_of_squares, self._sum_of_squares = self._sum_of_squares, None
+                nothing = torch.zeros((), dtype=torch.float32, device=device)
+                sum_of_squares = self.look_at_gradients(nothing).sum_of_squares
+        compiled = plan.with_states(self)
         if max_grad_norm is None:
             self.grad_norm = None
         elif self.grad_norm is None and plan.first_param is not None:
             device = plan.first_param.device
             self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
-        grad_scale = getattr(self, "grad_scale", None)
+        grad_scale = hand_over.grad_scale
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
-        compiled.step(
-            [self._hyperparameters(group) for group in self.param_groups],
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            max_grad_norm=max_grad_norm,
-            sum_of_squares=sum_of_squares,
-            grad_norm=self.grad_norm,
-            skip_nonfinite=skip_nonfinite,
-        )
+        hyperparameters = [self._hyperparameters(group) for group in self.param_groups]
+        hand_over.is_spent = True  # before: an interrupt must not lead to a second step
+        try:
+            compiled.step(
+                hyperparameters,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                max_grad_norm=max_grad_norm,
+                sum_of_squares=sum_of_squares,
+                grad_norm=self.grad_norm,
+                skip_nonfinite=skip_nonfinite,
+            )
+        except Exception:  # refused, and nothing has been written
+            hand_over.is_spent = False
+            raise
         return loss
+
+    def _check_no_grads(self) -> None:
+        """Refuses gradients that came after a scaler has looked and found none: nobody checked."""
+        if any(param.grad is not None for group in self.param_groups for param in group["params"]):
+            raise AssertionError(NOTHING_WAS_LOOKED_AT)
 
     def _for_all_groups(self, option: str) -> Any:
         """Returns an option that concerns the norm of all groups together."""
@@ -326,39 +358,52 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return values[0]
 
+    # A scaler: see amp_ext.hand_over.
+
     @_disable_dynamo
-    def _check_finite(
-        self, found_inf: Tensor, grad_scale: Tensor | None = None
-    ) -> dict[torch.device, Tensor]:
+    def look_at_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> Look:
         """Looks for inf and NaN in all gradients, for a scaler.
+
+        If parameters are sharded, all ranks have to call this together.
 
         Args:
             found_inf: One float32; copied, not written.
             grad_scale: One float32, or None. Without a finite inverse it counts as an overflow.
 
         Returns:
-            For each device that holds a gradient a copy of ``found_inf``, set to 1 if one there is
-            inf or NaN. If parameters are sharded, all ranks have to call this together, and 1
-            stands on each of them if one is inf or NaN on any.
+            What was found: for each device that holds a gradient a copy of ``found_inf``, set to 1
+            if one there is inf or NaN; with shards, if one is on any rank.
         """
         sums_squares = self._for_all_groups("max_grad_norm") is not None
         plan = self._current_plan()
         results = plan.with_shards().check_finite(
             found_inf, grad_scale, sums_squares, self._for_all_groups("skip_nonfinite")
         )
-        self._first_nonfinites = {
-            result.found_inf.device: result.first_nonfinite for result in results
-        }
+        first_nonfinites = {result.found_inf.device: result.first_nonfinite for result in results}
         if not plan.sharded_over:
-            return {result.found_inf.device: result.found_inf for result in results}
+            found_infs = {result.found_inf.device: result.found_inf for result in results}
+            return Look(found_infs, first_nonfinites)
         flags, sum_of_squares = plan.sharded_over.all_reduce(
             found_inf,
             [result.found_inf for result in results],
             [(result.partition, result.sum_of_squares) for result in results],
             sums_squares=sums_squares,
         )
-        self._sum_of_squares = sum_of_squares if sums_squares else None
-        return flags
+        return Look(flags, first_nonfinites, sum_of_squares if sums_squares else None)
+
+    def accept_hand_over(self, hand_over: HandOver | None) -> None:
+        """Takes what the next step needs of a scaler.
+
+        Args:
+            hand_over: For one step, in place of ``grad_scale`` and ``found_inf``; None ends it.
+        """
+        last, self._hand_over = self._hand_over, hand_over
+        if hand_over is not None or last is None:
+            return
+        if last.is_spent:
+            drop_handed(self)  # a scale that was set before is in the product
+        elif last.look is not None:
+            self._plan = None  # which remembers a look that no step has used
 
     # Masters.
 

@@ -206,8 +206,6 @@ class MixedPrecisionTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()
-            for name in ("grad_scale", "found_inf"):  # stay behind if the optimizer raised
-                vars(self.optimizer).pop(name, None)
 
     def finish_scheduler_step(self) -> None:
         """Moves the scheduler on if the last optimizer step was taken; waits for that step.

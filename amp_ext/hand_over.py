@@ -1,0 +1,154 @@
+"""What a gradient scaler and an optimizer that unscales inside its own step say to each other.
+
+A scaler asks such an optimizer to look at its gradients, and hands over for one step what that step
+must know: the scale that they carry, whether one of them is inf or NaN, and the look.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["HandOver", "HandedAttribute", "Look", "UnscalesInStep", "unscaling_optimizer"]
+
+#: Of torch's scaler and of ours: what an optimizer says that found no gradient looked at.
+NOTHING_WAS_LOOKED_AT = "No inf checks were recorded for this optimizer."
+
+
+@dataclass(slots=True)
+class Look:
+    """What a look at all gradients of an optimizer has found.
+
+    Attributes:
+        found_infs: By device that holds a gradient, one float32: not 0 if one is inf or NaN.
+        first_nonfinites: By device, one int64: the number of the first bad gradient. An update of
+            the scale reads and resets it.
+        sum_of_squares: One float64, of the gradients as they were, over all ranks that have parts
+            of them. None if no other rank has, or no norm is wanted.
+    """
+
+    found_infs: Mapping[torch.device, Tensor]
+    first_nonfinites: Mapping[torch.device, Tensor]
+    sum_of_squares: Tensor | None = None
+
+
+@dataclass(slots=True)
+class HandOver:
+    """What a scaler hands to an optimizer for one step.
+
+    Attributes:
+        grad_scale: One float32, the scale that the gradients carry; None: they carry none.
+        found_inf: One float32; anything but 0: the step is skipped. The int 0 if nothing had a
+            gradient when the scaler looked; None if there is no scaler.
+        look: The look of this step; None if the gradients were unscaled before. The optimizer
+            replaces it if it had to look again.
+        is_spent: Whether the optimizer has stepped with it.
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | int | None
+    look: Look | None = None
+    is_spent: bool = False
+
+
+class UnscalesInStep(Protocol):
+    """An optimizer that unscales gradients inside its own step.
+
+    A scaler finds both methods through an object that delegates to the optimizer as well: looked up
+    there, they are bound to the optimizer itself.
+    """
+
+    def look_at_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> Look:
+        """Looks for inf and NaN in all gradients, which it does not write.
+
+        Args:
+            found_inf: One float32 that the flags start from; copied, not written.
+            grad_scale: One float32, or None. Without a finite inverse it counts as an overflow.
+        """
+
+    def accept_hand_over(self, hand_over: HandOver | None) -> None:
+        """Takes what the next step needs, in place of all that was set before; None ends it."""
+
+
+def unscaling_optimizer(optimizer: Any) -> UnscalesInStep | None:
+    """Returns the optimizer behind an object, if it unscales in its step and says so here.
+
+    Args:
+        optimizer: The optimizer itself, or an object that delegates to it.
+    """
+    return getattr(getattr(optimizer, "accept_hand_over", None), "__self__", None)
+
+
+class HandedAttribute:
+    """An attribute in which torch's scaler hands something over: ``grad_scale``, ``found_inf``.
+
+    torch sets both, calls ``optimizer.step`` and deletes both, unless that call raises. So what it
+    has set is good as long as that very call of its ``step`` runs; what is left of an interrupted
+    one is dropped, with a warning, by the first that asks for it. What anybody else sets stays
+    until it is deleted, as on torch's optimizers. While a hand-over is accepted, it is in both.
+    """
+
+    def __init__(self, meaning: str) -> None:
+        """Sets the docstring.
+
+        Args:
+            meaning: What the attribute holds.
+        """
+        self.__doc__ = meaning
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name  # also in the instance's dict, where this descriptor comes first
+        self._call = f"_{name}_is_of_call"  # id of the frame of torch's ``step`` that has set it
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        if optimizer is None:
+            return self
+        attributes = vars(optimizer)
+        hand_over = attributes.get("_hand_over")
+        if hand_over is not None:
+            return getattr(hand_over, self._name)
+        if self._name not in attributes:
+            raise AttributeError(f"no gradient scaler has handed over {self._name}")
+        asker = sys._getframe(1)
+        call = attributes.get(self._call)
+        # torch's ``step`` itself asks before it sets them: those that are there are of another.
+        if call is not None and (id(asker) == call or id(_step_of_torch(asker)) != call):
+            drop_handed(optimizer)
+            warnings.warn(
+                f"{owner.__name__}: grad_scale and found_inf of a step that was interrupted are "
+                "dropped",
+                stacklevel=2,
+            )
+            return self.__get__(optimizer, owner)  # raises
+        return attributes[self._name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        attributes, call = vars(optimizer), _step_of_torch(sys._getframe(1))
+        attributes[self._call] = None if call is None else id(call)  # first: an interrupt may come
+        attributes[self._name] = value
+
+    def __delete__(self, optimizer: Any) -> None:
+        vars(optimizer).pop(self._name, None)  # torch deletes what may have been dropped
+
+
+def drop_handed(optimizer: Any) -> None:
+    """Drops both attributes, whoever has set them."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+
+
+def _step_of_torch(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost call of torch's ``GradScaler.step`` from a frame on, or None."""
+    while frame is not None:
+        is_step = frame.f_code.co_name == "step"
+        if is_step and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            break
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,522 @@
+"""Tests of what a scaler hands to an optimizer that unscales inside its step, for one step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import scaler_cases as cases
+import torch
+from scaler_cases import INF, TorchScaler, filled, params_of, ready, through_a_file
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import amp_ext
+from amp_ext import hand_over
+
+NO_CHECKS = r"^No inf checks were recorded for this optimizer\.$"
+both_scalers = pytest.mark.parametrize("scaler_class", [TorchScaler, amp_ext.GradScaler])
+# They unscale in their step.
+fused = cases.over([cases.torchs_adam, cases.our_adam, cases.our_adamw_with_norm])
+bad_or_good = pytest.mark.parametrize("value", [4.0, INF], ids=["clean", "overflow"])
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return amp_ext.optim.SGD(params, lr=0.5)
+
+
+def fused_sgd(params: Any) -> torch.optim.Optimizer:
+    """torch's, which takes attributes."""
+    return torch.optim.SGD(params, lr=0.5, fused=True)
+
+
+def looping_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+one_of_each = cases.over([plain_sgd, fused_sgd])
+
+
+def give(optimizer: Any, value: float) -> None:
+    for param in params_of(optimizer):
+        param.grad = torch.full_like(param, value)
+
+
+def values(optimizer: Any) -> list[float]:
+    return [value for param in params_of(optimizer) for value in param.tolist()]
+
+
+def has_leftovers(optimizer: Any) -> bool:
+    return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
+
+
+# Gradients that come after a look.
+
+
+@both_scalers
+@bad_or_good
+@cases.over([cases.torchs_sgd, cases.our_adam, cases.our_adamw_with_norm, plain_sgd])
+def test_gradients_that_come_after_an_empty_look_are_an_error(make, value, scaler_class, device):
+    late, early = make(cases.new_params(device)), filled(4.0, device, make)
+    scaler = ready(device, scaler_class)
+    scaler.unscale_(late)
+    scaler.unscale_(early)
+    give(late, value)
+    with pytest.raises(AssertionError, match=NO_CHECKS):
+        scaler.step(late)
+    assert set(values(late)) == {1.0}
+    scaler.step(early)
+    scaler.update()
+    assert set(values(early)) != {1.0}
+
+
+@both_scalers
+@cases.over([cases.our_adam, plain_sgd])
+def test_gradients_that_a_hook_brings_after_an_empty_look_are_an_error(make, scaler_class, device):
+    optimizer, scaler = make(cases.new_params(device)), ready(device, scaler_class)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: give(optimizer, INF))
+    with pytest.raises(AssertionError, match=NO_CHECKS):
+        scaler.step(optimizer)
+    assert set(values(optimizer)) == {1.0}
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_an_int_of_0_says_that_nothing_was_looked_at(has_grad, device):
+    optimizer = plain_sgd(cases.new_params(device))
+    optimizer.found_inf = 0
+    if has_grad:
+        give(optimizer, 4.0)
+        with pytest.raises(AssertionError, match=NO_CHECKS):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert set(values(optimizer)) == {1.0}
+
+
+@bad_or_good
+@cases.all_optimizers
+def test_a_gradient_that_comes_after_unscale_is_refused_by_name(make, value, device):
+    """torch steps with it as it is: still scaled, and checked by nobody."""
+    optimizer, scaler = make(cases.new_params(device)), ready(device)
+    first, second, _ = params_of(optimizer)
+    first.grad = torch.full_like(first, 4.0)
+    scaler.unscale_(optimizer)
+    second.grad = torch.full_like(second, value)
+    message = (
+        r"^GradScaler: the gradient of group 0, param 1 must be there when unscale_\(\) is called, "
+        r"got it later: it may still be scaled$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        scaler.step(optimizer)
+    assert set(values(optimizer)) == {1.0}
+    second.grad = None
+    scaler.step(optimizer)
+    assert second.tolist() == [1.0] * 5
+    assert first.tolist() != [1.0] * 5
+
+
+def test_a_group_that_is_added_after_unscale_is_refused_with_a_gradient(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    scaler.unscale_(optimizer)
+    added = filled(4.0, device)
+    optimizer.add_param_group({"params": params_of(added)})
+    with pytest.raises(
+        RuntimeError, match=r"^GradScaler: the gradient of group 1, param 0 must be"
+    ):
+        scaler.step(optimizer)
+    params_of(added)[0].grad = None
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3 + [1.0] * 3
+
+
+# A step that ends otherwise than well.
+
+
+class Interrupt(KeyboardInterrupt):
+    """What Ctrl-C raises in a notebook, told from a real one."""
+
+
+def interrupt(*_: Any) -> None:
+    raise Interrupt
+
+
+def by_a_hook(optimizer: Any) -> Callable[[], None]:
+    return optimizer.register_step_pre_hook(interrupt).remove
+
+
+def by_a_hook_of_all(optimizer: Any) -> Callable[[], None]:
+    return register_optimizer_step_pre_hook(interrupt).remove
+
+
+def around_the_step(optimizer: Any) -> Callable[[], None]:
+    optimizer.step = interrupt
+    return lambda: vars(optimizer).pop("step")
+
+
+def by_a_refusal(optimizer: Any) -> Callable[[], None]:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("refused")
+
+    return optimizer.register_step_pre_hook(refuse).remove
+
+
+INTERRUPTS = [by_a_hook, by_a_hook_of_all, around_the_step, by_a_refusal]
+interrupts = pytest.mark.parametrize("stop", INTERRUPTS, ids=lambda stop: stop.__name__)
+
+
+def interrupted(make: Any, scaler: Any, stop: Any, value: float, device: Any, unscale=False) -> Any:
+    """Returns an optimizer whose step under a scaler was interrupted."""
+    optimizer = filled(value, device, make)
+    go_on = stop(optimizer)
+    with pytest.raises((Interrupt, RuntimeError)):
+        cases.look_and_step(scaler, optimizer, unscale)
+    go_on()
+    return optimizer
+
+
+@interrupts
+@bad_or_good
+@one_of_each
+def test_an_interrupted_step_leaves_nothing_behind(make, value, stop, device):
+    scaler = ready(device)
+    optimizer = interrupted(make, scaler, stop, value, device)
+    assert not has_leftovers(optimizer)
+    give(optimizer, 1.0)
+    optimizer.step()
+    assert values(optimizer) == [0.5] * 3
+    scaler = ready(device)
+    optimizer = interrupted(make, scaler, stop, value, device)
+    give(optimizer, 4.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [0.5] * 3
+    assert scaler.get_scale() == 4.0
+
+
+@interrupts
+@bad_or_good
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("next_step", ["plain", "scaled"])
+def test_what_an_interrupted_step_of_torchs_scaler_left_is_dropped_with_a_warning(
+    next_step, unscale, value, stop, device
+):
+    optimizer = interrupted(plain_sgd, ready(device, TorchScaler), stop, value, device, unscale)
+    scaled = ready(device, TorchScaler)
+    give(optimizer, 4.0 if next_step == "scaled" else 1.0)
+    message = r"^SGD: grad_scale and found_inf of a step that was interrupted are dropped$"
+    with pytest.warns(UserWarning, match=message):
+        scaled.step(optimizer) if next_step == "scaled" else optimizer.step()
+    assert values(optimizer) == [0.5] * 3
+    assert not has_leftovers(optimizer)
+
+
+def test_what_was_left_is_dropped_within_another_call_of_torchs_step_too():
+    """A disabled scaler passes through, and calls the optimizer's ``step`` all the same."""
+    optimizer = interrupted(plain_sgd, ready(scaler_class=TorchScaler), by_a_hook, INF, "cpu")
+    give(optimizer, 1.0)
+    with pytest.warns(UserWarning, match="interrupted are dropped"):
+        TorchScaler("cpu", enabled=False).step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
+def test_half_of_what_torchs_scaler_hands_over_is_dropped_as_well():
+    """An interrupt came between the one attribute and the other."""
+    optimizer, scaler = filled(4.0, make=plain_sgd), ready(scaler_class=TorchScaler)
+
+    class FailsAtTheFlag(type(optimizer)):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "found_inf":
+                raise Interrupt
+            super().__setattr__(name, value)
+
+    kind = type(optimizer)
+    optimizer.__class__ = FailsAtTheFlag
+    with pytest.raises(Interrupt):
+        scaler.step(optimizer)
+    optimizer.__class__ = kind
+    give(optimizer, 1.0)
+    with pytest.warns(UserWarning, match="interrupted are dropped"):
+        optimizer.step()
+    assert values(optimizer) == [0.5] * 3
+
+
+@pytest.mark.filterwarnings("error")
+@both_scalers
+@fused
+def test_a_step_that_ends_well_leaves_nothing_and_warns_of_nothing(make, scaler_class, device):
+    optimizer, scaler, seen = filled(4.0, device, make), ready(device, scaler_class), []
+
+    def look(optimizer: Any, *_: Any) -> None:
+        seen.append([cases.described(optimizer.grad_scale), cases.described(optimizer.found_inf)])
+
+    handles = [optimizer.register_step_pre_hook(look), optimizer.register_step_post_hook(look)]
+    for _ in range(2):
+        give(optimizer, 4.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not has_leftovers(optimizer)
+    for handle in handles:
+        handle.remove()
+    one = cases.described([torch.tensor(4.0, device=device), torch.tensor(0.0, device=device)])[1]
+    assert seen == [one] * 4
+
+
+def test_a_step_whose_post_hook_raises_is_not_repeated(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    optimizer.register_step_post_hook(interrupt)
+    with pytest.raises(Interrupt):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last"):
+        scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+    scaler.update()
+    give(optimizer, 4.0)
+    with pytest.raises(Interrupt):
+        scaler.step(optimizer)
+    assert values(optimizer) == [0.0] * 3
+
+
+def test_a_look_that_no_step_has_used_is_forgotten(device):
+    """A write through ``.data`` shows in no version."""
+    optimizer, scaler = filled(4.0, device, cases.our_adamw_with_norm), ready(device)
+    interrupted_by = by_a_hook(optimizer)
+    with pytest.raises(Interrupt):
+        scaler.step(optimizer)
+    interrupted_by()
+    for param in params_of(optimizer):
+        param.grad.data.fill_(3.0)
+    optimizer.step()
+    assert optimizer.grad_norm.item() == pytest.approx(3 * 3**0.5)
+
+
+# Objects around an optimizer.
+
+
+class Delegating:
+    """As in many tutorials."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self) -> Any:
+        return self.optimizer.step()
+
+
+class DelegatingAll(Delegating):
+    """Passes writes on as well, as proxies of libraries do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__["optimizer"] = optimizer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.optimizer, name)
+
+
+def twice(optimizer: Any) -> Delegating:
+    return Delegating(Delegating(optimizer))
+
+
+wrappers = pytest.mark.parametrize("wrap", [Delegating, DelegatingAll, twice])
+
+
+@wrappers
+@pytest.mark.parametrize("unscale", [False, True])
+@cases.over([plain_sgd, fused_sgd, looping_sgd])
+def test_what_is_handed_over_reaches_the_optimizer_behind_an_object(make, unscale, wrap, device):
+    optimizer = filled(4.0, device, make)
+    wrapper, scaler = wrap(optimizer), ready(device)
+    cases.look_and_step(scaler, wrapper, unscale)
+    scaler.update()
+    assert values(optimizer) == [0.5] * 3
+    give(optimizer, INF)
+    cases.look_and_step(scaler, wrapper, unscale)
+    scaler.update()
+    assert values(optimizer) == [0.5] * 3
+    assert scaler.get_scale() == 2.0
+    assert scaler.last_step_skipped(wrapper, wait=True)
+    assert not has_leftovers(optimizer)
+    assert not has_leftovers(wrapper)
+    give(optimizer, 1.0)
+    optimizer.step()
+    assert values(optimizer) == [0.0] * 3
+
+
+@bad_or_good
+@one_of_each
+def test_an_object_that_does_not_step_leaves_nothing_behind(make, value, device):
+    optimizer, scaler = filled(value, device, make), ready(device)
+    wrapper = Delegating(optimizer)
+    wrapper.step = lambda: "later"
+    assert scaler.step(wrapper) == "later"
+    assert not has_leftovers(optimizer)
+    give(optimizer, 1.0)
+    optimizer.step()
+    assert values(optimizer) == [0.5] * 3
+
+
+def test_an_object_that_hides_its_optimizer_is_refused(device):
+    class Hiding:
+        def __init__(self, optimizer: Any) -> None:
+            self.param_groups, self.step = optimizer.param_groups, optimizer.step
+            self.supports = optimizer._step_supports_amp_scaling
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_step_supports_amp_scaling":
+                return self.supports
+            raise AttributeError(name)
+
+    optimizer, scaler = filled(4.0, device, fused_sgd), ready(device)
+    message = r"^GradScaler\.step: optimizer must show .*, got Hiding, which hides it"
+    with pytest.raises(TypeError, match=message):
+        scaler.step(Hiding(optimizer))
+    assert values(optimizer) == [1.0] * 3
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
+def test_a_second_step_with_what_was_handed_over_is_refused(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    wrapper = Delegating(optimizer)
+    wrapper.step = lambda: (optimizer.step(), optimizer.step())
+    message = r"^SGD: a step of the gradient scaler must step the optimizer once, got a second"
+    with pytest.raises(RuntimeError, match=message):
+        scaler.step(wrapper)
+    assert values(optimizer) == [0.5] * 3
+    give(optimizer, 1.0)
+    optimizer.step()
+    assert values(optimizer) == [0.0] * 3
+
+
+def test_a_step_that_was_refused_may_be_tried_again_within_one_of_the_scaler(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+
+    def step_with_a_second_try() -> None:
+        optimizer.param_groups[0]["max_grad_norm"] = -1.0
+        with pytest.raises(RuntimeError, match="max_grad_norm must be at least 0"):
+            optimizer.step()
+        optimizer.param_groups[0]["max_grad_norm"] = None
+        optimizer.step()
+
+    wrapper = Delegating(optimizer)
+    wrapper.step = step_with_a_second_try
+    scaler.step(wrapper)
+    assert values(optimizer) == [0.5] * 3
+
+
+# A scale that the user has set before.
+
+
+@interrupts
+@one_of_each
+def test_a_scale_that_was_set_before_outlives_an_interrupt_and_no_step(make, stop, device):
+    scaler = ready(device)
+    optimizer = filled(8.0, device, make)
+    optimizer.grad_scale = torch.full((), 2.0, device=device)
+    go_on = stop(optimizer)
+    with pytest.raises((Interrupt, RuntimeError)):
+        scaler.step(optimizer)
+    go_on()
+    assert optimizer.grad_scale.item() == 2.0
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+    assert not has_leftovers(optimizer)
+
+
+@pytest.mark.parametrize("make", [plain_sgd, fused_sgd])
+def test_a_scale_that_was_set_on_the_object_around_is_taken_and_deleted(make, device):
+    optimizer, scaler = filled(8.0, device, make), ready(device)
+    wrapper = Delegating(optimizer)
+    wrapper.grad_scale = torch.full((), 2.0, device=device)
+    scaler.step(wrapper)
+    assert values(optimizer) == [0.5] * 3
+    assert not has_leftovers(wrapper)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_set_by_hand_stays_until_it_is_deleted(device):
+    optimizer = filled(4.0, device, plain_sgd)
+    optimizer.grad_scale = torch.full((), 4.0, device=device)
+    optimizer.found_inf = torch.zeros((), device=device)
+    for expected in (0.5, 0.0):
+        give(optimizer, 4.0)
+        optimizer.step()
+        assert values(optimizer) == [expected] * 3
+    del optimizer.grad_scale, optimizer.found_inf
+    assert not has_leftovers(optimizer)
+    del optimizer.grad_scale  # torch deletes what may be gone
+
+
+# Copies.
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), through_a_file],
+    ids=["copy", "deepcopy", "pickle", "file"],
+)
+@both_scalers
+def test_a_copy_made_within_a_step_has_nothing_that_was_handed_over(scaler_class, copied):
+    optimizer, scaler, copies = filled(4.0, make=plain_sgd), ready(scaler_class=scaler_class), []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: copies.append(copied(optimizer)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.step(optimizer)
+    (twin,) = copies
+    assert not has_leftovers(twin)
+    twin.param_groups[0]["params"] = [Parameter(torch.ones(3))]
+    give(twin, 1.0)
+    twin.step()
+    assert values(twin) == [0.5] * 3
+
+
+# The protocol, for others.
+
+
+def test_an_optimizer_of_somebody_else_may_speak_the_protocol(device):
+    class Foreign(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+        handed: hand_over.HandOver | None = None
+
+        def look_at_gradients(self, found_inf: Any, grad_scale: Any = None) -> hand_over.Look:
+            found = found_inf.clone()
+            for param in params_of(self):
+                found += (~param.grad.isfinite()).any()
+            return hand_over.Look({found.device: found}, {})
+
+        def accept_hand_over(self, handed: hand_over.HandOver | None) -> None:
+            self.handed = handed
+
+        def step(self, closure: Any = None) -> None:
+            if self.handed.found_inf.item() == 0:
+                for param in params_of(self):
+                    param.grad /= self.handed.grad_scale
+                super().step()
+
+    optimizer, scaler = filled(4.0, device, lambda params: Foreign(params, lr=0.5)), ready(device)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [0.5] * 3
+    give(optimizer, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [0.5] * 3
+    assert scaler.get_scale() == 2.0
+    assert optimizer.handed is None
+
+
+def test_an_object_without_an_optimizer_is_no_speaker():
+    assert hand_over.unscaling_optimizer(SimpleNamespace(accept_hand_over=lambda _: None)) is None
+    optimizer = filled(4.0, make=plain_sgd)
+    assert hand_over.unscaling_optimizer(Delegating(optimizer)) is optimizer
+    assert hand_over.unscaling_optimizer(torch.optim.SGD(params_of(optimizer))) is None
