@@ -18,7 +18,12 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext import ops
-from amp_ext.hand_over import NOTHING_WAS_LOOKED_AT, HandOver, unscaling_optimizer
+from amp_ext.hand_over import (
+    NOTHING_WAS_LOOKED_AT,
+    HandOver,
+    sum_of_flags,
+    unscaling_optimizer,
+)
 from amp_ext.nonfinite import name_of_param
 from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
@@ -283,7 +288,7 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer)
             look = state.get("look")
             grad_scale = scale.clone() if preset is None else scale * preset
-        found_inf = _sum_of([*state["found_inf_per_device"].values()], scale.device)
+        found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
         state["hand_over"] = hand_over = HandOver(grad_scale, found_inf, look)
         unscaling = unscaling_optimizer(optimizer)
         if unscaling is None:
@@ -297,6 +302,9 @@ class GradScaler(torch.amp.GradScaler):
             if preset is not None:
                 with contextlib.suppress(AttributeError):  # the optimizer has deleted it
                     del optimizer.grad_scale  # type: ignore[attr-defined]
+            again = None if hand_over.look is look else hand_over.look
+            if again is not None and self._reduces_over() is None:  # ranks agreed on the first
+                state["found_inf_per_device"] = dict(again.found_infs)
         state["stage"] = OptState.STEPPED
         return returned
 
@@ -558,14 +566,6 @@ def _takes_scaler(step: Any) -> bool:
     if function not in _TAKES_SCALER:  # a signature takes 9 µs
         _TAKES_SCALER[function] = "grad_scaler" in inspect.signature(step).parameters
     return _TAKES_SCALER[function]
-
-
-def _sum_of(flags: list[Tensor], device: torch.device) -> Tensor | int:
-    """Returns a new tensor with the sum of flags, or 0 without any, as torch does."""
-    if not flags:
-        return 0
-    first, *others = (flag.to(device, non_blocking=True) for flag in flags)
-    return sum(others, first.clone())
 
 
 def _step_with_attributes(

@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["HandOver", "HandedAttribute", "Look", "UnscalesInStep", "unscaling_optimizer"]
+__all__ = [
+    "HandOver",
+    "HandedAttribute",
+    "Look",
+    "UnscalesInStep",
+    "sum_of_flags",
+    "unscaling_optimizer",
+]
 
 #: Of torch's scaler and of ours: what an optimizer says that found no gradient looked at.
 NOTHING_WAS_LOOKED_AT = "No inf checks were recorded for this optimizer."
@@ -84,6 +91,19 @@ def unscaling_optimizer(optimizer: Any) -> UnscalesInStep | None:
         optimizer: The optimizer itself, or an object that delegates to it.
     """
     return getattr(getattr(optimizer, "accept_hand_over", None), "__self__", None)
+
+
+def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | int:
+    """Returns a new tensor with the sum of all devices' flags; the int 0 without any, as torch.
+
+    Args:
+        flags: By device, one float32.
+        device: Where the sum is to be.
+    """
+    if not flags:
+        return 0
+    first, *others = (flag.to(device, non_blocking=True) for flag in flags.values())
+    return sum(others, first.clone())
 
 
 class HandedAttribute:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
 from amp_ext.hand_over import (
@@ -17,6 +18,7 @@ from amp_ext.hand_over import (
     HandOver,
     Look,
     drop_handed,
+    sum_of_flags,
 )
 from amp_ext.optim.checkpoints import read_state_dict
 from amp_ext.optim.step_plan import StepPlan
@@ -308,6 +310,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         look = hand_over.look
         if look is not None and not look.found_infs:
             self._check_no_grads()
+        elif (
+            look is not None
+            and found_inf is not None
+            and self._has_step_pre_hooks()
+            and not plan.sharded_over
+        ):
+            # A hook may have written gradients, and no version shows a write through ``.data``.
+            hand_over.look = self.look_at_gradients(found_inf, hand_over.grad_scale)
+            if hand_over.look.found_infs:
+                found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
         sum_of_squares = None
         if max_grad_norm is not None and plan.sharded_over:
             if look is not None:
@@ -342,6 +354,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             hand_over.is_spent = False
             raise
         return loss
+
+    def _has_step_pre_hooks(self) -> bool:
+        """Returns whether a hook has run before this step, one of its own or of all optimizers."""
+        return bool(self._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
     def _check_no_grads(self) -> None:
         """Refuses gradients that came after a scaler has looked and found none: nobody checked."""

@@ -17,6 +17,7 @@ from reference import same_bits, snapshot
 from rows import rows
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp_ext
 
@@ -371,6 +372,7 @@ def spoiled(param: Parameter, value: float) -> Tensor:
 
 
 SPOILS = {
+    "through-data": lambda p, value: p.grad.data.__setitem__(77, value),  # no version tells
     "edit": lambda p, value: p.grad.__setitem__(77, value),
     "replace": lambda p, value: setattr(p, "grad", spoiled(p, value)),
     "recycle": lambda p, value: recycle_grad(p, spoiled(p, value)),
@@ -403,6 +405,38 @@ def test_an_inf_that_a_hook_brings_in_skips_the_step(clipping, way, spoil, devic
         hook.remove()
         assert_same_bits(optimizer, before)
         assert "max_grad_norm" not in clipping or not optimizer.grad_norm.isfinite()
+
+
+def own_hook(optimizer: Any, hook: Any) -> Any:
+    return optimizer.register_step_pre_hook(hook)
+
+
+def hook_of_all(optimizer: Any, hook: Any) -> Any:
+    return register_optimizer_step_pre_hook(hook)
+
+
+@pytest.mark.parametrize("register", [own_hook, hook_of_all])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_norm_is_that_of_the_gradients_which_a_hook_leaves(way, register, device):
+    """Written through ``.data``, which no version tells; then without the hook as ever."""
+    fused, apart = pair("SGD", {"lr": 0.1}, device=device, max_grad_norm=3.0)
+    scalers = way.make_scaler(device), way.make_scaler(device)
+
+    def grow(*_: Any) -> None:
+        for grad in grads_of(fused):
+            grad.data.mul_(4.0)
+
+    for hooked in (True, False):
+        give_grads(fused, apart)
+        handle = register(fused, grow) if hooked else None
+        fused_step(fused, way, scalers[0])
+        if handle is not None:
+            handle.remove()
+            for grad in grads_of(apart):
+                grad.mul_(4.0)
+        norm = step_apart(apart, scalers[1], {"max_grad_norm": 3.0})
+        assert same_bits(fused.grad_norm, norm)
+        assert_same_bits(fused, apart)
 
 
 @pytest.mark.parametrize("between", [give_grads, edit, drop_one, replace_at_the_same_address])

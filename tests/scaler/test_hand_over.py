@@ -134,6 +134,66 @@ def test_a_group_that_is_added_after_unscale_is_refused_with_a_gradient(device):
     assert values(optimizer) == [0.5] * 3 + [1.0] * 3
 
 
+# Hooks before the step.
+
+
+def spoil_through_data(optimizer: Any, *_: Any) -> None:
+    params_of(optimizer)[0].grad.data[1] = INF
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_what_a_hook_brings_in_through_data_skips_the_step_and_lowers_the_scale(of_all, device):
+    """No version tells of it, and torch steps with it."""
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    register = register_optimizer_step_pre_hook if of_all else optimizer.register_step_pre_hook
+    handle = register(spoil_through_data)
+    scaler.step(optimizer)
+    handle.remove()
+    scaler.update()
+    assert values(optimizer) == [1.0] * 3
+    assert scaler.get_scale() == 2.0
+    assert scaler.last_step_skipped(optimizer, wait=True)
+    give(optimizer, 2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [0.5] * 3
+    assert not scaler.last_step_skipped(optimizer, wait=True)
+
+
+def test_an_overflow_before_a_hook_skips_the_step_whatever_the_hook_does(device):
+    optimizer, scaler = filled(INF, device, plain_sgd), ready(device)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: give(optimizer, 4.0))
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [1.0] * 3
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_hook_may_take_all_gradients_away(device):
+    optimizer, scaler = filled(4.0, device, cases.our_adamw_with_norm), ready(device)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
+    scaler.step(optimizer)
+    assert values(optimizer) == [1.0] * 3
+    assert optimizer.grad_norm.item() == 0.0
+
+
+@pytest.mark.parametrize("hook", ["none", "pre", "post"])
+def test_gradients_are_looked_at_again_only_after_a_hook_before_the_step(hook, monkeypatch):
+    optimizer, scaler, looks = filled(4.0, make=plain_sgd), ready(), []
+    look = amp_ext.optim.SGD.look_at_gradients
+
+    def counted(*arguments: Any) -> hand_over.Look:
+        looks.append(look(*arguments))
+        return looks[-1]
+
+    monkeypatch.setattr(amp_ext.optim.SGD, "look_at_gradients", counted)
+    if hook != "none":
+        getattr(optimizer, f"register_step_{hook}_hook")(lambda *_: None)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
+    scaler.step(optimizer)
+    assert len(looks) == (2 if hook == "pre" else 1)
+
+
 # A step that ends otherwise than well.
 
 
