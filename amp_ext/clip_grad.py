@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Iterable
 from types import GeneratorType
@@ -37,7 +39,8 @@ def clip_grad_norm_(
         total_norm: The norm, one number, if the caller has it: nothing is read for it then.
 
     Returns:
-        The norm before clipping, one float32 on the device of the first gradient.
+        The norm before clipping, on the device of the first gradient: one float32, or one float64
+        if a gradient is float64. Those are multiplied in float64 then, on a GPU also by 1.
 
     Raises:
         RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or a gradient
@@ -61,13 +64,17 @@ def clip_grad_norm_(
             by_device.setdefault(grad.device, []).append(grad)
             ours &= type(grad) is Tensor and not grad.is_sparse and grad.is_floating_point()
     ours &= all(device.type in ("cpu", "cuda") for device in by_device)
+    some_in_float64 = any(map(_is_float64, itertools.chain.from_iterable(by_device.values())))
+    dtype = torch.float64 if some_in_float64 else torch.float32
     if total_norm is None:
         if norm_type != 2.0 or not ours or not by_device:
             return torch.nn.utils.clip_grad_norm_(
                 parameters, max_norm, norm_type, error_if_nonfinite, foreach
             )
-        total_norm = _total_norm(by_device)
-    total_norm = torch.as_tensor(total_norm)
+        total_norm = _total_norm(by_device).to(dtype)
+    if not isinstance(total_norm, Tensor):  # on its device, whatever the default one is
+        some_device = next(iter(by_device), torch.device("cpu"))
+        total_norm = torch.tensor(total_norm, dtype=dtype, device=some_device)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is "
@@ -76,15 +83,33 @@ def clip_grad_norm_(
         )
     if ours:
         for device, grads in by_device.items():
-            norm = total_norm.to(device, torch.float32, non_blocking=True)
-            ops.clip_grads_(grads, norm, max_norm=float(max_norm))
+            _clip(grads, total_norm.to(device, non_blocking=True), float(max_norm))
     else:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     return total_norm
 
 
+def _is_float64(grad: Tensor) -> bool:
+    return grad.dtype == torch.float64
+
+
+def _clip(grads: list[Tensor], total_norm: Tensor, max_norm: float) -> None:
+    """Clips the gradients of one device, float64 ones by a float64 coefficient."""
+    norm = total_norm.float()
+    wide = list(filter(_is_float64, grads))
+    if wide:
+        ops.clip_grads_(grads, norm, max_norm=math.inf)  # checks them all, and writes none
+        grads = list(itertools.filterfalse(_is_float64, grads))
+    ops.clip_grads_(grads, norm, max_norm=max_norm)
+    if wide:
+        coefficient = (max_norm / (total_norm.double().reshape(()) + 1e-6)).clamp(max=1.0)
+        if not (coefficient.is_cpu and coefficient == 1.0):
+            for grad in wide:
+                grad.mul_(coefficient)
+
+
 def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
-    """Returns the 2-norm of all gradients together, one float32 on the first of the devices."""
+    """Returns the 2-norm of all gradients together, one float64 on the first of the devices."""
     first_device = next(iter(by_device))
     total = torch.zeros((), dtype=torch.float64, device=first_device)
     for device, grads in by_device.items():
@@ -92,4 +117,4 @@ def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         ops.check_finite_(grads, found_inf, sum_of_squares=sum_of_squares)
         total += sum_of_squares.to(first_device, non_blocking=True)
-    return total.sqrt().float()
+    return total.sqrt()

@@ -45,9 +45,10 @@ def copies(params: list[Parameter]) -> list[Parameter]:
     return others
 
 
-def coefficient(max_norm: float, norm: Tensor) -> float:
-    """Returns what gradients are multiplied by, as a float32 number."""
-    return torch.tensor(max_norm / (norm.item() + 1e-6)).clamp(max=1.0).item()
+def coefficient(max_norm: float, norm: Tensor, dtype: torch.dtype = F32) -> float:
+    """Returns what gradients are multiplied by, as a number of a dtype."""
+    norm = norm.to(dtype)
+    return torch.tensor(max_norm / (norm.item() + 1e-6), dtype=dtype).clamp(max=1.0).item()
 
 
 def assert_same_grads(params: list[Parameter], others: list[Parameter]) -> None:
@@ -188,16 +189,48 @@ def test_the_norm_is_one_float32_outside_of_any_graph(dtype: torch.dtype, device
 
 @pytest.mark.parametrize("dtypes", [*((dtype,) for dtype in ALL_DTYPES), ALL_DTYPES], ids=str)
 @pytest.mark.parametrize("max_norm", CLIPPING)
-def test_one_norm_is_taken_and_each_dtype_multiplied_in_float32(max_norm, dtypes, device):
+def test_one_norm_is_taken_and_float64_multiplied_in_float64_the_rest_in_float32(
+    max_norm, dtypes, device
+):
     params = with_grads(device, *dtypes)
     before = snapshot(grads_of(params))
     versions = [grad._version for grad in grads_of(params)]
     norm = clip_grad_norm_(params, max_norm)
     squares = [grad.double().square().sum().item() for grad in before]
-    assert norm.item() == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-6)
+    assert norm.dtype == (F64 if F64 in dtypes else F32)
+    exact = math.sqrt(math.fsum(squares))
+    assert norm.item() == pytest.approx(exact, rel=1e-14 if dtypes == (F64,) else 1e-6)
     for grad, old, version in zip(grads_of(params), before, versions, strict=True):
-        assert same_bits(grad, multiplied(old, coefficient(max_norm, norm)))
+        if grad.dtype == F64:
+            assert same_bits(grad, old * coefficient(max_norm, norm, F64))
+        else:
+            assert same_bits(grad, multiplied(old, coefficient(max_norm, norm)))
         assert grad._version > version
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("given", [False, True])
+def test_the_default_device_does_not_matter(given, dtype, device) -> None:
+    params = with_grads(device, dtype)
+    others = copies(params)
+    options = {"total_norm": 1024.0} if given else {}
+    expected = clip_grad_norm_(others, 0.5, **options)
+    with torch.device("meta"):
+        norm = clip_grad_norm_(params, 0.5, **options)
+    assert norm.device == params[0].device
+    assert norm.dtype == dtype
+    assert same_bits(norm, expected)
+    assert all(map(same_bits, grads_of(params), grads_of(others)))
+
+
+def test_float64_gradients_are_clipped_in_float64_as_by_torch(device) -> None:
+    params = with_grads(device, F64)
+    others = copies(params)
+    norm, wanted = clip_grad_norm_(params, 1.0), torchs(others, 1.0)
+    close = {"rtol": 1e-14, "atol": 0.0}
+    torch.testing.assert_close(norm, wanted, **close)
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param.grad, other.grad, **close)
 
 
 @pytest.mark.parametrize("value", [3e38, 1e30, 1e-22, 1e-40])
@@ -278,10 +311,12 @@ def test_complex_gradients_are_clipped_as_by_torch() -> None:
 def test_overlapping_gradients_are_refused_before_anything_is_written() -> None:
     params = with_grads("cpu")
     before = params[0].grad.clone()
-    params[1].grad = torch.ones(5).expand(3, 5)
-    with pytest.raises(RuntimeError, match=r"grads\[1\] .*overlap"):
-        clip_grad_norm_(params, 1.0)
-    assert same_bits(params[0].grad, before)
+    for dtype in (F32, F64):
+        params[1].grad_dtype = None
+        params[1].grad = torch.ones(5, dtype=dtype).expand(3, 5)
+        with pytest.raises(RuntimeError, match=r"grads\[1\] .*overlap"):
+            clip_grad_norm_(params, 1.0)
+        assert same_bits(params[0].grad, before)
 
 
 def test_no_flag_of_autograd_matters(device) -> None:
