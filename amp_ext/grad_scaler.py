@@ -272,13 +272,14 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if "hand_over" in state and state["hand_over"].is_spent:  # an interrupt came after the step
             state["stage"] = OptState.STEPPED
+        if "left_unscaled" in state and not state["left_unscaled"].are_there(optimizer):
+            state.clear()  # all gradients are new: scaled, and not looked at
+            state.update(_refresh_per_optimizer_state())
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
-        if (
-            state["stage"] is OptState.STEPPED
-            or not getattr(optimizer, "_step_supports_amp_scaling", False)
-            or _takes_scaler(optimizer.step)
-        ):
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return self._step_unscaled(optimizer, state, args, kwargs)
+        if state["stage"] is OptState.STEPPED or _takes_scaler(optimizer.step):
             return super().step(optimizer, *args, **kwargs)
         look = None
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
@@ -307,6 +308,18 @@ class GradScaler(torch.amp.GradScaler):
                 state["found_inf_per_device"] = dict(again.found_infs)
         state["stage"] = OptState.STEPPED
         return returned
+
+    def _step_unscaled(
+        self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Steps an optimizer that does not unscale, as torch does."""
+        is_ready = state["stage"] is OptState.READY
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:  # torch would take the next gradients for unscaled as well
+            if is_ready and state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
+                state["left_unscaled"] = _UnscaledGrads(optimizer)
+            raise
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
@@ -552,6 +565,39 @@ def _gradients(
                     param.grad = grad = grad.coalesce()
             grads.append(grad._values() if grad.is_sparse else grad)
     return grads, sharded_over
+
+
+class _UnscaledGrads:
+    """The gradients that a step has unscaled before it was interrupted."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refers to them weakly: they may be dropped at any time."""
+        self._seen = [(weakref.ref(grad), grad._version) for grad in _present_grads(optimizer)]
+
+    def are_there(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the optimizer has these gradients, and not others throughout.
+
+        Raises:
+            RuntimeError: If it has some of them, or they have been written since.
+        """
+        grads = _present_grads(optimizer)
+        if [(id(ref()), version) for ref, version in self._seen] == [
+            (id(grad), grad._version) for grad in grads
+        ]:
+            return True
+        old = {id(ref()) for ref, _ in self._seen}
+        if any(id(grad) in old for grad in grads):
+            raise RuntimeError(
+                "GradScaler.step: gradients must be as the last step left them, which was "
+                "interrupted when it had unscaled them, or all be new, got some that were written: "
+                "call optimizer.zero_grad(), and backward anew"
+            )
+        return False
+
+
+def _present_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param.grad for param in params if param.grad is not None]
 
 
 def _takes_scaler(step: Any) -> bool:

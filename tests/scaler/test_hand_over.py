@@ -341,6 +341,55 @@ def test_a_step_whose_post_hook_raises_is_not_repeated(device):
     assert values(optimizer) == [0.0] * 3
 
 
+@interrupts
+@bad_or_good
+def test_gradients_after_an_interrupted_step_that_had_unscaled_are_unscaled_too(
+    value, stop, device
+):
+    """torch takes them for unscaled, as the last ones were."""
+    optimizer, scaler = filled(4.0, device, looping_sgd), ready(device)
+    go_on = stop(optimizer)
+    with pytest.raises((Interrupt, RuntimeError)):
+        scaler.step(optimizer)
+    go_on()
+    optimizer.zero_grad()
+    give(optimizer, value)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [0.5 if value == 4.0 else 1.0] * 3
+    assert scaler.get_scale() == (4.0 if value == 4.0 else 2.0)
+
+
+def test_the_gradients_of_an_interrupted_step_are_not_unscaled_twice(device):
+    optimizer, scaler = filled(4.0, device, looping_sgd), ready(device)
+    go_on = by_a_hook(optimizer)
+    for _ in range(2):
+        with pytest.raises(Interrupt):
+            scaler.step(optimizer)
+    go_on()
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
+def test_gradients_that_were_written_after_an_interrupted_step_are_refused_until_they_are_new(
+    device,
+):
+    optimizer, scaler = filled(4.0, device, looping_sgd), ready(device)
+    go_on = by_a_hook(optimizer)
+    with pytest.raises(Interrupt):
+        scaler.step(optimizer)
+    go_on()
+    (param,) = params_of(optimizer)
+    param.grad += 4.0  # unscaled, and then scaled: nobody can tell
+    message = r"^GradScaler\.step: gradients must be as the last step left them, .* got some that"
+    with pytest.raises(RuntimeError, match=message):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    give(optimizer, 4.0)
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
 def test_a_look_that_no_step_has_used_is_forgotten(device):
     """A write through ``.data`` shows in no version."""
     optimizer, scaler = filled(4.0, device, cases.our_adamw_with_norm), ready(device)
