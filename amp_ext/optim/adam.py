@@ -117,6 +117,6 @@ class AdamW(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an optimizer; files of older releases of torch do not name the kind of decay."""
-        super().__setstate__(state)
-        for group in self.param_groups:
+        for group in state["param_groups"]:
             group["decoupled_weight_decay"] = True
+        super().__setstate__(state)

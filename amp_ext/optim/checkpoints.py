@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from amp_ext.optim.writers import options_since, other_writer
 
@@ -18,38 +20,41 @@ __all__ = ["read_state_dict"]
 
 Options = dict[str, Any]
 
+_LARGEST = torch.finfo(torch.float32).max
 
-def read_state_dict(
-    optimizer: FusedOptimizer, state_dict: Mapping[str, Any], configured: Sequence[Options]
-) -> tuple[list[Options], dict[Any, Any]]:
-    """Checks a state dict and copies its states; writes nothing.
+
+def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Builds what an optimizer has after a load; writes nothing.
 
     Args:
         optimizer: Which is to load it.
         state_dict: From ``state_dict()`` of it, or of what writes the same layout.
-        configured: For each group of the optimizer the options that stay, whatever the file says.
 
     Returns:
-        The groups as they are to be loaded, and the states by parameter, in the dtypes, on the
-        device and in the layout that the optimizer wants. None of the states if the groups do not
-        fit, which torch says in its own words.
+        ``param_groups`` and ``state`` for the optimizer to take over: states by parameter, in the
+        dtypes, on the device and in the layout that it wants.
 
     Raises:
         KeyError: If the dict is not one of an optimizer.
-        ValueError: If another class wrote it, or a part is missing or does not fit.
+        ValueError: If another class wrote it, it does not fit the groups, or a part is missing or
+            does not fit.
     """
+    _check_layout(optimizer, state_dict)
     _check_writer(optimizer, state_dict)
-    groups, states = _with_own_steps(state_dict)
-    groups = _with_all_options(optimizer, groups)
-    return groups, _copied_states(optimizer, groups, states, configured)
+    saved_groups, saved_states = _with_own_steps(state_dict)
+    _check_lengths(optimizer, saved_groups)
+    groups = _loaded_groups(optimizer, saved_groups)
+    _check_groups(optimizer, groups)
+    states = _copied_states(optimizer, saved_groups, saved_states, groups)
+    return {"state": defaultdict(dict, states), "param_groups": groups}
 
 
 def _operation(optimizer: FusedOptimizer) -> str:
     return f"{type(optimizer).__name__}.load_state_dict"
 
 
-def _check_writer(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Checks that a state dict is one of an optimizer with the options of this one."""
+def _check_layout(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Checks that a state dict has groups and states, each of its kind."""
     operation = _operation(optimizer)
     for name in ("state", "param_groups"):
         if name not in state_dict:
@@ -57,6 +62,24 @@ def _check_writer(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> N
                 f"{operation}: state_dict must have {name!r}, got {_first_keys(state_dict)}"
                 f"{_what_to_load(state_dict)}"
             )
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    _check_kind(states, Mapping, f"{operation}: state must be a dict")
+    _check_kind(groups, (list, tuple), f"{operation}: param_groups must be a list")
+    for index, group in enumerate(groups):
+        where = f"{operation}: param_groups[{index}]"
+        _check_kind(group, Mapping, f"{where} must be a dict")
+        if "params" not in group:
+            raise ValueError(f"{where} must have ['params'], got {list(group)}")
+        _check_kind(group["params"], (list, tuple), f"{where}['params'] must be a list")
+        for key in group["params"]:
+            _check_kind(key, Hashable, f"{where}['params'] must have keys of state")
+            state = states.get(key, {})
+            _check_kind(state, (Mapping, type(None)), f"{operation}: state[{key!r}] must be a dict")
+
+
+def _check_writer(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Checks that a state dict is one of an optimizer with the options of this one."""
+    operation = _operation(optimizer)
     writer = other_writer(optimizer, state_dict["param_groups"], state_dict["state"])
     if writer is not None:
         raise ValueError(
@@ -90,15 +113,52 @@ def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[
     return groups, states
 
 
-def _with_all_options(optimizer: FusedOptimizer, groups: Sequence[Options]) -> list[Options]:
-    """Fills in options that a file lacks: torch's as torch does, others as they are configured."""
-    if len(groups) != len(optimizer.param_groups):
-        return list(groups)
+def _check_lengths(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> None:
+    """Checks that the groups are as many and as long as the optimizer's, in torch's words."""
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    saved_lengths = [len(group["params"]) for group in saved_groups]
+    if len(lengths) != len(saved_lengths):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if lengths != saved_lengths:
+        raise ValueError(
+            "loaded state dict contains a parameter group "
+            "that doesn't match the size of optimizer's group"
+        )
+
+
+def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
+    """Returns the groups of a file over the optimizer's parameters, with all options.
+
+    Those of torch that the file lacks are what torch takes them for; those that torch does not have
+    stay as they are configured.
+    """
     since = options_since(type(optimizer))
-    return [
-        {name: since.get(name, group[name]) for name in optimizer.defaults} | saved
-        for group, saved in zip(optimizer.param_groups, groups, strict=True)
-    ]
+    pairs = list(zip(optimizer.param_groups, saved_groups, strict=True))
+    groups: list[Options] = copy.deepcopy(
+        [
+            {name: since.get(name, group[name]) for name in optimizer.defaults}
+            | saved
+            | optimizer._configured(group)
+            | {"params": None}
+            for group, saved in pairs
+        ]
+    )
+    for loaded, (group, _) in zip(groups, pairs, strict=True):
+        loaded["params"] = group["params"]
+        if "param_names" in group:
+            loaded.setdefault("param_names", group["param_names"])
+    return groups
+
+
+def _check_groups(optimizer: FusedOptimizer, groups: Sequence[Options]) -> None:
+    """Checks the options of all groups as they would be after the load."""
+    for index, group in enumerate(groups):
+        if group["differentiable"]:
+            raise ValueError(
+                f"{_operation(optimizer)}: differentiable of param_groups[{index}] must be False, "
+                "got True: a fused kernel is not differentiable; set it to False in the state dict "
+                "to go on without gradients through the steps"
+            )
 
 
 @torch.no_grad()
@@ -106,19 +166,14 @@ def _copied_states(
     optimizer: FusedOptimizer,
     saved_groups: Sequence[Options],
     saved_states: Mapping[Any, Any],
-    configured: Sequence[Options],
+    groups: Sequence[Options],
 ) -> dict[Any, Any]:
     """Returns the states of a file, checked and copied as the optimizer keeps them."""
     operation = _operation(optimizer)
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
-    if lengths != [len(saved["params"]) for saved in saved_groups]:
-        return {}
     states: dict[Any, Any] = {}
     param_keys = set()
-    for group_index, saved in enumerate(saved_groups):
-        group = saved | configured[group_index]
-        params = optimizer.param_groups[group_index]["params"]
-        for index, (param, key) in enumerate(zip(params, saved["params"], strict=True)):
+    for group_index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             param_keys.add(key)
             if saved_states.get(key):
                 where = f"{operation}: %s of group {group_index}, param {index}"
@@ -136,6 +191,10 @@ def _copied_state(
     optimizer: FusedOptimizer, group: Options, param: Tensor, saved: dict[str, Any], where: str
 ) -> dict[str, Any]:
     """Copies a saved state in the configured dtypes, the parameter's device and layout."""
+    if is_lazy(param):
+        raise ValueError(
+            f"{where % 'param'} must have a shape, got a lazy parameter: run the model once first"
+        )
     for name in optimizer._missing_from(group, saved):
         raise ValueError(f"{where % name} must be there, got {list(saved)}")
     dtypes = dict.fromkeys(optimizer.buffer_names(group), optimizer._buffer_dtype(group, param))
@@ -161,12 +220,22 @@ def _copied_state(
 
 def _as_step(value: Any, where: str) -> Tensor:
     """Reads a step counter, which older releases of torch save as a number."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().reshape(()).to(torch.float32)
-    if isinstance(value, (int, float)):
-        return torch.tensor(float(value), dtype=torch.float32)
-    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise ValueError(f"{where} must be one number, got {got}")
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{where} must be one number, got shape {tuple(value.shape)}")
+        number = value.detach().reshape(()).item()
+    else:
+        number = value
+    if not isinstance(number, (int, float)):
+        raise ValueError(f"{where} must be one number, got {number!r}")
+    if not 0 <= number <= _LARGEST:
+        raise ValueError(f"{where} must be finite and at least 0, got {number!r}")
+    return torch.tensor(float(number), dtype=torch.float32)
+
+
+def _check_kind(value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{wanted}, got {type(value).__name__}")
 
 
 def _check_tensor(value: Any, param: Tensor, where: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
@@ -107,11 +110,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             params: Parameters or groups, as for torch.optim.Optimizer.
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
-        if defaults["differentiable"]:
-            raise RuntimeError(
-                f"{type(self).__name__}: differentiable must be False, got True: a fused kernel "
-                "is not differentiable; torch.optim's optimizers are"
-            )
+        self._check_differentiable(defaults)
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self._check_options(defaults)
@@ -166,17 +165,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             param_group: ``params`` and the options that differ from the defaults.
 
         Raises:
-            ValueError: If a parameter is listed twice, or ``state_dtype`` is not one.
+            ValueError: If a parameter is listed twice, or ``state_dtype`` is not one. The group has
+                not been added then, nor after an interrupt.
+            RuntimeError: If ``differentiable`` is true; likewise.
         """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        count = len(self.param_groups)
         try:
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            self._check_differentiable(group)
             self._check_own_options(group)
-            self._check_unique(group["params"], len(self.param_groups) - 1)
-        except ValueError:
-            self.param_groups.pop()
+            self._check_unique(group["params"], count)
+        except BaseException:  # also an interrupt, after which a notebook goes on
+            del self.param_groups[count:]
             raise
         self.rebuild()
+
+    def _check_differentiable(self, options: dict[str, Any]) -> None:
+        if options["differentiable"]:
+            raise RuntimeError(
+                f"{type(self).__name__}: differentiable must be False, got True: a fused kernel "
+                "is not differentiable; torch.optim's optimizers are"
+            )
 
     def _check_unique(self, params: list[Tensor], group_index: int) -> None:
         first_index: dict[Tensor, int] = {}
@@ -237,8 +247,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         yet: it would take a step of its own, with gradients of 0, and leave every counter at 1.
 
         Raises:
-            RuntimeError: If a step would refuse the dtype or the device of a parameter. Nothing has
-                been created then.
+            RuntimeError: If a step would refuse the dtype or the device of a parameter, or one is
+                lazy and has no shape yet. Nothing has been created then.
         """
         trainable = [
             (group, group_index, index, param)
@@ -247,14 +257,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param.requires_grad
         ]
         for _, group_index, index, param in trainable:
+            where = f"{type(self).__name__}.init_state: param of group {group_index}, param {index}"
             if param.dtype not in _DTYPES or param.device.type not in ("cpu", "cuda"):
                 raise RuntimeError(
-                    f"{type(self).__name__}.init_state: param of group {group_index}, param "
-                    f"{index} must be float32, float64, float16 or bfloat16 on cpu or cuda, got "
+                    f"{where} must be float32, float64, float16 or bfloat16 on cpu or cuda, got "
                     f"{param.dtype} on {param.device}"
                 )
-        for group, _, _, param in trainable:
-            self._init_state(group, param)
+            if is_lazy(param):
+                raise RuntimeError(
+                    f"{where} must have a shape, got a lazy parameter: run the model once first"
+                )
+        before = {key: copy.copy(state) for key, state in self.state.items()}
+        try:
+            for group, _, _, param in trainable:
+                self._init_state(group, param)
+        except BaseException:  # out of memory, or an interrupt
+            self.state = defaultdict(dict, before)
+            raise
 
     # The plan.
 
@@ -470,14 +489,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Checkpoints.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores an optimizer from a pickle or a copy; fills in options that a file lacks."""
-        super().__setstate__(state)
-        self.grad_norm = None
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
+        """Restores an optimizer from a pickle, a copy or a checkpoint; fills in what it lacks."""
+        for group in state["param_groups"]:
+            for name, value in state.get("defaults", vars(self).get("defaults", {})).items():
                 group.setdefault(name, value)
-        self.rebuild()
+        # torch takes all of it in one assignment, which no interrupt divides.
+        super().__setstate__({**state, "_plan": None, "grad_norm": None})
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of its namesake in torch.optim.
 
@@ -494,33 +513,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             KeyError: If the dict is not one of an optimizer.
             ValueError: If it does not fit the groups, another class wrote it, or a part is missing.
-                Nothing has been changed then.
+                Nothing has been changed then. After an interrupt the optimizer has either all of
+                the file or nothing.
         """
-        states: dict[Any, Any] = {}
-        configured = [self._configured(group) for group in self.param_groups]
-
-        def take_states(_: Any, incoming: dict[str, Any]) -> dict[str, Any]:
-            groups, loaded = read_state_dict(self, incoming, configured)  # all that can fail
-            states.update(loaded)
-            # torch would cast every state to its parameter's dtype.
-            return {**incoming, "param_groups": groups, "state": {}}
-
-        def restore_states(_: Any) -> None:
-            for group, options in zip(self.param_groups, configured, strict=True):
-                group.update(options)
-            self.state.update(states)
-            self.rebuild()
-
-        # Hooks of the user stand outside: theirs before see the file, theirs after the result.
-        hooks = (
-            self.register_load_state_dict_pre_hook(take_states),
-            self.register_load_state_dict_post_hook(restore_states, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        # As in torch, whose code would cast every state to its parameter's dtype.
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        self.__setstate__(read_state_dict(self, state_dict))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _configured(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a group's options that no checkpoint changes."""

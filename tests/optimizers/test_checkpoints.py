@@ -299,13 +299,19 @@ def at(*path: Any, value: Any = None):
     def spoil(file: dict[str, Any]) -> None:
         for key in path[:-1]:
             file = file[key]
-        old = file.pop(path[-1])
-        if value is not None:
-            file[path[-1]] = value(old)
+        if value is None:
+            del file[path[-1]]
+        else:
+            file[path[-1]] = value(file[path[-1]])
 
     return spoil
 
 
+def step(value: Any):
+    return at("state", 1, "step", value=lambda old: value)
+
+
+STEP = "step of group 0, param 1"
 MISMATCH = "loaded state dict contains a parameter group that doesn't match the size"
 OTHER_NUMBER = "loaded state dict has a different number of parameter groups"
 BAD = {
@@ -326,6 +332,38 @@ BAD = {
     "master-shape": (at("state", 1, "master_param", value=lambda old: old[:-1]), "master_param"),
     "step-text": (at("state", 1, "step", value=lambda old: "text"), "step"),
     "step-shape": (at("state", 1, "step", value=lambda old: torch.zeros(2)), "step"),
+    "step-nan": (step(torch.nan), f"{STEP} must be finite and at least 0, got nan"),
+    "step-inf": (step(torch.tensor(torch.inf)), f"{STEP} must be finite and at least 0, got inf"),
+    "step-negative": (step(torch.tensor(-1)), f"{STEP} must be finite and at least 0, got -1"),
+    "step-huge": (step(10**400), f"{STEP} must be finite and at least 0, got 1000"),
+    "step-complex": (step(torch.tensor(1 + 2j)), rf"{STEP} must be one number, got \(1\+2j\)"),
+    "step-complex-number": (step(1 + 2j), rf"{STEP} must be one number, got \(1\+2j\)"),
+    "differentiable": (
+        at("param_groups", 0, "differentiable", value=lambda old: True),
+        r"differentiable of param_groups\[0\] must be False, got True: .* set it to False in",
+    ),
+    "groups-kind": (at("param_groups", value=lambda old: {0: old}), "param_groups must be a list"),
+    "group-kind": (
+        at("param_groups", 0, value=lambda old: [old]),
+        r"param_groups\[0\] must be a dict, got list",
+    ),
+    "params-kind": (
+        at("param_groups", 0, "params", value=lambda old: 5),
+        r"param_groups\[0\]\['params'\] must be a list, got int",
+    ),
+    "params-keys": (
+        at("param_groups", 0, "params", value=lambda old: [[key] for key in old]),
+        r"param_groups\[0\]\['params'\] must have keys of state, got list",
+    ),
+    "no-params": (
+        at("param_groups", 0, "params"),
+        r"param_groups\[0\] must have \['params'\], got",
+    ),
+    "state-kind": (at("state", value=list), "state must be a dict, got list"),
+    "state-of-a-param": (
+        at("state", 3, value=lambda old: 7),
+        r"state\[3\] must be a dict, got int",
+    ),
     "no-lr": (at("param_groups", 0, "lr"), "lr"),
     "no-betas": (at("param_groups", 0, "betas"), "betas"),
 }

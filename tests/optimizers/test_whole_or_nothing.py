@@ -1,0 +1,205 @@
+"""Loads, groups and states come whole or not at all, whatever interrupts them or is wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import optimizer_cases as cases
+import pytest
+import torch
+from awkward import BF16, F32
+from interrupts import interrupted_at_each_line
+from optimizer_cases import make_params, ours, params_of, train, trained, twins
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map
+
+SHAPES = [(5, 3), (7,)]
+EACH = pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Lion"])
+MOMENTUM = {"SGD": {"momentum": 0.9, "dampening": 0.5}}
+
+
+def all_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns all options, states and hooks of an optimizer, for comparison."""
+    values = tree_map(
+        lambda leaf: (leaf.dtype, leaf.tolist()) if isinstance(leaf, Tensor) else leaf,
+        (optimizer.state_dict(), params_of(optimizer)),
+    )
+    hooks = {name: len(value) for name, value in vars(optimizer).items() if name.endswith("hooks")}
+    return repr((values, hooks))
+
+
+def after_a_step(optimizer: torch.optim.Optimizer) -> str:
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return all_of(optimizer)
+
+
+def source_and_target(name: str) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Returns an optimizer to load, and another one of the same parameters."""
+    torch.manual_seed(0)
+    options = MOMENTUM.get(name, {})
+    source = trained(ours(name)(make_params(BF16, shapes=SHAPES), **options, lr=0.5))
+    return source, trained(ours(name)(twins(source), **options, lr=0.25), 1)
+
+
+@EACH
+def test_an_interrupted_load_has_loaded_all_or_nothing(name):
+    source, target = source_and_target(name)
+    file = copy.deepcopy(source.state_dict())
+    before = all_of(target)
+    target.load_state_dict(file)
+    allowed = {before, all_of(target)}
+    assert len(allowed) == 2
+    went_on = {all_of(one): after_a_step(one) for one in (target, source_and_target(name)[1])}
+    found = set()
+    for optimizer, line in interrupted_at_each_line(
+        lambda: source_and_target(name)[1], lambda optimizer: optimizer.load_state_dict(file)
+    ):
+        state = all_of(optimizer)
+        assert state in allowed, line
+        assert after_a_step(optimizer) == went_on[state], line
+        found.add(state)
+    assert found == allowed
+
+
+def test_a_load_that_fails_in_a_hook_after_it_has_loaded_all():
+    source, target = source_and_target("Adam")
+
+    def fail(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    target.register_load_state_dict_post_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        target.load_state_dict(source.state_dict())
+    cases.assert_same_bits(list(target.state.values()), list(source.state.values()))
+
+
+@EACH
+def test_groups_that_do_not_fit_are_refused_in_torchs_words(name):
+    source, target = source_and_target(name)
+    file = source.state_dict()
+    more = [*file["param_groups"], file["param_groups"][0] | {"params": []}]
+    fewer = [file["param_groups"][0] | {"params": [0]}]
+    for groups in (more, fewer):
+        errors = []
+        for optimizer in (target, torch.optim.AdamW(twins(target))):
+            with pytest.raises(ValueError, match=r"^loaded state dict ") as caught:
+                optimizer.load_state_dict(file | {"param_groups": groups})
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+
+
+def test_groups_of_a_checkpoint_that_share_a_learning_rate_go_on_sharing_it():
+    def make(package: Any) -> torch.optim.Optimizer:
+        lr = torch.tensor(0.5)
+        groups = [{"params": [param], "lr": lr} for param in make_params(F32, shapes=SHAPES)]
+        return package("AdamW")(groups, foreach=False)
+
+    for package in (ours, cases.theirs):
+        source, target = make(package), make(package)
+        target.load_state_dict(source.state_dict())
+        rates = [group["lr"] for group in target.param_groups]
+        assert rates[0] is rates[1]
+        assert rates[0] is not source.param_groups[0]["lr"]
+
+
+# Groups.
+
+
+def with_one_group() -> torch.optim.Optimizer:
+    return ours("AdamW")([Parameter(torch.ones(3))], lr=0.5)
+
+
+def new_group(**options: Any) -> dict[str, Any]:
+    return {"params": [Parameter(torch.zeros(2))], "state_dtype": torch.float32, **options}
+
+
+def test_an_interrupted_group_is_there_whole_or_not_at_all():
+    counts = set()
+    for optimizer, line in interrupted_at_each_line(
+        with_one_group, lambda optimizer: optimizer.add_param_group(new_group())
+    ):
+        counts.add(len(optimizer.param_groups))
+        assert [group["state_dtype"] for group in optimizer.param_groups] in (
+            ["float32"],
+            ["float32", "float32"],
+        ), line
+        after_a_step(optimizer)
+        assert len(optimizer.state) == len(optimizer.param_groups), line
+    assert 1 in counts
+
+
+SAME = Parameter(torch.zeros(2))
+REFUSED = [
+    pytest.param({"differentiable": True}, RuntimeError, "differentiable must be False", id="diff"),
+    pytest.param({"clip_value": -1.0}, ValueError, "Invalid clip_value", id="clip"),
+    pytest.param({"state_dtype": torch.float16}, ValueError, "state_dtype must be", id="dtype"),
+    pytest.param({"params": [SAME, SAME]}, ValueError, "must be listed once", id="twice"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize(("options", "error", "words"), REFUSED)
+def test_a_group_that_is_refused_is_not_there_afterwards(options, error, words):
+    optimizer = with_one_group()
+    before = all_of(optimizer)
+    with pytest.raises(error, match=f"AdamW: {words}|{words}"):
+        optimizer.add_param_group(new_group(**options))
+    assert all_of(optimizer) == before
+
+
+# States made ahead.
+
+
+@pytest.mark.parametrize("method", ["init_state", "master_params"])
+def test_a_lazy_parameter_is_refused_by_name_before_any_state_is_made(method):
+    lazy = torch.nn.LazyLinear(3)
+    optimizer = ours("AdamW")([Parameter(torch.ones(2)), lazy.weight])
+    words = r"^AdamW.init_state: param of group 0, param 1 must have a shape, got a lazy parameter"
+    with pytest.raises(RuntimeError, match=words):
+        getattr(optimizer, method)()
+    assert optimizer.state_dict()["state"] == {}
+    lazy(torch.ones(1, 2))
+    getattr(optimizer, method)()
+    assert len(optimizer.state) == 2
+
+
+def test_a_checkpoint_is_not_loaded_into_a_lazy_parameter():
+    source = trained(ours("AdamW")(torch.nn.Linear(2, 3).parameters()), 1)
+    target = ours("AdamW")(torch.nn.LazyLinear(3).parameters())
+    words = "^AdamW.load_state_dict: param of group 0, param 0 must have a shape, got a lazy param"
+    with pytest.raises(ValueError, match=words):
+        target.load_state_dict(source.state_dict())
+    assert len(target.state) == 0
+
+
+@EACH
+def test_interrupted_states_are_there_all_or_none(name):
+    def make() -> torch.optim.Optimizer:
+        torch.manual_seed(0)
+        return ours(name)(make_params(BF16, shapes=SHAPES), lr=0.5, **MOMENTUM.get(name, {}))
+
+    wanted = after_a_step(make())
+    counts = set()
+    for optimizer, line in interrupted_at_each_line(make, lambda one: one.init_state()):
+        counts.add(len(optimizer.state))
+        assert len(optimizer.state) in (0, len(SHAPES)), line
+        cases.loading(ours(name)(twins(optimizer), lr=0.5), optimizer.state_dict())
+        assert after_a_step(optimizer) == wanted, line
+    assert 0 in counts
+
+
+def test_states_that_were_there_before_an_interrupt_stay_as_they_are():
+    def make() -> torch.optim.Optimizer:
+        torch.manual_seed(0)
+        optimizer = trained(ours("AdamW")(make_params(BF16, shapes=SHAPES[:1]), lr=0.5), 1)
+        optimizer.add_param_group({"params": make_params(BF16, shapes=SHAPES[1:])})
+        return optimizer
+
+    before = all_of(make())
+    for optimizer, line in interrupted_at_each_line(make, lambda one: one.init_state()):
+        assert len(optimizer.state) == 2 or all_of(optimizer) == before, line
+    train([optimizer])
