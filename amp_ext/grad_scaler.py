@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from amp_ext.hand_over import (
     unscaling_optimizer,
 )
 from amp_ext.nonfinite import name_of_param
+from amp_ext.put_back import put_back_on_failure
 from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
@@ -480,14 +482,21 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: If the dict is empty, as that of a disabled scaler.
+            KeyError: If an entry is missing.
+            ValueError: If an entry is no number, or out of range. Nothing has been changed after
+                any of these, nor after an interrupt.
         """
-        super().load_state_dict(state_dict)
-        if not self._enabled:
+        if not self._enabled or not state_dict:
+            super().load_state_dict(state_dict)  # does nothing, or raises
             return
-        tracker = min(state_dict.get("_hysteresis_tracker", self._hysteresis), self._hysteresis)
-        self._init_hysteresis_tracker = tracker
-        if self._hysteresis_tracker is not None:
-            self._hysteresis_tracker.fill_(tracker)
+        entries = _checked_entries(state_dict, self._hysteresis)
+        tracker = min(entries["_hysteresis_tracker"], self._hysteresis)
+        tensors = (self._scale, self._growth_tracker, self._hysteresis_tracker)
+        with put_back_on_failure([vars(self)], [each for each in tensors if each is not None]):
+            super().load_state_dict(entries)
+            self._init_hysteresis_tracker = tracker
+            if self._hysteresis_tracker is not None:
+                self._hysteresis_tracker.fill_(tracker)
 
     def _get_hysteresis_tracker(self) -> int:
         if self._hysteresis_tracker is None:
@@ -527,6 +536,16 @@ class GradScaler(torch.amp.GradScaler):
             stacklevel=3,
         )
 
+
+# The entries of a state dict: the largest values, whose type tells the kind.
+_LARGEST_ENTRIES: dict[str, Any] = {
+    "scale": torch.finfo(torch.float32).max,
+    "growth_factor": sys.float_info.max,
+    "backoff_factor": sys.float_info.max,
+    "growth_interval": 2**63 - 1,
+    "_growth_tracker": 2**31 - 1,
+    "_hysteresis_tracker": 2**31 - 1,
+}
 
 # What tells an override, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
@@ -682,6 +701,27 @@ def _flags(
         flags[device] = found_inf.to(device, non_blocking=True, copy=True)
         operation(group, flags[device], None if record is None else record.first_nonfinite(device))
     return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
+
+
+def _checked_entries(state_dict: dict[str, Any], hysteresis: int) -> dict[str, Any]:
+    """Returns the entries of a state dict as numbers that fit the tensors of a scaler."""
+    entries: dict[str, Any] = {}
+    for name, limit in _LARGEST_ENTRIES.items():
+        if name == "_hysteresis_tracker":  # torch's scaler has none
+            value = state_dict.get(name, hysteresis)
+        else:
+            value = state_dict[name]
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        kind: Any = Real if isinstance(limit, float) else Integral
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= limit:
+            wanted = "a number" if kind is Real else "an int"
+            raise ValueError(
+                f"GradScaler.load_state_dict: {name} must be {wanted} from 0 to {limit:.3g}, got "
+                f"{value!r}"
+            )
+        entries[name] = type(limit)(value)
+    return entries
 
 
 def _check_process_group(group: Any) -> None:

@@ -6,10 +6,13 @@ import copy
 import math
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
+
+from amp_ext.put_back import put_back_on_failure
 
 __all__ = [
     "CosineAnnealingWeightDecay",
@@ -85,7 +88,7 @@ class WeightDecayScheduler(ABC):
 
         Raises:
             ValueError: If a value is negative or not finite, a group has no weight decay, or groups
-                have gone. Nothing has been changed then.
+                have gone. Nothing has been changed then, nor after an interrupt.
         """
         bases = self._bases()
         epoch = self.last_epoch + 1
@@ -96,8 +99,9 @@ class WeightDecayScheduler(ABC):
                     f"{type(self).__name__}.step: weight_decay of group {index} must be finite and "
                     f"at least 0, got {value} for epoch {epoch}"
                 )
-        self.last_epoch = epoch
-        self._write(bases, values)
+        with put_back_on_failure(self._written()):
+            self.last_epoch = epoch
+            self._write(bases, values)
 
     def get_last_weight_decay(self) -> list[float]:
         """Returns the values that were written last, one for each group."""
@@ -114,14 +118,19 @@ class WeightDecayScheduler(ABC):
             state_dict: From ``state_dict()`` of the same class.
 
         Raises:
-            ValueError: If the state is another class's, or of more groups than there are. Nothing
-                has been changed then.
+            ValueError: If the state is another class's, of more groups than there are, or has an
+                entry that is out of range. Nothing has been changed then, nor after an interrupt.
         """
         self._bases()  # raises if the groups do not fit
         self._check_saved(f"{type(self).__name__}.load_state_dict", state_dict)
-        self._restore(copy.deepcopy(state_dict))
-        bases, last = self._bases(), self._last_weight_decay
-        self._write(bases, last + bases[len(last) :])
+        with put_back_on_failure(self._written()):
+            self._restore(copy.deepcopy(state_dict))
+            bases, last = self._bases(), self._last_weight_decay
+            self._write(bases, last + bases[len(last) :])
+
+    def _written(self) -> list[dict[str, Any]]:
+        """Returns what a step or a load writes: the attributes of this object, and the groups."""
+        return [vars(self), *self.optimizer.param_groups]
 
     def _saved(self) -> dict[str, Any]:
         """Returns what a state dict holds."""
@@ -129,13 +138,30 @@ class WeightDecayScheduler(ABC):
 
     def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
         """Raises ValueError if a state dict does not fit."""
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"{operation}: state_dict must be a dict, got {type(saved).__name__}")
         wanted, got = sorted(self._saved()), sorted(saved)
         if wanted != got:
             raise ValueError(f"{operation}: state_dict must have {wanted}, got {got}")
+        if not isinstance(saved["last_epoch"], int) or saved["last_epoch"] < 0:
+            raise ValueError(
+                f"{operation}: last_epoch must be an int of at least 0, got {saved['last_epoch']!r}"
+            )
+        for name in ("base_weight_decays", "_last_weight_decay"):
+            values = saved[name]
+            if not isinstance(values, list):
+                raise ValueError(f"{operation}: {name} must be a list, got {values!r}")
+            for index, value in enumerate(values):
+                _not_negative(f"{operation}: {name}[{index}]", value)
         count, groups = len(saved["base_weight_decays"]), len(self.optimizer.param_groups)
         if count > groups:
             raise ValueError(
                 f"{operation}: base_weight_decays must be of at most {groups} groups, got {count}"
+            )
+        if count != len(saved["_last_weight_decay"]):
+            raise ValueError(
+                f"{operation}: _last_weight_decay must be of {count} groups as base_weight_decays, "
+                f"got {len(saved['_last_weight_decay'])}"
             )
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -225,11 +251,28 @@ class LambdaWeightDecay(WeightDecayScheduler):
 
     def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
         super()._check_saved(operation, saved)
-        functions, count = len(self.weight_decay_lambdas), len(saved["weight_decay_lambdas"])
+        attributes = saved["weight_decay_lambdas"]
+        if not isinstance(attributes, list):
+            raise ValueError(
+                f"{operation}: weight_decay_lambdas must be a list, got {attributes!r}"
+            )
+        functions, count = len(self.weight_decay_lambdas), len(attributes)
         if count != functions:
             raise ValueError(
                 f"{operation}: weight_decay_lambdas must be of {functions} functions, got {count}"
             )
+        for index, (function, one) in enumerate(
+            zip(self.weight_decay_lambdas, attributes, strict=True)
+        ):
+            if one is not None and not (isinstance(one, dict) and hasattr(function, "__dict__")):
+                raise ValueError(
+                    f"{operation}: weight_decay_lambdas[{index}] must be None or the attributes of "
+                    f"an object, got {one!r}"
+                )
+
+    def _written(self) -> list[dict[str, Any]]:
+        own = [_attributes(function) for function in self.weight_decay_lambdas]
+        return [*super()._written(), *(one for one in own if one is not None)]
 
     def _restore(self, saved: dict[str, Any]) -> None:
         all_attributes = saved.pop("weight_decay_lambdas")
@@ -259,6 +302,11 @@ class StepWeightDecay(WeightDecayScheduler):
         self.step_size = _positive_int("StepWeightDecay: step_size", step_size)
         self.gamma = _not_negative("StepWeightDecay: gamma", gamma)
         super().__init__(optimizer, last_epoch)
+
+    def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
+        super()._check_saved(operation, saved)
+        _positive_int(f"{operation}: step_size", saved["step_size"])
+        _not_negative(f"{operation}: gamma", saved["gamma"])
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
         """Returns ``initial * gamma ** (epoch // step_size)``."""
@@ -300,6 +348,11 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         self.final_weight_decay = _not_negative(f"{name}: final_weight_decay", final_weight_decay)
         super().__init__(optimizer, last_epoch)
 
+    def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
+        super()._check_saved(operation, saved)
+        _positive_int(f"{operation}: T_max", saved["T_max"])
+        _not_negative(f"{operation}: final_weight_decay", saved["final_weight_decay"])
+
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
         """Returns the mean of both values, the initial one with the share that is left of it."""
         if initial == 0.0:
@@ -326,6 +379,6 @@ def _positive_int(what: str, value: int) -> int:
 
 
 def _not_negative(what: str, value: float) -> float:
-    if not 0.0 <= value < math.inf:
+    if not isinstance(value, Real) or not 0.0 <= value < math.inf:
         raise ValueError(f"{what} must be finite and at least 0, got {value!r}")
     return float(value)

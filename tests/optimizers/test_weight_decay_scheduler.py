@@ -11,6 +11,7 @@ from typing import Any
 import optimizer_cases as cases
 import pytest
 import torch
+from interrupts import interrupted_at_each_line
 from optimizer_cases import assert_same_bits, make_params, ours, params_of, theirs, train, twins
 from reference import assert_close
 from rows import rows
@@ -336,3 +337,64 @@ def test_a_state_that_does_not_fit_changes_nothing():
         with pytest.raises(ValueError, match=words):
             scheduler.load_state_dict(state)
         assert (decays(optimizer), scheduler.state_dict()) == before
+
+
+def spoiled(schedule: Any, **changes: Any) -> None:
+    """Asserts that a state with these changes is refused, by the first one's name, as a whole."""
+    before = (decays(schedule.optimizer), schedule.state_dict())
+    words = f"{type(schedule).__name__}.load_state_dict: {next(iter(changes))}"
+    with pytest.raises(ValueError, match=rf"^{words}(\[0\])? must be ") as caught:
+        schedule.load_state_dict(before[1] | {"last_epoch": 7} | changes)
+    assert "got" in str(caught.value)
+    assert (decays(schedule.optimizer), schedule.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"last_epoch": -1},
+        {"last_epoch": 2.5},
+        {"base_weight_decays": 0.5},
+        {"base_weight_decays": [math.nan]},
+        {"base_weight_decays": ["0.5"]},
+        {"_last_weight_decay": [-1.0]},
+        {"_last_weight_decay": []},
+    ],
+    ids=str,
+)
+def test_a_damaged_state_is_refused_as_a_whole(entry):
+    for schedule in (StepWeightDecay(sgd(), 1), LambdaWeightDecay(sgd(), Decline())):
+        spoiled(schedule, **entry)
+
+
+def test_settings_of_a_schedule_are_checked_when_they_are_loaded():
+    spoiled(StepWeightDecay(sgd(), 1), step_size=0)
+    spoiled(StepWeightDecay(sgd(), 1), gamma=math.inf)
+    spoiled(CosineAnnealingWeightDecay(sgd(), 5), T_max=0)
+    spoiled(CosineAnnealingWeightDecay(sgd(), 5), final_weight_decay=-1.0)
+    spoiled(LambdaWeightDecay(sgd(), Decline()), weight_decay_lambdas=None)
+    spoiled(LambdaWeightDecay(sgd(), Decline()), weight_decay_lambdas=[5])
+    with pytest.raises(ValueError, match=r"StepWeightDecay.*: state_dict must be a dict"):
+        StepWeightDecay(sgd(), 1).load_state_dict([1])
+
+
+@pytest.mark.parametrize("action", ["step", "load_state_dict"])
+def test_an_interrupted_schedule_has_moved_as_a_whole_or_not_at_all(action):
+    def make(rate: float = 0.5) -> Any:
+        if action == "step":
+            return StepWeightDecay(sgd(groups=2), 1)
+        return LambdaWeightDecay(sgd(groups=2), Decline(rate))
+
+    def all_of(schedule: Any) -> Any:
+        return decays(schedule.optimizer), schedule.state_dict()
+
+    arguments = [make(0.25).state_dict()] if action == "load_state_dict" else []
+    untouched, done = make(), make()
+    getattr(done, action)(*arguments)
+    found = []
+    for schedule, line in interrupted_at_each_line(
+        make, lambda schedule: getattr(schedule, action)(*arguments)
+    ):
+        found.append(all_of(schedule))
+        assert found[-1] in (all_of(untouched), all_of(done)), line
+    assert all_of(untouched) in found

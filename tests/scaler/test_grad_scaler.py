@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import scaler_cases as cases
 import torch
+from interrupts import interrupted_at_each_line
+from rows import rows
 from scaler_cases import INF, TorchScaler, as_torch, described, filled, params_of, ready, with_grads
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -130,6 +134,60 @@ def test_an_incomplete_state_dict_is_refused_as_in_torch(scaler_class, missing):
     scaler = ready(scaler_class=scaler_class)
     kind = RuntimeError if missing == "everything" else KeyError
     return cases.error_of(kind, scaler.load_state_dict, state), scaler.state_dict()["growth_factor"]
+
+
+DAMAGED = {
+    "scale-nan": ("scale", torch.nan, "a number from 0 to 3.4e+38, got nan"),
+    "scale-inf": ("scale", torch.inf, "a number from 0 to 3.4e+38, got inf"),
+    "scale-negative": ("scale", -1.0, "a number from 0 to 3.4e+38, got -1.0"),
+    "scale-text": ("scale", "65536", "a number from 0 to 3.4e+38, got '65536'"),
+    "scale-of-two": ("scale", torch.ones(2), "a number from 0 to 3.4e+38, got tensor([1., 1.])"),
+    "growth-factor": ("growth_factor", None, "a number from 0 to 1.8e+308, got None"),
+    "backoff-factor": ("backoff_factor", torch.nan, "a number from 0 to 1.8e+308, got nan"),
+    "growth-interval": ("growth_interval", 2.5, "an int from 0 to 9.22e+18, got 2.5"),
+    "growth-tracker": ("_growth_tracker", -1, "an int from 0 to 2.15e+09, got -1"),
+    "growth-tracker-large": ("_growth_tracker", 2**31, "an int from 0 to 2.15e+09, got 2147483648"),
+    "hysteresis": ("_hysteresis_tracker", "2", "an int from 0 to 2.15e+09, got '2'"),
+}
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
+@pytest.mark.parametrize(("name", "value", "words"), rows(DAMAGED))
+def test_a_damaged_state_dict_is_refused_as_a_whole(name, value, words, made):
+    scaler = amp_ext.GradScaler("cpu", init_scale=4.0, hysteresis=3)
+    if made:
+        scaler.scale(torch.ones(()))
+    before = scaler.state_dict()
+    other = {key: 1 if type(entry) is int else 2.0 for key, entry in before.items()}
+    with pytest.raises(ValueError, match=re.escape(f"GradScaler.load_state_dict: {name} must be")):
+        scaler.load_state_dict(other | {name: value})
+    assert cases.error_of(ValueError, scaler.load_state_dict, other | {name: value}).endswith(words)
+    assert scaler.state_dict() == before
+
+
+def test_numbers_of_other_kinds_are_loaded_as_numbers():
+    scaler = ready()
+    numbers = {"scale": np.float32(8), "growth_factor": 3, "backoff_factor": torch.tensor([0.25])}
+    scaler.load_state_dict(scaler.state_dict() | numbers | {"growth_interval": np.int64(7)})
+    factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    assert (scaler.get_scale(), *factors, scaler.get_growth_interval()) == (8.0, 3.0, 0.25, 7)
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
+def test_an_interrupted_load_of_a_scaler_has_loaded_all_or_nothing(made):
+    def make() -> amp_ext.GradScaler:
+        scaler = amp_ext.GradScaler("cpu", init_scale=4.0, hysteresis=3)
+        if made:
+            scaler.scale(torch.ones(()))
+        return scaler
+
+    before = make().state_dict()
+    other = {key: 1 if type(entry) is int else 2.0 for key, entry in before.items()}
+    found = []
+    for scaler, line in interrupted_at_each_line(make, lambda one: one.load_state_dict(other)):
+        found.append(scaler.state_dict())
+        assert found[-1] in (before, other), line
+    assert before in found
 
 
 def test_a_scaler_amid_an_iteration_cannot_be_duplicated():
