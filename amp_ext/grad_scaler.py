@@ -26,7 +26,7 @@ from amp_ext.hand_over import (
     unscaling_optimizer,
 )
 from amp_ext.nonfinite import name_of_param
-from amp_ext.put_back import put_back_on_failure
+from amp_ext.put_back import Before
 from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
@@ -492,11 +492,15 @@ class GradScaler(torch.amp.GradScaler):
         entries = _checked_entries(state_dict, self._hysteresis)
         tracker = min(entries["_hysteresis_tracker"], self._hysteresis)
         tensors = (self._scale, self._growth_tracker, self._hysteresis_tracker)
-        with put_back_on_failure([vars(self)], [each for each in tensors if each is not None]):
+        before = Before([vars(self)], [each for each in tensors if each is not None])
+        try:
             super().load_state_dict(entries)
             self._init_hysteresis_tracker = tracker
             if self._hysteresis_tracker is not None:
                 self._hysteresis_tracker.fill_(tracker)
+        except BaseException:  # also an interrupt, after which a notebook goes on
+            before.put_back()
+            raise
 
     def _get_hysteresis_tracker(self) -> int:
         if self._hysteresis_tracker is None:

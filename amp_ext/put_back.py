@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["put_back_on_failure"]
+__all__ = ["Before"]
 
 
-@contextmanager
-def put_back_on_failure(
-    dicts: Sequence[dict[Any, Any]], tensors: Sequence[Tensor] = ()
-) -> Iterator[None]:
-    """Puts things back as they were if the block fails or is interrupted.
+class Before:
+    """What things were before a change, to put them back if it fails or is interrupted.
 
-    Args:
-        dicts: Dicts, such as the attributes of an object; what they refer to is not looked at.
-        tensors: Whose elements are put back as well.
+    ::
+
+        before = Before([vars(self)])
+        try:
+            ...
+        except BaseException:  # also an interrupt, after which a notebook goes on
+            before.put_back()
+            raise
     """
-    entries = [dict(each) for each in dicts]
-    elements = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    except BaseException:  # also an interrupt, after which a notebook goes on
-        for each, before in zip(dicts, entries, strict=True):
-            for name in each.keys() - before.keys():
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]], tensors: Sequence[Tensor] = ()) -> None:
+        """Copies what is there.
+
+        Args:
+            dicts: Dicts, such as the attributes of an object; what they refer to is not looked at.
+            tensors: Whose elements are put back as well.
+        """
+        self._entries = [(each, dict(each)) for each in dicts]
+        self._elements = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Makes everything what it was."""
+        for each, entries in self._entries:
+            for name in each.keys() - entries.keys():
                 del each[name]
-            each.update(before)
-        with torch.no_grad():
-            for tensor, copied in zip(tensors, elements, strict=True):
-                tensor.copy_(copied)
-        raise
+            each.update(entries)
+        for tensor, elements in self._elements:
+            tensor.copy_(elements)

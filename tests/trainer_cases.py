@@ -65,6 +65,15 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+def two_schedules(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, rate) for rate in (0.5, 0.9)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, milestones=[1])
+
+
+def falling_decay(optimizer: torch.optim.Optimizer) -> Any:
+    return amp_ext.optim.StepWeightDecay(optimizer, step_size=1, gamma=0.5)
+
+
 def params_of(trainer: MixedPrecisionTrainer) -> list[Tensor]:
     return [param.detach().clone() for param in trainer.model.parameters()]
 

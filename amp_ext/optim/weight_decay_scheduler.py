@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_ext.put_back import put_back_on_failure
+from amp_ext.put_back import Before
 
 __all__ = [
     "CosineAnnealingWeightDecay",
@@ -99,9 +99,13 @@ class WeightDecayScheduler(ABC):
                     f"{type(self).__name__}.step: weight_decay of group {index} must be finite and "
                     f"at least 0, got {value} for epoch {epoch}"
                 )
-        with put_back_on_failure(self._written()):
+        before = Before(self._written())
+        try:
             self.last_epoch = epoch
             self._write(bases, values)
+        except BaseException:  # also an interrupt, after which a notebook goes on
+            before.put_back()
+            raise
 
     def get_last_weight_decay(self) -> list[float]:
         """Returns the values that were written last, one for each group."""
@@ -123,10 +127,14 @@ class WeightDecayScheduler(ABC):
         """
         self._bases()  # raises if the groups do not fit
         self._check_saved(f"{type(self).__name__}.load_state_dict", state_dict)
-        with put_back_on_failure(self._written()):
+        before = Before(self._written())
+        try:
             self._restore(copy.deepcopy(state_dict))
             bases, last = self._bases(), self._last_weight_decay
             self._write(bases, last + bases[len(last) :])
+        except BaseException:
+            before.put_back()
+            raise
 
     def _written(self) -> list[dict[str, Any]]:
         """Returns what a step or a load writes: the attributes of this object, and the groups."""

@@ -61,7 +61,7 @@ class MixedPrecisionConfig:
         scale = self.initial_loss_scale
         yield "precision", self.precision in DTYPES, "'fp32', 'bf16' or 'fp16'"
         yield "initial_loss_scale", _is_positive(scale), "positive and finite"
-        yield "growth_interval", _is_count(self.growth_interval), "an int of 1 or more"
+        yield "growth_interval", is_count(self.growth_interval), "an int of 1 or more"
         growth = self.growth_factor
         yield "growth_factor", _is_positive(growth) and growth > 1, "above 1 and finite"
         backoff = self.backoff_factor
@@ -76,7 +76,7 @@ class MixedPrecisionConfig:
             "0 or more, or None",
         )
         steps = self.gradient_accumulation_steps
-        yield "gradient_accumulation_steps", _is_count(steps), "an int of 1 or more"
+        yield "gradient_accumulation_steps", is_count(steps), "an int of 1 or more"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,5 +97,6 @@ def _is_positive(value: Any) -> bool:
     return _is_number(value) and 0 < value < math.inf
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Returns whether a value is an int of 1 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.training.config import MixedPrecisionConfig
+from amp_ext.put_back import Before
+from amp_ext.training.config import MixedPrecisionConfig, is_count
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics
 from amp_ext.training.scaler import create_fp16_grad_scaler
@@ -134,6 +136,8 @@ class MixedPrecisionTrainer:
         # What the metrics show without a scaler.
         self._no_scale = torch.ones((), device=params[0].device)
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=params[0].device)
+        self._no_loss = torch.full((), torch.nan, device=params[0].device)
+        self._loss = self._no_loss  # of the last batch
 
     # Training.
 
@@ -290,6 +294,7 @@ class MixedPrecisionTrainer:
             "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
             "accumulated": self._accumulated,
             "gradients": gradients,
+            "loss": self._loss if self._accumulated else None,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -303,36 +308,145 @@ class MixedPrecisionTrainer:
 
         Raises:
             KeyError: If an entry is missing.
-            ValueError: If only one side has a scheduler, or the batches that have accumulated do
-                not fit this trainer. Nothing has been changed then.
+            ValueError: If only one side has a scheduler, an entry is of another kind or out of
+                range, or the batches that have accumulated do not fit this trainer. Nothing has
+                been changed after any error, nor after an interrupt.
         """
         operation = "MixedPrecisionTrainer.load_state_dict"
-        own = self.state_dict()
-        missing = [name for name in own if name not in state_dict]
+        self._check_entries(operation, state_dict)
+        params = _params(self.optimizer)
+        gradients = self._copied_gradients(operation, state_dict, params)
+        loss = self._copied_loss(operation, state_dict)
+        schedule = copy.deepcopy(state_dict["scheduler"])  # torch's take entries out meanwhile
+        written, tensors = [vars(self), vars(self.optimizer)], []
+        if self.scaler is not None:
+            written.append(vars(self.scaler))
+            tensors = [each for each in vars(self.scaler).values() if isinstance(each, Tensor)]
+        gradients_before = [param.grad for param in params]
+        schedule_before = {} if self.scheduler is None else dict(self.scheduler.state_dict())
+        before = Before(written, tensors)
+        try:
+            self.optimizer.load_state_dict(state_dict["optimizer"])
+            if self.scaler is not None and state_dict["scaler"] is not None:
+                self.scaler.load_state_dict(state_dict["scaler"])
+                self.scaler.scale(loss)  # makes its tensors, which a flush needs
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(schedule)
+            for param, grad in zip(params, gradients, strict=False):
+                param.grad = grad
+            self._accumulated, self._loss = state_dict["accumulated"], loss
+            self._scheduler_is_due = False
+        except BaseException:  # also an interrupt, after which a notebook goes on
+            for param, grad in zip(params, gradients_before, strict=True):
+                param.grad = grad
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(schedule_before)
+            before.put_back()
+            raise
+
+    def _check_entries(self, operation: str, state_dict: Mapping[str, Any]) -> None:
+        """Checks that a state dict has entries of the right kinds, as many as this trainer."""
+        _check_dict(f"{operation}: state_dict", state_dict)
+        missing = [name for name in _ENTRIES if name not in state_dict]
         if missing:
             raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state_dict)}")
-        if (own["scheduler"] is None) != (state_dict["scheduler"] is None):
-            here, there = ("none", "one") if own["scheduler"] is None else ("one", "none")
+        if (self.scheduler is None) != (state_dict["scheduler"] is None):
+            here, there = ("none", "one") if self.scheduler is None else ("one", "none")
             raise ValueError(
                 f"{operation}: state_dict must have {here} of a scheduler, got {there}"
             )
-        params, gradients = _params(self.optimizer), state_dict["gradients"]
-        if state_dict["accumulated"]:
-            wanted = _accumulation(own, len(params))
-            got = _accumulation(state_dict, len(gradients))
-            if wanted != got:
+        _check_dict(f"{operation}: optimizer", state_dict["optimizer"])
+        if state_dict["scheduler"] is not None:
+            _check_dict(f"{operation}: scheduler", state_dict["scheduler"])
+            if not all(isinstance(name, str) for name in state_dict["scheduler"]):
                 raise ValueError(
-                    f"{operation}: batches that have accumulated must be {wanted}, got {got}: call "
-                    "flush() before you save"
+                    f"{operation}: scheduler must have names as keys, got "
+                    f"{list(state_dict['scheduler'])}"
                 )
-        self.optimizer.load_state_dict(state_dict["optimizer"])
-        if self.scaler is not None and state_dict["scaler"] is not None:
-            self.scaler.load_state_dict(state_dict["scaler"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state_dict["scheduler"])
-        self._accumulated = state_dict["accumulated"]
-        for param, grad in zip(params, gradients, strict=False):
-            param.grad = None if grad is None else grad.to(param.device, copy=True)
+        if state_dict["scaler"] is not None:
+            _check_dict(f"{operation}: scaler", state_dict["scaler"])
+            lacking = [name for name in _ENTRIES_OF_SCALERS if name not in state_dict["scaler"]]
+            if self.scaler is not None and lacking:
+                raise KeyError(
+                    f"{operation}: scaler must have {lacking}, got {list(state_dict['scaler'])}"
+                )
+        batches, accumulated = (
+            state_dict[name] for name in ("gradient_accumulation_steps", "accumulated")
+        )
+        if not is_count(batches):
+            raise ValueError(
+                f"{operation}: gradient_accumulation_steps must be an int of 1 or more, got "
+                f"{batches!r}"
+            )
+        if not (accumulated == 0 or is_count(accumulated)) or accumulated >= batches:
+            raise ValueError(
+                f"{operation}: accumulated must be an int from 0 to {batches - 1}, got "
+                f"{accumulated!r}"
+            )
+        if not isinstance(state_dict["gradients"], (list, tuple)):
+            raise ValueError(
+                f"{operation}: gradients must be a list, got "
+                f"{type(state_dict['gradients']).__name__}"
+            )
+
+    def _copied_gradients(
+        self, operation: str, state_dict: Mapping[str, Any], params: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Returns copies of what has accumulated, checked; none if nothing has."""
+        if not state_dict["accumulated"]:
+            return []
+        gradients = state_dict["gradients"]
+        scaled = self.scaler is not None
+        wanted = _accumulation(self.config.gradient_accumulation_steps, scaled, len(params))
+        scaled = state_dict["scaler"] is not None
+        got = _accumulation(state_dict["gradient_accumulation_steps"], scaled, len(gradients))
+        if wanted != got:
+            raise ValueError(
+                f"{operation}: batches that have accumulated must be {wanted}, got {got}: call "
+                "flush() before you save"
+            )
+        copies: list[Tensor | None] = []
+        for index, (param, grad) in enumerate(zip(params, gradients, strict=True)):
+            if grad is not None and (
+                not isinstance(grad, Tensor)
+                or grad.shape != param.shape
+                or grad.dtype != param.dtype
+            ):
+                got = type(grad).__name__
+                if isinstance(grad, Tensor):
+                    got = f"{grad.dtype} of shape {tuple(grad.shape)}"
+                raise ValueError(
+                    f"{operation}: gradients[{index}] must be {param.dtype} of shape "
+                    f"{tuple(param.shape)}, got {got}"
+                )
+            copies.append(None if grad is None else grad.to(param.device, copy=True))
+        return copies
+
+    def _copied_loss(self, operation: str, state_dict: Mapping[str, Any]) -> Tensor:
+        """Returns the loss of the last batch of an accumulation, NaN if the file lacks it."""
+        loss = state_dict.get("loss")  # earlier releases did not write it
+        if loss is None:
+            return self._no_loss
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"{operation}: loss must be a tensor of one number, got {loss!r}")
+        return loss.to(self._some_param.device, copy=True)
+
+
+_ENTRIES = (
+    "optimizer",
+    "scaler",
+    "scheduler",
+    "gradient_accumulation_steps",
+    "accumulated",
+    "gradients",
+)
+_ENTRIES_OF_SCALERS = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -371,8 +485,11 @@ def _check_params(
         )
 
 
-def _accumulation(state: Mapping[str, Any], params: int) -> str:
+def _accumulation(batches: int, scaled: bool, params: int) -> str:
     """Describes what the gradients of an unfinished accumulation are, for comparison and errors."""
-    steps = state["gradient_accumulation_steps"]
-    scaled = "unscaled" if state["scaler"] is None else "scaled"
-    return f"{steps} to a step, {scaled}, with {params} parameters"
+    return f"{batches} to a step, {'scaled' if scaled else 'unscaled'}, with {params} parameters"
+
+
+def _check_dict(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dict, got {type(value).__name__}")

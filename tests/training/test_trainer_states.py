@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -13,9 +14,11 @@ import pytest
 import torch
 import trainer_cases as cases
 from awkward import BF16, F16, F32
+from interrupts import interrupted_at_each_line
 from rows import rows
 from scaler_cases import through_a_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from trainer_cases import (
     PRECISIONS,
     TARGET,
@@ -186,6 +189,140 @@ def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
     for key in ("scheduler", "accumulated"):
         assert second.state_dict()[key] == before[key]
     assert_same(cases.grads_of(second), grads)
+
+
+def without_growth_factor(state: dict[str, Any]) -> None:
+    del state["scaler"]["growth_factor"]
+
+
+def another(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Returns a function that replaces what lies at the end of a path of keys."""
+
+    def replace(state: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        state[path[-1]] = value
+
+    return replace
+
+
+DAMAGED = {
+    "scaler-entry-missing": (without_growth_factor, r"scaler must have \['growth_factor'\], got"),
+    "scaler-entry": (
+        another("scaler", "_growth_tracker", value=-1),
+        "_growth_tracker must be an i",
+    ),
+    "scaler-kind": (another("scaler", value=5), "scaler must be a dict, got int"),
+    "scheduler-kind": (another("scheduler", value=[1]), "scheduler must be a dict, got list"),
+    "scheduler-keys": (another("scheduler", value={3: 4}), "scheduler must have names as keys"),
+    "optimizer-kind": (another("optimizer", value=None), "optimizer must be a dict, got NoneType"),
+    "optimizer-step": (
+        another("optimizer", "state", 3, "step", value=-1.0),
+        "step of group 0, param 3 must be finite and at least 0",
+    ),
+    "batches": (
+        another("gradient_accumulation_steps", value=2.0),
+        "gradient_accumulation_steps must be an int of 1 or more, got 2.0",
+    ),
+    "accumulated-negative": (
+        another("accumulated", value=-1),
+        "accumulated must be an int from 0 to 1, got -1",
+    ),
+    "accumulated-large": (
+        another("accumulated", value=5),
+        "accumulated must be an int from 0 to 1, got 5",
+    ),
+    "accumulated-kind": (
+        another("accumulated", value=True),
+        "accumulated must be an int from 0 to 1, got True",
+    ),
+    "gradients-kind": (another("gradients", value=None), "gradients must be a list, got NoneType"),
+    "gradient-shape": (
+        another("gradients", 0, value=torch.ones(7)),
+        r"gradients\[0\] must be torch.float32 of shape \(16, 6\), got .*32 of shape \(7,\)",
+    ),
+    "gradient-dtype": (
+        another("gradients", 1, value=torch.ones(16).double()),
+        r"gradients\[1\] must be torch.float32 of shape \(16,\), got torch.float64 of",
+    ),
+    "gradient-kind": (
+        another("gradients", 3, value="text"),
+        r"gradients\[3\] must be torch.float32 of shape \(2,\), got str",
+    ),
+    "loss": (another("loss", value="text"), "loss must be a tensor of one number, got 'text'"),
+}
+
+ALL_PARTS = {"optimizer": amp_ext.optim.AdamW, "scheduler": cases.halving, **TWO_STEPS}
+
+
+def all_of(trainer: MixedPrecisionTrainer) -> str:
+    """Returns the parameters and everything that a checkpoint of the trainer would hold."""
+    everything = (list(trainer.model.parameters()), trainer.state_dict())
+    return repr(tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, everything))
+
+
+def trainer_after(batches: int, **options: Any) -> MixedPrecisionTrainer:
+    trainer = new_trainer("fp16", **ALL_PARTS, **options)
+    cases.train_on(trainer, cases.batches(count=batches))
+    return trainer
+
+
+@pytest.mark.parametrize(("spoil", "words"), rows(DAMAGED))
+def test_a_damaged_state_is_refused_by_name_and_as_a_whole(spoil, words):
+    state, trainer = copy.deepcopy(trainer_after(5).state_dict()), trainer_after(1)
+    before, grads = all_of(trainer), cases.grads_of(trainer)
+    spoil(state)
+    with pytest.raises((KeyError, ValueError), match=words):
+        trainer.load_state_dict(state)
+    assert all_of(trainer) == before
+    assert_same(cases.grads_of(trainer), grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param({}, id="ours"),
+        pytest.param({"optimizer": cases.torchs_adamw}, id="torchs-optimizer"),
+        pytest.param({"scheduler": cases.two_schedules}, id="chained-schedules"),
+        pytest.param({"scheduler": cases.falling_decay}, id="weight-decay-schedule"),
+    ],
+)
+def test_an_interrupted_load_of_a_trainer_has_loaded_all_or_nothing(parts, monkeypatch):
+    for name, part in parts.items():
+        monkeypatch.setitem(ALL_PARTS, name, part)
+
+    def make(batches: int = 1, **options: Any) -> MixedPrecisionTrainer:
+        torch.manual_seed(0)
+        return trainer_after(batches, model=nn.Linear(6, 2), **options)
+
+    state = copy.deepcopy(make(5, growth_interval=1).state_dict())
+    loaded = make()
+    loaded.load_state_dict(state)
+    allowed = [all_of(make()), all_of(loaded)]
+    assert allowed[0] != allowed[1]
+    found = set()
+    for trainer, line in interrupted_at_each_line(
+        make, lambda trainer: trainer.load_state_dict(state)
+    ):
+        found.add(all_of(trainer))
+        assert found <= set(allowed), line
+    assert allowed[0] in found
+
+
+def test_a_resumed_accumulation_can_be_flushed_at_once():
+    straight, resumed = trainer_after(5), trainer_after(0)
+    resumed.model.load_state_dict(straight.model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    assert resumed.flush().to_dict() == straight.flush().to_dict()
+    assert_same(params_of(resumed), params_of(straight))
+
+
+def test_a_file_without_the_loss_of_the_last_batch_is_taken():
+    state, resumed = trainer_after(5).state_dict(), trainer_after(0)
+    del state["loss"]
+    resumed.load_state_dict(state)
+    assert math.isnan(resumed.flush().to_dict()["loss"])
 
 
 # What is refused.
