@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +15,12 @@ from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.put_back import Before
+from amp_ext.sharding import is_dtensor
+from amp_ext.training.checkpoint_file import check_dict, read_checkpoint, write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig, is_count
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics
+from amp_ext.training.random_state import check_random_state, random_state, set_random_state
 from amp_ext.training.scaler import create_fp16_grad_scaler
 
 
@@ -298,7 +302,7 @@ class MixedPrecisionTrainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was called. Load the model first.
+        """Goes on where :meth:`state_dict` was called. Load the model first, or use :meth:`load`.
 
         The precision may have changed in between: a saved scaler is left out where this trainer has
         none, and this trainer's starts as configured where none was saved.
@@ -312,7 +316,98 @@ class MixedPrecisionTrainer:
                 range, or the batches that have accumulated do not fit this trainer. Nothing has
                 been changed after any error, nor after an interrupt.
         """
-        operation = "MixedPrecisionTrainer.load_state_dict"
+        self._load("MixedPrecisionTrainer.load_state_dict", state_dict)
+
+    def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
+        """Writes a file from which :meth:`load` goes on with the same bits.
+
+        It holds the state of the model, all of :meth:`state_dict`, torch's random generators (that
+        of the CPU and those of all GPUs) and ``extra``. It takes the place of an older one in one
+        step, after it has been written beside it and is on the disk: a process that is killed at
+        any moment leaves the old file or the new one, and never a part of either. What it leaves of
+        ``<name>.<16 digits>.tmp`` goes at the next save to the same path.
+
+        Of several processes that train together, let one save. Waits for the device.
+
+        Args:
+            path: The file; its folder must be there.
+            extra: What else the caller needs to go on: the number of the epoch, the position in the
+                data, the state of a generator of its own. Tensors, numbers, text, None, and lists,
+                tuples, sets and dicts of these.
+
+        Raises:
+            ValueError: If parameters are sharded over ranks, or something can't be read with
+                ``weights_only=True``, by its class.
+            OSError: If the file can't be written. The old one is still there after any error.
+        """
+        operation = "MixedPrecisionTrainer.save"
+        self._check_not_sharded(operation)
+        content = {
+            "model": self.model.state_dict(),
+            "trainer": self.state_dict(),
+            "random": random_state(),
+            "extra": extra,
+        }
+        write_checkpoint(operation, content, path)
+
+    def load(self, path: str | os.PathLike[str]) -> Any:
+        """Goes on where :meth:`save` was called, of the same model, optimizer and settings.
+
+        The model, the optimizer and the generators take over all of it or nothing: after an error
+        or an interrupt they are what they were. Takes a copy of the model meanwhile, and reads with
+        ``weights_only=True``. What the precision or the device was does not matter; generators of
+        GPUs that are not there are left out.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The ``extra`` that was saved.
+
+        Raises:
+            KeyError: If an entry is missing.
+            ValueError: If parameters are sharded over ranks, or what :meth:`load_state_dict`
+                refuses.
+            RuntimeError: If the model's parameters have other names or shapes.
+            OSError: If there is no such file.
+        """
+        operation = "MixedPrecisionTrainer.load"
+        self._check_not_sharded(operation)
+        content = read_checkpoint(path)
+        check_dict(f"{operation}: the file's content", content)
+        missing = [name for name in ("model", "trainer", "random", "extra") if name not in content]
+        if missing:
+            raise KeyError(
+                f"{operation}: the file must have {missing}, got {list(content)[:8]}; those of "
+                "MixedPrecisionTrainer.save have"
+            )
+        check_dict(f"{operation}: model", content["model"])
+        check_random_state(operation, content["random"])
+        self._load(operation, content["trainer"], content["model"], content["random"])
+        return content["extra"]
+
+    def _check_not_sharded(self, operation: str) -> None:
+        """Checks that this process has all of the model, and not one part of several."""
+        names = [name for name, value in self.model.state_dict().items() if is_dtensor(value)]
+        names += [
+            name or type(module).__name__
+            for name, module in self.model.named_modules()
+            if type(module).__name__ == "FullyShardedDataParallel"
+        ]
+        if names:
+            raise ValueError(
+                f"{operation}: parameters must not be sharded over ranks, got {names[0]!r}: use "
+                "torch.distributed.checkpoint for the model and the optimizer"
+            )
+
+    def _load(
+        self,
+        operation: str,
+        state_dict: Mapping[str, Any],
+        model: Mapping[str, Any] | None = None,
+        random: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes over a state, with those of the model and the generators if they are given."""
         self._check_entries(operation, state_dict)
         params = _params(self.optimizer)
         gradients = self._copied_gradients(operation, state_dict, params)
@@ -324,8 +419,12 @@ class MixedPrecisionTrainer:
             tensors = [each for each in vars(self.scaler).values() if isinstance(each, Tensor)]
         gradients_before = [param.grad for param in params]
         schedule_before = {} if self.scheduler is None else dict(self.scheduler.state_dict())
+        model_before = {} if model is None else copy.deepcopy(self.model.state_dict())
+        random_before = random_state()
         before = Before(written, tensors)
         try:
+            if model is not None:
+                self.model.load_state_dict(model)
             self.optimizer.load_state_dict(state_dict["optimizer"])
             if self.scaler is not None and state_dict["scaler"] is not None:
                 self.scaler.load_state_dict(state_dict["scaler"])
@@ -336,17 +435,22 @@ class MixedPrecisionTrainer:
                 param.grad = grad
             self._accumulated, self._loss = state_dict["accumulated"], loss
             self._scheduler_is_due = False
+            if random is not None:
+                set_random_state(random)
         except BaseException:  # also an interrupt, after which a notebook goes on
+            if model is not None:
+                self.model.load_state_dict(model_before)
             for param, grad in zip(params, gradients_before, strict=True):
                 param.grad = grad
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule_before)
             before.put_back()
+            set_random_state(random_before)
             raise
 
     def _check_entries(self, operation: str, state_dict: Mapping[str, Any]) -> None:
         """Checks that a state dict has entries of the right kinds, as many as this trainer."""
-        _check_dict(f"{operation}: state_dict", state_dict)
+        check_dict(f"{operation}: state_dict", state_dict)
         missing = [name for name in _ENTRIES if name not in state_dict]
         if missing:
             raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state_dict)}")
@@ -355,16 +459,16 @@ class MixedPrecisionTrainer:
             raise ValueError(
                 f"{operation}: state_dict must have {here} of a scheduler, got {there}"
             )
-        _check_dict(f"{operation}: optimizer", state_dict["optimizer"])
+        check_dict(f"{operation}: optimizer", state_dict["optimizer"])
         if state_dict["scheduler"] is not None:
-            _check_dict(f"{operation}: scheduler", state_dict["scheduler"])
+            check_dict(f"{operation}: scheduler", state_dict["scheduler"])
             if not all(isinstance(name, str) for name in state_dict["scheduler"]):
                 raise ValueError(
                     f"{operation}: scheduler must have names as keys, got "
                     f"{list(state_dict['scheduler'])}"
                 )
         if state_dict["scaler"] is not None:
-            _check_dict(f"{operation}: scaler", state_dict["scaler"])
+            check_dict(f"{operation}: scaler", state_dict["scaler"])
             lacking = [name for name in _ENTRIES_OF_SCALERS if name not in state_dict["scaler"]]
             if self.scaler is not None and lacking:
                 raise KeyError(
@@ -488,8 +592,3 @@ def _check_params(
 def _accumulation(batches: int, scaled: bool, params: int) -> str:
     """Describes what the gradients of an unfinished accumulation are, for comparison and errors."""
     return f"{batches} to a step, {'scaled' if scaled else 'unscaled'}, with {params} parameters"
-
-
-def _check_dict(name: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a dict, got {type(value).__name__}")

@@ -278,7 +278,6 @@ def test_a_damaged_state_is_refused_by_name_and_as_a_whole(spoil, words):
     assert_same(cases.grads_of(trainer), grads)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [
@@ -303,7 +302,7 @@ def test_an_interrupted_load_of_a_trainer_has_loaded_all_or_nothing(parts, monke
     assert allowed[0] != allowed[1]
     found = set()
     for trainer, line in interrupted_at_each_line(
-        make, lambda trainer: trainer.load_state_dict(state)
+        make, lambda trainer: trainer.load_state_dict(state), "training"
     ):
         found.add(all_of(trainer))
         assert found <= set(allowed), line

@@ -1,0 +1,417 @@
+"""Files of ``MixedPrecisionTrainer.save``: whole whenever it is killed, and resumed bit by bit."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_cases as cases
+from disk import Disk
+from interrupts import interrupted_at_each_line
+from optimizer_cases import in_another_process
+from reference import same_bits
+from rows import rows
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import amp_ext
+from amp_ext.training import MixedPrecisionTrainer
+
+OPTIONS = {"optimizer": amp_ext.optim.AdamW, "scheduler": cases.halving}
+OPTIONS |= {"gradient_accumulation_steps": 2, "growth_interval": 2}
+
+
+def new(device: Any = "cpu", dtype: torch.dtype = torch.float16, **options: Any) -> Any:
+    """Returns a trainer of a model that draws random numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1)).to(device, dtype)
+    return cases.new_trainer("fp16", model, **OPTIONS | options)
+
+
+def train(trainer: MixedPrecisionTrainer, batches: int) -> None:
+    device = next(trainer.model.parameters()).device
+    for _ in range(batches):
+        trainer.train_step(torch.randn(5, 3, device=device), torch.randn(5, 1, device=device))
+
+
+def trained(batches: int, **options: Any) -> Any:
+    trainer = new(**options)
+    train(trainer, batches)
+    return trainer
+
+
+def resumed(path: Path, batches: int) -> Any:
+    trainer = new()
+    trainer.load(path)
+    train(trainer, batches)
+    return trainer
+
+
+def plain(content: Any) -> str:
+    return repr(tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, content))
+
+
+def all_of(trainer: MixedPrecisionTrainer) -> str:
+    """Returns everything that a file would hold, and gradients that have accumulated."""
+    state = trainer.model.state_dict(), trainer.state_dict(), torch.get_rng_state()
+    return plain(state)
+
+
+def read(path: Path) -> str:
+    return plain(torch.load(path, weights_only=True))
+
+
+# Save and load.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("at", [4, 5], ids=["after-a-step", "amid-an-accumulation"])
+def test_a_run_that_goes_on_from_a_file_has_the_same_bits(device, dtype, at, tmp_path):
+    straight = trained(at, device=device, dtype=dtype)
+    straight.save(tmp_path / "run.pt", {"epoch": 3, "place": torch.tensor([1, 2])})
+    train(straight, 7)
+    end, drawn = all_of(straight), torch.randn(3)
+    again = trained(2, device=device, dtype=dtype)
+    extra = again.load(tmp_path / "run.pt")
+    assert plain(extra) == "{'epoch': 3, 'place': [1, 2]}"
+    train(again, 7)
+    assert all_of(again) == end
+    assert same_bits(torch.randn(3), drawn)
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_a_file_is_read_without_running_code_and_without_a_gpu(tmp_path):
+    path = tmp_path / "run.pt"
+    trained(3).save(path)
+    content = torch.load(path, weights_only=True)
+    assert content.keys() == {"model", "trainer", "random", "extra"}
+    content["random"]["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
+    torch.save(content, path)
+    if not torch.cuda.is_available():
+        assert new().load(path) is None
+
+
+def test_a_later_save_takes_the_place_of_an_earlier_one_through_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "latest.pt"
+    link.symlink_to(tmp_path / "disk" / "run.pt")
+    for epoch in (1, 2):
+        new().save(str(link), epoch)
+    assert link.is_symlink()
+    assert new().load(link) == 2
+    assert os.listdir(tmp_path / "disk") == ["run.pt"]
+
+
+def test_a_file_has_the_permissions_that_other_files_get(tmp_path):
+    (tmp_path / "other").touch()
+    new().save(tmp_path / "run.pt")
+    modes = [(tmp_path / name).stat().st_mode for name in ("other", "run.pt")]
+    assert modes[0] == modes[1]
+
+
+def test_what_a_dead_process_left_goes_at_the_next_save_to_the_same_path(tmp_path):
+    digits = "0123456789abcdef"
+    stale = tmp_path / f"run[1].pt.{digits}.tmp"
+    others = [f"run1.pt.{digits}.tmp", "run[1].pt.tmp", f"other-run[1].pt.{digits}.tmp", "run[1].p"]
+    for path in (stale, *(tmp_path / name for name in others)):
+        path.write_bytes(b"half")
+    new().save(tmp_path / "run[1].pt")
+    assert set(os.listdir(tmp_path)) == {"run[1].pt", *others}
+
+
+def test_what_a_living_process_is_writing_stays(tmp_path):
+    path = tmp_path / "run.pt.0123456789abcdef.tmp"
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        new().save(tmp_path / "run.pt")
+        assert path.exists()
+    new().save(tmp_path / "run.pt")
+    assert not path.exists()
+
+
+# What fails.
+
+
+MANY_CALLS = 1000  # a save makes fewer
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("end", "error"), [(full, OSError), (ctrl_c, KeyboardInterrupt)])
+def test_a_save_that_fails_leaves_the_old_file_alone(end, error, tmp_path):
+    trainer, path = new(), tmp_path / "run.pt"
+    trainer.save(path, "old")
+    trainer.save(tmp_path / "new.pt", "new")
+    old, later = read(path), read(tmp_path / "new.pt")
+    (tmp_path / "new.pt").unlink()
+    for at in range(1, MANY_CALLS):
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(at, end).put_in_place(patch)
+            try:
+                trainer.save(path, "new")
+            except error:
+                assert len(disk.calls) == at - 1
+            else:
+                break
+        assert os.listdir(tmp_path) == ["run.pt"]
+        # The last call waits for the folder, after the rename.
+        assert read(path) == (later if "replace" in disk.calls else old)
+    assert disk.calls[-4:] == ["flush", "fsync", "replace", "fsync"]
+    assert disk.calls.count("write") > 20
+
+
+REFUSED = {
+    "object": (argparse.Namespace(epoch=1), "got argparse.Namespace"),
+    "function": (random.random, "got "),
+    "class": ({"kinds": [Path]}, "got pathlib"),
+}
+
+
+@pytest.mark.parametrize(("extra", "words"), rows(REFUSED))
+def test_what_could_not_be_read_again_is_not_saved(extra, words, tmp_path):
+    trainer, path = new(), tmp_path / "run.pt"
+    trainer.save(path, "old")
+    words = r"^MixedPrecisionTrainer.save: model, trainer and extra must have tensors, .*" + words
+    with pytest.raises(ValueError, match=words):
+        trainer.save(path, extra)
+    assert os.listdir(tmp_path) == ["run.pt"]
+    assert trainer.load(path) == "old"
+
+
+@pytest.mark.parametrize("extra", [None, [1.5, "text", b"2", {3}, (4, 5j)], {"a": torch.ones(2)}])
+def test_what_is_plain_can_be_saved(extra, tmp_path):
+    new().save(tmp_path / "run.pt", extra)
+    assert plain(new().load(tmp_path / "run.pt")) == plain(extra)
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        new().save(tmp_path / "missing" / "run.pt")
+    with pytest.raises(FileNotFoundError):
+        new().load(tmp_path / "missing.pt")
+
+
+def test_sharded_parameters_are_refused_with_the_name_of_what_saves_them(tmp_path):
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(2, 1)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        trainer = cases.new_trainer(model=model)
+        for name in ("save", "load"):
+            words = f"^MixedPrecisionTrainer.{name}: parameters must not be sharded over ranks, got"
+            with pytest.raises(ValueError, match=f"{words} 'weight': use torch.distributed.checkp"):
+                getattr(trainer, name)(tmp_path / "run.pt")
+    finally:
+        destroy_process_group()
+    assert os.listdir(tmp_path) == []
+
+
+def test_modules_of_the_first_fsdp_are_refused_as_well(tmp_path):
+    class FullyShardedDataParallel(nn.Linear):
+        """Named as the class of torch, whose parameters are plain tensors."""
+
+    trainer = cases.new_trainer(model=nn.Sequential(FullyShardedDataParallel(2, 1)))
+    with pytest.raises(ValueError, match="must not be sharded over ranks, got '0': use "):
+        trainer.save(tmp_path / "run.pt")
+
+
+def without(*names: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: {name: value for name, value in content.items() if name not in names}
+
+
+DAMAGED = {
+    "another-file": (lambda content: content["model"], r"must have \['model', 'trainer', 'random"),
+    "not-a-dict": (lambda content: [content], "the file's content must be a dict, got list"),
+    "no-random": (without("random"), r"the file must have \['random'\], got \['model', 'trainer'"),
+    "random-kind": (lambda content: content | {"random": 5}, "random must be a dict, got int"),
+    "random-entries": (lambda content: content | {"random": {}}, r"random must have \['cpu', 'cud"),
+    "random-cuda": (
+        lambda content: content | {"random": content["random"] | {"cuda": 5}},
+        r"random\['cuda'\] must be a list, got int",
+    ),
+    "random-numbers": (
+        lambda content: content | {"random": {"cpu": [1, 2], "cuda": []}},
+        r"random must have tensors of torch.uint8, got \[1, 2\]",
+    ),
+    "random-size": (
+        lambda content: content | {"random": {"cpu": torch.zeros(3).byte(), "cuda": []}},
+        "(RNG|GeneratorImpl).* size",
+    ),
+    "model-kind": (lambda content: content | {"model": 5}, "model must be a dict, got int"),
+    "model-shape": (
+        lambda content: content | {"model": content["model"] | {"1.bias": torch.ones(7)}},
+        "size mismatch for 1.bias",
+    ),
+    "model-names": (lambda content: content | {"model": {}}, "Missing key"),
+    "trainer": (
+        lambda content: content | {"trainer": content["trainer"] | {"accumulated": 9}},
+        "MixedPrecisionTrainer.load: accumulated must be an int from 0 to 1, got 9",
+    ),
+    "optimizer": (
+        lambda content: content | {"trainer": content["trainer"] | {"optimizer": {}}},
+        "AdamW.load_state_dict: state_dict must have 'state'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), rows(DAMAGED))
+def test_a_file_that_does_not_fit_changes_nothing(spoil, words, tmp_path):
+    path = tmp_path / "run.pt"
+    trained(5).save(path)
+    torch.save(spoil(torch.load(path)), path)
+    trainer = trained(1)
+    before = all_of(trainer)
+    with pytest.raises((ValueError, KeyError, RuntimeError), match=words):
+        trainer.load(path)
+    assert all_of(trainer) == before
+
+
+def test_an_interrupted_load_of_a_file_has_loaded_all_or_nothing(tmp_path):
+    path = tmp_path / "run.pt"
+    source = trained(5)
+    source.save(path)
+    wanted, found = {all_of(source)}, set()
+    wanted.add(all_of(trained(1)))
+    for trainer, line in interrupted_at_each_line(
+        lambda: trained(1), lambda trainer: trainer.load(path), "training"
+    ):
+        found.add(all_of(trainer))
+        assert found <= wanted, line
+    assert len(found) == 2
+
+
+# Killed processes. A process that has imported torch forks those that are killed.
+
+
+def forked(run: Callable[[], None]) -> int:
+    """Starts a process that only runs a function; returns its number."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def code_of(child: int) -> int:
+    """Waits for a process; returns its exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at_each_call(folder: str) -> list[dict[str, Any]]:
+    """Runs in the other process: saves, killed at the first call, at the second, ...
+
+    Returns what was left of it: by a process that is killed, and by a machine without power.
+    """
+    path, kept = Path(folder) / "run.pt", Path(folder) / "kept"
+    kept.mkdir()
+    trainer = trained(3)
+    trainer.save(kept / "old.pt")
+    train(trainer, 2)
+    trainer.save(kept / "new.pt")
+    contents = {read(kept / f"{name}.pt"): name for name in ("old", "new")}
+    train(trainer, 4)
+    end = all_of(trainer)
+    ends = [
+        all_of(resumed(kept / f"{name}.pt", batches)) == end
+        for name, batches in (("old", 6), ("new", 4))
+    ]
+    results = []
+    for forgets in (False, True):
+        trainer = resumed(kept / "new.pt", 0)
+        codes: dict[str, list[int]] = {"old": [], "new": []}  # by what is there afterwards
+        left = 0
+        for at in range(1, MANY_CALLS):
+            shutil.copy(kept / "old.pt", path)
+            code = code_of(forked(partial(save_on_a_disk, trainer, path, at, forgets)))
+            codes[contents[read(path)]].append(code)
+            left = max(left, len(list(path.parent.glob("*.tmp"))))
+            if code == 0:
+                break
+        trainer.save(path)
+        names = sorted(os.listdir(folder))
+        results.append({"codes": codes, "left": left, "names": names, "ends": ends})
+    return results
+
+
+def save_on_a_disk(trainer: MixedPrecisionTrainer, path: Path, at: int, forgets: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Disk(at, kill_myself, forgets=forgets).put_in_place(patch)
+        trainer.save(path)
+
+
+@pytest.mark.slow
+def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
+    kill = -signal.SIGKILL
+    for result in in_another_process(killed_at_each_call, str(tmp_path)):
+        assert len(result["codes"]["old"]) > 30
+        assert set(result["codes"]["old"]) == {kill}
+        # The rename was made before the last call, which waits for the folder.
+        assert result["codes"]["new"] == [kill, 0]
+        assert result["left"] == 1
+        assert result["names"] == ["kept", "run.pt"]
+        assert result["ends"] == [True, True]
+
+
+STEPS = 80
+
+
+def run_to_the_end(path: Path) -> None:
+    """Trains, and saves after each batch, from where the file is."""
+    trainer = new()
+    done = trainer.load(path) if path.exists() else 0
+    while done < STEPS:
+        train(trainer, 1)
+        done += 1
+        trainer.save(path, done)
+
+
+def killed_at_random(folder: str) -> tuple[int, bool, list[str]]:
+    """Runs in the other process: kills a training again and again, then lets it end."""
+    straight, path, kills = Path(folder) / "straight.pt", Path(folder) / "run.pt", 0
+    run_to_the_end(straight)
+    moments = random.Random(0)
+    for _ in range(12):
+        child = forked(lambda: run_to_the_end(path))
+        time.sleep(moments.uniform(0.03, 0.2))
+        os.kill(child, signal.SIGKILL)
+        kills += code_of(child) != 0
+    assert code_of(forked(lambda: run_to_the_end(path))) == 0
+    return kills, read(path) == read(straight), sorted(os.listdir(folder))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_random_ends_with_the_bits_of_one_that_was_not(tmp_path):
+    kills, same, names = in_another_process(killed_at_random, str(tmp_path))
+    assert kills >= 3
+    assert same
+    assert names == ["run.pt", "straight.pt"]
