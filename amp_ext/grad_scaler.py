@@ -22,6 +22,7 @@ from amp_ext import ops
 from amp_ext.hand_over import (
     NOTHING_WAS_LOOKED_AT,
     HandOver,
+    UnscalesInStep,
     sum_of_flags,
     unscaling_optimizer,
 )
@@ -272,6 +273,18 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or "closure" in kwargs or self._scale is None:
             return super().step(optimizer, *args, **kwargs)  # passes through, or raises
         state = self._per_optimizer_states[id(optimizer)]
+        try:
+            return self._step(optimizer, state, args, kwargs)
+        except BaseException:  # an interrupt, say: the next gradients are not unscaled as these are
+            is_unscaled = state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]
+            if is_unscaled and "left_unscaled" not in state:
+                state["left_unscaled"] = _UnscaledGrads(optimizer)
+            raise
+
+    def _step(
+        self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Takes a step in the way that the optimizer is made for."""
         if "hand_over" in state and state["hand_over"].is_spent:  # an interrupt came after the step
             state["stage"] = OptState.STEPPED
         if "left_unscaled" in state and not state["left_unscaled"].are_there(optimizer):
@@ -279,10 +292,15 @@ class GradScaler(torch.amp.GradScaler):
             state.update(_refresh_per_optimizer_state())
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._step_unscaled(optimizer, state, args, kwargs)
-        if state["stage"] is OptState.STEPPED or _takes_scaler(optimizer.step):
+        if (
+            state["stage"] is OptState.STEPPED
+            or not getattr(optimizer, "_step_supports_amp_scaling", False)
+            or _takes_scaler(optimizer.step)
+        ):
             return super().step(optimizer, *args, **kwargs)
+        unscaling = unscaling_optimizer(optimizer)
+        if unscaling is not None:
+            unscaling.accept_hand_over(None)  # an interrupt may have come before the last one's end
         look = None
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
         scale, _ = self._check_scale_growth_tracker("step")
@@ -293,35 +311,18 @@ class GradScaler(torch.amp.GradScaler):
             grad_scale = scale.clone() if preset is None else scale * preset
         found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
         state["hand_over"] = hand_over = HandOver(grad_scale, found_inf, look)
-        unscaling = unscaling_optimizer(optimizer)
         if unscaling is None:
             returned = _step_with_attributes(optimizer, hand_over, args, kwargs)
         else:
-            try:
-                unscaling.accept_hand_over(hand_over)
-                returned = optimizer.step(*args, **kwargs)
-            finally:  # also of an interrupt
-                unscaling.accept_hand_over(None)
+            returned = _step_with_hand_over(optimizer, unscaling, hand_over, args, kwargs)
             if preset is not None:
                 with contextlib.suppress(AttributeError):  # the optimizer has deleted it
-                    del optimizer.grad_scale  # type: ignore[attr-defined]
+                    del optimizer.grad_scale
             again = None if hand_over.look is look else hand_over.look
             if again is not None and self._reduces_over() is None:  # ranks agreed on the first
                 state["found_inf_per_device"] = dict(again.found_infs)
         state["stage"] = OptState.STEPPED
         return returned
-
-    def _step_unscaled(
-        self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Steps an optimizer that does not unscale, as torch does."""
-        is_ready = state["stage"] is OptState.READY
-        try:
-            return super().step(optimizer, *args, **kwargs)
-        except BaseException:  # torch would take the next gradients for unscaled as well
-            if is_ready and state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
-                state["left_unscaled"] = _UnscaledGrads(optimizer)
-            raise
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
@@ -591,7 +592,7 @@ def _gradients(
 
 
 class _UnscaledGrads:
-    """The gradients that a step has unscaled before it was interrupted."""
+    """The gradients that were unscaled when a step was interrupted."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Refers to them weakly: they may be dropped at any time."""
@@ -603,17 +604,15 @@ class _UnscaledGrads:
         Raises:
             RuntimeError: If it has some of them, or they have been written since.
         """
+        versions = {id(ref()): version for ref, version in self._seen}
         grads = _present_grads(optimizer)
-        if [(id(ref()), version) for ref, version in self._seen] == [
-            (id(grad), grad._version) for grad in grads
-        ]:
+        if all(versions.get(id(grad)) == grad._version for grad in grads):
             return True
-        old = {id(ref()) for ref, _ in self._seen}
-        if any(id(grad) in old for grad in grads):
+        if any(id(grad) in versions for grad in grads):
             raise RuntimeError(
                 "GradScaler.step: gradients must be as the last step left them, which was "
-                "interrupted when it had unscaled them, or all be new, got some that were written: "
-                "call optimizer.zero_grad(), and backward anew"
+                "interrupted after they had been unscaled, or all be new, got some that were "
+                "written: call optimizer.zero_grad(), and backward anew"
             )
         return False
 
@@ -635,6 +634,29 @@ def _takes_scaler(step: Any) -> bool:
     if function not in _TAKES_SCALER:  # a signature takes 9 µs
         _TAKES_SCALER[function] = "grad_scaler" in inspect.signature(step).parameters
     return _TAKES_SCALER[function]
+
+
+def _step_with_hand_over(
+    optimizer: Any,
+    unscaling: UnscalesInStep,
+    hand_over: HandOver,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Steps an optimizer that accepts a hand-over, and takes it back however the step ends.
+
+    Args:
+        optimizer: The optimizer, or an object that delegates to it.
+        unscaling: The optimizer itself.
+        hand_over: What it must know.
+        args: For ``optimizer.step``.
+        kwargs: Likewise.
+    """
+    try:
+        unscaling.accept_hand_over(hand_over)
+        return optimizer.step(*args, **kwargs)
+    finally:
+        unscaling.accept_hand_over(None)
 
 
 def _step_with_attributes(
@@ -660,18 +682,21 @@ def _step_with_attributes(
         )
     holders = [optimizer] if inner is None or inner is optimizer else [optimizer, inner]
     before = getattr(optimizer, "grad_scale", None)
-    has_stepped = False
     try:
         for holder in holders:
             holder.grad_scale, holder.found_inf = hand_over.grad_scale, hand_over.found_inf
-        returned = optimizer.step(*args, **kwargs)
-        has_stepped = True
+        hand_over.is_spent = True  # before: an interrupt must not lead to a second step
+        try:
+            returned = optimizer.step(*args, **kwargs)
+        except BaseException:  # how far it came, nobody knows
+            hand_over.is_spent = False
+            raise
     finally:
         for holder in holders:
             for name in ("grad_scale", "found_inf"):
                 with contextlib.suppress(AttributeError):  # the same object behind both
                     delattr(holder, name)
-        if before is not None and not has_stepped:
+        if before is not None and not hand_over.is_spent:
             optimizer.grad_scale = before
     return returned
 

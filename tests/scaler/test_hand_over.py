@@ -343,15 +343,16 @@ def test_a_step_whose_post_hook_raises_is_not_repeated(device):
 
 @interrupts
 @bad_or_good
-def test_gradients_after_an_interrupted_step_that_had_unscaled_are_unscaled_too(
-    value, stop, device
+@pytest.mark.parametrize(
+    ("make", "unscale"),
+    [(looping_sgd, False), (looping_sgd, True), (fused_sgd, True), (plain_sgd, True)],
+)
+def test_gradients_after_an_interrupted_step_with_unscaled_ones_are_unscaled_too(
+    make, unscale, value, stop, device
 ):
     """torch takes them for unscaled, as the last ones were."""
-    optimizer, scaler = filled(4.0, device, looping_sgd), ready(device)
-    go_on = stop(optimizer)
-    with pytest.raises((Interrupt, RuntimeError)):
-        scaler.step(optimizer)
-    go_on()
+    scaler = ready(device)
+    optimizer = interrupted(make, scaler, stop, 4.0, device, unscale)
     optimizer.zero_grad()
     give(optimizer, value)
     scaler.step(optimizer)
@@ -388,6 +389,30 @@ def test_gradients_that_were_written_after_an_interrupted_step_are_refused_until
     give(optimizer, 4.0)
     scaler.step(optimizer)
     assert values(optimizer) == [0.5] * 3
+
+
+def test_an_interrupt_at_the_end_of_a_step_leaves_it_done(device, monkeypatch):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    accept = optimizer.accept_hand_over
+
+    def accept_or_fail(handed: Any) -> None:
+        if handed is None and optimizer._hand_over is not None:
+            raise Interrupt
+        accept(handed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer), "accept_hand_over", lambda _, handed: accept_or_fail(handed))
+        with pytest.raises(Interrupt):
+            scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="must step the optimizer once"):
+        optimizer.step()
+    scaler.update()
+    give(optimizer, 4.0)
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0] * 3
+    assert not has_leftovers(optimizer)
 
 
 def test_a_look_that_no_step_has_used_is_forgotten(device):
