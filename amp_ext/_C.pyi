@@ -1,5 +1,5 @@
 # Types of the compiled module; what the functions do stands in amp_ext.ops.
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -122,8 +122,9 @@ class Plan:
         master_param: Tensor | None,
         step: Tensor | None,
     ) -> None: ...
-    def has_params(self, groups: Sequence[list[Tensor]]) -> bool: ...
+    def take_params(self, groups: Sequence[Iterable[Tensor]]) -> bool: ...
     def read_grads(self) -> list[int]: ...
+    def let_go(self) -> None: ...
     def check_finite(
         self,
         found_inf: Tensor,

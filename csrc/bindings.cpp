@@ -21,15 +21,18 @@ using release_gil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
-// Whether the plan was made of just these parameters, listed by group.
-bool has_params(const Plan& plan, const std::vector<py::list>& groups) {
+// Hands over the parameters, listed by group, if they are those that the plan was made of. Any
+// iterable is a list of parameters.
+bool take_params(Plan& plan, const std::vector<py::object>& groups) {
   int64_t number = 0;
-  for (const py::list& params : groups) {
-    for (const py::handle param : params) {
-      if (!THPVariable_Check(param.ptr()) ||
-          !plan.is_param(number++, THPVariable_Unpack(param.ptr()))) {
-        return false;
-      }
+  for (const py::object& group : groups) {
+    const auto params = py::reinterpret_steal<py::object>(
+        PySequence_Fast(group.ptr(), "params must be an iterable of tensors"));
+    if (!params) throw py::error_already_set();
+    PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i, ++number) {
+      if (!plan.is_param(number, items[i])) return false;
+      plan.take_param(number, THPVariable_Unpack(items[i]));
     }
   }
   return number == plan.number_of_params();
@@ -250,15 +253,15 @@ PYBIND11_MODULE(_C, module) {
            py::arg("buffer_names"))
       .def(
           "add_param",
-          [](Plan& plan, int64_t group, int64_t index_in_group, at::Tensor param) {
-            return plan.add_param(group, index_in_group, std::move(param));
+          [](Plan& plan, int64_t group, int64_t index_in_group, py::handle param) {
+            return plan.add_param(group, index_in_group, param.ptr());
           },
           py::arg("group"), py::arg("index_in_group"), py::arg("param"))
       .def(
           "add_sharded_param",
-          [](Plan& plan, int64_t group, int64_t index_in_group, at::Tensor param,
+          [](Plan& plan, int64_t group, int64_t index_in_group, py::handle param,
              int64_t partition) {
-            return plan.add_sharded_param(group, index_in_group, {std::move(param), partition});
+            return plan.add_sharded_param(group, index_in_group, param.ptr(), partition);
           },
           py::arg("group"), py::arg("index_in_group"), py::arg("param"), py::arg("partition"))
       .def(
@@ -275,8 +278,9 @@ PYBIND11_MODULE(_C, module) {
                                     step.value_or(at::Tensor())});
           },
           py::arg("number"), py::arg("buffers"), py::arg("master_param"), py::arg("step"))
-      .def("has_params", &has_params, py::arg("groups"))
+      .def("take_params", &take_params, py::arg("groups"))
       .def("read_grads", &Plan::read_grads)
+      .def("let_go", &Plan::let_go)
       .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),
            py::arg("sum_squares"), py::arg("skip_nonfinite"));
 

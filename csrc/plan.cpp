@@ -57,27 +57,38 @@ void refresh_master(const at::Tensor& param, const at::Tensor& master_param) {
 Plan::Plan(std::string operation, std::vector<std::string> buffer_names, Naming naming)
     : operation_(std::move(operation)), buffer_names_(std::move(buffer_names)), naming_(naming) {}
 
-int64_t Plan::add_param(int64_t group, int64_t index_in_group, at::Tensor param,
-                        at::Tensor explicit_grad) {
+int64_t Plan::add_param(int64_t group, int64_t index_in_group, const void* object) {
   Row row;
   row.group = group;
   row.index_in_group = index_in_group;
-  row.tensors[kParam] = std::move(param);
-  row.explicit_grad = std::move(explicit_grad);
+  row.object = object;
   rows_.push_back(std::move(row));
   memory_is_checked_ = false;
   return static_cast<int64_t>(rows_.size()) - 1;
 }
 
-int64_t Plan::add_sharded_param(int64_t group, int64_t index_in_group, ShardOf shard_of) {
-  const int64_t number = add_param(group, index_in_group, {});
-  rows_[number].shard_of = std::move(shard_of);
+int64_t Plan::add_sharded_param(int64_t group, int64_t index_in_group, const void* object,
+                                int64_t partition) {
+  const int64_t number = add_param(group, index_in_group, object);
+  rows_[number].is_sharded = true;
+  rows_[number].partition = partition;
   return number;
+}
+
+void Plan::take_param(int64_t number, const at::Tensor& param) {
+  Row& row = rows_.at(number);
+  auto& place = row.is_sharded ? row.shard_of : row.current_param;
+  place = c10::MaybeOwned<at::Tensor>::borrowed(param);
+}
+
+void Plan::take_param(int64_t number, const at::Tensor& param, at::Tensor explicit_grad) {
+  take_param(number, param);
+  rows_.at(number).explicit_grad = std::move(explicit_grad);
 }
 
 void Plan::set_shard(int64_t number, at::Tensor param, at::Tensor grad) {
   Row& row = rows_.at(number);
-  row.tensors[kParam] = std::move(param);
+  row.current_param = c10::MaybeOwned<at::Tensor>::owned(std::move(param));
   row.explicit_grad = std::move(grad);
 }
 
@@ -87,13 +98,14 @@ void Plan::set_state(int64_t number, ParamState state) {
   TORCH_CHECK(row.number_of_buffers <= kMaxBuffers, operation_, ": ", name_of(row, kParam),
               " must have up to ", kMaxBuffers, " buffers, got ", row.number_of_buffers);
   for (int i = 0; i < kMaxBuffers; ++i) {
-    row.tensors[kBuffer0 + i] = i < row.number_of_buffers ? state.buffers[i] : at::Tensor();
+    row.owned[kBuffer0 + i] = i < row.number_of_buffers ? state.buffers[i] : at::Tensor();
   }
-  row.tensors[kMaster] = std::move(state.master_param);
-  row.tensors[kStep] = std::move(state.step);
-  row.state_for = row.param().scalar_type();
+  row.owned[kMaster] = std::move(state.master_param);
+  row.owned[kStep] = std::move(state.step);
+  row.state_dtype = row.param().scalar_type();
+  row.state_device = row.param().device();
   row.kernel.reset();
-  row.param_version = -1;
+  row.param_of_master.reset();
   row.record_is_current = false;
   memory_is_checked_ = false;
 }
@@ -102,19 +114,31 @@ std::vector<int64_t> Plan::read_grads() {
   std::vector<int64_t> without_state;
   for (size_t i = 0; i < rows_.size(); ++i) {
     Row& row = rows_[i];
-    const bool is_explicit = row.shard_of.has_value() || row.explicit_grad.defined();
-    row.tensors[kGrad] =
-        is_explicit ? row.explicit_grad : row.param().unsafeGetTensorImpl()->grad();
-    if (row.has_grad() && row.state_for != row.param().scalar_type()) without_state.push_back(i);
+    const bool is_explicit = row.is_sharded || row.explicit_grad.defined();
+    row.owned[kGrad] = is_explicit ? row.explicit_grad : row.param().unsafeGetTensorImpl()->grad();
+    if (row.has_grad() && (row.state_dtype != row.param().scalar_type() ||
+                           row.state_device != row.param().device())) {
+      without_state.push_back(i);
+    }
   }
   return without_state;
+}
+
+void Plan::let_go() {
+  for (Row& row : rows_) {
+    row.current_param = c10::MaybeOwned<at::Tensor>();
+    row.shard_of = c10::MaybeOwned<at::Tensor>();
+    row.owned[kGrad].reset();
+    row.explicit_grad.reset();
+    row.staged.clear();
+  }
 }
 
 std::vector<LookResult> Plan::check_finite(const at::Tensor& found_inf,
                                            const OptionalTensor& grad_scale, bool sum_squares,
                                            bool skip_nonfinite) {
-  const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
+  looks_.clear();  // should this one fail, no step takes the last for it
   looks_ = look(found_inf, grad_scale, sum_squares, skip_nonfinite, scratch_);
   std::vector<LookResult> results;
   for (Look& look : looks_) {
@@ -143,12 +167,14 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
   std::vector<Look> looks;
   for (size_t number = 0; number < rows_.size(); ++number) {
     Row& row = rows_[number];
-    row.seen_grad.reset();
-    if (!row.has_grad()) continue;
+    if (!row.has_grad()) {
+      row.seen_grad.reset();
+      continue;
+    }
     check_grad(row);
     Look& look = look_of(looks, row, found_inf, sum_squares);
-    row.seen_grad = SeenGrad{WeakTensor(row.grad().getIntrusivePtr()), row.grad().const_data_ptr(),
-                             version_of(row.grad())};
+    SeenTensor::remember(row.seen_grad, row.grad(), version_of(row.grad()));
+    row.seen_grad_data = row.grad().const_data_ptr();
     at::Tensor dense = row.grad();
     if (!dense.is_non_overlapping_and_dense()) {
       dense = dense.contiguous();
@@ -183,11 +209,11 @@ Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const Option
   const at::Device device = row.grad().device();
   for (Look& look : looks) {
     const LookResult& result = look.result;
-    if (result.found_inf.device() == device && result.partition == row.partition()) return look;
+    if (result.found_inf.device() == device && result.partition == row.partition) return look;
   }
   Look look;
   const auto options = at::TensorOptions(device).dtype(at::kFloat);
-  look.result.partition = row.partition();
+  look.result.partition = row.partition;
   look.result.found_inf = found_inf.has_value()
                               ? found_inf->to(device, at::kFloat, /*non_blocking=*/true,
                                               /*copy=*/true)
@@ -198,8 +224,7 @@ Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const Option
 }
 
 bool Plan::is_partitioned() const {
-  return std::any_of(rows_.begin(), rows_.end(),
-                     [](const Row& row) { return row.partition() != 0; });
+  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) { return row.partition != 0; });
 }
 
 bool Plan::gradients_are_as_seen() const {
@@ -207,14 +232,12 @@ bool Plan::gradients_are_as_seen() const {
     if (!row.has_grad() || !row.seen_grad.has_value()) {
       return row.has_grad() == row.seen_grad.has_value();
     }
-    const SeenGrad& seen = *row.seen_grad;
-    return seen.tensor._unsafe_get_target() == row.grad().unsafeGetTensorImpl() &&
-           seen.data == row.grad().const_data_ptr() && seen.version == version_of(row.grad());
+    return row.seen_grad->is(row.grad(), version_of(row.grad())) &&
+           row.seen_grad_data == row.grad().const_data_ptr();
   });
 }
 
 void Plan::run_step(GroupTable& table, const GradientOptions& options) {
-  const Cleanup cleanup{*this};
   const at::NoGradGuard no_grad;
   check_step(table, options);
   StepScratch& scratch = options.scratch != nullptr ? *options.scratch : scratch_;
@@ -235,6 +258,7 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
     put_lrs_on(batch.device, table);
     step_batch(batch, table, inputs, scratch);
   }
+  remember_masters();
 }
 
 // All that can be refused, before anything is written.
@@ -244,12 +268,8 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   check_scalar(operation_, "found_inf", options.found_inf);
   check_scalar(operation_, "sum_of_squares", options.sum_of_squares);
   for (Row& row : rows_) {
-    if (!row.has_grad()) continue;
-    const bool writes_grad = table.groups[row.group].common->write_back_grads;
-    if (row.writes_grad != writes_grad) row.fingerprints[kGrad] = {};  // is checked anew
-    row.writes_grad = writes_grad;
-    if (!row.kernel.has_value()) row.kernel = kernel_of(row, table);
-    check_row(row);
+    if (row.has_grad()) check_row(row, table);
+    row.master_is_fresh = row.has_fresh_master();
   }
   if (!memory_is_checked_) check_memory();
 }
@@ -345,7 +365,9 @@ void Plan::step_batch(const Batch& batch, const GroupTable& table, const DeviceI
   std::vector<TensorRecord> records;
   records.reserve(batch.rows.size());
   for (Row* row : batch.rows) {
-    update_stale_master(*row);
+    if (row->master_param().defined() && !row->master_is_fresh) {
+      refresh_master(row->param(), row->master_param());
+    }
     if (!row->record_is_current) fill_record(*row);
     records.push_back(row->record);
   }
@@ -358,7 +380,7 @@ void Plan::step_batch(const Batch& batch, const GroupTable& table, const DeviceI
 
 OptimizerKernel Plan::kernel_of(const Row& row, const GroupTable& table) const {
   const auto kernel = table.kernel(row.number_of_buffers);
-  TORCH_CHECK(row.state_for == row.param().scalar_type() && kernel.has_value(), operation_, ": ",
+  TORCH_CHECK(row.state_dtype == row.param().scalar_type() && kernel.has_value(), operation_, ": ",
               name_of(row, kParam), " has the state of no kernel, got ", row.number_of_buffers,
               " buffers");
   return *kernel;
@@ -379,16 +401,22 @@ void Plan::check_groups(const GroupTable& table, const std::optional<double>& ma
               ": max_grad_norm must be at least 0, got ", *max_grad_norm);
 }
 
-void Plan::check_row(Row& row) {
-  if (has_moved(row, kGrad)) row.grad_is_current = false;
-  bool memory_moved = row.writes_grad && !row.grad_is_current;
+void Plan::check_row(Row& row, const GroupTable& table) {
+  const bool writes_grad = table.groups[row.group].common->write_back_grads;
+  if (row.writes_grad != writes_grad) row.fingerprints[kGrad] = {};  // is checked anew
+  row.writes_grad = writes_grad;
+  if (!row.kernel.has_value()) row.kernel = kernel_of(row, table);
+  // What was read safely once is as safe now, unless it came to share memory with what is written.
+  if (has_moved(row, kGrad)) {
+    row.grad_is_current = false;
+    if (row.writes_grad || reaches_written_memory(row.grad())) memory_is_checked_ = false;
+  }
   for (int list = 0; list < kLists; ++list) {
     if (list == kGrad || !has_moved(row, list)) continue;
     row.record_is_current = false;
-    memory_moved = true;
-    if (list == kParam) row.param_version = -1;  // other memory under the same master
+    memory_is_checked_ = false;
+    if (list == kParam) row.param_of_master.reset();  // the same memory may have other strides
   }
-  if (memory_moved) memory_is_checked_ = false;
   if (row.record_is_current && (row.grad_is_current || take_new_grad(row))) return;
   row.record_is_current = false;
   check_grad(row);
@@ -396,8 +424,12 @@ void Plan::check_row(Row& row) {
 }
 
 bool Plan::has_moved(Row& row, int list) {
-  const at::Tensor& tensor = row.tensors[list];
+  const at::Tensor& tensor = row.tensor(list);
   if (!tensor.defined()) return false;
+  const bool written = list != kGrad || row.writes_grad;
+  if (written && is_lazily_cloned(tensor)) {
+    tensor.storage().mutable_data();  // the clone keeps the memory that they share
+  }
   const Fingerprint fingerprint = Fingerprint::of(tensor);
   if (fingerprint == row.fingerprints[list]) return false;
   row.fingerprints[list] = fingerprint;
@@ -410,7 +442,7 @@ bool Plan::take_new_grad(Row& row) {
   if (!is_plain(grad) || !grad.is_contiguous() || !grad.sizes().equals(row.param().sizes()) ||
       grad.device() != row.param().device() ||
       gradient_dtype(grad.scalar_type(), row.param().scalar_type()) != grad.scalar_type() ||
-      !dtype_of(grad).has_value()) {
+      !dtype_of(grad).has_value() || !has_all_elements(grad)) {
     return false;
   }
   row.record.grad = const_cast<void*>(grad.const_data_ptr());
@@ -424,17 +456,17 @@ void Plan::check_grad(const Row& row) const {
   TORCH_CHECK(grad.layout() == at::kStrided, operation_,
               " does not support sparse gradients: ", name_of(row, kGrad), " must be Strided, got ",
               grad.layout());
-  TORCH_CHECK(is_plain(grad), operation_, ": ", name_of(row, kGrad),
-              " must be a strided tensor with memory of its own, got ", grad.toString());
+  if (!is_plain(grad) || !has_all_elements(grad)) {  // no name is made at every step
+    check_is_plain(operation_, name_of(row, kGrad), grad);
+  }
   TORCH_CHECK(dtype_of(grad).has_value(), operation_, ": ", name_of(row, kGrad),
               " must be Float, Double, Half or BFloat16, got ", grad.scalar_type());
 }
 
 void Plan::check_tensors(const Row& row) const {
   for (int list = 0; list < kLists; ++list) {
-    const at::Tensor& tensor = row.tensors[list];
-    TORCH_CHECK(!tensor.defined() || is_plain(tensor), operation_, ": ", name_of(row, list),
-                " must be a strided tensor with memory of its own, got ", tensor.toString());
+    const at::Tensor& tensor = row.tensor(list);
+    if (tensor.defined()) check_is_plain(operation_, name_of(row, list), tensor);
   }
   const at::Tensor& param = row.param();
   const at::ScalarType dtype = param.scalar_type();
@@ -445,7 +477,7 @@ void Plan::check_tensors(const Row& row) const {
     TORCH_CHECK(ok, operation_, ": ", name_of(row, list), " must be ", message...);
   };
   for (int list = kGrad; list < kLists; ++list) {
-    const at::Tensor& tensor = row.tensors[list];
+    const at::Tensor& tensor = row.tensor(list);
     if (!tensor.defined()) continue;
     const at::ScalarType got = tensor.scalar_type();
     check(list, tensor.device() == param.device(), "on ", param.device(), ", got ",
@@ -466,9 +498,8 @@ void Plan::check_tensors(const Row& row) const {
       const at::ScalarType wanted = got == dtype ? dtype : computed;
       check(list, got == wanted, wanted, is_16_bit(dtype) ? " or the parameter's dtype" : "",
             ", got ", got);
-      check(list, got == row.tensors[kBuffer0].scalar_type(),
-            "of one dtype with the other buffers, ", row.tensors[kBuffer0].scalar_type(), ", got ",
-            got);
+      check(list, got == row.owned[kBuffer0].scalar_type(), "of one dtype with the other buffers, ",
+            row.owned[kBuffer0].scalar_type(), ", got ", got);
     } else {
       check(list, got == at::kFloat, at::kFloat, ", got ", got);
     }
@@ -477,13 +508,15 @@ void Plan::check_tensors(const Row& row) const {
 
 void Plan::check_memory() {
   std::vector<MemoryUse> uses;
+  written_storages_.clear();
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (rows_[i].fingerprints[kParam].numel < 0) continue;  // has not had a gradient yet
     for (int list = 0; list < kLists; ++list) {
-      const at::Tensor& tensor = rows_[i].tensors[list];
+      const at::Tensor& tensor = rows_[i].tensor(list);
       if (!tensor.defined()) continue;
       const bool written = list != kGrad || rows_[i].writes_grad;
       uses.push_back({&tensor, written, list, static_cast<int64_t>(i)});
+      if (written) written_storages_.insert(storage_of(tensor)->data());
     }
   }
   check_no_overlap(operation_, uses,
@@ -491,10 +524,14 @@ void Plan::check_memory() {
   memory_is_checked_ = true;
 }
 
-void Plan::update_stale_master(Row& row) {
-  const at::Tensor& master = row.master_param();
-  if (!master.defined() || row.param_version == row.version()) return;
-  refresh_master(row.param(), master);
+// Whether a gradient that is only read may share memory with a tensor that is written: most have
+// memory of their own.
+bool Plan::reaches_written_memory(const at::Tensor& grad) const {
+  if (!is_plain(grad)) return false;  // will be refused
+  const at::DataPtr& data = storage_of(grad)->data_ptr();
+  const bool is_owned = data.get_context() == data.get();  // no memory that was lent to PyTorch
+  if (is_owned && grad.storage().use_count() == 1) return false;
+  return !is_owned || written_storages_.count(data.get()) != 0;
 }
 
 void Plan::fill_record(Row& row) {
@@ -525,12 +562,12 @@ void Plan::fill_record(Row& row) {
   record.master_param = static_cast<float*>(memory(row.master_param(), at::kFloat, true));
   record.buffer_dtype = param_dtype == at::kDouble ? DType::kFloat64 : DType::kFloat32;
   for (int i = 0; i < row.number_of_buffers; ++i) {
-    const at::Tensor& buffer = row.tensors[kBuffer0 + i];
+    const at::Tensor& buffer = row.owned[kBuffer0 + i];
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
     record.buffer_dtype = *dtype_of(buffer);
   }
-  if (row.tensors[kStep].defined()) {
-    record.step = row.tensors[kStep].mutable_data_ptr<float>();
+  if (row.owned[kStep].defined()) {
+    record.step = row.owned[kStep].mutable_data_ptr<float>();
   }
   record.numel = row.param().numel();
   record.group = static_cast<int32_t>(row.group);
@@ -545,26 +582,30 @@ void Plan::fill_record(Row& row) {
 
 // A write to a sharded parameter shows there; one to its shard, here.
 int64_t Plan::Row::version() const {
-  return version_of(param()) + (shard_of.has_value() ? version_of(shard_of->param) : 0);
+  return version_of(param()) + (is_sharded ? version_of(*shard_of) : 0);
 }
 
-void Plan::mark_written(Row& row) const {
+bool Plan::Row::has_fresh_master() const {
+  return param_of_master.has_value() && param_of_master->is(param(), version());
+}
+
+void Plan::mark_written(Row& row) {
   for (const Staged& staged : row.staged) {
     if (staged.written) staged.original.copy_(staged.dense);
   }
   for (int list = 0; list < kLists; ++list) {
-    const bool written = row.tensors[list].defined() && (list != kGrad || row.writes_grad);
-    if (written) bump_version(row.tensors[list]);
+    const bool written = row.tensor(list).defined() && (list != kGrad || row.writes_grad);
+    if (written) bump_version(row.tensor(list));
   }
-  if (row.shard_of.has_value()) bump_version(row.identity());
-  if (row.master_param().defined()) row.param_version = row.version();
+  if (row.is_sharded) bump_version(*row.shard_of);
+  row.master_is_fresh = true;
 }
 
-Plan::Cleanup::~Cleanup() {
-  for (Row& row : plan.rows_) {
-    row.tensors[kGrad].reset();
-    if (row.shard_of.has_value()) row.explicit_grad.reset();
-    row.staged.clear();
+// Parameters that are views of one tensor share its version, which each of them has changed.
+void Plan::remember_masters() {
+  for (Row& row : rows_) {
+    if (!row.master_param().defined() || !row.master_is_fresh) continue;
+    SeenTensor::remember(row.param_of_master, row.param(), row.version());
   }
 }
 

@@ -1,14 +1,16 @@
-// The tensors of one optimizer, owned over its life: what a step needs is checked when it changes,
-// and pointed to ever after.
+// What steps need to know of the tensors of one optimizer: checked when it changes, and pointed to
+// ever after. States are owned; parameters and gradients only during an operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/MaybeOwned.h>
 
 #include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "api.h"
@@ -50,13 +52,6 @@ struct LookResult {
   int64_t partition = 0;
 };
 
-// Whose shard a row works on: the parameter itself, which stays the same tensor while its shard may
-// be replaced, and the number of its partition, 0 if every rank has all of it.
-struct ShardOf {
-  at::Tensor param;
-  int64_t partition = 0;
-};
-
 // The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
 struct ParamState {
   std::vector<at::Tensor> buffers;  // exp_avg, ...: of the parameter's shape
@@ -79,30 +74,39 @@ class AMP_EXT_API Plan {
   Plan(std::string operation, std::vector<std::string> buffer_names,
        Naming naming = Naming::kGroups);
 
-  // Adds parameter number `index_in_group` of a group, whose gradient is `param.grad()`, or the one
-  // that is given. Returns its number in the plan.
-  int64_t add_param(int64_t group, int64_t index_in_group, at::Tensor param,
-                    at::Tensor explicit_grad = {});
+  // Adds parameter number `index_in_group` of a group. `object` is what its owner knows it by.
+  // Returns its number in the plan.
+  int64_t add_param(int64_t group, int64_t index_in_group, const void* object);
 
-  // Adds a parameter that other ranks have parts of. Its row works on what `set_shard` hands over.
-  int64_t add_sharded_param(int64_t group, int64_t index_in_group, ShardOf shard_of);
+  // Adds a parameter that other ranks have parts of, with the number of its partition, 0 if every
+  // rank has all of it. Its row works on what `set_shard` hands over.
+  int64_t add_sharded_param(int64_t group, int64_t index_in_group, const void* object,
+                            int64_t partition);
 
-  // Hands over this rank's part of a parameter and of its gradient, which may be undefined: before
-  // each operation, after which the plan lets go of the gradient.
+  int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
+  bool is_param(int64_t number, const void* object) const {
+    return number < number_of_params() && rows_[number].object == object;
+  }
+
+  // Hands over the tensor that a parameter is now: before the operations, until `let_go`; the
+  // caller keeps it alive. Its gradient is `param.grad()`, or the one that is given.
+  void take_param(int64_t number, const at::Tensor& param);
+  void take_param(int64_t number, const at::Tensor& param, at::Tensor explicit_grad);
+
+  // Hands over this rank's part of a parameter and of its gradient, which may be undefined, too.
   void set_shard(int64_t number, at::Tensor param, at::Tensor grad);
 
   // Hands over the state of a parameter, which later steps update in place.
   void set_state(int64_t number, ParamState state);
 
-  int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
-  bool is_param(int64_t number, const at::Tensor& tensor) const {
-    return number < number_of_params() && rows_[number].identity().is_same(tensor);
-  }
-
   // Reads the gradients, while nothing else replaces them; the next operation works on these.
-  // Returns the parameters that have one but no state yet, or changed their dtype since they got
-  // it.
+  // Returns the parameters that have one but no state yet, or changed their dtype or device since
+  // they got it.
   std::vector<int64_t> read_grads();
+
+  // Drops all references to parameters and gradients: between operations they belong to others,
+  // who may want to free or swap them.
+  void let_go();
 
   // Looks for inf and NaN in all gradients, and sums their squares if the step will want that:
   // with `skip_nonfinite` only those of finite elements. Returns a result for each device that
@@ -138,42 +142,60 @@ class AMP_EXT_API Plan {
     bool written;
   };
 
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-  // A gradient at the time of a look. The weak reference keeps another from taking its place in
-  // memory unnoticed, but not its elements alive.
-  struct SeenGrad {
-    WeakTensor tensor;
-    const void* data;
+  // A tensor at some time, without a reference to it. That to its storage keeps another from taking
+  // its place in memory unnoticed, but not its elements alive.
+  struct SeenTensor {
+    WeakStorage storage;
     int64_t version;
+
+    static void remember(std::optional<SeenTensor>& seen, const at::Tensor& tensor,
+                         int64_t version) {
+      if (seen.has_value() && seen->storage._unsafe_get_target() == storage_of(tensor)) {
+        seen->version = version;
+      } else {
+        seen = {tensor.storage().getWeakStorageImpl(), version};
+      }
+    }
+    bool is(const at::Tensor& tensor, int64_t version_now) const {
+      return storage._unsafe_get_target() == storage_of(tensor) && version == version_now;
+    }
   };
 
   struct Row {
-    int64_t group;
-    int64_t index_in_group;
-    std::optional<ShardOf> shard_of;
-    // By List; the gradient only from read_grads to the end of the operation.
-    std::array<at::Tensor, kLists> tensors;
-    int number_of_buffers = 0;
-    at::Tensor explicit_grad;
-    at::ScalarType state_for = at::ScalarType::Undefined;  // the parameter's dtype at set_state
-    int64_t param_version = -1;  // as of our last step; only kept for a master
-    std::array<Fingerprint, kLists> fingerprints;
-    TensorRecord record;
+    const void* object;
+    // Only until let_go, as the gradient. A reference of our own would cost more than the rest.
+    c10::MaybeOwned<at::Tensor> current_param;
+    std::array<at::Tensor, kLists> owned;       // by List; none for kParam
+    std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
+    bool master_is_fresh = false;               // at the start of this step
+    bool is_sharded = false;
     bool record_is_current = false;
     bool grad_is_current = false;  // the gradient in the record is
-    std::optional<OptimizerKernel> kernel;
     bool writes_grad = false;
+    at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's at set_state
+    at::Device state_device = at::kCPU;                      // likewise
+    int number_of_buffers = 0;
+    std::optional<OptimizerKernel> kernel;
+    std::array<Fingerprint, kLists> fingerprints;
+    TensorRecord record;
+    std::optional<SeenTensor> seen_grad;  // the one that the last look saw
+    const void* seen_grad_data = nullptr;
     std::vector<Staged> staged;
-    std::optional<SeenGrad> seen_grad;  // the one that the last look saw
+    at::Tensor explicit_grad;
+    c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
+    int64_t partition = 0;
+    int64_t group;
+    int64_t index_in_group;
 
-    const at::Tensor& param() const { return tensors[kParam]; }
-    const at::Tensor& identity() const { return shard_of.has_value() ? shard_of->param : param(); }
-    int64_t partition() const { return shard_of.has_value() ? shard_of->partition : 0; }
-    const at::Tensor& grad() const { return tensors[kGrad]; }
-    const at::Tensor& master_param() const { return tensors[kMaster]; }
+    const at::Tensor& tensor(int list) const { return list == kParam ? param() : owned[list]; }
+    const at::Tensor& param() const { return *current_param; }
+    const at::Tensor& grad() const { return owned[kGrad]; }
+    const at::Tensor& master_param() const { return owned[kMaster]; }
     bool has_grad() const { return grad().defined(); }
     int64_t version() const;
+    bool has_fresh_master() const;
   };
 
   // A look at the gradients of one device and partition.
@@ -210,13 +232,6 @@ class AMP_EXT_API Plan {
     std::vector<Row*> rows;
   };
 
-  // Lets go of the gradients at the end of an operation, also of one that throws: a plan must not
-  // keep them alive.
-  struct Cleanup {
-    Plan& plan;
-    ~Cleanup();
-  };
-
   void run_step(GroupTable& table, const GradientOptions& options);
   void check_step(const GroupTable& table, const GradientOptions& options);
   std::vector<Look> looks_for_step(const GradientOptions& options, StepScratch& scratch,
@@ -237,15 +252,16 @@ class AMP_EXT_API Plan {
   bool gradients_are_as_seen() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
   void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
-  void check_row(Row& row);
+  void check_row(Row& row, const GroupTable& table);
   static bool has_moved(Row& row, int list);
   static bool take_new_grad(Row& row);
   void check_grad(const Row& row) const;
   void check_tensors(const Row& row) const;
   void check_memory();
-  void update_stale_master(Row& row);
+  bool reaches_written_memory(const at::Tensor& grad) const;
   void fill_record(Row& row);
-  void mark_written(Row& row) const;
+  static void mark_written(Row& row);
+  void remember_masters();
   std::string name_of(const Row& row, int list) const;
 
   std::string operation_;
@@ -253,8 +269,9 @@ class AMP_EXT_API Plan {
   Naming naming_;
   std::vector<Row> rows_;
   bool memory_is_checked_ = false;
-  std::vector<Look> looks_;                   // of check_finite, for the step that follows
-  std::vector<at::Tensor> first_nonfinites_;  // one for each device
+  std::unordered_set<const void*> written_storages_;  // as of the last check
+  std::vector<Look> looks_;                           // of check_finite, for the step that follows
+  std::vector<at::Tensor> first_nonfinites_;          // one for each device
   StepScratch scratch_;
 };
 

@@ -53,8 +53,9 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
     for (const TensorList* list : buffers) state.buffers.push_back((*list)[i]);
     if (lists.steps.has_value()) state.step = (*lists.steps)[i];
     if (lists.master_params.has_value()) state.master_param = (*lists.master_params)[i];
-    plan.set_state(plan.add_param(0, static_cast<int64_t>(i), params[i], lists.grads[i]),
-                   std::move(state));
+    const int64_t number = plan.add_param(0, static_cast<int64_t>(i), nullptr);
+    plan.take_param(number, params[i], lists.grads[i]);
+    plan.set_state(number, std::move(state));
   }
   plan.read_grads();
   plan.step(std::vector<Group<Hyperparameters>>{options}, gradient_options);

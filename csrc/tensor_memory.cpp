@@ -126,6 +126,23 @@ void check_is_plain(const std::string& operation, const std::string& name,
   TORCH_CHECK(tensor.defined() && is_plain(tensor), operation, ": ", name,
               " must be a strided tensor with memory of its own, got ",
               tensor.defined() ? tensor.toString() : "None");
+  TORCH_CHECK(has_all_elements(tensor), operation, ": ", name,
+              " must have a storage that holds its elements, sizes ", tensor.sizes(),
+              ", got a storage of ", tensor.storage().nbytes(), " bytes");
+}
+
+bool has_all_elements(const at::Tensor& tensor) {
+  const int64_t numel = tensor.numel();
+  if (numel == 0) return true;
+  int64_t last = numel - 1;
+  if (!tensor.is_contiguous()) {
+    last = 0;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    }
+  }
+  const auto elements = static_cast<uint64_t>(tensor.storage_offset() + last + 1);
+  return elements * tensor.element_size() <= tensor.storage().nbytes();
 }
 
 void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,

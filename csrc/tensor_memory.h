@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/COWDeleter.h>
 
 #include <cstdint>
 #include <functional>
@@ -28,9 +29,22 @@ inline bool is_plain(const at::Tensor& tensor) {
          tensor.has_storage();
 }
 
-// Throws unless a tensor of an operation is a plain one.
+// Throws unless a tensor of an operation is a plain one, whose storage holds all of its elements.
 void check_is_plain(const std::string& operation, const std::string& name,
                     const at::Tensor& tensor);
+
+// Whether the storage of a plain tensor holds all of its elements: it may have been resized.
+bool has_all_elements(const at::Tensor& tensor);
+
+inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Whether a lazy clone shares the memory of a tensor until one of the two is written.
+inline bool is_lazily_cloned(const at::Tensor& tensor) {
+  const c10::StorageImpl* storage = storage_of(tensor);
+  return storage != nullptr && storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
+}
 
 // Throws unless it is one number that a kernel reads or writes in place.
 void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,
@@ -60,7 +74,7 @@ struct Fingerprint {
 
   static Fingerprint of(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    const c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
+    const c10::StorageImpl* storage = storage_of(tensor);
     return {storage != nullptr ? storage->data() : nullptr,
             impl.storage_offset(),
             impl.numel(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -224,16 +225,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         return group["master_weights"] and param.dtype in _SIXTEEN_BIT
 
     def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        """Creates what the state of a parameter lacks."""
+        """Makes the state of a parameter what the options say of its dtype and device as they are.
+
+        Creates what it lacks, and converts it after the parameter was converted, as
+        ``model.double()`` does.
+        """
         state: dict[str, Any] = self.state[param]
-        if self._keeps_step(group) and "step" not in state:
-            initial = self._initial_step(state)
-            state["step"] = torch.full((), initial, dtype=torch.float32, device=param.device)
-        for name in self.buffer_names(group):
+        wanted = dict.fromkeys(self.buffer_names(group), self._buffer_dtype(group, param))
+        if self._keeps_step(group):
+            wanted["step"] = torch.float32
+            if state.get("step") is None:
+                initial = self._initial_step(state)
+                state["step"] = torch.full((), initial, dtype=torch.float32, device=param.device)
+        if self._has_master(group, param):
+            wanted["master_param"] = torch.float32
+            if state.get("master_param") is None:
+                state["master_param"] = param.detach().to(torch.float32, copy=True)
+        else:
+            state.pop("master_param", None)
+        for name, dtype in wanted.items():
             if state.get(name) is None:
-                state[name] = torch.zeros_like(param, dtype=self._buffer_dtype(group, param))
-        if self._has_master(group, param) and "master_param" not in state:
-            state["master_param"] = param.detach().to(torch.float32, copy=True)
+                state[name] = torch.zeros_like(param, dtype=dtype)
+            elif state[name].dtype != dtype or state[name].device != param.device:
+                state[name] = state[name].to(param.device, dtype)
         return state
 
     def init_state(self) -> None:
@@ -281,11 +295,41 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Makes the next step look up all states again, after some were replaced by hand."""
         self._plan = None
 
-    def _current_plan(self) -> StepPlan:
-        """Returns the plan for the groups and states as they are."""
-        if self._plan is None or not self._plan.is_current(self):
-            self._plan = StepPlan(self)
+    def _take_plan(self, operation: str) -> StepPlan:
+        """Returns the plan for the groups and states as they are, which has their parameters.
+
+        It is this thread's until :meth:`_let_go`. The mark of a thread that was interrupted before
+        that does not keep this thread out.
+
+        Args:
+            operation: What the plan is for, for the error.
+
+        Raises:
+            RuntimeError: If another thread has it.
+        """
+        thread = threading.get_ident()
+        user = self.__dict__.setdefault("_thread_in_plan", thread)  # at once, for other threads
+        if user != thread:
+            raise RuntimeError(
+                f"{type(self).__name__}.{operation}: must be called by one thread at a time, got a "
+                f"call by thread {thread} while thread {user} is in one"
+            )
+        try:
+            if self._plan is None or not self._plan.take_params(self):
+                self._plan = None
+                plan = StepPlan(self)
+                plan.take_params(self)
+                self._plan = plan
+        except BaseException:
+            self._let_go()
+            raise
         return self._plan
+
+    def _let_go(self) -> None:
+        """Drops what refers to parameters and gradients, and lets other threads in."""
+        if self._plan is not None:
+            self._plan.let_go()
+        self.__dict__.pop("_thread_in_plan", None)
 
     @_disable_dynamo  # a compiled program steps around it; loads the compiler when called
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -323,10 +367,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return loss
             self._check_no_grads()
             found_inf = None
+        plan = self._take_plan("step")
+        try:
+            self._step(plan, hand_over, found_inf)
+        finally:
+            self._let_go()
+        return loss
+
+    def _step(self, plan: StepPlan, hand_over: HandOver, found_inf: Tensor | None) -> None:
+        """Updates all parameters that have a gradient."""
         max_grad_norm = self._for_all_groups("max_grad_norm")
         skip_nonfinite = self._for_all_groups("skip_nonfinite")
-        plan = self._current_plan()
-        look = hand_over.look
+        grad_scale, look = hand_over.grad_scale, hand_over.look
         if look is not None and not look.found_infs:
             self._check_no_grads()
         elif (
@@ -336,7 +388,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             and not plan.sharded_over
         ):
             # A hook may have written gradients, and no version shows a write through ``.data``.
-            hand_over.look = self.look_at_gradients(found_inf, hand_over.grad_scale)
+            hand_over.look = self._look(plan, found_inf, grad_scale)
             if hand_over.look.found_infs:
                 found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
         sum_of_squares = None
@@ -346,14 +398,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             if sum_of_squares is None and plan.first_param is not None:  # no scaler has looked
                 device = plan.first_param.device
                 nothing = torch.zeros((), dtype=torch.float32, device=device)
-                sum_of_squares = self.look_at_gradients(nothing).sum_of_squares
+                sum_of_squares = self._look(plan, nothing, None).sum_of_squares
         compiled = plan.with_states(self)
         if max_grad_norm is None:
             self.grad_norm = None
         elif self.grad_norm is None and plan.first_param is not None:
             device = plan.first_param.device
             self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
-        grad_scale = hand_over.grad_scale
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
@@ -372,7 +423,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         except Exception:  # refused, and nothing has been written
             hand_over.is_spent = False
             raise
-        return loss
 
     def _has_step_pre_hooks(self) -> bool:
         """Returns whether a hook has run before this step, one of its own or of all optimizers."""
@@ -409,8 +459,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             What was found: for each device that holds a gradient a copy of ``found_inf``, set to 1
             if one there is inf or NaN; with shards, if one is on any rank.
         """
+        plan = self._take_plan("look_at_gradients")
+        try:
+            return self._look(plan, found_inf, grad_scale)
+        finally:
+            self._let_go()
+
+    def _look(self, plan: StepPlan, found_inf: Tensor, grad_scale: Tensor | None) -> Look:
+        """Looks for inf and NaN in all gradients."""
         sums_squares = self._for_all_groups("max_grad_norm") is not None
-        plan = self._current_plan()
         results = plan.with_shards().check_finite(
             found_inf, grad_scale, sums_squares, self._for_all_groups("skip_nonfinite")
         )

@@ -20,6 +20,10 @@ class StepPlan:
 
     It belongs to one optimizer, which makes another one when this is not current any more. It does
     not refer to the optimizer, which refers to it: both go as soon as nobody needs them.
+
+    Between operations nothing in C++ refers to a parameter or a gradient, so that
+    ``torch.utils.swap_tensors`` takes them: each operation takes the parameters that the groups
+    list then, and lets go of them.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -29,6 +33,7 @@ class StepPlan:
             optimizer: Whose parameters.
 
         Raises:
+            TypeError: If a parameter is no tensor.
             ValueError: If a DTensor is neither sharded nor replicated.
         """
         kind = type(optimizer).__name__
@@ -40,8 +45,10 @@ class StepPlan:
         self._dtensors: list[tuple[int, Tensor, str]] = []  # number, parameter, name in errors
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
+                name = f"{kind}: param of group {group_index}, param {index}"
+                if not isinstance(param, Tensor):
+                    raise TypeError(f"{name} must be a tensor, got {type(param).__name__}")
                 if is_dtensor(param):
-                    name = f"{kind}: param of group {group_index}, param {index}"
                     partition = self.sharded_over.add(param, name)
                     number = self._compiled.add_sharded_param(group_index, index, param, partition)
                     self._dtensors.append((number, param, name))
@@ -54,14 +61,18 @@ class StepPlan:
         self._states = optimizer.state
         self._state_count = len(optimizer.state)
 
-    def is_current(self, optimizer: FusedOptimizer) -> bool:
-        """Returns whether the optimizer still has these parameters and states."""
+    def take_params(self, optimizer: FusedOptimizer) -> bool:
+        """Takes the parameters, if the optimizer still has these and their states."""
         return (
             self._states is optimizer.state
             and self._state_count == len(optimizer.state)
             and self._kept_by_groups == _kept_by_groups(optimizer)
-            and self._compiled.has_params([group["params"] for group in optimizer.param_groups])
+            and self._compiled.take_params([group["params"] for group in optimizer.param_groups])
         )
+
+    def let_go(self) -> None:
+        """Drops what refers to parameters and gradients."""
+        self._compiled.let_go()
 
     def with_shards(self) -> Any:
         """Takes the part that this rank has of every DTensor; returns the compiled plan."""

@@ -1,0 +1,397 @@
+"""Tests of tensors that are swapped, converted, cloned, shared or freed between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import optimizer_cases as cases
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64
+from optimizer_cases import each_class, few_optimizers, give_grads, make_params, params_of
+from reference import same_bits
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module, distribute_tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp_ext
+
+
+def optimizer_of(name: str, options: dict[str, Any], dtype: torch.dtype = F32, **more: Any) -> Any:
+    """Returns an optimizer that has taken a step, with new gradients."""
+    optimizer = cases.ours(name)(make_params(dtype), **options, **more)
+    cases.train([optimizer])
+    give_grads(optimizer)
+    return optimizer
+
+
+def failing_step(optimizer: Any) -> None:
+    param = params_of(optimizer)[0]
+    grad, param.grad = param.grad, param.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    param.grad = grad
+
+
+def look(optimizer: Any) -> None:
+    scaler = amp_ext.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+
+
+def look_for_a_step(optimizer: Any) -> None:
+    amp_ext.GradScaler("cpu").scale(torch.ones(1))
+    optimizer.look_at_gradients(torch.zeros(()))
+
+
+OPERATIONS: dict[str, Callable[[Any], None]] = {
+    "step": lambda optimizer: optimizer.step(),
+    "unscale": look,
+    "look": look_for_a_step,
+    "failed_step": failing_step,
+}
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("operate", OPERATIONS.values(), ids=OPERATIONS)
+@each_class
+def test_parameters_and_gradients_can_be_swapped(name, options, operate, max_grad_norm) -> None:
+    optimizer = optimizer_of(name, options, BF16, max_grad_norm=max_grad_norm)
+    operate(optimizer)
+    for param in params_of(optimizer):
+        grad = param.grad
+        param.grad = None
+        torch.utils.swap_tensors(param, Parameter(torch.ones_like(param)))
+        torch.utils.swap_tensors(grad, torch.ones_like(grad))
+        param.grad = grad
+    twin = cases.loading(
+        cases.ours(name)(cases.twins(optimizer), **options), optimizer.state_dict()
+    )
+    twin.param_groups[0]["max_grad_norm"] = max_grad_norm
+    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
+        assert torch.equal(param, torch.ones_like(param))
+        other.grad = torch.ones_like(other)
+    twin.refresh_masters()
+    optimizer.step()
+    twin.step()
+    cases.assert_same_bits(optimizer, twin)
+
+
+@contextlib.contextmanager
+def swapping(swaps: bool):
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["data", "swap"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("master_weights", [True, False], ids=["masters", "no_masters"])
+@pytest.mark.parametrize("dtypes", [(F32, F64), (F32, BF16), (BF16, F32), (F16, BF16), (F64, F16)])
+@each_class
+def test_states_follow_a_converted_model(
+    name, options, dtypes, master_weights, state_dtype, swaps
+) -> None:
+    first, second = dtypes
+    more = {"master_weights": master_weights, "state_dtype": state_dtype}
+    model = torch.nn.Linear(5, 3).to(first)
+    optimizer = cases.ours(name)(model.parameters(), **options, **more)
+    cases.train([optimizer], 2)
+    with swapping(swaps):
+        model.zero_grad(set_to_none=True)
+        model.to(second)
+    twin = cases.ours(name)(cases.twins(optimizer), **options, **more)
+    twin.load_state_dict(optimizer.state_dict())
+    cases.train([optimizer, twin], 2)
+    for param in params_of(optimizer):
+        state = optimizer.state[param]
+        assert ("master_param" in state) == (master_weights and second in (F16, BF16))
+        wanted = second if state_dtype is None or second == F64 else F32
+        assert {state[key].dtype for key in optimizer.buffer_names(optimizer.param_groups[0])} == {
+            wanted
+        }
+    cases.assert_same_bits(optimizer, twin)
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def distributed(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    return distribute_module(model, mesh)
+
+
+def fully_sharded(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("shard", [distributed, fully_sharded])
+@each_class
+def test_states_follow_a_converted_model_of_dtensors(name, options, shard, mesh) -> None:
+    plain = torch.nn.Linear(4, 3)
+    model = shard(copy.deepcopy(plain), mesh)
+    optimizers = [cases.ours(name)(one.parameters(), **options) for one in (model, plain)]
+    for dtype in (F32, F64, BF16, F16):
+        for one in (model, plain):
+            one.zero_grad(set_to_none=True)
+            one.to(dtype)
+        for _ in range(2):
+            give_grads(list(plain.parameters()))
+            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert param.dtype == dtype
+                param.grad = distribute_tensor(other.grad, mesh, param.placements)
+            for optimizer in optimizers:
+                optimizer.step()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(param.full_tensor().detach(), other.detach())
+
+
+@few_optimizers
+def test_a_lazy_clone_stays_as_it_was(name, options) -> None:
+    for dtype in (F32, BF16):
+        optimizer = optimizer_of(name, options, dtype, write_back_grads=True, clip_value=0.01)
+        tensors = [
+            tensor
+            for param in params_of(optimizer)
+            for tensor in (param.detach(), param.grad, *optimizer.state[param].values())
+        ]
+        clones = [torch._lazy_clone(tensor) for tensor in tensors]
+        copies = [tensor.clone() for tensor in tensors]
+        twin = cases.ours(name)(
+            cases.twins(optimizer), **options, write_back_grads=True, clip_value=0.01
+        )
+        twin.load_state_dict(optimizer.state_dict())
+        for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
+            other.grad = param.grad.clone()
+        optimizer.step()
+        twin.step()
+        cases.assert_same_bits(optimizer, twin)
+        for lazy, copied in zip(clones, copies, strict=True):
+            assert torch.equal(lazy, copied)
+
+
+@each_class
+def test_a_lazy_clone_of_the_parameter_may_be_its_gradient(name, options) -> None:
+    optimizer = optimizer_of(name, options)
+    twin = cases.ours(name)(cases.twins(optimizer), **options)
+    twin.load_state_dict(optimizer.state_dict())
+    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
+        param.grad = torch._lazy_clone(param.detach())
+        other.grad = other.detach().clone()
+    optimizer.step()
+    twin.step()
+    cases.assert_same_bits(optimizer, twin)
+
+
+def of_a_view(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    return numbers[1:], numbers[:-1]
+
+
+def of_lent_memory(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    array = numbers.numpy()
+    return torch.from_numpy(array[1:]), torch.from_numpy(array[:-1])
+
+
+@pytest.mark.parametrize("share", [of_a_view, of_lent_memory])
+@each_class
+def test_a_later_gradient_must_not_share_memory_with_its_parameter(name, options, share) -> None:
+    data, overlapping = share(torch.arange(101.0))
+    optimizer = cases.ours(name)([Parameter(data)], **options)
+    (param,) = params_of(optimizer)
+    cases.train([optimizer], 2)
+    before = cases.bits_of(optimizer)
+    param.grad = overlapping
+    for _ in range(2):  # not the first time only
+        with pytest.raises(RuntimeError, match=r"param 0 is written and must not share memory"):
+            optimizer.step()
+    cases.assert_same_bits(optimizer, before)
+
+
+@each_class
+def test_gradients_of_one_buffer_are_taken(name, options) -> None:
+    optimizer = optimizer_of(name, options)
+    twin = cases.ours(name)(cases.twins(optimizer), **options)
+    twin.load_state_dict(optimizer.state_dict())
+    for _ in range(3):
+        sizes = [param.numel() for param in params_of(optimizer)]
+        parts = torch.randn(sum(sizes)).split(sizes)
+        for part, param, other in zip(parts, params_of(optimizer), params_of(twin), strict=True):
+            param.grad, other.grad = part.view_as(param), part.clone().view_as(other)
+        optimizer.step()
+        twin.step()
+    cases.assert_same_bits(optimizer, twin)
+
+
+class Counts(TorchDispatchMode):
+    """Counts operations of torch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@each_class
+def test_views_of_one_buffer_keep_their_masters(name, options, frozen: bool) -> None:
+    flat = torch.ones(100, dtype=BF16)
+    optimizer = cases.ours(name)(
+        [Parameter(flat[i : i + 10]) for i in range(0, 100, 10)], **options
+    )
+    cases.train([optimizer], 2)
+    give_grads(optimizer)
+    if frozen:
+        params_of(optimizer)[3].grad = None
+    optimizer.step()
+    give_grads(optimizer)
+    with Counts() as counts:
+        optimizer.step()
+    assert not [name for name in counts.names if name.startswith("where")]
+    with torch.no_grad():
+        flat[35] = 7.0  # a write is seen all the same
+    for param in params_of(optimizer):
+        param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0] |= {"weight_decay": 0.0, "lr": 0.0}
+    optimizer.step()
+    assert optimizer.state[params_of(optimizer)[3]]["master_param"][5] == 7.0
+
+
+def test_another_memory_at_the_same_address_is_seen() -> None:
+    memory = torch.ones(4, dtype=BF16).view(torch.int16).numpy()
+    param = Parameter(torch.from_numpy(memory).view(BF16))
+    optimizer = amp_ext.optim.SGD([param], lr=0.0)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    param.data = torch.empty(0, dtype=BF16)  # frees its storage, whose place is free as well
+    memory[:] = torch.full((4,), 3.0, dtype=BF16).view(torch.int16).numpy()
+    param.data = torch.from_numpy(memory).view(BF16)
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["master_param"], torch.full((4,), 3.0))
+
+
+def resized(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["step", "scaler"])
+@pytest.mark.parametrize("which", ["param", "grad", "momentum_buffer", "master_param"])
+def test_a_tensor_without_its_storage_is_refused(which: str, scaled: bool) -> None:
+    params = [Parameter(torch.ones(4, dtype=BF16)) for _ in range(2)]
+    optimizer = amp_ext.optim.SGD(params, lr=0.1, momentum=0.9)
+    cases.train([optimizer])
+    param = params[1]
+    tensors = {"param": param, "grad": param.grad, **optimizer.state[param]}
+    first = params[0].detach().clone()
+    resized(tensors[which])
+    scaler = amp_ext.GradScaler("cpu", enabled=scaled)
+    scaler.scale(torch.ones(1))
+    words = f"{which} of group 0, param 1 must have a storage that holds its elements, sizes .4."
+    with pytest.raises(RuntimeError, match=words):
+        scaler.step(optimizer)
+    assert torch.equal(params[0], first)
+
+
+def test_operations_refuse_a_gradient_without_its_storage() -> None:
+    grad = torch.ones(4)
+    resized(grad)
+    with pytest.raises(RuntimeError, match=r"grads\[0\] must have a storage that holds"):
+        amp_ext.ops.unscale_([grad], torch.ones(()), torch.zeros(()))
+
+
+# Threads.
+
+
+def called_in_another_thread(function: Callable[[], Any]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return errors
+
+
+@pytest.mark.parametrize("operation", ["step", "look_at_gradients"])
+def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch) -> None:
+    optimizer = optimizer_of("AdamW", {})
+    twin = cases.loading(amp_ext.optim.AdamW(cases.twins(optimizer)), optimizer.state_dict())
+    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
+        other.grad = param.grad.clone()
+    twin.step()
+    errors: list[BaseException] = []
+    hyperparameters = type(optimizer)._hyperparameters
+
+    def in_the_step(self: Any, group: dict[str, Any]) -> Any:
+        arguments = () if operation == "step" else (torch.zeros(()),)
+        errors.extend(called_in_another_thread(lambda: getattr(self, operation)(*arguments)))
+        return hyperparameters(self, group)
+
+    monkeypatch.setattr(type(optimizer), "_hyperparameters", in_the_step)
+    optimizer.step()
+    monkeypatch.undo()
+    words = f"AdamW.{operation}: must be called by one thread at a time"
+    assert [type(error) for error in errors] == [RuntimeError]
+    assert words in str(errors[0])
+    cases.assert_same_bits(optimizer, twin)
+    assert called_in_another_thread(optimizer.step) == []
+
+
+def test_many_threads_lose_no_step_in_silence() -> None:
+    optimizer = optimizer_of("AdamW", {})
+    done, errors = [], []
+
+    def work() -> None:
+        for _ in range(50):
+            try:
+                optimizer.step()
+                done.append(1)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all("one thread at a time" in error for error in errors)
+    step = optimizer.state[params_of(optimizer)[0]]["step"].item()
+    assert step == 1 + len(done)
+
+
+def test_an_interrupted_thread_can_step_again(monkeypatch) -> None:
+    optimizer = optimizer_of("AdamW", {})
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer), "_let_go", lambda self: None)  # as if it never got there
+        patch.setattr(type(optimizer), "_hyperparameters", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert len(called_in_another_thread(optimizer.step)) == 1
+    optimizer.step()
+    assert called_in_another_thread(optimizer.step) == []
