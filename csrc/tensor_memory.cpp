@@ -2,53 +2,69 @@
 #include "tensor_memory.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
+#include <tuple>
+#include <utility>
 
 namespace amp_ext {
 
 namespace {
 
-// The bytes from the first to behind the last element of a tensor that has elements.
-struct ByteRange {
-  intptr_t begin;
-  intptr_t end;
-};
-
-ByteRange byte_range(const at::Tensor& tensor) {
-  int64_t first = 0;
-  int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    const int64_t extent = (tensor.size(dim) - 1) * tensor.stride(dim);
-    (extent < 0 ? first : last) += extent;
-  }
-  const auto item_size = static_cast<int64_t>(tensor.element_size());
-  const auto data = reinterpret_cast<intptr_t>(tensor.const_data_ptr());
-  return {data + first * item_size, data + (last + 1) * item_size};
-}
-
-// Calls visit(address) for each element.
-template <typename Visit>
-void for_each_element(const at::Tensor& tensor, Visit&& visit) {
-  const auto item_size = static_cast<int64_t>(tensor.element_size());
-  const auto data = reinterpret_cast<intptr_t>(tensor.const_data_ptr());
-  std::vector<int64_t> index(tensor.dim(), 0);
-  int64_t offset = 0;
-  for (int64_t visited = 0; visited < tensor.numel(); ++visited) {
-    visit(data + offset * item_size);
-    for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
-      offset += tensor.stride(dim);
-      if (++index[dim] < tensor.size(dim)) break;
-      offset -= tensor.stride(dim) * tensor.size(dim);
-      index[dim] = 0;
-    }
-  }
-}
-
+// A tensor that has elements: runs of bytes without gaps, one at `begin` plus each sum of steps.
 struct Placed {
-  ByteRange range;
+  struct Step {
+    int64_t size;    // above 1
+    int64_t stride;  // in bytes
+  };
+
+  intptr_t begin;
+  intptr_t end;  // behind the last byte
+  int64_t run;   // bytes
+  std::vector<Step> steps;
   const MemoryUse* use;
-  bool dense;
+
+  explicit Placed(const MemoryUse& use);
+
+  int64_t number_of_runs() const {
+    return std::accumulate(steps.begin(), steps.end(), int64_t{1},
+                           [](int64_t count, const Step& step) { return count * step.size; });
+  }
+
+  // Whether it is certain that no two runs share a byte. Strides that exceed all that the smaller
+  // ones span are; of others, as of sizes {2, 2} with strides {2, 3}, only the elements tell.
+  bool is_surely_apart() const {
+    int64_t span = run;
+    for (const Step& step : steps) {
+      if (step.stride < span) return false;
+      span += (step.size - 1) * step.stride;
+    }
+    return true;
+  }
 };
+
+Placed::Placed(const MemoryUse& use) : use(&use) {
+  const at::Tensor& tensor = *use.tensor;
+  run = static_cast<int64_t>(tensor.element_size());
+  begin = reinterpret_cast<intptr_t>(tensor.const_data_ptr());
+  end = begin + run;
+  if (tensor.is_non_overlapping_and_dense()) {
+    run *= tensor.numel();
+    end = begin + run;
+    return;
+  }
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    const int64_t stride = tensor.stride(dim) * static_cast<int64_t>(tensor.element_size());
+    if (tensor.size(dim) == 1 || (stride == 0 && !use.written)) continue;
+    steps.push_back({tensor.size(dim), stride});
+    end += (tensor.size(dim) - 1) * stride;
+  }
+  std::sort(steps.begin(), steps.end(),
+            [](const Step& a, const Step& b) { return a.stride < b.stride; });
+  auto outer = steps.begin();
+  for (; outer != steps.end() && outer->stride == run; ++outer) run *= outer->size;
+  steps.erase(steps.begin(), outer);
+}
 
 struct Context {
   const std::string& operation;
@@ -65,41 +81,95 @@ struct Context {
               " is written and must not share memory with ", context.name(other));
 }
 
-// Ranges that touch each other, some of them with gaps: marks every element's owner.
-void check_elements(const Context& context, const std::vector<Placed>& cluster) {
-  intptr_t begin = cluster.front().range.begin;
-  intptr_t end = begin;
-  int64_t unit = 0;
-  for (const Placed& placed : cluster) {
-    end = std::max(end, placed.range.end);
-    unit = std::gcd(unit, static_cast<int64_t>(placed.use->tensor->element_size()));
-    unit = std::gcd(unit, static_cast<int64_t>(placed.range.begin - begin));
-  }
-  std::vector<int32_t> owners((end - begin) / unit, -1);  // written tensors first, then the others
-  for (const bool written : {true, false}) {
-    for (size_t i = 0; i < cluster.size(); ++i) {
-      const MemoryUse& use = *cluster[i].use;
-      if (use.written != written) continue;
-      const auto units_per_element = static_cast<int64_t>(use.tensor->element_size()) / unit;
-      for_each_element(*use.tensor, [&](intptr_t address) {
-        for (int64_t k = 0; k < units_per_element; ++k) {
-          int32_t& owner = owners[(address - begin) / unit + k];
-          if (owner >= 0) throw_overlap(context, use, *cluster[owner].use);
-          if (written) owner = static_cast<int32_t>(i);
-        }
-      });
+// A stretch of the memory of tensor number `owner` of a cluster.
+struct Stretch {
+  int64_t begin;
+  int64_t end;
+  size_t owner;
+};
+
+// The owners of two stretches that share a byte which one of them writes, the later one first.
+std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stretches,
+                                                     const std::vector<Placed>& cluster) {
+  std::sort(stretches.begin(), stretches.end(), [](const Stretch& a, const Stretch& b) {
+    return std::tie(a.begin, a.owner) < std::tie(b.begin, b.owner);
+  });
+  const Stretch* furthest = nullptr;  // of those that have passed
+  const Stretch* furthest_written = nullptr;
+  for (const Stretch& next : stretches) {
+    const bool written = cluster[next.owner].use->written;
+    const Stretch* const before = written ? furthest : furthest_written;
+    if (before != nullptr && next.begin < before->end) {
+      return std::minmax(next.owner, before->owner, std::greater<>());
     }
+    if (furthest == nullptr || next.end > furthest->end) furthest = &next;
+    if (written && (furthest_written == nullptr || next.end > furthest_written->end)) {
+      furthest_written = &next;
+    }
+  }
+  return std::nullopt;
+}
+
+// Whether it is certain that the tensors of a cluster share nothing. All strides are multiples of
+// one number: modulo that, columns of a matrix lie side by side.
+bool are_surely_apart(const std::vector<Placed>& cluster) {
+  int64_t modulus = 0;
+  for (const Placed& placed : cluster) {
+    if (placed.use->written && !placed.is_surely_apart()) return false;
+    for (const Placed::Step& step : placed.steps) modulus = std::gcd(modulus, step.stride);
+  }
+  if (cluster.size() == 1) return true;
+  std::vector<Stretch> stretches;
+  for (size_t owner = 0; owner < cluster.size(); ++owner) {
+    const Placed& placed = cluster[owner];
+    if (placed.run > modulus) return false;  // or all are dense: the modulus is 0
+    const int64_t begin = (placed.begin - cluster.front().begin) % modulus;
+    const int64_t end = begin + placed.run;
+    stretches.push_back({begin, std::min(end, modulus), owner});
+    if (end > modulus) stretches.push_back({0, end - modulus, owner});
+  }
+  return !find_shared(stretches, cluster).has_value();
+}
+
+// Lists every run of a tensor.
+void add_runs(std::vector<Stretch>& stretches, const Placed& placed, size_t owner) {
+  std::vector<int64_t> index(placed.steps.size(), 0);
+  int64_t begin = placed.begin;
+  while (true) {
+    stretches.push_back({begin, begin + placed.run, owner});
+    size_t dim = 0;
+    for (; dim < index.size(); ++dim) {
+      const Placed::Step& step = placed.steps[dim];
+      begin += step.stride;
+      if (++index[dim] < step.size) break;
+      begin -= step.stride * step.size;
+      index[dim] = 0;
+    }
+    if (dim == index.size()) return;
   }
 }
 
+// Tensors whose ranges touch each other: what they take is bounded by their elements, never by what
+// lies between those.
 void check_cluster(const Context& context, const std::vector<Placed>& cluster) {
   const bool any_written = std::any_of(cluster.begin(), cluster.end(),
                                        [](const Placed& placed) { return placed.use->written; });
-  if (!any_written) return;
-  const bool all_dense = std::all_of(cluster.begin(), cluster.end(),
-                                     [](const Placed& placed) { return placed.dense; });
-  if (all_dense && cluster.size() == 1) return;
-  check_elements(context, cluster);
+  if (!any_written || are_surely_apart(cluster)) return;
+  int64_t number_of_runs = 0;
+  for (const Placed& placed : cluster) {
+    if (!placed.steps.empty() && placed.steps.front().stride == 0) {
+      throw_overlap(context, *placed.use, *placed.use);
+    }
+    number_of_runs += placed.number_of_runs();
+  }
+  std::vector<Stretch> stretches;
+  stretches.reserve(number_of_runs);
+  for (size_t owner = 0; owner < cluster.size(); ++owner) {
+    add_runs(stretches, cluster[owner], owner);
+  }
+  const auto shared = find_shared(stretches, cluster);
+  if (!shared.has_value()) return;
+  throw_overlap(context, *cluster[shared->first].use, *cluster[shared->second].use);
 }
 
 }  // namespace
@@ -180,20 +250,19 @@ void check_no_overlap(const std::string& operation, const std::vector<MemoryUse>
   std::vector<Placed> placed;
   placed.reserve(uses.size());
   for (const MemoryUse& use : uses) {
-    if (use.tensor->numel() == 0) continue;
-    placed.push_back({byte_range(*use.tensor), &use, use.tensor->is_non_overlapping_and_dense()});
+    if (use.tensor->numel() != 0) placed.emplace_back(use);
   }
-  std::sort(placed.begin(), placed.end(),
-            [](const Placed& a, const Placed& b) { return a.range.begin < b.range.begin; });
+  std::stable_sort(placed.begin(), placed.end(),
+                   [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
   std::vector<Placed> cluster;
   intptr_t cluster_end = 0;
-  for (const Placed& next : placed) {
-    if (next.range.begin >= cluster_end) {
+  for (Placed& next : placed) {
+    if (next.begin >= cluster_end) {
       check_cluster(context, cluster);
       cluster.clear();
     }
-    cluster_end = std::max(cluster_end, next.range.end);
-    cluster.push_back(next);
+    cluster_end = std::max(cluster_end, next.end);
+    cluster.push_back(std::move(next));
   }
   check_cluster(context, cluster);
 }
