@@ -453,7 +453,7 @@ bool Plan::take_new_grad(Row& row) {
 
 void Plan::check_grad(const Row& row) const {
   const at::Tensor& grad = row.grad();
-  TORCH_CHECK(grad.layout() == at::kStrided, operation_,
+  TORCH_CHECK(!is_sparse(grad), operation_,
               " does not support sparse gradients: ", name_of(row, kGrad), " must be Strided, got ",
               grad.layout());
   if (!is_plain(grad) || !has_all_elements(grad)) {  // no name is made at every step

@@ -191,11 +191,28 @@ std::optional<DType> dtype_of(at::ScalarType dtype) {
 
 std::optional<DType> dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
+bool is_sparse(const at::Tensor& tensor) {
+  switch (tensor.layout()) {
+    case at::kSparse:
+    case at::kSparseCsr:
+    case at::kSparseCsc:
+    case at::kSparseBsr:
+    case at::kSparseBsc:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string kind_of(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided ? tensor.toString() : c10::str(tensor.layout());
+}
+
 void check_is_plain(const std::string& operation, const std::string& name,
                     const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined() && is_plain(tensor), operation, ": ", name,
               " must be a strided tensor with memory of its own, got ",
-              tensor.defined() ? tensor.toString() : "None");
+              tensor.defined() ? kind_of(tensor) : "None");
   TORCH_CHECK(has_all_elements(tensor), operation, ": ", name,
               " must have a storage that holds its elements, sizes ", tensor.sizes(),
               ", got a storage of ", tensor.storage().nbytes(), " bytes");

@@ -19,15 +19,22 @@ namespace amp_ext {
 std::optional<DType> dtype_of(at::ScalarType dtype);
 std::optional<DType> dtype_of(const at::Tensor& tensor);
 
-// A strided tensor with memory of its own: not sparse, lazy, negated or a subclass with other
-// rules.
+// A strided tensor with memory of its own: not sparse, nested, lazy, negated or a subclass with
+// other rules.
 inline bool is_plain(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Negative,
                                          c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,
-                                         c10::DispatchKey::Functionalize});
+                                         c10::DispatchKey::Functionalize,
+                                         c10::DispatchKey::NestedTensor});
   return !tensor.key_set().has_any(special) && tensor.layout() == at::kStrided &&
          tensor.has_storage();
 }
+
+// Of one of the layouts that leave elements out; those of mkldnn and of jagged tensors do not.
+bool is_sparse(const at::Tensor& tensor);
+
+// What messages call a tensor that is not a plain one.
+std::string kind_of(const at::Tensor& tensor);
 
 // Throws unless a tensor of an operation is a plain one, whose storage holds all of its elements.
 void check_is_plain(const std::string& operation, const std::string& name,

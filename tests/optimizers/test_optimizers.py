@@ -243,6 +243,21 @@ def test_gradients_that_no_kernel_takes_are_refused(name, options, grad, words, 
         assert_same_bits(optimizer, before)
 
 
+UNUSUAL = {
+    "mkldnn": (lambda: torch.ones(5).to_mkldnn(), "Mkldnn"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "Jagged"),
+}
+
+
+@pytest.mark.parametrize(("make", "got"), rows(UNUSUAL))
+def test_only_sparse_gradients_are_called_sparse(make, got):
+    param = torch.nn.Parameter(make(), requires_grad=False)
+    param.grad = param.detach().clone()
+    words = f"^SGD: grad of group 0, param 0 must be a strided tensor .*, got {got}"
+    with pytest.raises(RuntimeError, match=words):
+        ours("SGD")([param]).step()
+
+
 REFUSED_PARAMS = {
     "complex": (torch.ones(3, dtype=torch.cfloat), "ComplexFloat"),
     "meta": (torch.ones(3, device="meta"), "must be on cpu or cuda, got meta"),
