@@ -29,13 +29,6 @@ void check_gradients(const char* operation, const char* list, const TensorList& 
   }
 }
 
-// A list that belongs to `params`, one tensor for each.
-void check_length(const char* operation, const char* name, const TensorList& list,
-                  const TensorList& params) {
-  TORCH_CHECK(list.size() == params.size(), operation, ": ", name, " must have ", params.size(),
-              " tensors, one for each of params, got ", list.size());
-}
-
 // Records of tensors that are only read.
 struct DenseReads {
   TensorList copies;  // of those with gaps

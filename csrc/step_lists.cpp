@@ -9,27 +9,22 @@ namespace amp_ext {
 
 namespace {
 
-// A list that belongs to `params`, one tensor for each.
-void check_length(const char* operation, const std::string& name, const OptionalTensorList& list,
-                  const TensorList& params) {
-  if (!list.has_value()) return;
-  TORCH_CHECK(list->size() == params.size(), operation, ": ", name, " must have ", params.size(),
-              " tensors, one for each of params, got ", list->size());
-}
-
 // `list_names` are those of the buffers.
 template <typename Hyperparameters>
 void run(const char* operation, const StepLists& lists, std::vector<std::string> list_names,
          const Group<Hyperparameters>& options, const GradientOptions& gradient_options) {
   const TensorList& params = lists.params;
+  const auto check = [&](const std::string& name, const OptionalTensorList& list) {
+    if (list.has_value()) check_length(operation, name, *list, params);
+  };
   check_length(operation, "grads", lists.grads, params);
   std::vector<const TensorList*> buffers;
   for (size_t i = 0; i < lists.buffers.size(); ++i) {
-    check_length(operation, list_names.at(i), lists.buffers[i], params);
+    check(list_names.at(i), lists.buffers[i]);
     if (lists.buffers[i].has_value()) buffers.push_back(&*lists.buffers[i]);
   }
-  check_length(operation, "steps", lists.steps, params);
-  check_length(operation, "master_params", lists.master_params, params);
+  check("steps", lists.steps);
+  check("master_params", lists.master_params);
   TORCH_CHECK(!buffers.empty() || !options.needs_buffers(), operation, ": ", list_names.at(0),
               " must be given, got None");
   TORCH_CHECK(lists.steps.has_value() || options.timestep >= 1.0 || options.why_step() == nullptr,

@@ -243,6 +243,12 @@ void check_number(const std::string& operation, const std::string& name, const a
               tensor.device());
 }
 
+void check_length(const std::string& operation, const std::string& name,
+                  const std::vector<at::Tensor>& list, const std::vector<at::Tensor>& params) {
+  TORCH_CHECK(list.size() == params.size(), operation, ": ", name, " must have ", params.size(),
+              " tensors, one for each of params, got ", list.size());
+}
+
 TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number) {
   TensorRecord record;
   record.grad = data;

@@ -57,6 +57,10 @@ inline bool is_lazily_cloned(const at::Tensor& tensor) {
 void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,
                   at::ScalarType dtype, const at::Device& device);
 
+// Throws unless a list has one tensor for each of `params`.
+void check_length(const std::string& operation, const std::string& name,
+                  const std::vector<at::Tensor>& list, const std::vector<at::Tensor>& params);
+
 // What an operation on gradients alone needs of one, whose elements lie densely at `data`. `number`
 // is what reports call it.
 TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number);
