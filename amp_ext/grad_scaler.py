@@ -27,6 +27,7 @@ from amp_ext.hand_over import (
     unscaling_optimizer,
 )
 from amp_ext.nonfinite import name_of_param
+from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.put_back import Before
 from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
@@ -112,18 +113,27 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: If a factor is out of range.
             ValueError: If the limits do not enclose ``init_scale``, a count is not an int of at
                 least 1, or another type of device is to keep limits.
-            TypeError: If ``process_group`` is none, or not one that this process is a member of.
+            TypeError: If a number is none, or ``process_group`` is none or not one that this
+                process is a member of.
         """
         _check_process_group(process_group)
-        smallest = 0.0 if min_scale is None else min_scale
-        largest = math.inf if max_scale is None else max_scale
+        init_scale = _number("init_scale", init_scale)
+        growth_factor = _number("growth_factor", growth_factor)
+        backoff_factor = _number("backoff_factor", backoff_factor)
+        growth_interval, hysteresis, warn_after = map(
+            plain, (growth_interval, hysteresis, warn_after)
+        )
+        smallest = 0.0 if min_scale is None else _number("min_scale", min_scale)
+        largest = math.inf if max_scale is None else _number("max_scale", max_scale)
         if enabled and not 0.0 <= smallest <= init_scale <= largest:
             raise ValueError(
                 "GradScaler: init_scale must lie between min_scale and max_scale, got "
                 f"init_scale={init_scale}, min_scale={min_scale}, max_scale={max_scale}"
             )
+        if not isinstance(growth_interval, int):
+            raise TypeError(f"GradScaler: growth_interval must be an int, got {growth_interval!r}")
         for name, count in (("hysteresis", hysteresis), ("warn_after", warn_after)):
-            if not isinstance(count, Integral) or count < 1:
+            if not is_count(count):
                 raise ValueError(f"GradScaler: {name} must be an int of at least 1, got {count!r}")
         has_options = (smallest, largest, dynamic, hysteresis) != (0.0, math.inf, True, 1)
         if has_options and device not in _DEVICE_TYPES:
@@ -751,6 +761,14 @@ def _checked_entries(state_dict: dict[str, Any], hysteresis: int) -> dict[str, A
             )
         entries[name] = type(limit)(value)
     return entries
+
+
+def _number(name: str, value: Any) -> Any:
+    """Returns a number, which torch may give as a tensor, as Python has it."""
+    value = plain(value)
+    if not isinstance(value, (bool, Tensor)) and not is_number(value):
+        raise TypeError(f"GradScaler: {name} must be a number, got {value!r}")
+    return value
 
 
 def _check_process_group(group: Any) -> None:

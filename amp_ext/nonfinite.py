@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.plain_numbers import is_number, plain
 
 __all__ = ["check_for_overflow", "find_nonfinite", "handle_nan_loss"]
 
@@ -108,7 +109,8 @@ def handle_nan_loss(
     Raises:
         TypeError: If ``loss`` is neither a tensor nor a number.
     """
-    if not isinstance(loss, (Tensor, int, float)):
+    loss = plain(loss)
+    if not (isinstance(loss, Tensor) or is_number(loss)):
         raise TypeError(
             f"handle_nan_loss: loss must be a tensor or a number, got {type(loss).__name__}"
         )

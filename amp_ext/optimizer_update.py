@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.plain_numbers import is_count, plain
 
 __all__ = ["OptimizerType", "OptimizerWorkspace", "optimizer_update_"]
 
@@ -110,7 +111,8 @@ def optimizer_update_(
             "optimizer_update_: optimizer_type must be an OptimizerType, got "
             f"{type(optimizer_type).__name__}"
         )
-    if not isinstance(timestep, int) or timestep < 1:
+    timestep = plain(timestep)
+    if not is_count(timestep):
         raise RuntimeError(
             f"optimizer_update_: timestep must be an int of at least 1, got {timestep}"
         )

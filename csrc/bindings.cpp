@@ -3,9 +3,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -91,12 +93,36 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
+// Throws if a number is NaN, which would leave nothing but NaN, or the limit is none.
+template <typename Hyperparameters>
+void check_numbers(const char* operation, const Group<Hyperparameters>& options) {
+  const auto check = [&](const char* name, double value) {
+    TORCH_CHECK(!std::isnan(value), operation, ": ", name, " must be a number, got nan");
+  };
+  check("lr", options.lr);
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    if constexpr (std::is_floating_point_v<std::decay_t<decltype(options.*member)>>) {
+      check(name, options.*member);
+    }
+  });
+  TORCH_CHECK(options.clip_value >= 0.0, operation, ": clip_value must be at least 0, got ",
+              options.clip_value);
+}
+
 // The hyperparameters of an optimizer, and what describes it: `operation`, `fields` and
 // `buffers`.
 template <typename Hyperparameters>
 void hyperparameters_class(py::module_& module) {
   using Options = Group<Hyperparameters>;
-  auto options = options_class<Options>(module, Hyperparameters::kName);
+  auto options = py::class_<Options>(module, Hyperparameters::kName);
+  options.def(py::init([](const py::kwargs& fields) {
+    Options options;
+    set_fields(options, fields);
+    check_numbers(Hyperparameters::kName, options);
+    TORCH_CHECK(!options.lr_tensor.has_value() || options.lr_tensor->numel() == 1,
+                Hyperparameters::kName, ": lr must be one element");
+    return options;
+  }));
   define_lr(options);
   options.def_property(
       "clip_value", [](const Options& self) { return self.clip_value; },
@@ -179,6 +205,7 @@ void define_optimizer(py::module_& module, py::class_<Plan>& plan_class) {
     const GradientOptions gradient_options = take_gradient_options(arguments);
     Group<Hyperparameters> options;
     set_fields(options, arguments);
+    check_numbers(Hyperparameters::kOperation, options);
     const py::gil_scoped_release release;
     step_(lists, options, gradient_options);
   });

@@ -37,6 +37,7 @@ class Adam(FusedOptimizer):
 
     _hyperparameters_class = "AdamHyperparameters"
     _own_options = ("denominator_floor",)
+    _not_negative = (*FusedOptimizer._not_negative, "denominator_floor")
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 
     def __init__(
@@ -65,13 +66,11 @@ class Adam(FusedOptimizer):
         """Checks the options; see the class."""
         super().__init__(params, options_of(locals()))
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        super()._check_options(options)
-        eps, floor = options["eps"], options["denominator_floor"]
+    def _check_as_torch(self, options: dict[str, Any]) -> None:
+        super()._check_as_torch(options)
+        eps = options["eps"]
         if not eps >= 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
-        if not floor >= 0.0:
-            raise ValueError(f"Invalid denominator_floor value: {floor}")
         check_betas(options)
 
     def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:

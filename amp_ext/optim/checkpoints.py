@@ -36,6 +36,7 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
 
     Raises:
         KeyError: If the dict is not one of an optimizer.
+        TypeError: If an option is of a wrong type.
         ValueError: If another class wrote it, it does not fit the groups, or a part is missing or
             does not fit.
     """
@@ -159,6 +160,7 @@ def _check_groups(optimizer: FusedOptimizer, groups: Sequence[Options]) -> None:
                 "got True: a fused kernel is not differentiable; set it to False in the state dict "
                 "to go on without gradients through the steps"
             )
+        optimizer._check_options(group, f"{_operation(optimizer)}: %s of param_groups[{index}]")
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from amp_ext.hand_over import (
     sum_of_flags,
 )
 from amp_ext.optim.checkpoints import read_state_dict
+from amp_ext.optim.options import check_types, check_values
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import local_tensor
 
@@ -32,6 +33,8 @@ __all__ = ["FusedOptimizer"]
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float64, *_SIXTEEN_BIT)
+
+_PLAIN_TYPES = (type(None), bool, int, float)
 
 # Options of a step that torch does not have. A checkpoint never changes how they were configured.
 _CONFIGURED = (
@@ -84,6 +87,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         differentiable: Must be False.
 
     Raises:
+        TypeError: If an option is of a wrong type.
         ValueError: If an option is out of range, or a parameter is listed twice.
         RuntimeError: If ``differentiable`` is true.
     """
@@ -93,6 +97,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _hyperparameters_class: ClassVar[str]
     # Options of a subclass that torch does not have.
     _own_options: ClassVar[tuple[str, ...]] = ()
+    # Numbers among these and those that all optimizers have which must be 0 or more.
+    _not_negative: ClassVar[tuple[str, ...]] = ("max_grad_norm", "clip_value")
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: StepPlan | None = None
     _hand_over: HandOver | None = None  # of the scaler whose step this is
@@ -111,11 +117,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             params: Parameters or groups, as for torch.optim.Optimizer.
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
-        self._check_differentiable(defaults)
+        where = f"{type(self).__name__}: %s"
+        check_types(type(self), defaults, where)
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._check_options(defaults)
-        self._check_own_options(defaults)
+        self._check_as_torch(defaults)
+        check_values(type(self), defaults, where, self._not_negative)
         self.grad_norm = None  # of the instance: a wrapper made of this class shall not hide it
         super().__init__(params, defaults)
 
@@ -125,8 +132,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns the state keys of the buffers that a group keeps, in the functor's order."""
         raise TypeError(f"{type(self).__name__} does not name its buffers")
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        """Checks the defaults as torch does; a subclass adds what is its own."""
+    def _check_as_torch(self, options: dict[str, Any]) -> None:
+        """Checks the ranges of defaults as torch does, in its words; a subclass adds to it."""
         lr, weight_decay = options["lr"], options["weight_decay"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -140,9 +147,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         options = group
         if "betas" in group:
             beta1, beta2 = group["betas"]
-            options = {**group, "beta1": float(beta1), "beta2": float(beta2)}
+            options = {**group, "beta1": beta1, "beta2": beta2}
         takes = getattr(ops, self._hyperparameters_class)
         return takes(**{name: options[name] for name in takes.fields if name in options})
+
+    def _hyperparameters_of_groups(self) -> list[Any]:
+        """Returns the options of all groups as the compiled module takes them."""
+        try:
+            return [self._hyperparameters(group) for group in self.param_groups]
+        except (TypeError, ValueError, RuntimeError):
+            self._check_groups()  # knows the name of what does not fit
+            raise
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
         """Returns whether the functor needs the number of the step."""
@@ -166,7 +181,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             param_group: ``params`` and the options that differ from the defaults.
 
         Raises:
-            ValueError: If a parameter is listed twice, or ``state_dtype`` is not one. The group has
+            TypeError: If an option is of a wrong type.
+            ValueError: If a parameter is listed twice, or an option can't be used. The group has
                 not been added then, nor after an interrupt.
             RuntimeError: If ``differentiable`` is true; likewise.
         """
@@ -174,20 +190,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             super().add_param_group(param_group)
             group = self.param_groups[-1]
-            self._check_differentiable(group)
-            self._check_own_options(group)
+            self._check_options(group, f"{type(self).__name__}: %s of group {count}")
             self._check_unique(group["params"], count)
         except BaseException:  # also an interrupt, after which a notebook goes on
             del self.param_groups[count:]
             raise
         self.rebuild()
-
-    def _check_differentiable(self, options: dict[str, Any]) -> None:
-        if options["differentiable"]:
-            raise RuntimeError(
-                f"{type(self).__name__}: differentiable must be False, got True: a fused kernel "
-                "is not differentiable; torch.optim's optimizers are"
-            )
 
     def _check_unique(self, params: list[Tensor], group_index: int) -> None:
         first_index: dict[Tensor, int] = {}
@@ -198,21 +206,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"once, got it as param {first_index[param]} already"
                 )
 
-    def _check_own_options(self, group: dict[str, Any]) -> None:
-        """Checks what torch does not know, and stores state_dtype by its name.
+    def _check_options(self, options: dict[str, Any], where: str) -> None:
+        """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
+        check_types(type(self), options, where)
+        check_values(type(self), options, where, self._not_negative)
 
-        Distributed checkpoints refuse a torch.dtype in a group.
-        """
-        for name in ("max_grad_norm", "clip_value"):
-            limit = group[name]
-            if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0.0):
-                raise ValueError(f"Invalid {name} value: {limit}")
-        dtype = group["state_dtype"]
-        if dtype not in (torch.float32, "float32", None):
-            raise ValueError(
-                f"{type(self).__name__}: state_dtype must be torch.float32 or None, got {dtype}"
-            )
-        group["state_dtype"] = None if dtype is None else "float32"
+    def _check_groups(self) -> None:
+        """Checks what a loop may have written into the groups."""
+        for index, group in enumerate(self.param_groups):
+            self._check_options(group, f"{type(self).__name__}: %s of group {index}")
 
     # State.
 
@@ -246,9 +248,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, dtype in wanted.items():
             if state.get(name) is None:
                 state[name] = torch.zeros_like(param, dtype=dtype)
+            elif not isinstance(state[name], Tensor):
+                raise TypeError(
+                    f"{type(self).__name__}: {name} of {self._place_of(param)} must be a tensor, "
+                    f"got {state[name]!r}"
+                )
             elif state[name].dtype != dtype or state[name].device != param.device:
                 state[name] = state[name].to(param.device, dtype)
         return state
+
+    def _place_of(self, param: Tensor) -> str:
+        return next(
+            f"group {group_index}, param {index}"
+            for group_index, group in enumerate(self.param_groups)
+            for index, other in enumerate(group["params"])
+            if other is param
+        )
 
     def init_state(self) -> None:
         """Creates every state that a first step would create, and does not step.
@@ -317,6 +332,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             if self._plan is None or not self._plan.take_params(self):
                 self._plan = None
+                self._check_groups()
                 plan = StepPlan(self)
                 plan.take_params(self)
                 self._plan = plan
@@ -379,6 +395,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_grad_norm = self._for_all_groups("max_grad_norm")
         skip_nonfinite = self._for_all_groups("skip_nonfinite")
         grad_scale, look = hand_over.grad_scale, hand_over.look
+        if max_grad_norm is not None and not max_grad_norm >= 0.0:
+            self._check_groups()
         if look is not None and not look.found_infs:
             self._check_no_grads()
         elif (
@@ -408,7 +426,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
-        hyperparameters = [self._hyperparameters(group) for group in self.param_groups]
+        hyperparameters = self._hyperparameters_of_groups()
         hand_over.is_spent = True  # before: an interrupt must not lead to a second step
         try:
             compiled.step(
@@ -436,6 +454,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _for_all_groups(self, option: str) -> Any:
         """Returns an option that concerns the norm of all groups together."""
         values = [group[option] for group in self.param_groups]
+        if type(values[0]) not in _PLAIN_TYPES or any(value != values[0] for value in values):
+            self._check_groups()
+            values = [group[option] for group in self.param_groups]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{type(self).__name__}: {option} must be the same in all groups, whose norm is "
@@ -569,6 +590,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             KeyError: If the dict is not one of an optimizer.
+            TypeError: If an option is of a wrong type.
             ValueError: If it does not fit the groups, another class wrote it, or a part is missing.
                 Nothing has been changed then. After an interrupt the optimizer has either all of
                 the file or nothing.

@@ -60,8 +60,8 @@ class Lion(FusedOptimizer):
         """Checks the options; see the class."""
         super().__init__(params, options_of(locals()))
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        super()._check_options(options)
+    def _check_as_torch(self, options: dict[str, Any]) -> None:
+        super()._check_as_torch(options)
         check_betas(options)
 
     def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -66,8 +66,8 @@ class SGD(FusedOptimizer):
         """Checks the options; see the class."""
         super().__init__(params, options_of(locals()))
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        super()._check_options(options)
+    def _check_as_torch(self, options: dict[str, Any]) -> None:
+        super()._check_as_torch(options)
         momentum, dampening = options["momentum"], options["dampening"]
         if not momentum >= 0.0:
             raise ValueError(f"Invalid momentum value: {momentum}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.put_back import Before
 
 __all__ = [
@@ -59,6 +60,7 @@ class WeightDecayScheduler(ABC):
             raise TypeError(
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
+        last_epoch = plain(last_epoch)
         if not isinstance(last_epoch, int) or last_epoch < -1:
             raise ValueError(f"{name}: last_epoch must be an int of at least -1, got {last_epoch}")
         for index, group in enumerate(optimizer.param_groups):
@@ -381,12 +383,13 @@ def _options(group: dict[str, Any]) -> list[str]:
 
 
 def _positive_int(what: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
+    value = plain(value)
+    if not is_count(value):
         raise ValueError(f"{what} must be a positive int, got {value!r}")
     return value
 
 
 def _not_negative(what: str, value: float) -> float:
-    if not isinstance(value, Real) or not 0.0 <= value < math.inf:
+    if not (is_number(plain(value)) and 0.0 <= value < math.inf):
         raise ValueError(f"{what} must be finite and at least 0, got {value!r}")
     return float(value)

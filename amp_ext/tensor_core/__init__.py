@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from amp_ext.plain_numbers import is_count, plain
 from amp_ext.tensor_core import of_config, of_model
 from amp_ext.tensor_core.dimension import Dimension
 
@@ -102,7 +103,7 @@ def tensor_core_advice(
         ("multiple", multiple),
         ("vocabulary_multiple", vocabulary_multiple),
     ):
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and not is_count(plain(value)):
             raise ValueError(f"tensor_core_advice: {name} must be a positive int, got {value!r}")
     advice = [_advise(dimension, multiple, vocabulary_multiple) for dimension in _dimensions(model)]
     advice += _advise_on_batch(batch_size, sequence_length, multiple)

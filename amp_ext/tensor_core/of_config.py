@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from amp_ext.plain_numbers import is_count, plain
 from amp_ext.tensor_core.dimension import CountParameters, Dimension, growth
 
 # What each name stands for.
@@ -44,9 +45,9 @@ def dimensions(config: Mapping[str, Any], prefix: str = "") -> Iterator[Dimensio
     Raises:
         ValueError: If a value is no positive int, or the width is not divisible by the heads.
     """
-    named = {name: config[name] for name in _ROLES if config.get(name) is not None}
+    named = {name: plain(config[name]) for name in _ROLES if config.get(name) is not None}
     for name, size in named.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_count(size):
             raise ValueError(
                 f"tensor_core_advice: {prefix}{name} must be a positive int, got {size!r}"
             )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 
+from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.training.scaler import SMALLEST_SCALE
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -49,7 +50,9 @@ class MixedPrecisionConfig:
     gradient_accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
-        """Checks every setting."""
+        """Checks every setting, and takes numbers of numpy as those of Python."""
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
         for name, fits, wanted in self._checks():
             if not fits:
                 raise ValueError(
@@ -59,7 +62,8 @@ class MixedPrecisionConfig:
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
         """Yields each setting with whether it fits and what is wanted."""
         scale = self.initial_loss_scale
-        yield "precision", self.precision in DTYPES, "'fp32', 'bf16' or 'fp16'"
+        is_text = isinstance(self.precision, str)
+        yield "precision", is_text and self.precision in DTYPES, "'fp32', 'bf16' or 'fp16'"
         yield "initial_loss_scale", _is_positive(scale), "positive and finite"
         yield "growth_interval", is_count(self.growth_interval), "an int of 1 or more"
         growth = self.growth_factor
@@ -72,7 +76,7 @@ class MixedPrecisionConfig:
         norm = self.max_grad_norm
         yield (
             "max_grad_norm",
-            norm is None or (_is_number(norm) and norm >= 0),
+            norm is None or (is_number(norm) and norm >= 0),
             "0 or more, or None",
         )
         steps = self.gradient_accumulation_steps
@@ -89,14 +93,5 @@ class MixedPrecisionConfig:
         return self.precision == "fp16"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
-
-
-def is_count(value: Any) -> bool:
-    """Returns whether a value is an int of 1 or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_number(value) and 0 < value < math.inf

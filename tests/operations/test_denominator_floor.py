@@ -133,7 +133,8 @@ def test_each_group_has_its_own_floor(device):
 @pytest.mark.parametrize("wrong", [-1e-12, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_a_wrong_floor_is_refused(name, wrong):
-    with pytest.raises(ValueError, match=r"^Invalid denominator_floor value: -?(1e-12|inf|nan)$"):
+    words = f"^{name}: denominator_floor must be a number of at least 0, got {wrong}$"
+    with pytest.raises(ValueError, match=words):
         ours(name)(make_params(F32), denominator_floor=wrong)
 
 

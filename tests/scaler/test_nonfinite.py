@@ -243,6 +243,12 @@ def test_an_overflow_is_logged_with_some_names(count, ending, device, caplog):
 # handle_nan_loss
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, np.array], ids=str)
+def test_a_loss_of_numpy_is_a_number(kind):
+    assert amp_ext.handle_nan_loss(kind(NAN)) is True
+    assert amp_ext.handle_nan_loss(kind(1.0)) is False
+
+
 NANS = [NAN, np.float64(NAN), torch.tensor(NAN, requires_grad=True) * 2]
 NANS += [torch.tensor(NAN), torch.tensor(NAN).half(), torch.tensor([[INF], [NAN]])]
 INFS = [-INF, torch.tensor(INF), torch.tensor(-INF), torch.tensor(INF).bfloat16()]

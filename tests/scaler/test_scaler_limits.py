@@ -380,3 +380,48 @@ def test_a_bad_new_scale_is_refused_and_the_iteration_can_still_be_updated(new_s
     scaler.update()
     assert scaler.get_scale() == 2
     assert (scaler.stats().updates, scaler.stats().last_nonfinite) == (1, "group 0, param 0")
+
+
+# Numbers of numpy, and what is none.
+
+
+def test_numbers_of_numpy_set_a_scaler():
+    numpy = pytest.importorskip("numpy")
+    scaler = amp_ext.GradScaler(
+        "cpu",
+        init_scale=numpy.float32(4),
+        growth_factor=numpy.float64(4),
+        backoff_factor=numpy.float16(0.25),
+        growth_interval=numpy.int64(1),
+        min_scale=numpy.array(2.0),
+        max_scale=numpy.float32(8),
+        hysteresis=numpy.array(1),
+        warn_after=numpy.int32(5),
+    )
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = amp_ext.optim.SGD([param], lr=1.0)
+    scales = []
+    for grad in (1.0, 1.0, INF, NAN):
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((1,), grad)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [8.0, 8.0, 2.0, 2.0]
+    assert all(type(value) in (int, float) for value in scaler.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"init_scale": "4"}, "init_scale must be a number, got '4'"),
+        ({"min_scale": "1"}, "min_scale must be a number, got '1'"),
+        ({"max_scale": [1]}, r"max_scale must be a number, got \[1\]"),
+        ({"growth_factor": "2"}, "growth_factor must be a number, got '2'"),
+        ({"backoff_factor": None}, "backoff_factor must be a number, got None"),
+        ({"growth_interval": 2.0}, "growth_interval must be an int, got 2.0"),
+    ],
+)
+def test_what_is_no_number_is_named(options, words):
+    with pytest.raises(TypeError, match=f"^GradScaler: {words}"):
+        amp_ext.GradScaler("cpu", **options)

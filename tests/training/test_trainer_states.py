@@ -441,6 +441,8 @@ OUT_OF_RANGE = [
     ("max_grad_norm", math.nan, "0 or more, or None"),
     ("gradient_accumulation_steps", 0, COUNT),
     ("gradient_accumulation_steps", True, COUNT),
+    ("precision", ["fp16"], "'fp32', 'bf16' or 'fp16'"),
+    ("initial_loss_scale", "4", "positive and finite"),
 ]
 
 
@@ -449,6 +451,19 @@ def test_a_setting_out_of_range_is_refused(name, value, wanted):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         MixedPrecisionConfig(**{name: value})
     assert str(caught.value) == f"MixedPrecisionConfig: {name} must be {wanted}, got {value!r}"
+
+
+def test_numbers_of_numpy_are_settings():
+    numpy = pytest.importorskip("numpy")
+    config = MixedPrecisionConfig(
+        initial_loss_scale=numpy.float32(4),
+        growth_interval=numpy.int64(7),
+        min_scale=numpy.array(2.0),
+        max_grad_norm=numpy.float16(0.5),
+        gradient_accumulation_steps=numpy.uint8(3),
+    )
+    assert config == MixedPrecisionConfig("bf16", 4.0, 7, 2.0, 0.5, 2.0, 0.5, 3)
+    assert type(config.initial_loss_scale) is float
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,0 +1,148 @@
+"""Whether the options of a group are what the signature of its optimizer says."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import reprlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_ext.plain_numbers import is_number, plain
+
+__all__ = ["check_types", "check_values"]
+
+Options = dict[str, Any]
+
+
+def check_types(kind: type, options: Options, where: str) -> None:
+    """Checks the types of options by the annotations of a constructor.
+
+    Writes numbers of numpy back as those of Python.
+
+    Args:
+        kind: The class of the optimizer.
+        options: Those of a group, or the defaults. What no signature names is left alone.
+        where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
+
+    Raises:
+        TypeError: If an option is of a wrong type.
+    """
+    for name, annotation in _annotations(kind).items():
+        if name not in options:
+            continue
+        given = options[name]
+        value = _plain(given, annotation)
+        fits, wanted = _TYPES[annotation]
+        if not fits(value):
+            raise TypeError(f"{where % name} must be {wanted}, got {_shown(given)}")
+        if value is not given:
+            options[name] = value
+
+
+def check_values(kind: type, options: Options, where: str, not_negative: Collection[str]) -> None:
+    """Checks the values of options whose types are right; stores ``state_dtype`` by its name.
+
+    Ranges of options that torch has are left to it: it checks them as defaults only, so that a
+    group may well have others. What no step has a use for is refused in every group.
+
+    Args:
+        kind: The class of the optimizer.
+        options: Those of a group, or the defaults.
+        where: What messages say, with ``%s`` for the name.
+        not_negative: Names of numbers that must be 0 or more.
+
+    Raises:
+        ValueError: If a number is NaN or negative, a tensor has other than one element, or
+            ``state_dtype`` is not one.
+        RuntimeError: If ``differentiable`` is true.
+    """
+    for name, annotation in _annotations(kind).items():
+        if name not in options:
+            continue
+        value, wanted = options[name], _TYPES[annotation][1]
+        if name in not_negative:
+            wanted = wanted.replace("a number", "a number of at least 0")
+            fits = value is None or value >= 0.0
+        else:
+            fits = all(_has_sense(number) for number in _numbers(value, annotation))
+        if not fits:
+            raise ValueError(f"{where % name} must be {wanted}, got {_shown(value)}")
+    dtype = options["state_dtype"]
+    if dtype not in (torch.float32, "float32", None):
+        wanted = "torch.float32 or None"
+        raise ValueError(f"{where % 'state_dtype'} must be {wanted}, got {_shown(dtype)}")
+    # Distributed checkpoints refuse a torch.dtype in a group.
+    options["state_dtype"] = None if dtype is None else "float32"
+    if options["differentiable"]:
+        raise RuntimeError(
+            f"{where % 'differentiable'} must be False, got True: a fused kernel is not "
+            "differentiable; torch.optim's optimizers are"
+        )
+
+
+@functools.cache
+def _annotations(kind: type) -> dict[str, str]:
+    """Returns the options that the constructors of a class name, with their types as written."""
+    return {
+        parameter.name: parameter.annotation
+        for base in reversed(kind.__mro__)
+        if "__init__" in vars(base)
+        for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
+        if isinstance(parameter.annotation, str) and parameter.annotation in _TYPES
+    }
+
+
+def _is_tensor_or_number(value: Any) -> bool:
+    return isinstance(value, (Tensor, bool)) or is_number(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or is_number(value)
+
+
+def _are_two(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_tensor_or_number, value))
+
+
+_TWO_NUMBERS = "tuple[float | Tensor, float | Tensor]"
+
+# What fits an annotation, and its name in messages. As to torch, a bool is a number, a tensor of
+# one element will do for any number that torch knows, and 0, 1 and None are flags.
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (_is_tensor_or_number, "a number"),
+    "float | Tensor": (_is_tensor_or_number, "a number or a tensor of one element"),
+    "float | None": (lambda value: value is None or is_number(value), "a number or None"),
+    "bool": (_is_flag, "True or False"),
+    "bool | None": (_is_flag, "True, False or None"),
+    _TWO_NUMBERS: (_are_two, "two numbers or two tensors of one element"),
+}
+
+
+def _plain(value: Any, annotation: str) -> Any:
+    """Returns an option without numbers of numpy."""
+    is_list = isinstance(value, (Sequence, Tensor)) or hasattr(value, "ndim")
+    if annotation == _TWO_NUMBERS and is_list and not isinstance(value, str):
+        return tuple(map(plain, value))
+    return plain(value)
+
+
+def _numbers(value: Any, annotation: str) -> tuple[Any, ...]:
+    return value if annotation == _TWO_NUMBERS else (value,)
+
+
+def _has_sense(number: Any) -> bool:
+    """Returns whether it is neither NaN, which the host sees, nor a tensor of several elements."""
+    if isinstance(number, Tensor):
+        return number.numel() == 1
+    return not (is_number(number) and math.isnan(number))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of sizes {tuple(value.shape)}"
+    return reprlib.repr(value)

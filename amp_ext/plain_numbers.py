@@ -1,0 +1,32 @@
+"""Numbers as Python has them, whoever made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["is_count", "is_number", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """Returns a number of numpy, or its array of no dimensions, as one of Python.
+
+    Anything else comes back as it is. A checkpoint with a number of numpy in it can't be read with
+    ``weights_only=True``.
+    """
+    if isinstance(value, Tensor) or getattr(value, "ndim", None) != 0:
+        return value
+    return value.item() if hasattr(value, "item") else value
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value, as :func:`plain` returns it, is a real number: no bool, no text."""
+    if isinstance(value, (bool, Tensor)) or hasattr(value, "ndim"):
+        return False
+    return hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+
+
+def is_count(value: Any) -> bool:
+    """Returns whether a value, as :func:`plain` returns it, is an int of 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

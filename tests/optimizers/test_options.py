@@ -1,0 +1,281 @@
+"""Options of groups: what is refused by name wherever it comes from, and that numpy's are taken."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import re
+from decimal import Decimal
+
+import optimizer_cases as cases
+import pytest
+import torch
+from awkward import F32
+from optimizer_cases import give_grads, make_params, ours, params_of
+from reference import same_bits
+from rows import rows
+from torch import Tensor
+
+import amp_ext
+
+numpy = pytest.importorskip("numpy")
+
+NAN, TWO = math.nan, torch.ones(2)
+A_LIMIT = "a number of at least 0 or None"
+
+# The option, a wrong value, what it must be, and how the message shows what came.
+WRONG_TYPES = {
+    "lr-text": ("lr", "1e-3", "a number or a tensor of one element", "'1e-3'"),
+    "lr-none": ("lr", None, "a number or a tensor of one element", "None"),
+    "lr-list": ("lr", [1e-3], "a number or a tensor of one element", r"\[0.001\]"),
+    "lr-complex": ("lr", 1j, "a number or a tensor of one element", "1j"),
+    "lr-array": ("lr", numpy.ones(1), "a number or a tensor of one element", "array"),
+    "decay-text": ("weight_decay", "0", "a number", "'0'"),
+    "maximize-text": ("maximize", "no", "True or False", "'no'"),
+    "maximize-list": ("maximize", [], "True or False", r"\[\]"),
+    "masters-text": ("master_weights", "no", "True or False", "'no'"),
+    "write-back-text": ("write_back_grads", "no", "True or False", "'no'"),
+    "skip-text": ("skip_nonfinite", "no", "True or False", "'no'"),
+    "fused-text": ("fused", "no", "True, False or None", "'no'"),
+    "norm-text": ("max_grad_norm", "1", "a number or None", "'1'"),
+    "norm-bool": ("max_grad_norm", True, "a number or None", "True"),
+    "clip-tensor": ("clip_value", torch.ones(()), "a number or None", r"a tensor of sizes \(\)"),
+}
+WRONG_VALUES = {
+    "norm-nan": ("max_grad_norm", NAN, A_LIMIT, "nan"),
+    "norm-negative": ("max_grad_norm", -1.0, A_LIMIT, "-1.0"),
+    "clip-nan": ("clip_value", NAN, A_LIMIT, "nan"),
+    "clip-negative": ("clip_value", -1e-30, A_LIMIT, "-1e-30"),
+    "dtype": ("state_dtype", "float16", "torch.float32 or None", "'float16'"),
+}
+# Which torch checks as defaults, in its own words.
+WRONG_IN_GROUPS = {
+    "lr-nan": ("lr", NAN, "a number or a tensor of one element", "nan"),
+    "lr-numpy-nan": ("lr", numpy.float32("nan"), "a number or a tensor of one element", "nan"),
+    "lr-two": ("lr", TWO, "a number or a tensor of one element", r"a tensor of sizes \(2,\)"),
+    "decay-nan": ("weight_decay", NAN, "a number", "nan"),
+}
+OF_ONE_CLASS = {
+    "beta": ("Adam", "betas", (0.9,), "two numbers or two tensors of one element", r"\(0.9,\)"),
+    "betas": ("Lion", "betas", 0.9, "two numbers or two tensors of one element", "0.9"),
+    "betas-text": ("AdamW", "betas", "09", "two numbers or two tensors of one element", "'09'"),
+    "beta-text": ("Adam", "betas", (0.9, "0"), "two numbers .*", r"\(0.9, '0'\)"),
+    "eps": ("AdamW", "eps", None, "a number", "None"),
+    "amsgrad": ("Adam", "amsgrad", "no", "True or False", "'no'"),
+    "capturable": ("Adam", "capturable", "no", "True or False", "'no'"),
+    "decoupled": ("Adam", "decoupled_weight_decay", "no", "True or False", "'no'"),
+    "floor": ("AdamW", "denominator_floor", "0", "a number", "'0'"),
+    "momentum": ("SGD", "momentum", "0.9", "a number", "'0.9'"),
+    "dampening": ("SGD", "dampening", None, "a number", "None"),
+    "nesterov": ("SGD", "nesterov", "no", "True or False", "'no'"),
+}
+OF_ONE_CLASS_IN_GROUPS = {
+    "beta-nan": ("Adam", "betas", (0.9, NAN), "two numbers .*", r"\(0.9, nan\)"),
+    "eps-nan": ("Adam", "eps", NAN, "a number", "nan"),
+    "floor-negative": ("Adam", "denominator_floor", -1e-12, "a number of at least 0", "-1e-12"),
+    "dampening-nan": ("SGD", "dampening", NAN, "a number", "nan"),
+}
+OF_ALL = WRONG_TYPES | WRONG_VALUES
+ANYWHERE = {
+    **{key: ("Adam", *row) for key, row in OF_ALL.items()},
+    **{f"sgd-{key}": ("SGD", *row) for key, row in OF_ALL.items()},
+    **OF_ONE_CLASS,
+}
+IN_GROUPS = {
+    **ANYWHERE,
+    **{key: ("Adam", *row) for key, row in WRONG_IN_GROUPS.items()},
+    **OF_ONE_CLASS_IN_GROUPS,
+}
+in_groups = pytest.mark.parametrize(("name", "option", "value", "wanted", "got"), rows(IN_GROUPS))
+
+
+def refused(name: str, place: str, wanted: str, got: str):
+    """Expects the error of an option at a place: "Adam: %s of group 1"."""
+    return pytest.raises((TypeError, ValueError), match=rf"^{place} must be {wanted}, got {got}")
+
+
+@pytest.mark.parametrize(("name", "option", "value", "wanted", "got"), rows(ANYWHERE))
+def test_a_constructor_refuses_it(name, option, value, wanted, got):
+    with refused(name, f"{name}: {option}", wanted, got):
+        ours(name)(make_params(F32), **{option: value})
+
+
+@in_groups
+def test_a_group_with_it_is_not_added(name, option, value, wanted, got):
+    params = make_params(F32)
+    optimizer = ours(name)(params[:1])
+    with refused(name, f"{name}: {option} of group 1", wanted, got):
+        optimizer.add_param_group({"params": params[1:], option: value})
+    assert len(optimizer.param_groups) == 1
+    with refused(name, f"{name}: {option} of group 1", wanted, got):
+        ours(name)([{"params": params[:1]}, {"params": params[1:], option: value}])
+    give_grads(params)
+    optimizer.step()
+
+
+@in_groups
+def test_a_checkpoint_with_it_is_not_loaded(name, option, value, wanted, got):
+    optimizer = ours(name)(make_params(F32))
+    if option in optimizer._configured(optimizer.param_groups[0]):
+        pytest.skip("no checkpoint changes it")
+    cases.train([optimizer])
+    before = cases.bits_of(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][option] = value
+    with refused(name, rf"{name}.load_state_dict: {option} of param_groups\[0\]", wanted, got):
+        optimizer.load_state_dict(saved)
+    cases.assert_same_bits(optimizer, before)
+    cases.train([optimizer])
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["alone", "under-a-scaler"])
+@pytest.mark.parametrize("steps", [0, 1])
+@in_groups
+def test_a_step_refuses_what_a_loop_wrote(name, option, value, wanted, got, steps, scaled):
+    if steps and option in ("fused", "capturable", "state_dtype", "denominator_floor"):
+        pytest.skip("no later step reads it, or a negative one does as 0 does")
+    if steps and (value is True or (option == "clip_value" and isinstance(value, Tensor))):
+        pytest.skip("a later step takes it for a number")
+    if option in ("amsgrad", "master_weights") and steps:
+        value, got = [1], r"\[1\]"
+    params = make_params(F32)
+    optimizer = ours(name)([{"params": params[:1]}, {"params": params[1:]}])
+    cases.train([optimizer], steps)
+    if option in ("max_grad_norm", "skip_nonfinite") and got != "'no'":
+        optimizer.param_groups[0][option] = value
+    optimizer.param_groups[1][option] = value
+    give_grads(params)
+    before = cases.bits_of(optimizer)
+    scaler = amp_ext.GradScaler("cpu", enabled=scaled)
+    scaler.scale(torch.ones(()))
+    with refused(name, f"{name}: {option} of group [01]", wanted, got):
+        scaler.step(optimizer)
+    cases.assert_same_bits(optimizer, before)
+
+
+def test_torch_words_stand_where_torch_checks():
+    params = make_params(F32)
+    for option, value, words in (
+        ("lr", NAN, "Invalid learning rate: nan"),
+        ("lr", -1.0, "Invalid learning rate: -1.0"),
+        ("lr", TWO, "Tensor lr must be 1-element"),
+        ("eps", NAN, "Invalid epsilon value: nan"),
+        ("weight_decay", -1, "Invalid weight_decay value: -1"),
+        ("betas", (0.9, NAN), "Invalid beta parameter at index 1: nan"),
+        ("betas", (0, 0.9), "betas must be either both floats or both Tensors"),
+    ):
+        messages = []
+        for kind in (ours("Adam"), torch.optim.Adam):
+            with pytest.raises(ValueError, match=re.escape(words)) as error:
+                kind(params, **{option: value})
+            messages.append(str(error.value))
+        assert messages == [words] * 2
+
+
+@cases.each_name
+def test_a_differentiable_step_is_refused_in_a_group_too(name):
+    optimizer = ours(name)(make_params(F32)[:1])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["differentiable"] = True
+    added = {"params": make_params(F32)[1:], "differentiable": True}
+    words = "differentiable of .* must be False, got True"
+    with pytest.raises(RuntimeError, match=f"^{name}: {words}"):
+        optimizer.add_param_group(added)
+    with pytest.raises(RuntimeError, match=f"^{name}.load_state_dict: {words}"):
+        optimizer.load_state_dict(saved)
+    assert [group["differentiable"] for group in optimizer.param_groups] == [False]
+
+
+# What is taken.
+
+
+NUMBERS = {
+    "float32": numpy.float32(0.25),
+    "float64": numpy.float64(0.25),
+    "float16": numpy.float16(0.25),
+    "array": numpy.array(0.25),
+}
+
+
+@pytest.mark.parametrize("value", rows(NUMBERS))
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *(("AdamW", option) for option in ("lr", "eps", "weight_decay", "denominator_floor")),
+        *(("SGD", option) for option in ("lr", "weight_decay", "clip_value", "max_grad_norm")),
+    ],
+)
+def test_numbers_of_numpy_are_numbers_everywhere(name, option, value):
+    by_constructor = ours(name)(make_params(F32), **{option: value})
+    in_a_group = ours(name)([{"params": make_params(F32), option: value}])
+    written, loaded, wanted = (ours(name)(make_params(F32)) for _ in range(3))
+    written.param_groups[0][option] = value
+    saved = copy.deepcopy(wanted.state_dict())
+    saved["param_groups"][0][option] = value
+    loaded.load_state_dict(saved)
+    if option in loaded._configured(loaded.param_groups[0]):
+        loaded.param_groups[0][option] = value
+    wanted.param_groups[0][option] = 0.25
+    everyone = [by_constructor, in_a_group, written, loaded, wanted]
+    start = params_of(wanted)
+    for optimizer in everyone:
+        for param, first in zip(params_of(optimizer), start, strict=True):
+            param.data.copy_(first)
+    for _ in range(2):
+        give_grads(*everyone)
+        for optimizer in everyone:
+            optimizer.step()
+    for optimizer in everyone:
+        assert all(map(same_bits, params_of(optimizer), params_of(wanted)))
+
+
+def test_options_from_numpy_are_saved_as_numbers_of_python():
+    options = {"lr": numpy.float32(0.5), "betas": numpy.array([0.5, 0.75]), "amsgrad": numpy.True_}
+    optimizer = ours("Adam")(make_params(F32), max_grad_norm=numpy.int64(2), **options)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    (group,) = torch.load(file, weights_only=True)["param_groups"]
+    assert (group["lr"], group["betas"], group["amsgrad"]) == (0.5, (0.5, 0.75), True)
+    assert type(group["max_grad_norm"]) is int
+
+
+def test_what_torch_takes_for_numbers_and_flags_is_taken():
+    params = make_params(F32)
+    optimizer = ours("Adam")(params, weight_decay=torch.tensor(0.5), amsgrad=1, maximize=None)
+    optimizer.param_groups[0].update(lr=True, eps=Decimal("1e-8"), betas=[0.9, 0.99], name="all")
+    give_grads(params)
+    optimizer.step()
+    assert optimizer.param_groups[0]["name"] == "all"
+
+
+# States.
+
+
+@pytest.mark.parametrize(("value", "got"), [(3, "3"), ("3", "'3'")])
+def test_a_counter_that_is_no_tensor_is_named(value, got):
+    params = make_params(F32)[:2]
+    optimizer = ours("Adam")([{"params": params[:1]}, {"params": params[1:]}])
+    cases.train([optimizer])
+    optimizer.state[params[1]]["step"] = value
+    optimizer.rebuild()
+    start = [param.detach().clone() for param in params]
+    with pytest.raises(
+        TypeError, match=f"^Adam: step of group 1, param 0 must be a tensor, got {got}"
+    ):
+        optimizer.step()
+    assert all(map(same_bits, params, start))
+
+
+# List operations.
+
+
+@pytest.mark.parametrize("option", ["lr", "eps", "weight_decay", "beta1"])
+def test_list_operations_refuse_nan(option):
+    params, rest = [torch.ones(3)], [[torch.ones(3)] for _ in range(3)]
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 0.1, "weight_decay": 0.0}
+    words = f"^adam_: {option} must be a number, got nan"
+    with pytest.raises(RuntimeError, match=words):
+        amp_ext.ops.adam_(params, *rest, [torch.zeros(())], **{**options, option: NAN})
+    assert same_bits(params[0], torch.ones(3))
