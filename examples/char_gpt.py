@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
+from amp_ext.program import check_folder, run_program
 
 
 @dataclass(frozen=True)
@@ -468,13 +469,13 @@ def main() -> int:
         "--quick", action="store_true", help="a few seconds, judges only the resumption"
     )
     arguments = parser.parse_args()
+    check_folder(parser, "--out", arguments.out)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = QUICK if arguments.quick else Settings()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line needs on CUDA
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain much from a second
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     checkpoint, figure = arguments.out / "checkpoint.pt", arguments.out / "char_gpt.png"
     text = Text(device)
     console = Console()
@@ -516,4 +517,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from amp_ext.optim import AdamW
+from amp_ext.program import check_folder, run_program
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +289,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=folder, help="folder to write")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
+    check_folder(parser, "--out", arguments.out)
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = QUICK if arguments.quick else DEFAULT
@@ -296,7 +298,10 @@ def main() -> int:
         parser.error(f"--image: no such file: {arguments.image}")
 
     console = Console()
-    photo = load_photo(arguments.image, settings.size)
+    try:
+        photo = load_photo(arguments.image, settings.size)
+    except (OSError, SyntaxError, ValueError) as error:  # as matplotlib says it of its formats
+        parser.error(f"--image: can't read {arguments.image}: {error}")
 
     def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Run:
         return train(recipe, photo, settings, seed, device, report)
@@ -304,7 +309,6 @@ def main() -> int:
     figures = {"loss": ".5f"}
     results = run_all(RECIPES, train_one, arguments.seeds, settings.steps, figures, console)
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     draw(results, photo, settings, arguments.out / "master_weights.png")
     console.print(make_table(results))
     console.print(f"Written: {arguments.out / 'master_weights.png'}")
@@ -316,4 +320,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
+from amp_ext.program import check_folder, run_program
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,6 +374,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/photo"), help="folder to write")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
+    check_folder(parser, "--out", arguments.out)
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     default = DEFAULTS["quick" if arguments.quick else device]
@@ -385,7 +387,10 @@ def main() -> int:
         parser.error(f"--image: no such file: {arguments.image}")
 
     console = Console()
-    photo = load_photo(arguments.image, settings.size)
+    try:
+        photo = load_photo(arguments.image, settings.size)
+    except (OSError, SyntaxError, ValueError) as error:  # as matplotlib says it of its formats
+        parser.error(f"--image: can't read {arguments.image}: {error}")
 
     def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Result:
         return train(recipe, photo, settings, seed, device, report)
@@ -393,7 +398,6 @@ def main() -> int:
     figures = {"loss": ".5f", "scale": "<8.2g"}
     results = run_all(RECIPES, train_one, arguments.seeds, settings.steps, figures, console)
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     image = arguments.image.name if arguments.image else "grace_hopper.jpg"
     given = {**asdict(settings), "image": image, "seeds": arguments.seeds, "device": device}
     given |= {"learning_rate": LEARNING_RATE, "growth_interval": GROWTH_INTERVAL}
@@ -409,4 +413,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

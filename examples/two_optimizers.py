@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
+from amp_ext.program import check_folder, run_program
 
 STEPS = 3000
 QUICK_STEPS = 160
@@ -276,6 +277,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=folder, help="folder to write")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges no samples")
     arguments = parser.parse_args()
+    check_folder(parser, "--out", arguments.out)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     steps = QUICK_STEPS if arguments.quick else STEPS
     torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain from a second
@@ -291,7 +293,6 @@ def main() -> int:
         bar = progress.add_task("", total=steps)
         record = train(steps, arguments.seed, device, partial(progress.advance, bar))
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     draw(record, arguments.out / "two_optimizers.png")
     console.print(make_table(record))
     console.print(f"Written: {arguments.out / 'two_optimizers.png'}")
@@ -302,4 +303,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

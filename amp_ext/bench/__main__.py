@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 
 from amp_ext.bench import plot, report, surroundings
 from amp_ext.bench.measure import Effort, choose_rows, matches, measure
+from amp_ext.program import check_folder, check_output, make_console, parse_json, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,15 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module, needed in (("rich", True), ("matplotlib", options.plot is not None)):
         if needed and importlib.util.find_spec(module) is None:
             parser.error(f"{module} is missing: pip install rich matplotlib")
-    from rich.console import Console
-
-    # A table in a file or a pipe is not squeezed into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and _is_folder(path):
+            check_folder(parser, option, path)
+        elif path is not None:
+            check_output(parser, option, path)
+    if options.plot and not _is_folder(options.plot):
+        plot.check_format(parser, "--plot", options.plot)
+    console = make_console()
     if options.load:
-        result = json.loads(options.load.read_text())
-        result["rows"] = [
-            row for row in result["rows"] if matches(options.filter, row["work"], row["shapes"])
-        ]
+        result = _load(options, parser)
     else:
         result = _measure(options, parser, given)
     if options.markdown:
@@ -73,16 +77,20 @@ def _parser() -> argparse.ArgumentParser:
         "hardware.",
     )
     parser.add_argument("--quick", action="store_true", help="only what has a target; a minute")
-    parser.add_argument("--device", type=torch.device, help="cpu or cuda (a GPU if any)")
-    parser.add_argument("--filter", default="", help="regular expression on 'work, shapes'")
+    parser.add_argument("--device", type=_device, help="cpu or cuda (a GPU if any)")
+    parser.add_argument(
+        "--filter", type=_pattern, default="", help="regular expression on 'work, shapes'"
+    )
     parser.add_argument("--list", action="store_true", help="shows the names of the rows")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--plot", type=Path, help="where the picture goes")
     parser.add_argument("--markdown", action="store_true", help="prints a table for a README")
     parser.add_argument("--load", type=Path, help="shows these figures instead of measuring")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each side (6)")
-    parser.add_argument("--seconds", type=float, help="least time of a turn (0.15; quick 0.05)")
-    parser.add_argument("--shrink", type=int, default=1, help="divides the sizes, for a trial (1)")
+    parser.add_argument("--rounds", type=_count, default=6, help="turns of each side (6)")
+    parser.add_argument("--seconds", type=_positive, help="least time of a turn (0.15; quick 0.05)")
+    parser.add_argument(
+        "--shrink", type=_count, default=1, help="divides the sizes, for a trial (1)"
+    )
     return parser
 
 
@@ -124,11 +132,67 @@ def _measure(
 
 def _file(path: Path, result: dict[str, Any], suffix: str) -> Path:
     """Returns the file that was named, or one in the folder that was."""
-    if path.suffix == "" or path.is_dir():
-        path = path / f"{surroundings.file_stem(result['surroundings'])}{suffix}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if _is_folder(path):
+        return path / f"{surroundings.file_stem(result['surroundings'])}{suffix}"
     return path
 
 
+def _is_folder(path: Path) -> bool:
+    return path.suffix == "" or path.is_dir()
+
+
+def _load(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Reads the figures that an earlier run stored, and chooses among their rows."""
+    try:
+        text = options.load.read_text(encoding="utf-8")
+        result = parse_json(text, str(options.load))
+    except (OSError, ValueError) as error:
+        parser.error(f"--load: {error}")
+    try:
+        result["rows"] = [
+            row for row in result["rows"] if matches(options.filter, row["work"], row["shapes"])
+        ]
+        report.heading(result), report.columns(result["rows"]), report.summary(result)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        parser.error(f"--load: {options.load} must be a file that --json wrote")
+    return result
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not _has_gpu(device)):
+        raise argparse.ArgumentTypeError(f"must be cpu or a GPU that torch sees, got {text!r}")
+    return device
+
+
+def _has_gpu(device: torch.device) -> bool:
+    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return value
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

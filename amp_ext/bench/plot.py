@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.suptitle("\n".join(heading(result)), fontsize=9, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def check_format(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """Exits with a line unless matplotlib can draw a file of this name."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        parser.error(f"{option}: {path} must end in one of {', '.join(sorted(known))}")
 
 
 def _draw_panel(axes: Any, shapes: str, rows: list[dict[str, Any]]) -> None:

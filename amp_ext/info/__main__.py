@@ -19,6 +19,7 @@ from amp_ext import ops
 from amp_ext.info import facts, report
 from amp_ext.info.causes import recognise
 from amp_ext.info.check import DTYPES, check
+from amp_ext.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,4 +109,4 @@ def _messages(found: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from amp_ext.info.causes import CAUSES, UNKNOWN, rebuild_line
 from amp_ext.info.facts import ISA_VARIABLE
+from amp_ext.program import make_console
 
 YES, NO, ARROW = "✓", "✗", "→"
 
@@ -100,7 +100,6 @@ def _print_table(rows: Sequence[tuple[str, ...]], headings: tuple[str, ...] = ()
             print("  ".join(padded).rstrip())
         return
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -110,5 +109,4 @@ def _print_table(rows: Sequence[tuple[str, ...]], headings: tuple[str, ...] = ()
     for label, *cells in rows:
         style = "bold" if label == ARROW else "red" if any(NO in cell for cell in cells) else ""
         table.add_row(Text(label, "bold"), *(Text(cell, style) for cell in cells))
-    # A table in a file or a pipe is not squeezed into 80 columns.
-    Console(width=None if sys.stdout.isatty() else 150, highlight=False).print(table)
+    make_console().print(table)

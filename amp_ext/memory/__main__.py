@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from amp_ext.memory import NOT_COUNTED, OPTIMIZERS, make_table, training_memory
+from amp_ext.program import make_console, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,10 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if importlib.util.find_spec("rich") is None:
         parser.error("rich is missing: pip install rich, or ask for --json")
-    from rich.console import Console
-
-    # A table in a file or a pipe is not squeezed into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    console = make_console()
     count, trained = usages[0].parameter_count, usages[0].trainable_count
     some = "" if trained == count else f", {trained:,} of them trained"
     console.print(f"{count:,} parameters{some}", style="bold")
@@ -69,4 +67,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from amp_ext.program import make_console, parse_json, run_program
 from amp_ext.tensor_core import (
     MULTIPLE,
     VOCABULARY_MULTIPLE,
@@ -49,15 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
+    except RecursionError:
+        parser.error("configurations are nested too deeply")
     if options.json:
         print(json.dumps([asdict(row) for row in advice], indent=1))
         return 0
     if importlib.util.find_spec("rich") is None:
         parser.error("rich is missing: pip install rich, or ask for --json")
-    from rich.console import Console
-
-    # A table in a file or a pipe is not squeezed into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    console = make_console()
     if advice:
         console.print(make_table(advice))
         console.print("Adds: parameters, an estimate, if only this row is padded.", style="dim")
@@ -82,21 +82,18 @@ def _read(text: str) -> dict[str, Any]:
         if name not in of_config.NAMES:
             raise ValueError(f"{name} is unknown; known are {', '.join(of_config.NAMES)}")
         try:
-            return {name: json.loads(value)}
-        except json.JSONDecodeError:
+            return {name: parse_json(value, name)}
+        except ValueError:
             return {name: value}
     try:
-        content = Path(text).read_text()
+        content = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{text} is neither name=value nor a file to read: {error}") from error
     return _parse(content, text)
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
+    config = parse_json(text, source)
     if not isinstance(config, dict):
         raise ValueError(f"{source} must hold a JSON object, got {type(config).__name__}")
     return config
@@ -130,4 +127,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))
