@@ -36,7 +36,8 @@ def clip_grad_norm_(
         norm_type: Other norms than 2 are torch's own.
         error_if_nonfinite: Raises if the norm is inf or NaN; this waits for a GPU.
         foreach: Accepted for drop-in use; there is one path.
-        total_norm: The norm, one number, if the caller has it: nothing is read for it then.
+        total_norm: The norm, one number, if the caller has it: nothing is read for it then. By one
+            that is not float64 all are clipped in float32.
 
     Returns:
         The norm before clipping, on the device of the first gradient: one float32, or one float64
@@ -89,20 +90,20 @@ def clip_grad_norm_(
     return total_norm
 
 
-def _is_float64(grad: Tensor) -> bool:
-    return grad.dtype == torch.float64
+def _is_float64(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float64
 
 
 def _clip(grads: list[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    """Clips the gradients of one device, float64 ones by a float64 coefficient."""
+    """Clips the gradients of one device, float64 ones in the norm's precision, as torch does."""
     norm = total_norm.float()
-    wide = list(filter(_is_float64, grads))
+    wide = list(filter(_is_float64, grads)) if _is_float64(total_norm) else []
     if wide:
         ops.clip_grads_(grads, norm, max_norm=math.inf)  # checks them all, and writes none
         grads = list(itertools.filterfalse(_is_float64, grads))
     ops.clip_grads_(grads, norm, max_norm=max_norm)
     if wide:
-        coefficient = (max_norm / (total_norm.double().reshape(()) + 1e-6)).clamp(max=1.0)
+        coefficient = (max_norm / (total_norm.reshape(()) + 1e-6)).clamp(max=1.0)
         if not (coefficient.is_cpu and coefficient == 1.0):
             for grad in wide:
                 grad.mul_(coefficient)

@@ -223,6 +223,19 @@ def test_the_default_device_does_not_matter(given, dtype, device) -> None:
     assert all(map(same_bits, grads_of(params), grads_of(others)))
 
 
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_a_given_norm_has_the_precision_in_which_float64_gradients_are_clipped(dtype, device):
+    params = with_grads(device, F64)
+    before = snapshot(grads_of(params))
+    norm = torch.full((), 3.3, dtype=dtype, device=device)
+    clip_grad_norm_(params, 1.0, total_norm=norm)
+    factor = coefficient(1.0, norm, dtype)
+    assert all(
+        same_bits(grad, old * factor) for grad, old in zip(grads_of(params), before, strict=True)
+    )
+    assert (factor == coefficient(1.0, norm, F32)) == (dtype == F32)
+
+
 def test_float64_gradients_are_clipped_in_float64_as_by_torch(device) -> None:
     params = with_grads(device, F64)
     others = copies(params)
