@@ -5,9 +5,10 @@
 
 The text ships with Python: the topics that ``help()`` shows. The model writes similar text at the
 end. Parameters and gradients are fp16; amp_ext.optim.AdamW keeps fp32 masters and clips by norm
-inside its step, and the learning rate warms up and falls along a cosine. A GPU takes the matrix
-products in fp16, too; a CPU takes them in fp32, since without fp16 arithmetic they would last 10
-times as long. Its gradients are rounded to fp16 and overflow there all the same.
+inside its step, the trainer accumulates and scales, and the learning rate warms up and falls along
+a cosine. A GPU takes the matrix products in fp16, too; a CPU takes them in fp32, since without fp16
+arithmetic they would last 10 times as long. Its gradients are rounded to fp16 and overflow there
+all the same.
 
 The loss scale starts too high on purpose. Expect eight or so overflows, whose steps are skipped,
 then a scale that looks for its limit, and a validation loss near 2.1 nats per character. In the
@@ -29,7 +30,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -42,6 +42,7 @@ from torch.nn import functional
 
 import amp_ext
 from amp_ext.program import check_folder, run_program
+from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,18 @@ def loss_of(model: GPT, pieces: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
 
 
+class Loss(nn.Module):
+    """Computes what is trained on: the loss of a GPT."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        """Returns the loss of ``pieces``, ``[rows, context + 1]``."""
+        return loss_of(self.model, pieces)
+
+
 class Text:
     """The topics as numbers: every tenth one to validate, the others to train on."""
 
@@ -185,24 +198,19 @@ class Training:
         torch.manual_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)  # picks the pieces
         self.model = GPT(len(text.alphabet), settings).to(device, torch.float16)
-        self.optimizer = amp_ext.optim.AdamW(
-            self.model.named_parameters(), lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM
-        )
+        self.optimizer = amp_ext.optim.AdamW(self.model.named_parameters(), lr=LEARNING_RATE)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, partial(warm_up_and_cosine, settings=settings)
         )
         self.scaler = amp_ext.GradScaler(
             device, init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL
         )
-
-    def parts(self) -> dict[str, Any]:
-        """Names what has a state."""
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "scaler": self.scaler,
-        }
+        config = MixedPrecisionConfig(
+            "fp16", max_grad_norm=MAX_GRAD_NORM, gradient_accumulation_steps=settings.accumulation
+        )
+        self.trainer = MixedPrecisionTrainer(
+            Loss(self.model), self.optimizer, config, scaler=self.scaler
+        )
 
     def tensors(self) -> list[Tensor]:
         """Lists the parameters, and their masters, moments and step counters."""
@@ -215,16 +223,15 @@ class Training:
         return int(self.optimizer.state[self.model.head.weight]["step"])
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint."""
-        states = {name: part.state_dict() for name, part in self.parts().items()}
-        torch.save({**states, "generator": self.generator.get_state()}, path)
+        """Writes a checkpoint; the schedule counts every step, so it is not the trainer's."""
+        extra = {"schedule": self.schedule.state_dict(), "generator": self.generator.get_state()}
+        self.trainer.save(path, extra)
 
     def load(self, path: Path) -> None:
         """Goes on from a checkpoint."""
-        checkpoint = torch.load(path, weights_only=True)
-        for name, part in self.parts().items():
-            part.load_state_dict(checkpoint[name])
-        self.generator.set_state(checkpoint["generator"])
+        extra = self.trainer.load(path)
+        self.schedule.load_state_dict(extra["schedule"])
+        self.generator.set_state(extra["generator"])
 
     def run(self, steps: int, report: Callable[[], None]) -> Curves:
         """Trains for some steps. Only a validation reads results, and so waits for a GPU."""
@@ -233,18 +240,16 @@ class Training:
         for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
             if step % settings.validate_every == 0:
                 validations[step] = self.validate()
-            self.optimizer.zero_grad()
+            rates.append(self.optimizer.param_groups[0]["lr"])
             step_loss = torch.zeros((), device=part.device)
             for _ in range(settings.accumulation):
-                loss = loss_of(self.model, self.text.pieces(part, settings, self.generator))
-                self.scaler.scale(loss / settings.accumulation).backward()
-                step_loss += loss.detach() / settings.accumulation
-            rates.append(self.optimizer.param_groups[0]["lr"])
-            self.scaler.step(self.optimizer)  # clips by norm; nothing changes after an overflow
-            self.scaler.update()
+                pieces = self.text.pieces(part, settings, self.generator)
+                # The last of them steps: clips by norm, and changes nothing after an overflow.
+                metrics = self.trainer.train_step(pieces)
+                step_loss += metrics.loss / settings.accumulation
             self.schedule.step()
             losses.append(step_loss)
-            norms.append(self.optimizer.grad_norm.clone())
+            norms.append(metrics.grad_norm)
             report()
         validations[self.schedule.last_epoch] = self.validate()
         history = self.scaler.history(wait=True)
