@@ -390,7 +390,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._let_go()
         return loss
 
-    def _step(self, plan: StepPlan, hand_over: HandOver, found_inf: Tensor | None) -> None:
+    def _step(self, plan: StepPlan, hand_over: HandOver, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
         max_grad_norm = self._for_all_groups("max_grad_norm")
         skip_nonfinite = self._for_all_groups("skip_nonfinite")
@@ -401,7 +401,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_no_grads()
         elif (
             look is not None
-            and found_inf is not None
+            and isinstance(found_inf, Tensor)
             and self._has_step_pre_hooks()
             and not plan.sharded_over
         ):

@@ -7,7 +7,6 @@ import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer

@@ -14,10 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.plain_numbers import is_count
 from amp_ext.put_back import Before
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import check_dict, read_checkpoint, write_checkpoint
-from amp_ext.training.config import MixedPrecisionConfig, is_count
+from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics
 from amp_ext.training.random_state import check_random_state, random_state, set_random_state

@@ -398,6 +398,8 @@ def test_an_interrupted_schedule_has_moved_as_a_whole_or_not_at_all(action):
         found.append(all_of(schedule))
         assert found[-1] in (all_of(untouched), all_of(done)), line
     assert all_of(untouched) in found
+
+
 def test_numbers_of_numpy_set_a_schedule():
     numpy = pytest.importorskip("numpy")
     optimizer = amp_ext.optim.AdamW([torch.nn.Parameter(torch.ones(1))], weight_decay=0.5)
