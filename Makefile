@@ -1,6 +1,7 @@
 # Builds, tests and demonstrates amp_ext in an environment of its own (.venv).
 
 SEEDS ?= 1
+MINUTES ?= 30
 BASE_PYTHON ?= python3
 TORCH ?= 2.11.0
 FOLDER ?= results/gpu_check
@@ -26,7 +27,7 @@ SOURCES := setup.py $(shell find csrc)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo examples docs test test-quick test-clients sanitize lint format build build-in-place cuda-build gpu-check clean
+.PHONY: help demo examples docs test test-quick test-clients fuzz sanitize lint format build build-in-place cuda-build gpu-check clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -50,6 +51,9 @@ test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
 
 test-quick: $(BUILT)  ## Runs those that take under a minute in all: no emulated rows, no programs
 	@$(PYTHON) -m pytest $(PARALLEL) -m 'not slow' -k 'not emulated' $(PYTEST_ARGS)
+
+fuzz: $(BUILT)  ## Looks for programs whose results differ from torch's; MINUTES=30, FUZZ_ARGS='--seed 1'
+	@$(PYTHON) scripts/fuzz.py --minutes $(MINUTES) $(FUZZ_ARGS)
 
 sanitize: $(INSTALLED)  ## Runs them with sanitizers in the CPU engine and the emulated kernels
 	@PYTHON=$(PYTHON) scripts/sanitize.sh $(PYTEST_ARGS)

@@ -1,0 +1,78 @@
+"""Runs the state machine of the tests until it finds something or its time is over.
+
+`make fuzz MINUTES=30`. A find is printed as a program that shows it, and kept: the next run begins
+with it. Prints how much was done, by rule.
+"""
+
+import argparse
+import collections
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.stateful import run_state_machine_as_test
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "state_machine")]
+
+import loops  # noqa: E402
+from machine import Machine  # noqa: E402
+
+FOUND = ROOT / "build" / "fuzz"
+EXAMPLES = 100  # between two looks at the clock
+
+
+def table(counts: collections.Counter[str]) -> str:
+    return "\n".join(f"  {count:>9,}  {name}" for name, count in sorted(counts.items()))
+
+
+def run(number: int, steps: int, phases: list[Phase]) -> None:
+    options = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=steps,
+        deadline=None,
+        database=DirectoryBasedExampleDatabase(FOUND),
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
+    run_state_machine_as_test(seed(number)(Machine), settings=options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long to look")
+    parser.add_argument("--seed", type=int, help="of the first round; drawn when missing")
+    parser.add_argument("--steps", type=int, default=40, help="the most rules of one example")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=sorted(loops.SITUATIONS),
+        metavar="SITUATION", help=f"leaves out one of: {', '.join(sorted(loops.SITUATIONS))}",
+    )  # fmt: skip
+    parser.add_argument("--no-shrink", action="store_true", help="prints a find as it was drawn")
+    arguments = parser.parse_args()
+    phases = [Phase.reuse, Phase.generate, *([] if arguments.no_shrink else [Phase.shrink])]
+    torch.set_num_threads(1)
+    Machine.without = frozenset(arguments.without)
+    first = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
+    print(f"seed {first}, {arguments.minutes:g} minutes", flush=True)
+    start, rounds = time.monotonic(), 0
+    try:
+        while time.monotonic() - start < 60 * arguments.minutes:
+            run(first + rounds, arguments.steps, phases)
+            rounds += 1
+    finally:
+        minutes = (time.monotonic() - start) / 60
+        examples = Machine.done.pop("examples", 0)
+        steps = sum(Machine.done.values())
+        print(f"{examples:,} examples and {steps:,} rules in {minutes:.1f} minutes")
+        print(table(Machine.done))
+        print(f"places where torch differs on purpose:\n{table(Machine.met)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

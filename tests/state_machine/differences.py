@@ -1,0 +1,34 @@
+"""The one table of what the state machine takes for different on purpose.
+
+Names are those of the table in the README, "What differs from torch".
+"""
+
+from __future__ import annotations
+
+#: What the machine comes across, and what it expects of our side then.
+MODELLED = {
+    "fp16 gradients in `scaler.step`": "stepped; `unscale_` refuses them as torch does",
+    "16-bit parameters": "float32 masters and moments, or one rounding of a float32 step",
+    "`.grad` after a fused step under the scaler": "every bit as before, or as it was stepped with",
+    "a step of an optimizer without gradients": "steps nothing, and only `update` may refuse",
+    "step hooks when a step is skipped": "called",
+    "inf and NaN that come after the look of a scaler": "skipped where a step looks for itself",
+    "a gradient that comes between `unscale_` and `step`": "refused by our scaler",
+    "`scaler.step` raises, or is interrupted, in a fused optimizer": "the next one looks anew",
+    "a gradient that overlaps its parameter": "refused, and nothing is written",
+    "`differentiable=True`, sparse or complex gradients": "refused, and nothing is written",
+    "`load_state_dict` of an optimizer": "copies in the configured dtypes",
+}
+
+#: What it does not do, and where that is tested instead.
+ELSEWHERE = {
+    "an object that delegates to a fused optimizer, in `scaler.step`": "torch's loop is not fused",
+    "the search for inf and NaN in `step`": "its writes show in no result",
+    "a first step that overflows, SGD with momentum, fused": "torch's loop has no such fault",
+    "`found_inf` of 2 or more (several devices, ranks)": "it has one device",
+    "a scale without a finite inverse (0)": "its scales stay between 2**-8 and 2**20",
+    "a parameter listed twice": "no rule adds one",
+    "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
+    "an option of a wrong type or NaN, in a group too": "its options are right",
+    "`foreach=`, `fused=`, `capturable=`": "its optimizers are made without",
+}

@@ -1,0 +1,398 @@
+"""The rules of training loops: gradients, steps and scales, in any order, on both sides."""
+
+from __future__ import annotations
+
+import collections
+from typing import ClassVar
+
+import torch
+from awkward import BF16, F16, F32, F64
+from differences import MODELLED
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from optimizer_cases import AS_TORCH
+from sides import (
+    READY,
+    ROWS,
+    Delegate,
+    Pair,
+    Scalers,
+    Sides,
+    assert_exact,
+    assert_near,
+    error_of,
+)
+from steps import HOOKS, Plan, Step
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+
+DTYPES = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
+OWN_OF = {
+    "nothing": {},
+    "as torch": AS_TORCH,
+    "norm": {"max_grad_norm": 0.5},
+    "value": {"clip_value": 0.25},
+    "norm written back": {"max_grad_norm": 1.0, "clip_value": 0.5, "write_back_grads": True},
+}
+# What a run can leave out, to see one fault behind another.
+SITUATIONS = {
+    "gradients after unscale_",
+    "swapped tensors",
+    "converted parameters",
+    "lazy clones",
+    "interrupts",
+    "hooks that write gradients",
+    "groups as tuples",
+    "overlapping gradients",
+    "views of one buffer",
+    "delegates",
+    "clipped float64 gradients",
+}
+
+number = st.integers(0, 3)
+seeds = st.integers(0, 99)
+dtypes = st.sampled_from(sorted(DTYPES))
+
+
+def draws(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def new_params(layout: str, dtype: torch.dtype, seed: int) -> list[Parameter]:
+    """Returns three or more parameters, each as a module might have it."""
+    draw = draws(seed)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    if layout == "views of one buffer":
+        flat = values(13)
+        return [Parameter(flat[first : first + 4]) for first in (1, 5, 9)]
+    if layout == "strided":
+        wide = values(4, 3)
+        return [Parameter(values(3, 2).t()), Parameter(wide[:, 1]), Parameter(values(2))]
+    shapes: list[tuple[int, ...]] = [(2, 2), (), (0,)]
+    # The first begins after the beginning of its memory, so that a gradient can lie over it partly.
+    return [Parameter(values(4)[1:]), *(Parameter(values(*shape)) for shape in shapes)]
+
+
+class Loops(RuleBasedStateMachine):
+    """Training loops over one or two scalers and up to three optimizers."""
+
+    #: Names in SITUATIONS that a run leaves out.
+    without: ClassVar[frozenset[str]] = frozenset()
+    #: How often each rule, and each difference, did something; kept over all examples.
+    done: ClassVar[collections.Counter[str]] = collections.Counter()
+    met: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Sides] = []
+        self.scalers: list[Scalers] = []
+        self.snapshots: list[tuple[Tensor, Tensor, str]] = []
+        self.done["examples"] += 1
+
+    def did(self, what: str) -> None:
+        self.done[what] += 1
+
+    def differs(self, name: str) -> None:
+        """Marks a place where our side is expected to differ from torch's."""
+        assert name in MODELLED, name
+        self.met[name] += 1
+
+    def leaves_out(self, situation: str) -> bool:
+        assert situation in SITUATIONS, situation
+        return situation in self.without
+
+    def sides(self, which: int) -> Sides:
+        return self.all[which % len(self.all)]
+
+    def scalers_of(self, sides: Sides) -> Scalers:
+        return self.scalers[sides.scaler % len(self.scalers)]
+
+    # Parts of a program.
+
+    @initialize(
+        kind=st.sampled_from(["amp_ext", "torch", "limited"]),
+        scale=st.sampled_from([2.0**16, 1024.0, 1.0, 1000.0]),
+        growth_interval=st.integers(1, 3),
+        row=st.sampled_from(sorted(ROWS)),
+        dtype=dtypes,
+    )
+    def begin(self, kind: str, scale: float, growth_interval: int, row: str, dtype: str) -> None:
+        self.add_scaler(kind, scale, growth_interval)
+        self.add_optimizer(row, [dtype], "separate", "nothing", 0, False, 0)
+
+    @precondition(lambda self: len(self.scalers) < 2)
+    @rule(
+        kind=st.sampled_from(["amp_ext", "torch", "limited", "disabled"]),
+        scale=st.sampled_from([2.0**16, 8.0]),
+        growth_interval=st.integers(1, 3),
+    )
+    def add_scaler(self, kind: str, scale: float, growth_interval: int) -> None:
+        options = {"init_scale": scale, "growth_interval": growth_interval}
+        self.scalers.append(Scalers(kind, **options))
+        self.did("add_scaler")
+
+    @precondition(lambda self: len(self.all) < 3)
+    @rule(
+        row=st.sampled_from(sorted(ROWS)),
+        dtypes=st.lists(dtypes, min_size=1, max_size=2),
+        layout=st.sampled_from(["separate", "views of one buffer", "strided"]),
+        own=st.sampled_from(sorted(OWN_OF)),
+        scaler=number,
+        delegate=st.booleans(),
+        seed=seeds,
+    )
+    def add_optimizer(
+        self,
+        row: str,
+        dtypes: list[str],
+        layout: str,
+        own: str,
+        scaler: int,
+        delegate: bool,
+        seed: int,
+    ) -> None:
+        if self.leaves_out("views of one buffer") and layout == "views of one buffer":
+            layout = "separate"
+        groups = [
+            new_params(layout, DTYPES[dtype], seed + index) for index, dtype in enumerate(dtypes)
+        ]
+        # Of one scaler for good: scalers that come later do not change which.
+        chosen = scaler % len(self.scalers)
+        # Torch's scaler hands over to the object that it is given, of which ours see nothing.
+        delegate &= self.scalers[chosen].kind != "torch" and not self.leaves_out("delegates")
+        wrap = Delegate if delegate else lambda optimizer: optimizer
+        self.all.append(Sides(row, groups, chosen, wrap, **OWN_OF[own]))
+        self.did("add_optimizer")
+
+    # Gradients.
+
+    @rule(
+        which=number,
+        seed=seeds,
+        some=st.sampled_from(["all", "all", "all", "even", "odd"]),
+        bad=st.sampled_from([None, None, None, "inf", "nan"]),
+        layout=st.sampled_from(["dense", "strided", "in a bucket"]),
+        scaled=st.sampled_from([True, True, True, False]),
+        accumulated=st.booleans(),
+    )
+    def backward(
+        self,
+        which: int,
+        seed: int,
+        some: str,
+        bad: str | None,
+        layout: str,
+        scaled: bool,
+        accumulated: bool,
+    ) -> None:
+        sides, draw = self.sides(which), draws(1000 + seed)
+        factor = self.scalers_of(sides).factor() if scaled else 1.0
+        bucket: list[Tensor] = []
+        for index, (_, pair) in enumerate(sides):
+            if not pair.mine.requires_grad or some == ["even", "odd"][index % 2 - 1]:
+                continue
+            value = torch.randn(pair.mine.shape, generator=draw, dtype=F64) * factor
+            if bad is not None and value.numel():
+                value.view(-1)[0], bad = float(bad), None
+            self.give_grad(pair, value.to(pair.mine.dtype), layout, accumulated, bucket)
+        self.did("backward")
+
+    def give_grad(
+        self, pair: Pair, grad: Tensor, layout: str, accumulated: bool, bucket: list[Tensor]
+    ) -> None:
+        mine = pair.mine
+        if accumulated and mine.grad is not None:
+            mine.grad.add_(grad)
+        elif layout == "strided":
+            mine.grad = torch.stack([grad, grad], -1)[..., 0]
+        elif layout == "in a bucket":
+            flat = torch.zeros(grad.numel() + 1, dtype=grad.dtype)
+            mine.grad = flat[1:].view(grad.shape).copy_(grad)
+            bucket.append(flat)
+        else:
+            mine.grad = grad
+        pair.take_grad()
+
+    @rule(which=number, to_none=st.booleans())
+    def zero_grad(self, which: int, to_none: bool) -> None:
+        sides = self.sides(which)
+        sides.handle.zero_grad(set_to_none=to_none)
+        sides.twin.zero_grad(set_to_none=to_none)
+        self.did("zero_grad")
+
+    @rule(which=number)
+    def unscale(self, which: int) -> None:
+        sides = self.sides(which)
+        scalers, grads = self.scalers_of(sides), [p.mine.grad for _, p in sides.with_grads()]
+        error = error_of(lambda: scalers.mine.unscale_(sides.handle))
+        state = scalers.state_of(sides)
+        is_ready = scalers.enabled and scalers.twin._scale is not None
+        is_ready &= state is None or state["stage"] is READY
+        if is_ready and any(grad.dtype == F16 for grad in grads):
+            self.differs("fp16 gradients in `scaler.step`")
+            assert isinstance(error, ValueError), repr(error)
+            scalers.knows(sides)
+        else:
+            scalers.assert_same_error(error, error_of(lambda: scalers.twin.unscale_(sides.twin)))
+        if error is None:
+            sides.unscaled = {pair for _, pair in sides.with_grads()}
+        for _, pair in sides.with_grads():
+            expected = pair.twin.grad
+            assert_near(pair.mine.grad, expected, expected.abs(), "unscale_", pair.mine.dtype)
+            pair.take_grad()
+        self.did("unscale")
+
+    @rule(which=number, max_norm=st.sampled_from([0.0, 0.5, 1e4]))
+    def clip_grad_norm(self, which: int, max_norm: float) -> None:
+        sides = self.sides(which)
+        pairs = [pair for _, pair in sides.with_grads()]
+        doubles = all(pair.mine.dtype == F64 for pair in pairs)
+        some_double = any(pair.mine.dtype == F64 for pair in pairs)
+        if not pairs or (some_double and self.leaves_out("clipped float64 gradients")):
+            return
+        norm = amp_ext.clip_grad_norm_([pair.mine for pair in pairs], max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(
+            [pair.twin for pair in pairs], max_norm, foreach=False
+        )
+        coarse = F64 if doubles else F32
+        assert_near(norm, expected, expected.double(), "norm", coarse)
+        for pair in pairs:
+            grad, dtype = pair.twin.grad, pair.mine.dtype
+            dtype = coarse if dtype == F64 else dtype
+            assert_near(pair.mine.grad, grad, grad.abs(), "clipped gradient", dtype)
+            pair.take_grad()
+        self.did("clip_grad_norm")
+
+    # Steps.
+
+    def take_step(self, sides: Sides, plan: Plan) -> str:
+        step = Step(sides, plan, self.differs)
+        if self.leaves_out("gradients after unscale_") and step.has_late_grads():
+            return "left out"
+        return step.take()
+
+    def hook(self, hook: str | None) -> str | None:
+        return None if self.leaves_out("hooks that write gradients") else hook
+
+    @rule(
+        which=number,
+        hook=st.sampled_from([None, None, None, *HOOKS]),
+        preset=st.sampled_from([None, None, None, 4.0]),
+        then_update=st.booleans(),
+    )
+    def scaler_step(
+        self, which: int, hook: str | None, preset: float | None, then_update: bool
+    ) -> None:
+        sides = self.sides(which)
+        plan = Plan(self.scalers_of(sides), self.hook(hook), preset=preset)
+        self.did(f"scaler_step {self.take_step(sides, plan)}")
+        if then_update:
+            self.scalers_of(sides).update(None)
+
+    @rule(which=number, hook=st.sampled_from([None, None, *HOOKS]))
+    def plain_step(self, which: int, hook: str | None) -> None:
+        sides = self.sides(which)
+        if all(pair.mine.grad.isfinite().all() for _, pair in sides.with_grads()):
+            self.did(f"plain_step {self.take_step(sides, Plan(hook=self.hook(hook)))}")
+
+    @rule(which=number, seed=seeds, bad=st.sampled_from([None, None, None, "inf"]))
+    def iteration(self, which: int, seed: int, bad: str | None) -> None:
+        """What most programs do all the time."""
+        sides = self.sides(which)
+        scalers = self.scalers_of(sides)
+        sides.handle.zero_grad()
+        sides.twin.zero_grad()
+        self.backward(which, seed, "all", bad, "dense", True, False)
+        result = self.take_step(sides, Plan(scalers))
+        scalers.update(None)
+        self.did(f"iteration {result}")
+
+    @precondition(lambda self: "interrupts" not in self.without)
+    @rule(
+        which=number,
+        where=st.sampled_from(["before", "after"]),
+        scaled=st.booleans(),
+    )
+    def interrupted_step(self, which: int, where: str, scaled: bool) -> None:
+        sides = self.sides(which)
+        scalers = self.scalers_of(sides)
+        if not scaled and not all(p.mine.grad.isfinite().all() for _, p in sides.with_grads()):
+            return
+        plan = Plan(scalers if scaled else None, interrupted=where)
+        result = self.take_step(sides, plan)
+        if where == "after" and result == "interrupted":
+            sides.handle.zero_grad()  # they are used up, though the scaler can't know that
+            sides.twin.zero_grad()
+            if scaled and not scalers.update(None):
+                scalers.update(scalers.twin.get_scale())  # without a look, that ends the iteration
+        self.did(f"interrupted_step {where} {result}")
+
+    @precondition(lambda self: "interrupts" not in self.without)
+    @rule(which=number, numbered=number, scaled=st.booleans())
+    def refused_step(self, which: int, numbered: int, scaled: bool) -> None:
+        """A gradient is sparse, which no kernel takes."""
+        sides = self.sides(which)
+        scalers = self.scalers_of(sides) if scaled else None
+        _, pair = sides.pair(numbered)
+        if pair.mine.grad is None or (scaled and scalers.kind == "torch"):
+            return
+        dense, before = pair.mine.grad, pair.mine.detach().clone()
+        pair.mine.grad = dense.to_sparse()
+        call = sides.handle.step if scalers is None else lambda: scalers.mine.step(sides.handle)
+        self.differs("`differentiable=True`, sparse or complex gradients")
+        assert isinstance(error_of(call), Exception)
+        if scalers is not None and scalers.mine._per_optimizer_states:
+            scalers.knows(sides)
+        pair.mine.grad = dense
+        assert_exact(pair.mine, before, "a parameter after a step that was refused")
+        self.did("refused_step")
+
+    @precondition(lambda self: "overlapping gradients" not in self.without)
+    @rule(which=number, numbered=number)
+    def overlapping_grad(self, which: int, numbered: int) -> None:
+        """A gradient lies over a part of its parameter."""
+        sides = self.sides(which)
+        group, pair = sides.pair(numbered)
+        mine, grad = pair.mine.detach(), pair.mine.grad
+        is_fit = mine.storage_offset() > 0 and mine.numel() > 1 and mine.is_contiguous()
+        if not is_fit or group["write_back_grads"]:
+            return
+        others = [(other.mine, other.mine.grad) for _, other in sides.with_grads()]
+        for other, _ in others:
+            other.grad = None
+        before = mine.clone()
+        pair.mine.grad = mine.as_strided(mine.size(), mine.stride(), mine.storage_offset() - 1)
+        self.differs("a gradient that overlaps its parameter")
+        error = error_of(sides.handle.step)
+        assert isinstance(error, RuntimeError), f"{error!r} of an overlapping gradient"
+        assert_exact(mine, before, "a parameter whose gradient overlaps it")
+        pair.mine.grad = grad
+        for other, was in others:
+            other.grad = was
+        self.did("overlapping_grad")
+
+    # The scale.
+
+    @rule(which=number, new_scale=st.sampled_from([None, None, None, 4.0, 2.0**15]))
+    def update(self, which: int, new_scale: float | None) -> None:
+        if self.scalers[which % len(self.scalers)].update(new_scale):
+            self.did("update")
+
+    @rule(
+        which=number,
+        name=st.sampled_from(["growth_interval", "growth_factor", "backoff_factor"]),
+        value=st.sampled_from([1, 3]),
+    )
+    def set_scaler(self, which: int, name: str, value: int) -> None:
+        scalers = self.scalers[which % len(self.scalers)]
+        if not scalers.enabled:
+            return
+        factor = {"growth_interval": 1, "growth_factor": 1.5, "backoff_factor": 0.25}[name]
+        for scaler in (scalers.mine, scalers.twin):
+            getattr(scaler, f"set_{name}")(value * factor)
+        self.did("set_scaler")

@@ -1,0 +1,350 @@
+"""The state machine: what programs do with scalers and optimizers, in any order, on both sides."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
+from optimizer_cases import through_a_file
+from sides import (
+    OWN_OPTIONS,
+    Pair,
+    Sides,
+    assert_exact,
+    doubled,
+    error_of,
+    swapping,
+)
+from torch import Tensor
+from torch.nn import Parameter, ParameterList
+
+# What a program changes in a group between two steps.
+CHANGES = {
+    "lr": 0.01,
+    "lr as a tensor": torch.tensor(0.03125),
+    "weight_decay": 0.25,
+    "maximize": True,
+    "momentum": 0.5,
+    "no momentum": 0.0,
+    "max_grad_norm": 0.25,
+    "no max_grad_norm": None,
+    "clip_value": 0.5,
+    "write_back_grads": True,
+}
+
+
+class Machine(Loops):
+    """Loops in which parameters, groups and options change, and all is copied, saved and loaded."""
+
+    # Parameters.
+
+    @rule(which=number, numbered=number, frozen=st.booleans())
+    def freeze(self, which: int, numbered: int, frozen: bool) -> None:
+        _, pair = self.sides(which).pair(numbered)
+        for param in (pair.mine, pair.twin):
+            param.requires_grad_(not frozen)
+            param.grad = None
+        self.did("freeze")
+
+    @rule(
+        which=number,
+        numbered=number,
+        how=st.sampled_from(["copy_", "mul_", "data", "new data"]),
+        seed=seeds,
+    )
+    @torch.no_grad()
+    def write_param(self, which: int, numbered: int, how: str, seed: int) -> None:
+        sides = self.sides(which)
+        group, pair = sides.pair(numbered)
+        param = pair.mine
+        value = torch.randn(param.shape, generator=draws(2000 + seed)).to(param.dtype)
+        if how == "copy_":
+            param.copy_(value)
+        elif how == "mul_":
+            param.mul_(0.75)
+        elif how == "data":
+            param.data.copy_(value)
+        else:
+            param.data = value
+        sides.wrote(group, pair)
+        pair.seen = None
+        if "data" in how:
+            self.refresh_masters(sides)
+        self.did("write_param")
+
+    def refresh_masters(self, sides: Sides) -> None:
+        sides.mine.refresh_masters()
+        for _, pair in sides:
+            pair.is_stale = False
+
+    @precondition(lambda self: "converted parameters" not in self.without)
+    @rule(
+        which=number,
+        numbered=number,
+        dtype=dtypes,
+        how=st.sampled_from(["module.to", "swapped", "data"]),
+    )
+    def convert(self, which: int, numbered: int, dtype: str, how: str) -> None:
+        if how == "swapped" and self.leaves_out("swapped tensors"):
+            how = "module.to"
+        sides = self.sides(which)
+        group, pair = sides.pair(numbered)
+        before = pair.mine.dtype
+        if pair.is_converted:
+            return  # what becomes of its state shows at the next step
+        if how == "data":
+            pair.mine.grad = None
+            pair.mine.data = pair.mine.data.to(DTYPES[dtype])
+        else:
+            with swapping(how == "swapped"):
+                ParameterList([pair.mine]).to(DTYPES[dtype])
+        if pair.mine.dtype != before:
+            pair.is_converted = True
+            sides.wrote(group, pair)
+            if before.itemsize > 2:  # it had no master
+                pair.twin.data.copy_(pair.mine.detach())
+        pair.seen = None
+        pair.take_grad()
+        self.did(f"convert {how}")
+
+    @precondition(lambda self: "swapped tensors" not in self.without)
+    @rule(which=number, numbered=number)
+    def swap_grad(self, which: int, numbered: int) -> None:
+        _, pair = self.sides(which).pair(numbered)
+        grad = pair.mine.grad
+        if grad is not None:
+            pair.mine.grad = None  # torch refuses while the parameter holds it
+            torch.utils.swap_tensors(grad, grad.clone())
+            pair.mine.grad = grad
+            self.did("swap_grad")
+
+    @rule(which=number, numbered=number, seed=seeds, keep_state=st.booleans())
+    def replace_param(self, which: int, numbered: int, seed: int, keep_state: bool) -> None:
+        sides = self.sides(which)
+        group, pair = sides.pair(numbered)
+        value = torch.randn(pair.mine.shape, generator=draws(3000 + seed)).to(pair.mine.dtype)
+        new = Pair(Parameter(value), pair.twin, is_converted=pair.is_converted)
+        for groups, old, param in (
+            (sides.mine.param_groups, pair.mine, new.mine),
+            (sides.pairs, pair, new),
+        ):
+            for members in groups:
+                members = members["params"] if isinstance(members, dict) else members
+                for index, member in enumerate(members):
+                    if member is old:
+                        self._put(sides, groups, members, index, param)
+        state = sides.mine.state.pop(pair.mine, None)
+        if not keep_state:
+            sides.twin.state.pop(pair.twin, None)
+        elif state is not None:
+            sides.mine.state[new.mine] = state
+        pair.twin.requires_grad_(True)
+        if pair in sides.unscaled:
+            sides.unscaled.add(new)
+        sides.forget_versions()
+        sides.wrote(group, new)
+        new.take_grad()
+        self.did("replace_param")
+
+    @staticmethod
+    def _put(sides: Sides, groups: Any, members: Any, index: int, param: Any) -> None:
+        if isinstance(members, list):
+            members[index] = param
+            return
+        changed = (*members[:index], param, *members[index + 1 :])
+        next(g for g in groups if g["params"] is members)["params"] = changed
+
+    @precondition(lambda self: "lazy clones" not in self.without)
+    @rule(which=number, numbered=number, name=st.sampled_from(["param", "grad", "state"]))
+    def take_snapshot(self, which: int, numbered: int, name: str) -> None:
+        """Takes a clone that shares memory until one of the two is written."""
+        sides = self.sides(which)
+        _, pair = sides.pair(numbered)
+        tensors = list(sides.state(pair).values()) if name == "state" else [pair.mine.detach()]
+        if name == "grad":
+            tensors = [] if pair.mine.grad is None else [pair.mine.grad]
+        for tensor in tensors:
+            self.snapshots.append((torch._lazy_clone(tensor), tensor.detach().clone(), name))
+            self.did("take_snapshot")
+        del self.snapshots[:-8]
+
+    # Groups, options and states.
+
+    @rule(which=number, dtype=dtypes, lr=st.sampled_from([0.05, 0.25]), seed=seeds)
+    def add_group(self, which: int, dtype: str, lr: float, seed: int) -> None:
+        sides = self.sides(which)
+        if len(sides.pairs) >= 3:
+            return
+        pairs = [Pair.of(param) for param in new_params("separate", DTYPES[dtype], seed)]
+        norm = {"max_grad_norm": sides.mine.param_groups[0]["max_grad_norm"]}
+        mine, twins = [pair.mine for pair in pairs], [pair.twin for pair in pairs]
+        sides.handle.add_param_group({"params": mine, "lr": lr, **norm})
+        sides.twin.add_param_group({"params": twins, "lr": lr})
+        sides.pairs.append(pairs)
+        sides.forget_versions()
+        self.did("add_group")
+
+    @rule(which=number, numbered=number)
+    def remove_group(self, which: int, numbered: int) -> None:
+        sides = self.sides(which)
+        if len(sides.pairs) < 2:
+            return
+        index = numbered % len(sides.pairs)
+        for pair in sides.pairs.pop(index):
+            sides.mine.state.pop(pair.mine, None)
+            sides.twin.state.pop(pair.twin, None)
+        del sides.mine.param_groups[index], sides.twin.param_groups[index]
+        sides.forget_versions()
+        self.did("remove_group")
+
+    @precondition(lambda self: "groups as tuples" not in self.without)
+    @rule(which=number, numbered=number)
+    def make_tuple(self, which: int, numbered: int) -> None:
+        sides = self.sides(which)
+        group = sides.mine.param_groups[numbered % len(sides.pairs)]
+        group["params"] = tuple(group["params"])
+        sides.forget_versions()
+        self.did("make_tuple")
+
+    @rule(which=number, numbered=number, change=st.sampled_from(sorted(CHANGES)))
+    def change_option(self, which: int, numbered: int, change: str) -> None:
+        sides, value = self.sides(which), CHANGES[change]
+        index = numbered % len(sides.pairs)
+        name = change.removeprefix("no ").split()[0]
+        group, others = sides.mine.param_groups[index], sides.twin.param_groups[index]
+        if name == "max_grad_norm":
+            for each in sides.mine.param_groups:
+                each[name] = value
+        elif name in group and not (name == "momentum" and group["nesterov"]):
+            group[name] = value
+            if name not in OWN_OPTIONS:  # torch computes with a tensor in its dtype
+                others[name] = value.double() if isinstance(value, Tensor) else value
+        sides.forget_versions()
+        self.did("change_option")
+
+    @rule(which=number, numbered=number, how=st.sampled_from(["in place", "replaced"]))
+    def write_state(self, which: int, numbered: int, how: str) -> None:
+        sides = self.sides(which)
+        _, pair = sides.pair(numbered)
+        for name, buffer in sides.buffers(pair).items():
+            state = sides.state(pair)
+            if how == "in place":
+                state[name].mul_(0.5)
+            else:
+                state[name] = state[name] * 0.5
+            buffer.copy_(state[name])
+            self.did("write_state")
+        if how == "replaced":
+            sides.mine.rebuild()
+            sides.forget_versions()
+
+    @rule(which=number)
+    def average(self, which: int) -> None:
+        """Takes the masters, as an average of weights does."""
+        sides = self.sides(which)
+        if any(pair.is_converted for _, pair in sides):
+            return
+        sides.forget_versions()
+        masters = sides.mine.master_params([pair.mine for _, pair in sides])
+        for (_, pair), master in zip(sides, masters, strict=True):
+            if not pair.is_stale:
+                assert_exact(doubled(master), pair.twin, "a master")
+        self.did("average")
+
+    # Copies and files.
+
+    @rule(how=st.sampled_from(["deepcopy", "pickle"]))
+    def copy_all(self, how: str) -> None:
+        def copied(value: Any) -> Any:
+            return copy.deepcopy(value) if how == "deepcopy" else pickle.loads(pickle.dumps(value))
+
+        for scalers in self.scalers:
+            error = error_of(lambda s=scalers: copied(s.mine))
+            assert type(error) is type(error_of(lambda s=scalers: copied(s.twin)))
+            if error is not None:
+                return
+        params = [[pair.mine for _, pair in sides] for sides in self.all]
+        optimizers, scalers = [s.mine for s in self.all], [s.mine for s in self.scalers]
+        params, optimizers, scalers = copied((params, optimizers, scalers))
+        for sides, mine, optimizer in zip(self.all, params, optimizers, strict=True):
+            for (_, pair), param in zip(list(sides), mine, strict=True):
+                pair.mine = param
+                pair.take_grad()
+            sides.mine = optimizer
+        for each, scaler in zip(self.scalers, scalers, strict=True):
+            each.mine, each.twin = scaler, copied(each.twin)
+        self.did("copy_all")
+
+    @rule(
+        which=number, how=st.sampled_from(["ours into ours", "ours into torch", "torch into ours"])
+    )
+    def save_and_load(self, which: int, how: str) -> None:
+        sides = self.sides(which)
+        is_amid = self.scalers_of(sides).state_of(sides) is not None
+        if any(pair.is_converted for _, pair in sides) or (is_amid and how == "ours into ours"):
+            return  # a new optimizer is another one to its scaler
+        if how == "ours into ours":
+            self._into_ours(sides)
+        elif how == "ours into torch":
+            self._into_torch(sides)
+        elif sides.name != "Lion":
+            self._from_torch(sides)
+        self.differs("`load_state_dict` of an optimizer")
+        self.did(f"save_and_load {how}")
+
+    def _into_ours(self, sides: Sides) -> None:
+        file, old = through_a_file(sides.handle.state_dict()), sides.mine
+        sides.mine = sides.new_of_ours()
+        for group, before in zip(sides.mine.param_groups, old.param_groups, strict=True):
+            group.update({name: before[name] for name in OWN_OPTIONS})
+        sides.handle.load_state_dict(file)
+
+    def _into_torch(self, sides: Sides) -> None:
+        file = through_a_file(sides.handle.state_dict())
+        for key, (_, pair) in enumerate(sides):
+            if not sides.has_stepped(pair):
+                file["state"].pop(key, None)
+            for name in ("master_param", *(["step"] if sides.name == "SGD" else [])):
+                file["state"].get(key, {}).pop(name, None)  # torch keeps what it does not know
+        for group in file["param_groups"]:
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].double()
+        sides.twin.load_state_dict(file)
+
+    def _from_torch(self, sides: Sides) -> None:
+        sides.handle.load_state_dict(through_a_file(sides.twin.state_dict()))
+        for _, pair in sides:  # such a file has no masters
+            pair.twin.data.copy_(pair.mine.detach())
+            pair.is_stale = False
+
+    @rule(which=number, how=st.sampled_from(["into new", "into torch", "from torch"]))
+    def save_and_load_scaler(self, which: int, how: str) -> None:
+        scalers = self.scalers[which % len(self.scalers)]
+        if not scalers.enabled:
+            return
+        if how == "into new" and not scalers.twin._per_optimizer_states:
+            file = scalers.mine.state_dict()
+            scalers.mine, scalers.twin = scalers.new_of_ours(), scalers.new_of_torchs()
+            for scaler in (scalers.mine, scalers.twin):
+                scaler.load_state_dict(file)
+        elif how == "into torch":
+            scalers.twin.load_state_dict(scalers.mine.state_dict())
+        else:
+            scalers.mine.load_state_dict(scalers.twin.state_dict())
+        self.did("save_and_load_scaler")
+
+    # What always holds.
+
+    def check_invariants(self, *_: Any) -> None:
+        """Holds after each rule; not an invariant by name, which would fill the printed program."""
+        for sides in self.all:
+            sides.assert_as_known()
+        for scalers in self.scalers:
+            scalers.assert_as_known()
+        for clone, copied, name in self.snapshots:
+            assert_exact(clone, copied, f"a lazy clone of a {name}")

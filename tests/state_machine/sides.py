@@ -1,0 +1,311 @@
+"""Optimizers and scalers of ours beside torch's in float64, and how far results may lie apart.
+
+Torch's side starts every step from the very numbers of ours, so one step's rounding is all that
+may lie between them; and between steps nothing may: each bit of our side is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from awkward import BF16, F16, F32, F64
+from optimizer_cases import OPTIMIZERS, ours, theirs
+from reference import TOLERANCES, refreshed_master
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+
+Optimizer = torch.optim.Optimizer
+READY = torch.amp.grad_scaler.OptState.READY
+STEPPED = torch.amp.grad_scaler.OptState.STEPPED
+UNSCALED = torch.amp.grad_scaler.OptState.UNSCALED
+ROWS = {row.id: row.values for row in OPTIMIZERS}
+OWN_OPTIONS = ("master_weights", "state_dtype", "max_grad_norm", "clip_value", "write_back_grads")
+# Half of the distance of two neighbours below the normal numbers, and a little more.
+SUBNORMAL = {F16: 2.0**-24, BF16: 1e-40, F32: 1e-44, F64: 0.0}
+
+
+def error_of(call: Callable[[], Any]) -> BaseException | None:
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return error
+    return None
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(F64, copy=True)
+
+
+def assert_exact(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Asserts that a tensor holds these numbers, rounded to its dtype."""
+    rounded = expected.detach().to(actual.dtype)
+    torch.testing.assert_close(
+        actual.detach(), rounded, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def assert_near(
+    actual: Tensor, expected: Tensor, size: Tensor, what: str, tolerance_dtype: torch.dtype
+) -> None:
+    """Asserts that two numbers agree to the rounding of numbers as large as ``size``."""
+    relative = TOLERANCES[tolerance_dtype]["rtol"] + TOLERANCES[F32]["rtol"] * (
+        actual.dtype not in (F32, F64)
+    )
+    expected = expected.detach().to(actual.dtype).double()
+    actual = doubled(actual)
+    bound = relative * torch.maximum(size, expected.abs()) + SUBNORMAL[tolerance_dtype]
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    near = same | ((actual - expected).abs() <= bound)
+    assert near.all(), f"{what}: {actual.tolist()} instead of {expected.tolist()}, {size.tolist()}"
+
+
+@dataclasses.dataclass(eq=False)
+class Pair:
+    """A parameter of ours and its twin in float64, which holds the number behind it.
+
+    Attributes:
+        is_stale: Whether the parameter was written, so that the next step refreshes its master.
+        is_converted: Whether its dtype was changed, so that the next step casts its state.
+        seen: Versions of the parameter and its master at the end of its last step, unless
+            something else happened to it since.
+    """
+
+    mine: Parameter
+    twin: Parameter
+    is_stale: bool = False
+    is_converted: bool = False
+    seen: int | None = None
+
+    @classmethod
+    def of(cls, mine: Parameter) -> Pair:
+        return cls(mine, Parameter(doubled(mine)))
+
+    def take_grad(self) -> None:
+        """Gives the twin the gradient that our side has."""
+        self.twin.grad = None if self.mine.grad is None else doubled(self.mine.grad)
+
+
+class Sides:
+    """An optimizer of ours and torch's loop over twins of its parameters.
+
+    Attributes:
+        pairs: Parameters by group.
+        handle: What a user has of our optimizer: it, or an object that delegates to it.
+        scaler: Number of the scaler that it is used with.
+        unscaled: The parameters that had a gradient at the last ``unscale_``.
+    """
+
+    def __init__(
+        self, row: str, groups: list[list[Parameter]], scaler: int, wrap: Any, **own: Any
+    ) -> None:
+        self.name, self.options = ROWS[row]
+        self.own, self.scaler, self.wrap = own, scaler, wrap
+        self.unscaled: set[Pair] = set()
+        self.pairs = [[Pair.of(param) for param in params] for params in groups]
+        self.mine = self.new_of_ours()
+        twins = [{"params": [pair.twin for pair in pairs]} for pairs in self.pairs]
+        self.twin = theirs(self.name)(twins, foreach=False, fused=False, **self.options)
+
+    def new_of_ours(self) -> Optimizer:
+        groups = [{"params": [pair.mine for pair in pairs]} for pairs in self.pairs]
+        return ours(self.name)(groups, **self.options, **self.own)
+
+    @property
+    def mine(self) -> Optimizer:
+        return self._mine
+
+    @mine.setter
+    def mine(self, optimizer: Optimizer) -> None:
+        self._mine = optimizer
+        self.handle = self.wrap(optimizer)
+        self.forget_versions()
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Pair]]:
+        for group, pairs in zip(self.mine.param_groups, self.pairs, strict=True):
+            for pair in pairs:
+                yield group, pair
+
+    def with_grads(self) -> list[tuple[dict[str, Any], Pair]]:
+        return [(group, pair) for group, pair in self if pair.mine.grad is not None]
+
+    def pair(self, number: int) -> tuple[dict[str, Any], Pair]:
+        pairs = list(self)
+        return pairs[number % len(pairs)]
+
+    def state(self, pair: Pair) -> dict[str, Any]:
+        return self.mine.state.get(pair.mine, {})
+
+    def master(self, group: dict[str, Any], pair: Pair) -> Tensor | None:
+        if pair.mine.dtype in (F16, BF16) and group["master_weights"]:
+            return self.state(pair).get("master_param")
+        return None
+
+    def buffer_dtype(self, group: dict[str, Any], pair: Pair) -> torch.dtype:
+        keeps = group["state_dtype"] is None or pair.mine.dtype == F64
+        return pair.mine.dtype if keeps else F32
+
+    def has_stepped(self, pair: Pair) -> bool:
+        return bool(self.twin.state.get(pair.twin))
+
+    def buffers(self, pair: Pair) -> dict[str, Tensor]:
+        """Returns the state of torch's side without its counter."""
+        state = self.twin.state.get(pair.twin, {})
+        return {name: t for name, t in state.items() if name != "step" and t is not None}
+
+    # What happens between steps.
+
+    def forget_versions(self) -> None:
+        """Marks what makes the optimizer look at all parameters and states anew."""
+        for pairs in self.pairs:
+            for pair in pairs:
+                pair.seen = None
+
+    def wrote(self, group: dict[str, Any], pair: Pair) -> None:
+        """Takes over what was written into a parameter of ours, behind its master if it has one."""
+        value = doubled(pair.mine)
+        if self.master(group, pair) is not None:
+            value = refreshed_master(pair.twin.detach().float(), pair.mine.detach()).double()
+            pair.is_stale = True
+        pair.twin.data.copy_(value)
+
+    def assert_as_known(self) -> None:
+        """Asserts that nothing but a step has moved a bit of our side."""
+        for number, (group, pair) in enumerate(self):
+            value, state, master = pair.twin.detach(), self.state(pair), self.master(group, pair)
+            what = f"param {number} of {self.name}"
+            assert_exact(pair.mine, value, what)
+            if master is None:
+                assert_exact(doubled(pair.mine), value, what)
+            elif not pair.is_stale and not pair.is_converted:
+                assert master.dtype == F32
+                assert_exact(doubled(master), value, f"master of {what}")
+            if pair.mine.grad is not None:
+                assert_exact(doubled(pair.mine.grad), pair.twin.grad, f"grad of {what}")
+            else:
+                assert pair.twin.grad is None
+            self._assert_state(group, pair, state, what)
+
+    def _assert_state(
+        self, group: dict[str, Any], pair: Pair, state: dict[str, Any], what: str
+    ) -> None:
+        expected, dtype = self.twin.state.get(pair.twin, {}), self.buffer_dtype(group, pair)
+        if not expected:
+            others = {name: t for name, t in state.items() if name != "master_param"}
+            assert not any(t.any() for t in others.values()), f"{what} has not stepped: {others}"
+        for name, value in self.buffers(pair).items():
+            assert name in state, f"{name} of {what} is gone"
+            if pair.is_converted:
+                assert_exact(state[name].to(dtype), value, f"{name} of {what}")
+            else:
+                assert state[name].dtype == dtype, f"{name} of {what} is {state[name].dtype}"
+                assert_exact(doubled(state[name]), value, f"{name} of {what}")
+        if "step" in expected:
+            assert state["step"].item() == expected["step"].item(), f"step of {what}"
+
+
+class Scalers:
+    """A scaler that steps optimizers of ours, and torch's beside it.
+
+    Args:
+        kind: "amp_ext" or "torch", by which our optimizers are stepped; "limited" is ours with
+            limits of the scale, "disabled" ours without a scale.
+        options: Of both constructors.
+    """
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        self.kind, self.options = kind, {"enabled": kind != "disabled", **options}
+        self.limits = {"min_scale": 0.25, "max_scale": 2.0**17} if kind == "limited" else {}
+        self.mine = self.new_of_ours()
+        self.twin = self.new_of_torchs()
+
+    def new_of_torchs(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", **self.options)
+
+    def new_of_ours(self) -> torch.amp.GradScaler:
+        if self.kind == "torch":
+            return torch.amp.GradScaler("cpu", **self.options)
+        return amp_ext.GradScaler("cpu", **self.options, **self.limits)
+
+    @property
+    def enabled(self) -> bool:
+        return self.kind != "disabled"
+
+    def states(self) -> list[dict[str, Any]]:
+        return list(self.twin._per_optimizer_states.values()) if self.enabled else []
+
+    def state_of(self, sides: Sides) -> dict[str, Any] | None:
+        """Returns what torch's scaler knows of its optimizer; does not make it up."""
+        return self.twin._per_optimizer_states.get(id(sides.twin)) if self.enabled else None
+
+    def knows(self, sides: Sides) -> dict[str, Any]:
+        """Makes an entry, as a call does on our side that torch's is spared."""
+        return self.twin._per_optimizer_states[id(sides.twin)]
+
+    def flags_of(self, sides: Sides) -> dict[Any, Tensor]:
+        state = self.state_of(sides)
+        return {} if state is None else state["found_inf_per_device"]
+
+    def factor(self) -> float:
+        """Scales a loss of 1 on both sides."""
+        mine, twin = (scaler.scale(torch.ones(())) for scaler in (self.mine, self.twin))
+        assert_exact(mine, twin, "the scaled loss")
+        return mine.item()
+
+    def inverse(self) -> float:
+        """Returns what gradients are multiplied by to unscale them."""
+        return torch.tensor(1.0 / self.twin.get_scale(), dtype=F64).float().item()
+
+    def assert_same_error(self, mine: BaseException | None, twin: BaseException | None) -> None:
+        """Asserts that both sides raised, or that none did; by its class if the scaler is ours."""
+        if mine is None or twin is None or self.kind != "torch":
+            assert type(mine) is type(twin), f"ours: {mine!r}, torch: {twin!r}"
+
+    def update(self, new_scale: float | None) -> bool:
+        skipped = [
+            any(flag > 0 for flag in s["found_inf_per_device"].values()) for s in self.states()
+        ]
+        errors = [error_of(lambda s=s: s.update(new_scale)) for s in (self.mine, self.twin)]
+        self.assert_same_error(*errors)
+        if errors[0] is not None:
+            return False
+        if self.limits:
+            self.twin._scale.clamp_(self.limits["min_scale"], self.limits["max_scale"])
+        if self.enabled and self.kind != "torch" and skipped and new_scale is None:
+            assert self.mine.last_step_skipped(wait=True) == any(skipped)
+        if not 2.0**-8 <= self.twin.get_scale() <= 2.0**20:
+            for scaler in (self.mine, self.twin):
+                scaler.update(1024.0)
+        return True
+
+    def assert_as_known(self) -> None:
+        assert self.mine.state_dict() == self.twin.state_dict()
+
+
+@contextlib.contextmanager
+def swapping(on: bool) -> Iterator[None]:
+    """Lets modules swap their parameters when they are converted, as those of DTensors are."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(on)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+class Delegate:
+    """What many programs put around an optimizer: it has all that the optimizer has."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self, *args: Any) -> Any:
+        return self.optimizer.step(*args)

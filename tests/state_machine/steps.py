@@ -1,0 +1,348 @@
+"""One step of both sides, and whether what came of it is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import reference
+import torch
+from awkward import F32, F64
+from sides import (
+    READY,
+    STEPPED,
+    UNSCALED,
+    Pair,
+    Scalers,
+    Sides,
+    assert_exact,
+    assert_near,
+    doubled,
+    error_of,
+)
+from torch import Tensor
+
+
+class SkippedError(Exception):
+    """Ends a step of torch's side that ours skips."""
+
+
+class Interruption(KeyboardInterrupt):
+    """What a hook of the machine raises."""
+
+
+# Ways in which a step hook writes gradients; factors are powers of two, so that no bit is lost.
+HOOKS = {
+    "in place": lambda param: param.grad.mul_(64.0),
+    "through .data": lambda param: param.grad.data.mul_(64.0),
+    "less, through .data": lambda param: param.grad.data.mul_(2.0**-6),
+    "another tensor": lambda param: setattr(param, "grad", param.grad * 0.5),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a step is taken.
+
+    Attributes:
+        scalers: By which scaler, None for ``optimizer.step()``.
+        hook: How a hook before the step writes gradients, if one does.
+        interrupted: Which hook raises, "before" or "after" the step.
+        preset: A scale of their own that gradients carry, told by ``optimizer.grad_scale``.
+    """
+
+    scalers: Scalers | None = None
+    hook: str | None = None
+    interrupted: str | None = None
+    preset: float | None = None
+
+
+@dataclasses.dataclass
+class Before:
+    """What is known of a parameter of ours before its step."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    master_version: int | None
+
+
+class Step:
+    """Takes one step on our side, then on torch's, and compares."""
+
+    def __init__(self, sides: Sides, plan: Plan, differs: Callable[[str], None]) -> None:
+        self.sides, self.plan, self.differs = sides, plan, differs
+        scalers = plan.scalers
+        self.scalers = scalers if scalers is not None and scalers.enabled else None
+        self.with_grads = sides.with_grads()
+        self.is_skipped = False
+        self.stepped_grads: dict[Pair, Tensor] = {}
+        self.old: dict[Pair, tuple[Tensor, dict[str, Tensor], Tensor | None]] = {}
+        self.norm: Tensor | None = None
+
+    def take(self) -> str:
+        """Returns what came of it: "stepped", "skipped", "refused" or "interrupted"."""
+        self._prepare()
+        state = None if self.scalers is None else self.scalers.state_of(self.sides)
+        self.was_ready = state is None or state["stage"] is READY
+        self.inverse = 1.0 / (self.plan.preset or 1.0)
+        if self.scalers is not None and self.was_ready and self.scalers.twin._scale is not None:
+            self.inverse *= self.scalers.inverse()
+        error = self._step_ours()
+        expected = self._step_torchs(error)
+        result = self._result(error, expected)
+        if result == "stepped" or (result == "interrupted" and self._has_stepped()):
+            self._compare()
+        else:
+            self._assert_untouched()
+        if error is not None:
+            self.sides.forget_versions()  # our side may look up everything anew
+        for _, pair in self.with_grads:
+            pair.take_grad()
+        return result
+
+    def _has_stepped(self) -> bool:
+        return self.plan.interrupted == "after" and not self.is_skipped
+
+    # Our side.
+
+    def _prepare(self) -> None:
+        self.before = {}
+        for group, pair in self.with_grads:
+            if self.plan.preset is not None:
+                pair.mine.grad.mul_(self.plan.preset)
+            master = self.sides.master(group, pair)
+            unwritten = pair.seen is not None and pair.seen == pair.mine._version
+            self.before[pair] = Before(
+                pair.mine.detach().clone(),
+                pair.mine.grad.clone(),
+                {name: t.clone() for name, t in self.sides.state(pair).items()},
+                master._version if unwritten and master is not None else None,
+            )
+
+    def _step_ours(self) -> BaseException | None:
+        sides, plan = self.sides, self.plan
+        self.hook_was_called = False
+
+        def before_step(*_: Any) -> None:
+            self.hook_was_called = True
+            if plan.hook is not None:
+                with torch.no_grad():
+                    for _, pair in self.with_grads:
+                        HOOKS[plan.hook](pair.mine)
+                        self.before[pair].grad = pair.mine.grad.clone()
+            if plan.interrupted == "before":
+                raise Interruption
+
+        def after_step(*_: Any) -> None:
+            raise Interruption
+
+        hooks = []
+        if plan.hook is not None or plan.interrupted == "before":
+            hooks.append(sides.mine.register_step_pre_hook(before_step))
+        if plan.interrupted == "after":
+            hooks.append(sides.mine.register_step_post_hook(after_step))
+        if plan.preset is not None:
+            sides.mine.grad_scale = torch.tensor(plan.preset)
+        try:
+            if plan.scalers is None:
+                return error_of(sides.handle.step)
+            return error_of(lambda: plan.scalers.mine.step(sides.handle))
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if plan.preset is not None:
+                with contextlib.suppress(AttributeError):
+                    del sides.mine.grad_scale
+
+    # Torch's side.
+
+    def _step_torchs(self, error: BaseException | None) -> BaseException | None:
+        sides, scalers = self.sides, self.scalers
+        if scalers is not None and not self.with_grads and not isinstance(error, Exception):
+            state = scalers.state_of(sides)
+            stage = READY if state is None else state["stage"]
+            may_step = scalers.twin._scale is not None and stage is not STEPPED
+            if may_step and (stage is READY or not scalers.flags_of(sides)):
+                self.differs("a step of an optimizer without gradients")
+                scalers.knows(sides)["found_inf_per_device"] = {}
+                counts = error is None or (
+                    self.plan.interrupted == "after" and scalers.kind != "torch"
+                )
+                scalers.knows(sides)["stage"] = STEPPED if counts else stage
+                return error
+        sees_late = scalers is not None and scalers.kind != "torch" and scalers.flags_of(sides)
+        if sees_late and self.has_late_grads():
+            self.differs("a gradient that comes between `unscale_` and `step`")
+            return RuntimeError("refused by our side alone")
+        hook = sides.twin.register_step_pre_hook(self._before_torchs_step)
+        try:
+            if scalers is None:
+                return error_of(sides.twin.step)
+            expected = error_of(lambda: scalers.twin.step(sides.twin))
+        finally:
+            hook.remove()
+        if any(flag > 0 for flag in scalers.flags_of(sides).values()) and expected is None:
+            self.is_skipped = True
+            if self.hook_was_called or self.plan.interrupted == "after":
+                self.differs("step hooks when a step is skipped")
+        if isinstance(expected, SkippedError):
+            self.differs("inf and NaN that come after the look of a scaler")
+            scalers.knows(sides)["stage"] = STEPPED
+            if self.plan.hook is not None and self.was_ready and scalers.kind != "torch":
+                for flag in scalers.flags_of(sides).values():
+                    flag.fill_(1.0)  # our scaler is told
+            return None
+        return expected
+
+    def has_late_grads(self) -> bool:
+        """Returns whether a gradient came after unscale_ and before this step."""
+        state = None if self.scalers is None else self.scalers.state_of(self.sides)
+        is_unscaled = state is not None and state["stage"] is UNSCALED
+        return is_unscaled and any(pair not in self.sides.unscaled for _, pair in self.with_grads)
+
+    def _sees_late_overflow(self) -> bool:
+        """Returns whether gradients became inf or NaN after the scaler's look, and ours sees it."""
+        if self.scalers is None:
+            return False
+        looks_again = self.sides.mine.param_groups[0]["max_grad_norm"] is not None
+        looks_again |= self.was_ready and self.scalers.kind != "torch"
+        return looks_again and not all(b.grad.isfinite().all() for b in self.before.values())
+
+    def _before_torchs_step(self, *_: Any) -> None:
+        """Gives torch's step the gradients that ours takes: those of the hook, clipped."""
+        if self.plan.interrupted == "before":
+            raise Interruption
+        if self.plan.hook is not None:
+            for _, pair in self.with_grads:
+                pair.twin.grad = doubled(self.before[pair].grad) * self.inverse
+        if self._sees_late_overflow():
+            self.is_skipped = True
+            raise SkippedError
+        twins = [pair.twin for _, pair in self.with_grads]
+        group = self.sides.mine.param_groups[0]
+        if group["max_grad_norm"] is not None and twins:
+            self.norm = torch.nn.utils.clip_grad_norm_(twins, group["max_grad_norm"], foreach=False)
+        for group, pair in self.with_grads:
+            if group["clip_value"] is not None:
+                pair.twin.grad.clamp_(-group["clip_value"], group["clip_value"])
+            if pair.is_converted:
+                dtype = self.sides.buffer_dtype(group, pair)
+                for buffer in self.sides.buffers(pair).values():
+                    buffer.copy_(buffer.to(dtype))
+            self._remember(group, pair)
+
+    def _remember(self, group: dict[str, Any], pair: Pair) -> None:
+        buffers = {name: t.clone() for name, t in self.sides.buffers(pair).items()}
+        doubt = None
+        if self.sides.name == "Lion":
+            exp_avg = buffers.get("exp_avg", torch.zeros_like(pair.twin))
+            options = {**self.sides.options, **{name: group[name] for name in ("lr", "maximize")}}
+            options["weight_decay"] = group["weight_decay"]
+            beta1, beta2 = group["betas"]
+            doubt = reference.lion(
+                pair.twin.detach(), pair.twin.grad, exp_avg, **options, beta1=beta1, beta2=beta2
+            )["doubt"]
+        self.old[pair] = (pair.twin.detach().clone(), buffers, doubt)
+        self.stepped_grads[pair] = pair.twin.grad.clone()
+
+    # What came of it.
+
+    def _result(self, error: BaseException | None, expected: BaseException | None) -> str:
+        sides, scalers, plan = self.sides, self.scalers, self.plan
+        refused = expected is not None and not isinstance(expected, Interruption)
+        if refused or plan.interrupted is None:
+            (plan.scalers or Scalers("amp_ext")).assert_same_error(error, expected)
+            if refused:
+                return "refused"
+            return "skipped" if self.is_skipped else "stepped"
+        assert isinstance(error, Interruption), f"{error!r} instead of an interruption"
+        if scalers is not None and self.was_ready and plan.interrupted == "before":
+            self.differs("`scaler.step` raises, or is interrupted, in a fused optimizer")
+            scalers.knows(sides)["stage"] = READY
+        return "interrupted"
+
+    def _assert_untouched(self) -> None:
+        for _, pair in self.with_grads:
+            before, state = self.before[pair], self.sides.state(pair)
+            assert_exact(pair.mine, before.param, "a parameter after no step")
+            assert_exact(pair.mine.grad, before.grad, "a gradient after no step")
+            for name, value in before.state.items():
+                if not pair.is_converted:
+                    assert_exact(state[name], value, f"{name} after no step")
+
+    def _compare(self) -> None:
+        sides, clips = self.sides, self.norm is not None
+        if clips:
+            norm = sides.mine.grad_norm
+            assert_near(norm, self.norm, self.norm, "grad_norm", F32)
+        for group, pair in self.with_grads:
+            self._compare_pair(group, pair, clips)
+            if not group["write_back_grads"]:
+                if self.scalers is not None:
+                    self.differs("`.grad` after a fused step under the scaler")
+                assert_exact(pair.mine.grad, self.before[pair].grad, "a gradient after its step")
+            else:
+                grad = self.stepped_grads[pair]
+                dtype = F32 if clips and pair.mine.dtype == F64 else pair.mine.dtype
+                assert_near(pair.mine.grad, grad, grad.abs(), "a gradient written back", dtype)
+
+    def _compare_pair(self, group: dict[str, Any], pair: Pair, clips: bool) -> None:
+        sides = self.sides
+        master, state = sides.master(group, pair), sides.state(pair)
+        old, old_buffers, doubt = self.old[pair]
+        wants_master = group["master_weights"] and pair.mine.dtype.itemsize == 2
+        assert (master is not None) == wants_master
+        if wants_master:
+            self.differs("16-bit parameters")
+            assert_exact(pair.mine, master, "a parameter beside its master")
+        actual, new = pair.mine if master is None else master, pair.twin.detach()
+        lr, coarse = float(group["lr"]), F32 if clips else F64
+        grad = self.stepped_grads[pair].abs() + float(group["weight_decay"]) * old.abs()
+
+        def dtype_of(tensor: Tensor) -> torch.dtype:
+            return coarse if tensor.dtype == F64 else tensor.dtype
+
+        # Adam divides by a root that may be a tenth of what cancels in its first moment.
+        parts = torch.full_like(old, 10.0)
+        if sides.name == "SGD":
+            parts = grad + old_buffers.get("momentum_buffer", torch.zeros_like(old)).abs()
+        size = torch.stack([old.abs(), new.abs(), lr * parts]).amax(0)
+        if doubt is not None:
+            keep = doubled(actual)
+            assert ((keep - new).abs()[doubt] <= 2.1 * lr).all()
+            new[doubt] = keep[doubt]
+        assert_near(actual, new, size, f"param of {sides.name} after its step", dtype_of(actual))
+        for name, value in sides.buffers(pair).items():
+            before, power = (
+                old_buffers.get(name, torch.zeros_like(value)),
+                2 if "_sq" in name else 1,
+            )
+            size = torch.stack([before.abs(), value.abs(), grad**power]).amax(0)
+            assert_near(state[name], value, size, f"{name} of {sides.name}", dtype_of(state[name]))
+        was = self.before[pair].master_version
+        if was is not None and master is not None:
+            refreshes = master._version - was - 1
+            assert refreshes <= 0, "the master of a parameter that nobody wrote was compared again"
+        self._start_anew(pair, actual)
+
+    def _start_anew(self, pair: Pair, actual: Tensor) -> None:
+        """Gives torch's side the numbers of ours, so that roundings do not add up."""
+        state = self.sides.state(pair)
+        pair.twin.data.copy_(actual.detach())
+        for name, value in self.sides.buffers(pair).items():
+            value.copy_(state[name])
+        pair.is_stale = pair.is_converted = False
+        pair.seen = pair.mine._version
+        buffers = self.sides.buffers(pair)
+        if not all(tensor.isfinite().all() for tensor in (pair.twin, pair.mine, *buffers.values())):
+            # It would stay inf or NaN and hide all that follows.
+            ours = [pair.mine.data, *(state[name] for name in ("master_param",) if name in state)]
+            for tensor in (pair.twin.data, *ours):
+                tensor.fill_(0.5)
+            for name, buffer in buffers.items():
+                buffer.zero_()
+                state[name].zero_()
+            self.sides.forget_versions()
