@@ -99,7 +99,7 @@ def _clip(grads: list[Tensor], total_norm: Tensor, max_norm: float) -> None:
     norm = total_norm.float()
     wide = list(filter(_is_float64, grads)) if _is_float64(total_norm) else []
     if wide:
-        ops.clip_grads_(grads, norm, max_norm=math.inf)  # checks them all, and writes none
+        ops.clip_grads_(grads, torch.zeros_like(norm), max_norm=math.inf)  # checks them, no more
         grads = list(itertools.filterfalse(_is_float64, grads))
     ops.clip_grads_(grads, norm, max_norm=max_norm)
     if wide:

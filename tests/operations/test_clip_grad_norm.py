@@ -246,6 +246,17 @@ def test_float64_gradients_are_clipped_in_float64_as_by_torch(device) -> None:
         torch.testing.assert_close(param.grad, other.grad, **close)
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_float64_gradients_beside_a_bad_one_become_what_they_become_in_torch(bad, device) -> None:
+    params = with_grads(device, F64)
+    params[0].grad.view(-1)[0] = bad
+    others = copies(params)
+    clip_grad_norm_(params, 1.0)
+    torchs(others, 1.0)
+    for param, other in zip(params, others, strict=True):
+        assert same_bits(param.grad, other.grad)
+
+
 @pytest.mark.parametrize("value", [3e38, 1e30, 1e-22, 1e-40])
 def test_squares_outside_of_the_dtype_do_not_spoil_the_norm(value: float, device) -> None:
     """torch takes the norm of float16 gradients in float16: inf, and the gradients become 0."""

@@ -134,9 +134,13 @@ def test_an_interrupted_group_is_there_whole_or_not_at_all():
 
 SAME = Parameter(torch.zeros(2))
 REFUSED = [
-    pytest.param({"differentiable": True}, RuntimeError, "differentiable must be False", id="diff"),
-    pytest.param({"clip_value": -1.0}, ValueError, "Invalid clip_value", id="clip"),
-    pytest.param({"state_dtype": torch.float16}, ValueError, "state_dtype must be", id="dtype"),
+    pytest.param(
+        {"differentiable": True}, RuntimeError, "differentiable of group 1 must be", id="diff"
+    ),
+    pytest.param({"clip_value": -1.0}, ValueError, "clip_value of group 1 must be", id="clip"),
+    pytest.param(
+        {"state_dtype": torch.float16}, ValueError, "state_dtype of group 1 must be", id="dtype"
+    ),
     pytest.param({"params": [SAME, SAME]}, ValueError, "must be listed once", id="twice"),
 ]
 
