@@ -61,6 +61,13 @@ bool uses_cuda_engine(const at::Device& device) {
 #endif
 }
 
+void StepScratch::make_room(const at::Device& device) {
+#if defined(AMP_EXT_WITH_CUDA)
+  if (uses_cuda_engine(device)) block_counter(device);
+#endif
+  static_cast<void>(device);
+}
+
 const DeviceEngine& engine_of(const at::Device& device) {
 #if defined(AMP_EXT_WITH_CUDA)
   if (uses_cuda_engine(device)) return cuda_engine();

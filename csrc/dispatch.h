@@ -18,6 +18,9 @@ namespace amp_ext {
 // never share it. Empty on the CPU.
 class StepScratch {
  public:
+  // Takes the memory that kernels on this device need: a launch then takes none.
+  void make_room(const at::Device& device);
+
   // One counter on `device`, zero between launches.
   uint32_t* block_counter(const at::Device& device);
 

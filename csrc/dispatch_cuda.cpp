@@ -102,8 +102,11 @@ class CudaEngine : public DeviceEngine {
 }  // namespace
 
 uint32_t* StepScratch::block_counter(const at::Device& device) {
-  auto [counter, is_new] = counters_.try_emplace(device);
-  if (is_new) counter->second = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
+  auto counter = counters_.find(device);
+  if (counter == counters_.end()) {
+    const at::Tensor zero = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
+    counter = counters_.emplace(device, zero).first;
+  }
   return reinterpret_cast<uint32_t*>(counter->second.mutable_data_ptr<int32_t>());
 }
 

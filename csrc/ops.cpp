@@ -94,7 +94,9 @@ void refresh_masters_(const TensorList& params, const TensorList& master_params)
                 master_params[i].scalar_type(), " of sizes ", master_params[i].sizes(), " on ",
                 master_params[i].device());
   }
-  for (size_t i = 0; i < params.size(); ++i) refresh_master(params[i], master_params[i]);
+  for (size_t i = 0; i < params.size(); ++i) {
+    master_params[i].copy_(refreshed_master(params[i], master_params[i]));
+  }
 }
 
 void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,

@@ -48,10 +48,10 @@ const float* float_data(const at::Tensor& tensor) {
 
 }  // namespace
 
-void refresh_master(const at::Tensor& param, const at::Tensor& master_param) {
+at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param) {
   const at::NoGradGuard no_grad;
   const at::Tensor rounded = master_param.to(param.scalar_type());
-  master_param.copy_(at::where(rounded.eq(param), master_param, param.to(at::kFloat)));
+  return at::where(rounded.eq(param), master_param, param.to(at::kFloat));
 }
 
 Plan::Plan(std::string operation, std::vector<std::string> buffer_names, Naming naming)
@@ -131,6 +131,7 @@ void Plan::let_go() {
     row.owned[kGrad].reset();
     row.explicit_grad.reset();
     row.staged.clear();
+    row.refreshed_master.reset();
   }
 }
 
@@ -237,26 +238,32 @@ bool Plan::gradients_are_as_seen() const {
   });
 }
 
+// First all that may fail: checks, and memory for every batch. Then copies and launches alone.
 void Plan::run_step(GroupTable& table, const GradientOptions& options) {
   const at::NoGradGuard no_grad;
   check_step(table, options);
   StepScratch& scratch = options.scratch != nullptr ? *options.scratch : scratch_;
   bool looks_are_new = false;
   const std::vector<Look> looks = looks_for_step(options, scratch, looks_are_new);
+  std::vector<Batch> all = batches();
+  for (Batch& batch : all) {
+    batch.inputs = inputs_on(batch.device, options, looks, looks_are_new);
+    batch.is_skipped = host_knows_of_skip(batch.device, batch.inputs.pointers);
+    if (batch.is_skipped) continue;
+    batch.lrs = lrs_on(batch.device, table);
+    scratch.make_room(batch.device);
+    make_room(batch);
+  }
   if (options.max_grad_norm.has_value() && options.grad_norm.has_value() && looks.empty() &&
       !options.sum_of_squares.has_value()) {
     options.grad_norm->zero_();  // of no gradients
   }
-  for (const Batch& batch : batches()) {
-    const DeviceInputs inputs = inputs_on(batch.device, options, looks, looks_are_new);
-    if (host_knows_of_skip(batch.device, inputs.pointers)) {
-      if (inputs.grad_norm != nullptr) {
-        *inputs.grad_norm = GradientFactor::read(inputs.pointers).grad_norm;
-      }
-      continue;
+  for (const Batch& batch : all) {
+    if (!batch.is_skipped) {
+      step_batch(batch, table, scratch);
+    } else if (batch.inputs.grad_norm != nullptr) {
+      *batch.inputs.grad_norm = GradientFactor::read(batch.inputs.pointers).grad_norm;
     }
-    put_lrs_on(batch.device, table);
-    step_batch(batch, table, inputs, scratch);
   }
   remember_masters();
 }
@@ -310,7 +317,9 @@ std::vector<Plan::Batch> Plan::batches() {
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& candidate) {
       return candidate.kernel == *row.kernel && candidate.device == device;
     });
-    if (batch == batches.end()) batch = batches.insert(batch, {device, *row.kernel, {}});
+    if (batch == batches.end()) {
+      batch = batches.insert(batch, {device, *row.kernel, {}, {}, {}, false, {}});
+    }
     batch->rows.push_back(&row);
   }
   return batches;
@@ -347,33 +356,47 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
 }
 
 // Learning rates that are tensors: a GPU's kernels read them on their device, others get a number.
-void Plan::put_lrs_on(const at::Device& device, GroupTable& table) {
-  for (GroupTable::Entry& group : table.groups) {
+std::vector<std::optional<Plan::LrOnDevice>> Plan::lrs_on(const at::Device& device,
+                                                          const GroupTable& table) {
+  std::vector<std::optional<LrOnDevice>> lrs;
+  for (const GroupTable::Entry& group : table.groups) {
+    lrs.emplace_back();
     if (!group.lr.has_value()) continue;
-    group.lr_on_device.reset();
     if (!uses_cuda_engine(device) || !uses_cuda_engine(group.lr->device())) {
-      group.common->lr = group.lr->item().toDouble();
+      lrs.back() = {{}, group.lr->item().toDouble()};
     } else {
-      group.lr_on_device = scalar_on(device, *group.lr);
+      lrs.back() = {scalar_on(device, *group.lr), 0.0};
     }
-    group.common->lr_on_device = float_data(group.lr_on_device);
+  }
+  return lrs;
+}
+
+void Plan::make_room(Batch& batch) {
+  batch.records.reserve(batch.rows.size());
+  for (Row* row : batch.rows) {
+    if (row->master_param().defined() && !row->master_is_fresh) {
+      row->refreshed_master = refreshed_master(row->param(), row->master_param());
+    }
+    if (!row->record_is_current) fill_record(*row);
+    batch.records.push_back(row->record);
   }
 }
 
-void Plan::step_batch(const Batch& batch, const GroupTable& table, const DeviceInputs& inputs,
-                      StepScratch& scratch) {
-  std::vector<TensorRecord> records;
-  records.reserve(batch.rows.size());
+void Plan::step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch) {
   for (Row* row : batch.rows) {
-    if (row->master_param().defined() && !row->master_is_fresh) {
-      refresh_master(row->param(), row->master_param());
-    }
-    if (!row->record_is_current) fill_record(*row);
-    records.push_back(row->record);
+    if (row->refreshed_master.defined()) row->master_param().copy_(row->refreshed_master);
+    for (const Staged& staged : row->staged) staged.dense.copy_(staged.original);
   }
+  for (size_t group = 0; group < batch.lrs.size(); ++group) {
+    if (!batch.lrs[group].has_value()) continue;
+    CommonHyperparameters& common = *table.groups[group].common;
+    common.lr = batch.lrs[group]->number;
+    common.lr_on_device = float_data(batch.lrs[group]->on_device);
+  }
+  const DeviceInputs& inputs = batch.inputs;
   const StepLaunch launch{
-      batch.kernel,          records.data(),  static_cast<int64_t>(records.size()),
-      table.hyperparameters, inputs.pointers, inputs.grad_norm};
+      batch.kernel,          batch.records.data(), static_cast<int64_t>(batch.records.size()),
+      table.hyperparameters, inputs.pointers,      inputs.grad_norm};
   engine_of(batch.device).step(batch.device, launch, scratch);
   for (Row* row : batch.rows) mark_written(*row);
 }
@@ -510,7 +533,8 @@ void Plan::check_memory() {
   std::vector<MemoryUse> uses;
   written_storages_.clear();
   for (size_t i = 0; i < rows_.size(); ++i) {
-    if (rows_[i].fingerprints[kParam].numel < 0) continue;  // has not had a gradient yet
+    if (!rows_[i].has_grad()) rows_[i].fingerprints[kGrad] = {};  // of one that was refused
+    if (rows_[i].fingerprints[kParam].numel < 0) continue;        // has not had a gradient yet
     for (int list = 0; list < kLists; ++list) {
       const at::Tensor& tensor = rows_[i].tensor(list);
       if (!tensor.defined()) continue;
@@ -535,6 +559,7 @@ bool Plan::reaches_written_memory(const at::Tensor& grad) const {
 }
 
 void Plan::fill_record(Row& row) {
+  row.staged.clear();
   // All memory is walked in the order of the parameter's, or of its dense copy.
   at::Tensor layout = row.param();
   if (!layout.is_non_overlapping_and_dense()) {
@@ -547,7 +572,6 @@ void Plan::fill_record(Row& row) {
     }
     const at::Tensor dense = at::empty_strided(layout.sizes(), layout.strides(),
                                                tensor.options().dtype(dtype).requires_grad(false));
-    dense.copy_(tensor);
     row.staged.push_back({tensor, dense, written});
     return dense.mutable_data_ptr();
   };

@@ -64,8 +64,8 @@ struct ParamState {
 enum class Naming { kLists, kGroups };
 
 // Where the master does not round to its parameter, the parameter has been changed behind it: there
-// the master becomes the parameter.
-void refresh_master(const at::Tensor& param, const at::Tensor& master_param);
+// the master becomes the parameter. Returns what it becomes.
+at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
 class AMP_EXT_API Plan {
  public:
@@ -126,7 +126,7 @@ class AMP_EXT_API Plan {
     std::vector<Hyperparameters> hyperparameters(groups.begin(), groups.end());
     GroupTable table{hyperparameters.data(), &kernel_for<Hyperparameters>, {}};
     for (size_t i = 0; i < groups.size(); ++i) {
-      table.groups.push_back({&hyperparameters[i], groups[i].lr_tensor, {}});
+      table.groups.push_back({&hyperparameters[i], groups[i].lr_tensor});
     }
     run_step(table, options);
   }
@@ -135,7 +135,7 @@ class AMP_EXT_API Plan {
   enum List { kParam, kGrad, kMaster, kStep, kBuffer0 };
   static constexpr int kLists = kBuffer0 + kMaxBuffers;
 
-  // A tensor whose memory a kernel can't walk, and the dense copy that it walks instead.
+  // A tensor whose memory a kernel can't walk, and room for the dense copy that it walks instead.
   struct Staged {
     at::Tensor original;
     at::Tensor dense;
@@ -183,6 +183,7 @@ class AMP_EXT_API Plan {
     std::optional<SeenTensor> seen_grad;  // the one that the last look saw
     const void* seen_grad_data = nullptr;
     std::vector<Staged> staged;
+    at::Tensor refreshed_master;  // what a master becomes that its parameter has left behind
     at::Tensor explicit_grad;
     c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
     int64_t partition = 0;
@@ -208,8 +209,7 @@ class AMP_EXT_API Plan {
   struct GroupTable {
     struct Entry {
       CommonHyperparameters* common;
-      OptionalTensor lr;        // where it is a tensor
-      at::Tensor lr_on_device;  // keeps alive what `common` points to
+      OptionalTensor lr;  // where it is a tensor
     };
     const void* hyperparameters;  // [groups]
     std::optional<OptimizerKernel> (*kernel)(int buffers);
@@ -225,11 +225,21 @@ class AMP_EXT_API Plan {
     float* grad_norm;  // [1], or null
   };
 
-  // The rows that one launch updates.
+  // A learning rate as the engine of one device reads it: from there, or a number.
+  struct LrOnDevice {
+    at::Tensor on_device;
+    double number;
+  };
+
+  // The rows that one launch updates, and all that it needs.
   struct Batch {
     at::Device device;
     OptimizerKernel kernel;
     std::vector<Row*> rows;
+    DeviceInputs inputs;
+    std::vector<std::optional<LrOnDevice>> lrs;  // [groups], where they are tensors
+    bool is_skipped;                             // as the host knows already
+    std::vector<TensorRecord> records;
   };
 
   void run_step(GroupTable& table, const GradientOptions& options);
@@ -240,9 +250,10 @@ class AMP_EXT_API Plan {
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
                          const std::vector<Look>& looks, bool looks_are_new) const;
-  static void put_lrs_on(const at::Device& device, GroupTable& table);
-  void step_batch(const Batch& batch, const GroupTable& table, const DeviceInputs& inputs,
-                  StepScratch& scratch);
+  static std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device,
+                                                       const GroupTable& table);
+  static void make_room(Batch& batch);
+  static void step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch);
   std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
                          bool sum_squares, bool skip_nonfinite, StepScratch& scratch);
   Look& look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
@@ -259,7 +270,7 @@ class AMP_EXT_API Plan {
   void check_tensors(const Row& row) const;
   void check_memory();
   bool reaches_written_memory(const at::Tensor& grad) const;
-  void fill_record(Row& row);
+  static void fill_record(Row& row);
   static void mark_written(Row& row);
   void remember_masters();
   std::string name_of(const Row& row, int list) const;

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -226,13 +224,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _has_master(self, group: dict[str, Any], param: Tensor) -> bool:
         return group["master_weights"] and param.dtype in _SIXTEEN_BIT
 
-    def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        """Makes the state of a parameter what the options say of its dtype and device as they are.
+    def _whole_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        """Returns the state of a parameter as the options want it, its dtype and device being so.
 
-        Creates what it lacks, and converts it after the parameter was converted, as
-        ``model.double()`` does.
+        What the state lacks is made, and what the parameter was converted under, as by
+        ``model.double()``, is converted; nothing is written.
         """
-        state: dict[str, Any] = self.state[param]
+        state: dict[str, Any] = dict(self.state.get(param, {}))
         wanted = dict.fromkeys(self.buffer_names(group), self._buffer_dtype(group, param))
         if self._keeps_step(group):
             wanted["step"] = torch.float32
@@ -256,6 +254,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             elif state[name].dtype != dtype or state[name].device != param.device:
                 state[name] = state[name].to(param.device, dtype)
         return state
+
+    def _make_states(self, params: Iterable[tuple[dict[str, Any], Tensor]]) -> None:
+        """Makes the states of parameters whole: all of them, or none if one can't be made.
+
+        Args:
+            params: The group and the parameter.
+        """
+        made = {}
+        for group, param in params:
+            state, before = self._whole_state(group, param), self.state.get(param, {})
+            if state.keys() != before.keys() or any(state[key] is not before[key] for key in state):
+                made[param] = state
+        self.state.update(made)  # at once
 
     def _place_of(self, param: Tensor) -> str:
         return next(
@@ -296,13 +307,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{where} must have a shape, got a lazy parameter: run the model once first"
                 )
-        before = {key: copy.copy(state) for key, state in self.state.items()}
-        try:
-            for group, _, _, param in trainable:
-                self._init_state(group, param)
-        except BaseException:  # out of memory, or an interrupt
-            self.state = defaultdict(dict, before)
-            raise
+        self._make_states([(group, param) for group, _, _, param in trainable])
 
     # The plan.
 
@@ -386,6 +391,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan = self._take_plan("step")
         try:
             self._step(plan, hand_over, found_inf)
+        except RuntimeError as error:
+            _add_note_on_memory(error, type(self).__name__)
+            raise
         finally:
             self._let_go()
         return loss
@@ -614,6 +622,15 @@ def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the options among the arguments of a constructor, given its ``locals()``."""
     others = ("self", "params", "__class__")
     return {name: value for name, value in arguments.items() if name not in others}
+
+
+def _add_note_on_memory(error: RuntimeError, kind: str) -> None:
+    """Says of an error of torch's allocators, whose type and text clients know, what it left."""
+    is_of_memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+    if is_of_memory and hasattr(error, "add_note"):
+        error.add_note(
+            f"{kind}.step: nothing has been stepped; parameters and states are as before"
+        )
 
 
 def check_betas(options: dict[str, Any]) -> None:

@@ -87,10 +87,13 @@ class StepPlan:
             optimizer: That of the plan. States that are missing are created in it.
         """
         compiled = self.with_shards()
-        for number in compiled.read_grads():
-            group_index, param = self._places[number]
-            group = optimizer.param_groups[group_index]
-            state = optimizer._init_state(group, param)
+        numbers = compiled.read_grads()
+        if not numbers:
+            return compiled
+        places = [self._places[number] for number in numbers]
+        optimizer._make_states((optimizer.param_groups[group], param) for group, param in places)
+        for number, (group_index, param) in zip(numbers, places, strict=True):
+            group, state = optimizer.param_groups[group_index], optimizer.state[param]
             has_master, keeps_step = (
                 optimizer._has_master(group, param),
                 optimizer._keeps_step(group),
