@@ -78,20 +78,22 @@ def bytes_per_parameter(kind: Kind, precision: str, options: Options) -> int:
     return sum(size for size in sizes if size >= SIZE) // SIZE
 
 
-def options_of_torch(kind: Kind) -> set[str]:
-    """Returns the options of torch's class of that name or, without one, of all that have ours."""
-    named = [each for each in optimizers() if hasattr(torch.optim, each.__name__)]
-    theirs = [getattr(torch.optim, each.__name__) for each in ([kind] if kind in named else named)]
-    return {option for each in theirs for option in inspect.signature(each).parameters}
+def class_of_torch(kind: Kind) -> type | None:
+    """Returns torch's class of that name, if there is one."""
+    return getattr(torch.optim, kind.__name__, None)
 
 
-def takes(kind: Kind, option: str, value: Any) -> bool:
+def is_option_of_torch(kind: Kind, option: str) -> bool:
+    """Returns whether torch's class has an option or, without one, all that torch has of ours."""
+    named = [each for each in optimizers() if class_of_torch(each)]
+    asked = [kind] if kind in named else [each for each in named if takes(each, option)]
+    signatures = [inspect.signature(class_of_torch(each)) for each in asked]
+    return bool(signatures) and all(option in each.parameters for each in signatures)
+
+
+def takes(kind: Kind, option: str) -> bool:
     """Returns whether a constructor has an option: AdamW's groups have one more, of its decay."""
-    try:
-        made(kind, **{option: value})
-    except TypeError:
-        return False
-    return True
+    return option in inspect.signature(kind).parameters
 
 
 def meaning(kind: Kind, option: str) -> str:
@@ -130,27 +132,46 @@ def states() -> str:
     return table(["", "state of a parameter", *PRECISIONS], rows)
 
 
-def own_options() -> str:
-    """Returns the options that torch's classes do not have."""
-    kinds = optimizers()
-    owners: dict[str, list[Kind]] = {}
-    for kind in kinds:
-        for name, default in made(kind).defaults.items():
-            if name not in options_of_torch(kind) and takes(kind, name, default):
-                owners.setdefault(name, []).append(kind)
+def classes() -> str:
+    """Returns what each optimizer is, and whose place it takes."""
     rows = []
-    for name, of in owners.items():
+    for kind in optimizers():
+        theirs = class_of_torch(kind)
+        summary = inspect.cleandoc(kind.__doc__ or "").splitlines()[0]
+        what = summary.replace("``", "`").rstrip(".")
+        rows.append(
+            [f"`{kind.__name__}`", f"`torch.optim.{theirs.__name__}`" if theirs else "none", what]
+        )
+    return table(["class", "in torch", "what it is"], rows)
+
+
+def options(of_torch: bool) -> str:
+    """Returns the options that torch's classes have, or those that they do not have."""
+    kinds = optimizers()
+    owners: dict[tuple[str, str], list[Kind]] = {}  # of an option and of what it means there
+    for kind in kinds:
+        for name in made(kind).defaults:
+            if takes(kind, name) and is_option_of_torch(kind, name) == of_torch:
+                owners.setdefault((name, meaning(kind, name)), []).append(kind)
+    names = list(dict.fromkeys(name for name, _ in owners))
+    rows = []
+    for (name, what), of in sorted(owners.items(), key=lambda item: names.index(item[0][0])):
         where = "all" if of == kinds else listed([kind.__name__ for kind in of])
         defaults = [made(kind).defaults[name] for kind in of]
         if all(default == defaults[0] for default in defaults):
             defaults = defaults[:1]  # else one for each class
         # A string is a dtype's name.
         shown = [f"torch.{value}" if isinstance(value, str) else f"{value}" for value in defaults]
-        rows.append([f"`{name}`", where, listed(shown), meaning(of[-1], name)])
+        rows.append([f"`{name}`", where, listed(shown), what])
     return table(["option", "of", "default", "what it does"], rows)
 
 
-TABLES = {"states.md": states, "own_options.md": own_options}
+TABLES = {
+    "classes.md": classes,
+    "states.md": states,
+    "torch_options.md": lambda: options(of_torch=True),
+    "own_options.md": lambda: options(of_torch=False),
+}
 
 
 def write(folder: Path = FOLDER) -> None:

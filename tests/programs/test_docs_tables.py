@@ -55,11 +55,32 @@ def test_the_calculator_of_memory_counts_the_same(name):
     assert [usages[each] for each in wanted] == [int(cell) for cell in row[2:]]
 
 
+def test_every_class_stands_beside_torchs():
+    rows = rows_of(TABLES["classes"]())
+    assert ["`SGD`", "`torch.optim.SGD`", "SGD, in place of `torch.optim.SGD`"] in rows
+    (lion,) = [row for row in rows if row[0] == "`Lion`"]
+    assert lion[1] == "none"
+    assert len(rows) == len(TABLES["optimizers"]())
+
+
+def test_options_of_torch_are_there_with_what_each_class_makes_of_them():
+    rows = rows_of(TABLES["options"](of_torch=True))
+    assert ["`nesterov`", "`SGD`", "`False`", "Looks ahead along the momentum"] in rows
+    assert [row[1:3] for row in rows if row[0] == "`lr`"] == [
+        ["all", "`0.001`, `0.001`, `0.001`, `0.0001`"]
+    ]
+    assert [row[1:3] for row in rows if row[0] == "`betas`"] == [
+        ["`Adam`, `AdamW`", "`(0.9, 0.999)`"],
+        ["`Lion`", "`(0.9, 0.99)`"],
+    ]
+    assert [row[1] for row in rows if row[0] == "`decoupled_weight_decay`"] == ["`Adam`"]
+
+
 def test_options_of_our_own_are_those_that_torch_refuses():
-    rows = {row[0].strip("`"): row[1:] for row in rows_of(TABLES["own_options"]())}
+    rows = {row[0].strip("`"): row[1:] for row in rows_of(TABLES["options"](of_torch=False))}
     assert rows["master_weights"][:2] == ["all", "`True`"]
     assert rows["denominator_floor"][:2] == ["`Adam`, `AdamW`", "`0.0`"]
-    assert rows["decoupled_weight_decay"][:2] == ["`SGD`", "`False`"]
+    assert rows["decoupled_weight_decay"][:2] == ["`SGD`, `Lion`", "`False`, `True`"]
     assert rows["state_dtype"][1] == "`torch.float32`"
     assert rows.keys().isdisjoint({"lr", "betas", "amsgrad", "maximize", "fused"})
     assert all(len(row[2]) > 20 for row in rows.values())
