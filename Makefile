@@ -27,7 +27,7 @@ SOURCES := setup.py $(shell find csrc)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo examples docs test test-quick test-clients fuzz sanitize lint format build build-in-place cuda-build gpu-check clean
+.PHONY: help demo examples docs test test-quick test-clients fuzz stress sanitize lint format build build-in-place cuda-build gpu-check clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -54,6 +54,9 @@ test-quick: $(BUILT)  ## Runs those that take under a minute in all: no emulated
 
 fuzz: $(BUILT)  ## Looks for programs whose results differ from torch's; MINUTES=30, FUZZ_ARGS='--seed 1'
 	@$(PYTHON) scripts/fuzz.py --minutes $(MINUTES) $(FUZZ_ARGS)
+
+stress: $(BUILT)  ## Takes steps of unusual size and number, with 9 GB of memory; STRESS_ARGS=--small
+	@$(PYTHON) scripts/stress.py $(STRESS_ARGS)
 
 sanitize: $(INSTALLED)  ## Runs them with sanitizers in the CPU engine and the emulated kernels
 	@PYTHON=$(PYTHON) scripts/sanitize.sh $(PYTEST_ARGS)

@@ -1,0 +1,273 @@
+"""Takes steps of unusual size and number: 65,543 tensors, more than 2^31 elements, 20,000 steps.
+
+`make stress` takes some minutes and 9 GB of memory; `--small` does the same with less of everything
+in seconds. Results are checked, memory, file handles and threads must not grow, and the figures are
+printed. Without `--small` each part has a process of its own, for its peak of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import amp_ext  # noqa: E402
+
+PROCESS = Path("/proc/self")
+INF = math.inf
+# A process's memory moves by some pages at any time, and a cache may take an object or two.
+MOST_GROWTH = {"file handles": 0, "threads": 0, "memory": 2 * 2**20, "Python objects": 10}
+
+Figures = dict[str, str]
+
+
+def memory(what: str) -> int:
+    """Returns a line of this process's status in bytes: "VmRSS" is now, "VmHWM" the peak."""
+    return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", (PROCESS / "status").read_text())[1])
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def same(what: str, actual: Any, wanted: Any) -> None:
+    """Raises unless two values are equal, whether or not Python was told to leave out asserts."""
+    if actual != wanted:
+        raise AssertionError(f"{what}: {actual}, not {wanted}")
+
+
+# Many tensors.
+
+
+def many_tensors(count: int) -> Figures:
+    """Steps many tensors as one long one is stepped, and finds an overflow in the last of them."""
+    torch.manual_seed(0)
+    sizes = [1 + index % 3 for index in range(count)]
+    whole = Parameter(torch.randn(sum(sizes)))
+    params = [Parameter(part.clone()) for part in whole.detach().split(sizes)]
+    named = [(f"tensor {index}", param) for index, param in enumerate(params)]
+    scalers = [amp_ext.GradScaler("cpu", 2.0**10) for _ in range(2)]
+    one = amp_ext.optim.AdamW([whole], max_grad_norm=INF)
+    many = amp_ext.optim.AdamW(named, max_grad_norm=INF)
+    seconds = []
+    for step in range(4):
+        whole.grad = scalers[0].scale(torch.randn_like(whole))
+        scalers[1].scale(torch.ones(()))
+        for param, grad in zip(params, whole.grad.split(sizes), strict=True):
+            param.grad = grad.clone()
+        if step == 2:
+            whole.grad[-1] = params[-1].grad[-1] = INF
+            same("find_nonfinite", amp_ext.find_nonfinite(many), {f"tensor {count - 1}": 1})
+        if step == 3:
+            many.load_state_dict(many.state_dict())
+        for scaler, optimizer in zip(scalers, (one, many), strict=True):
+            start = time.perf_counter()
+            scaler.step(optimizer)
+            scaler.update()
+            seconds.append(time.perf_counter() - start)
+        together = torch.cat([param.detach() for param in params])
+        same(f"parameters after step {step} equal", together.equal(whole.detach()), True)
+    stats = scalers[1].stats(wait=True)
+    same("steps and skips", (stats.steps, stats.skips), (3, 1))
+    same("the tensor that overflowed", stats.last_nonfinite, f"tensor {count - 1}")
+    norms = [optimizer.grad_norm.item() for optimizer in (one, many)]
+    same("norms agree", math.isclose(*norms, rel_tol=1e-6), True)
+    return {"tensors": f"{count:,}", "first step": f"{seconds[1]:.3f} s",
+            "second": f"{seconds[3]:.3f} s"}  # fmt: skip
+
+
+# Many elements.
+
+
+def many_elements(border: int) -> Figures:
+    """Steps and looks at one tensor of a few elements more than a border, such as 2^31."""
+    count = border + 7
+    watched = sorted({0, 1, count // 2, count - 1, *range(border - 2, border + 3)})
+    param = Parameter(torch.zeros(count, dtype=torch.bfloat16))
+    optimizer = amp_ext.optim.SGD(
+        [("long", param)], lr=0.5, master_weights=False, state_dtype=None, max_grad_norm=INF
+    )
+    with torch.no_grad():
+        param[watched] = torch.arange(1, 1 + len(watched)).to(param)
+
+    def check(moved: float) -> None:
+        wanted = [1.0 + index + moved for index in range(len(watched))]
+        same("watched elements", param.detach()[watched].tolist(), wanted)
+        others = count * moved + sum(range(1, 1 + len(watched)))
+        # Whole numbers: sums of float64 are exact.
+        same("sum", sum(p.double().sum().item() for p in param.detach().split(2**24)), others)
+
+    # One gradient for all elements takes no memory.
+    param.grad = torch.full((), -2.0, dtype=torch.bfloat16).expand(count)
+    optimizer.step()
+    check(1.0)
+    norm = 2.0 * math.sqrt(count)
+    same("norm", math.isclose(optimizer.grad_norm.item(), norm, rel_tol=1e-6), True)
+    param.grad = torch.full((), INF, dtype=torch.bfloat16).expand(count)
+    same("elements that are inf", amp_ext.find_nonfinite(optimizer), {"long": count})
+
+    scaler = amp_ext.GradScaler("cpu", 2.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((count,), -4.0, dtype=torch.bfloat16)
+    for place in (border - 1, border, count - 1):
+        param.grad[place] = INF
+        same("one inf", amp_ext.find_nonfinite(optimizer), {"long": 1})
+        scaler.step(optimizer)
+        scaler.update(2.0)
+        same("skipped", scaler.last_step_skipped(optimizer, wait=True), True)
+        param.grad[place] = -4.0
+    check(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    same("skipped", scaler.last_step_skipped(optimizer, wait=True), False)
+    check(2.0)
+    amp_ext.clip_grad_norm_([param], norm)  # from twice the norm
+    same("clipped", param.grad[watched].tolist(), [-2.0] * len(watched))
+    return {"elements": f"{count:,}"}
+
+
+# Many steps.
+
+
+def everything_loop() -> Callable[[int], None]:
+    """Returns a loop body with new gradients, hooks, overflows, and a resume every 100 steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    ).bfloat16()
+    optimizer = amp_ext.optim.AdamW(model.named_parameters(), lr=1e-4, max_grad_norm=1.0)
+    scaler = amp_ext.GradScaler("cpu", 2.0**10, growth_interval=15, max_scale=2.0**12)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(lambda *_: None)
+    optimizer.register_state_dict_post_hook(lambda *_: None)
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad * 0.5)
+    batch = torch.randn(8, 16, dtype=torch.bfloat16)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(batch).float().square().mean()).backward()
+        if number % 37 == 0:
+            model[0].weight.grad[0, 0] = INF
+        if number % 10 == 0:
+            scaler.unscale_(optimizer) if number % 20 else amp_ext.find_nonfinite(model)
+        scaler.step(optimizer)
+        scaler.update()
+        if number % 100 == 0:
+            optimizer.load_state_dict(optimizer.state_dict())
+            scaler.load_state_dict(scaler.state_dict())
+            same("most steps are taken", scaler.stats(wait=True).scale > 1.0, True)
+
+    return step
+
+
+def plain_loop() -> Callable[[int], None]:
+    """Returns a loop body of a scaler and AdamW alone."""
+    params = [Parameter(torch.ones(100)) for _ in range(20)]
+    optimizer = amp_ext.optim.AdamW(params, lr=1e-4)
+    scaler = amp_ext.GradScaler("cpu", 2.0**10)
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.ones_like(param)
+
+    def step(number: int) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def stay_flat(step: Callable[[int], None], count: int) -> Figures:
+    """Takes steps; raises if the process holds more after the last than after the first third.
+
+    A third, for a scaler fills its history first, and pools of memory theirs.
+    """
+
+    def held() -> dict[str, int]:
+        gc.collect()
+        return {
+            "file handles": len(os.listdir(PROCESS / "fd")),
+            "threads": len(os.listdir(PROCESS / "task")),
+            "Python objects": len(gc.get_objects()),
+            "memory": memory("VmRSS"),
+        }
+
+    start = time.perf_counter()
+    before: dict[str, int] = {}
+    for number in range(count):
+        if number == count // 3:
+            held()  # what measuring itself takes
+            before = held()
+        step(number)
+    after = held()
+    seconds = time.perf_counter() - start
+    for what, most in MOST_GROWTH.items():
+        if after[what] > before[what] + most:
+            raise AssertionError(f"{what} grew from {before[what]:,} to {after[what]:,}")
+    drift = after["memory"] - before["memory"]
+    return {"steps": f"{count:,}", "drift of memory": f"{drift // 1024:,} KiB",
+            **{what: f"{after[what]:,}" for what in ("file handles", "threads")},
+            "a step": f"{1e6 * seconds / count:.0f} µs"}  # fmt: skip
+
+
+def many_steps(count: int) -> Figures:
+    """Lets a loop with everything run long."""
+    return stay_flat(everything_loop(), count)
+
+
+def many_plain_steps(count: int) -> Figures:
+    """Lets a loop run long that does nothing else."""
+    return stay_flat(plain_loop(), count)
+
+
+# Each part: how much of it, all and small.
+PARTS: dict[str, tuple[Callable[[int], Figures], int, int]] = {
+    "tensors": (many_tensors, 2**16 + 7, 2**12 + 7),
+    "elements": (many_elements, 2**31, 2**20),
+    "steps": (many_steps, 20_000, 1_500),
+    "plain steps": (many_plain_steps, 20_000, 9_000),
+}
+
+
+def run(name: str, count: int) -> Figures:
+    """Runs a part in this process; returns its figures."""
+    before, start = memory("VmRSS"), time.perf_counter()
+    figures = PARTS[name][0](count)
+    took = f"{time.perf_counter() - start:.1f} s"
+    return {"took": took, "peak of memory": megabytes(memory("VmHWM") - before), **figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="less of everything, in seconds")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part; repeatable")
+    arguments = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    for name in arguments.only or PARTS:
+        _, large, small = PARTS[name]
+        if arguments.small:
+            figures = run(name, small)
+        else:
+            with ProcessPoolExecutor(1, spawn) as pool:
+                figures = pool.submit(run, name, large).result()
+        line = ", ".join(f"{key} {value}" for key, value in figures.items())
+        print(f"{name}: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
