@@ -156,8 +156,8 @@ def wanted_sides(row: Row, device: torch.device, effort: Effort) -> list[str]:
 
 
 def sides_that_fit(row: Row, sides: list[str], device: torch.device) -> list[str]:
-    """Returns the first of some sides; none if two do not fit into the memory."""
-    work, elements, sides = row.work, row.shapes.elements, list(sides)
+    """Returns the first of some sides; none if one does not fit, or two where two are wanted."""
+    work, elements, wanted, sides = row.work, row.shapes.elements, len(sides), list(sides)
     param = work.dtype.itemsize
     held = 2 * param + 2 * (4 if work.masters else param) + 4 * work.has_masters
     extra = {
@@ -168,7 +168,7 @@ def sides_that_fit(row: Row, sides: list[str], device: torch.device) -> list[str
     free = _ROOM * free_memory(device)
     while sides and elements * (held * len(sides) + max(extra.get(s, 0) for s in sides)) > free:
         sides.pop()
-    return sides if len(sides) > 1 else []
+    return sides if len(sides) >= min(2, wanted) else []
 
 
 def measure_row(

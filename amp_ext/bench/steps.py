@@ -76,9 +76,9 @@ def _repeated(values: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _optimizer(module: Any, work: Work) -> Callable[..., torch.optim.Optimizer]:
-    if work.optimizer == "SGD":
-        return lambda params, **options: module.SGD(params, 1e-2, momentum=0.9, **options)
-    return lambda params, **options: module.AdamW(params, 1e-2, **options)
+    momentum = {"momentum": 0.9} if work.optimizer == "SGD" else {}
+    kind = getattr(module, work.optimizer)
+    return lambda params, **options: kind(params, 1e-2, **momentum, **options)
 
 
 def _started(scaler_class: type[torch.amp.GradScaler], device: torch.device) -> Any:

@@ -30,7 +30,7 @@ class Work:
     """One step of a scaler and an optimizer on gradients that are there.
 
     Attributes:
-        optimizer: "AdamW" or "SGD", which has momentum here.
+        optimizer: "AdamW", "Lion" or "SGD", which has momentum here.
         dtype: Of parameters and gradients.
         scaler: Whether a gradient scaler does the step.
         clip: Whether gradients are clipped by their norm.
@@ -77,6 +77,8 @@ class Work:
 
     def sides(self, device_type: str) -> list[str]:
         """Returns who does the same work, the one that everything is compared with first."""
+        if not hasattr(torch.optim, self.optimizer):
+            return ["ours"]  # beside nothing but the bandwidth
         if self.has_masters:
             return ["ours", "by_hand", "by_hand_buffered"]
         # Without options torch takes foreach on a GPU and one operation after the other on a CPU.
@@ -96,7 +98,7 @@ FEATURED = [ADAMW, ADAMW_CLIP, ADAMW_FP16, ADAMW_BF16_CLIP, SGD, Work("AdamW", t
 EVERY = FEATURED + [
     work
     for optimizer, dtype, scaler, clip in itertools.product(
-        ("AdamW", "SGD"), DTYPES, (False, True), (False, True)
+        ("AdamW", "SGD", "Lion"), DTYPES, (False, True), (False, True)
     )
     if (work := Work(optimizer, dtype, scaler, clip)) not in FEATURED
 ]

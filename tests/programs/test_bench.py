@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from amp_ext.bench import report, shapes
+from amp_ext.bench import measure, report, shapes
 from amp_ext.bench.__main__ import main
 from amp_ext.bench.steps import make_program
 from amp_ext.bench.work import EVERY, SIDES, Work, is_quick, target_ratios
@@ -47,6 +47,7 @@ def test_the_floor_counts_each_operand_once():
     assert Work("AdamW", bf16, clip=True).bytes_per_element == 30
     assert Work("AdamW", bf16, masters=False).bytes_per_element == 14
     assert Work("SGD", fp32).bytes_per_element == 20
+    assert Work("Lion", fp16).bytes_per_element == 20
     assert Work("SGD", fp32, scaler=True).bytes_per_element == 24
 
 
@@ -130,6 +131,32 @@ def test_figures_that_were_stored_are_shown_and_chosen_again(measured, capsys):
     assert line.count("|") == heading.count("|") == shape.count("|")
     names = ["AdamW fp32 + scaler", "AdamW fp32 + scaler + clip"]
     assert [row.split("|")[1].strip() for row in rows] == names
+
+
+def test_an_optimizer_that_torch_lacks_stands_alone(tmp_path, capsys):
+    command = [*TINY, "--filter=Lion fp(32|16 . master) . scaler, 4 x", f"--json={tmp_path}"]
+    assert main([*command, "--markdown", f"--plot={tmp_path / 'bars.png'}"]) == 0
+    _, result = load(tmp_path)
+    assert [row["work"] for row in result["rows"]] == [
+        "Lion fp32 + scaler",
+        "Lion fp16 + master + scaler",
+    ]
+    assert result["left_out"] == []
+    for row in result["rows"]:
+        assert list(row["sides"]) == ["ours"]
+        assert row["ratios"] == {}
+        assert row["sides"]["ours"]["share_of_streaming"] > 0
+    assert "÷" not in capsys.readouterr().out.partition("| scaler")[2]
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [("AdamW", 0), ("Lion", 1)])
+def test_a_side_alone_is_measured_only_where_no_other_is_wanted(optimizer, kept, monkeypatch):
+    """With memory for one side, and for none."""
+    row = measure.Row(Work(optimizer, torch.float32), shapes.uniform(1, 1_000_000))
+    sides = row.work.sides("cpu")
+    for room, count in ((30_000_000, kept), (1_000_000, 0)):
+        monkeypatch.setattr(measure, "free_memory", lambda device, room=room: room)
+        assert len(measure.sides_that_fit(row, sides, CPU)) == count
 
 
 def test_targets_are_marked_as_met_or_missed():
