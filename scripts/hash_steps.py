@@ -61,6 +61,8 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd-momentum": ("SGD", {"momentum": 0.9}),
     "sgd-nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
     "sgd-dampening": ("SGD", {"momentum": 0.9, "dampening": 0.25}),
+    "lion": ("Lion", {"betas": (0.8, 0.95)}),
+    "lion-coupled": ("Lion", {"betas": (0.8, 0.95), "decoupled_weight_decay": False}),
 }
 
 
