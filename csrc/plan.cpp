@@ -430,15 +430,20 @@ void Plan::check_row(Row& row, const GroupTable& table) {
   row.writes_grad = writes_grad;
   if (!row.kernel.has_value()) row.kernel = kernel_of(row, table);
   // What was read safely once is as safe now, unless it came to share memory with what is written.
-  if (has_moved(row, kGrad)) {
+  const bool grad_was_shared = row.writes_grad && leave_lazy_clone(row, kGrad);
+  if (take_fingerprint(row, kGrad) || grad_was_shared) {
     row.grad_is_current = false;
     if (row.writes_grad || reaches_written_memory(row.grad())) memory_is_checked_ = false;
   }
   for (int list = 0; list < kLists; ++list) {
-    if (list == kGrad || !has_moved(row, list)) continue;
+    if (list == kGrad) continue;
+    const bool was_shared = leave_lazy_clone(row, list);
+    const bool has_moved = take_fingerprint(row, list);
+    if (!was_shared && !has_moved) continue;
     row.record_is_current = false;
     memory_is_checked_ = false;
-    if (list == kParam) row.param_of_master.reset();  // the same memory may have other strides
+    // The same memory may have other strides.
+    if (list == kParam && has_moved) row.param_of_master.reset();
   }
   if (row.record_is_current && (row.grad_is_current || take_new_grad(row))) return;
   row.record_is_current = false;
@@ -446,13 +451,21 @@ void Plan::check_row(Row& row, const GroupTable& table) {
   check_tensors(row);
 }
 
-bool Plan::has_moved(Row& row, int list) {
+// Gives a tensor that will be written memory of its own, with the same elements, where it shares
+// some with a lazy clone. Returns whether it did.
+bool Plan::leave_lazy_clone(Row& row, int list) {
+  const at::Tensor& tensor = row.tensor(list);
+  if (!tensor.defined() || !is_lazily_cloned(tensor)) return false;
+  const void* const shared = storage_of(tensor)->data();
+  const void* const own = tensor.storage().mutable_data();
+  if (row.fingerprints[list].storage == shared) row.fingerprints[list].storage = own;
+  return true;
+}
+
+// Returns whether a tensor is not where or as it was.
+bool Plan::take_fingerprint(Row& row, int list) {
   const at::Tensor& tensor = row.tensor(list);
   if (!tensor.defined()) return false;
-  const bool written = list != kGrad || row.writes_grad;
-  if (written && is_lazily_cloned(tensor)) {
-    tensor.storage().mutable_data();  // the clone keeps the memory that they share
-  }
   const Fingerprint fingerprint = Fingerprint::of(tensor);
   if (fingerprint == row.fingerprints[list]) return false;
   row.fingerprints[list] = fingerprint;

@@ -264,7 +264,8 @@ class AMP_EXT_API Plan {
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
   void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
   void check_row(Row& row, const GroupTable& table);
-  static bool has_moved(Row& row, int list);
+  static bool leave_lazy_clone(Row& row, int list);
+  static bool take_fingerprint(Row& row, int list);
   static bool take_new_grad(Row& row);
   void check_grad(const Row& row) const;
   void check_tensors(const Row& row) const;

@@ -185,6 +185,15 @@ def test_a_lazy_clone_stays_as_it_was(name, options) -> None:
             assert torch.equal(lazy, copied)
 
 
+def test_a_lazy_clone_of_a_parameter_leaves_its_master_alone() -> None:
+    optimizer = optimizer_of("AdamW", {}, BF16)
+    clones = [torch._lazy_clone(param.detach()) for param in params_of(optimizer)]
+    with Counts() as counts:
+        optimizer.step()
+    assert clones
+    assert not [name for name in counts.names if name.startswith("where")]
+
+
 @each_class
 def test_a_lazy_clone_of_the_parameter_may_be_its_gradient(name, options) -> None:
     optimizer = optimizer_of(name, options)
