@@ -36,6 +36,7 @@ class Operation:
             lost update shows in 8 bits as well.
         buffers: Names of the lists of buffers, with these options.
         keeps_steps: Whether it counts steps, with these options.
+        is_finite_after_inf: Whether a parameter is finite after a gradient of inf, as a sign is.
         has_scaler: Whether it takes ``grad_scale``, ``found_inf`` and the options beside them.
     """
 
@@ -43,6 +44,7 @@ class Operation:
     hyperparameters: Options
     buffers: Callable[[Options], tuple[str, ...]]
     keeps_steps: Callable[[Options], bool] = lambda options: False
+    is_finite_after_inf: bool = False
     has_scaler: bool = True
 
 
@@ -96,7 +98,10 @@ OPERATIONS = {
         lambda options: True,
     ),
     "lion_": Operation(
-        lion_formula, {"lr": 0.3, "beta1": 0.8, "beta2": 0.95}, lambda options: ("exp_avgs",)
+        lion_formula,
+        {"lr": 0.3, "beta1": 0.8, "beta2": 0.95},
+        lambda options: ("exp_avgs",),
+        is_finite_after_inf=True,
     ),
     "sgd_": Operation(
         sgd_formula,

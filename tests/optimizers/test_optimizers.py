@@ -335,7 +335,7 @@ def test_groups_keep_their_own_options_and_dtypes(device, name, options):
         {},
         {"lr": 0.2, "weight_decay": 0.3},
         {"maximize": True, "lr": 0.1},
-        {"betas": (0.1, 0.2)} if "betas" in ours(name)(groups[0]).defaults else {"momentum": 0.5},
+        cases.KINDS[name].decay,
     ]
     pairs = list(zip(groups, changes, strict=True))
     alone = [ours(name)(cases.twins(group), **(options | change)) for group, change in pairs]
@@ -531,7 +531,7 @@ def test_a_tensor_lr_is_read_at_each_step(device):
 
 @cases.each_class
 def test_tensor_hyperparameters_are_their_values(name, options):
-    options = {"weight_decay": 0.1} if name == "SGD" else {"betas": (0.5, 0.6)}
+    options = {"weight_decay": 0.1, **cases.KINDS[name].decay}
 
     def as_tensors(value):
         if isinstance(value, tuple):

@@ -173,6 +173,18 @@ def test_torch_words_stand_where_torch_checks():
         assert messages == [words] * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value", "words"),
+    [
+        ("Lion", "betas", (0.9, 1.0), "Invalid beta parameter at index 1: 1.0"),
+        ("Lion", "betas", (-0.1, 0.9), "Invalid beta parameter at index 0: -0.1"),
+    ],
+)
+def test_a_decay_rate_that_torch_has_no_words_for_is_refused(name, option, value, words):
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        ours(name)(make_params(F32), **{option: value})
+
+
 @cases.each_name
 def test_a_differentiable_step_is_refused_in_a_group_too(name):
     optimizer = ours(name)(make_params(F32)[:1])

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 SHAPES = [(5, 3), (7,)]
-EACH = pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Lion"])
+EACH = cases.each_name
 MOMENTUM = {"SGD": {"momentum": 0.9, "dampening": 0.5}}
 
 

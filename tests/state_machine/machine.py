@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
-from optimizer_cases import through_a_file
+from optimizer_cases import IN_TORCH, through_a_file
 from sides import (
     OWN_OPTIONS,
     Pair,
@@ -292,7 +292,7 @@ class Machine(Loops):
             self._into_ours(sides)
         elif how == "ours into torch":
             self._into_torch(sides)
-        elif sides.name != "Lion":
+        elif sides.name in IN_TORCH:
             self._from_torch(sides)
         self.differs("`load_state_dict` of an optimizer")
         self.did(f"save_and_load {how}")

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import reference
 import torch
 from awkward import F32, F64
+from optimizer_cases import KINDS
 from sides import (
     READY,
     STEPPED,
@@ -236,15 +236,9 @@ class Step:
 
     def _remember(self, group: dict[str, Any], pair: Pair) -> None:
         buffers = {name: t.clone() for name, t in self.sides.buffers(pair).items()}
-        doubt = None
-        if self.sides.name == "Lion":
-            exp_avg = buffers.get("exp_avg", torch.zeros_like(pair.twin))
-            options = {**self.sides.options, **{name: group[name] for name in ("lr", "maximize")}}
-            options["weight_decay"] = group["weight_decay"]
-            beta1, beta2 = group["betas"]
-            doubt = reference.lion(
-                pair.twin.detach(), pair.twin.grad, exp_avg, **options, beta1=beta1, beta2=beta2
-            )["doubt"]
+        formula = KINDS[self.sides.name].formula
+        new = formula(pair.twin.detach(), pair.twin.grad, buffers, **group)
+        doubt = new.get("doubt")
         self.old[pair] = (pair.twin.detach().clone(), buffers, doubt)
         self.stepped_grads[pair] = pair.twin.grad.clone()
 
