@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,29 +10,20 @@ from awkward import BF16, F16, F32, F64
 from optimizer_cases import EACH_CLASS, KINDS, Optimizer, assert_same_bits, ours, params_of, theirs
 from reference import same_bits, tolerance
 from rows import rows
+from scaler_loop import give_new_grads, makers, new_params, plain, under_scaler
 from torch import Tensor
-from torch.nn import Parameter
 
 import amp_ext
 
 SCALE = 2.0**10
 STEPS = 6
+INF, NAN = float("inf"), float("nan")
 
-
-def cases(package: Any, table: list[Any], prefix: str, **switches: Any) -> list[Any]:
-    """Returns rows of functions that make an optimizer of parameters."""
-    return [
-        pytest.param(partial(package(name), **options, **switches), id=f"{prefix}-{row.id}")
-        for row in table
-        for name, options in [row.values]
-    ]
-
-
-OURS = cases(ours, EACH_CLASS, "our")
-LOOPS = cases(theirs, EACH_CLASS, "loop", foreach=False)
+OURS = makers(ours, EACH_CLASS, "our")
+LOOPS = makers(theirs, EACH_CLASS, "loop", foreach=False)
 # No fused SGD: after an overflow at its first step its momentum is uninitialised memory.
-FUSED = cases(theirs, [r for r in EACH_CLASS if KINDS[r.values[0]].in_16_bits == {"fused": True}],
-              "fused", fused=True)  # fmt: skip
+WITH_FUSED = [row for row in EACH_CLASS if KINDS[row.values[0]].in_16_bits == {"fused": True}]
+FUSED = makers(theirs, WITH_FUSED, "fused", fused=True)
 BOTH = {"torch-scaler": torch.amp.GradScaler, "our-scaler": amp_ext.GradScaler}
 SCALERS = pytest.mark.parametrize("scaler_class", rows(BOTH))
 UNSCALE = pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale-step"])
@@ -45,31 +35,6 @@ def optimizers(*tables: list[Any]) -> Any:
     return pytest.mark.parametrize("make", [row for table in tables for row in table])
 
 
-def new_params(device: Any, dtype: torch.dtype = F32) -> list[Parameter]:
-    """Returns parameters of three shapes with the same values at each call."""
-    draw = torch.Generator().manual_seed(7)
-    shapes = [(4, 5), (33,), ()]
-    return [Parameter(torch.randn(s, generator=draw).to(device, dtype)) for s in shapes]
-
-
-def give_new_grads(params: list[Parameter], step: int, scaler: Any = None, factor: float = 1.0):
-    """Gives the gradients of a step: none that leaves fp16's range when scaled."""
-    draw = torch.Generator().manual_seed(step)
-    for param in params:
-        grad = torch.randn(param.shape, generator=draw).clamp(-4, 4) * factor
-        grad = grad.to(param.device, param.dtype)
-        param.grad = grad if scaler is None else scaler.scale(grad).to(param.dtype)
-
-
-def plain(make: Any, steps: list[int], *kind: Any) -> Optimizer:
-    """Returns an optimizer after some steps without any scaler."""
-    optimizer = make(new_params(*kind))
-    for step in steps:
-        give_new_grads(params_of(optimizer), step)
-        optimizer.step()
-    return optimizer
-
-
 def scaled(scaler_class: Any, optimizer: Optimizer, scale: float = SCALE, **options: Any) -> Any:
     """Returns a scaler for the device of an optimizer, whose gradients are those of step 0."""
     params = params_of(optimizer)
@@ -78,22 +43,18 @@ def scaled(scaler_class: Any, optimizer: Optimizer, scale: float = SCALE, **opti
     return scaler
 
 
-def under_scaler(
+def scales_of(
     scaler_class: Any, optimizer: Optimizer, overflows: list[int], unscale_first: bool
 ) -> list[float]:
-    """Takes ``STEPS`` steps of a scaler and returns the scale after each."""
-    params = params_of(optimizer)
-    scaler, scales = scaled(scaler_class, optimizer, growth_interval=2), []
-    for step in range(STEPS):
-        give_new_grads(params, step, scaler)
-        if step in overflows:
-            params[step % 2].grad.view(-1)[step] = [float("inf"), float("nan")][step % 2]
-        if unscale_first:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
+    """Takes ``STEPS`` steps of a scaler and returns the scale after each.
+
+    Overflows are an inf in the first parameter and a NaN in the second in turn.
+    """
+    second = params_of(optimizer)[0].numel()
+    bad = {step: ((step, INF), (second + step, NAN))[step % 2] for step in overflows}
+    sequence = [(bad.get(step), unscale_first) for step in range(STEPS)]
+    scaler = scaled(scaler_class, optimizer, growth_interval=2)
+    return [state["scale"] for state in under_scaler(scaler, optimizer, sequence)]
 
 
 def stepped(optimizer: Optimizer) -> bool:
@@ -113,12 +74,12 @@ def test_every_pair_takes_the_clean_steps_and_no_other(
 ):
     """The scale is a power of two, so the same class must arrive at the same bits without it."""
     optimizer = make(new_params(device))
-    scales = under_scaler(scaler_class, optimizer, overflows, unscale_first)
+    scales = scales_of(scaler_class, optimizer, overflows, unscale_first)
     clean = [step for step in range(STEPS) if step not in overflows]
     expected = plain(make, clean, device)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))
     usual = torch.optim.SGD(new_params(device), lr=0.1)
-    assert scales == under_scaler(torch.amp.GradScaler, usual, overflows, unscale_first)
+    assert scales == scales_of(torch.amp.GradScaler, usual, overflows, unscale_first)
 
 
 @optimizers(OURS)
@@ -129,7 +90,7 @@ def test_our_optimizers_take_gradients_of_their_own_dtype(
     scaler_class, make, dtype, overflows, device
 ):
     optimizer = make(new_params(device, dtype))
-    under_scaler(scaler_class, optimizer, overflows, False)
+    scales_of(scaler_class, optimizer, overflows, False)
     clean = [step for step in range(STEPS) if step not in overflows]
     expected = plain(make, clean, device, dtype)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))

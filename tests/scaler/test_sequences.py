@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import optimizer_cases as cases
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from optimizer_cases import FEW_OPTIMIZERS, Optimizer, optimizers_named, ours, params_of, theirs
+from optimizer_cases import (
+    FEW_OPTIMIZERS,
+    assert_same_bits,
+    optimizers_named,
+    ours,
+    params_of,
+    theirs,
+)
 from reference import same_bits
-from torch import Tensor
-from torch.nn import Parameter
+from scaler_loop import ELEMENTS, makers, new_params, plain, under_scaler
 
 import amp_ext
 
 OPTIMIZERS = [
-    pytest.param(package(name), options | switches, id=f"{prefix}-{row.id}")
-    for prefix, package, switches, chosen in (
-        ("our", ours, {}, [*FEW_OPTIMIZERS, *optimizers_named("adam-decay", "nesterov-decay")]),
-        ("loop", theirs, {"foreach": False}, optimizers_named("adam-decay", "momentum")),
-        ("fused", theirs, {"fused": True}, optimizers_named("adamw")),
-    )
-    for row in chosen
-    for name, options in [row.values]
+    *makers(ours, [*FEW_OPTIMIZERS, *optimizers_named("adam-decay", "nesterov-decay")], "our"),
+    *makers(theirs, optimizers_named("adam-decay", "momentum"), "loop", foreach=False),
+    *makers(theirs, optimizers_named("adamw"), "fused", fused=True),
 ]
-BAD = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
-SIZE = 11
 
-# What happens in one iteration: a clean step, or the value that overflows and where.
-iterations = st.one_of(
-    st.just(None), st.tuples(st.sampled_from(sorted(BAD)), st.integers(0, 2 * SIZE - 1))
+overflows = st.one_of(
+    st.none(),
+    st.tuples(
+        st.integers(0, ELEMENTS - 1),
+        st.sampled_from([float("inf"), float("-inf"), float("nan")]),
+    ),
 )
-# And whether unscale_ is called before the step.
-sequences = st.lists(st.tuples(iterations, st.booleans()), min_size=1, max_size=9)
+sequences = st.lists(st.tuples(overflows, st.booleans()), min_size=1, max_size=9)
 scaler_options = st.fixed_dictionaries(
     {
         "init_scale": st.sampled_from([2.0**16, 1.0, 2.0**-6, 2.0**100]),
@@ -52,55 +50,21 @@ repeatable = settings(
 )
 
 
-def new_optimizer(optimizer_class: type, options: dict[str, Any], device: Any) -> Optimizer:
-    draw = torch.Generator().manual_seed(7)
-    params = [Parameter(torch.randn(SIZE, generator=draw).to(device)) for _ in range(2)]
-    return optimizer_class(params, **options)
-
-
-def new_grads(step: int, device: Any) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(SIZE, generator=draw).to(device) for _ in range(2)]
-
-
-def train(
-    scaler: Any, optimizer: Optimizer, sequence: list[Any], device: Any
-) -> list[dict[str, Any]]:
-    """Returns the scaler's state after each step."""
-    params, log = params_of(optimizer), []
-    for step, (overflow, unscale_first) in enumerate(sequence):
-        for param, grad in zip(params, scaler.scale(new_grads(step, device)), strict=True):
-            param.grad = grad
-        if overflow is not None:
-            value, place = overflow
-            params[place // SIZE].grad[place % SIZE] = BAD[value]
-        if unscale_first:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        log.append(scaler.state_dict())
-    return log
-
-
-@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("make", OPTIMIZERS)
 @repeatable
-@given(sequence=sequences, scaler=scaler_options)
-def test_overflowing_steps_might_as_well_not_have_been(
-    optimizer_class, options, sequence, scaler, device
-):
+@given(sequence=sequences, options=scaler_options)
+def test_overflowing_steps_might_as_well_not_have_been(make, sequence, options, device):
     """All scales are powers of two, so scaling and unscaling lose nothing: bits must agree."""
-    actual, torchs, expected = (new_optimizer(optimizer_class, options, device) for _ in range(3))
-    log = train(amp_ext.GradScaler(device.type, **scaler), actual, sequence, device)
-    assert log == train(torch.amp.GradScaler(device.type, **scaler), torchs, sequence, device)
-    for step, (overflow, _) in enumerate(sequence):
-        if overflow is None:
-            for param, grad in zip(params_of(expected), new_grads(step, device), strict=True):
-                param.grad = grad
-            expected.step()
+    actual, torchs = (make(new_params(device)) for _ in range(2))
+    log = under_scaler(amp_ext.GradScaler(device.type, **options), actual, sequence)
+    scaler = torch.amp.GradScaler(device.type, **options)
+    assert log == under_scaler(scaler, torchs, sequence)
+    clean = [step for step, (overflow, _) in enumerate(sequence) if overflow is None]
+    expected = plain(make, clean, device)
     assert all(map(same_bits, params_of(actual), params_of(expected)))
     assert all(map(same_bits, params_of(torchs), params_of(expected)))
-    if any(overflow is None for overflow, _ in sequence):
-        cases.assert_same_bits(actual, expected)
+    if clean:
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*inverse is not finite")
