@@ -346,6 +346,7 @@ class Loops(RuleBasedStateMachine):
         call = sides.handle.step if scalers is None else lambda: scalers.mine.step(sides.handle)
         self.differs("`differentiable=True`, sparse or complex gradients")
         assert isinstance(error_of(call), Exception)
+        sides.forget_versions()  # states that it made or loaded are looked up anew
         if scalers is not None and scalers.mine._per_optimizer_states:
             scalers.knows(sides)
         pair.mine.grad = dense
@@ -370,6 +371,7 @@ class Loops(RuleBasedStateMachine):
         self.differs("a gradient that overlaps its parameter")
         error = error_of(sides.handle.step)
         assert isinstance(error, RuntimeError), f"{error!r} of an overlapping gradient"
+        sides.forget_versions()
         assert_exact(mine, before, "a parameter whose gradient overlaps it")
         pair.mine.grad = grad
         for other, was in others:
