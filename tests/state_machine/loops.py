@@ -341,6 +341,8 @@ class Loops(RuleBasedStateMachine):
         _, pair = sides.pair(numbered)
         if pair.mine.grad is None or (scaled and scalers.kind == "torch"):
             return
+        if scalers is not None and not scalers.is_ready(sides):
+            return  # torch's scaler would take the next gradients for unscaled
         dense, before = pair.mine.grad, pair.mine.detach().clone()
         pair.mine.grad = dense.to_sparse()
         call = sides.handle.step if scalers is None else lambda: scalers.mine.step(sides.handle)

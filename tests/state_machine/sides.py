@@ -247,6 +247,11 @@ class Scalers:
         """Makes an entry, as a call does on our side that torch's is spared."""
         return self.twin._per_optimizer_states[id(sides.twin)]
 
+    def is_ready(self, sides: Sides) -> bool:
+        """Returns whether neither ``unscale_`` nor a step came since the last update."""
+        state = self.state_of(sides)
+        return state is None or state["stage"] is READY
+
     def flags_of(self, sides: Sides) -> dict[Any, Tensor]:
         state = self.state_of(sides)
         return {} if state is None else state["found_inf_per_device"]
