@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from amp_ext import ops
 from amp_ext.optim.writers import options_since, other_writer
 
 if TYPE_CHECKING:
@@ -199,7 +200,9 @@ def _copied_state(
         )
     for name in optimizer._missing_from(group, saved):
         raise ValueError(f"{where % name} must be there, got {list(saved)}")
-    dtypes = dict.fromkeys(optimizer.buffer_names(group), optimizer._buffer_dtype(group, param))
+    buffers = getattr(ops, optimizer._hyperparameters_class).buffers
+    # Also those that the group keeps only with other options, to which a loop may change.
+    dtypes = {name: optimizer._buffer_dtype(group, param) for name, _ in buffers}
     dtypes["master_param"] = torch.float32
     state: dict[str, Any] = {}
     for name, value in saved.items():

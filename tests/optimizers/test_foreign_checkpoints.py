@@ -8,7 +8,7 @@ from typing import Any
 import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F32
+from awkward import BF16, F16, F32, F64
 from optimizer_cases import HALVES, assert_refused, make_params, ours, theirs, train, trained, twins
 from reference import assert_close, same_bits
 from rows import rows
@@ -192,3 +192,14 @@ def test_states_that_belong_to_no_parameter_are_refused():
     file["state"] = {"step": 3, "buckets": [torch.zeros(5)]}  # apex's DistributedFusedAdam
     words = r"state must have entries of the parameters .* got \['step', 'buckets'\]"
     assert_refused(target, file, ValueError, words)
+
+
+@pytest.mark.parametrize("dtype", [F16, F64], ids=str)
+def test_a_buffer_that_a_group_does_not_use_is_loaded_like_those_that_it_uses(dtype) -> None:
+    source = torch.optim.SGD(make_params(dtype), lr=0.1, momentum=0.9)
+    train([source])
+    file = source.state_dict()
+    file["param_groups"][0]["momentum"] = 0.0
+    optimizer = cases.loading(ours("SGD")(make_params(F32), lr=0.1), file)
+    for state in optimizer.state.values():
+        assert state["momentum_buffer"].dtype == F32
