@@ -125,7 +125,7 @@ class HandedAttribute:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name  # also in the instance's dict, where this descriptor comes first
-        self._call = f"_{name}_is_of_call"  # id of the frame of torch's ``step`` that has set it
+        self._call = f"_{name}_is_of_call"  # the frame of torch's ``step`` that has set it
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
         if optimizer is None:
@@ -139,7 +139,7 @@ class HandedAttribute:
         asker = sys._getframe(1)
         call = attributes.get(self._call)
         # torch's ``step`` itself asks before it sets them: those that are there are of another.
-        if call is not None and (id(asker) == call or id(_step_of_torch(asker)) != call):
+        if call is not None and (asker is call or _step_of_torch(asker) is not call):
             drop_handed(optimizer)
             warnings.warn(
                 f"{owner.__name__}: grad_scale and found_inf of a step that was interrupted are "
@@ -151,17 +151,19 @@ class HandedAttribute:
 
     def __set__(self, optimizer: Any, value: Any) -> None:
         attributes, call = vars(optimizer), _step_of_torch(sys._getframe(1))
-        attributes[self._call] = None if call is None else id(call)  # first: an interrupt may come
+        attributes[self._call] = call  # first: an interrupt may come
         attributes[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
         vars(optimizer).pop(self._name, None)  # torch deletes what may have been dropped
+        vars(optimizer).pop(self._call, None)
 
 
 def drop_handed(optimizer: Any) -> None:
     """Drops both attributes, whoever has set them."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
+        vars(optimizer).pop(f"_{name}_is_of_call", None)
 
 
 def _step_of_torch(frame: FrameType | None) -> FrameType | None:

@@ -24,7 +24,7 @@ import torch
 from torch.nn import Parameter
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+sys.path.append(str(ROOT))  # last: an installed amp_ext comes first
 
 import amp_ext  # noqa: E402
 
