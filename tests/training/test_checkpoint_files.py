@@ -372,7 +372,8 @@ def save_on_a_disk(trainer: MixedPrecisionTrainer, path: Path, at: int, forgets:
 @pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
     kill = -signal.SIGKILL
-    for result in in_another_process(killed_at_each_call, str(tmp_path)):
+    # Threads of OpenMP do not survive the forks.
+    for result in in_another_process(killed_at_each_call, str(tmp_path), OMP_NUM_THREADS="1"):
         assert len(result["codes"]["old"]) > 30
         assert set(result["codes"]["old"]) == {kill}
         # The rename was made before the last call, which waits for the folder.
@@ -411,7 +412,7 @@ def killed_at_random(folder: str) -> tuple[int, bool, list[str]]:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_ends_with_the_bits_of_one_that_was_not(tmp_path):
-    kills, same, names = in_another_process(killed_at_random, str(tmp_path))
+    kills, same, names = in_another_process(killed_at_random, str(tmp_path), OMP_NUM_THREADS="1")
     assert kills >= 3
     assert same
     assert names == ["run.pt", "straight.pt"]
