@@ -6,12 +6,13 @@ all optimizers is tested for it then, beside torch's namesake or, without one, b
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -286,6 +287,17 @@ def train(optimizers: list[Optimizer], steps: int = 1) -> None:
 def trained(optimizer: Optimizer, steps: int = 3) -> Optimizer:
     train([optimizer], steps)
     return optimizer
+
+
+@contextlib.contextmanager
+def swapping(on: bool) -> Iterator[None]:
+    """Lets modules swap their parameters when they are converted, as those of DTensors are."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(on)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 # Comparisons.

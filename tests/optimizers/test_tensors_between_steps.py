@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -84,16 +83,6 @@ def test_parameters_and_gradients_can_be_swapped(name, options, operate, max_gra
     cases.assert_same_bits(optimizer, twin)
 
 
-@contextlib.contextmanager
-def swapping(swaps: bool):
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(swaps)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-
-
 @pytest.mark.parametrize("swaps", [False, True], ids=["data", "swap"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, None], ids=str)
 @pytest.mark.parametrize("master_weights", [True, False], ids=["masters", "no_masters"])
@@ -107,7 +96,7 @@ def test_states_follow_a_converted_model(
     model = torch.nn.Linear(5, 3).to(first)
     optimizer = cases.ours(name)(model.parameters(), **options, **more)
     cases.train([optimizer], 2)
-    with swapping(swaps):
+    with cases.swapping(swaps):
         model.zero_grad(set_to_none=True)
         model.to(second)
     twin = cases.ours(name)(cases.twins(optimizer), **options, **more)

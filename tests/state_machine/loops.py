@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from optimizer_cases import AS_TORCH
 from sides import (
-    READY,
     ROWS,
     Delegate,
     Pair,
@@ -230,9 +229,7 @@ class Loops(RuleBasedStateMachine):
         sides = self.sides(which)
         scalers, grads = self.scalers_of(sides), [p.mine.grad for _, p in sides.with_grads()]
         error = error_of(lambda: scalers.mine.unscale_(sides.handle))
-        state = scalers.state_of(sides)
-        is_ready = scalers.enabled and scalers.twin._scale is not None
-        is_ready &= state is None or state["stage"] is READY
+        is_ready = scalers.enabled and scalers.twin._scale is not None and scalers.is_ready(sides)
         if is_ready and any(grad.dtype == F16 for grad in grads):
             self.differs("fp16 gradients in `scaler.step`")
             assert isinstance(error, ValueError), repr(error)

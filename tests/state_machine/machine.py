@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
-from optimizer_cases import IN_TORCH, through_a_file
+from optimizer_cases import IN_TORCH, swapping, through_a_file
 from sides import (
     OWN_OPTIONS,
     Pair,
@@ -18,7 +18,6 @@ from sides import (
     assert_exact,
     doubled,
     error_of,
-    swapping,
 )
 from torch import Tensor
 from torch.nn import Parameter, ParameterList

@@ -6,7 +6,6 @@ may lie between them; and between steps nothing may: each bit of our side is kno
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -290,17 +289,6 @@ class Scalers:
 
     def assert_as_known(self) -> None:
         assert self.mine.state_dict() == self.twin.state_dict()
-
-
-@contextlib.contextmanager
-def swapping(on: bool) -> Iterator[None]:
-    """Lets modules swap their parameters when they are converted, as those of DTensors are."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(on)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 class Delegate:

@@ -85,8 +85,7 @@ class Step:
     def take(self) -> str:
         """Returns what came of it: "stepped", "skipped", "refused" or "interrupted"."""
         self._prepare()
-        state = None if self.scalers is None else self.scalers.state_of(self.sides)
-        self.was_ready = state is None or state["stage"] is READY
+        self.was_ready = self.scalers is None or self.scalers.is_ready(self.sides)
         self.inverse = 1.0 / (self.plan.preset or 1.0)
         if self.scalers is not None and self.was_ready and self.scalers.twin._scale is not None:
             self.inverse *= self.scalers.inverse()
