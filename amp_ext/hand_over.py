@@ -161,9 +161,7 @@ class HandedAttribute:
 
 def drop_handed(optimizer: Any) -> None:
     """Drops both attributes, whoever has set them."""
-    for name in ("grad_scale", "found_inf"):
-        vars(optimizer).pop(name, None)
-        vars(optimizer).pop(f"_{name}_is_of_call", None)
+    del optimizer.grad_scale, optimizer.found_inf
 
 
 def _step_of_torch(frame: FrameType | None) -> FrameType | None:
