@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(given)
+    if options.device and not _is_here(options.device):
+        got = repr(str(options.device))
+        parser.error(f"argument --device: must be cpu or a GPU that torch sees, got {got}")
     for module, needed in (("rich", True), ("matplotlib", options.plot is not None)):
         if needed and importlib.util.find_spec(module) is None:
             parser.error(f"{module} is missing: pip install rich matplotlib")
@@ -160,16 +163,15 @@ def _load(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[
 
 def _device(text: str) -> torch.device:
     try:
-        device = torch.device(text)
+        return torch.device(text)
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not _has_gpu(device)):
-        raise argparse.ArgumentTypeError(f"must be cpu or a GPU that torch sees, got {text!r}")
-    return device
 
 
-def _has_gpu(device: torch.device) -> bool:
-    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+def _is_here(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    return device.type == "cpu"
 
 
 def _pattern(text: str) -> str:

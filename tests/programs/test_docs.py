@@ -144,8 +144,6 @@ def test_commands_have_options_that_exist(command):
         given = next(i for i, word in enumerate(arguments) if not word.startswith("-"))
         parser.parse_args(arguments[: given + 1])
     else:
-        if "cuda" in arguments and not torch.cuda.is_available():
-            arguments[arguments.index("cuda")] = "cpu"
         parser = importlib.import_module(f"{name}.__main__")._parser()
         parser.parse_intermixed_args(arguments)
 
