@@ -44,11 +44,12 @@ export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1 CUDA_EMULATOR_DRIVER_VERSION=12000
 checked() {
   ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
 }
-# Left out: what brings its own sanitizers, what starts Python in an environment without these, and
-# ranks, which have a minute each.
+# Left out: what brings its own sanitizers, what starts Python in an environment without these,
+# ranks, which have a minute each, and what wants memory not to grow: AddressSanitizer keeps for a
+# while what is freed.
 tests() {
   local argument name paths=() options=()
-  for name in cuda_emulator distributed import info resharding; do
+  for name in cuda_emulator distributed import info resharding stress; do
     options+=(--ignore-glob "*/test_$name.py")
   done
   for argument; do
