@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from amp_ext import memory
 from amp_ext.memory import __main__ as command_line
 
-CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {}),
-    "adam": ("Adam", {}),
-    "amsgrad": ("Adam", {"amsgrad": True}),
-    "lion": ("Lion", {}),
-    "sgd": ("SGD", {}),
-    "momentum": ("SGD", {"momentum": 0.9}),
+# The class of each, its options, whether it counts steps, and the bytes per parameter of each
+# configuration.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any], bool, list[int]]] = {
+    "adamw": ("AdamW", {}, True, [16, 16, 8, 12, 16, 12]),
+    "adam": ("Adam", {}, True, [16, 16, 8, 12, 16, 12]),
+    "amsgrad": ("Adam", {"amsgrad": True}, True, [20, 20, 10, 16, 20, 14]),
+    "lion": ("Lion", {}, False, [12, 12, 6, 8, 12, 10]),
+    "sgd": ("SGD", {}, False, [8, 8, 4, 4, 8, 8]),
+    "momentum": ("SGD", {"momentum": 0.9}, False, [12, 12, 6, 8, 12, 10]),
 }
 BY_NAME = {configuration.name: configuration for configuration in memory.CONFIGURATIONS}
 
@@ -72,9 +74,9 @@ def allocations(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def expected(usage: memory.MemoryUsage, tensors: int = 6) -> dict[str, int]:
-    """Returns what must be allocated: what was calculated, and a counter for each of Adam's."""
-    counters = 0 if usage.optimizer in ("lion", "sgd", "momentum") else 4 * tensors
-    return {**usage.bytes, "step counters": counters}
+    """Returns what must be allocated: what was calculated, and counters of steps."""
+    _, _, counts, _ = OPTIMIZERS[usage.optimizer]
+    return {**usage.bytes, "step counters": 4 * tensors if counts else 0}
 
 
 SIXTEEN_BIT = [(torch.float16, "adamw"), *((torch.bfloat16, name) for name in memory.OPTIMIZERS)]
@@ -85,7 +87,7 @@ KINDS += [(theirs, name) for name in BY_NAME if "masters" not in name and "fp32 
 @pytest.mark.parametrize(("dtype", "optimizer"), SIXTEEN_BIT)
 @pytest.mark.parametrize(("classes", "name"), KINDS)
 def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer, device):
-    configuration, (class_name, options) = BY_NAME[name], CLASSES[optimizer]
+    configuration, (class_name, options, _, _) = BY_NAME[name], OPTIMIZERS[optimizer]
     is_16_bit = configuration.dtype == torch.bfloat16
     model = Model().to(device, dtype if is_16_bit else torch.float32)
     if classes is ours:
@@ -108,7 +110,7 @@ def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer):
     model = nn.ParameterList(torch.zeros(3 + i, dtype=dtype) for i, dtype in enumerate(dtypes))
     frozen = nn.Parameter(torch.zeros(9, dtype=torch.int8), requires_grad=False)
     model.append(frozen)
-    class_name, options = CLASSES[optimizer]
+    class_name, options, _, _ = OPTIMIZERS[optimizer]
     actual = ours(class_name)(model.parameters(), **options)
     for param in model:
         param.grad = torch.zeros_like(param) if param.requires_grad else None
@@ -118,18 +120,9 @@ def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer):
     assert allocations(model, actual) == expected(usage, tensors=4)
 
 
-BYTES = {
-    "adamw": [16, 16, 8, 12, 16, 12],
-    "adam": [16, 16, 8, 12, 16, 12],
-    "amsgrad": [20, 20, 10, 16, 20, 14],
-    "lion": [12, 12, 6, 8, 12, 10],
-    "sgd": [8, 8, 4, 4, 8, 8],
-    "momentum": [12, 12, 6, 8, 12, 10],
-}
-
-
-@pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), BYTES.items())
-def test_bytes_per_parameter(optimizer, bytes_per_parameter):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bytes_per_parameter(optimizer):
+    _, _, _, bytes_per_parameter = OPTIMIZERS[optimizer]
     rows = memory.training_memory("7B", optimizer)
     assert [row.configuration for row in rows] == list(memory.CONFIGURATIONS)
     assert [row.bytes_per_parameter["total"] for row in rows] == bytes_per_parameter
@@ -189,7 +182,7 @@ def test_what_is_no_count_is_refused(text):
         memory.parse_count(text)
 
 
-NO_OPTIMIZER = "one of ['adamw', 'adam', 'amsgrad', 'lion', 'sgd', 'momentum'], got 'tiger'"
+NO_OPTIMIZER = f"one of {list(OPTIMIZERS)}, got 'tiger'"
 LAZY = nn.Sequential(nn.LazyLinear(3))
 BAD = [
     ("7B", {"optimizer": "tiger"}, f"training_memory: optimizer must be {NO_OPTIMIZER}"),
