@@ -73,11 +73,8 @@ class Adam(FusedOptimizer):
             raise ValueError(f"Invalid epsilon value: {eps}")
         check_betas(options)
 
-    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the moments that a group keeps."""
-        if group["amsgrad"]:
-            return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        return ("exp_avg", "exp_avg_sq")
+    def _buffer_count(self, group: dict[str, Any]) -> int:
+        return 3 if group["amsgrad"] else 2
 
 
 class AdamW(Adam):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from amp_ext import ops
 from amp_ext.optim.writers import options_since, other_writer
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def _copied_state(
         )
     for name in optimizer._missing_from(group, saved):
         raise ValueError(f"{where % name} must be there, got {list(saved)}")
-    buffers = getattr(ops, optimizer._hyperparameters_class).buffers
+    buffers = optimizer._description().buffers
     # Also those that the group keeps only with other options, to which a loop may change.
     dtypes = {name: optimizer._buffer_dtype(group, param) for name, _ in buffers}
     dtypes["master_param"] = torch.float32
@@ -235,7 +234,7 @@ def _as_step(value: Any, where: str) -> Tensor:
         raise ValueError(f"{where} must be one number, got {number!r}")
     if not 0 <= number <= _LARGEST:
         raise ValueError(f"{where} must be finite and at least 0, got {number!r}")
-    return torch.tensor(float(number), dtype=torch.float32)
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
 def _check_kind(value: Any, kind: type | tuple[type, ...], wanted: str) -> None:

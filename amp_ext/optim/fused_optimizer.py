@@ -121,6 +121,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self._check_as_torch(defaults)
         check_values(type(self), defaults, where, self._not_negative)
+        self._description()
         self.grad_norm = None  # of the instance: a wrapper made of this class shall not hide it
         super().__init__(params, defaults)
 
@@ -128,7 +129,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the state keys of the buffers that a group keeps, in the functor's order."""
-        raise TypeError(f"{type(self).__name__} does not name its buffers")
+        names = [name for name, _ in self._description().buffers]
+        return tuple(names[: self._buffer_count(group)])
+
+    def _buffer_count(self, group: dict[str, Any]) -> int | None:
+        """Returns how many of the functor's buffers a group keeps, the first ones; None: all."""
+        return None
 
     def _check_as_torch(self, options: dict[str, Any]) -> None:
         """Checks the ranges of defaults as torch does, in its words; a subclass adds to it."""
@@ -140,13 +146,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
+    def _description(self) -> Any:
+        """Returns the class of the compiled module that describes the optimizer."""
+        try:
+            return getattr(ops, self._hyperparameters_class)
+        except AttributeError:
+            raise TypeError(
+                f"{type(self).__name__}: _hyperparameters_class must name a class of the compiled "
+                f"module, got {getattr(self, '_hyperparameters_class', None)!r}"
+            ) from None
+
     def _hyperparameters(self, group: dict[str, Any]) -> Any:
         """Returns a group's options as the compiled module takes them."""
         options = group
         if "betas" in group:
             beta1, beta2 = group["betas"]
             options = {**group, "beta1": beta1, "beta2": beta2}
-        takes = getattr(ops, self._hyperparameters_class)
+        takes = self._description()
         return takes(**{name: options[name] for name in takes.fields if name in options})
 
     def _hyperparameters_of_groups(self) -> list[Any]:

@@ -64,9 +64,5 @@ class Lion(FusedOptimizer):
         super()._check_as_torch(options)
         check_betas(options)
 
-    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the average that a group keeps."""
-        return ("exp_avg",)
-
     def _keeps_step(self, group: dict[str, Any]) -> bool:
         return False

@@ -74,9 +74,8 @@ class SGD(FusedOptimizer):
         if options["nesterov"] and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
-    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the momentum buffer if a group has momentum."""
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+    def _buffer_count(self, group: dict[str, Any]) -> int:
+        return 1 if group["momentum"] != 0 else 0
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
         # Only dampening tells the first step from the others.

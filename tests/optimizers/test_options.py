@@ -18,6 +18,7 @@ from rows import rows
 from torch import Tensor
 
 import amp_ext
+from amp_ext.optim.fused_optimizer import FusedOptimizer
 
 numpy = pytest.importorskip("numpy")
 
@@ -291,3 +292,23 @@ def test_list_operations_refuse_nan(option):
     with pytest.raises(RuntimeError, match=words):
         amp_ext.ops.adam_(params, *rest, [torch.zeros(())], **{**options, option: NAN})
     assert same_bits(params[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["AdamHyperparams", "Plan.step", None])
+def test_a_class_without_its_description_is_refused_when_it_is_made(name):
+    options = {} if name is None else {"_hyperparameters_class": name}
+    kind = type("Undescribed", (FusedOptimizer,), options)
+    wanted = f"Undescribed: _hyperparameters_class must name a class .*, got {name!r}$"
+    with pytest.raises(TypeError, match=wanted):
+        kind(make_params(F32), amp_ext.optim.SGD(make_params(F32)).defaults)
+
+
+@cases.each_class
+def test_a_checkpoint_is_loaded_whatever_the_default_device(name, options):
+    optimizer, resumed = (ours(name)(make_params(F32), **options) for _ in range(2))
+    give_grads(optimizer)
+    optimizer.step()
+    with torch.device("meta"):
+        resumed.load_state_dict(optimizer.state_dict())
+    for param, state in resumed.state.items():
+        assert {value.device for value in state.values()} <= {param.device}

@@ -51,8 +51,8 @@ class OneMoment(amp_ext.optim.Adam):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
 
-    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
+    def _buffer_count(self, group: dict[str, Any]) -> int:
+        return 1
 
 
 def stepped(optimizer: torch.optim.Optimizer, steps: int = 2) -> torch.optim.Optimizer:
