@@ -2,6 +2,8 @@
 
     python examples/photo.py                                  # matplotlib's sample photograph
     python examples/photo.py --image yours.jpg --seeds 3
+    python examples/photo.py --checkpoint run.pt              # and after Ctrl-C, or a power cut:
+    python examples/photo.py --resume run.pt --checkpoint run.pt
 
 The loss of a step is divided by k = 256, as gradient accumulation over a 1024 x 1024 picture in
 tiles of 64 x 64 does: the gradients become smaller than fp16 can hold, unless the loss is scaled.
@@ -18,7 +20,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -39,6 +41,7 @@ from torch.nn import functional
 
 import amp_ext
 from amp_ext.program import check_folder, run_program
+from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,7 @@ DEFAULTS = {
 }
 TILE = 64  # pixels along a side of a tile
 LEARNING_RATE = 5e-3
+SAVE_EVERY = 20  # steps, with --checkpoint
 GROWTH_INTERVAL = 10  # good steps before the scale doubles: not 2000, to show its search
 
 
@@ -101,6 +105,21 @@ class Result:
 Results = dict[Recipe, list[Result]]  # a result per seed
 
 
+@dataclass(frozen=True)
+class Files:
+    """The checkpoints of the run with amp_ext.
+
+    Attributes:
+        resume: What it goes on from.
+        checkpoint: Where it is saved.
+        about: What must be the same for a run to go on.
+    """
+
+    resume: Path | None = None
+    checkpoint: Path | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
 def train(
     recipe: Recipe,
     photo: Tensor,
@@ -108,6 +127,7 @@ def train(
     seed: int,
     device: str,
     report: Callable[..., None],
+    files: Files,
 ) -> Result:
     """Trains one network the way ``recipe`` says.
 
@@ -118,6 +138,7 @@ def train(
         seed: Fixes the Fourier features and the first parameters, the same ones for every recipe.
         device: ``"cpu"`` or ``"cuda"``.
         report: Called after each step with its loss and the loss scale.
+        files: What the run goes on from, and where it is saved.
     """
     torch.manual_seed(seed)
     order = tile_order(settings.size)
@@ -127,9 +148,17 @@ def train(
     optimizer = recipe.optimizer(model.parameters(), lr=LEARNING_RATE)
     scaler = recipe.scaler(device, growth_interval=GROWTH_INTERVAL)
 
-    losses, scales, skipped = [], [scaler.get_scale()], []
-    start = time.perf_counter()
-    for step in range(settings.steps):
+    losses, scales, skipped, start = [], [scaler.get_scale()], [], time.perf_counter()
+    if files.resume or files.checkpoint:  # of the trainer's; its loop is amp_ext's alone
+        trainer = MixedPrecisionTrainer(
+            model, optimizer, MixedPrecisionConfig("fp16"), scaler=scaler
+        )
+    if files.resume:
+        losses, scales, skipped, seconds = trainer.load(files.resume)["curves"]
+        start -= seconds
+        for loss, scale in zip(losses, scales[1:], strict=True):
+            report(loss=loss, scale=scale)
+    for step in range(len(losses), settings.steps):
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
         for tile, target in zip(features, colours, strict=True):
@@ -147,6 +176,10 @@ def train(
         if scales[-1] < scales[-2]:
             skipped.append(step)
         report(loss=losses[-1], scale=scales[-1])
+        seconds = time.perf_counter() - start
+        if files.checkpoint and (step + 1 == settings.steps or step % SAVE_EVERY == 0):
+            curves = [losses, scales, skipped, seconds]
+            trainer.save(files.checkpoint, {"about": files.about, "curves": curves})
     seconds = time.perf_counter() - start
 
     picture = torch.empty(settings.size**2, 3)
@@ -354,6 +387,23 @@ def save(results: Results, settings: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def check_resume(
+    parser: argparse.ArgumentParser, path: Path, about: dict[str, Any], steps: int
+) -> None:
+    """Exits with a line unless a run can go on from a file."""
+    try:
+        extra = torch.load(path, weights_only=True)["extra"]
+        saved, losses = extra["about"], extra["curves"][0]
+    except OSError as error:
+        parser.error(f"--resume: can't read {path}: {error.strerror or error}")
+    except Exception:  # torch.load raises what it meets
+        parser.error(f"--resume: {path} must be a file that --checkpoint wrote")
+    if saved != about:
+        parser.error(f"--resume: the run must be that of {path}, {saved}, got {about}")
+    if len(losses) > steps:
+        parser.error(f"--resume: --steps must be at least {len(losses)}, got {steps}")
+
+
 def positive(text: str) -> int:
     """Reads a number of at least 1 from the command line."""
     if int(text) < 1:
@@ -372,6 +422,8 @@ def main() -> int:
     parser.add_argument("--tiles", type=positive, metavar="K", help="divides the loss (256)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to train (a GPU if any)")
     parser.add_argument("--out", type=Path, default=Path("results/photo"), help="folder to write")
+    parser.add_argument("--checkpoint", type=Path, help="file to save the run with amp_ext in")
+    parser.add_argument("--resume", type=Path, help="such a file, from which that run goes on")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
     check_folder(parser, "--out", arguments.out)
@@ -386,6 +438,17 @@ def main() -> int:
     if arguments.image and not arguments.image.is_file():
         parser.error(f"--image: no such file: {arguments.image}")
 
+    image = arguments.image.name if arguments.image else "grace_hopper.jpg"
+    about = {"image": image, **asdict(settings)}
+    del about["steps"]
+    files = Files(arguments.resume, arguments.checkpoint, about)
+    if (files.resume or files.checkpoint) and arguments.seeds > 1:
+        parser.error(f"--checkpoint and --resume take one seed, got --seeds {arguments.seeds}")
+    if files.resume:
+        check_resume(parser, files.resume, about, settings.steps)
+    if files.checkpoint:
+        check_folder(parser, "--checkpoint", files.checkpoint.absolute().parent)
+
     console = Console()
     try:
         photo = load_photo(arguments.image, settings.size)
@@ -393,12 +456,12 @@ def main() -> int:
         parser.error(f"--image: can't read {arguments.image}: {error}")
 
     def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Result:
-        return train(recipe, photo, settings, seed, device, report)
+        saved = files if recipe is AMP_EXT else Files()
+        return train(recipe, photo, settings, seed, device, report, saved)
 
     figures = {"loss": ".5f", "scale": "<8.2g"}
     results = run_all(RECIPES, train_one, arguments.seeds, settings.steps, figures, console)
 
-    image = arguments.image.name if arguments.image else "grace_hopper.jpg"
     given = {**asdict(settings), "image": image, "seeds": arguments.seeds, "device": device}
     given |= {"learning_rate": LEARNING_RATE, "growth_interval": GROWTH_INTERVAL}
     save(results, given, arguments.out / "photo.json")

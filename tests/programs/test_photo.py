@@ -1,0 +1,58 @@
+"""The checkpoints of the example that fits a photograph."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("PIL")
+PHOTO = Path(__file__).resolve().parent.parent.parent / "examples" / "photo.py"
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, *options: Any) -> subprocess.CompletedProcess[str]:
+    small = ["--device=cpu", "--size=16", "--width=16"]
+    command = [sys.executable, PHOTO, *small, "--out", folder, *options]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    (seed,) = json.loads((folder / "photo.json").read_text())["runs"]["fp16 amp_ext"]["seeds"]
+    return {name: value for name, value in seed.items() if name != "seconds"}
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
+    file = tmp_path / "run.pt"
+    whole = run(tmp_path / "whole", "--steps=25")
+    part = run(tmp_path / "part", "--steps=9", "--checkpoint", file)
+    rest = run(tmp_path / "rest", "--steps=25", "--resume", file, "--checkpoint", file)
+    assert [each.returncode for each in (whole, part, rest)] == [0, 0, 0], rest.stderr
+    assert figures(tmp_path / "rest") == figures(tmp_path / "whole")
+    assert figures(tmp_path / "part")["losses"] == figures(tmp_path / "whole")["losses"][:9]
+
+    for options, words in {
+        ("--steps=9",): "--steps must be at least 25, got 9",
+        ("--steps=30", "--width=8"): "--resume: the run must be that of",
+        ("--seeds=2",): "--checkpoint and --resume take one seed, got --seeds 2",
+    }.items():
+        refused = run(tmp_path, "--resume", file, *options)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    missing = tmp_path / "missing.pt"
+    for file, words in {
+        tmp_path / "text.pt": "must be a file that --checkpoint wrote",
+        missing: f"can't read {missing}: No such file",
+    }.items():
+        refused = run(tmp_path, "--resume", file)
+        assert refused.returncode == 2
+        assert words in refused.stderr
