@@ -52,3 +52,10 @@ def test_tiny_fp16_gradients_still_move_the_master(device):
     before = lists["master_params"][0].clone()
     cases.assert_steps_by_the_formula("adam_", lists, eps=1e-8)
     assert (lists["master_params"][0] < before).all()
+
+
+def test_with_a_beta1_of_0_the_first_moment_is_the_gradient(device):
+    lists = cases.build("adam_", {}, [(64,)], cases.IN_FLOAT, device)
+    lists["exp_avgs"][0].fill_(1e8)  # of which nothing may be left, nor of what it rounds off
+    cases.run("adam_", lists, beta1=0.0)
+    assert same_bits(lists["exp_avgs"][0], lists["grads"][0])

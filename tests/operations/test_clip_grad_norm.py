@@ -334,6 +334,15 @@ def test_complex_gradients_are_clipped_as_by_torch() -> None:
     assert_as_torchs(params, 0.1)
 
 
+def test_a_tied_parameter_counts_and_is_clipped_once(device) -> None:
+    params = with_grads(device)
+    once = copies(params)
+    norm = clip_grad_norm_([*params, *params[:2], params[0]], 0.01)
+    assert same_bits(norm, clip_grad_norm_(once, 0.01))
+    for param, other in zip(params, once, strict=True):
+        assert same_bits(param.grad, other.grad)
+
+
 def test_overlapping_gradients_are_refused_before_anything_is_written() -> None:
     params = with_grads("cpu")
     before = params[0].grad.clone()

@@ -38,6 +38,7 @@ def factors(growth_factor=2.0, backoff_factor=0.5, growth_interval=3) -> dict[st
             "three-clean": (8.0, 2, [0.0] * 3, factors(), (16.0, 0)),
             "last-of-three": (8.0, 2, [0.0, 0.0, 1.0], factors(), (4.0, 0)),
             "first-of-three": (8.0, 2, [1.0, 0.0, 0.0], factors(), (4.0, 0)),
+            "first-of-several-launches": (8.0, 2, [1.0] + [0.0] * 300, factors(), (4.0, 0)),
             "one-backoff-for-fifty": (8.0, 2, [1.0] * 50, factors(), (4.0, 0)),
             "growth-factor": (8.0, 2, [0.0], factors(1.5), (12.0, 0)),
             "backoff-factor": (8.0, 2, [1.0], factors(2.0, 0.25), (2.0, 0)),

@@ -396,3 +396,19 @@ def test_an_interrupted_thread_can_step_again(monkeypatch) -> None:
     assert len(called_in_another_thread(optimizer.step)) == 1
     optimizer.step()
     assert called_in_another_thread(optimizer.step) == []
+
+
+@each_class
+def test_a_parameter_that_walks_its_memory_in_another_order_keeps_its_elements(name, options):
+    flat = torch.arange(1.0, 10.0)
+    optimizer = cases.ours(name)([Parameter(flat.as_strided((3, 3), (1, 3)))], **options)
+    expected = cases.by_formula(name)(cases.twins(optimizer), **options)
+    for strides in ((1, 3), (3, 1), (1, 3)):
+        (param,) = params_of(optimizer)
+        values = param.detach().clone()
+        param.grad = None
+        param.data = flat.as_strided((3, 3), strides).copy_(values)
+        cases.give_grads(optimizer, expected)
+        optimizer.step()
+        expected.step()
+        cases.assert_all_close(optimizer, expected, 3)

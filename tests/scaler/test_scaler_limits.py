@@ -425,3 +425,12 @@ def test_numbers_of_numpy_set_a_scaler():
 def test_what_is_no_number_is_named(options, words):
     with pytest.raises(TypeError, match=f"^GradScaler: {words}"):
         amp_ext.GradScaler("cpu", **options)
+
+
+@pytest.mark.parametrize(
+    "option", [{"min_scale": 1.0}, {"max_scale": 2.0**20}, {"dynamic": False}, {"hysteresis": 2}]
+)
+def test_limits_need_a_device_that_keeps_them(option):
+    message = "^GradScaler: min_scale, .* need device 'cuda' or 'cpu', got 'xpu'$"
+    with pytest.raises(ValueError, match=message):
+        amp_ext.GradScaler("xpu", **option)

@@ -418,3 +418,14 @@ def test_a_look_without_a_scaler_leaves_no_name_behind(device):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.stats(wait=True).last_nonfinite == "b"
+
+
+@pytest.mark.parametrize("found_infs", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_flags_of_several_devices_are_one_step_of_their_optimizer(found_infs, device):
+    monitor = ops.ScalerMonitor(torch.ones((), device=device))
+    slots = [monitor.add_optimizer()] * 2
+    for updates in (1, 2):
+        update_by_hand(monitor, found_infs, device, slots=slots, first_nonfinites=[None, None])
+        report = monitor.read_optimizer(slots[0])
+        assert (report.update, report.last_was_skipped) == (updates, any(found_infs))
+        assert report.skips == (updates if any(found_infs) else 0)

@@ -431,3 +431,16 @@ def test_after_an_interrupted_step_training_goes_on(make, flush):
         *_, metrics = cases.train_on(each, batches(count=2))
         assert metrics.to_dict()["skipped"] is False
     assert_same(params_of(trainer), params_of(spared))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_parameter_that_a_step_does_not_use_stays_as_it_is(precision):
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    model = nn.ModuleList([first, second])
+    decayed = functools.partial(amp_ext.optim.SGD, lr=0.1, weight_decay=0.5)
+    trainer = new_trainer(precision, model, optimizer=decayed)
+    for used, unused in ((first, second), (second, first)):
+        model.forward = used.forward
+        before = unused.weight.detach().clone()
+        trainer.train_step(torch.ones(4, 3), torch.zeros(4, 2))
+        assert torch.equal(unused.weight, before)
