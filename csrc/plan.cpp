@@ -374,9 +374,10 @@ std::vector<std::optional<Plan::LrOnDevice>> Plan::lrs_on(const at::Device& devi
 void Plan::make_room(Batch& batch) {
   batch.records.reserve(batch.rows.size());
   for (Row* row : batch.rows) {
-    if (row->master_param().defined() && !row->master_is_fresh) {
-      row->refreshed_master = refreshed_master(row->param(), row->master_param());
-    }
+    // An interrupt may have left that of the last step, to which the master must not go back.
+    const bool is_stale = row->master_param().defined() && !row->master_is_fresh;
+    row->refreshed_master =
+        is_stale ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
     if (!row->record_is_current) fill_record(*row);
     batch.records.push_back(row->record);
   }

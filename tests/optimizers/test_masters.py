@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_ext import ops
+from amp_ext.optim.step_plan import StepPlan
 
 
 def still_step(optimizer: cases.Optimizer) -> None:
@@ -264,3 +265,20 @@ def test_masters_follow_the_layout_of_the_parameter():
     param = Parameter(torch.randn(2, 3, 4, 5).to(BF16, memory_format=torch.channels_last))
     optimizer = trained(ours("AdamW")([param]), 1)
     assert optimizer.state[param]["master_param"].stride() == param.stride()
+
+
+def test_a_master_does_not_go_back_after_a_step_that_was_interrupted_at_its_end(
+    device, monkeypatch
+):
+    def interrupt(_: StepPlan) -> None:
+        raise KeyboardInterrupt
+
+    param = Parameter(torch.ones(5, 3, dtype=BF16, device=device))
+    optimizer = ours("SGD")([param], lr=0.5)
+    param.grad = torch.ones_like(param)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepPlan, "let_go", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.step()
+    assert param.unique().tolist() == [0.0]
