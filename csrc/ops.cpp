@@ -211,6 +211,9 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
       {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
       monitor != nullptr ? monitor->memory() : ReportMemory()};
   engine_of(device).update_scale(device, update, flags);
+  bump_version(scale);
+  bump_version(growth_tracker);
+  if (hysteresis_tracker.has_value()) bump_version(*hysteresis_tracker);
 }
 
 }  // namespace amp_ext

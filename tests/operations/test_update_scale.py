@@ -93,3 +93,13 @@ def test_only_the_scale_and_the_counter_are_written(shape: tuple[int, ...], devi
     assert scales.tolist() == [5, 4, 5]
     assert trackers.tolist() == [5, 0, 5]
     assert [found_inf.item() for found_inf in found_infs] == [0, 2]
+
+
+def test_a_product_with_the_scale_can_not_go_back_after_an_update(device) -> None:
+    scale = torch.full((), 8.0, device=device)
+    tracker = torch.zeros((), dtype=torch.int32, device=device)
+    loss = torch.ones((), device=device, requires_grad=True) * scale
+    ops.update_scale_(scale, tracker, [torch.ones((), device=device)], **factors())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert (scale._version, tracker._version) == (1, 1)
