@@ -165,7 +165,7 @@ def lion(
         grad = -grad
     if decoupled_weight_decay:
         param = param * (1 - lr * weight_decay)
-    else:
+    elif weight_decay != 0:
         grad = grad + weight_decay * param
     average = beta1 * exp_avg + (1 - beta1) * grad
     parts = (beta1 * exp_avg).abs() + ((1 - beta1) * grad).abs() + (weight_decay * param).abs()

@@ -20,7 +20,8 @@ struct WeightDecay {
   }
 
   AMP_EXT_INLINE void operator()(T& grad, T& param) const {
-    grad = grad + coupled * param;
+    // Without decay an inf in a parameter stays out of its gradient: 0 * inf is NaN.
+    grad = select(coupled != T(0), grad + coupled * param, grad);
     param = param * shrink_factor;
   }
 };

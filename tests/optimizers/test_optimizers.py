@@ -7,10 +7,21 @@ from typing import Any
 import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, channels_last, misaligned, neighbours_untouched, placed
+from awkward import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    INF,
+    NAN,
+    channels_last,
+    misaligned,
+    neighbours_untouched,
+    placed,
+)
 from awkward import strided as strided_layout
 from optimizer_cases import assert_same_bits, give_grads, make_params, ours, pair, params_of, train
-from reference import FloatMasters, assert_close, same_bits, snapshot
+from reference import FloatMasters, assert_close, same_bits, snapshot, tolerance
 from reference import adam as adam_formula
 from rows import rows
 from torch.nn import Parameter
@@ -62,6 +73,23 @@ def test_masters_train_as_float32_does(device, dtype, name, options):
         expected = {"master_param": master.detach(), **by_hand.optimizer.state[master]}
         assert_same_bits([state], [expected])
         assert_close(state["master_param"], as_torch.masters[index], steps=10)
+
+
+@cases.every_optimizer
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_without_decay_inf_and_nan_in_a_parameter_stay_out_of_its_states(
+    device, dtype, name, options
+):
+    options = options | {"weight_decay": 0}
+    mine, other = cases.beside_torch(name, options, dtype, device, [(40,)])
+    for param in (*params_of(mine), *params_of(other)):
+        param.data[3::4] = torch.tensor([INF, -INF, NAN] * 3 + [0.0])
+    train([mine, other], 3)
+    close = tolerance(dtype, steps=3, size=2.0)
+    for actual, expected in zip(*map(cases.bits_of, (mine, other)), strict=True):
+        for key, value in expected.items():
+            assert key == "param" or value.isfinite().all()
+            torch.testing.assert_close(actual[key].to(value), value, **close, equal_nan=True)
 
 
 @cases.every_optimizer
