@@ -26,6 +26,13 @@ from amp_ext.hand_over import (
     sum_of_flags,
     unscaling_optimizer,
 )
+from amp_ext.interrupts import (
+    MarkedGrads,
+    marked_in_part,
+    may_have_stepped,
+    version_of,
+    versions_of_params,
+)
 from amp_ext.nonfinite import name_of_param
 from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.put_back import Before
@@ -34,7 +41,6 @@ from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
 
 _DEVICE_TYPES = ("cpu", "cuda")
-
 
 _TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
 
@@ -178,15 +184,24 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If nothing was scaled.
-            RuntimeError: If they were unscaled, or the optimizer stepped, since the last update.
+            RuntimeError: If they were unscaled, also in part, or the optimizer stepped, since the
+                last update.
             ValueError: If a gradient is float16.
         """
-        # By its class, past that of FSDP1, which would reduce what is reduced here.
-        _TORCH_GRAD_SCALER.unscale_(self, optimizer)
-        if self._enabled:
-            scale, _ = self._check_scale_growth_tracker("unscale_")
-            self._reports.record_of(optimizer, scale)  # also after someone's own way of looking
-            self._agree_over_group(optimizer)
+        if not self._enabled:
+            return
+        self._look_after_interrupts("unscale_", optimizer)
+        try:
+            # By its class, past that of FSDP1, which would reduce what is reduced here.
+            _TORCH_GRAD_SCALER.unscale_(self, optimizer)
+        except BaseException:  # an interrupt: nobody knows what has been unscaled
+            state = self._per_optimizer_states.get(id(optimizer), {})
+            if "in_part" in state:
+                state["in_part"] = MarkedGrads(optimizer)
+            raise
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        self._reports.record_of(optimizer, scale)  # also after someone's own way of looking
+        self._agree_over_group(optimizer)
 
     def _reduces_over(self) -> Any:
         """Returns the process group whose ranks skip together, or None."""
@@ -215,17 +230,20 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
         allow_fp16 = allow_fp16 or self._takes_fp16
         grads, sharded_over = _gradients(optimizer, allow_fp16)
-        if (state := self._per_optimizer_states.get(id(optimizer))) is not None:
-            state["has_grad"] = [grad is not None for grad in grads]
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        state["has_grad"] = [grad is not None for grad in grads]
         if not _are_ours(grads):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            theirs = super()._unscale_grads_
+            return marked_in_part(
+                state, lambda: theirs(optimizer, inv_scale, found_inf, allow_fp16)
+            )
         record = None
         if self._scale is not None:
             record = self._reports.record_for_look(optimizer, self._scale)
 
         def unscale(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
             factor = inv_scale.to(flag.device, non_blocking=True)
-            ops.unscale_(group, factor, flag, first_nonfinite=first)
+            marked_in_part(state, lambda: ops.unscale_(group, factor, flag, first_nonfinite=first))
 
         return _flags(unscale, grads, found_inf, record, sharded_over)
 
@@ -288,16 +306,16 @@ class GradScaler(torch.amp.GradScaler):
         except BaseException:  # an interrupt, say: the next gradients are not unscaled as these are
             is_unscaled = state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]
             if is_unscaled and "left_unscaled" not in state:
-                state["left_unscaled"] = _UnscaledGrads(optimizer)
+                state["left_unscaled"] = MarkedGrads(optimizer)
             raise
 
     def _step(
         self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Takes a step in the way that the optimizer is made for."""
-        if "hand_over" in state and state["hand_over"].is_spent:  # an interrupt came after the step
-            state["stage"] = OptState.STEPPED
-        if "left_unscaled" in state and not state["left_unscaled"].are_there(optimizer):
+        self._look_after_interrupts("step", optimizer)
+        was_unscaled = state["stage"] is OptState.UNSCALED and "left_unscaled" in state
+        if was_unscaled and not state["left_unscaled"].are_there(optimizer):
             state.clear()  # all gradients are new: scaled, and not looked at
             state.update(_refresh_per_optimizer_state())
         if state["stage"] is OptState.UNSCALED:
@@ -311,6 +329,8 @@ class GradScaler(torch.amp.GradScaler):
         unscaling = unscaling_optimizer(optimizer)
         if unscaling is not None:
             unscaling.accept_hand_over(None)  # an interrupt may have come before the last one's end
+        else:
+            _take_attributes_back(optimizer)  # likewise
         look = None
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
         scale, _ = self._check_scale_growth_tracker("step")
@@ -334,6 +354,24 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return returned
 
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps an optimizer of torch's older way, unless an overflow was found."""
+        versions = versions_of_params(optimizer)
+        try:
+            returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+            optimizer_state["stage"] = OptState.STEPPED
+            return returned
+        except BaseException:  # an interrupt must not lead to a second step
+            if versions != versions_of_params(optimizer):
+                optimizer_state["stage"] = OptState.STEPPED
+            raise
+
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
         was_looked_at = bool(state["found_inf_per_device"])
@@ -350,6 +388,28 @@ class GradScaler(torch.amp.GradScaler):
                 f"GradScaler: the gradient of {name_of_param(optimizer, number)} must be there "
                 "when unscale_() is called, got it later: it may still be scaled"
             )
+
+    def _look_after_interrupts(self, operation: str, optimizer: torch.optim.Optimizer) -> None:
+        """Finds out how far an interrupted call came; refuses what can't go on from there."""
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        if "scale_before" in state:
+            raise RuntimeError(
+                f"GradScaler.{operation}: the last update() must have ended, got one that was "
+                "interrupted: call update() again"
+            )
+        if "hand_over" in state and state["hand_over"].is_spent:
+            state["stage"] = OptState.STEPPED
+        if "in_part" not in state or state["stage"] is not OptState.READY:
+            return
+        if state["in_part"] is None:  # another interrupt came: those that are there may be new
+            state["in_part"] = MarkedGrads(optimizer)
+        if state["in_part"].has_any_of(optimizer):
+            raise RuntimeError(
+                f"GradScaler.{operation}: gradients must be new, got those that were unscaled in "
+                "part when unscale_() was interrupted: call optimizer.zero_grad(), and backward "
+                "anew"
+            )
+        del state["in_part"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, without a look from the host.
@@ -376,11 +436,14 @@ class GradScaler(torch.amp.GradScaler):
                 super().update(new_scale)  # raises, before anything is changed
         elif new_scale is not None:
             new_scale = float(new_scale)
-        has_flags = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
+        states = self._per_optimizer_states.values()
+        has_flags = any(state["found_inf_per_device"] for state in states)
+        is_in_part = any("in_part" in state for state in states)
+        has_followed = has_flags and self._has_followed(scale)
         if scale.device.type in _DEVICE_TYPES and has_flags:
-            self._update_from_looks(dynamic=self._dynamic and new_scale is None)
+            self._update_from_looks(self._dynamic and new_scale is None, has_followed)
             self._report()
-        elif new_scale is None:
+        elif new_scale is None and not has_followed and (has_flags or not is_in_part):
             super().update()  # of another device, or nothing was looked at
         if new_scale is not None:
             super().update(new_scale)
@@ -389,8 +452,24 @@ class GradScaler(torch.amp.GradScaler):
             self._warn_of_scale(scale.item())
 
     @_disable_dynamo
-    def _update_from_looks(self, dynamic: bool) -> None:
-        """Takes the flags of this iteration's looks to the kernel that updates the scale."""
+    def _has_followed(self, scale: Tensor) -> bool:
+        """Returns whether the scale followed in an update that was interrupted: this finishes it.
+
+        From now on this one counts as interrupted, until it drops the states.
+        """
+        version = version_of(scale)
+        states = self._per_optimizer_states.values()
+        before = [state.setdefault("scale_before", version) for state in states]
+        return any(each != version for each in before)
+
+    @_disable_dynamo
+    def _update_from_looks(self, dynamic: bool, has_followed: bool) -> None:
+        """Takes the flags of this iteration's looks to the kernel that updates the scale.
+
+        Args:
+            dynamic: Whether the scale follows them; counts do in any case.
+            has_followed: Whether the kernel has run already.
+        """
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         found_infs: list[Tensor] = []
         first_nonfinites: list[Tensor | None] = []
@@ -406,22 +485,23 @@ class GradScaler(torch.amp.GradScaler):
                 found_infs.append(found_inf.to(scale.device, non_blocking=True))
                 first_nonfinites.append(first)
                 slots.append(record.slot)
-        ops.update_scale_(
-            scale,
-            growth_tracker,
-            found_infs,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            min_scale=self._min_scale,
-            max_scale=self._max_scale,
-            hysteresis=self._hysteresis,
-            hysteresis_tracker=self._hysteresis_tracker,
-            dynamic=dynamic,
-            monitor=self._reports.monitor(scale),
-            slots=slots,
-            first_nonfinites=first_nonfinites,
-        )
+        if not has_followed:
+            ops.update_scale_(
+                scale,
+                growth_tracker,
+                found_infs,
+                growth_factor=self._growth_factor,
+                backoff_factor=self._backoff_factor,
+                growth_interval=self._growth_interval,
+                min_scale=self._min_scale,
+                max_scale=self._max_scale,
+                hysteresis=self._hysteresis,
+                hysteresis_tracker=self._hysteresis_tracker,
+                dynamic=dynamic,
+                monitor=self._reports.monitor(scale),
+                slots=slots,
+                first_nonfinites=first_nonfinites,
+            )
         for first in elsewhere:  # a copy of it was reset
             first.fill_(ops.NO_TENSOR)
         self._reports.mark_update(scale)
@@ -601,37 +681,6 @@ def _gradients(
     return grads, sharded_over
 
 
-class _UnscaledGrads:
-    """The gradients that were unscaled when a step was interrupted."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refers to them weakly: they may be dropped at any time."""
-        self._seen = [(weakref.ref(grad), grad._version) for grad in _present_grads(optimizer)]
-
-    def are_there(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether the optimizer has these gradients, and not others throughout.
-
-        Raises:
-            RuntimeError: If it has some of them, or they have been written since.
-        """
-        versions = {id(ref()): version for ref, version in self._seen}
-        grads = _present_grads(optimizer)
-        if all(versions.get(id(grad)) == grad._version for grad in grads):
-            return True
-        if any(id(grad) in versions for grad in grads):
-            raise RuntimeError(
-                "GradScaler.step: gradients must be as the last step left them, which was "
-                "interrupted after they had been unscaled, or all be new, got some that were "
-                "written: call optimizer.zero_grad(), and backward anew"
-            )
-        return False
-
-
-def _present_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [param.grad for param in params if param.grad is not None]
-
-
 def _takes_scaler(step: Any) -> bool:
     """Returns whether an optimizer's ``step`` asks for the scaler itself, as torch's older way is.
 
@@ -684,31 +733,52 @@ def _step_with_attributes(
         TypeError: If an object delegates to an optimizer that can't be found: it would step with
             gradients that are scaled.
     """
-    inner = getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", None)
-    if inner is None and not _has_itself(optimizer, "_step_supports_amp_scaling"):
+    if _inner(optimizer) is None and not _has_itself(optimizer, "_step_supports_amp_scaling"):
         raise TypeError(
             "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
             f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
         )
-    holders = [optimizer] if inner is None or inner is optimizer else [optimizer, inner]
     before = getattr(optimizer, "grad_scale", None)
     try:
-        for holder in holders:
+        for holder in _holders(optimizer):
+            holder._handed_over = hand_over  # first: an interrupt may come
             holder.grad_scale, holder.found_inf = hand_over.grad_scale, hand_over.found_inf
         hand_over.is_spent = True  # before: an interrupt must not lead to a second step
         try:
             returned = optimizer.step(*args, **kwargs)
-        except BaseException:  # how far it came, nobody knows
-            hand_over.is_spent = False
+        except BaseException as error:
+            hand_over.is_spent = may_have_stepped(error)
             raise
     finally:
-        for holder in holders:
-            for name in ("grad_scale", "found_inf"):
-                with contextlib.suppress(AttributeError):  # the same object behind both
-                    delattr(holder, name)
+        _take_attributes_back(optimizer)
         if before is not None and not hand_over.is_spent:
             optimizer.grad_scale = before
     return returned
+
+
+def _inner(optimizer: Any) -> Any:
+    """Returns the optimizer itself, or the one that it delegates to; None if that is hidden."""
+    return getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", None)
+
+
+def _holders(optimizer: Any) -> list[Any]:
+    """Returns the objects whose attributes an optimizer may read: it, and one it delegates to."""
+    inner = _inner(optimizer)
+    return [optimizer] if inner is None or inner is optimizer else [optimizer, inner]
+
+
+def _take_attributes_back(optimizer: Any) -> None:
+    """Deletes the attributes that were set for a step, and no others."""
+    for holder in _holders(optimizer):
+        handed_over = getattr(holder, "_handed_over", None)
+        if handed_over is None:
+            continue
+        for name in ("grad_scale", "found_inf"):
+            if getattr(holder, name, None) is getattr(handed_over, name):
+                with contextlib.suppress(AttributeError):  # the same object behind both
+                    delattr(holder, name)
+        with contextlib.suppress(AttributeError):
+            del holder._handed_over
 
 
 def _has_itself(optimizer: Any, name: str) -> bool:

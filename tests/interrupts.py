@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -15,6 +17,11 @@ import amp_ext
 _OURS, _TORCH = Path(amp_ext.__file__).parent, Path(torch.__file__).parent
 _FILES = (_OURS, _TORCH / "optim", _TORCH / "amp" / "grad_scaler.py")
 
+#: More than 2 makes the sweeps complete: each line each time that it is run instead of the first
+#: two times, every row instead of a few, and real signals for so long.
+SECONDS = float(os.environ.get("AMP_EXT_INTERRUPT_SECONDS", "2"))
+IS_COMPLETE = SECONDS > 2.0
+
 
 class _Interrupt:
     """Counts the lines that are run of the package and of the classes of torch that it extends."""
@@ -22,16 +29,46 @@ class _Interrupt:
     def __init__(self, at: int, files: tuple[str, ...]) -> None:
         self.left = at
         self._files = files
+        self._times: Counter[tuple[str, int]] = Counter()
 
     def of_frame(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self.of_line if frame.f_code.co_filename.startswith(self._files) else None
 
     def of_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            line = frame.f_code.co_filename, frame.f_lineno
+            self._times[line] += 1
+            if IS_COMPLETE or self._times[line] <= 2:
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt("{}:{}".format(*line))
         return self.of_line
+
+
+class Modes:
+    """Modes of the process that torch's contexts set, and leave set if an interrupt ends them."""
+
+    def __init__(self) -> None:
+        """Remembers those that are on."""
+        self.has_grad = torch.is_grad_enabled()
+        self.autocast = torch.is_autocast_enabled("cpu")
+        self._dtype = torch.get_autocast_dtype("cpu")
+        self._cache = torch.is_autocast_cache_enabled()
+        self._nesting = _nesting()
+
+    def put_back(self) -> None:
+        torch.set_grad_enabled(self.has_grad)
+        torch.set_autocast_enabled("cpu", self.autocast)
+        torch.set_autocast_dtype("cpu", self._dtype)
+        torch.set_autocast_cache_enabled(self._cache)
+        while _nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def interrupted_at_each_line(
@@ -52,7 +89,7 @@ def interrupted_at_each_line(
     at = 0
     while True:
         at += 1
-        made, tracer, before = make(), _Interrupt(at, files), sys.gettrace()
+        made, tracer, before, modes = make(), _Interrupt(at, files), sys.gettrace(), Modes()
         sys.settrace(tracer.of_frame)
         try:
             call(made)
@@ -62,6 +99,7 @@ def interrupted_at_each_line(
             where = ""
         finally:
             sys.settrace(before)
+            modes.put_back()
         if tracer.left > 0:
             return
         assert where, "an interrupt was swallowed"

@@ -326,19 +326,28 @@ def test_a_step_that_ends_well_leaves_nothing_and_warns_of_nothing(make, scaler_
     assert seen == [one] * 4
 
 
-def test_a_step_whose_post_hook_raises_is_not_repeated(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    optimizer.register_step_post_hook(interrupt)
-    with pytest.raises(Interrupt):
-        scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last"):
-        scaler.step(optimizer)
-    assert values(optimizer) == [0.5] * 3
-    scaler.update()
-    give(optimizer, 4.0)
-    with pytest.raises(Interrupt):
-        scaler.step(optimizer)
-    assert values(optimizer) == [0.0] * 3
+@pytest.mark.parametrize("error", [Interrupt, ZeroDivisionError])
+@cases.over([plain_sgd, fused_sgd, looping_sgd, cases.our_adamw_with_norm, cases.torchs_adam])
+def test_a_step_whose_post_hook_raises_is_not_repeated(make, error, device):
+    def fail(*_: Any) -> None:
+        raise error
+
+    optimizer, scaler = filled(4.0, device, make), ready(device)
+    optimizer.register_step_post_hook(fail)
+    before = values(optimizer)
+    for _ in range(2):
+        with pytest.raises(error):
+            scaler.step(optimizer)
+        stepped = values(optimizer)
+        assert stepped != before
+        with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last"):
+            scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\.$"):
+            scaler.unscale_(optimizer)
+        assert values(optimizer) == stepped
+        scaler.update()
+        give(optimizer, 4.0)
+        before = stepped
 
 
 @interrupts

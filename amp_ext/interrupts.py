@@ -1,0 +1,127 @@
+"""What tells a gradient scaler how far a call of it came that was interrupted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MarkedGrads",
+    "marked_in_part",
+    "may_have_stepped",
+    "version_of",
+    "versions_of_params",
+]
+
+_Result = TypeVar("_Result")
+
+_NUMBERS = itertools.count()
+_MARK = "_marked_by_amp_ext"
+
+
+class MarkedGrads:
+    """The gradients that were there when a call was interrupted, told from later ones.
+
+    Each carries a number among its attributes. A reference to it, weak or not, would keep
+    ``torch.utils.swap_tensors`` from taking it, and its address may become another's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Marks the gradients that an optimizer has."""
+        self._number = next(_NUMBERS)
+        for grad in _present_grads(optimizer):
+            vars(grad)[_MARK] = (self._number, version_of(grad))
+
+    def _version_then(self, grad: Tensor) -> int | None:
+        """Returns the version that a gradient had when it was marked, None if it was not."""
+        number, version = vars(grad).get(_MARK, (None, None))
+        return version if number == self._number else None
+
+    def has_any_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the optimizer has one of these gradients, written since or not."""
+        return any(self._version_then(grad) is not None for grad in _present_grads(optimizer))
+
+    def are_there(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the optimizer has these gradients, and not others throughout.
+
+        Raises:
+            RuntimeError: If it has some of them, or they have been written since.
+        """
+        grads = _present_grads(optimizer)
+        if all(self._version_then(grad) == version_of(grad) for grad in grads):
+            return True
+        if self.has_any_of(optimizer):
+            raise RuntimeError(
+                "GradScaler.step: gradients must be as the last step left them, which was "
+                "interrupted after they had been unscaled, or all be new, got some that were "
+                "written: call optimizer.zero_grad(), and backward anew"
+            )
+        return False
+
+
+def marked_in_part(state: dict[str, Any], unscale: Callable[[], _Result]) -> _Result:
+    """Unscales gradients, which count as unscaled in part until the scaler knows that all are.
+
+    Args:
+        state: What the scaler knows of their optimizer.
+        unscale: Unscales some or all of them.
+    """
+    was_marked = "in_part" in state
+    state["in_part"] = None  # before: an interrupt must not lead to a second unscaling
+    try:
+        return unscale()
+    except Exception:  # refused, and nothing has been written
+        if not was_marked:
+            del state["in_part"]
+        raise
+
+
+def may_have_stepped(error: BaseException) -> bool:
+    """Returns whether an optimizer may have stepped before an error came out of its step.
+
+    torch's fused kernels write parameters and leave their versions. But torch calls the step and
+    the hooks around it in one frame, which tells whether the step was reached and has ended.
+
+    Args:
+        error: What was raised. An error of the step itself is a refusal; an interrupt may come
+            after the kernel.
+    """
+    is_interrupt = not isinstance(error, Exception)
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if (name, module) == ("wrapper", "torch.optim.optimizer"):
+            is_in_step = (
+                traceback is not None
+                and traceback.tb_frame.f_code is frame.f_locals["func"].__code__
+            )
+            return "out" in frame.f_locals or (is_interrupt and is_in_step)
+    return False  # what stands around the step did not reach it
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns a number that changes when a tensor is written; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of_params(optimizer: Any) -> list[int]:
+    """Returns numbers that change when a step writes parameters.
+
+    Args:
+        optimizer: The optimizer, or an object that delegates to it.
+    """
+    return [
+        version_of(param)
+        for group in getattr(optimizer, "param_groups", ())
+        for param in group["params"]
+    ]
+
+
+def _present_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param.grad for param in params if param.grad is not None]
