@@ -389,6 +389,13 @@ class GradScaler(torch.amp.GradScaler):
                 "when unscale_() is called, got it later: it may still be scaled"
             )
 
+    def _has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether a step since the last update has written, or may have."""
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        hand_over = state.get("hand_over")
+        is_spent = hand_over is not None and hand_over.is_spent
+        return is_spent or state.get("stage") is OptState.STEPPED
+
     def _look_after_interrupts(self, operation: str, optimizer: torch.optim.Optimizer) -> None:
         """Finds out how far an interrupted call came; refuses what can't go on from there."""
         state = self._per_optimizer_states.get(id(optimizer), {})
@@ -397,7 +404,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"GradScaler.{operation}: the last update() must have ended, got one that was "
                 "interrupted: call update() again"
             )
-        if "hand_over" in state and state["hand_over"].is_spent:
+        if self._has_stepped(optimizer):
             state["stage"] = OptState.STEPPED
         if "in_part" not in state or state["stage"] is not OptState.READY:
             return
@@ -743,9 +750,8 @@ def _step_with_attributes(
         for holder in _holders(optimizer):
             holder._handed_over = hand_over  # first: an interrupt may come
             holder.grad_scale, holder.found_inf = hand_over.grad_scale, hand_over.found_inf
-        hand_over.is_spent = True  # before: an interrupt must not lead to a second step
-        try:
-            returned = optimizer.step(*args, **kwargs)
+        try:  # in one statement: an interrupt must not come in between
+            returned, hand_over.is_spent = optimizer.step(*args, **kwargs), True
         except BaseException as error:
             hand_over.is_spent = may_have_stepped(error)
             raise

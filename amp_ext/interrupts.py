@@ -22,6 +22,12 @@ _Result = TypeVar("_Result")
 _NUMBERS = itertools.count()
 _MARK = "_marked_by_amp_ext"
 
+# The functions that torch lays around each step, and where they keep what it returned.
+_RETURNED_IN = {
+    ("torch.optim.optimizer", "wrapper"): "out",  # with the hooks
+    ("torch.optim.optimizer", "_use_grad"): "ret",
+}
+
 
 class MarkedGrads:
     """The gradients that were there when a call was interrupted, told from later ones.
@@ -83,25 +89,27 @@ def marked_in_part(state: dict[str, Any], unscale: Callable[[], _Result]) -> _Re
 def may_have_stepped(error: BaseException) -> bool:
     """Returns whether an optimizer may have stepped before an error came out of its step.
 
-    torch's fused kernels write parameters and leave their versions. But torch calls the step and
-    the hooks around it in one frame, which tells whether the step was reached and has ended.
+    torch's fused kernels write parameters and leave their versions. But the frames around a step
+    tell whether it was reached and has ended.
 
     Args:
         error: What was raised. An error of the step itself is a refusal; an interrupt may come
             after the kernel.
     """
-    is_interrupt = not isinstance(error, Exception)
+    is_reached = False
     traceback = error.__traceback__
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
-        name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
-        if (name, module) == ("wrapper", "torch.optim.optimizer"):
-            is_in_step = (
-                traceback is not None
-                and traceback.tb_frame.f_code is frame.f_locals["func"].__code__
-            )
-            return "out" in frame.f_locals or (is_interrupt and is_in_step)
-    return False  # what stands around the step did not reach it
+        function = frame.f_locals.get("func")
+        returned = _RETURNED_IN.get((frame.f_globals.get("__name__"), frame.f_code.co_name))
+        if returned is None or function is None:
+            continue
+        if returned in frame.f_locals:
+            return True
+        is_reached = traceback is not None and traceback.tb_frame.f_code is function.__code__
+        if not is_reached:
+            return False
+    return is_reached and not isinstance(error, Exception)
 
 
 def version_of(tensor: Tensor) -> int:

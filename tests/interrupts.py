@@ -17,6 +17,9 @@ import amp_ext
 _OURS, _TORCH = Path(amp_ext.__file__).parent, Path(torch.__file__).parent
 _FILES = (_OURS, _TORCH / "optim", _TORCH / "amp" / "grad_scaler.py")
 
+# A step of torch's makes many calls, and may stop between them: no interrupt comes there.
+_THEIR_STEPS = {str(_TORCH / "optim" / f"{name}.py") for name in ("sgd", "adam", "adamw")}
+
 #: More than 2 makes the sweeps complete: each line each time that it is run instead of the first
 #: two times, every row instead of a few, and real signals for so long.
 SECONDS = float(os.environ.get("AMP_EXT_INTERRUPT_SECONDS", "2"))
@@ -32,7 +35,8 @@ class _Interrupt:
         self._times: Counter[tuple[str, int]] = Counter()
 
     def of_frame(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self.of_line if frame.f_code.co_filename.startswith(self._files) else None
+        is_in = frame.f_code.co_filename.startswith(self._files) and not _is_of_their_step(frame)
+        return self.of_line if is_in else None
 
     def of_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -43,6 +47,12 @@ class _Interrupt:
                 if self.left == 0:
                     raise KeyboardInterrupt("{}:{}".format(*line))
         return self.of_line
+
+
+def _is_of_their_step(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename not in _THEIR_STEPS:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Modes:

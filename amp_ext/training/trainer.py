@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
+from amp_ext.interrupts import may_have_stepped, version_of, versions_of_params
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.plain_numbers import is_count
 from amp_ext.put_back import Before
@@ -150,7 +151,8 @@ class MixedPrecisionTrainer:
         """Trains on a batch; steps the optimizer when enough batches have accumulated.
 
         If the forward pass raises, it is as if the batch had never come. If the backward pass or
-        the step does, what has accumulated is discarded, and the next call starts anew.
+        the step does, what has accumulated is discarded, and the next call starts anew. An
+        interrupt that comes after the step leaves all of it: the scale and the scheduler follow.
 
         Args:
             inputs: What the model is called with: a tuple or list gives positional arguments, a
@@ -224,10 +226,20 @@ class MixedPrecisionTrainer:
         at once, while in between ``scheduler.get_last_lr()`` may be that of the step before.
         :meth:`flush` and :meth:`state_dict` finish too.
         """
-        if self.scaler is not None and self.scheduler is not None and self._scheduler_is_due:
+        if not self._scheduler_is_due or self.scheduler is None:
+            return
+        if self.scaler is not None and self.scaler.last_step_skipped(self.optimizer, wait=True):
             self._scheduler_is_due = False
-            if not self.scaler.last_step_skipped(self.optimizer, wait=True):
-                self.scheduler.step()
+            return
+        groups = self.optimizer.param_groups
+        rates = [each for group in groups for each in group.values() if isinstance(each, Tensor)]
+        before = Before([*map(vars, _with_inner(self.scheduler)), *groups], rates)
+        try:
+            self.scheduler.step()
+            self._scheduler_is_due = False
+        except BaseException:  # also an interrupt: the next call moves it, once
+            before.put_back()
+            raise
 
     def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
         with self._autocast(self._mixed and not self._in_16_bits):
@@ -267,19 +279,51 @@ class MixedPrecisionTrainer:
                 self.scaler.unscale_(self.optimizer)
             grad_norm = clip_grad_norm_(_params(self.optimizer), self.config.max_grad_norm)
         if self.scaler is None:
-            self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
+            self._step_unscaled()
+            self.finish_scheduler_step()
         else:
-            self.scaler.step(self.optimizer)
-            flags = list(self.scaler._found_inf_per_device(self.optimizer).values())
-            self.scaler.update()
-            self._scheduler_is_due = True
+            flags = self._step_scaled(self.scaler)
             skipped = sum(flag.to(loss_scale.device, non_blocking=True) for flag in flags) != 0
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()
         self._accumulated = 0
         return StepMetrics(self._loss, loss_scale, grad_norm, skipped)
+
+    def _step_unscaled(self) -> None:
+        """Steps the optimizer, of which the scheduler learns also if an interrupt comes after."""
+        versions = versions_of_params(self.optimizer)
+        try:  # in one statement: an interrupt must not come in between
+            _, self._scheduler_is_due = self.optimizer.step(), True
+        except BaseException as error:
+            tells_nothing = self._fused is None and self.optimizer.defaults.get("fused")
+            self._scheduler_is_due = versions != versions_of_params(self.optimizer) or bool(
+                tells_nothing and may_have_stepped(error)
+            )
+            raise
+
+    def _step_scaled(self, scaler: GradScaler) -> list[Tensor]:
+        """Steps the optimizer and lets the scale follow, also if an interrupt comes in between.
+
+        Returns:
+            What the scaler has found, by device.
+        """
+        scale, _ = scaler._check_scale_growth_tracker("train_step")
+        versions, version = versions_of_params(self.optimizer), version_of(scale)
+        try:
+            scaler.step(self.optimizer)
+            flags = list(scaler._found_inf_per_device(self.optimizer).values())
+            scaler.update()
+            self._scheduler_is_due = True
+        except BaseException:
+            has_written = versions != versions_of_params(self.optimizer)
+            if self._fused is None:
+                has_written |= scaler._has_stepped(self.optimizer)
+            if has_written or version_of(scale) != version:
+                if scaler._found_inf_per_device(self.optimizer):
+                    scaler.update()
+                self._scheduler_is_due = True
+            raise
+        return flags
 
     # Checkpoints.
 
@@ -556,6 +600,12 @@ _ENTRIES_OF_SCALERS = (
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _with_inner(scheduler: Any) -> list[Any]:
+    """Returns a scheduler and those that it is made of."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(each for one in inner for each in _with_inner(one))]
 
 
 def _check_kind(name: str, part: object, kind: type) -> None:

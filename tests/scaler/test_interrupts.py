@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 import signal
 import time
@@ -154,8 +153,6 @@ def interrupted(
 
     before, after = values_after(parts), values_after(parts, number)
     for loop, line in interrupted_at_each_line(make, call):
-        if line.startswith(THEIR_STEPS):  # of many calls, between which it stops
-            continue
         values = loop.values()
         assert values in (before, after), line
         yield loop, line, values != before
@@ -170,7 +167,6 @@ MAKES = {
     "torchs-SGD": functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5),
     "torchs-fused-Adam": functools.partial(torch.optim.Adam, lr=0.5, fused=True),
 }
-THEIR_STEPS = tuple(map(inspect.getfile, (torch.optim.SGD, torch.optim.Adam)))
 NEXT = 3.0
 FEW = {
     "step-AdamW-scaled-later-clean",
