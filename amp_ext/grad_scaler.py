@@ -231,7 +231,11 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16 = allow_fp16 or self._takes_fp16
         grads, sharded_over = _gradients(optimizer, allow_fp16)
         state = self._per_optimizer_states.get(id(optimizer), {})
-        state["has_grad"] = [grad is not None for grad in grads]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        # By what they are: after a change of groups another parameter may be in the same place.
+        state["had_grad"] = {
+            id(p) for p, grad in zip(params, grads, strict=True) if grad is not None
+        }
         if not _are_ours(grads):
             theirs = super()._unscale_grads_
             return marked_in_part(
@@ -375,12 +379,12 @@ class GradScaler(torch.amp.GradScaler):
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
         was_looked_at = bool(state["found_inf_per_device"])
-        had_grad = state.get("has_grad", ())  # empty after someone's own way of looking
-        if was_looked_at and not had_grad:
+        had_grad = state.get("had_grad")  # None after someone's own way of looking
+        if was_looked_at and had_grad is None:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in enumerate(params):
-            if (number < len(had_grad) and had_grad[number]) or param.grad is None:
+            if param.grad is None or (had_grad and id(param) in had_grad):
                 continue
             if not was_looked_at:
                 raise AssertionError(NOTHING_WAS_LOOKED_AT)

@@ -39,6 +39,7 @@ class MarkedGrads:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Marks the gradients that an optimizer has."""
         self._number = next(_NUMBERS)
+        self._params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for grad in _present_grads(optimizer):
             vars(grad)[_MARK] = (self._number, version_of(grad))
 
@@ -55,16 +56,24 @@ class MarkedGrads:
         """Returns whether the optimizer has these gradients, and not others throughout.
 
         Raises:
-            RuntimeError: If it has some of them, or they have been written since.
+            RuntimeError: If it has some of them, they have been written since, or there is one of a
+                parameter that was not there: that one may be anything.
         """
-        grads = _present_grads(optimizer)
-        if all(self._version_then(grad) == version_of(grad) for grad in grads):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with_grad = [param for param in params if param.grad is not None]
+        if all(self._version_then(param.grad) == version_of(param.grad) for param in with_grad):
             return True
+        wanted = (
+            "GradScaler.step: gradients must be as the last step left them, which was interrupted "
+            "after they had been unscaled, or all be new, got"
+        )
         if self.has_any_of(optimizer):
             raise RuntimeError(
-                "GradScaler.step: gradients must be as the last step left them, which was "
-                "interrupted after they had been unscaled, or all be new, got some that were "
-                "written: call optimizer.zero_grad(), and backward anew"
+                f"{wanted} some that were written: call optimizer.zero_grad(), and backward anew"
+            )
+        if any(id(param) not in self._params for param in with_grad):
+            raise RuntimeError(
+                f"{wanted} those of parameters that were not there: call update() first"
             )
         return False
 
@@ -101,7 +110,7 @@ def may_have_stepped(error: BaseException) -> bool:
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
         function = frame.f_locals.get("func")
-        returned = _RETURNED_IN.get((frame.f_globals.get("__name__"), frame.f_code.co_name))
+        returned = _RETURNED_IN.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
         if returned is None or function is None:
             continue
         if returned in frame.f_locals:

@@ -233,7 +233,8 @@ class MixedPrecisionTrainer:
             return
         groups = self.optimizer.param_groups
         rates = [each for group in groups for each in group.values() if isinstance(each, Tensor)]
-        before = Before([*map(vars, _with_inner(self.scheduler)), *groups], rates)
+        schedulers = [each.__dict__ for each in _with_inner(self.scheduler)]
+        before = Before([*schedulers, *groups], rates)
         try:
             self.scheduler.step()
             self._scheduler_is_due = False
@@ -301,7 +302,7 @@ class MixedPrecisionTrainer:
             )
             raise
 
-    def _step_scaled(self, scaler: GradScaler) -> list[Tensor]:
+    def _step_scaled(self, scaler: GradScaler) -> list[Any]:
         """Steps the optimizer and lets the scale follow, also if an interrupt comes in between.
 
         Returns:

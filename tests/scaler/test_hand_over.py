@@ -134,6 +134,23 @@ def test_a_group_that_is_added_after_unscale_is_refused_with_a_gradient(device):
     assert values(optimizer) == [0.5] * 3 + [1.0] * 3
 
 
+def test_a_parameter_in_the_place_of_one_that_was_unscaled_is_refused_with_a_gradient(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    scaler.unscale_(optimizer)
+    (unscaled,), (other,) = params_of(optimizer), params_of(filled(4.0, device))
+    optimizer.param_groups[0]["params"] = [other]
+    with pytest.raises(
+        RuntimeError, match=r"^GradScaler: the gradient of group 0, param 0 must be"
+    ):
+        scaler.step(optimizer)
+    optimizer.param_groups[0]["params"] = [unscaled]  # known no more
+    with pytest.raises(RuntimeError, match=r"all be new, got those of parameters that were not"):
+        scaler.step(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    assert unscaled.tolist() == [1.0 - 0.5 / scaler.get_scale()] * 3
+
+
 # Hooks before the step.
 
 

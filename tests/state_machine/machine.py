@@ -143,8 +143,6 @@ class Machine(Loops):
         elif state is not None:
             sides.mine.state[new.mine] = state
         pair.twin.requires_grad_(True)
-        if pair in sides.unscaled:
-            sides.unscaled.add(new)
         sides.forget_versions()
         sides.wrote(group, new)
         new.take_grad()
