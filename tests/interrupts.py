@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,7 @@ _FILES = (_OURS, _TORCH / "optim", _TORCH / "amp" / "grad_scaler.py")
 _THEIR_STEPS = {str(_TORCH / "optim" / f"{name}.py") for name in ("sgd", "adam", "adamw")}
 
 #: More than 2 makes the sweeps complete: each line each time that it is run instead of the first
-#: two times, every row instead of a few, and real signals for so long.
+#: time, every row instead of a few, and real signals for so long.
 SECONDS = float(os.environ.get("AMP_EXT_INTERRUPT_SECONDS", "2"))
 IS_COMPLETE = SECONDS > 2.0
 
@@ -32,7 +31,7 @@ class _Interrupt:
     def __init__(self, at: int, files: tuple[str, ...]) -> None:
         self.left = at
         self._files = files
-        self._times: Counter[tuple[str, int]] = Counter()
+        self._seen: set[tuple[str, int]] = set()
 
     def of_frame(self, frame: FrameType, event: str, argument: Any) -> Any:
         is_in = frame.f_code.co_filename.startswith(self._files) and not _is_of_their_step(frame)
@@ -41,8 +40,8 @@ class _Interrupt:
     def of_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             line = frame.f_code.co_filename, frame.f_lineno
-            self._times[line] += 1
-            if IS_COMPLETE or self._times[line] <= 2:
+            if IS_COMPLETE or line not in self._seen:
+                self._seen.add(line)
                 self.left -= 1
                 if self.left == 0:
                     raise KeyboardInterrupt("{}:{}".format(*line))

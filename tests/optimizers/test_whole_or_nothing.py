@@ -117,10 +117,12 @@ def new_group(**options: Any) -> dict[str, Any]:
     return {"params": [Parameter(torch.zeros(2))], "state_dtype": torch.float32, **options}
 
 
-def test_an_interrupted_group_is_there_whole_or_not_at_all():
+@pytest.mark.parametrize("steps", [0, 2], ids=["before-a-step", "after-two"])
+def test_an_interrupted_group_is_there_whole_or_not_at_all(steps):
     counts = set()
     for optimizer, line in interrupted_at_each_line(
-        with_one_group, lambda optimizer: optimizer.add_param_group(new_group())
+        lambda: trained(with_one_group(), steps),
+        lambda optimizer: optimizer.add_param_group(new_group()),
     ):
         counts.add(len(optimizer.param_groups))
         assert [group["state_dtype"] for group in optimizer.param_groups] in (

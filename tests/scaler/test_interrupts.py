@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -109,18 +108,13 @@ class Loop:
         ]
         return repr(([param.tolist() for param in self.params], states))
 
-    def assert_free(self, thread: ThreadPoolExecutor, line: str) -> None:
+    def assert_free(self, line: str) -> None:
         """Checks that nobody holds the optimizer or its parameters."""
         self.optimizer.zero_grad()
-        assert thread.submit(self.optimizer.step).exception() is None, line
+        self.optimizer.step()
+        assert "_thread_in_plan" not in vars(self.optimizer), line
         for param in self.params:
             torch.utils.swap_tensors(param, Parameter(param.detach().clone()))
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        yield executor
 
 
 @functools.cache
@@ -205,9 +199,7 @@ def scales_after(parts: Parts, number: float) -> tuple[float, float]:
 
 @sweep
 @pytest.mark.parametrize("again", ["all", "last"])
-def test_what_is_done_again_after_an_interrupt_is_done_once_or_refused(
-    parts, number, call, again, thread
-):
+def test_what_is_done_again_after_an_interrupt_is_done_once_or_refused(parts, number, call, again):
     if again == "last" and not (parts.unscales and call is Loop.look_and_step):
         return  # is all
     before, after = scales_after(parts, number)
@@ -227,12 +219,12 @@ def test_what_is_done_again_after_an_interrupt_is_done_once_or_refused(
         assert loop.values() == values_after(parts, *numbers), f"{line}: {refusal}"
         loop.iterate(NEXT)
         assert loop.values() == values_after(parts, *numbers, NEXT), f"{line}: {refusal}"
-        loop.assert_free(thread, line)
+        loop.assert_free(line)
     assert went_on > 0
 
 
 @sweep
-def test_an_iteration_that_is_dropped_after_an_interrupt_does_no_harm(parts, number, call, thread):
+def test_an_iteration_that_is_dropped_after_an_interrupt_does_no_harm(parts, number, call):
     allowed = [2.0 * scale for scale in scales_after(parts, number)]
     went_on = 0
     for loop, line, has_stepped in interrupted(parts, number, call):
@@ -245,14 +237,14 @@ def test_an_iteration_that_is_dropped_after_an_interrupt_does_no_harm(parts, num
             loop.iterate(NEXT)
         assert loop.values() == values_after(parts, *numbers), f"{line}: {refusal}"
         assert loop.scaler.get_scale() in allowed, line
-        loop.assert_free(thread, line)
+        loop.assert_free(line)
     assert went_on > 0
 
 
 @pytest.mark.filterwarnings("ignore:.* of a step that was interrupted are dropped")
 @pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("make", OURS.values(), ids=OURS)
-def test_an_iteration_that_is_dropped_under_torchs_scaler_does_no_harm(make, unscales, thread):
+def test_an_iteration_that_is_dropped_under_torchs_scaler_does_no_harm(make, unscales):
     parts = Parts(make, TorchScaler, unscales, 1)
     went_on = 0
     for loop, line, has_stepped in interrupted(parts, 2.0, Loop.look_and_step):
@@ -264,12 +256,12 @@ def test_an_iteration_that_is_dropped_under_torchs_scaler_does_no_harm(make, uns
             loop.end_iteration()
             loop.iterate(NEXT)
         assert loop.values() == values_after(parts, *numbers), f"{line}: {refusal}"
-        loop.assert_free(thread, line)
+        loop.assert_free(line)
     assert went_on > 0
 
 
 @pytest.mark.parametrize("make", OURS.values(), ids=OURS)
-def test_an_optimizer_that_was_interrupted_without_a_scaler_has_stepped_whole_or_not(make, thread):
+def test_an_optimizer_that_was_interrupted_without_a_scaler_has_stepped_whole_or_not(make):
     def make_loop() -> Loop:
         loop = Loop(Parts(make, amp_ext.GradScaler, False, 1))
         loop.give(2.0)
@@ -285,7 +277,7 @@ def test_an_optimizer_that_was_interrupted_without_a_scaler_has_stepped_whole_or
         assert found <= set(allowed), line
         loop.optimizer.zero_grad()
         loop.optimizer.step()  # frees what a line of its end has left
-        loop.assert_free(thread, line)
+        loop.assert_free(line)
     assert len(found) == 2
 
 
