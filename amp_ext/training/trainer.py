@@ -238,7 +238,10 @@ class MixedPrecisionTrainer:
         try:
             self.scheduler.step()
             self._scheduler_is_due = False
-        except BaseException:  # also an interrupt: the next call moves it, once
+        except Exception:  # which would come again and again
+            self._scheduler_is_due = False
+            raise
+        except BaseException:  # an interrupt: the next call moves it, once
             before.put_back()
             raise
 

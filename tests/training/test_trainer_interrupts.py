@@ -106,3 +106,17 @@ def test_an_interrupted_training_step_was_taken_with_all_that_follows_or_not_at_
         found.add(state)
         assert after(trainer, train_next) == allowed[state], line
     assert found == set(allowed)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_scheduler_that_has_come_to_its_end_does_not_keep_the_state_from_being_saved(precision):
+    trainer = cases.new_trainer(
+        precision,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=2, cycle_momentum=False
+        ),
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Tried to step \d times"):
+            cases.train_on(trainer, [THIS] * 4)
+        trainer.state_dict()
