@@ -8,7 +8,8 @@ nearest number of the stored dtype. Nothing synchronises the host with a GPU.
 Inside ``torch.compile`` every function is one operator of the graph (:mod:`amp_ext.compiled_ops`).
 
 Every function raises RuntimeError on bad input, before anything is written, and names the
-argument, its index, what is wanted and what came.
+argument, its index, what is wanted and what came. If a GPU refuses a launch after others, torch's
+error says how many tensors were written; each of them is whole, with its states and its step.
 
 Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in common:
 

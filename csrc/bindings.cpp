@@ -275,6 +275,10 @@ PYBIND11_MODULE(_C, module) {
       .def("read_optimizer", &ScalerMonitor::read_optimizer, py::arg("slot"))
       .def("history", &ScalerMonitor::history);
 
+  py::class_<StepProgress, std::shared_ptr<StepProgress>>(module, "StepProgress")
+      .def("__bool__", [](const StepProgress& progress) { return progress.has_failed; })
+      .def("__str__", &StepProgress::text);
+
   auto plan = py::class_<Plan>(module, "Plan");
   plan.def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
            py::arg("buffer_names"))
@@ -306,6 +310,7 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("number"), py::arg("buffers"), py::arg("master_param"), py::arg("step"))
       .def("take_params", &take_params, py::arg("groups"))
+      .def_property_readonly("progress", &Plan::progress)
       .def("read_grads", &Plan::read_grads)
       .def("let_go", &Plan::let_go)
       .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),

@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "cpu/launcher.h"
@@ -29,14 +30,16 @@ class CpuEngine : public DeviceEngine {
  public:
   void step(const at::Device&, const StepLaunch& launch, StepScratch&) const override {
     launcher().step(launch);
+    std::fill_n(launch.is_launched, launch.count, true);
   }
   void look(const at::Device&, const LookLaunch& launch, StepScratch&) const override {
     launcher().look(launch);
   }
   void multiply(const at::Device&, const std::vector<TensorRecord>& records,
-                const MultiplyInputs& inputs, float* found_inf,
-                int64_t* first_nonfinite) const override {
+                const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
+                bool* is_launched) const override {
     launcher().multiply(records, inputs, found_inf, first_nonfinite);
+    std::fill_n(is_launched, records.size(), true);
   }
   void count_nonfinite(const at::Device&, const std::vector<TensorRecord>& records,
                        int64_t* counts) const override {

@@ -43,15 +43,17 @@ class DeviceEngine {
  public:
   virtual ~DeviceEngine() = default;
 
+  // Where this throws, the records whose is_launched is set are stepped, and the others are not.
   virtual void step(const at::Device& device, const StepLaunch& launch,
                     StepScratch& scratch) const = 0;
   virtual void look(const at::Device& device, const LookLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
-  // be null) as in a look, for the gradients before and for the factor.
+  // be null) as in a look, for the gradients before and for the factor. is_launched[records.size()]
+  // as in a step.
   virtual void multiply(const at::Device& device, const std::vector<TensorRecord>& records,
-                        const MultiplyInputs& inputs, float* found_inf,
-                        int64_t* first_nonfinite) const = 0;
+                        const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
+                        bool* is_launched) const = 0;
   // Adds the number of infs and NaNs of each gradient to counts[records.size()].
   virtual void count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
                                int64_t* counts) const = 0;

@@ -25,7 +25,13 @@ struct DeviceGuard {
 
 cudaStream_t current_stream(const at::Device&) { return nullptr; }
 
-void check_launch(int error) { TORCH_CHECK(error == cudaSuccess, "CUDA error ", error); }
+// As C10_CUDA_CHECK does.
+void check_launch(int error) {
+  if (error == cudaSuccess) return;
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, __LINE__}, error,
+      c10::str("CUDA error: ", cudaGetErrorString(static_cast<cudaError_t>(error))));
+}
 
 #else
 
@@ -68,11 +74,11 @@ class CudaEngine : public DeviceEngine {
   }
 
   void multiply(const at::Device& device, const std::vector<TensorRecord>& records,
-                const MultiplyInputs& inputs, float* found_inf,
-                int64_t* first_nonfinite) const override {
+                const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
+                bool* is_launched) const override {
     on_stream(device, [&](cudaStream_t stream) {
       return cuda::multiply(records.data(), static_cast<int64_t>(records.size()), inputs, found_inf,
-                            first_nonfinite, stream);
+                            first_nonfinite, is_launched, stream);
     });
   }
 

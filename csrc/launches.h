@@ -50,7 +50,8 @@ struct StepLaunch {
   int64_t count;
   const void* hyperparameters;  // [groups] of Functor::Hyperparameters
   GradientInputs inputs;
-  float* grad_norm;  // [1], written with the norm, or null
+  float* grad_norm;   // [1], written with the norm, or null
+  bool* is_launched;  // [count], all false: set for those whose kernel was launched
 };
 
 // A look at gradients, which are only read.

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -51,7 +52,8 @@ int64_t* number_data(const char* operation, const std::string& name, const Optio
   return number->mutable_data_ptr<int64_t>();
 }
 
-// Multiplies gradients in place, through dense copies of those with gaps.
+// Multiplies gradients in place, through dense copies of those with gaps. Where a launch is
+// refused, those of the launches before are multiplied, and the error says how many.
 void multiply(const char* operation, const TensorList& grads, const at::Device& device,
               const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   check_gradients(operation, "grads", grads, device);
@@ -63,22 +65,40 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
                    [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
 
   const at::NoGradGuard no_grad;
-  std::vector<std::pair<at::Tensor, at::Tensor>> staged;  // a tensor with gaps, its dense copy
+  TensorList memory;  // the gradients, or dense copies of those with gaps
   std::vector<TensorRecord> records;
   for (const at::Tensor& grad : grads) {
     at::Tensor dense = grad;
     if (!grad.is_non_overlapping_and_dense()) {
       dense = at::empty(grad.sizes(), grad.options().requires_grad(false));
       dense.copy_(grad);
-      staged.emplace_back(grad, dense);
     }
     records.push_back(
         gradient_record(grad, dense.mutable_data_ptr(), static_cast<int64_t>(records.size())));
+    memory.push_back(std::move(dense));
   }
-  engine_of(device).multiply(device, records, inputs, found_inf, first_nonfinite);
+  const auto is_launched = std::make_unique<bool[]>(grads.size());
+  int64_t multiplied = 0;
+  const auto write_back = [&] {
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (!is_launched[i]) continue;
+      if (!memory[i].is_same(grads[i])) grads[i].copy_(memory[i]);
+      bump_version(grads[i]);
+      ++multiplied;
+    }
+  };
+  try {
+    engine_of(device).multiply(device, records, inputs, found_inf, first_nonfinite,
+                               is_launched.get());
+  } catch (c10::Error& error) {
+    write_back();
+    if (multiplied == 0) throw;
+    error.add_context(c10::str(operation, ": ", multiplied, " of ", grads.size(),
+                               " grads have been multiplied; compute all of them anew"));
+    throw;
+  }
   if (device.is_cpu() && inputs.factor() == 1.0f) return;  // nothing was written
-  for (const auto& [grad, dense] : staged) grad.copy_(dense);
-  for (const at::Tensor& grad : grads) bump_version(grad);
+  write_back();
 }
 
 }  // namespace

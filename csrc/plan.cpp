@@ -54,6 +54,12 @@ at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_pa
   return at::where(rounded.eq(param), master_param, param.to(at::kFloat));
 }
 
+std::string StepProgress::text() const {
+  std::string text = c10::str(stepped, " of ", params, " parameters have been stepped");
+  if (stepped_in_part > 0) text += c10::str(", and ", stepped_in_part, " in part");
+  return text;
+}
+
 Plan::Plan(std::string operation, std::vector<std::string> buffer_names, Naming naming)
     : operation_(std::move(operation)), buffer_names_(std::move(buffer_names)), naming_(naming) {}
 
@@ -241,6 +247,8 @@ bool Plan::gradients_are_as_seen() const {
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
 void Plan::run_step(GroupTable& table, const GradientOptions& options) {
   const at::NoGradGuard no_grad;
+  StepProgress& progress = *progress_;
+  progress = {};
   check_step(table, options);
   StepScratch& scratch = options.scratch != nullptr ? *options.scratch : scratch_;
   bool looks_are_new = false;
@@ -253,19 +261,25 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
     batch.lrs = lrs_on(batch.device, table);
     scratch.make_room(batch.device);
     make_room(batch);
+    progress.params += static_cast<int64_t>(batch.rows.size());
   }
   if (options.max_grad_norm.has_value() && options.grad_norm.has_value() && looks.empty() &&
       !options.sum_of_squares.has_value()) {
     options.grad_norm->zero_();  // of no gradients
   }
-  for (const Batch& batch : all) {
-    if (!batch.is_skipped) {
-      step_batch(batch, table, scratch);
-    } else if (batch.inputs.grad_norm != nullptr) {
-      *batch.inputs.grad_norm = GradientFactor::read(batch.inputs.pointers).grad_norm;
+  try {
+    for (const Batch& batch : all) {
+      if (!batch.is_skipped) {
+        step_batch(batch, table, scratch);
+      } else if (batch.inputs.grad_norm != nullptr) {
+        *batch.inputs.grad_norm = GradientFactor::read(batch.inputs.pointers).grad_norm;
+      }
     }
+    remember_masters();
+  } catch (...) {
+    progress.has_failed = progress.stepped + progress.stepped_in_part > 0;
+    throw;
   }
-  remember_masters();
 }
 
 // All that can be refused, before anything is written.
@@ -381,6 +395,7 @@ void Plan::make_room(Batch& batch) {
     if (!row->record_is_current) fill_record(*row);
     batch.records.push_back(row->record);
   }
+  batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
 }
 
 void Plan::step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch) {
@@ -396,10 +411,37 @@ void Plan::step_batch(const Batch& batch, GroupTable& table, StepScratch& scratc
   }
   const DeviceInputs& inputs = batch.inputs;
   const StepLaunch launch{
-      batch.kernel,          batch.records.data(), static_cast<int64_t>(batch.records.size()),
-      table.hyperparameters, inputs.pointers,      inputs.grad_norm};
-  engine_of(batch.device).step(batch.device, launch, scratch);
-  for (Row* row : batch.rows) mark_written(*row);
+      batch.kernel,           batch.records.data(), static_cast<int64_t>(batch.records.size()),
+      table.hyperparameters,  inputs.pointers,      inputs.grad_norm,
+      batch.is_launched.get()};
+  std::exception_ptr failure;
+  try {
+    engine_of(batch.device).step(batch.device, launch, scratch);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  finish_batch(batch, failure);
+}
+
+// Completes what was launched, also where another launch has failed, whose error it throws then. A
+// copy that fails is the last one.
+void Plan::finish_batch(const Batch& batch, std::exception_ptr failure) {
+  bool copies = true;
+  for (size_t i = 0; i < batch.rows.size(); ++i) {
+    if (!batch.is_launched[i]) continue;
+    Row& row = *batch.rows[i];
+    mark_written(row);
+    try {
+      if (copies) copy_back(row);
+    } catch (...) {
+      copies = false;
+      if (failure == nullptr) failure = std::current_exception();
+    }
+    const bool is_whole = copies || std::none_of(row.staged.begin(), row.staged.end(),
+                                                 [](const Staged& one) { return one.written; });
+    ++(is_whole ? progress_->stepped : progress_->stepped_in_part);
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 OptimizerKernel Plan::kernel_of(const Row& row, const GroupTable& table) const {
@@ -628,15 +670,18 @@ bool Plan::Row::has_fresh_master() const {
 }
 
 void Plan::mark_written(Row& row) {
-  for (const Staged& staged : row.staged) {
-    if (staged.written) staged.original.copy_(staged.dense);
-  }
   for (int list = 0; list < kLists; ++list) {
     const bool written = row.tensor(list).defined() && (list != kGrad || row.writes_grad);
     if (written) bump_version(row.tensor(list));
   }
   if (row.is_sharded) bump_version(*row.shard_of);
   row.master_is_fresh = true;
+}
+
+void Plan::copy_back(const Row& row) {
+  for (const Staged& staged : row.staged) {
+    if (staged.written) staged.original.copy_(staged.dense);
+  }
 }
 
 // Parameters that are views of one tensor share its version, which each of them has changed.

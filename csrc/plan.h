@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,6 +43,16 @@ struct GradientOptions {
 template <typename Hyperparameters>
 struct Group : Hyperparameters {
   OptionalTensor lr_tensor;  // the learning rate if that is a tensor of one element: replaces lr
+};
+
+// How far the last step has come, if it failed when some of its launches or copies were made.
+struct StepProgress {
+  int64_t params = 0;           // that are to be stepped
+  int64_t stepped = 0;          // with their states and counters
+  int64_t stepped_in_part = 0;  // whose copies could not all be written back
+  bool has_failed = false;      // amid this; false if nothing has been written
+
+  std::string text() const;
 };
 
 // What a look found on one device, in the parameters of one partition.
@@ -121,6 +132,9 @@ class AMP_EXT_API Plan {
   // One step of every parameter that has a gradient, with the hyperparameters of its group. With a
   // found_inf other than 0 nothing is written at all. A gradient that changed since `check_finite`
   // is looked at again.
+  //
+  // Where this throws before the first launch, nothing has been written. Where it throws later,
+  // each parameter has been stepped with its state and counter, or neither.
   template <typename Hyperparameters>
   void step(const std::vector<Group<Hyperparameters>>& groups, const GradientOptions& options) {
     std::vector<Hyperparameters> hyperparameters(groups.begin(), groups.end());
@@ -130,6 +144,9 @@ class AMP_EXT_API Plan {
     }
     run_step(table, options);
   }
+
+  // Of the last step. It outlives the plan.
+  const std::shared_ptr<StepProgress>& progress() const { return progress_; }
 
  private:
   enum List { kParam, kGrad, kMaster, kStep, kBuffer0 };
@@ -240,6 +257,7 @@ class AMP_EXT_API Plan {
     std::vector<std::optional<LrOnDevice>> lrs;  // [groups], where they are tensors
     bool is_skipped;                             // as the host knows already
     std::vector<TensorRecord> records;
+    std::unique_ptr<bool[]> is_launched;  // [records]
   };
 
   void run_step(GroupTable& table, const GradientOptions& options);
@@ -253,7 +271,8 @@ class AMP_EXT_API Plan {
   static std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device,
                                                        const GroupTable& table);
   static void make_room(Batch& batch);
-  static void step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch);
+  void step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch);
+  void finish_batch(const Batch& batch, std::exception_ptr failure);
   std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
                          bool sum_squares, bool skip_nonfinite, StepScratch& scratch);
   Look& look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
@@ -273,6 +292,7 @@ class AMP_EXT_API Plan {
   bool reaches_written_memory(const at::Tensor& grad) const;
   static void fill_record(Row& row);
   static void mark_written(Row& row);
+  static void copy_back(const Row& row);
   void remember_masters();
   std::string name_of(const Row& row, int list) const;
 
@@ -285,6 +305,7 @@ class AMP_EXT_API Plan {
   std::vector<Look> looks_;                           // of check_finite, for the step that follows
   std::vector<at::Tensor> first_nonfinites_;          // one for each device
   StepScratch scratch_;
+  std::shared_ptr<StepProgress> progress_ = std::make_shared<StepProgress>();
 };
 
 }  // namespace amp_ext

@@ -53,7 +53,14 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
     plan.set_state(number, std::move(state));
   }
   plan.read_grads();
-  plan.step(std::vector<Group<Hyperparameters>>{options}, gradient_options);
+  try {
+    plan.step(std::vector<Group<Hyperparameters>>{options}, gradient_options);
+  } catch (c10::Error& error) {
+    if (!plan.progress()->has_failed) throw;
+    error.add_context(c10::str(operation, ": ", plan.progress()->text(),
+                               "; restore them with their states before the next step"));
+    throw;
+  }
 }
 
 }  // namespace

@@ -100,7 +100,11 @@ def row(request: pytest.FixtureRequest) -> Iterator[Row]:
 
     A missing GPU is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``.
     """
-    row: Row = request.param
+    yield from taken(request.param)
+
+
+def taken(row: Row) -> Iterator[Row]:
+    """Takes a row's kernels until the test has ended."""
     reason = row.why_missing()
     if reason is not None:
         if row.name == "cuda" and os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1":
@@ -108,6 +112,12 @@ def row(request: pytest.FixtureRequest) -> Iterator[Row]:
         pytest.skip(reason)
     with row.selected():
         yield row
+
+
+@pytest.fixture(params=[pytest.param(row, id=row.name) for row in ROWS if row.name == "emulated"])
+def emulated(request: pytest.FixtureRequest) -> Iterator[Row]:
+    """The emulator alone, for tests of what neither the CPU nor a sound GPU does."""
+    yield from taken(request.param)
 
 
 @pytest.fixture

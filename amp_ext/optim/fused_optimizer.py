@@ -34,6 +34,11 @@ _DTYPES = (torch.float32, torch.float64, *_SIXTEEN_BIT)
 
 _PLAIN_TYPES = (type(None), bool, int, float)
 
+# Errors of a device or an allocator, by which a step is refused that may succeed later.
+_REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+_HOW_TO_GO_ON = "load a checkpoint into the model, and into the optimizer with load_state_dict()"
+
 # Options of a step that torch does not have. A checkpoint never changes how they were configured.
 _CONFIGURED = (
     "master_weights",
@@ -100,6 +105,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: StepPlan | None = None
     _hand_over: HandOver | None = None  # of the scaler whose step this is
+    # True if the last step failed amid its launches, and then says how far it came: that of the
+    # plan, which sets it, or a text in a copy of such an optimizer.
+    _progress: Any = None
 
     grad_scale = HandedAttribute("Scale of the gradients, one float32, while a scaler steps.")
     found_inf = HandedAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
@@ -341,7 +349,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             operation: What the plan is for, for the error.
 
         Raises:
-            RuntimeError: If another thread has it.
+            RuntimeError: If another thread has it, or the last step failed amid its launches.
         """
         thread = threading.get_ident()
         user = self.__dict__.setdefault("_thread_in_plan", thread)  # at once, for other threads
@@ -351,11 +359,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"call by thread {thread} while thread {user} is in one"
             )
         try:
+            if self._progress:
+                raise RuntimeError(
+                    f"{type(self).__name__}.{operation}: parameters must be as a whole step leaves "
+                    f"them, got a step that failed: {self._progress}; {_HOW_TO_GO_ON}"
+                )
             if self._plan is None or not self._plan.take_params(self):
                 self._plan = None
                 self._check_groups()
                 plan = StepPlan(self)
                 plan.take_params(self)
+                self._progress = plan.progress  # before: an interrupt may come
                 self._plan = plan
         except BaseException:
             self._let_go()
@@ -381,7 +395,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit
                 its parameter, or this is a second step within one of a scaler; nothing has been
-                written then.
+                written then. If a launch is refused, with a note on how many parameters have been
+                stepped: each of them with its states and its master. Unless it is none, later steps
+                are refused until ``load_state_dict``.
             AssertionError: If nothing had a gradient when a scaler looked, and something has now.
         """
         loss = None
@@ -407,8 +423,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan = self._take_plan("step")
         try:
             self._step(plan, hand_over, found_inf)
-        except RuntimeError as error:
-            _add_note_on_memory(error, type(self).__name__)
+        except Exception as error:
+            self._note_what_is_stepped(error)
             raise
         finally:
             self._let_go()
@@ -462,9 +478,20 @@ class FusedOptimizer(torch.optim.Optimizer):
                 grad_norm=self.grad_norm,
                 skip_nonfinite=skip_nonfinite,
             )
-        except Exception:  # refused, and nothing has been written
-            hand_over.is_spent = False
+        except Exception:  # refused, and nothing has been written unless it says so
+            hand_over.is_spent = bool(self._progress)
             raise
+
+    def _note_what_is_stepped(self, error: Exception) -> None:
+        """Says of an error of torch, whose type and text clients know, what it has left."""
+        if self._progress:
+            note = f"{self._progress}; {_HOW_TO_GO_ON}: until then it refuses to step"
+        elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
+            note = "nothing has been stepped; parameters and states are as before"
+        else:
+            return
+        if hasattr(error, "add_note"):
+            error.add_note(f"{type(self).__name__}.step: {note}")
 
     def _has_step_pre_hooks(self) -> bool:
         """Returns whether a hook has run before this step, one of its own or of all optimizers."""
@@ -590,13 +617,20 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Checkpoints.
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a pickle or a copy has, which refuses to step if this one does."""
+        state: dict[str, Any] = super().__getstate__()
+        if self._progress:
+            state["_progress"] = str(self._progress)
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an optimizer from a pickle, a copy or a checkpoint; fills in what it lacks."""
         for group in state["param_groups"]:
             for name, value in state.get("defaults", vars(self).get("defaults", {})).items():
                 group.setdefault(name, value)
         # torch takes all of it in one assignment, which no interrupt divides.
-        super().__setstate__({**state, "_plan": None, "grad_norm": None})
+        super().__setstate__({"_progress": None, **state, "_plan": None, "grad_norm": None})
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -638,15 +672,6 @@ def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the options among the arguments of a constructor, given its ``locals()``."""
     others = ("self", "params", "__class__")
     return {name: value for name, value in arguments.items() if name not in others}
-
-
-def _add_note_on_memory(error: RuntimeError, kind: str) -> None:
-    """Says of an error of torch's allocators, whose type and text clients know, what it left."""
-    is_of_memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-    if is_of_memory and hasattr(error, "add_note"):
-        error.add_note(
-            f"{kind}.step: nothing has been stepped; parameters and states are as before"
-        )
 
 
 def check_betas(options: dict[str, Any]) -> None:

@@ -39,6 +39,8 @@ class StepPlan:
         kind = type(optimizer).__name__
         names = max((optimizer.buffer_names(group) for group in optimizer.param_groups), key=len)
         self._compiled = ops.Plan(kind, list(names))
+        #: How far the last step has come, if it failed; outlives the plan in the optimizer.
+        self.progress = self._compiled.progress
         #: The ranks that have the other parts of these parameters; false if there are none.
         self.sharded_over = ShardedOver()
         self._places: list[tuple[int, Tensor]] = []  # by number: the group, the parameter

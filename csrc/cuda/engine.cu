@@ -285,23 +285,30 @@ struct TableType {
 };
 
 // Launches a kernel over the gradients of one dtype, in as many pieces as its arguments need. All
-// of `arguments` but its table is set.
+// of `arguments` but its table is set. Sets is_launched[count], unless null, as a StepLaunch does.
 template <typename Storage, typename Kernel, typename Arguments>
 int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
-                     Arguments& arguments, cudaStream_t stream) {
+                     Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {
   static_assert(sizeof(Arguments) <= kLargeArguments);
   auto& table = arguments.table;
+  int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // the numbers of its records
+  const auto flush = [&]() -> int {
+    const int error = launch(kernel, table.blocks(), kThreads, stream, arguments);
+    if (error != 0) return error;
+    for (int k = 0; is_launched != nullptr && k < table.count; ++k) is_launched[in_table[k]] = true;
+    table.clear();
+    return 0;
+  };
   table.clear();
   for (int64_t i = 0; i < count; ++i) {
     if (records[i].grad_dtype != kDType<Storage>) continue;
     if (table.is_full()) {
-      if (const int error = launch(kernel, table.blocks(), kThreads, stream, arguments))
-        return error;
-      table.clear();
+      if (const int error = flush()) return error;
     }
+    in_table[table.count] = i;
     table.pointers[0][table.add(records[i], records[i].group)] = records[i].grad;
   }
-  return table.count > 0 ? launch(kernel, table.blocks(), kThreads, stream, arguments) : 0;
+  return table.count > 0 ? flush() : 0;
 }
 
 // Calls run(element, table) with a value of each dtype and a table of the size that the driver
@@ -360,7 +367,7 @@ int look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_
 }
 
 int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& inputs,
-             float* found_inf, int64_t* first_nonfinite, cudaStream_t stream) {
+             float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream) {
   return for_each_dtype([&](auto element, auto table_type) {
     using Storage = decltype(element);
     using Table = typename decltype(table_type)::Table;
@@ -368,7 +375,7 @@ int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& i
     arguments.inputs = inputs;
     arguments.outputs = {found_inf, first_nonfinite};
     return launch_gradients<Storage>(multiply_kernel<Storage, Table>, records, count, arguments,
-                                     stream);
+                                     stream, is_launched);
   });
 }
 

@@ -27,9 +27,10 @@ int64_t number_of_tiles(const TensorRecord* records, int64_t count);
 int look(const LookLaunch& launch, const SumScratch& scratch, cudaStream_t stream);
 
 // Multiplies gradients in place, unless the factor is 1. found_inf and first_nonfinite (may be
-// null) as in a look, for the gradients before and for the factor. One launch for each dtype.
+// null) as in a look, for the gradients before and for the factor. One launch for each dtype, which
+// sets is_launched[count], all false before, for its gradients.
 int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& inputs,
-             float* found_inf, int64_t* first_nonfinite, cudaStream_t stream);
+             float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream);
 
 // Adds the number of infs and NaNs of each gradient to counts[count].
 int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,

@@ -187,6 +187,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   const auto* hyperparameters =
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
+  int64_t in_table[decltype(arguments.table)::kCapacity];  // the numbers of its records
   const auto clear = [&] {
     arguments.table.clear();
     arguments.number_of_groups = 0;
@@ -197,8 +198,10 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   const auto flush = [&]() -> int {
     const int error = launch(step_kernel<Functor, Streams, kBytes>, arguments.table.blocks(),
                              kThreads, stream, arguments);
+    if (error != 0) return error;
+    for (int k = 0; k < arguments.table.count; ++k) launch_of_all.is_launched[in_table[k]] = true;
     clear();
-    return error;
+    return 0;
   };
   clear();
   int32_t last_group = -1;
@@ -214,6 +217,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       arguments.groups[arguments.number_of_groups++] = hyperparameters[record.group];
       last_group = record.group;
     }
+    in_table[arguments.table.count] = i;
     Streams::add(arguments.table, record, arguments.number_of_groups - 1);
     if (record.step != nullptr) arguments.block_counter = block_counter;
   }

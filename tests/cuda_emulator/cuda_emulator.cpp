@@ -392,6 +392,17 @@ void wait(Thread::State state, const Site& site) {
   switch_fibers(self.fiber, host);
 }
 
+// Whether the environment refuses this launch.
+bool is_refused() {
+  static std::string counted_for;
+  static int launches = 0;
+  const char* const number = std::getenv("CUDA_EMULATOR_REFUSED_LAUNCH");
+  if (number == nullptr) return false;
+  if (counted_for != number) launches = 0;
+  counted_for = number;
+  return launches++ == std::atoi(number);
+}
+
 int driver_version() {
   const char* const version = std::getenv("CUDA_EMULATOR_DRIVER_VERSION");
   return version == nullptr ? 13000 : std::atoi(version);
@@ -456,6 +467,10 @@ void run(const Grid& launched) {
     last_error = cudaErrorInvalidConfiguration;
     return;
   }
+  if (is_refused()) {
+    last_error = cudaErrorLaunchOutOfResources;
+    return;
+  }
   grid = &launched;
   blockDim.x = static_cast<unsigned>(launched.threads);
   gridDim.x = static_cast<unsigned>(launched.blocks);
@@ -485,3 +500,17 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 cudaError_t cudaGetLastError() { return std::exchange(cuda_emulator::last_error, cudaSuccess); }
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorInvalidConfiguration:
+      return "invalid configuration argument";
+    case cudaErrorLaunchOutOfResources:
+      return "too many resources requested for launch";
+  }
+  return "unrecognized error code";
+}

@@ -17,6 +17,8 @@
 // Environment, read at every launch:
 //   CUDA_EMULATOR_SEED             runs threads and blocks in a random order instead of in order
 //   CUDA_EMULATOR_DRIVER_VERSION   what cudaDriverGetVersion gives, 13000 if not set
+//   CUDA_EMULATOR_REFUSED_LAUNCH   refuses the launch of this number, from 0; another text
+//                                  behind the number begins to count anew
 #pragma once
 
 #include <cstddef>
@@ -233,8 +235,14 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
 
 // The runtime.
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchOutOfResources = 701
+};
 using cudaStream_t = struct CUstream_st*;
 
 cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaGetLastError();
+const char* cudaGetErrorString(cudaError_t error);

@@ -1,6 +1,8 @@
 // Launches every kernel for every combination of dtypes that it is compiled for, on tensors of
 // awkward sizes and places, without torch: what ThreadSanitizer is to look at.
+#include <algorithm>
 #include <cmath>
+#include <memory>
 
 #include "cuda/engine.h"
 #include "program.h"
@@ -82,12 +84,15 @@ bool step_twice(const Kernel& kernel, DType param, DType grad, DType buffer, boo
   launch.hyperparameters = kernel.groups;
   launch.inputs.grad_scale = &grad_scale;
   launch.inputs.found_inf = &found_inf;
+  const auto is_launched = std::make_unique<bool[]>(records.size());
+  launch.is_launched = is_launched.get();
   uint32_t block_counter = 0;
   for (int i = 0; i < 2; ++i) {
     if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
   }
   launched = true;
-  return block_counter == 0 && equal(steps, std::vector<float>(steps.size(), 2.0f));
+  return block_counter == 0 && equal(steps, std::vector<float>(steps.size(), 2.0f)) &&
+         std::count(is_launched.get(), is_launched.get() + launch.count, true) == launch.count;
 }
 
 bool step_all() {
@@ -150,9 +155,12 @@ bool run_gradients() {
     launch.sum_of_squares = &finite_sum_of_squares;
     launch.skip_nonfinite = true;
     error |= amp_ext::cuda::look(launch, {tile_sums.data(), &block_counter}, nullptr);
-    error |= amp_ext::cuda::multiply(records.data(), count, {&half}, &found_inf, &first, nullptr);
+    const auto is_launched = std::make_unique<bool[]>(records.size());
+    error |= amp_ext::cuda::multiply(records.data(), count, {&half}, &found_inf, &first,
+                                     is_launched.get(), nullptr);
+    right &= std::count(is_launched.get(), is_launched.get() + count, true) == count;
     error |= amp_ext::cuda::multiply(records.data(), count, {nullptr, &one, 0.5}, nullptr, nullptr,
-                                     nullptr);
+                                     is_launched.get(), nullptr);
     error |= amp_ext::cuda::count_nonfinite(records.data(), count, counts.data(), nullptr);
     right &= error == cudaSuccess && block_counter == 0 && (found_inf == 1.0f) == overflow;
     right &= std::isfinite(sum_of_squares) != overflow && counts[4] == overflow;

@@ -1,0 +1,135 @@
+"""Tests of operations over lists some of whose launches are refused: each launch in turn."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64, placed, strided
+from list_operations import (
+    IN_FLOAT,
+    build,
+    copied,
+    few_steps_and_updates,
+    run,
+)
+from reference import same_bits
+from refusals import WORDS, refusing_launch
+from torch import Tensor
+
+from amp_ext import ops
+
+COUNT = 1100  # more than a launch holds
+
+
+def refused(call: Callable[[], Any]) -> Iterator[str]:
+    """Yields the message after each launch of a call was refused in turn."""
+    for number in itertools.count():
+        try:
+            with refusing_launch(number):
+                call()
+        except torch.AcceleratorError as error:
+            yield str(error)
+        else:
+            return
+
+
+@pytest.mark.parametrize("options_of_all", [{}, {"max_grad_norm": 0.5}], ids=["", "clipped"])
+@few_steps_and_updates
+def test_a_step_that_is_refused_in_the_middle_says_how_many_it_stepped(
+    operation, options, options_of_all, emulated
+):
+    """The parameters of the last launch are in 16 bits."""
+    options = options | options_of_all
+    shapes = [(5,), (3, 2), (7,)]
+    before = build(operation, options, shapes, IN_FLOAT, "cpu")
+    for index, param in enumerate(before["params"]):
+        before["params"][index] = param.to(BF16 if index == 1 else F32)
+    before["params"][0] = placed(torch.randn(5), strided)
+    whole = copied(before)
+    run(operation, whole, **options)
+    lists: Any = None
+
+    def call() -> None:
+        nonlocal lists
+        lists = copied(before)
+        lists["params"][0] = placed(lists["params"][0], strided)
+        run(operation, lists, **options)
+
+    found = []
+    for message in refused(call):
+        stepped = [same_bits(*pair) for pair in zip(lists["params"], whole["params"], strict=True)]
+        for name in before:
+            for index, is_new in enumerate(stepped):
+                expected = (whole if is_new else before)[name][index]
+                assert same_bits(lists[name][index], expected), f"{name}[{index}]"
+        found.append(sum(stepped))
+        words = (
+            f"{WORDS} ({operation}: {sum(stepped)} of 3 parameters have been stepped; restore them "
+            "with their states before the next step)"
+        )
+        assert message == (words if any(stepped) else WORDS)
+    assert found == ([0, 0, 2] if options_of_all else [0, 2])
+
+
+def gradients() -> list[Tensor]:
+    """Returns gradients for four launches."""
+    torch.manual_seed(0)
+    grads = [torch.randn(5, dtype=dtype) for dtype in (F16, F32, BF16, F64, F32)]
+    return [placed(grads[0], strided), *grads[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param(
+            "unscale_",
+            {"inv_scale": torch.tensor(0.5), "found_inf": torch.zeros(())},
+            id="unscale",
+        ),
+        pytest.param("clip_grads_", {"total_norm": torch.tensor(4.0), "max_norm": 1.0}, id="clip"),
+    ],
+)
+def test_gradients_of_a_refused_launch_are_as_before_and_the_message_counts_the_others(
+    name, arguments, emulated
+):
+    before, whole, grads = gradients(), gradients(), gradients()
+    getattr(ops, name)(whole, **arguments)
+
+    def call() -> None:
+        grads[:] = gradients()
+        getattr(ops, name)(grads, **arguments)
+
+    found = []
+    for message in refused(call):
+        written = [same_bits(*pair) for pair in zip(grads, whole, strict=True)]
+        versions = [grad._version > 0 for grad in grads[1:]]  # the first was placed
+        assert versions == written[1:]
+        for grad, old, is_written in zip(grads, before, written, strict=True):
+            assert is_written or same_bits(grad, old)
+        found.append(sum(written))
+        words = f"{WORDS} ({name}: {sum(written)} of 5 grads have been multiplied; compute all of"
+        assert message == WORDS if not any(written) else message.startswith(words)
+    assert found == [0, 2, 3, 4]
+
+
+def test_lists_of_several_launches_are_written_up_to_the_refused_one(emulated):
+    grads: list[Tensor] = []
+
+    def call() -> None:
+        grads[:] = [torch.ones(3) for _ in range(COUNT)]
+        ops.unscale_(grads, torch.tensor(0.5), torch.zeros(()))
+
+    messages = list(refused(call))
+    assert len(messages) == 2
+    written = int(re.search(rf"\(unscale_: (\d+) of {COUNT} grads", messages[1])[1])
+    assert 0 < written < COUNT
+
+    with pytest.raises(torch.AcceleratorError), refusing_launch(1):
+        call()
+    assert [grad.tolist() for grad in grads[:written]] == [[0.5] * 3] * written
+    assert [grad.tolist() for grad in grads[written:]] == [[1.0] * 3] * (COUNT - written)

@@ -1,0 +1,349 @@
+"""Tests of steps some of whose launches are refused: each launch and each copy in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import optimizer_cases as cases
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64, contiguous, placed, strided
+from interrupts import interrupted_at_each_line
+from optimizer_cases import COPIES, few_optimizers, give_grads, make_params, params_of
+from reference import same_bits
+from refusals import WORDS, RefusesCopy, refusing_launch
+from rows import rows
+from torch import Tensor
+
+import amp_ext
+
+Optimizer = torch.optim.Optimizer
+
+# Options of a second group, by which it takes another kernel.
+OTHER_KERNEL = {"Adam": {"amsgrad": False}, "AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.0}}
+SHAPES = [(5, 3), (4097,), ()]
+NOTE = r"^{}\.step: (\d+) of (\d+) parameters have been stepped(?:, and (\d+) in part)?; load a "
+REFUSED = r"^{}\.{}: parameters must be as a whole step leaves them, got a step that failed: "
+SCALERS = {"ours": amp_ext.GradScaler, "torch": torch.amp.GradScaler}
+SCALE = 4.0
+
+
+def make(
+    name: str, options: dict[str, Any], *, staged: bool = False, first: bool = False, **more: Any
+) -> Optimizer:
+    """Returns an optimizer of all dtypes and two kernels, with gradients."""
+    torch.manual_seed(0)
+    groups = [
+        {"params": make_params(F32, shapes=SHAPES) + make_params(F64, shapes=SHAPES)},
+        {"params": make_params(BF16, shapes=SHAPES) + make_params(F16, shapes=SHAPES)},
+        {"params": make_params(F32, shapes=SHAPES), "lr": 0.1, **OTHER_KERNEL.get(name, {})},
+    ]
+    if staged:
+        for param in (group["params"][0] for group in groups):
+            param.data = placed(param.data, strided)
+    optimizer = cases.ours(name)(groups, **options, write_back_grads=True, **more)
+    optimizer.init_state()
+    if not first:
+        cases.train([optimizer], 2)
+    give_grads_anew(optimizer, staged)
+    return optimizer
+
+
+def give_grads_anew(optimizer: Optimizer, staged: bool = False) -> None:
+    torch.manual_seed(1)
+    give_grads(optimizer)
+    for group in optimizer.param_groups if staged else ():
+        param = group["params"][0]
+        param.grad = placed(param.grad.t().contiguous().t(), contiguous)
+
+
+def after_other_steps(optimizer: Optimizer) -> Optimizer:
+    torch.manual_seed(2)
+    return cases.trained(optimizer, 2)
+
+
+def bits_of(optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """Returns copies of every parameter, its states and its gradient."""
+    return [
+        {**bits, "grad": param.grad.clone()}
+        for bits, param in zip(cases.bits_of(optimizer), params_of(optimizer), strict=True)
+    ]
+
+
+def are_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(same_bits(left[key], right[key]) for key in right)
+
+
+def stepper(scaler_of: str | None) -> Callable[[Optimizer], Any]:
+    """Returns what steps an optimizer, through a scaler or by itself."""
+    if scaler_of is None:
+        return lambda optimizer: optimizer.step()
+    scaler = SCALERS[scaler_of]("cpu", init_scale=SCALE)
+    scaler.scale(torch.ones(1))
+    return scaler.step
+
+
+def counts_in(error: BaseException, name: str) -> tuple[int, int, int] | None:
+    """Returns of how many parameters how many were stepped, and how many in part, by its note."""
+    for note in getattr(error, "__notes__", ()):
+        found = re.match(NOTE.format(name), note)
+        if found is not None:
+            return int(found[2]), int(found[1]), int(found[3] or 0)
+    return None
+
+
+def error_of(
+    step: Callable[[Optimizer], Any], optimizer: Optimizer, refusing: AbstractContextManager[Any]
+) -> BaseException | None:
+    """Returns the error of a step, if the launch or copy that is refused is one of it."""
+    try:
+        with refusing:
+            step(optimizer)
+    except RuntimeError as error:
+        found = error
+    else:
+        return None
+    assert str(found) == WORDS
+    return found
+
+
+def failed_steps(
+    make_one: Callable[[], Optimizer], step: Callable[[Optimizer], Any]
+) -> Iterator[tuple[Optimizer, Any, BaseException]]:
+    """Yields an optimizer whose step failed at its first launch, one at its second, ...
+
+    Also what it was before, and the error.
+    """
+    for number in itertools.count():
+        optimizer = make_one()
+        before = bits_of(optimizer)
+        error = error_of(step, optimizer, refusing_launch(number))
+        if error is None:
+            return
+        assert type(error) is torch.AcceleratorError
+        yield optimizer, before, error
+
+
+def assert_is_refused(optimizer: Any, operation: str = "step", *arguments: Any) -> None:
+    words = REFUSED.format(type(optimizer).__name__, operation)
+    with pytest.raises(RuntimeError, match=words + r".*load_state_dict\(\)$"):
+        getattr(optimizer, operation)(*arguments)
+
+
+WAYS = rows(
+    {
+        "first": (True, False, None),
+        "clipped": (False, True, None),
+        "first-scaler": (True, False, "ours"),
+        "clipped-scaler": (False, True, "ours"),
+        "scaler-of-torch": (False, False, "torch"),
+    }
+)
+
+
+@pytest.mark.filterwarnings("ignore:.* of a step that was interrupted are dropped")
+@pytest.mark.parametrize(("first", "clips", "scaler_of"), WAYS)
+@few_optimizers
+def test_a_refused_launch_leaves_each_parameter_whole(
+    name, options, emulated, first, clips, scaler_of
+) -> None:
+    def make_one() -> Optimizer:
+        limit = 1.0 if clips else None
+        return make(name, options, staged=True, first=first, max_grad_norm=limit)
+
+    def step(optimizer: Optimizer) -> None:
+        stepper(scaler_of)(optimizer)
+
+    whole = make_one()
+    file, model = copy.deepcopy(whole.state_dict()), cases.twins(whole)
+    step(whole)
+    wanted = bits_of(whole)
+    then = cases.bits_of(after_other_steps(whole))
+
+    seen = set()
+    for optimizer, before, error in failed_steps(make_one, step):
+        old, new = zip(
+            *(
+                (are_same(now, earlier), are_same(now, later))
+                for now, earlier, later in zip(bits_of(optimizer), before, wanted, strict=True)
+            ),
+            strict=True,
+        )
+        assert all(left != right for left, right in zip(old, new, strict=True))
+        seen.add(sum(new))
+        if not any(new):
+            note = f"{name}.step: nothing has been stepped; parameters and states are as before"
+            assert getattr(error, "__notes__", [note]) == [note]  # none in the look of a scaler
+            step(optimizer)
+            assert all(map(are_same, bits_of(optimizer), wanted))
+            continue
+        assert counts_in(error, name) == (len(new), sum(new), 0)
+        left = bits_of(optimizer)
+        assert_is_refused(optimizer)
+        with pytest.raises(RuntimeError, match=REFUSED.format(name, "(step|look_at_gradients)")):
+            step(optimizer)
+        assert all(map(are_same, bits_of(optimizer), left))
+        optimizer.load_state_dict(file)
+        for param, saved in zip(params_of(optimizer), model, strict=True):
+            param.data.copy_(saved.data)
+        give_grads_anew(optimizer, staged=True)
+        step(optimizer)
+        assert all(map(are_same, bits_of(optimizer), wanted))
+        cases.assert_same_bits(after_other_steps(optimizer), then)
+    assert len(seen) >= 4  # dtypes and kernels
+
+
+def test_the_next_try_takes_over_what_was_changed_behind_a_master(emulated):
+    def changed() -> Optimizer:
+        optimizer = small()
+        optimizer.step()
+        with torch.no_grad():
+            for param in params_of(optimizer):
+                param.mul_(0.5)
+        return optimizer
+
+    wanted, optimizer = changed(), changed()
+    wanted.step()
+    with refusing_launch(0), pytest.raises(torch.AcceleratorError, match=WORDS):
+        optimizer.step()
+    optimizer.step()
+    cases.assert_same_bits(optimizer, wanted)
+
+
+# What goes on to refuse.
+
+
+def small(name: str = "AdamW", **options: Any) -> Optimizer:
+    """Returns an optimizer of two launches, with gradients."""
+    torch.manual_seed(0)
+    params = make_params(F32, shapes=[(3,)]) + make_params(BF16, shapes=[(2, 2), (3,)])
+    optimizer = cases.ours(name)(params, lr=0.5, **options)
+    optimizer.init_state()
+    give_grads(optimizer)
+    return optimizer
+
+
+def half_stepped(**options: Any) -> Optimizer:
+    """Returns an optimizer the second launch of whose step was refused."""
+    optimizer = small(**options)
+    with refusing_launch(1), pytest.raises(torch.AcceleratorError, match=WORDS):
+        optimizer.step()
+    return optimizer
+
+
+@COPIES
+def test_a_copy_of_an_optimizer_that_refuses_refuses_too(copied, emulated):
+    optimizer = half_stepped()
+    file = small().state_dict()
+    other = copied(copied(optimizer))
+    give_grads(other)
+    assert_is_refused(other)
+    other.load_state_dict(file)
+    other.step()
+    assert_is_refused(optimizer)
+    give_grads(copied(other))
+    copied(other).step()
+
+
+def test_nothing_but_a_load_makes_an_optimizer_step_again(emulated):
+    optimizer = half_stepped()
+    file = copy.deepcopy(optimizer.state_dict())
+    optimizer.rebuild()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": make_params(F32, shapes=[(2,)])})
+    give_grads(optimizer)
+    optimizer.init_state()
+    optimizer.refresh_masters()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(file)
+    assert_is_refused(optimizer, "look_at_gradients", torch.zeros(()))
+    assert_is_refused(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.* of a step that was interrupted are dropped")
+@pytest.mark.parametrize("kind", SCALERS.values(), ids=SCALERS)
+def test_a_scaler_does_not_step_a_second_time(kind, emulated):
+    optimizer, scaler = small(), kind("cpu", init_scale=SCALE)
+    scaler.scale(torch.ones(1))
+    looks = 2 if kind is amp_ext.GradScaler else 0
+    with refusing_launch(looks + 1), pytest.raises(torch.AcceleratorError, match=WORDS):
+        scaler.step(optimizer)
+    left = bits_of(optimizer)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"step\(\) has already been called|as a whole step"):
+            scaler.step(optimizer)
+    assert all(map(are_same, bits_of(optimizer), left))
+    scaler.update()
+    give_grads(optimizer)
+    with pytest.raises(RuntimeError, match="parameters must be as a whole step leaves them"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.slow
+def test_an_interrupt_after_a_refused_launch_does_not_lead_to_another_step(emulated):
+    whole = small()
+    before = cases.bits_of(whole)
+    whole.step()
+    wanted = cases.bits_of(whole)
+
+    def step(optimizer: Optimizer) -> None:
+        with refusing_launch(1), contextlib.suppress(torch.AcceleratorError):
+            optimizer.step()
+
+    found = set()
+    for optimizer, line in interrupted_at_each_line(small, step):
+        is_stepped = not all(map(are_same, cases.bits_of(optimizer), before))
+        found.add(is_stepped)
+        if is_stepped:
+            assert_is_refused(optimizer)
+        else:
+            optimizer.step()
+            assert all(map(are_same, cases.bits_of(optimizer), wanted)), line
+    assert found == {True, False}
+
+
+# Copies.
+
+
+@few_optimizers
+def test_a_refused_copy_leaves_each_parameter_whole_or_is_told(name, options, row):
+    """Memory with gaps is copied for the kernels, and back."""
+
+    def make_one() -> Optimizer:
+        return make(name, options, staged=True)
+
+    wanted_of = make_one()
+    wanted_of.step()
+    wanted, found = bits_of(wanted_of), set()
+    for number in itertools.count():
+        optimizer = make_one()
+        before = bits_of(optimizer)
+        error = error_of(stepper(None), optimizer, RefusesCopy(number))
+        if error is None:
+            break
+        counts = counts_in(error, name)
+        kinds = []
+        for now, old, new in zip(bits_of(optimizer), before, wanted, strict=True):
+            assert all(
+                same_bits(now[key], old[key]) or same_bits(now[key], new[key]) for key in now
+            )
+            kinds.append("old" if are_same(now, old) else "new" if are_same(now, new) else "part")
+        found |= {*kinds}
+        if counts is None:
+            assert {*kinds} == {"old"}
+            optimizer.step()
+            assert all(map(are_same, bits_of(optimizer), wanted))
+        else:
+            of, stepped, in_part = counts
+            assert (of, stepped) == (len(kinds), kinds.count("new"))
+            assert 0 <= in_part - kinds.count("part") <= kinds.count("old")  # all of it is copied
+            assert_is_refused(optimizer)
+    assert found == {"old", "new", "part"}

@@ -1,0 +1,39 @@
+"""Launches and copies that are refused, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_USES = itertools.count()
+
+WORDS = "CUDA error: too many resources requested for launch"
+
+
+@contextlib.contextmanager
+def refusing_launch(number: int) -> Iterator[None]:
+    """Lets the emulator refuse the launch of this number from here on, from 0."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_EMULATOR_REFUSED_LAUNCH", f"{number} for use {next(_USES)}")
+        yield
+
+
+class RefusesCopy(TorchDispatchMode):
+    """Fails the copy of torch's into a tensor with a number from 0."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.left -= 1
+            if self.left == -1:
+                raise RuntimeError(WORDS)
+        return func(*args, **(kwargs or {}))
