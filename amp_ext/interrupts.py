@@ -89,6 +89,8 @@ def marked_in_part(state: dict[str, Any], unscale: Callable[[], _Result]) -> _Re
     state["in_part"] = None  # before: an interrupt must not lead to a second unscaling
     try:
         return unscale()
+    except torch.AcceleratorError:  # a launch was refused, perhaps after others
+        raise
     except Exception:  # refused, and nothing has been written
         if not was_marked:
             del state["in_part"]
