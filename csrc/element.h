@@ -19,12 +19,15 @@ struct GradientFactor {
   bool skip_nonfinite;
 
   static AMP_EXT_INLINE GradientFactor read(const GradientInputs& inputs) {
+    // Loaded before the first is used: a GPU then waits once.
+    const bool overflow = inputs.found_inf != nullptr && *inputs.found_inf != 0.0f;
+    const float scale = inputs.grad_scale != nullptr ? *inputs.grad_scale : 1.0f;
+    const double sum_of_squares = inputs.sum_of_squares != nullptr ? *inputs.sum_of_squares : 0.0;
     GradientFactor factor{1.0f, 1.0f, 0.0f, false, inputs.skip_nonfinite};
-    if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(*inputs.grad_scale);
-    factor.skip =
-        (inputs.found_inf != nullptr && *inputs.found_inf != 0.0f) || !is_finite(factor.inv_scale);
+    if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
+    factor.skip = overflow || !is_finite(factor.inv_scale);
     if (inputs.sum_of_squares != nullptr) {
-      const double norm = std::sqrt(*inputs.sum_of_squares) * factor.inv_scale;
+      const double norm = std::sqrt(sum_of_squares) * factor.inv_scale;
       factor.grad_norm = static_cast<float>(norm);
       factor.clip_coefficient = amp_ext::clip_coefficient(inputs.max_grad_norm, factor.grad_norm);
     }
@@ -45,17 +48,32 @@ struct TensorConstants {
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, const float* step,
        const GradientFactor& factor) {
-    const double lr = hyperparameters.lr_on_device == nullptr
-                          ? hyperparameters.lr
-                          : static_cast<double>(*hyperparameters.lr_on_device);
-    const double this_step =
-        step == nullptr ? hyperparameters.timestep : static_cast<double>(*step) + 1.0;
-    return {Functor::for_tensor(hyperparameters, lr, this_step),
+    return make(hyperparameters, read_lr(hyperparameters), read_step(hyperparameters, step),
+                factor);
+  }
+
+  // The same with what read_lr and read_step give, for those who read before they compute.
+  static AMP_EXT_INLINE TensorConstants
+  make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
+       const GradientFactor& factor) {
+    return {Functor::for_tensor(hyperparameters, lr, step),
             static_cast<T>(factor.inv_scale) * static_cast<T>(factor.clip_coefficient),
             static_cast<T>(hyperparameters.clip_value),
             static_cast<T>(hyperparameters.maximize ? -1.0 : 1.0),
             hyperparameters.write_back_grads,
             factor.skip_nonfinite};
+  }
+
+  static AMP_EXT_INLINE double read_lr(const CommonHyperparameters& hyperparameters) {
+    return hyperparameters.lr_on_device == nullptr
+               ? hyperparameters.lr
+               : static_cast<double>(*hyperparameters.lr_on_device);
+  }
+
+  // The number of this step, from 1. `step` is the number of those taken, or null.
+  static AMP_EXT_INLINE double read_step(const CommonHyperparameters& hyperparameters,
+                                         const float* step) {
+    return step == nullptr ? hyperparameters.timestep : static_cast<double>(*step) + 1.0;
   }
 
   // The gradient as the optimizer sees it.

@@ -32,6 +32,22 @@ struct Streams {
   static constexpr int kPackSize =
       16 / static_cast<int>(std::min({sizeof(Grad), sizeof(Param), sizeof(Buffer)}));
 
+  // The most blocks for which no kernel with these streams spills registers. Packs of 8 elements
+  // and what is converted take many, and more of them in the code for sm_100.
+  static constexpr int blocks_on(int architecture) {
+    if (sizeof(T) == 8) return 2;
+    if (kPackSize == 4 || kBuffers == 0) return 4;
+    if (kBuffers == 3) return 2;
+    const bool is_sm_100 = architecture >= 1000;
+    const bool is_kept_in_float = kHasMaster && sizeof(Buffer) == 4;
+    if (kBuffers == 1) {
+      const bool is_all_16_bit = !kHasMaster && sizeof(Param) == 2;
+      return is_kept_in_float || (is_all_16_bit && !is_sm_100) ? 4 : 3;
+    }
+    if (!is_sm_100) return is_kept_in_float ? 4 : 3;
+    return is_kept_in_float && std::is_same_v<Grad, Half> ? 2 : 3;
+  }
+
   Grad* grad;
   Param* param;
   Computed* computed;
@@ -78,48 +94,84 @@ struct Streams {
     return aligned ? first : end;
   }
 
-  template <int kCount, typename Constants>
-  __device__ void update(const Constants& constants, int64_t index) const {
-    // All loads before the first use of one.
-    auto grads = pack_at<kCount>(grad, index);
-    auto computed_values = pack_at<kCount>(computed, index);
-    Pack<Buffer, kCount> buffer_values[kBuffers > 0 ? kBuffers : 1];
+  // Some neighbouring elements of all streams that are read.
+  template <int kCount>
+  struct Values {
+    Pack<Grad, kCount> grad;
+    Pack<Computed, kCount> computed;
+    Pack<Buffer, kCount> buffers[kBuffers > 0 ? kBuffers : 1];
+  };
+
+  // Updates kPacks times kCount elements, each time `stride` behind. All are loaded before the
+  // first is used.
+  template <int kCount, int kPacks, typename Constants>
+  __device__ void update(const Constants& constants, int64_t index, int stride) const {
+    Values<kCount> values[kPacks];
 #pragma unroll
-    for (int k = 0; k < kBuffers; ++k) buffer_values[k] = pack_at<kCount>(buffers[k], index);
+    for (int i = 0; i < kPacks; ++i) values[i] = load_values<kCount>(index + i * stride);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) update_values(constants, values[i], index + i * stride);
+  }
+
+ private:
+  template <int kCount>
+  __device__ Values<kCount> load_values(int64_t index) const {
+    Values<kCount> values;
+    values.grad = pack_at<kCount>(grad, index);
+    values.computed = pack_at<kCount>(computed, index);
+#pragma unroll
+    for (int k = 0; k < kBuffers; ++k) values.buffers[k] = pack_at<kCount>(buffers[k], index);
+    return values;
+  }
+
+  template <int kCount, typename Constants>
+  __device__ void update_values(const Constants& constants, Values<kCount>& values,
+                                int64_t index) const {
     Pack<Param, kCount> params;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      T value = load(computed_values.values[i]);
+      T value = load(values.computed.values[i]);
       T elements[kMaxBuffers];
 #pragma unroll
-      for (int k = 0; k < kBuffers; ++k) elements[k] = load(buffer_values[k].values[i]);
-      const T scaled_grad = static_cast<T>(load(grads.values[i]));
+      for (int k = 0; k < kBuffers; ++k) elements[k] = load(values.buffers[k].values[i]);
+      const T scaled_grad = static_cast<T>(load(values.grad.values[i]));
       if (!constants.skips(scaled_grad)) {
-        const T grad = constants.unscale_and_clip(scaled_grad);
-        update_element<kBuffers>(constants, grad, value, elements[0], elements[1], elements[2]);
+        const T unscaled = constants.unscale_and_clip(scaled_grad);
+        update_element<kBuffers>(constants, unscaled, value, elements[0], elements[1], elements[2]);
         if (constants.write_back_grads)
-          store(static_cast<typename ComputeType<Grad>::type>(grad), grads.values[i]);
+          store(static_cast<typename ComputeType<Grad>::type>(unscaled), values.grad.values[i]);
       }
-      store(value, computed_values.values[i]);
+      store(value, values.computed.values[i]);
       if constexpr (kHasMaster) store(value, params.values[i]);
 #pragma unroll
-      for (int k = 0; k < kBuffers; ++k) store(elements[k], buffer_values[k].values[i]);
+      for (int k = 0; k < kBuffers; ++k) store(elements[k], values.buffers[k].values[i]);
     }
-    if (constants.write_back_grads) pack_at<kCount>(grad, index) = grads;
-    pack_at<kCount>(computed, index) = computed_values;
+    if (constants.write_back_grads) pack_at<kCount>(grad, index) = values.grad;
+    pack_at<kCount>(computed, index) = values.computed;
     if constexpr (kHasMaster) pack_at<kCount>(param, index) = params;
 #pragma unroll
-    for (int k = 0; k < kBuffers; ++k) pack_at<kCount>(buffers[k], index) = buffer_values[k];
+    for (int k = 0; k < kBuffers; ++k) pack_at<kCount>(buffers[k], index) = values.buffers[k];
   }
 };
 
-template <typename Functor, typename Streams, int kBytes>
+// What is compiled for: 900 for sm_90; 0 where the host is.
+#if defined(__CUDA_ARCH__)
+inline constexpr int kArchitecture = __CUDA_ARCH__;
+#else
+inline constexpr int kArchitecture = 0;
+#endif
+
+// A name of its own, because the shape itself is another for the host than for sm_100.
+template <typename Streams>
+struct StepShape : Shape<kThreads, kTileSize, Streams::blocks_on(kArchitecture), 1> {};
+
+template <typename Functor, typename Streams, int kBytes, typename Shape>
 struct StepArguments {
   using Hyperparameters = typename Functor::Hyperparameters;
   static constexpr int kOtherBytes = kMaxGroups * sizeof(Hyperparameters) + sizeof(int64_t) +
                                      sizeof(GradientInputs) + 2 * sizeof(void*);
 
-  TensorTable<Streams::kPointers, kBytes - kOtherBytes> table;
+  TensorTable<Streams::kPointers, kBytes - kOtherBytes, Shape::kTileSize> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
   GradientInputs inputs;
@@ -135,54 +187,68 @@ struct BlockState {
   bool is_last;
 };
 
-// Two blocks on a multiprocessor keep enough loads under way; for more of them the compiler spills.
-template <typename Functor, typename Streams, int kBytes>
-__global__ void __launch_bounds__(kThreads, 2)
-    step_kernel(const StepArguments<Functor, Streams, kBytes> __grid_constant__ arguments) {
+template <typename Functor, typename Streams, int kBytes, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    step_kernel(const StepArguments<Functor, Streams, kBytes, Shape> __grid_constant__ arguments) {
   using Constants = TensorConstants<Functor, typename Streams::T>;
   AMP_EXT_SHARED(BlockState<Constants>, block);
   const auto& table = arguments.table;
-  const auto tile = static_cast<int32_t>(blockIdx.x);
-  const int tensor = table.tensor_of(tile);
-
-  if (threadIdx.x == 0) {
-    const GradientFactor factor = GradientFactor::read(arguments.inputs);
-    if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
-    block.skip = factor.skip;
-    block.is_last = false;
-    if (!factor.skip) {
-      block.constants =
-          Constants::make(arguments.groups[table.group[tensor]], table.step[tensor], factor);
-      if (arguments.block_counter != nullptr) {
-        // Whoever comes last knows that every block has read its step.
-        __threadfence();
-        block.is_last = atomicAdd(arguments.block_counter, 1u) == gridDim.x - 1;
-      }
+  const TileRange tiles = tiles_of_block<Shape>(table.tiles);
+  uint32_t blocks_before = 0;
+  for (int32_t tile = tiles.begin;;) {
+    // What the block does for one tensor.
+    const int tensor = table.tensor_of(tile);
+    const int32_t end_tile = Shape::kPersistent ? min(tiles.end, table.end_of(tensor)) : tiles.end;
+    if (threadIdx.x == 0) {
+      // All that is on the device is under way before the first of it is used.
+      const auto& group = arguments.groups[table.group[tensor]];
+      const double step = Constants::read_step(group, table.step[tensor]);
+      const double lr = Constants::read_lr(group);
+      const GradientFactor factor = GradientFactor::read(arguments.inputs);
+      if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
+      block.skip = factor.skip;
+      if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
     }
+    __syncthreads();
+    if (block.skip) return;
+    const bool is_last_tensor = end_tile == tiles.end;
+    if (is_last_tensor && threadIdx.x == 0 && arguments.block_counter != nullptr) {
+      // Whoever comes last knows that every block has read its steps. (An addition would be made
+      // for the warp, and the answer waited for here: it is looked at when the work is done.)
+      __threadfence();
+      blocks_before = atomicInc(arguments.block_counter, gridDim.x - 1);
+    }
+
+    const Streams streams = Streams::at(table, tensor);
+    const Constants& constants = block.constants;  // a copy of it would be spilled
+    const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
+    const int64_t elements = static_cast<int64_t>(end_tile - tile) * Shape::kTileSize;
+    const int64_t end = min(begin + elements, table.numel[tensor]);
+    for_each_pack<Shape, Streams::kPackSize>(
+        begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
+          constexpr int kCount = decltype(count)::value;
+          streams.template update<kCount, decltype(packs)::value>(constants, index,
+                                                                  Shape::kThreads * kCount);
+        });
+    if (is_last_tensor) break;
+    tile = end_tile;
+    __syncthreads();  // the constants may still be read
   }
+
+  if (arguments.block_counter == nullptr) return;
+  if (threadIdx.x == 0) block.is_last = blocks_before == gridDim.x - 1;
   __syncthreads();
-  if (block.skip) return;
-  if (block.is_last) {
-    for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kThreads) {
-      if (table.step[i] != nullptr) *table.step[i] += 1.0f;
-    }
-    if (threadIdx.x == 0) *arguments.block_counter = 0;
+  if (!block.is_last) return;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
+    if (table.step[i] != nullptr) *table.step[i] += 1.0f;
   }
-
-  const Streams streams = Streams::at(table, tensor);
-  const Constants& constants = block.constants;  // a copy of it would be spilled
-  const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * kTileSize;
-  const int64_t end = min(begin + kTileSize, table.numel[tensor]);
-  for_each_pack<Streams::kPackSize>(
-      begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count) {
-        streams.template update<decltype(count)::value>(constants, index);
-      });
 }
 
-template <typename Functor, typename Streams, int kBytes>
+template <typename Functor, typename Streams, int kBytes, typename Shape>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched) {
-  using Arguments = StepArguments<Functor, Streams, kBytes>;
+  using Arguments = StepArguments<Functor, Streams, kBytes, Shape>;
   static_assert(sizeof(Arguments) <= kBytes);
   const auto* hyperparameters =
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
@@ -196,8 +262,9 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {
-    const int error = launch(step_kernel<Functor, Streams, kBytes>, arguments.table.blocks(),
-                             kThreads, stream, arguments);
+    const int error =
+        launch(step_kernel<Functor, Streams, kBytes, Shape>,
+               arguments.table.template blocks<Shape>(), Shape::kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; k < arguments.table.count; ++k) launch_of_all.is_launched[in_table[k]] = true;
     clear();
@@ -233,9 +300,10 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
   if constexpr (kBuffers == 0 && !std::is_same_v<typename Each::Buffer, T>) {
     return 0;  // the dtype of no buffers is the computed one
   } else {
-    return driver_takes_large_arguments() ? launch_step<Functor<T>, Each, kLargeArguments>(
+    using Shape = StepShape<Each>;
+    return driver_takes_large_arguments() ? launch_step<Functor<T>, Each, kLargeArguments, Shape>(
                                                 launch, block_counter, stream, launched)
-                                          : launch_step<Functor<T>, Each, kSmallArguments>(
+                                          : launch_step<Functor<T>, Each, kSmallArguments, Shape>(
                                                 launch, block_counter, stream, launched);
   }
 }

@@ -1,15 +1,31 @@
 // The tensors of one launch as arguments of a kernel, and how its blocks share them out.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda/platform.h"
 #include "launches.h"
 
 namespace amp_ext::cuda {
 
+// How a kernel shares out its work.
+template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPacksAtOnce,
+          bool kIsPersistent = false>
+struct Shape {
+  static constexpr int kThreads = kThreadsOfBlock;
+  static constexpr int kTileSize = kElementsOfTile;
+  static constexpr int kBlocks = kBlocksAtOnce;  // that a multiprocessor has registers for
+  static constexpr int kPacks = kPacksAtOnce;    // that a thread loads before it uses one
+  // A block has one tile; or there are no more blocks than run at once, each with its share of
+  // neighbouring tiles.
+  static constexpr bool kPersistent = kIsPersistent;
+};
+
 inline constexpr int kThreads = 256;
 
-// Elements of a tile, the work of one block. A tensor of a million keeps all multiprocessors busy.
-inline constexpr int64_t kTileSize = 4096;
+// A tensor of a million elements keeps all multiprocessors busy.
+inline constexpr int kTileSize = 4096;
 
 // Bytes of a kernel's arguments, on drivers of CUDA 12.1 and later and on older ones.
 inline constexpr int kLargeArguments = 32764;
@@ -24,8 +40,18 @@ inline bool driver_takes_large_arguments() {
   return large;
 }
 
-// As many tensors of `kPointers` pointers each as fit into `kBytes`.
-template <int kPointers, int kBytes>
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0;
+  int count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  return count;
+}
+
+// As many tensors of `kPointers` pointers each as fit into `kBytes`, cut into tiles.
+template <int kPointers, int kBytes, int kElementsOfTile = kTileSize>
 struct TensorTable {
   static constexpr int kBytesPerTensor =
       kPointers * sizeof(void*) + sizeof(float*) + sizeof(int64_t) + 2 * sizeof(int32_t);
@@ -54,12 +80,17 @@ struct TensorTable {
     numel[index] = record.numel;
     first_tile[index] = tiles;
     group[index] = record_group;
-    tiles += static_cast<int32_t>((record.numel + kTileSize - 1) / kTileSize);
+    tiles += static_cast<int32_t>((record.numel + kElementsOfTile - 1) / kElementsOfTile);
     return index;
   }
 
   // One block at least: it advances the steps of tensors without elements.
-  int64_t blocks() const { return tiles > 0 ? tiles : 1; }
+  template <typename Shape>
+  int64_t blocks() const {
+    int32_t most = tiles;
+    if constexpr (Shape::kPersistent) most = std::min(tiles, Shape::kBlocks * multiprocessors());
+    return std::max(most, 1);
+  }
 
   // The tensor whose tile this block has: the last that starts at or before it.
   __device__ int tensor_of(int32_t tile) const {
@@ -75,7 +106,30 @@ struct TensorTable {
     }
     return low;
   }
+
+  // The tile behind the last one of a tensor.
+  __device__ int32_t end_of(int tensor) const {
+    return tensor + 1 < count ? first_tile[tensor + 1] : tiles;
+  }
 };
+
+// Neighbouring tiles.
+struct TileRange {
+  int32_t begin;
+  int32_t end;
+};
+
+// Those of this block. A launch without tiles has a block with an empty one.
+template <typename Shape>
+__device__ __forceinline__ TileRange tiles_of_block(int32_t tiles) {
+  const auto block = static_cast<int32_t>(blockIdx.x);
+  if constexpr (Shape::kPersistent) {
+    const int64_t all = tiles;
+    return {static_cast<int32_t>(all * block / gridDim.x),
+            static_cast<int32_t>(all * (block + 1) / gridDim.x)};
+  }
+  return {block, block + 1};
+}
 
 // Some neighbouring elements, moved in accesses of up to 16 bytes.
 template <typename Storage, int kCount>
@@ -101,20 +155,31 @@ __device__ __forceinline__ bool is_at_boundary(const Storage* first) {
 }
 
 // Walks [begin, end) with all threads of a block: single elements up to `aligned`, then packs, then
-// the single elements left over. visit(index, count) has the count as an integral constant.
-template <int kCount, typename Visit>
+// the single elements left over. visit(index, count, packs) has the elements of a pack, and how
+// many of them it gets at once, as integral constants; each is kThreads packs behind the one
+// before. Loops are left as they are written: unrolled, those over single elements would be most of
+// a kernel.
+template <typename Shape, int kCount, typename Visit>
 __device__ __forceinline__ void for_each_pack(int64_t begin, int64_t aligned, int64_t end,
                                               const Visit& visit) {
+  using One = std::integral_constant<int, 1>;
+  using Count = std::integral_constant<int, kCount>;
+  using Packs = std::integral_constant<int, Shape::kPacks>;
+  constexpr int kStride = Shape::kThreads * kCount;
   const int64_t packs_end = aligned + (end - aligned) / kCount * kCount;
-  for (int64_t i = begin + threadIdx.x; i < aligned; i += blockDim.x) {
-    visit(i, std::integral_constant<int, 1>());
+#pragma unroll 1
+  for (int64_t i = begin + threadIdx.x; i < aligned; i += Shape::kThreads) visit(i, One(), One());
+  int64_t i = aligned + threadIdx.x * kCount;
+#pragma unroll 1
+  for (; i + (Packs::value - 1) * kStride < packs_end; i += Packs::value * kStride) {
+    visit(i, Count(), Packs());
   }
-  for (int64_t i = aligned + threadIdx.x * kCount; i < packs_end; i += blockDim.x * kCount) {
-    visit(i, std::integral_constant<int, kCount>());
+  if constexpr (Packs::value > 1) {
+#pragma unroll 1
+    for (; i < packs_end; i += kStride) visit(i, Count(), One());
   }
-  for (int64_t i = packs_end + threadIdx.x; i < end; i += blockDim.x) {
-    visit(i, std::integral_constant<int, 1>());
-  }
+#pragma unroll 1
+  for (i = packs_end + threadIdx.x; i < end; i += Shape::kThreads) visit(i, One(), One());
 }
 
 // An element in the type it is computed in, and back.

@@ -5,6 +5,7 @@
 
 using amp_ext::cuda::for_each_pack;
 using amp_ext::cuda::pack_at;
+using amp_ext::cuda::Shape;
 
 struct Line {
   float values[64];
@@ -118,7 +119,8 @@ __global__ void uninitialised_shared(float* values) {
 // Forgets the elements behind the last whole pack.
 template <bool kRepaired>
 __global__ void lost_tail(float* values, int64_t count) {
-  for_each_pack<4>(0, 0, kRepaired ? count : count / 4 * 4, [&](int64_t index, auto size) {
+  const int64_t end = kRepaired ? count : count / 4 * 4;
+  for_each_pack<Shape<64, 128, 1, 1>, 4>(0, 0, end, [&](int64_t index, auto size, auto) {
     for (float& value : pack_at<decltype(size)::value>(values, index).values) value *= 2.0f;
   });
 }

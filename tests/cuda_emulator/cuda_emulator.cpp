@@ -499,6 +499,17 @@ cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+// A small GPU, so that a grid that fills it has few blocks.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 2;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetLastError() { return std::exchange(cuda_emulator::last_error, cudaSuccess); }
 
 const char* cudaGetErrorString(cudaError_t error) {

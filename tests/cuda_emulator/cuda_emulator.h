@@ -187,6 +187,11 @@ template <typename T>
 T atomicAdd(T* address, std::common_type_t<T> value) {
   return cuda_emulator::update_atomically(address, [&](T old) { return old + value; });
 }
+// Counts up to `last`, then begins with 0 again.
+inline unsigned atomicInc(unsigned* address, unsigned last) {
+  return cuda_emulator::update_atomically(address,
+                                          [&](unsigned old) { return old >= last ? 0 : old + 1; });
+}
 template <typename T>
 T atomicExch(T* address, std::common_type_t<T> value) {
   return cuda_emulator::update_atomically(address, [&](T) { return value; });
@@ -243,6 +248,10 @@ enum cudaError_t {
 };
 using cudaStream_t = struct CUstream_st*;
 
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+
 cudaError_t cudaDriverGetVersion(int* version);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);

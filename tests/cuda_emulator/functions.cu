@@ -6,6 +6,7 @@
 struct Results {
   float values[32][4];  // of each lane
   int counts[5];
+  unsigned rounds[2];
 };
 
 constexpr unsigned kAll = 0xffffffffu;
@@ -28,6 +29,7 @@ __global__ void call_all(Results* results) {
   atomicAdd(counts + 1, i);
   atomicMin(counts + 2, -i);
   if (atomicExch(counts + 3, 1) == 0) atomicAdd(counts + 4, 1);
+  if (atomicInc(results->rounds, 9) == 9) atomicAdd(results->rounds + 1, 1u);
   __threadfence();
 }
 
@@ -57,6 +59,7 @@ bool run() {
     return source / 8 == i / 8 ? source : i;
   });
   right &= equal({results.counts, results.counts + 5}, std::vector<int>{1, 2016, -63, 1, 1});
+  right &= equal({results.rounds, results.rounds + 2}, std::vector<unsigned>{4, 6});
 
   right &= __half2float(__float2half_rn(1.0f / 3.0f)) == 0.333251953125f;
   right &= __bfloat162float(__float2bfloat16_rn(1.0f / 3.0f)) == 0.333984375f;

@@ -1,0 +1,308 @@
+// The kernels that work on gradients alone: the look, multiplying in place, counting.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/engine.h"
+#include "cuda/tensor_table.cuh"
+#include "element.h"
+#include "launches.h"
+#include "storage.h"
+
+namespace amp_ext::cuda {
+
+template <typename Storage>
+inline constexpr int kPackSize = 16 / static_cast<int>(sizeof(Storage));
+
+// As many blocks as a multiprocessor has threads for; with float64 they lack the registers. Packs
+// of 16-bit elements are two to a thread of a tile: both are under way at once.
+template <typename Storage>
+using GradientShape =
+    Shape<kThreads, kTileSize, sizeof(Storage) == 8 ? 6 : 8, sizeof(Storage) == 2 ? 2 : 1>;
+
+// Elements from `begin` to the first 16-byte boundary, or `end` if there is none before.
+template <typename Storage>
+__device__ int64_t first_pack(const Storage* grad, int64_t begin, int64_t end) {
+  const int64_t first = begin + elements_to_boundary(grad + begin);
+  return first < end ? first : end;
+}
+
+template <typename Storage>
+__device__ bool is_nonfinite(Storage value) {
+  typename BitPattern<Storage>::type bits;
+  memcpy(&bits, &value, sizeof bits);
+  return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
+}
+
+// The gradients of one launch, whose kernel has up to 80 bytes of arguments beside them.
+template <int kBytes, typename Shape>
+using GradientTable = TensorTable<1, kBytes - 80, Shape::kTileSize>;
+
+// A part of a gradient.
+template <typename StorageType, typename ShapeOfKernel>
+struct GradientTile {
+  using Storage = StorageType;
+  using Shape = ShapeOfKernel;
+
+  Storage* grad;
+  int32_t number;  // of its tensor
+  int64_t begin;
+  int64_t end;
+
+  template <typename Table>
+  __device__ GradientTile(const Table& table, int32_t tile) {
+    const int tensor = table.tensor_of(tile);
+    grad = static_cast<Storage*>(table.pointers[0][tensor]);
+    number = table.group[tensor];
+    begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
+    end = min(begin + Shape::kTileSize, table.numel[tensor]);
+  }
+
+  // Calls visit(pack, in_place) for all elements, some at a time, with a copy of them and where
+  // they are. The copies are loaded before they are used: compared where they are, they would be
+  // loaded one by one.
+  template <typename Visit>
+  __device__ void for_each(const Visit& visit) const {
+    for_each_pack<Shape, kPackSize<Storage>>(
+        begin, first_pack(grad, begin, end), end, [&](int64_t index, auto count, auto packs) {
+          constexpr int kCount = decltype(count)::value;
+          constexpr int kPacks = decltype(packs)::value;
+          Pack<Storage, kCount> copies[kPacks];
+#pragma unroll
+          for (int i = 0; i < kPacks; ++i) {
+            copies[i] = pack_at<kCount>(grad, index + i * Shape::kThreads * kCount);
+          }
+#pragma unroll
+          for (int i = 0; i < kPacks; ++i) {
+            visit(copies[i], pack_at<kCount>(grad, index + i * Shape::kThreads * kCount));
+          }
+        });
+  }
+};
+
+// Calls visit(tile) for the tiles of this block.
+template <typename Storage, typename Shape, typename Table, typename Visit>
+__device__ void for_each_tile(const Table& table, const Visit& visit) {
+  const TileRange tiles = tiles_of_block<Shape>(table.tiles);
+  if constexpr (Shape::kPersistent) {
+    for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
+      visit(GradientTile<Storage, Shape>(table, tile));
+    }
+  } else {
+    visit(GradientTile<Storage, Shape>(table, tiles.begin));
+  }
+}
+
+// Where a block says that it found inf or NaN.
+struct LookOutputs {
+  float* found_inf;          // [1], or null: nothing is said
+  int64_t* first_nonfinite;  // [1], or null
+};
+
+// Says whether a thread found one in tensor `number`.
+inline __device__ void report(bool found, int32_t number, const LookOutputs& outputs) {
+  if (!__syncthreads_or(found) || threadIdx.x != 0) return;
+  atomicExch(outputs.found_inf, 1.0f);
+  if (outputs.first_nonfinite == nullptr) return;
+  atomicMin(reinterpret_cast<long long*>(outputs.first_nonfinite), static_cast<long long>(number));
+}
+
+template <typename T, int kWarps>
+struct WarpValues {
+  T values[kWarps];
+};
+
+// The sum over the threads of a block, known to all of them. In a fixed order.
+template <typename Shape, typename T>
+__device__ T block_sum(T value) {
+  constexpr int kWarps = Shape::kThreads / 32;
+  using Values = WarpValues<T, kWarps>;
+  AMP_EXT_SHARED(Values, warp_sums);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2)
+    value += __shfl_down_sync(0xffffffffu, value, offset);
+  __syncthreads();  // an earlier sum may still be read
+  if (threadIdx.x % 32 == 0) warp_sums.values[threadIdx.x / 32] = value;
+  __syncthreads();
+  T sum = warp_sums.values[0];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) sum += warp_sums.values[warp];
+  return sum;
+}
+
+template <typename Table>
+struct LookArguments {
+  Table table;
+  const float* grad_scale;
+  LookOutputs outputs;
+  double* sum_of_squares;
+  SumScratch scratch;
+  bool skip_nonfinite;
+};
+
+// The sum of squares of a tile. Squares too large or too small for float32 are summed in double.
+template <typename T, typename Tile>
+__device__ T tile_sum_of_squares(const Tile& tile, bool skip_nonfinite = false) {
+  T sum = 0;
+  tile.for_each([&](const auto& pack, auto&) {
+#pragma unroll
+    for (const auto stored : pack.values) {
+      const T value = load(stored);
+      sum += skip_nonfinite && !is_finite(value) ? T(0) : value * value;
+    }
+  });
+  return block_sum<typename Tile::Shape>(sum);
+}
+
+template <typename Tile>
+__device__ double careful_sum_of_squares(const Tile& tile) {
+  if constexpr (!std::is_same_v<typename Tile::Storage, double>) {
+    const float sum = tile_sum_of_squares<float>(tile);
+    if (sum >= 1e-20f && is_finite(sum)) return sum;
+  }
+  return tile_sum_of_squares<double>(tile);
+}
+
+template <typename Storage, typename Table, typename Shape, bool kSumSquares>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    look_kernel(const LookArguments<Table> __grid_constant__ arguments) {
+  const LookOutputs& outputs = arguments.outputs;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip) {
+    atomicExch(outputs.found_inf, 1.0f);
+  }
+  double sum_of_block = 0.0;
+  for_each_tile<Storage, Shape>(arguments.table, [&](const auto& tile) {
+    if constexpr (kSumSquares) {
+      const double sum = careful_sum_of_squares(tile);
+      const bool is_usual = is_finite(sum);  // of all threads alike
+      sum_of_block += is_usual || !arguments.skip_nonfinite
+                          ? sum
+                          : static_cast<double>(tile_sum_of_squares<double>(tile, true));
+      // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
+      if (is_usual) return;
+    }
+    bool found = false;
+    tile.for_each([&](const auto& pack, auto&) {
+#pragma unroll
+      for (const auto value : pack.values) found |= is_nonfinite(value);
+    });
+    report(found, tile.number, outputs);
+  });
+  if constexpr (kSumSquares) {
+    AMP_EXT_SHARED(bool, is_last);
+    const SumScratch& scratch = arguments.scratch;
+    if (threadIdx.x == 0) {
+      scratch.tile_sums[blockIdx.x] = sum_of_block;
+      __threadfence();
+      is_last = atomicInc(scratch.block_counter, gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    double total = 0.0;
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += Shape::kThreads) {
+      total += *static_cast<volatile double*>(scratch.tile_sums + i);
+    }
+    total = block_sum<Shape>(total);
+    if (threadIdx.x == 0) *arguments.sum_of_squares += total;
+  }
+}
+
+template <typename Table>
+struct MultiplyArguments {
+  Table table;
+  MultiplyInputs inputs;
+  LookOutputs outputs;
+};
+
+template <typename Storage, typename Table, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    multiply_kernel(const MultiplyArguments<Table> __grid_constant__ arguments) {
+  using T = typename ComputeType<Storage>::type;
+  const float factor = arguments.inputs.factor();
+  const LookOutputs& outputs = arguments.outputs;
+  if (factor == 1.0f && outputs.found_inf == nullptr) return;
+  const bool bad_factor = blockIdx.x == 0 && threadIdx.x == 0 && !is_finite(factor);
+  if (bad_factor && outputs.found_inf != nullptr) atomicExch(outputs.found_inf, 1.0f);
+  for_each_tile<Storage, Shape>(arguments.table, [&](const auto& tile) {
+    bool found = false;
+    tile.for_each([&](auto& pack, auto& in_place) {
+#pragma unroll
+      for (auto& value : pack.values) {
+        found |= is_nonfinite(value);
+        store(load(value) * static_cast<T>(factor), value);
+      }
+      if (factor != 1.0f) in_place = pack;
+    });
+    if (outputs.found_inf != nullptr) report(found, tile.number, outputs);
+  });
+}
+
+template <typename Table>
+struct CountArguments {
+  Table table;
+  unsigned long long* counts;  // by the numbers of the tensors
+};
+
+template <typename Storage, typename Table, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    count_kernel(const CountArguments<Table> __grid_constant__ arguments) {
+  for_each_tile<Storage, Shape>(arguments.table, [&](const auto& tile) {
+    unsigned found = 0;
+    tile.for_each([&](const auto& pack, auto&) {
+#pragma unroll
+      for (const auto value : pack.values) found += is_nonfinite(value) ? 1 : 0;
+    });
+    const unsigned sum = block_sum<Shape>(found);
+    if (threadIdx.x == 0 && sum != 0) {
+      atomicAdd(arguments.counts + tile.number, static_cast<unsigned long long>(sum));
+    }
+  });
+}
+
+// Launches a kernel over the gradients of one dtype, in as many pieces as its arguments need. All
+// of `arguments` but its table is set. Sets is_launched[count], unless null, as a StepLaunch does.
+template <typename Storage, typename Shape, typename Kernel, typename Arguments>
+int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
+                     Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {
+  static_assert(sizeof(Arguments) <= kLargeArguments);
+  auto& table = arguments.table;
+  int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // the numbers of its records
+  const auto flush = [&]() -> int {
+    const int error =
+        launch(kernel, table.template blocks<Shape>(), Shape::kThreads, stream, arguments);
+    if (error != 0) return error;
+    for (int k = 0; is_launched != nullptr && k < table.count; ++k) is_launched[in_table[k]] = true;
+    table.clear();
+    return 0;
+  };
+  table.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    if (records[i].grad_dtype != kDType<Storage>) continue;
+    if (table.is_full()) {
+      if (const int error = flush()) return error;
+    }
+    in_table[table.count] = i;
+    table.pointers[0][table.add(records[i], records[i].group)] = records[i].grad;
+  }
+  return table.count > 0 ? flush() : 0;
+}
+
+// Looks at the gradients of one dtype.
+template <typename Storage, int kBytes, typename Shape>
+int launch_look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
+  using Table = GradientTable<kBytes, Shape>;
+  LookArguments<Table> arguments;
+  arguments.grad_scale = launch_of_all.grad_scale;
+  arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
+  arguments.sum_of_squares = launch_of_all.sum_of_squares;
+  arguments.scratch = scratch;
+  arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
+  const auto kernel = launch_of_all.sum_of_squares != nullptr
+                          ? look_kernel<Storage, Table, Shape, true>
+                          : look_kernel<Storage, Table, Shape, false>;
+  return launch_gradients<Storage, Shape>(kernel, launch_of_all.records, launch_of_all.count,
+                                          arguments, stream);
+}
+
+}  // namespace amp_ext::cuda
