@@ -1,0 +1,164 @@
+"""The check of the machine code of CUDA kernels refuses what makes them slow."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "scripts" / "check_machine_code.py"
+CHECK = runpy.run_path(str(SCRIPT))
+SOURCE = Path(__file__).with_name("slow_kernels.cu")
+TABLE = "*<*> | sm_80 | 8 | 1\n"
+
+FAULTS = {
+    "narrow_loads": r"128 bits are moved at once in 0 innermost loops, not in 1",
+    "narrow_stores": r"a main loop moves less than 128 bits at once: STG\.E, STG\.E, STG",
+    "unrolled": r"a loop over single elements has 8 accesses, a main loop 2",
+    "spilled": r"a main loop uses local memory: .*LDL",
+    "few_blocks": r"its \d+ registers allow \d blocks on a multiprocessor, not 8",
+}
+
+# What nvdisasm prints: a loop over packs within one over tensors, and one over single elements.
+LISTING = """
+.text._Z4stepPf:
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_0:
+        /*0010*/                   LDG.E R9, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/                   LDG.E.128 R12, desc[UR4][R2.64+0x1000] ;
+        /*0040*/              @!P1 BRA `(.L_x_3) ;
+        /*0050*/                   FMUL R4, R4, R8 ;
+.L_x_3:
+        /*0060*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0070*/               @P0 BRA `(.L_x_1) ;
+        /*0080*/               @P2 BRA `(.L_x_0) ;
+        /*0090*/               @P3 EXIT ;
+        /*00a0*/                   CALL.REL.NOINC `($division) ;
+.L_x_2:
+        /*00b0*/                   LDG.E R5, desc[UR4][R2.64] ;
+        /*00c0*/                   STG.E desc[UR4][R2.64], R5 ;
+        /*00d0*/               @P0 BRA `(.L_x_2) ;
+        /*00e0*/                   EXIT ;
+.L_x_4:
+        /*00f0*/                   BRA `(.L_x_4);
+"""
+
+
+def faults_of(kernel, table: str) -> list[str]:
+    return CHECK["check"]([kernel], CHECK["read_table"](table))
+
+
+@pytest.fixture
+def kernel():
+    """The kernel of LISTING, as ptxas would describe it."""
+    (found,) = CHECK["parse"](LISTING, "sm_90")
+    found.registers, found.bytes_read = 64, 4
+    return found
+
+
+def test_the_innermost_loop_that_moves_128_bits_is_the_main_loop(kernel):
+    (main,) = kernel.main_loops()
+    assert [each.opcode for each in main] == [
+        "LDG.E.128", "LDG.E.128", "BRA", "FMUL", "STG.E.128", "BRA",
+    ]  # fmt: skip
+    assert [[each.opcode for each in loop][:1] for loop in kernel.loops if loop != main] == [
+        ["LDG.E"],
+        ["BRA"],
+    ]
+    assert CHECK["loads_in_flight"](main) == 2
+    assert CHECK["per_element"](kernel) == [6 / 8]
+    assert kernel.blocks == 4
+
+
+def test_a_kernel_that_does_what_its_row_says_has_no_fault(kernel):
+    assert faults_of(kernel, "step* | sm_9? | 4 | 1") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "table", "wanted"),
+    [
+        ({}, "step* | * | 5 | 1", "64 registers allow 4 blocks on a multiprocessor, not 5"),
+        ({"spills": 8}, "step* | * | 4 | 1", "spills 8 bytes"),
+        ({"stack": 8}, "step* | * | 4 | 1", "8 bytes of stack"),
+        ({}, "step* | * | 4 | 2", "128 bits are moved at once in 1 innermost loops, not in 2"),
+        ({}, "look* | * | 4 | 1\nstep* | sm_80 | 4 | 1", "no row of the table has this kernel"),
+    ],
+    ids=["blocks", "spills", "stack", "loops", "no-row"],
+)
+def test_less_than_the_row_says_is_refused(change, table, wanted, kernel):
+    for name, value in change.items():
+        setattr(kernel, name, value)
+    (fault,) = faults_of(kernel, table)
+    assert wanted in fault
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wanted"),
+    [
+        ("LDG.E.128 R12", "LDG.E.64 R12", "less than 128 bits at once: LDG.E.64"),
+        ("FMUL R4, R4, R8", "LDL R4, [R1]", "a main loop uses local memory: LDL"),
+        (
+            "        /*00b0*/                   LDG.E R5, desc[UR4][R2.64] ;\n",
+            "        /*00b0*/                   LDG.E R5, desc[UR4][R2.64] ;\n" * 3,
+            "single elements has 4 accesses, a main loop 3",
+        ),
+    ],
+    ids=["narrow", "local", "unrolled"],
+)
+def test_a_slow_instruction_in_a_loop_is_refused(before, after, wanted):
+    assert before in LISTING
+    (kernel,) = CHECK["parse"](LISTING.replace(before, after), "sm_90")
+    kernel.registers = 64
+    (fault,) = faults_of(kernel, "step* | * | 4 | 1")
+    assert wanted in fault
+
+
+def test_a_word_to_other_blocks_is_no_access_to_a_tensor():
+    listing = LISTING.replace("LDG.E R5,", "LDG.E.64.STRONG.SYS R5,")
+    (kernel,) = CHECK["parse"](listing.replace("STG.E desc", "STG.E.STRONG.GPU desc"), "sm_90")
+    (single,) = (loop for loop in kernel.loops if len(loop) == 3)
+    assert not any(map(CHECK["is_access"], single))
+
+
+def test_a_folder_without_machine_code_is_refused(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search("there is no machine code in|nvdisasm is missing", done.stderr)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, list[str]]:
+    """The faults of each kernel of SOURCE."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    try:
+        CHECK["find_nvdisasm"]()
+    except CHECK["UnreadableError"]:
+        pytest.skip("there is no nvdisasm")
+    folder = tmp_path_factory.mktemp("machine_code")
+    command = ["nvcc", "-cubin", SOURCE, "-o", folder / "slow_kernels.compute_80.cubin"]
+    command += [f"-I{ROOT / 'csrc'}", "-std=c++17", "-O3", "-arch=sm_80", "-Xptxas", "-v"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folder)}
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "slow_kernels.log").write_text(done.stderr)
+    kernels = CHECK["read"](folder)
+    return {each.name: faults_of(each, TABLE) for each in kernels}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", FAULTS)
+def test_a_slow_kernel_is_refused_and_the_repaired_one_is_not(kernel, compiled):
+    found = "\n".join(compiled[f"{kernel}<false>"])
+    assert re.search(FAULTS[kernel], found), found
+    assert compiled[f"{kernel}<true>"] == []
