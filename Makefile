@@ -24,7 +24,7 @@ PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && \
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := setup.py $(shell find csrc)
-CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+CXX_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
 .PHONY: help demo examples docs test test-quick test-clients fuzz stress sanitize lint format build build-in-place cuda-build gpu-check clean
@@ -85,6 +85,11 @@ cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORC
 gpu-check:  ## Tests and times on a GPU, in the present environment; FOLDER=... takes the results
 	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \
 	    scripts/gpu_check.sh $(FOLDER)
+
+# The program that tries the kernels in many shapes, for the architecture in its name.
+build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc -name '*.h' -o -name '*.cuh')
+	@mkdir -p build
+	@nvcc -o $@ $< -Icsrc -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr -arch=$*
 
 clean:  ## Removes what was built; the .venv folders stay
 	@rm -rf build dist *.egg-info amp_ext/_C.*.so amp_ext/_build_info.json .venv/.built*

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Uses a GPU to the full within nine minutes: builds for it, runs every test, the sanitizers and the
-# benchmark, and leaves logs, report.json and a picture in one folder.
+# benchmark, tries the kernels in other shapes, and leaves logs, report.json and a picture in one
+# folder. `make build/tune_kernels-sm_90` beforehand, on any machine with nvcc, saves a minute.
 #
 #   scripts/gpu_check.sh [--dry-run] [FOLDER]     FOLDER is results/gpu_check unless given
 #
@@ -44,6 +45,7 @@ step() {
 
 if [ -n "$dry_run" ]; then
   capability='<of the GPU>'
+  tuning=build/tune_kernels-sm_NN
 else
   capability=$("$python" -c 'import torch
 assert torch.version.cuda, f"PyTorch {torch.__version__} is built without CUDA"
@@ -53,6 +55,7 @@ print(*torch.cuda.get_device_capability(), sep=".")' 2>&1 | tail -n 1)
     echo "gpu_check.sh: $python: $capability" >&2
     exit 2
   }
+  tuning=build/tune_kernels-sm_${capability/./}
   mkdir -p "$out" && rm -f "$out"/*.{log,json,png,xml,tsv}
   rm -f .venv/.built # the build below replaces what make remembers
 fi
@@ -71,6 +74,9 @@ step build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$
   "$python" setup.py build_ext --inplace
 # Graphs, streams, waiting, launches.
 step gpu-tests 100 "${pytest[@]}" tests/operations/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml"
+step tuning-build 120 make "$tuning"
+# Which constants of csrc/cuda this GPU would like better: the last lines of its log.
+step tuning 75 "$tuning"
 step benchmark 110 "${benchmark[@]}" --json "$out/benchmark.json" --plot "$out/benchmark.png"
 step suite 220 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" --junitxml "$out/suite.xml" \
   --ignore tests/operations/test_gpu.py tests

@@ -3,7 +3,8 @@
     python tests/cuda_emulator/build.py emulated address,undefined
 
 builds the module with these sanitizers (or none) and prints its path; ``cpu`` in its place stands
-for the module without CUDA, ``program`` for the one that launches every kernel.
+for the module without CUDA, ``program`` for the one that launches every kernel, ``tuning`` for the
+one that times them.
 
 Objects are kept in ``build/cuda_emulator`` under a hash of their command and of everything that
 they were compiled from, so that nothing is compiled twice and a change of any header is seen.
@@ -203,6 +204,11 @@ def build_programs(programs: list[tuple[list[Path], str]]) -> list[Path]:
         return side_by_side(link, programs)
 
 
+def build_tuning() -> Path:
+    """Builds the program that times the kernels in many shapes."""
+    return build_programs([([ROOT / "benchmarks" / "tune_kernels.cu"], "")])[0]
+
+
 def build_program(sanitizers: str = "") -> Path:
     """Builds the program that launches every kernel."""
     return build_programs([([EMULATOR / "every_kernel.cu", *kernel_sources()], sanitizers)])[0]
@@ -210,5 +216,10 @@ def build_program(sanitizers: str = "") -> Path:
 
 if __name__ == "__main__":
     what, *options = sys.argv[1:]
-    builders = {"emulated": build_emulated, "cpu": build_cpu, "program": build_program}
+    builders = {
+        "emulated": build_emulated,
+        "cpu": build_cpu,
+        "program": build_program,
+        "tuning": build_tuning,
+    }
     print(builders[what](*options))

@@ -122,6 +122,28 @@ def test_shuffles_votes_atomics_and_conversions_do_what_cuda_says(sanitizer, pro
     assert {run(programs["functions", sanitizer], seed=seed) for seed in SEEDS} == {(0, "")}
 
 
+@pytest.mark.parametrize("seed", ["", "1"])
+def test_the_kernels_agree_in_every_shape_that_is_timed_on_a_gpu(seed):
+    """And the program that times them comes to its end, where a GPU is lent for minutes."""
+    environment = os.environ | {"CUDA_EMULATOR_SEED": seed}
+    done = subprocess.run(
+        [build.build_tuning(), "small"],
+        env={name: text for name, text in environment.items() if text},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, advice = re.split(r"\n\n|What this GPU says:\n", done.stdout)
+    assert first == "16 shapes of 6 kernels give the same results"
+    each_has_a_row = r"^ +\d+ +\d+ +\d+ +\d+ (tiles|fixed)[* ]( +\d+\.\d){2}$"
+    assert len(re.findall(each_has_a_row, done.stdout, re.MULTILINE)) == 16 * 6
+    assert done.stdout.count("tiles* ") == 6
+    says = r"(step|look).*: (leave it|change k\w+ from \d+ to \d+.* in csrc/cuda/\w+\.cuh)"
+    assert all(re.match(says, line) for line in advice.splitlines())
+    assert len(advice.splitlines()) == 6
+
+
 def trained_on_both_engines() -> list[list[torch.Tensor]]:
     """Returns what the CPU engine and the emulated kernels make of more than a launch holds."""
     from conftest import emulated_cuda

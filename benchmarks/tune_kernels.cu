@@ -1,0 +1,494 @@
+// Times the CUDA step and look in many shapes, beside kernels that only move memory, and says which
+// constants of csrc/cuda a GPU would like better. It needs nvcc alone:
+//
+//   make build/tune_kernels-sm_90 && build/tune_kernels-sm_90
+//
+// First every shape must give what the present one gives. With "small" for an argument the sizes
+// are such that the emulator of CUDA can run it.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/gradients.cuh"
+#include "cuda/step.cuh"
+
+namespace amp_ext::cuda {
+
+// Threads, elements of a tile, blocks, packs, persistent. A look has twice as many blocks.
+#define AMP_EXT_FOR_EACH_SHAPE(X) \
+  X(256, 4096, 4, 1, false)       \
+  X(256, 4096, 3, 1, false)       \
+  X(256, 4096, 2, 1, false)       \
+  X(256, 4096, 4, 2, false)       \
+  X(256, 4096, 3, 2, false)       \
+  X(256, 4096, 2, 2, false)       \
+  X(256, 1024, 4, 1, false)       \
+  X(256, 2048, 4, 1, false)       \
+  X(256, 8192, 4, 1, false)       \
+  X(256, 8192, 3, 2, false)       \
+  X(512, 4096, 2, 1, false)       \
+  X(512, 8192, 2, 1, false)       \
+  X(256, 1024, 4, 1, true)        \
+  X(256, 4096, 4, 1, true)        \
+  X(256, 1024, 3, 2, true)        \
+  X(512, 2048, 2, 1, true)
+
+#define AMP_EXT_COUNT(...) +1
+constexpr int kShapes = 0 AMP_EXT_FOR_EACH_SHAPE(AMP_EXT_COUNT);
+#undef AMP_EXT_COUNT
+
+void check(int error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(static_cast<cudaError_t>(error)));
+  std::exit(1);
+}
+
+// Memory of the GPU.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes, int value = 0) : bytes_(bytes) {
+    check(cudaMalloc(&data_, bytes), "cudaMalloc");
+    fill(value);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() { cudaFree(data_); }
+
+  void fill(int value) { check(cudaMemset(data_, value, bytes_), "cudaMemset"); }
+
+  template <typename T>
+  T* at(int64_t byte) const {
+    return reinterpret_cast<T*>(static_cast<char*>(data_) + byte);
+  }
+
+  // A number at the beginning.
+  template <typename T>
+  T* holding(T value) {
+    check(cudaMemcpy(data_, &value, sizeof value, cudaMemcpyHostToDevice), "cudaMemcpy");
+    return at<T>(0);
+  }
+
+  template <typename T>
+  std::vector<T> read(int64_t count) const {
+    std::vector<T> values(count);
+    check(cudaMemcpy(values.data(), data_, count * sizeof(T), cudaMemcpyDeviceToHost),
+          "cudaMemcpy");
+    return values;
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_;
+};
+
+// What the kernels read and write beside tensors.
+struct Scratch {
+  explicit Scratch(int64_t tiles, int64_t tensors)
+      : steps(tensors * sizeof(float)), tile_sums(tiles * sizeof(double)) {}
+
+  Memory steps;
+  Memory tile_sums;
+  Memory block_counter{4};
+  Memory found_inf{4};
+  Memory grad_scale{4};
+  Memory first_nonfinite{8};
+  Memory sum_of_squares{8};
+};
+
+// Tensors that share out memory: a stream of it lies in one piece, so does each tensor's part.
+struct Tensors {
+  std::vector<TensorRecord> records;
+  int64_t elements = 0;
+};
+
+// `bytes` of an element in each of the streams grad, param, master_param, two buffers.
+Tensors cut(const Memory& memory, const std::vector<int64_t>& sizes, const int (&bytes)[5],
+            int misalignment, Scratch& scratch) {
+  constexpr int64_t kBoundary = 64;  // elements
+  int64_t padded = kBoundary;
+  for (const int64_t numel : sizes) padded += (numel + misalignment + kBoundary) & -kBoundary;
+  Tensors tensors;
+  int64_t first = misalignment;
+  for (const int64_t numel : sizes) {
+    int64_t stream = 0;
+    void* places[5] = {};
+    for (int i = 0; i < 5; ++i) {
+      if (bytes[i] != 0) places[i] = memory.at<char>(stream + first * bytes[i]);
+      stream += padded * bytes[i];
+    }
+    TensorRecord record;
+    record.grad = places[0];
+    record.param = places[1];
+    record.master_param = static_cast<float*>(places[2]);
+    record.buffers[0] = places[3];
+    record.buffers[1] = places[4];
+    record.numel = numel;
+    record.step = scratch.steps.at<float>(tensors.records.size() * sizeof(float));
+    record.group = 0;
+    record.grad_dtype = bytes[0] == 2 ? DType::kBFloat16 : DType::kFloat32;
+    record.param_dtype = record.grad_dtype;
+    tensors.records.push_back(record);
+    tensors.elements += numel;
+    first += (numel + misalignment + kBoundary) & -kBoundary;
+  }
+  return tensors;
+}
+
+// What differs between shapes.
+struct Described {
+  int threads, tile, blocks, packs;
+  bool persistent;
+
+  bool operator==(const Described& other) const {
+    return threads == other.threads && tile == other.tile && blocks == other.blocks &&
+           packs == other.packs && persistent == other.persistent;
+  }
+};
+
+template <typename Shape>
+constexpr Described described() {
+  return {Shape::kThreads, Shape::kTileSize, Shape::kBlocks, Shape::kPacks, Shape::kPersistent};
+}
+
+// A kernel in one shape.
+struct Variant {
+  Described shape;
+  int (*run)(const Tensors& tensors, Scratch& scratch);
+};
+
+template <typename Param, bool kMaster>
+struct Step {
+  using Each = Streams<Param, Combination<Param, float, kMaster>, 2>;
+  // The host does not know which blocks the GPU's kernel is compiled for.
+  static Described present() {
+    using Present = StepShape<Each>;
+    int device = 0;
+    int major = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+          "cudaDeviceGetAttribute");
+    Described shape = described<Present>();
+    shape.blocks = Each::blocks_on(100 * major);
+    return shape;
+  }
+  static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";
+  static constexpr int kBlocksFactor = 1;
+  static constexpr int kBytes[5] = {sizeof(Param), sizeof(Param), kMaster ? 4 : 0, 4, 4};
+  // Of an element: all is read, and all but the gradient written.
+  static constexpr int kMoved = sizeof(Param) * 2 + (kMaster ? 8 : sizeof(Param)) + 16;
+
+  template <typename Shape>
+  static int run(const Tensors& tensors, Scratch& scratch) {
+    AdamHyperparameters group;
+    group.lr = 1e-3;
+    group.weight_decay = 0.01;
+    group.decoupled_weight_decay = true;
+    StepLaunch launch = {};
+    launch.kernel = OptimizerKernel::kAdam2;
+    launch.records = tensors.records.data();
+    launch.count = static_cast<int64_t>(tensors.records.size());
+    const auto is_launched = std::make_unique<bool[]>(tensors.records.size());
+    launch.is_launched = is_launched.get();
+    launch.hyperparameters = &group;
+    launch.inputs.found_inf = scratch.found_inf.at<float>(0);
+    launch.inputs.grad_scale = scratch.grad_scale.at<float>(0);
+    int64_t launched = 0;
+    return launch_step<Adam<float>, Each, kLargeArguments, Shape>(
+        launch, scratch.block_counter.at<uint32_t>(0), nullptr, launched);
+  }
+};
+
+template <typename Grad, bool kSumSquares>
+struct Look {
+  static Described present() { return described<GradientShape<Grad>>(); }
+  static constexpr const char* kPlace = "GradientShape in csrc/cuda/gradients.cuh";
+  static constexpr int kBlocksFactor = 2;
+  static constexpr int kBytes[5] = {sizeof(Grad), 0, 0, 0, 0};
+  static constexpr int kMoved = sizeof(Grad);
+
+  template <typename Shape>
+  static int run(const Tensors& tensors, Scratch& scratch) {
+    const LookLaunch launch = {tensors.records.data(),
+                               static_cast<int64_t>(tensors.records.size()),
+                               scratch.grad_scale.at<float>(0),
+                               scratch.found_inf.at<float>(0),
+                               scratch.first_nonfinite.at<int64_t>(0),
+                               kSumSquares ? scratch.sum_of_squares.at<double>(0) : nullptr,
+                               false};
+    const SumScratch sums = {scratch.tile_sums.at<double>(0),
+                             scratch.block_counter.at<uint32_t>(0)};
+    return launch_look<Grad, kLargeArguments, Shape>(launch, sums, nullptr);
+  }
+};
+
+// A kernel in all shapes.
+struct Kernel {
+  const char* name;
+  const char* place;  // of the constants
+  const int (&bytes)[5];
+  int moved;
+  int present;  // the number of the present shape
+  std::vector<Variant> variants;
+};
+
+template <typename Of>
+Kernel in_all_shapes(const char* name) {
+  Kernel kernel = {name, Of::kPlace, Of::kBytes, Of::kMoved, -1, {}};
+  const Described present = Of::present();
+#define AMP_EXT_ADD(threads, tile, blocks, packs, persistent)                                    \
+  {                                                                                              \
+    using Each = Shape<threads, tile, Of::kBlocksFactor * blocks, packs, persistent>;            \
+    if (described<Each>() == present) kernel.present = static_cast<int>(kernel.variants.size()); \
+    kernel.variants.push_back({described<Each>(), &Of::template run<Each>});                     \
+  }
+  AMP_EXT_FOR_EACH_SHAPE(AMP_EXT_ADD)
+#undef AMP_EXT_ADD
+  if (kernel.present < 0) {
+    std::fprintf(stderr, "%s: the present shape is not among those to be timed\n", name);
+    std::exit(1);
+  }
+  return kernel;
+}
+
+// The limits of what memory can give.
+
+constexpr int kStreamThreads = 256;
+
+__global__ void __launch_bounds__(kStreamThreads)
+    copy_kernel(const Pack<float, 4>* from, Pack<float, 4>* to, int64_t packs) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kStreamThreads + threadIdx.x;
+  if (i < packs) to[i] = from[i];
+}
+
+// Reads four streams and writes three of them, as a step in float32 does.
+__global__ void __launch_bounds__(kStreamThreads)
+    triad_kernel(const Pack<float, 4>* grad, Pack<float, 4>* streams, int64_t packs) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kStreamThreads + threadIdx.x;
+  if (i >= packs) return;
+  const Pack<float, 4> added = grad[i];
+  Pack<float, 4> values[3];
+#pragma unroll
+  for (int k = 0; k < 3; ++k) values[k] = streams[k * packs + i];
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+#pragma unroll
+    for (int lane = 0; lane < 4; ++lane) values[k].values[lane] += added.values[lane];
+    streams[k * packs + i] = values[k];
+  }
+}
+
+int64_t blocks_for(int64_t packs) { return (packs + kStreamThreads - 1) / kStreamThreads; }
+
+// Seconds of one call, the least of some rounds. It is repeated within a round for at least
+// `round_milliseconds`.
+template <typename Run>
+double seconds_of(const Run& run, float round_milliseconds) {
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "cudaEventCreate");
+  check(cudaEventCreate(&end), "cudaEventCreate");
+  const auto milliseconds = [&](int calls) {
+    float elapsed = 0.0f;
+    check(cudaEventRecord(begin, nullptr), "cudaEventRecord");
+    for (int i = 0; i < calls; ++i) check(run(), "launch");
+    check(cudaEventRecord(end, nullptr), "cudaEventRecord");
+    check(cudaEventSynchronize(end), "a kernel");
+    check(cudaEventElapsedTime(&elapsed, begin, end), "cudaEventElapsedTime");
+    return std::max(elapsed, 1e-4f);
+  };
+  milliseconds(1);
+  const float once = milliseconds(1);
+  const int calls = static_cast<int>(std::clamp(round_milliseconds / once, 1.0f, 1000.0f));
+  float least = once;
+  for (int round = 0; round < 3; ++round) least = std::min(least, milliseconds(calls) / calls);
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  return least / 1e3;
+}
+
+const char* grid_of(const Described& shape) { return shape.persistent ? "fixed" : "tiles"; }
+
+// Whether every shape leaves the same bits and finds the same. The order of a sum may differ.
+bool all_agree(const Kernel& kernel) {
+  const std::vector<int64_t> sizes = {0, 1, 7, 4096, 9001, 300, 0, 20000, 1024, 5};
+  const int64_t bytes = 16 * (20000 + 9001 + 4096 + 64 * 40);
+  bool agree = true;
+  for (const int misalignment : {0, 1}) {
+    std::vector<char> expected;
+    std::vector<double> expected_sums;
+    for (size_t i = 0; i <= kernel.variants.size(); ++i) {
+      const Variant& variant = kernel.variants[i == 0 ? kernel.present : i - 1];
+      Memory memory(bytes, 0x3c);
+      Scratch scratch(64, static_cast<int64_t>(sizes.size()));
+      scratch.grad_scale.holding(2.0f);
+      scratch.first_nonfinite.holding(kNoTensor);
+      const Tensors tensors = cut(memory, sizes, kernel.bytes, misalignment, scratch);
+      for (int step = 0; step < 2; ++step) check(variant.run(tensors, scratch), kernel.name);
+      check(cudaDeviceSynchronize(), kernel.name);
+      std::vector<char> actual = memory.read<char>(bytes);
+      const auto add = [&](const std::vector<char>& more) {
+        actual.insert(actual.end(), more.begin(), more.end());
+      };
+      add(scratch.steps.read<char>(static_cast<int64_t>(sizes.size() * sizeof(float))));
+      add(scratch.block_counter.read<char>(4));
+      add(scratch.found_inf.read<char>(4));
+      add(scratch.first_nonfinite.read<char>(8));
+      const std::vector<double> sums = scratch.sum_of_squares.read<double>(1);
+      if (i == 0) {
+        expected = actual;
+        expected_sums = sums;
+      } else if (actual != expected || std::abs(sums[0] - expected_sums[0]) > 1e-6 * sums[0]) {
+        const Described& shape = variant.shape;
+        std::fprintf(
+            stderr, "%s: another result with %d threads, tile %d, %d blocks, %d packs, %s\n",
+            kernel.name, shape.threads, shape.tile, shape.blocks, shape.packs, grid_of(shape));
+        agree = false;
+      }
+    }
+  }
+  return agree;
+}
+
+struct Case {
+  int64_t elements;
+  int64_t tensors;
+};
+
+// Times a kernel in all shapes and prints shares of the triad. Returns a line of advice.
+std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Memory& memory,
+                 const std::vector<double>& triads, float round_milliseconds) {
+  std::printf("\n%s, %% of the triad's bytes a second\n%7s%6s%7s%6s%6s ", kernel.name, "threads",
+              "tile", "blocks", "packs", "grid");
+  for (const Case& each : cases) {
+    std::printf(" %5.0e/%-5lld", static_cast<double>(each.elements),
+                static_cast<long long>(each.tensors));
+  }
+  std::printf("\n");
+  std::vector<std::vector<double>> shares(kernel.variants.size());
+  for (size_t k = 0; k < cases.size(); ++k) {
+    const Case& each = cases[k];
+    Scratch scratch(each.elements / 1024 + each.tensors + 1, each.tensors);
+    scratch.grad_scale.holding(2.0f);
+    const std::vector<int64_t> sizes(each.tensors, each.elements / each.tensors);
+    const Tensors tensors = cut(memory, sizes, kernel.bytes, 0, scratch);
+    for (size_t i = 0; i < kernel.variants.size(); ++i) {
+      const double seconds =
+          seconds_of([&] { return kernel.variants[i].run(tensors, scratch); }, round_milliseconds);
+      shares[i].push_back(static_cast<double>(tensors.elements * kernel.moved) / seconds /
+                          triads[k]);
+    }
+  }
+  // The geometric mean: a percent counts the same wherever it is gained.
+  std::vector<double> means;
+  for (size_t i = 0; i < kernel.variants.size(); ++i) {
+    const Described& shape = kernel.variants[i].shape;
+    std::printf("%7d%6d%7d%6d%6s%c", shape.threads, shape.tile, shape.blocks, shape.packs,
+                grid_of(shape), static_cast<int>(i) == kernel.present ? '*' : ' ');
+    double logarithms = 0.0;
+    for (const double share : shares[i]) {
+      std::printf("%12.1f", 100.0 * share);
+      logarithms += std::log(share);
+    }
+    std::printf("\n");
+    means.push_back(std::exp(logarithms / static_cast<double>(cases.size())));
+  }
+  const auto best = std::max_element(means.begin(), means.end()) - means.begin();
+  const double gain = means[best] / means[kernel.present] - 1.0;
+  char line[300];
+  if (gain < 0.01) {
+    std::snprintf(line, sizeof line, "%s: leave it, nothing gains 1 %%", kernel.name);
+  } else {
+    const Described& now = kernel.variants[kernel.present].shape;
+    const Described& then = kernel.variants[best].shape;
+    std::string changes;
+    const auto change = [&](const char* constant, int from, int to) {
+      if (from == to) return;
+      changes += std::string(changes.empty() ? "" : ", ") + constant + " from " +
+                 std::to_string(from) + " to " + std::to_string(to);
+    };
+    change("kThreads", now.threads, then.threads);
+    change("kTileSize", now.tile, then.tile);
+    change("kBlocks", now.blocks, then.blocks);
+    change("kPacks", now.packs, then.packs);
+    change("kPersistent", now.persistent, then.persistent);
+    std::snprintf(line, sizeof line, "%s: change %s (%s), which gains %.1f %%", kernel.name,
+                  changes.c_str(), kernel.place, 100.0 * gain);
+  }
+  return line;
+}
+
+int run(bool small) {
+  const Kernel kernels[] = {
+      in_all_shapes<Step<float, false>>("step float32"),
+      in_all_shapes<Step<BFloat16, true>>("step bfloat16 with masters"),
+      in_all_shapes<Look<float, false>>("look float32"),
+      in_all_shapes<Look<BFloat16, false>>("look bfloat16"),
+      in_all_shapes<Look<float, true>>("look and sum float32"),
+      in_all_shapes<Look<BFloat16, true>>("look and sum bfloat16"),
+  };
+  bool agree = true;
+  for (const Kernel& kernel : kernels) agree &= all_agree(kernel);
+  if (!agree) return 1;
+  std::printf("%d shapes of %d kernels give the same results\n", kShapes,
+              static_cast<int>(std::size(kernels)));
+
+  std::vector<Case> cases = {{10'000, 1},        {1'000'000, 1},      {1'000'000, 100},
+                             {10'000'000, 1},    {10'000'000, 300},   {10'000'000, 10'000},
+                             {100'000'000, 1},   {100'000'000, 1000}, {100'000'000, 10'000},
+                             {1'000'000'000, 1}, {1'000'000'000, 300}};
+  if (small) cases = {{5000, 1}, {6000, 30}};
+  const float round_milliseconds = small ? 0.0f : 5.0f;
+  // 16 bytes of an element are the most, and what lies between tensors.
+  const auto bytes_for = [](const Case& each) {
+    return 16 * (each.elements + 128 * (each.tensors + 1));
+  };
+  size_t free_bytes = 0;
+  size_t all_bytes = 0;
+  check(cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo");
+  while (bytes_for(cases.back()) > static_cast<int64_t>(free_bytes / 10 * 9)) {
+    std::printf("%lld elements do not fit into memory\n",
+                static_cast<long long>(cases.back().elements));
+    cases.pop_back();
+  }
+  int64_t bytes = 0;
+  for (const Case& each : cases) bytes = std::max(bytes, bytes_for(each));
+  const Memory memory(bytes, 0x3c);
+
+  std::printf("\n%12s%14s%14s\n", "elements", "copy, GB/s", "triad, GB/s");
+  std::vector<double> triads;  // bytes a second
+  for (const Case& each : cases) {
+    const int64_t packs = each.elements / 4;
+    auto* streams = memory.at<Pack<float, 4>>(0);
+    const double copy = seconds_of(
+        [&] {
+          return launch(copy_kernel, blocks_for(packs), kStreamThreads, nullptr,
+                        static_cast<const Pack<float, 4>*>(streams), streams + packs, packs);
+        },
+        round_milliseconds);
+    const double triad = seconds_of(
+        [&] {
+          return launch(triad_kernel, blocks_for(packs), kStreamThreads, nullptr,
+                        static_cast<const Pack<float, 4>*>(streams), streams + packs, packs);
+        },
+        round_milliseconds);
+    triads.push_back(static_cast<double>(packs * 7 * 16) / triad);
+    std::printf("%12lld%14.1f%14.1f\n", static_cast<long long>(each.elements),
+                static_cast<double>(packs * 2 * 16) / copy / 1e9, triads.back() / 1e9);
+  }
+  std::vector<std::string> advice;
+  for (const Kernel& kernel : kernels) {
+    advice.push_back(tune(kernel, cases, memory, triads, round_milliseconds));
+  }
+  std::printf("\n* is how it is compiled. What this GPU says:\n");
+  for (const std::string& line : advice) std::printf("%s\n", line.c_str());
+  return 0;
+}
+
+}  // namespace amp_ext::cuda
+
+int main(int argc, char** argv) {
+  return amp_ext::cuda::run(argc > 1 && std::string(argv[1]) == "small");
+}
