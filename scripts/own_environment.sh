@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Sourced by the scripts that need other packages than `make` installs: an environment of their own.
+#
+#   make_environment .venv-NAME requirements-NAME.txt   when it is missing or the file has changed;
+#                       installs with $BASE_PYTHON, by default python3
+#   provide_extension   takes the extension that was built in the checkout if it fits the environment,
+#                       else builds one into it
+#
+# The first sets $home and $python, the second PYTHONPATH where it is needed.
+
+unset PYTHONPATH # the environment has what it needs
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+digest_of() {
+  find "$@" -type f -not -name '*.py[co]' -not -name '*.so' -print0 | LC_ALL=C sort -z |
+    xargs -0 sha256sum | sha256sum
+}
+
+# Complete or not at all.
+make_environment() {
+  local base=${BASE_PYTHON:-python3} wanted
+  home=$1
+  python=$PWD/$home/bin/python
+  wanted=$(digest_of requirements.txt "$2")
+  if [ "$(cat "$home/.installed" 2> /dev/null)" = "$wanted" ]; then
+    return
+  fi
+  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+    echo "${0##*/}: Python 3.10 or newer is needed: BASE_PYTHON=python3.11 $0" >&2
+    exit 1
+  }
+  echo "Installing $2 into $home, $("$base" --version) (once, about two minutes)"
+  rm -rf "$home"
+  trap 'rm -rf "$home"' EXIT
+  "$base" -m venv "$home"
+  "$python" -m pip install -qq -r "$2"
+  echo "$wanted" > "$home/.installed"
+  trap - EXIT
+}
+
+provide_extension() {
+  if _fits 2> /dev/null; then
+    export PYTHONPATH=$PWD
+  else
+    _build
+  fi
+}
+
+_fits() {
+  PYTHONPATH=$PWD "$python" - << 'END'
+import json, pathlib, sys
+import torch, amp_ext
+
+info = json.loads((pathlib.Path(amp_ext.__file__).parent / "_build_info.json").read_text())
+assert info["torch"] == torch.__version__, info
+amp_ext.ops.cpu_isa()
+END
+}
+
+# The copy of the sources keeps its objects, and the checkout stays as it is.
+_build() {
+  local digest source=$home/source
+  digest=$(digest_of amp_ext csrc setup.py pyproject.toml)
+  if [ "$(cat "$home/.built" 2> /dev/null)" = "$digest" ]; then
+    return
+  fi
+  echo "Building the extension for $home (log: $home/build.log)"
+  mkdir -p "$source"
+  rm -rf "$source"/{amp_ext,csrc,build/lib*,build/bdist*}
+  tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
+    LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
+  "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
+    "./$source" > "$home/build.log" 2>&1 || {
+    cat "$home/build.log" >&2
+    exit 1
+  }
+  echo "$digest" > "$home/.built"
+}
