@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from amp_ext.bench import measure, report, shapes
+from amp_ext.bench import measure, report, shapes, surroundings
 from amp_ext.bench.__main__ import main
 from amp_ext.bench.steps import make_program
 from amp_ext.bench.work import EVERY, SIDES, Work, is_quick, target_ratios
@@ -181,6 +183,15 @@ def test_targets_are_marked_as_met_or_missed():
     assert [line.partition(":")[0] for line in lines[1:3]] == ["missed", "missed"]
     assert "Other programs took 50%" in lines[3]
     assert report.summary(result | {"cpu_used_by_others": 0.05}) == lines[:3]
+
+
+def test_the_compilers_that_it_starts_are_not_other_programs():
+    before = surroundings._cpu_seconds()
+    if before is None:
+        pytest.skip("the system does not tell")
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True)
+    assert surroundings._cpu_seconds()[1] - before[1] > 0.25
 
 
 def test_rows_are_listed_without_measuring(capsys: pytest.CaptureFixture[str]):
