@@ -5,6 +5,7 @@ MINUTES ?= 30
 BASE_PYTHON ?= python3
 TORCH ?= 2.11.0
 FOLDER ?= results/gpu_check
+RESULTS ?= results/peers
 
 PATH_BEFORE := $(PATH)
 ifdef PYTHON
@@ -27,7 +28,7 @@ SOURCES := setup.py $(shell find csrc)
 CXX_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo examples docs test test-quick test-clients fuzz stress sanitize lint format build build-in-place cuda-build gpu-check clean
+.PHONY: help demo examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -77,6 +78,10 @@ build: $(BUILT)  ## Builds the extension in place
 
 test-clients: $(BUILT)  ## Tests with Accelerate, Lightning, Transformers and others in .venv-clients
 	@PATH='$(PATH_BEFORE)' BASE_PYTHON=$(BASE_PYTHON) scripts/test_clients.sh $(PYTEST_ARGS)
+
+bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; RESULTS=, BENCH_ARGS=--quick
+	@PATH='$(PATH_BEFORE)' BASE_PYTHON=$(BASE_PYTHON) RESULTS='$(RESULTS)' \
+	    scripts/bench_peers.sh $(BENCH_ARGS)
 
 # Neither uses .venv: the one makes an environment, the other takes the present one.
 cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses

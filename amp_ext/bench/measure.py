@@ -7,15 +7,17 @@ import re
 import statistics
 import timeit
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
 
-from amp_ext.bench.shapes import ShapeList, for_device
+from amp_ext.bench import peers
+from amp_ext.bench.shapes import ShapeList, beside_peers, for_device
 from amp_ext.bench.steps import Step, make_program
 from amp_ext.bench.work import (
+    BESIDE_PEERS,
     DTYPES,
     EVERY,
     FEATURED,
@@ -28,6 +30,7 @@ from amp_ext.bench.work import (
 )
 
 STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32, far larger than caches
+_SWEEP = 16_000_000  # float32: 64 MB, more than the caches of a few cores
 _ROOM = 0.75  # of the free memory may be taken
 
 
@@ -41,6 +44,7 @@ class Effort:
         quick: Whether only some rows are measured, and slow sides only where they have a target.
         shrink: Divides all sizes, for a trial of the tool itself.
         pattern: Regular expression that a row's name must match.
+        peers: Whether the rows are those that stand beside peers.
     """
 
     rounds: int = 6
@@ -48,14 +52,22 @@ class Effort:
     quick: bool = False
     shrink: int = 1
     pattern: str = ""
+    peers: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """Some work on some parameters."""
+    """Some work on some parameters.
+
+    Attributes:
+        work: What is done.
+        shapes: The parameters.
+        same: Beside peers: which sides take part, and whether each does just this work.
+    """
 
     work: Work
     shapes: ShapeList
+    same: Mapping[str, bool] | None = None
 
     @property
     def name(self) -> str:
@@ -75,6 +87,12 @@ def matches(pattern: str, work: str, shapes: str) -> bool:
 
 def choose_rows(device: torch.device, effort: Effort) -> list[Row]:
     """Returns what is to be measured on a device."""
+    rows = _rows_beside_peers(effort) if effort.peers else _rows_beside_torch(device, effort)
+    rows = [Row(row.work, row.shapes.shrunk(effort.shrink)) for row in rows]
+    return [row for row in rows if matches(effort.pattern, row.work.name, row.shapes.name)]
+
+
+def _rows_beside_torch(device: torch.device, effort: Effort) -> list[Row]:
     room = int(_ROOM * free_memory(device) / 60)  # three sides of 16 to 20 bytes an element
     rows = [
         Row(work, shapes)
@@ -83,8 +101,33 @@ def choose_rows(device: torch.device, effort: Effort) -> list[Row]:
     ]
     if effort.quick:
         rows = [row for row in rows if is_quick(row.work, row.shapes, device.type)]
-    rows = [Row(row.work, row.shapes.shrunk(effort.shrink)) for row in rows]
-    return [row for row in rows if matches(effort.pattern, row.work.name, row.shapes.name)]
+    return rows
+
+
+def _rows_beside_peers(effort: Effort) -> list[Row]:
+    lists = beside_peers()
+    if effort.quick:
+        return [Row(work, shapes) for shapes in (lists[0], lists[2]) for work in BESIDE_PEERS]
+    return [
+        Row(replace(work, scaler=scaler), shapes)
+        for shapes in lists
+        for scaler in ((False, True) if shapes.many_small and not shapes.cold else (False,))
+        for work in BESIDE_PEERS
+    ]
+
+
+def beside(rows: list[Row], methods: list[dict[str, Any]]) -> list[Row]:
+    """Returns rows with all sides that can be measured.
+
+    Args:
+        rows: What is to be measured beside peers.
+        methods: What ``agreement.compare`` returned for each side of each work.
+    """
+    same: dict[str, dict[str, bool]] = {}
+    for method in methods:
+        if method["why"] is None:
+            same.setdefault(method["work"], {})[method["side"]] = method["same"]
+    return [replace(row, same=same[row.work.name]) for row in rows]
 
 
 def measure(
@@ -94,22 +137,28 @@ def measure(
 
     Args:
         device: Where to measure.
-        rows: What to measure.
+        rows: What to measure; beside peers as :func:`beside` returns them.
         effort: How long.
         report: Called with the name of each row before it is measured.
 
     Returns:
         ``rows``, each as :func:`measure_row` returns it, and ``left_out``: for which sides of which
-        rows the memory is too small.
+        rows the memory is too small, and which peers fail there.
     """
     stream, streaming = make_streaming(device, effort.shrink)
+    cold = any(row.shapes.cold for row in rows)
+    sweep = torch.ones(_SWEEP // effort.shrink, device=device) if cold else torch.ones(0)
     measured, left_out = [], []
     for row in rows:
         report(row.name)
         wanted = wanted_sides(row, device, effort)
         sides = sides_that_fit(row, wanted, device)
         if sides:
-            measured.append(measure_row(row, sides, device, effort, stream, streaming["bytes"]))
+            steps, failures = make_steps(row, sides, device)
+            left_out += [{"row": row.name, "why": failure} for failure in failures]
+            timing = Timing(effort, sweep.sum if row.shapes.cold else None)
+            measured.append(measure_row(row, steps, device, timing, stream, streaming["bytes"]))
+            del steps
         if len(sides) < len(wanted):
             names = ", ".join(SIDES[side] for side in wanted[len(sides) :])
             left_out.append({"row": row.name, "why": f"too little free memory for {names}"})
@@ -148,6 +197,8 @@ def free_memory(device: torch.device) -> int:
 
 def wanted_sides(row: Row, device: torch.device, effort: Effort) -> list[str]:
     """Returns the sides of a row that are to be measured."""
+    if row.same is not None:
+        return list(row.same)
     sides = row.work.sides(device.type)
     if not effort.quick:
         return sides
@@ -158,12 +209,12 @@ def wanted_sides(row: Row, device: torch.device, effort: Effort) -> list[str]:
 def sides_that_fit(row: Row, sides: list[str], device: torch.device) -> list[str]:
     """Returns the first of some sides; none if one does not fit, or two where two are wanted."""
     work, elements, wanted, sides = row.work, row.shapes.elements, len(sides), list(sides)
-    param = work.dtype.itemsize
-    held = 2 * param + 2 * (4 if work.masters else param) + 4 * work.has_masters
+    held = 2 * work.dtype.itemsize + 2 * work.state_bytes + 4 * work.has_masters
     extra = {
         "by_hand": 4,
         "by_hand_buffered": 4,
         "foreach": 3 * held // 4,
+        **dict.fromkeys(peers.PEERS, 24),
     }  # fp32 gradients; temporary tensors
     free = _ROOM * free_memory(device)
     while sides and elements * (held * len(sides) + max(extra.get(s, 0) for s in sides)) > free:
@@ -171,11 +222,42 @@ def sides_that_fit(row: Row, sides: list[str], device: torch.device) -> list[str
     return sides if len(sides) >= min(2, wanted) else []
 
 
+def make_steps(
+    row: Row, sides: list[str], device: torch.device
+) -> tuple[dict[str, Step], list[str]]:
+    """Returns the steps of some sides of a row, each of which made its states; and what failed."""
+    steps, failures = {}, []
+    for side in sides:
+        try:
+            step = make_program(side, row.work, row.shapes, device).step
+            step()
+        except Exception as error:
+            if side not in peers.PEERS:
+                raise
+            failures.append(f"{SIDES[side]}: {peers.reason(error)}")
+        else:
+            steps[side] = step
+    return steps, failures
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How steps are timed.
+
+    Attributes:
+        effort: How long.
+        sweep: What empties the caches before each step, None to leave them.
+    """
+
+    effort: Effort
+    sweep: Callable[[], object] | None = None
+
+
 def measure_row(
     row: Row,
-    sides: list[str],
+    steps: dict[str, Step],
     device: torch.device,
-    effort: Effort,
+    timing: Timing,
     stream: Callable[[], object],
     stream_bytes: int,
 ) -> dict[str, Any]:
@@ -186,11 +268,8 @@ def measure_row(
         tensors), the figures of each side, the ratios of their times to ours, and the targets.
     """
     work, shapes = row.work, row.shapes
-    steps = {side: make_program(side, work, shapes, device).step for side in sides}
-    for step in steps.values():  # makes the states
-        step()
     streamed = not shapes.many_small
-    times = interleaved({**steps, "streaming": stream} if streamed else steps, effort)
+    times = interleaved({**steps, "streaming": stream} if streamed else steps, timing)
     streaming = 1e-9 * stream_bytes / min(times.pop("streaming")) if streamed else None
     figures = {}
     for side, step in steps.items():
@@ -206,6 +285,15 @@ def measure_row(
             "host_us_per_tensor": 1e6 * host / len(shapes.sizes),
             "launches": launches(step) if device.type == "cuda" else None,
         }
+    if row.same is None:
+        targets: dict[str, Any] = {
+            "target_ratios": target_ratios(work, shapes, device.type),
+            "target_share": target_share(shapes, device.type),
+        }
+    else:  # nobody who does the same is to be faster
+        equal = {side: 1.0 for side in steps if row.same[side] and side != "ours"}
+        unequal = [side for side in steps if not row.same[side]]
+        targets = {"target_ratios": equal, "target_share": None, "unequal": unequal}
     return {
         "work": work.name,
         "shapes": shapes.name,
@@ -216,19 +304,19 @@ def measure_row(
         "masters": work.has_masters,
         "featured": work in FEATURED,
         "many_small": shapes.many_small,
+        "cold": shapes.cold,
         "tensors": len(shapes.sizes),
         "elements": shapes.elements,
         "bytes_per_element": work.bytes_per_element,
         "streaming_gb_per_s": streaming,
         "sides": figures,
-        "ratios": {side: min(times[side]) / min(times["ours"]) for side in sides[1:]},
-        "target_ratios": target_ratios(work, shapes, device.type),
-        "target_share": target_share(shapes, device.type),
+        "ratios": {side: min(times[side]) / min(times["ours"]) for side in steps if side != "ours"},
+        **targets,
     }
 
 
 def interleaved(
-    steps: Mapping[str, Callable[[], object]], effort: Effort
+    steps: Mapping[str, Callable[[], object]], timing: Timing
 ) -> dict[str, list[float]]:
     """Returns the seconds of every run of each step.
 
@@ -241,11 +329,35 @@ def interleaved(
         for name, step in steps.items()
     }
     times: dict[str, list[float]] = {name: [] for name in timers}
+    effort = timing.effort
     for turn in range(effort.rounds):
         for name in list(timers)[:: 1 if turn % 2 == 0 else -1]:
             if name in SLOW and turn % 2:
                 continue
-            times[name] += timers[name].blocked_autorange(min_run_time=effort.seconds).times
+            if timing.sweep is None:
+                times[name] += timers[name].blocked_autorange(min_run_time=effort.seconds).times
+            else:
+                times[name] += cold_times(steps[name], timing.sweep, effort.seconds)
+    return times
+
+
+def cold_times(
+    step: Callable[[], object], sweep: Callable[[], object], seconds: float
+) -> list[float]:
+    """Returns the seconds of single steps, each after a sweep that is not counted.
+
+    Args:
+        step: What is timed.
+        sweep: Reads so much that the caches hold nothing else.
+        seconds: For how long to go on, sweeps included.
+    """
+    times: list[float] = []
+    end = timeit.default_timer() + seconds
+    while not times or timeit.default_timer() < end:
+        sweep()
+        start = timeit.default_timer()
+        step()
+        times.append(timeit.default_timer() - start)
     return times
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,20 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 _BUSY = 0.05  # of the processor
+_KEPT = "What each keeps, and its distance from float64"
 
 NOTE = (
     "Figures are amp_ext's; ÷ is torch's time divided by ours, each the least of runs in turns in "
     "one process. B/elem. is what a step cannot avoid to read and write; GB/s counts no more. "
     "Streaming is measured in turns with each row and can be exceeded, for an in-place loop does "
     "not reach all that memory gives. ✓ and ✗: a target met or missed."
+)
+NOTE_PEERS = (
+    "Times of a step, each the least of runs in turns in one process, and how many times as long "
+    "as ours that is; ✗: shorter than ours. Per element, with the share of the streaming bandwidth "
+    "that ours reaches by the bytes that it cannot avoid; small models per step. Cold caches: "
+    "64 MB are read before each step, uncounted. ≈: not the same work, for it keeps less, or after "
+    "50 steps its way is farther off float64 than rounding explains (off: as a share of the way)."
 )
 
 
@@ -38,6 +47,8 @@ def heading(result: dict[str, Any]) -> list[str]:
         f"torch {versions['torch']}, Python {versions['python']}, amp_ext {versions['amp_ext']} "
         f"({versions['instructions']}), commit {commit}, {about['date'][:10]}"
     )
+    for package, found in result.get("peers", {}).items():
+        lines[-1] += f", {package} {found['version']}" if found["why"] is None else ""
     streaming = result["streaming"]
     if streaming["gb_per_s"]:
         lines.append(f"streaming, {streaming['what']}: {streaming['gb_per_s']:.1f} GB/s at best")
@@ -99,6 +110,65 @@ def by_shapes(rows: list[Row]) -> Iterator[tuple[str, list[int]]]:
         yield f"{shapes}: {of}{elements / 1e6:.3g}M elements", chosen
 
 
+def beside_peers(rows: list[Row]) -> dict[str, list[tuple[str, list[str]]]]:
+    """Returns, for each list of shapes, the sides with a cell for each kind of work."""
+    kinds = _kinds(rows)
+    groups: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        (described, _), *_ = by_shapes([row])
+        sides = groups.setdefault(described + " + scaler" * row["scaler"], {})
+        for side in row["sides"]:
+            sides.setdefault(side, {})[_kind(row)] = _time(row, side)
+    return {title: _cells(sides, kinds) for title, sides in groups.items()}
+
+
+def methods(result: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """Returns what each side keeps in each kind of work, and how far from float64 it ends."""
+    sides: dict[str, dict[str, str]] = {}
+    for row in result["methods"]:
+        if row["why"] is None:
+            deviation = f"{row['deviation']:.1g} off{' ≈' * (not row['same'])}"
+            master = "" if row["master"] == "none" else f"; master: {row['master']}"
+            kept = f"{row['states']}{master}; {deviation}"
+            sides.setdefault(row["side"], {}).setdefault(_kind(row), kept)
+    return _cells(sides, _kinds(result["rows"]))
+
+
+def _kind(row: Row) -> str:
+    return str(row["work"]).removesuffix(" + scaler")
+
+
+def _kinds(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(map(_kind, rows)))
+
+
+def _cells(sides: dict[str, dict[str, str]], kinds: list[str]) -> list[tuple[str, list[str]]]:
+    return [
+        (label, [sides[side].get(kind, "") for kind in kinds])
+        for side, label in SIDES.items()
+        if side in sides
+    ]
+
+
+def _time(row: Row, side: str) -> str:
+    figures = row["sides"][side]
+    if row["many_small"]:
+        time = f"{_digits(1e6 * figures['seconds'])} µs"
+    else:
+        time = f"{_digits(figures['ns_per_element'])} ns"
+    if side == "ours":
+        share = figures["share_of_streaming"]
+        return time if share is None else f"{time} ({share:.0%})"
+    ratio = row["ratios"][side]
+    mark = " ≈" if side in row["unequal"] else " ✗" if ratio < 1 else ""
+    return f"{time} · {_digits(ratio)}{mark}"
+
+
+def _digits(value: float) -> str:
+    """Returns a positive number with three digits, or all before the point."""
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
 def make_table(result: dict[str, Any]) -> Table:
     """Returns the table for the terminal."""
     from rich.box import SIMPLE_HEAD
@@ -106,8 +176,18 @@ def make_table(result: dict[str, Any]) -> Table:
     from rich.text import Text
 
     rows = result["rows"]
-    shown = columns(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    if "peers" in result:
+        for title in ("", *_kinds(rows)):
+            table.add_column(title)
+        sections = beside_peers(rows) | {_KEPT: methods(result)}
+        for title, sides in sections.items():
+            table.add_section()
+            table.add_row(Text(title, "bold"))
+            for label, cells in sides:
+                table.add_row(label, *(Text(cell, "red" * ("✗" in cell)) for cell in cells))
+        return table
+    shown = columns(rows)
     for title in shown:
         left = title.startswith("scaler")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
@@ -118,6 +198,25 @@ def make_table(result: dict[str, Any]) -> Table:
             texts = [cells[index] for cells in shown.values()]
             table.add_row(*(Text(t, "green" * ("✓" in t) or "red" * ("✗" in t)) for t in texts))
     return table
+
+
+def note(result: dict[str, Any]) -> str:
+    """Returns what the figures mean."""
+    return NOTE_PEERS if "peers" in result else NOTE
+
+
+def _absent(result: dict[str, Any]) -> list[str]:
+    """Returns a line for each peer that was not measured, and for each that fails in some work."""
+    lines = [
+        f"left out: {package}, {found['why']}"
+        for package, found in result.get("peers", {}).items()
+        if found["why"] is not None
+    ]
+    return lines + [
+        f"left out: {SIDES[row['side']]} in {row['work']}, {row['why']}"
+        for row in result.get("methods", ())
+        if row["why"] is not None
+    ]
 
 
 def summary(result: dict[str, Any]) -> list[str]:
@@ -139,15 +238,24 @@ def summary(result: dict[str, Any]) -> list[str]:
     others = result["cpu_used_by_others"]
     if others is not None and others > _BUSY:
         lines.append(f"Other programs took {others:.0%} of the processor: these figures are rough.")
+    lines += _absent(result)
     return lines + [f"left out: {left['row']}, {left['why']}" for left in result["left_out"]]
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns a paragraph and a table in Markdown."""
+    """Returns a paragraph and a table in Markdown; beside peers what they do, and who is absent."""
     rows = result["rows"]
-    shown = columns(rows)
     about = "; ".join(heading(result))
-    lines = [f"{about}; `{result['surroundings']['command']}`. {NOTE}", ""]
+    lines = [f"{about}; `{result['surroundings']['command']}`. {note(result)}", ""]
+    if "peers" in result:
+        kinds = _kinds(rows)
+        lines += ["| | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
+        sections = beside_peers(rows) | {_KEPT: methods(result)}
+        for title, sides in sections.items():
+            lines.append(f"| **{title}** |" + " |" * len(kinds))
+            lines += [f"| {label} | " + " | ".join(cells) + " |" for label, cells in sides]
+        return "\n".join([*lines, "", *(f"* {line}" for line in summary(result))])
+    shown = columns(rows)
     lines += ["| " + " | ".join(shown) + " |", "|---|" + "---:|" * (len(shown) - 1)]
     for shapes, indices in by_shapes(rows):
         lines.append(f"| **{shapes}** |" + " |" * (len(shown) - 1))

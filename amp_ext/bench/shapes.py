@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Size = tuple[int, ...]
 
@@ -21,11 +21,13 @@ class ShapeList:
         name: As the tables show it.
         sizes: Shape of each tensor.
         many_small: Whether the time is the host's, not the memory's.
+        cold: Whether the caches are emptied before each step, as a backward pass does it.
     """
 
     name: str
     sizes: tuple[Size, ...]
     many_small: bool = False
+    cold: bool = False
 
     @property
     def elements(self) -> int:
@@ -37,13 +39,23 @@ class ShapeList:
         if divisor == 1:
             return self
         sizes = tuple((max(1, math.prod(size) // divisor),) for size in self.sizes)
-        return ShapeList(f"{self.name} (1/{divisor})", sizes, self.many_small)
+        return replace(self, name=f"{self.name} (1/{divisor})", sizes=sizes)
+
+    def with_cold_caches(self) -> ShapeList:
+        """Returns the same tensors, met by each step with empty caches."""
+        return replace(self, name=f"{self.name}, cold caches", cold=True)
 
 
 def uniform(count: int, size: int) -> ShapeList:
     """Returns tensors of one size."""
     short = f"{size // 10**6}M" if size >= 10**6 else f"{size // 1000}k" if size >= 1000 else size
     return ShapeList(f"{count:,} × {short}", ((size,),) * count, size < 1000)
+
+
+def small_model(layers: int, width: int) -> ShapeList:
+    """Returns some linear layers of one width, each with a weight and a bias."""
+    sizes: tuple[Size, ...] = ((width, width), (width,)) * layers
+    return ShapeList(f"{layers} layers of {width}", sizes, many_small=True)
 
 
 def resnet50() -> ShapeList:
@@ -121,3 +133,10 @@ def for_device(device_type: str, room: int) -> list[ShapeList]:
     llama = llama3_8b(LLAMA_LAYERS if whole else max(1, min(LLAMA_LAYERS - 1, fits)))
     large = [uniform(4, 64_000_000), uniform(300, 100_000), uniform(600, 100_000)]
     return [*large, uniform(1, 256_000_000), *models, llama, *small]
+
+
+def beside_peers() -> list[ShapeList]:
+    """Returns what is timed beside the peers: large lists, then models that fit into caches."""
+    small = [small_model(3, 128), small_model(10, 256)]
+    large = [uniform(4, 8_000_000), uniform(300, 100_000)]
+    return [*large, *small, *(shapes.with_cold_caches() for shapes in small)]

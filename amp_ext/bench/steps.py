@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
+from amp_ext.bench.peers import OPTIONS, PEERS, make_optimizer
 from amp_ext.bench.shapes import ShapeList
 from amp_ext.bench.work import Work
 
@@ -33,7 +34,9 @@ class Program:
     step: Step
 
 
-def make_program(side: str, work: Work, shapes: ShapeList, device: torch.device) -> Program:
+def make_program(
+    side: str, work: Work, shapes: ShapeList, device: torch.device, spread: float = 1e-2
+) -> Program:
     """Makes parameters, gradients, optimizer and scaler of one side.
 
     The scale is 1: torch divides the stored gradients by it in every step, ours leaves them as they
@@ -44,25 +47,34 @@ def make_program(side: str, work: Work, shapes: ShapeList, device: torch.device)
         work: What to do.
         shapes: The parameters.
         device: Where they are.
+        spread: The standard deviation of parameters and gradients.
     """
-    params = _make_params(shapes, work.dtype, device)
+    params = _make_params(shapes, work.dtype, device, spread)
     if side == "ours":
         return Program(params, _ours(work, params))
     if side in BY_HAND:
-        masters = [Parameter(p.detach().float()) for p in params]
+        masters = _make_masters(params)
         optimizer = _optimizer(torch.optim, work)(masters, fused=True)
         return Program(params, BY_HAND[side](params, masters, _torch(work, masters, optimizer)))
+    if side in PEERS:
+        return Program(params, _peer(side, work, params))
     options = {} if side == "default" else {side: True}
     return Program(params, _torch(work, params, _optimizer(torch.optim, work)(params, **options)))
 
 
-def _make_params(shapes: ShapeList, dtype: torch.dtype, device: torch.device) -> list[Parameter]:
+def _make_params(
+    shapes: ShapeList, dtype: torch.dtype, device: torch.device, spread: float
+) -> list[Parameter]:
     generator = torch.Generator(device).manual_seed(0)
-    values = (1e-2 * torch.randn(_NOISE, generator=generator, device=device)).to(dtype)
+    values = (spread * torch.randn(_NOISE, generator=generator, device=device)).to(dtype)
     params = [Parameter(_repeated(values, size)) for size in shapes.sizes]
     for param in params:
         param.grad = _repeated(values, param.shape)
     return params
+
+
+def _make_masters(params: list[Parameter]) -> list[Parameter]:
+    return [Parameter(param.detach().float()) for param in params]
 
 
 def _repeated(values: Tensor, size: Sequence[int]) -> Tensor:
@@ -76,9 +88,9 @@ def _repeated(values: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _optimizer(module: Any, work: Work) -> Callable[..., torch.optim.Optimizer]:
-    momentum = {"momentum": 0.9} if work.optimizer == "SGD" else {}
+    own = {"AdamW": OPTIONS, "SGD": {"lr": 1e-2, "momentum": 0.9}, "Lion": {"lr": 1e-2}}
     kind = getattr(module, work.optimizer)
-    return lambda params, **options: kind(params, 1e-2, **momentum, **options)
+    return lambda params, **options: kind(params, **own[work.optimizer], **options)
 
 
 def _started(scaler_class: type[torch.amp.GradScaler], device: torch.device) -> Any:
@@ -91,7 +103,9 @@ def _started(scaler_class: type[torch.amp.GradScaler], device: torch.device) -> 
 def _ours(work: Work, params: list[Parameter]) -> Step:
     options: dict[str, Any] = {"max_grad_norm": MAX_NORM} if work.clip else {}
     if not work.masters:
-        options |= {"master_weights": False, "state_dtype": None}
+        options["master_weights"] = False
+    if work.narrow_states:
+        options["state_dtype"] = None
     optimizer = _optimizer(amp_ext.optim, work)(params, **options)
     if not work.scaler:
         return lambda: optimizer.step()
@@ -119,6 +133,15 @@ def _torch(work: Work, params: list[Parameter], optimizer: torch.optim.Optimizer
         scaler.update()
 
     return step
+
+
+def _peer(side: str, work: Work, params: list[Parameter]) -> Step:
+    how = PEERS[side].methods[work.plain]
+    if not how.by_hand:
+        return _torch(work, params, make_optimizer(side, params, work))
+    masters = _make_masters(params)
+    step_masters = _torch(work, masters, make_optimizer(side, masters, work))
+    return _by_hand_buffered(params, masters, step_masters)
 
 
 def _grads(params: list[Parameter]) -> list[Tensor]:

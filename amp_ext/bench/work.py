@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,8 @@ from amp_ext.bench.shapes import LARGE, ShapeList
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 #: Everyone who does the work, and what the tables call them. By hand is a loop around float32
-#: masters that torch's fused optimizer steps; the buffered one keeps its gradients' memory.
+#: masters that torch's fused optimizer steps; the buffered one keeps its gradients' memory. The
+#: rest are peers (``peers.py``), which take part with ``--peers`` only.
 SIDES = {
     "ours": "amp_ext",
     "fused": "torch fused",
@@ -20,9 +21,18 @@ SIDES = {
     "default": "torch default",
     "by_hand": "by hand",
     "by_hand_buffered": "buffered",
+    "deepspeed": "DeepSpeed",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "optimi": "optimi",
+    "bitsandbytes_8bit": "bnb 8-bit",
+    "torchao_8bit": "torchao 8-bit",
 }
 #: Beside the faster ones they take most of the time of a run.
-SLOW = ("foreach", "default")
+SLOW = (
+    *("foreach", "default"),
+    *("bitsandbytes", "torchao", "optimi", "bitsandbytes_8bit", "torchao_8bit"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,8 @@ class Work:
         dtype: Of parameters and gradients.
         scaler: Whether a gradient scaler does the step.
         clip: Whether gradients are clipped by their norm.
-        masters: Whether 16-bit parameters have float32 masters and moments, or neither.
+        masters: Whether 16-bit parameters have float32 masters.
+        narrow_states: Whether moments have the dtype of 16-bit parameters, without masters.
     """
 
     optimizer: str
@@ -42,11 +53,27 @@ class Work:
     scaler: bool = False
     clip: bool = False
     masters: bool = True
+    narrow_states: bool = False
 
     @property
     def has_masters(self) -> bool:
         """Whether there is a float32 master of each parameter."""
         return self.masters and self.dtype != torch.float32
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether 16-bit parameters have float32 moments but no masters."""
+        return self.dtype != torch.float32 and not (self.masters or self.narrow_states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a moment of an element."""
+        return self.dtype.itemsize if self.narrow_states else 4
+
+    @property
+    def plain(self) -> Work:
+        """The same step without scaler and clipping."""
+        return replace(self, scaler=False, clip=False)
 
     @property
     def name(self) -> str:
@@ -57,7 +84,8 @@ class Work:
             "master": self.has_masters,
             "scaler": self.scaler,
             "clip": self.clip,
-            "16-bit states": not self.masters,
+            "16-bit states": self.narrow_states,
+            "32-bit states": self.is_wide,
         }
         return " + ".join([plain, *(part for part, there in parts.items() if there)])
 
@@ -69,16 +97,17 @@ class Work:
         reads them a second time.
         """
         param = grad = self.dtype.itemsize
-        state = 4 if self.masters else param
         states = 2 if self.optimizer == "AdamW" else 1
         held = 4 + 4 + param if self.has_masters else param + param  # the last is only written
         look = grad if self.scaler or self.clip else 0
-        return grad + held + 2 * states * state + look
+        return grad + held + 2 * states * self.state_bytes + look
 
     def sides(self, device_type: str) -> list[str]:
         """Returns who does the same work, the one that everything is compared with first."""
         if not hasattr(torch.optim, self.optimizer):
             return ["ours"]  # beside nothing but the bandwidth
+        if self.is_wide:
+            return ["ours"]  # torch's moments have the dtype of their parameters
         if self.has_masters:
             return ["ours", "by_hand", "by_hand_buffered"]
         # Without options torch takes foreach on a GPU and one operation after the other on a CPU.
@@ -104,7 +133,15 @@ EVERY = FEATURED + [
 ]
 # Moments in 16 bits and no masters, as torch does it. Not SGD: torch 2.13's fused one leaves most
 # 16-bit parameters on a CPU as they were.
-EVERY.append(Work("AdamW", torch.bfloat16, masters=False))
+EVERY.append(Work("AdamW", torch.bfloat16, masters=False, narrow_states=True))
+
+#: What is timed beside the peers: everything that a step of AdamW may keep for bf16 parameters.
+BESIDE_PEERS = [
+    Work("AdamW", torch.float32),
+    Work("AdamW", torch.bfloat16, masters=False),
+    Work("AdamW", torch.bfloat16, masters=False, narrow_states=True),
+    Work("AdamW", torch.bfloat16),
+]
 
 # Work, against whom, and the least ratio of times for each list of shapes, on two CPU cores.
 _CPU_TARGETS = [

@@ -47,7 +47,8 @@ def test_the_floor_counts_each_operand_once():
     assert Work("AdamW", fp32, scaler=True, clip=True).bytes_per_element == 32
     assert Work("AdamW", fp16).bytes_per_element == 28
     assert Work("AdamW", bf16, clip=True).bytes_per_element == 30
-    assert Work("AdamW", bf16, masters=False).bytes_per_element == 14
+    assert Work("AdamW", bf16, masters=False, narrow_states=True).bytes_per_element == 14
+    assert Work("AdamW", bf16, masters=False).bytes_per_element == 22
     assert Work("SGD", fp32).bytes_per_element == 20
     assert Work("Lion", fp16).bytes_per_element == 20
     assert Work("SGD", fp32, scaler=True).bytes_per_element == 24
