@@ -134,11 +134,12 @@ def versions_of_params(optimizer: Any) -> list[int]:
     Args:
         optimizer: The optimizer, or an object that delegates to it.
     """
-    return [
-        version_of(param)
-        for group in getattr(optimizer, "param_groups", ())
-        for param in group["params"]
-    ]
+    groups = getattr(optimizer, "param_groups", ())
+    params = [param for group in groups for param in group["params"]]
+    try:
+        return [param._version for param in params]
+    except RuntimeError:  # an inference tensor has none; to ask each takes as long again
+        return [version_of(param) for param in params]
 
 
 def _present_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
