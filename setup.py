@@ -24,9 +24,9 @@ INSTALL = (
 )
 
 # No -std (PyTorch sets the one it needs), no -march=native (the engine picks at run time). Without
-# contraction every device computes the same bits. Without errno sqrt becomes an instruction; where
-# no comparison needs to trap, a choice between two numbers does, and its loop a vector loop. Python
-# asks for debug information, which PyTorch's headers make 20 times larger than the code: -g0.
+# contraction every device computes the same bits. Without errno sqrt becomes an instruction, and so
+# does a choice between two numbers where no comparison needs to trap. Python asks for debug
+# information, which PyTorch's headers make 20 times larger than the code: -g0.
 CXX_FLAGS = [
     "-O3",
     "-g0",

@@ -105,7 +105,7 @@ def step_operation(function: Function) -> Function:
 
 
 def cpu_isa() -> str:
-    """Returns the instruction set of the CPU kernels: "avx2" or "plain".
+    """Returns the instruction set of the CPU kernels: "avx512", "avx2" or "plain".
 
     It is the widest that the processor has, or the one that the environment variable
     ``AMP_EXT_CPU_ISA`` names when the first kernel runs.

@@ -15,10 +15,11 @@ namespace {
 
 const cpu::Engine& selected_engine() {
   static const cpu::Engine* const engine = cpu::select_engine();
-  TORCH_CHECK(engine != nullptr,
-              "amp_ext: the environment variable AMP_EXT_CPU_ISA must be plain or avx2, on a "
-              "processor that has it, got ",
-              std::getenv("AMP_EXT_CPU_ISA"));
+  TORCH_CHECK(
+      engine != nullptr,
+      "amp_ext: the environment variable AMP_EXT_CPU_ISA must be plain, avx2 or avx512, on a "
+      "processor that has it, got ",
+      std::getenv("AMP_EXT_CPU_ISA"));
   return *engine;
 }
 

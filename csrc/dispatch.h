@@ -68,7 +68,7 @@ const DeviceEngine& engine_of(const at::Device& device);
 const DeviceEngine& cuda_engine();
 #endif
 
-// The instruction set of the CPU engine: "plain" or "avx2".
+// The instruction set of the CPU engine: "plain", "avx2" or "avx512".
 AMP_EXT_API const char* cpu_isa();
 
 }  // namespace amp_ext

@@ -77,7 +77,8 @@ struct TensorConstants {
   }
 
   // The gradient as the optimizer sees it.
-  AMP_EXT_INLINE T unscale_and_clip(T grad) const {
+  template <typename V>
+  AMP_EXT_INLINE V unscale_and_clip(V grad) const {
     return amp_ext::clip_value(grad * grad_factor, clip_value);
   }
 
@@ -85,11 +86,11 @@ struct TensorConstants {
   AMP_EXT_INLINE bool skips(T grad) const { return skip_nonfinite && !is_finite(grad); }
 };
 
-// Calls the functor for one element: its gradient, unscaled and clipped, the parameter, and its
-// first `kBuffers` buffers.
-template <int kBuffers, typename Functor, typename T>
-AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, T grad, T& param,
-                                   T& buffer0, T& buffer1, T& buffer2) {
+// Calls the functor for one element, or a vector of elements: its gradient, unscaled and clipped,
+// the parameter, and its first `kBuffers` buffers.
+template <int kBuffers, typename Functor, typename T, typename V>
+AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, V grad, V& param,
+                                   V& buffer0, V& buffer1, V& buffer2) {
   grad = grad * constants.direction;
   if constexpr (kBuffers == 0) constants.update(grad, param);
   if constexpr (kBuffers == 1) constants.update(grad, param, buffer0);

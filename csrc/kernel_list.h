@@ -1,4 +1,4 @@
-// Every kernel: the optimizers, and the dtypes that the CUDA engine is compiled for.
+// Every kernel: the optimizers, and the dtypes that they are compiled for.
 #pragma once
 
 #include <iterator>
@@ -34,8 +34,7 @@ struct Combination {
 template <typename... Each>
 struct Combinations {};
 
-// Every combination that the CUDA engine is compiled for, by the dtype of the parameter. (The CPU
-// engine converts 16-bit numbers block by block and needs no list.)
+// Every combination that the engines are compiled for, by the dtype of the parameter.
 template <typename Param>
 struct CombinationsFor {  // Half and BFloat16
   using type = Combinations<Combination<Param, float, true>, Combination<float, float, true>,

@@ -1,8 +1,7 @@
 // How numbers are stored: the 16-bit formats and their conversion, rounding to nearest even.
 //
-// Plain integer arithmetic, written without branches so that a compiler can vectorise it, and
-// independent of flush-to-zero modes. The engines use the processor's own instructions, which give
-// the same bits, where it has them.
+// Plain integer arithmetic, independent of flush-to-zero modes. The engines use the processor's own
+// instructions, which give the same bits, where it has them; so does cpu/vector.h for vectors.
 #pragma once
 
 #include <cstdint>

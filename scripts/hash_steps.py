@@ -1,7 +1,7 @@
 """Shows that a change of the code changed no number: hashes of 50 steps of everything.
 
     python scripts/hash_steps.py --check                    # against scripts/hash_steps.json
-    python scripts/hash_steps.py --check --engines plain    # of the CPU engine without avx2 only
+    python scripts/hash_steps.py --check --engines plain    # of the plain CPU engine only
     python scripts/hash_steps.py --write                    # after a change that was meant
 
 A case is an optimizer, a combination of dtypes and an option; scalers and operations follow. Data
@@ -47,6 +47,7 @@ INF, NAN = float("inf"), float("nan")
 ENGINES = {
     "plain": {"AMP_EXT_CPU_ISA": "plain"},
     "avx2": {"AMP_EXT_CPU_ISA": "avx2"},
+    "avx512": {"AMP_EXT_CPU_ISA": "avx512"},
     "emulated": {},
     "cuda": {},
 }
@@ -391,7 +392,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the file (default)")
     parser.add_argument("--write", action="store_true", help="write the file, of all engines")
     parser.add_argument("--print", choices=ENGINES, help="print the hashes of one engine as JSON")
-    parser.add_argument("--engines", default="plain,avx2,emulated", help="separated by commas")
+    parser.add_argument(
+        "--engines", default="plain,avx2,avx512,emulated", help="separated by commas"
+    )
     arguments = parser.parse_args()
     if arguments.print:
         with kernels_of(arguments.print) as device:

@@ -27,13 +27,22 @@ struct Engine {
                           int64_t end);
 };
 
-extern const Engine kPlainEngine;
+// One for each source that includes cpu/engine_body.h.
+namespace plain {
+extern const Engine kEngine;
+}
 #if defined(__x86_64__)
-extern const Engine kAvx2Engine;
+namespace avx2 {
+extern const Engine kEngine;
+}
+namespace avx512 {
+extern const Engine kEngine;
+}
 #endif
 
 // The widest engine that the processor runs, or the one that the environment variable
-// AMP_EXT_CPU_ISA names (plain, avx2). Null if the name is unknown or the processor lacks it.
+// AMP_EXT_CPU_ISA names (plain, avx2, avx512). Null if the name is unknown or the processor lacks
+// it.
 const Engine* select_engine();
 
 }  // namespace amp_ext::cpu

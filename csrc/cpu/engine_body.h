@@ -1,181 +1,224 @@
-// The kernels of one instruction set. Included once per set, inside a namespace and a target pragma
-// of its own, after all other headers; hence no include guard and no includes.
+// The kernels of one instruction set, AMP_EXT_ISA. Included by one source for each, which has
+// chosen the instructions after the standard headers; hence the order here, and no include guard.
+#include "cpu/vector.h"
+// Only now, the functors:
+#include "cpu/engine.h"
+#include "cpu/tile_map.h"
+#include "element.h"
+#include "kernel_list.h"
+#include "launches.h"
+#include "storage.h"
 
-constexpr int64_t kBlockSize = 1024;
-static_assert(kTileSize % kBlockSize == 0);
+namespace amp_ext::cpu::AMP_EXT_ISA {
 
-template <typename From, typename To>
-void convert(const From* from, To* to, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) {
-    if constexpr (sizeof(To) == sizeof(uint16_t)) {
-      from_float(from[i], to[i]);
-    } else if constexpr (sizeof(From) == sizeof(uint16_t)) {
-      to[i] = to_float(from[i]);
+// Elements that are updated before any of them is rounded: the many instructions that round one
+// vector would wait behind the division of the next.
+constexpr int64_t kBlockSize = 512;
+
+// The memory of one tensor, from some element on. With a master, `param` is only written.
+template <typename ParamType, typename Combination, int kNumberOfBuffers>
+struct Streams {
+  using Param = ParamType;
+  using Grad = typename Combination::Grad;
+  using Buffer = typename Combination::Buffer;
+  using T = typename ComputeType<Param>::type;
+  static constexpr bool kHasMaster = Combination::kHasMaster;
+  static constexpr int kBuffers = kNumberOfBuffers;
+  using Computed = std::conditional_t<kHasMaster, T, Param>;  // what is read and updated
+
+  // Whether nothing has to be rounded.
+  static constexpr bool kIsNative =
+      std::is_same_v<Grad, T> && std::is_same_v<Param, T> && std::is_same_v<Buffer, T>;
+
+  Grad* grad;
+  Param* param;
+  Computed* computed;
+  Buffer* buffers[kMaxBuffers];
+
+  AMP_EXT_INLINE Streams(const TensorRecord& record, int64_t offset)
+      : grad(static_cast<Grad*>(record.grad) + offset),
+        param(static_cast<Param*>(record.param) + offset) {
+    if constexpr (kHasMaster) {
+      computed = record.master_param + offset;
     } else {
-      to[i] = static_cast<To>(from[i]);
+      computed = param;
+    }
+    for (int i = 0; i < kBuffers; ++i) {
+      buffers[i] = static_cast<Buffer*>(record.buffers[i]) + offset;
     }
   }
-}
 
-#if defined(AMP_EXT_ENGINE_HAS_F16C)
-inline void convert(const Half* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
+  static bool match(const TensorRecord& record) {
+    return record.grad_dtype == kDType<Grad> &&
+           (kBuffers == 0 || record.buffer_dtype == kDType<Buffer>) &&
+           (record.master_param != nullptr) == kHasMaster;
   }
-  for (; i < count; ++i) to[i] = to_float(from[i]);
-}
+};
 
-inline void convert(const float* from, Half* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
-  }
-  for (; i < count; ++i) from_float(from[i], to[i]);
-}
-#endif
-
-// A stretch of a tensor in the type it is computed in: the tensor's own memory where it has that
-// type, else a converted copy in `scratch`.
-template <typename T>
-T* open_block(void* tensor, DType dtype, int64_t offset, int64_t count, T* scratch) {
-  T* block = scratch;
-  for_dtype(dtype, [&](auto element) {
-    using Storage = decltype(element);
-    Storage* stored = static_cast<Storage*>(tensor) + offset;
-    if constexpr (std::is_same_v<Storage, T>) {
-      block = stored;
-    } else {
-      convert(stored, scratch, count);
-    }
-  });
-  return block;
-}
-
-// Writes a block back that open_block had to copy; `block` may also be other memory to store from.
-template <typename T>
-void close_block(void* tensor, DType dtype, int64_t offset, int64_t count, const T* block) {
-  for_dtype(dtype, [&](auto element) {
-    using Storage = decltype(element);
-    Storage* stored = static_cast<Storage*>(tensor) + offset;
-    if constexpr (!std::is_same_v<Storage, T>) convert(block, stored, count);
-  });
-}
-
-// The number of elements that are inf or NaN: all bits of their exponent are set.
-template <typename Count, typename Storage>
-Count count_nonfinite(const Storage* elements, int64_t count) {
-  using Bits = typename BitPattern<Storage>::type;
-  Count found = 0;
-#pragma omp simd reduction(+ : found)
-  for (int64_t i = 0; i < count; ++i) {
-    Bits bits;
-    memcpy(&bits, elements + i, sizeof bits);
-    found += static_cast<Count>((bits & kExponentMask<Storage>) == kExponentMask<Storage>);
-  }
-  return found;
-}
-
-// `count` up to kTileSize: the narrowest of the counters holds that.
+// Copies of less than a vector of elements, with zeros behind them.
 template <typename Storage>
-bool any_nonfinite(const Storage* elements, int64_t count) {
-  return count_nonfinite<typename BitPattern<Storage>::type>(elements, count) != 0;
-}
+struct PaddedCopy {
+  alignas(64) Storage elements[kLanes<float>];
+  Storage* origin;
 
-// Updates a block; with kSkips all but the elements whose gradient is inf or NaN.
-template <int kBuffers, bool kSkips, typename Functor, typename T>
-void update_block(const TensorConstants<Functor, T>& tensor_constants, const T* __restrict grad,
-                  T* __restrict param, T* __restrict buffer0, T* __restrict buffer1,
-                  T* __restrict buffer2, int64_t count) {
-  const TensorConstants<Functor, T> constants = tensor_constants;  // in registers
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) {
-    // Scalars: gcc does not vectorise a loop with an array of its own.
-    T value = param[i];
-    T element0 = kBuffers > 0 ? buffer0[i] : T();
-    T element1 = kBuffers > 1 ? buffer1[i] : T();
-    T element2 = kBuffers > 2 ? buffer2[i] : T();
-    update_element<kBuffers>(constants, constants.unscale_and_clip(grad[i]), value, element0,
-                             element1, element2);
-    const bool is_updated = !kSkips || is_finite(grad[i]);
-    param[i] = select(is_updated, value, param[i]);
-    if constexpr (kBuffers > 0) buffer0[i] = select(is_updated, element0, buffer0[i]);
-    if constexpr (kBuffers > 1) buffer1[i] = select(is_updated, element1, buffer1[i]);
-    if constexpr (kBuffers > 2) buffer2[i] = select(is_updated, element2, buffer2[i]);
+  AMP_EXT_INLINE Storage* open(Storage* from, int64_t count) {
+    std::memset(elements, 0, sizeof elements);
+    std::memcpy(elements, from, count * sizeof(Storage));
+    origin = from;
+    return elements;
   }
-}
-
-// Stores the finite gradients of a block as the optimizer sees them; the others keep their bits.
-template <typename Functor, typename T>
-void write_back_finite(const TensorConstants<Functor, T>& constants, const T* grad,
-                       const TensorRecord& record, int64_t offset, int64_t count) {
-  for_dtype(record.grad_dtype, [&](auto element) {
-    auto* stored = static_cast<decltype(element)*>(record.grad) + offset;
-    for (int64_t i = 0; i < count; ++i) {
-      const T seen = constants.unscale_and_clip(grad[i]);
-      if (is_finite(grad[i])) convert(&seen, stored + i, 1);
-    }
-  });
-}
-
-// Stores the gradients as the optimizer sees them.
-template <typename Functor, typename T>
-void write_back_block(const TensorConstants<Functor, T>& tensor_constants, T* grad, int64_t count) {
-  const TensorConstants<Functor, T> constants = tensor_constants;
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) {
-    grad[i] = constants.unscale_and_clip(grad[i]);
+  AMP_EXT_INLINE void close(int64_t count) {
+    std::memcpy(origin, elements, count * sizeof(Storage));
   }
-}
+};
 
-template <int kBuffers, typename Functor, typename T>
-void step_tile(TensorConstants<Functor, T> constants, const Tile& tile) {
-  const TensorRecord& record = tile.record;
-  const TensorConstants<Functor, T> write_back_constants = constants;
-  if (constants.write_back_grads) constants.grad_factor = T(1);  // done before
-  // Without anything to convert, the tile is one block.
-  const bool all_native = record.param_dtype == kDType<T> && record.grad_dtype == kDType<T> &&
-                          record.buffer_dtype == kDType<T>;
-  const int64_t block_size = all_native ? kTileSize : kBlockSize;
-  alignas(64) T grad_scratch[kBlockSize];
-  alignas(64) T param_scratch[kBlockSize];
-  alignas(64) T buffer_scratch[kMaxBuffers][kBlockSize];
-  void* computed = record.master_param == nullptr ? record.param : record.master_param;
-  const DType computed_dtype =
-      record.master_param == nullptr ? record.param_dtype : DType::kFloat32;
-  for (int64_t offset = tile.begin; offset < tile.end; offset += block_size) {
-    const int64_t count = std::min(block_size, tile.end - offset);
-    T* grad = open_block(record.grad, record.grad_dtype, offset, count, grad_scratch);
-    // Judged as they came: a finite one may be inf once it is unscaled.
-    const bool some_are_skipped = constants.skip_nonfinite && any_nonfinite(grad, count);
-    if (constants.write_back_grads && !some_are_skipped) {
-      write_back_block(write_back_constants, grad, count);
-      close_block(record.grad, record.grad_dtype, offset, count, grad);
-    }
-    T* param = open_block(computed, computed_dtype, offset, count, param_scratch);
-    T* buffers[kMaxBuffers] = {};
-    for (int i = 0; i < kBuffers; ++i) {
-      buffers[i] =
-          open_block(record.buffers[i], record.buffer_dtype, offset, count, buffer_scratch[i]);
-    }
-    if (some_are_skipped) {
-      update_block<kBuffers, true>(write_back_constants, grad, param, buffers[0], buffers[1],
-                                   buffers[2], count);
-      if (constants.write_back_grads) {
-        write_back_finite(write_back_constants, grad, record, offset, count);
-      }
+// Copies of the last elements of a tensor that fill no vector.
+template <typename Streams>
+struct Tail {
+  PaddedCopy<typename Streams::Grad> grad;
+  PaddedCopy<typename Streams::Param> param;
+  PaddedCopy<typename Streams::Computed> computed;
+  PaddedCopy<typename Streams::Buffer> buffers[kMaxBuffers];
+
+  // The same streams within the copies.
+  AMP_EXT_INLINE Streams open(const Streams& streams, int64_t count) {
+    Streams copies = streams;
+    copies.grad = grad.open(streams.grad, count);
+    copies.param = param.open(streams.param, count);
+    if constexpr (Streams::kHasMaster) {
+      copies.computed = computed.open(streams.computed, count);
     } else {
-      update_block<kBuffers, false>(constants, grad, param, buffers[0], buffers[1], buffers[2],
-                                    count);
+      copies.computed = copies.param;
     }
-    close_block(record.param, record.param_dtype, offset, count, param);
-    for (int i = 0; i < kBuffers; ++i) {
-      close_block(record.buffers[i], record.buffer_dtype, offset, count, buffers[i]);
+    for (int i = 0; i < Streams::kBuffers; ++i) {
+      copies.buffers[i] = buffers[i].open(streams.buffers[i], count);
+    }
+    return copies;
+  }
+
+  AMP_EXT_INLINE void close(int64_t count, bool writes_grad) {
+    if (writes_grad) grad.close(count);
+    param.close(count);
+    if constexpr (Streams::kHasMaster) computed.close(count);
+    for (int i = 0; i < Streams::kBuffers; ++i) buffers[i].close(count);
+  }
+};
+
+// Where results are left until they are rounded: in the tensor's own memory, if it has their type.
+template <typename Storage, typename T>
+AMP_EXT_INLINE T* results_of(Storage* stored, T* scratch) {
+  if constexpr (std::is_same_v<Storage, T>) {
+    return stored;
+  } else {
+    return scratch;
+  }
+}
+
+template <typename Storage, typename T>
+AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stored) {
+  if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
+}
+
+template <typename Storage>
+AMP_EXT_INLINE bool is_nonfinite(Storage value) {
+  typename BitPattern<Storage>::type bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
+}
+
+// The same for gradients, of which those keep their bits that are inf or NaN.
+template <typename Storage, typename T>
+void round_finite_results(const T* results, int64_t count, Storage* stored) {
+  if constexpr (!std::is_same_v<Storage, T>) {
+    alignas(64) Storage rounded[kBlockSize];
+    round_all(results, count, rounded);
+    for (int64_t i = 0; i < count; ++i) {
+      stored[i] = is_nonfinite(stored[i]) ? stored[i] : rounded[i];
     }
   }
+}
+
+// Updates `count` elements: whole vectors, up to kBlockSize unless the streams are native.
+template <typename Streams, typename Functor, typename T>
+AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
+                                 const Streams& streams, int64_t count) {
+  using V = Vector<T>;
+  constexpr int kBuffers = Streams::kBuffers;
+  alignas(64) T scratch[2 + kMaxBuffers][kBlockSize];
+  T* const grads = results_of(streams.grad, scratch[0]);
+  T* const params = results_of(streams.computed, scratch[1]);
+  T* buffers[kMaxBuffers];
+  for (int k = 0; k < kBuffers; ++k) {
+    buffers[k] = results_of(streams.buffers[k], scratch[2 + k]);
+  }
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const V old_grad = load<V>(streams.grad + i);
+    const V old_param = load<V>(streams.computed + i);
+    V old_elements[kMaxBuffers] = {};
+    for (int k = 0; k < kBuffers; ++k) old_elements[k] = load<V>(streams.buffers[k] + i);
+    V grad = constants.unscale_and_clip(old_grad);
+    V param = old_param;
+    V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
+    update_element<kBuffers>(constants, grad, param, elements[0], elements[1], elements[2]);
+    if (constants.skip_nonfinite) {
+      const auto is_updated = is_finite(old_grad);
+      grad = select(is_updated, grad, old_grad);
+      param = select(is_updated, param, old_param);
+      for (int k = 0; k < kBuffers; ++k) {
+        elements[k] = select(is_updated, elements[k], old_elements[k]);
+      }
+    }
+    if (constants.write_back_grads) store(grads + i, grad);
+    store(params + i, param);
+    for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
+  }
+  if (constants.write_back_grads && constants.skip_nonfinite) {
+    round_finite_results(grads, count, streams.grad);
+  } else if (constants.write_back_grads) {
+    round_results(grads, count, streams.grad);
+  }
+  round_results(params, count, streams.computed);
+  if constexpr (Streams::kHasMaster) round_results(params, count, streams.param);
+  for (int k = 0; k < kBuffers; ++k) round_results(buffers[k], count, streams.buffers[k]);
+}
+
+template <typename Streams, typename Functor, typename T>
+void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Tile& tile) {
+  const TensorConstants<Functor, T> constants = tensor_constants;  // in registers
+  for (int64_t offset = tile.begin; offset < tile.end;) {
+    const int64_t rest = tile.end - offset;
+    Streams streams(tile.record, offset);
+    int64_t count = rest / kLanes<T> * kLanes<T>;
+    if (!Streams::kIsNative) count = std::min(count, kBlockSize);
+    Tail<Streams> tail;
+    const bool is_tail = count == 0;
+    if (is_tail) {
+      streams = tail.open(streams, rest);
+      count = kLanes<T>;
+    }
+    update_block(constants, streams, count);
+    if (is_tail) tail.close(rest, constants.write_back_grads);
+    offset += count;
+  }
+}
+
+// Steps a tile of a record that has the dtypes of one of the combinations, as every record has.
+template <int kBuffers, typename Param, typename Functor, typename T, typename... Each>
+void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& constants,
+                     const Tile& tile) {
+  const auto step_if_matching = [&](auto each) {
+    using Combination = decltype(each);
+    // The dtype of no buffers is the computed one.
+    if constexpr (kBuffers == 0 && !std::is_same_v<typename Combination::Buffer, T>) {
+      return false;
+    } else {
+      using Matching = Streams<Param, Combination, kBuffers>;
+      if (!Matching::match(tile.record)) return false;
+      step_tile_of<Matching>(constants, tile);
+      return true;
+    }
+  };
+  static_cast<void>((step_if_matching(Each()) || ...));
 }
 
 // The constants of the last tensor seen: neighbours mostly share their group and their step.
@@ -213,11 +256,15 @@ void step_with(const StepLaunch& launch, const TileMap& tiles, const GradientFac
   ConstantsCache<Functor, float> in_float(launch, factor);
   ConstantsCache<Functor, double> in_double(launch, factor);
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    if (tile.record.param_dtype == DType::kFloat64) {
-      step_tile<kBuffers>(in_double.of(tile.record), tile);
-    } else {
-      step_tile<kBuffers>(in_float.of(tile.record), tile);
-    }
+    for_dtype(tile.record.param_dtype, [&](auto element) {
+      using Param = decltype(element);
+      using All = typename CombinationsFor<Param>::type;
+      if constexpr (std::is_same_v<Param, double>) {
+        step_tile_among<kBuffers, Param>(All(), in_double.of(tile.record), tile);
+      } else {
+        step_tile_among<kBuffers, Param>(All(), in_float.of(tile.record), tile);
+      }
+    });
   });
 }
 
@@ -232,113 +279,172 @@ inline void step(const StepLaunch& launch, const TileMap& tiles, const GradientF
   }
 }
 
-// Eight numbers anywhere in memory; a narrower instruction set takes them in pieces, with the same
-// bits. (Not copied by memcpy: that goes through the stack in halves, ten times slower.)
-typedef float FloatVector __attribute__((vector_size(32), aligned(4), may_alias));
+// Calls visit(first, second) for all elements, as vectors of their bits as type T, with zeros
+// behind the last. In pairs, so that a result that waits for the one before waits half as often.
+template <typename T, typename Storage, typename Visit>
+AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, const Visit& visit) {
+  using V = Vector<T>;
+  static_assert(sizeof(T) == sizeof(Storage));
+  constexpr int64_t kPair = 2 * kLanes<T>;
+  int64_t i = 0;
+  for (; i + kPair <= count; i += kPair) {
+    visit(load_bits<V>(elements + i), load_bits<V>(elements + i + kLanes<T>));
+  }
+  if (i == count) return;
+  T rest[kPair] = {};
+  std::memcpy(rest, elements + i, (count - i) * sizeof(T));
+  visit(load_bits<V>(rest), load_bits<V>(rest + kLanes<T>));
+}
 
-// Sums in one fixed order: 32 running sums, then pairwise. `count` up to kBlockSize.
-inline float sum_of_squares_of_block(const float* elements, int64_t count) {
-  // Four variables: gcc leaves an array of them in memory.
-  FloatVector sum0 = {};
-  FloatVector sum1 = {};
-  FloatVector sum2 = {};
-  FloatVector sum3 = {};
+// The type in which the exponents of numbers can be compared: they are no NaN when all else is 0.
+template <typename Storage>
+struct ExponentType {
+  using type = int16_t;
+};
+template <>
+struct ExponentType<float> {
+  using type = float;  // a maximum that every processor has
+};
+template <>
+struct ExponentType<double> {
+  using type = double;
+};
+
+// Whether any element is inf or NaN: the largest exponent tells.
+template <typename Storage>
+bool any_nonfinite(const Storage* elements, int64_t count) {
+  using T = typename BitPattern<Storage>::type;
+  using Exponents = Vector<typename ExponentType<Storage>::type>;
+  Exponents largest = {};
+  for_each_pair<T>(elements, count, [&](Vector<T> first, Vector<T> second) {
+    const auto larger = maximum(bit_cast<Exponents>(first & kExponentMask<Storage>),
+                                bit_cast<Exponents>(second & kExponentMask<Storage>));
+    largest = maximum(larger, largest);
+  });
+  return any(bit_cast<Vector<T>>(largest) == kExponentMask<Storage>);
+}
+
+// The number of elements that are inf or NaN. `count` up to kTileSize, which 16 bits can hold.
+template <typename Storage>
+int64_t number_of_nonfinite(const Storage* elements, int64_t count) {
+  using T = typename BitPattern<Storage>::type;
+  static_assert(kTileSize / kLanes<uint16_t> < std::numeric_limits<int16_t>::max());
+  Vector<T> found = {};
+  for_each_pair<T>(elements, count, [&](Vector<T> first, Vector<T> second) {
+    // A comparison that holds is -1.
+    found -= bit_cast<Vector<T>>((first & kExponentMask<Storage>) == kExponentMask<Storage>);
+    found -= bit_cast<Vector<T>>((second & kExponentMask<Storage>) == kExponentMask<Storage>);
+  });
+  int64_t sum = 0;
+  for (int i = 0; i < kLanes<T>; ++i) sum += static_cast<int64_t>(found[i]);
+  return sum;
+}
+
+template <typename Storage>
+AMP_EXT_INLINE double to_double(Storage value) {
+  if constexpr (std::is_same_v<Storage, double>) {
+    return value;
+  } else {
+    return to_float(value);
+  }
+}
+
+// Elements of which squares are summed together.
+constexpr int64_t kSumSize = 1024;
+
+// Sums in one fixed order: 32 running sums, then pairwise. `count` up to kSumSize.
+template <typename Storage>
+float sum_of_squares_in_float(const Storage* elements, int64_t count) {
+  using V = Vector<float>;
+  constexpr int kSums = 32 / kLanes<float>;
+  V sums[kSums] = {};
   int64_t i = 0;
   for (; i + 32 <= count; i += 32) {
-    // The type in full: `auto` would forget that the address may be misaligned.
-    const FloatVector* vectors = reinterpret_cast<const FloatVector*>(elements + i);
-    sum0 += vectors[0] * vectors[0];
-    sum1 += vectors[1] * vectors[1];
-    sum2 += vectors[2] * vectors[2];
-    sum3 += vectors[3] * vectors[3];
+#pragma GCC unroll 8
+    for (int k = 0; k < kSums; ++k) {
+      const V value = load<V>(elements + i + k * kLanes<float>);
+      sums[k] += value * value;
+    }
   }
   float rest = 0.0f;
-  for (; i < count; ++i) rest += elements[i] * elements[i];
-  const FloatVector sum = (sum0 + sum1) + (sum2 + sum3);
+  for (; i < count; ++i) rest += to_float(elements[i]) * to_float(elements[i]);
+  alignas(64) float each[32];
+  for (int k = 0; k < kSums; ++k) store(each + k * kLanes<float>, sums[k]);
+  float sum[8];
+  for (int k = 0; k < 8; ++k) sum[k] = (each[k] + each[k + 8]) + (each[k + 16] + each[k + 24]);
   return (((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]))) + rest;
 }
 
-template <typename T>
-double sum_of_squares_in_double(const T* elements, int64_t count) {
+// The same with 8 sums.
+template <typename Storage>
+double sum_of_squares_in_double(const Storage* elements, int64_t count) {
   double sums[8] = {};
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     for (int k = 0; k < 8; ++k) {
-      const double value = elements[i + k];
+      const double value = to_double(elements[i + k]);
       sums[k] += value * value;
     }
   }
-  for (; i < count; ++i) sums[0] += static_cast<double>(elements[i]) * elements[i];
+  for (; i < count; ++i) sums[0] += to_double(elements[i]) * to_double(elements[i]);
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 // Squares below this lose bits in float32.
 constexpr float kSmallSum = 1e-20f;
 
-// Calls visit(grad, count) for each block of elements [begin, end) of a gradient.
-template <typename T, typename Visit>
-void for_each_block(const TensorRecord& record, int64_t begin, int64_t end, const Visit& visit) {
-  alignas(64) T scratch[kBlockSize];
-  for (int64_t offset = begin; offset < end; offset += kBlockSize) {
-    const int64_t count = std::min(kBlockSize, end - offset);
-    visit(open_block(record.grad, record.grad_dtype, offset, count, scratch), count);
-  }
-}
-
-// The sum of squares of one tile, whose squares may be too large or too small for float32.
-template <typename T>
-double sum_of_squares(const TensorRecord& record, int64_t begin, int64_t end) {
+// Squares may be too large or too small for float32.
+template <typename Storage>
+double sum_of_squares(const Storage* elements, int64_t count) {
   double sum = 0.0;
-  for_each_block<T>(record, begin, end, [&](const T* grad, int64_t count) {
-    if constexpr (std::is_same_v<T, float>) {
-      const float in_float = sum_of_squares_of_block(grad, count);
+  for (int64_t i = 0; i < count; i += kSumSize) {
+    const int64_t size = std::min(kSumSize, count - i);
+    if constexpr (!std::is_same_v<Storage, double>) {
+      const float in_float = sum_of_squares_in_float(elements + i, size);
       if (in_float >= kSmallSum && is_finite(in_float)) {
         sum += in_float;
-        return;
+        continue;
       }
     }
-    sum += sum_of_squares_in_double(grad, count);
-  });
+    sum += sum_of_squares_in_double(elements + i, size);
+  }
   return sum;
 }
 
 // The same without the elements that are inf or NaN.
-template <typename T>
-double sum_of_finite_squares(const TensorRecord& record, int64_t begin, int64_t end) {
+template <typename Storage>
+double sum_of_finite_squares(const Storage* elements, int64_t count) {
   double sum = 0.0;
-  for_each_block<T>(record, begin, end, [&](const T* grad, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      const double value = grad[i];
-      sum += is_finite(value) ? value * value : 0.0;
-    }
-  });
+  for (int64_t i = 0; i < count; ++i) {
+    const double value = to_double(elements[i]);
+    sum += is_finite(value) ? value * value : 0.0;
+  }
   return sum;
+}
+
+// Calls visit(grad, count) with the elements of a tile.
+template <typename Visit>
+AMP_EXT_INLINE void with_grad(const Tile& tile, const Visit& visit) {
+  for_dtype(tile.record.grad_dtype, [&](auto element) {
+    visit(static_cast<decltype(element)*>(tile.record.grad) + tile.begin, tile.end - tile.begin);
+  });
 }
 
 inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
                     int64_t end) {
   int64_t first = kNoTensor;
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    const TensorRecord& record = tile.record;
-    const bool in_double = record.grad_dtype == DType::kFloat64;
-    if (sums != nullptr) {
-      const double sum = in_double ? sum_of_squares<double>(record, tile.begin, tile.end)
-                                   : sum_of_squares<float>(record, tile.begin, tile.end);
-      sums[tile.number] = sum;
-      // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
-      if (is_finite(sum)) return;
-    }
-    bool found = false;
-    for_dtype(record.grad_dtype, [&](auto element) {
-      const auto* grad = static_cast<const decltype(element)*>(record.grad) + tile.begin;
-      found = any_nonfinite(grad, tile.end - tile.begin);
+    with_grad(tile, [&](const auto* grad, int64_t count) {
+      if (sums != nullptr) {
+        const double sum = sum_of_squares(grad, count);
+        sums[tile.number] = sum;
+        // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
+        if (is_finite(sum)) return;
+      }
+      if (!any_nonfinite(grad, count)) return;
+      first = std::min<int64_t>(first, tile.record.group);
+      if (sums != nullptr && skip_nonfinite) sums[tile.number] = sum_of_finite_squares(grad, count);
     });
-    if (!found) return;
-    first = std::min<int64_t>(first, record.group);
-    if (sums != nullptr && skip_nonfinite) {
-      sums[tile.number] = in_double ? sum_of_finite_squares<double>(record, tile.begin, tile.end)
-                                    : sum_of_finite_squares<float>(record, tile.begin, tile.end);
-    }
   });
   return first;
 }
@@ -346,39 +452,58 @@ inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int
 inline void count_nonfinite(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                             int64_t end) {
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    for_dtype(tile.record.grad_dtype, [&](auto element) {
-      using Storage = decltype(element);
-      using Count = typename BitPattern<Storage>::type;  // a tile has fewer elements
-      const auto* grad = static_cast<const Storage*>(tile.record.grad) + tile.begin;
-      const auto count = count_nonfinite<Count>(grad, tile.end - tile.begin);
-      if (count != 0) counts[tile.index].fetch_add(count, std::memory_order_relaxed);
+    with_grad(tile, [&](const auto* grad, int64_t count) {
+      const int64_t found = number_of_nonfinite(grad, count);
+      if (found != 0) counts[tile.index].fetch_add(found, std::memory_order_relaxed);
     });
   });
 }
 
-template <typename T>
-bool multiply_tile(const Tile& tile, T factor) {
-  const TensorRecord& record = tile.record;
+// Multiplies in place. Returns whether an element was inf or NaN before.
+template <typename Storage>
+bool multiply_elements(Storage* elements, int64_t count, float factor_in_float) {
+  using T = typename ComputeType<Storage>::type;
+  using V = Vector<T>;
+  const T factor = factor_in_float;
+  V differences = {};  // of elements and themselves: 0 or NaN
+  int64_t whole = count / kLanes<T> * kLanes<T>;
   alignas(64) T scratch[kBlockSize];
-  bool found = false;
-  for (int64_t offset = tile.begin; offset < tile.end; offset += kBlockSize) {
-    const int64_t count = std::min(kBlockSize, tile.end - offset);
-    T* grad = open_block(record.grad, record.grad_dtype, offset, count, scratch);
-    found |= any_nonfinite(grad, count);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) grad[i] = grad[i] * factor;
-    close_block(record.grad, record.grad_dtype, offset, count, grad);
+  for (int64_t offset = 0; offset < count;) {
+    Storage* block = elements + offset;
+    int64_t size = std::min(kBlockSize, whole - offset);
+    PaddedCopy<Storage> tail;
+    const bool is_tail = size == 0;
+    if (is_tail) {
+      block = tail.open(block, count - offset);
+      size = kLanes<T>;
+    }
+    T* const results = results_of(block, scratch);
+    for (int64_t i = 0; i < size; i += kLanes<T>) {
+      const V value = load<V>(block + i);
+      differences += value - value;
+      store(results + i, value * factor);
+    }
+    round_results(results, size, block);
+    if (is_tail) tail.close(count - offset);
+    offset += size;
   }
-  return found;
+  return any(differences != differences);
 }
 
 inline int64_t multiply(const TileMap& tiles, float factor, int64_t begin, int64_t end) {
   int64_t first = kNoTensor;
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    const bool found = tile.record.grad_dtype == DType::kFloat64
-                           ? multiply_tile<double>(tile, factor)
-                           : multiply_tile<float>(tile, factor);
-    if (found) first = std::min<int64_t>(first, tile.record.group);
+    with_grad(tile, [&](auto* grad, int64_t count) {
+      if (multiply_elements(grad, count, factor)) {
+        first = std::min<int64_t>(first, tile.record.group);
+      }
+    });
   });
   return first;
 }
+
+#define AMP_EXT_STRING(name) AMP_EXT_STRING_OF(name)
+#define AMP_EXT_STRING_OF(name) #name
+const Engine kEngine = {AMP_EXT_STRING(AMP_EXT_ISA), step, look, multiply, count_nonfinite};
+
+}  // namespace amp_ext::cpu::AMP_EXT_ISA

@@ -44,8 +44,7 @@ struct Adam {
   using Hyperparameters = AdamHyperparameters;
 
   WeightDecay<T> weight_decay;
-  T beta1;
-  T one_minus_beta1;
+  Interpolation<T> average;  // of exp_avg and the gradient
   T beta2;
   T one_minus_beta2;
   T eps;
@@ -62,8 +61,7 @@ struct Adam {
     const double bias_correction2 = complement_of_power(beta2, step);
     const double floor = hyperparameters.denominator_floor;
     return {WeightDecay<T>::for_tensor(hyperparameters, lr),
-            static_cast<T>(beta1),
-            static_cast<T>(1.0 - beta1),
+            Interpolation<T>::of(1.0 - beta1, beta1),
             static_cast<T>(beta2),
             static_cast<T>(1.0 - beta2),
             static_cast<T>(hyperparameters.eps),
@@ -73,30 +71,34 @@ struct Adam {
                         : -std::numeric_limits<T>::infinity()};
   }
 
-  AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg, T& exp_avg_sq) const {
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg, V& exp_avg_sq) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);
     update_param(param, exp_avg, exp_avg_sq);
   }
 
   // AMSGrad.
-  AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg, T& exp_avg_sq,
-                                 T& max_exp_avg_sq) const {
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg, V& exp_avg_sq,
+                                 V& max_exp_avg_sq) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);
     max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq);
     update_param(param, exp_avg, max_exp_avg_sq);
   }
 
  private:
-  AMP_EXT_INLINE void update_moments(T grad, T& param, T& exp_avg, T& exp_avg_sq) const {
+  template <typename V>
+  AMP_EXT_INLINE void update_moments(V grad, V& param, V& exp_avg, V& exp_avg_sq) const {
     weight_decay(grad, param);
-    exp_avg = interpolate(exp_avg, grad, one_minus_beta1, beta1);
+    exp_avg = average(exp_avg, grad);
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
   }
 
-  AMP_EXT_INLINE void update_param(T& param, T exp_avg, T second_moment) const {
-    const T floored =
+  template <typename V>
+  AMP_EXT_INLINE void update_param(V& param, V exp_avg, V second_moment) const {
+    const V floored =
         select(second_moment < second_moment_floor, second_moment_floor, second_moment);
-    const T denominator = std::sqrt(floored) * inv_bias_correction2_sqrt + eps;
+    const V denominator = square_root(floored) * inv_bias_correction2_sqrt + eps;
     param = param - step_size * exp_avg / denominator;
   }
 };

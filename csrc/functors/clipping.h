@@ -15,9 +15,9 @@ AMP_EXT_INLINE float clip_coefficient(double max_norm, float total_norm) {
 }
 
 // NaN stays NaN.
-template <typename T>
-AMP_EXT_INLINE T clip_value(T value, T limit) {
-  const T below = select(value > limit, limit, value);
+template <typename V, typename T>
+AMP_EXT_INLINE V clip_value(V value, T limit) {
+  const V below = select(value > limit, limit, value);
   return select(below < -limit, -limit, below);
 }
 

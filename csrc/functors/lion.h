@@ -32,26 +32,22 @@ struct Lion {
 
   WeightDecay<T> weight_decay;
   T lr;
-  T beta1;
-  T one_minus_beta1;
-  T beta2;
-  T one_minus_beta2;
+  Interpolation<T> direction;  // of exp_avg and the gradient: its sign is the step's
+  Interpolation<T> average;
 
   static AMP_EXT_INLINE Lion for_tensor(const LionHyperparameters& hyperparameters, double lr,
                                         double /*step*/) {
-    return {WeightDecay<T>::for_tensor(hyperparameters, lr),
-            static_cast<T>(lr),
-            static_cast<T>(hyperparameters.beta1),
-            static_cast<T>(1.0 - hyperparameters.beta1),
-            static_cast<T>(hyperparameters.beta2),
-            static_cast<T>(1.0 - hyperparameters.beta2)};
+    return {WeightDecay<T>::for_tensor(hyperparameters, lr), static_cast<T>(lr),
+            Interpolation<T>::of(1.0 - hyperparameters.beta1, hyperparameters.beta1),
+            Interpolation<T>::of(1.0 - hyperparameters.beta2, hyperparameters.beta2)};
   }
 
   // The sign of NaN is NaN: a gradient of NaN shows in its parameter, as with the other optimizers.
-  AMP_EXT_INLINE void operator()(T grad, T& param, T& exp_avg) const {
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg) const {
     weight_decay(grad, param);
-    param = param - lr * sign(interpolate(exp_avg, grad, one_minus_beta1, beta1));
-    exp_avg = interpolate(exp_avg, grad, one_minus_beta2, beta2);
+    param = param - lr * sign(direction(exp_avg, grad));
+    exp_avg = average(exp_avg, grad);
   }
 };
 

@@ -1,4 +1,7 @@
-// The scalar functions that the formulas share, with the same bits on every processor.
+// The functions that the formulas share, with the same bits on every processor.
+//
+// Elements (type V) are numbers in one engine and vectors of numbers in another, constants (type T)
+// are always numbers. A comparison of vectors is a vector too, hence `select` instead of `if`.
 #pragma once
 
 #include <cmath>
@@ -14,30 +17,42 @@
 
 namespace amp_ext {
 
-// One of two numbers. Formulas choose with it instead of `if`, which may keep a loop from becoming
-// a vector loop.
-template <typename T>
-AMP_EXT_INLINE T select(bool condition, T if_true, T if_false) {
+// One of two elements, or of an element and a constant.
+template <typename Condition, typename First, typename Second>
+AMP_EXT_INLINE auto select(Condition condition, First if_true, Second if_false) {
   return condition ? if_true : if_false;
 }
 
 // -1, 0 or 1; zeros and NaN are themselves.
-template <typename T>
-AMP_EXT_INLINE T sign(T value) {
-  return select(value > T(0), T(1), select(value < T(0), T(-1), value));
+template <typename V>
+AMP_EXT_INLINE V sign(V value) {
+  return select(value > 0, V{} + 1, select(value < 0, V{} - 1, value));
 }
+
+AMP_EXT_INLINE float square_root(float value) { return std::sqrt(value); }
+AMP_EXT_INLINE double square_root(double value) { return std::sqrt(value); }
 
 // start + weight * (end - start), from the nearer end, as torch.lerp does: with a weight of 1 it is
-// the end. `rest` is 1 - weight.
+// the end.
 template <typename T>
-AMP_EXT_INLINE T interpolate(T start, T end, T weight, T rest) {
-  const T difference = end - start;
-  return select(weight < T(0.5), start + weight * difference, end - difference * rest);
-}
+struct Interpolation {
+  bool from_end;
+  T factor;  // of the difference: the weight, or from the end the negative rest to 1
+
+  static AMP_EXT_INLINE Interpolation of(double weight, double rest) {
+    const bool from_end = static_cast<T>(weight) >= T(0.5);
+    return {from_end, static_cast<T>(from_end ? -rest : weight)};
+  }
+
+  template <typename V>
+  AMP_EXT_INLINE V operator()(V start, V end) const {
+    return select(from_end, end, start) + factor * (end - start);
+  }
+};
 
 // The larger of two numbers; NaN if either is NaN, as in torch.maximum.
-template <typename T>
-AMP_EXT_INLINE T larger(T a, T b) {
+template <typename V>
+AMP_EXT_INLINE V larger(V a, V b) {
   return select(a > b || a != a, a, b);
 }
 
@@ -55,9 +70,9 @@ AMP_EXT_INLINE double complement_of_power(double base, double exponent) {
 }
 
 // False for inf and NaN.
-template <typename T>
-AMP_EXT_INLINE bool is_finite(T value) {
-  return value - value == T(0);
+template <typename V>
+AMP_EXT_INLINE auto is_finite(V value) {
+  return value - value == V{};
 }
 
 }  // namespace amp_ext

@@ -59,12 +59,14 @@ struct Sgd {
             hyperparameters.nesterov};
   }
 
-  AMP_EXT_INLINE void operator()(T grad, T& param) const {
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V grad, V& param) const {
     weight_decay(grad, param);
     param = param - lr * grad;
   }
 
-  AMP_EXT_INLINE void operator()(T grad, T& param, T& momentum_buffer) const {
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V grad, V& param, V& momentum_buffer) const {
     weight_decay(grad, param);
     momentum_buffer = buffer_weight * momentum_buffer + grad_weight * grad;
     param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);

@@ -8,6 +8,7 @@ namespace amp_ext {
 
 template <typename T>
 struct WeightDecay {
+  bool is_coupled;
   T coupled;        // weight_decay, or 0 when decoupled
   T shrink_factor;  // 1 - lr * weight_decay, or 1 when coupled
 
@@ -15,13 +16,14 @@ struct WeightDecay {
                                                double lr) {
     const double decay = hyperparameters.weight_decay;
     const bool decoupled = hyperparameters.decoupled_weight_decay;
-    return {static_cast<T>(decoupled ? 0.0 : decay),
-            static_cast<T>(decoupled ? 1.0 - lr * decay : 1.0)};
+    const T coupled = static_cast<T>(decoupled ? 0.0 : decay);
+    return {coupled != T(0), coupled, static_cast<T>(decoupled ? 1.0 - lr * decay : 1.0)};
   }
 
-  AMP_EXT_INLINE void operator()(T& grad, T& param) const {
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V& grad, V& param) const {
     // Without decay an inf in a parameter stays out of its gradient: 0 * inf is NaN.
-    grad = select(coupled != T(0), grad + coupled * param, grad);
+    grad = select(is_coupled, grad + coupled * param, grad);
     param = param * shrink_factor;
   }
 };

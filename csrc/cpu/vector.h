@@ -1,0 +1,303 @@
+// Vectors of numbers, as wide as the registers of the instruction set that this file is compiled
+// for (AMP_EXT_ISA, AMP_EXT_VECTOR_BYTES), and all that they can do beside the compiler's
+// operators.
+//
+// Read before the functors: vectors have no namespace in which a functor's call could find the
+// functions below later. Whatever is no operator is here, and no other file has an intrinsic. Where
+// there is none (on other processors) the plain text below makes the same bits.
+#pragma once
+
+#include "functors/numeric.h"
+#include "storage.h"
+
+#if defined(__x86_64__)
+#define AMP_EXT_VECTOR_X86 AMP_EXT_VECTOR_BYTES
+#else
+#define AMP_EXT_VECTOR_X86 0
+#endif
+
+namespace amp_ext {
+inline namespace AMP_EXT_ISA {
+
+template <typename T, int kBytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kBytes)));
+};
+
+// A register full of numbers: float, double, int32_t, uint32_t, ... Operators work lane by lane, a
+// number stands for a vector of it, and a comparison gives a vector of integers, 0 or -1.
+template <typename T>
+using Vector = typename VectorOf<T, AMP_EXT_VECTOR_BYTES>::type;
+template <typename T>
+constexpr int kLanes = AMP_EXT_VECTOR_BYTES / static_cast<int>(sizeof(T));
+
+// As many numbers of another size as a vector of From has lanes.
+template <typename To, typename From>
+using Converted = typename VectorOf<To, kLanes<From>* static_cast<int>(sizeof(To))>::type;
+
+template <typename To, typename From>
+AMP_EXT_INLINE To bit_cast(From bits) {
+  static_assert(sizeof(To) == sizeof(From));
+  return (To)bits;
+}
+
+template <typename V>
+AMP_EXT_INLINE V load_bits(const void* from) {
+  typedef V Anywhere __attribute__((aligned(1), may_alias));
+  return *static_cast<const Anywhere*>(from);
+}
+
+template <typename V>
+AMP_EXT_INLINE void store_bits(void* to, V value) {
+  typedef V Anywhere __attribute__((aligned(1), may_alias));
+  *static_cast<Anywhere*>(to) = value;
+}
+
+// The smaller and the larger of two numbers, the second if one of them is NaN.
+template <typename V>
+AMP_EXT_INLINE V minimum(V first, V second) {
+  return first < second ? first : second;
+}
+template <typename V>
+AMP_EXT_INLINE V maximum(V first, V second) {
+  return first > second ? first : second;
+}
+#if AMP_EXT_VECTOR_X86 == 64  // gcc makes the instruction of the text above, but not with a mask
+AMP_EXT_INLINE Vector<float> minimum(Vector<float> first, Vector<float> second) {
+  return _mm512_maskz_min_ps(0xffff, first, second);
+}
+AMP_EXT_INLINE Vector<float> maximum(Vector<float> first, Vector<float> second) {
+  return _mm512_maskz_max_ps(0xffff, first, second);
+}
+AMP_EXT_INLINE Vector<double> minimum(Vector<double> first, Vector<double> second) {
+  return _mm512_maskz_min_pd(0xff, first, second);
+}
+AMP_EXT_INLINE Vector<double> maximum(Vector<double> first, Vector<double> second) {
+  return _mm512_maskz_max_pd(0xff, first, second);
+}
+#endif
+
+// Whether any lane of a comparison holds.
+template <typename Mask>
+AMP_EXT_INLINE bool any(Mask mask) {
+  const auto words = bit_cast<Vector<int64_t>>(mask);
+  int64_t found = 0;
+  for (int i = 0; i < kLanes<int64_t>; ++i) found |= words[i];
+  return found != 0;
+}
+
+AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return _mm512_mask_sqrt_ps(value, 0xffff, value);  // without a mask gcc warns of its own header
+#elif AMP_EXT_VECTOR_X86 == 32
+  return _mm256_sqrt_ps(value);
+#elif AMP_EXT_VECTOR_X86 == 16
+  return _mm_sqrt_ps(value);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) value[i] = std::sqrt(value[i]);
+  return value;
+#endif
+}
+
+AMP_EXT_INLINE Vector<double> square_root(Vector<double> value) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return _mm512_mask_sqrt_pd(value, 0xff, value);
+#elif AMP_EXT_VECTOR_X86 == 32
+  return _mm256_sqrt_pd(value);
+#elif AMP_EXT_VECTOR_X86 == 16
+  return _mm_sqrt_pd(value);
+#else
+  for (int i = 0; i < kLanes<double>; ++i) value[i] = std::sqrt(value[i]);
+  return value;
+#endif
+}
+
+// Stores the low 16 or 8 bits of each lane.
+AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> value) {
+#if AMP_EXT_VECTOR_X86 == 64
+  store_bits(to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)value));
+#elif AMP_EXT_VECTOR_X86 == 32
+  const auto low = (__m256i)(value & 0xffffu);
+  store_bits(to, _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+#elif AMP_EXT_VECTOR_X86 == 16
+  // Sign-extended, since packing saturates.
+  const __m128i low = _mm_srai_epi32((__m128i)(value << 16), 16);
+  _mm_storel_epi64(reinterpret_cast<__m128i_u*>(to), _mm_packs_epi32(low, low));
+#else
+  store_bits(to, __builtin_convertvector(value, Converted<uint16_t, uint32_t>));
+#endif
+}
+AMP_EXT_INLINE void store_low_bits(uint8_t* to, Vector<uint32_t> value) {
+#if AMP_EXT_VECTOR_X86 == 64
+  store_bits(to, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)value));
+#elif AMP_EXT_VECTOR_X86 == 32
+  const auto low = (__m256i)(value & 0xffu);
+  const __m128i words =
+      _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i_u*>(to), _mm_packus_epi16(words, words));
+#elif AMP_EXT_VECTOR_X86 == 16
+  const auto low = (__m128i)(value & 0xffu);
+  const __m128i words = _mm_packs_epi32(low, low);
+  store_bits(to, _mm_cvtsi128_si32(_mm_packus_epi16(words, words)));
+#else
+  store_bits(to, __builtin_convertvector(value, Converted<uint8_t, uint32_t>));
+#endif
+}
+
+AMP_EXT_INLINE Vector<uint32_t> load_16_bits(const uint16_t* from) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return (Vector<uint32_t>)_mm512_maskz_cvtepu16_epi32(0xffff, load_bits<__m256i>(from));
+#elif AMP_EXT_VECTOR_X86 == 32
+  return (Vector<uint32_t>)_mm256_cvtepu16_epi32(load_bits<__m128i>(from));
+#elif AMP_EXT_VECTOR_X86 == 16
+  const __m128i words = _mm_loadl_epi64(reinterpret_cast<const __m128i_u*>(from));
+  return (Vector<uint32_t>)_mm_unpacklo_epi16(words, _mm_setzero_si128());
+#else
+  return __builtin_convertvector(load_bits<Converted<uint16_t, uint32_t>>(from), Vector<uint32_t>);
+#endif
+}
+
+// As many stored elements as V has lanes, in its type: V is a Vector of float or of double.
+template <typename V>
+AMP_EXT_INLINE V load(const float* from) {
+  if constexpr (std::is_same_v<V, Vector<double>>) {
+    return __builtin_convertvector(load_bits<Converted<float, double>>(from), V);
+  } else {
+    return load_bits<V>(from);
+  }
+}
+template <typename V>
+AMP_EXT_INLINE V load(const double* from) {
+  return load_bits<V>(from);
+}
+template <typename V>
+AMP_EXT_INLINE V load(const BFloat16* from) {
+  return bit_cast<V>(load_16_bits(&from->bits) << 16);
+}
+template <typename V>
+AMP_EXT_INLINE V load(const Half* from) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return _mm512_maskz_cvtph_ps(0xffff, load_bits<__m256i>(from));
+#elif AMP_EXT_VECTOR_X86 == 32
+  return _mm256_cvtph_ps(load_bits<__m128i>(from));
+#else
+  using Bits = Vector<uint32_t>;  // as to_float of storage.h
+  const Bits bits = load_16_bits(&from->bits);
+  const Bits sign = (bits & 0x8000u) << 16;
+  const Bits exponent = bits & 0x7c00u;
+  const Bits mantissa = bits & 0x03ffu;
+  const auto is_special = exponent == 0x7c00u;
+  const Bits rebias = ((127u - 15u) << 23) + ((Bits)is_special & ((128u - 16u) << 23));
+  const Bits quiet = (Bits)(is_special & (mantissa != 0u)) & 0x00400000u;
+  const Bits normal = (((exponent | mantissa) << 13) + rebias) | quiet;
+  const auto number = __builtin_convertvector(bit_cast<Vector<int32_t>>(mantissa), V);
+  const auto subnormal = bit_cast<Bits>(number * 0x1p-24f);
+  return bit_cast<V>(sign | select(exponent == 0u, subnormal, normal));
+#endif
+}
+
+// The upper 16 bits of each lane are the number rounded to bfloat16, unless it is NaN.
+AMP_EXT_INLINE Vector<uint32_t> rounded_to_upper_bits(Vector<float> value) {
+  const auto bits = bit_cast<Vector<uint32_t>>(value);
+  return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+// Stores a vector's elements, rounding to nearest even.
+AMP_EXT_INLINE void store(float* to, Vector<float> value) { store_bits(to, value); }
+AMP_EXT_INLINE void store(double* to, Vector<double> value) { store_bits(to, value); }
+AMP_EXT_INLINE void store(float* to, Vector<double> value) {
+  store_bits(to, __builtin_convertvector(value, Converted<float, double>));
+}
+AMP_EXT_INLINE void store(BFloat16* to, Vector<float> value) {
+  const Vector<uint32_t> nan = Vector<uint32_t>{} + 0x7fc00000u;
+  store_low_bits(&to->bits, select(value != value, nan, rounded_to_upper_bits(value)) >> 16);
+}
+AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
+#if AMP_EXT_VECTOR_X86 == 64
+  store_bits(to, _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT));
+#elif AMP_EXT_VECTOR_X86 == 32
+  store_bits(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  using Bits = Vector<uint32_t>;  // as from_float of storage.h
+  const Bits sign = (bit_cast<Bits>(value) >> 16) & 0x8000u;
+  const Bits magnitude = bit_cast<Bits>(value) & 0x7fffffffu;
+  const Bits rounded = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const Bits normal = rounded - ((127u - 15u) << 10);
+  const Bits subnormal = bit_cast<Bits>(bit_cast<Vector<float>>(magnitude) + 0.5f) - bits_of(0.5f);
+  const Bits nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
+  // Signed comparisons, which every processor has.
+  const auto size = bit_cast<Vector<int32_t>>(magnitude);
+  Bits result = select(size < 0x38800000, subnormal, normal);
+  result = select(size >= 0x477ff000, Bits{} + 0x7c00u, result);
+  result = select(size > 0x7f800000, nan, result);
+  store_low_bits(&to->bits, sign | result);
+#endif
+}
+
+// Rounds `count` elements, a multiple of the lanes.
+template <typename T, typename Storage>
+AMP_EXT_INLINE void round_all(const T* from, int64_t count, Storage* to) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, load<Vector<T>>(from + i));
+}
+
+#if AMP_EXT_VECTOR_X86 != 0
+// Stores the upper 16 bits of each lane of two vectors.
+AMP_EXT_INLINE void store_upper_bits(uint16_t* to, Vector<uint32_t> first,
+                                     Vector<uint32_t> second) {
+#if AMP_EXT_VECTOR_X86 == 64
+  alignas(64) static constexpr uint16_t kUpper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                    23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                    45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  store_bits(
+      to, _mm512_permutex2var_epi16((__m512i)first, load_bits<__m512i>(kUpper), (__m512i)second));
+#elif AMP_EXT_VECTOR_X86 == 32
+  const __m256i packed = _mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16));
+  store_bits(to, _mm256_permute4x64_epi64(packed, 0xd8));
+#else
+  store_bits(
+      to, _mm_packs_epi32(_mm_srai_epi32((__m128i)first, 16), _mm_srai_epi32((__m128i)second, 16)));
+#endif
+}
+
+// Remembers whether one of many vectors held a NaN.
+struct NanSeen {
+#if AMP_EXT_VECTOR_X86 == 64
+  __mmask16 lanes = 0;
+  AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
+    lanes |= _mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q);
+  }
+  AMP_EXT_INLINE bool yes() const { return lanes != 0; }
+#elif AMP_EXT_VECTOR_X86 == 32
+  __m256 lanes = {};
+  AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
+    lanes = _mm256_or_ps(lanes, _mm256_cmp_ps(first, second, _CMP_UNORD_Q));
+  }
+  AMP_EXT_INLINE bool yes() const { return _mm256_movemask_ps(lanes) != 0; }
+#else
+  __m128 lanes = {};
+  AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
+    lanes = _mm_or_ps(lanes, _mm_cmpunord_ps(first, second));
+  }
+  AMP_EXT_INLINE bool yes() const { return _mm_movemask_ps(lanes) != 0; }
+#endif
+};
+
+// Two vectors share their packing, and looking for NaN costs half of replacing it: if there is one,
+// all are rounded again.
+AMP_EXT_INLINE void round_all(const float* from, int64_t count, BFloat16* to) {
+  constexpr int64_t kPair = 2 * kLanes<float>;
+  NanSeen nan;
+  int64_t i = 0;
+  for (; i + kPair <= count; i += kPair) {
+    const auto first = load<Vector<float>>(from + i);
+    const auto second = load<Vector<float>>(from + i + kLanes<float>);
+    nan.add(first, second);
+    store_upper_bits(&to[i].bits, rounded_to_upper_bits(first), rounded_to_upper_bits(second));
+  }
+  if (nan.yes()) i = 0;
+  for (; i < count; i += kLanes<float>) store(to + i, load<Vector<float>>(from + i));
+}
+#endif
+
+}  // namespace AMP_EXT_ISA
+}  // namespace amp_ext
