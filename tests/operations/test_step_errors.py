@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import list_operations as cases
 import pytest
@@ -77,6 +78,14 @@ def test_a_bad_tensor_is_named_before_anything_is_written(operation, options, ki
         assert_refused(operation, options, lists, rf"{name}\[1\] {words}")
 
 
+@cases.few_steps
+def test_a_gradient_that_overlaps_itself_is_not_written_back(operation, options):
+    options = options | {"write_back_grads": True}
+    lists = some_lists(operation, options)
+    lists["grads"][1] = overlapping(lists["grads"][1])
+    assert_refused(operation, options, lists, rf"grads\[1\] {ITSELF}")
+
+
 @cases.few_steps_and_updates
 def test_a_list_that_is_too_short_is_named(operation, options):
     for name in named(some_lists(operation, options), "grads buffers steps master_params"):
@@ -113,6 +122,9 @@ NOT_ONE = r"must be one floating-point element, got Float of sizes \[2\]"
         ("grad_norm", torch.ones(2), r"must be one element, got sizes \[2\]"),
         ("sum_of_squares", torch.ones(()), "must be Double, got Float"),
         ("sum_of_squares", torch.ones(2, dtype=F64), r"must be one element, got sizes \[2\]"),
+        ("grad_norm", torch.ones((), device="meta"), "must .*meta"),
+        *[(name, -1.0, "must be at least 0, got -1") for name in ("max_grad_norm", "clip_value")],
+        *[(name, math.nan, "must be .*, got nan") for name in ("max_grad_norm", "clip_value")],
     ],
 )
 @cases.few_steps

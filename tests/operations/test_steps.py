@@ -11,6 +11,9 @@ from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES, D
 from reference import same_bits
 from rows import rows
 
+WITH_LIMITS = {"max_grad_norm": 1.0, "clip_value": 0.01, "write_back_grads": True}
+WITH_LIMITS |= {"skip_nonfinite": True}
+
 
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 @cases.every_step
@@ -43,6 +46,7 @@ def test_gradients_are_clipped_by_what_is_finite(device, dtypes, operation, opti
         options = options | clipping
         if cases.OPERATIONS[operation].has_scaler:
             options |= {"grad_scale": torch.tensor(4.0, device=device), "skip_nonfinite": skip}
+            options |= {"write_back_grads": skip}
             if "max_grad_norm" in clipping:
                 options |= {"grad_norm": torch.full((), -1.0, device=device)}
         lists = cases.build(operation, options, cases.SMALL, dtypes, device, bad=skip)
@@ -162,7 +166,7 @@ def test_written_tensors_get_a_new_version_and_gradients_none(device, operation,
         assert (tensor._version > before[name]) == (name != "grads"), name
 
 
-@pytest.mark.parametrize("more", [{}, {"skip_nonfinite": True, "max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("more", [{}, WITH_LIMITS], ids=["plain", "with-limits"])
 @cases.few_steps
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_the_number_of_threads_does_not_change_a_bit(dtypes, operation, options, more):

@@ -79,8 +79,7 @@ OF_ONE_CLASS_IN_GROUPS = {
 }
 OF_ALL = WRONG_TYPES | WRONG_VALUES
 ANYWHERE = {
-    **{key: ("Adam", *row) for key, row in OF_ALL.items()},
-    **{f"sgd-{key}": ("SGD", *row) for key, row in OF_ALL.items()},
+    **{f"{name}-{key}": (name, *row) for name in cases.NAMES for key, row in OF_ALL.items()},
     **OF_ONE_CLASS,
 }
 IN_GROUPS = {
