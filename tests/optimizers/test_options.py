@@ -178,6 +178,8 @@ def test_torch_words_stand_where_torch_checks():
     [
         ("Lion", "betas", (0.9, 1.0), "Invalid beta parameter at index 1: 1.0"),
         ("Lion", "betas", (-0.1, 0.9), "Invalid beta parameter at index 0: -0.1"),
+        ("Adam", "betas", (TWO, torch.tensor(0.9)), "Tensor betas[0] must be 1-element"),
+        ("AdamW", "betas", (TWO, torch.tensor(0.9)), "Tensor betas[0] must be 1-element"),
     ],
 )
 def test_a_decay_rate_that_torch_has_no_words_for_is_refused(name, option, value, words):
