@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim import optimizer as of_torch
 from torch.optim.swa_utils import SWALR
-
-import amp_ext
 
 
 def small_model(dtype: torch.dtype = F32) -> nn.Module:
@@ -110,20 +107,6 @@ def test_a_schedule_leads_ours_where_it_leads_torchs(name, options, as_tensor, s
             for key in ("lr", "momentum", "betas"):
                 assert group.get(key) == expected.get(key), key
     cases.assert_all_close(mine, other, steps=8)
-
-
-def test_a_schedule_does_not_warn_of_the_order_of_calls():
-    optimizer = ours("AdamW")(make_params(F32), lr=0.1)
-    scaler = amp_ext.GradScaler("cpu", init_scale=4.0)
-    schedule = schedulers.ExponentialLR(optimizer, 0.9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            give_grads(optimizer)
-            scaler.scale(torch.ones(()))
-            scaler.step(optimizer)
-            scaler.update()
-            schedule.step()
 
 
 # Masters, for averages of weights.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import re
 from types import MethodType
 from typing import Any
 
@@ -159,9 +158,8 @@ def test_a_damaged_state_dict_is_refused_as_a_whole(name, value, words, made):
         scaler.scale(torch.ones(()))
     before = scaler.state_dict()
     other = {key: 1 if type(entry) is int else 2.0 for key, entry in before.items()}
-    with pytest.raises(ValueError, match=re.escape(f"GradScaler.load_state_dict: {name} must be")):
-        scaler.load_state_dict(other | {name: value})
-    assert cases.error_of(ValueError, scaler.load_state_dict, other | {name: value}).endswith(words)
+    text = cases.error_of(ValueError, scaler.load_state_dict, other | {name: value})
+    assert text.startswith(f"GradScaler.load_state_dict: {name} must be {words}")
     assert scaler.state_dict() == before
 
 
@@ -330,21 +328,6 @@ def test_a_subclass_may_allow_fp16_gradients(device):
     optimizer = with_grads(torch.full((3,), 4.0, dtype=torch.float16, device=device))
     ready(device, AllowsHalf).unscale_(optimizer)
     assert cases.grads_of(optimizer)[0].tolist() == [1, 1, 1]
-
-
-@cases.our_optimizers
-def test_an_override_of_the_check_is_what_step_calls(make, device):
-    class SumsOverRanks(amp_ext.GradScaler):
-        def _check_inf_per_device(self, optimizer):
-            found = super()._check_inf_per_device(optimizer)
-            for value in found.values():
-                value.mul_(3)
-            return found
-
-    for value, expected in ((INF, 1.0), (4.0, 0.5)):
-        optimizer = filled(value, device, make)
-        ready(device, SumsOverRanks).step(optimizer)
-        assert params_of(optimizer)[0].tolist() == pytest.approx([expected] * 3)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)

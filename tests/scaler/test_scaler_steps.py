@@ -105,19 +105,6 @@ def test_fp16_gradients_are_refused_and_nothing_is_written(make, unscale, device
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
-@cases.our_optimizers
-@cases.clean_or_overflow
-def test_step_of_our_optimizers_takes_fp16_gradients_and_leaves_them(make, value, device):
-    grad = torch.full((5,), 4.0, dtype=F16, device=device)
-    grad[4] = value
-    optimizer, scaler = with_grads(grad, make=make), ready(device)
-    scaler.step(optimizer)
-    assert params_of(optimizer)[0].tolist() == pytest.approx([0.5 if value == 4 else 1.0] * 5)
-    assert same_bits(grads_of(optimizer)[0], grad)
-    scaler.update()
-    assert scaler.get_scale() == (4 if value == 4 else 2)
-
-
 every_look = pytest.mark.parametrize("call", ["unscale_", "step", "_check_inf_per_device"])
 
 

@@ -89,8 +89,9 @@ def test_every_pair_takes_the_clean_steps_and_no_other(
 def test_our_optimizers_take_gradients_of_their_own_dtype(
     scaler_class, make, dtype, overflows, device
 ):
-    optimizer = make(new_params(device, dtype))
-    scales_of(scaler_class, optimizer, overflows, False)
+    optimizer, usual = make(new_params(device, dtype)), torch.optim.SGD(new_params(device))
+    scales = scales_of(scaler_class, optimizer, overflows, False)
+    assert scales == scales_of(torch.amp.GradScaler, usual, overflows, False)
     clean = [step for step in range(STEPS) if step not in overflows]
     expected = plain(make, clean, device, dtype)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))
