@@ -89,6 +89,10 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
     change(params_of(optimizer), [torch.randn_like(param) for param in params_of(optimizer)])
     changed = snapshot(params_of(optimizer))
     assert not same_bits(changed[0], before[0].to(dtype))
+    if change is clamp:  # elements that did not change keep their extra bits
+        kept = changed[0] == before[0].to(dtype)
+        assert kept.any()
+        assert (before[0] != changed[0].float())[kept].any()
     if change is write_through_data:
         optimizer.refresh_masters()
         assert_refreshed(optimizer, before, changed)
@@ -109,21 +113,6 @@ def test_a_change_before_the_first_step_starts_the_master(dtype, change):
     plain = ours("AdamW")(cases.twins(optimizer))
     train([optimizer, plain], 2)
     assert_same_bits(optimizer, plain)
-
-
-@HALVES
-def test_elements_that_did_not_change_keep_their_extra_bits(device, dtype):
-    optimizer = trained(ours("AdamW")(make_params(dtype, device, [(1000,)] * 2), lr=0.01))
-    before, untouched = masters_of(optimizer)
-    param, _ = params_of(optimizer)
-    with torch.no_grad():
-        param[500:] = 100.7  # no parameter rounds to it
-    still_step(optimizer)
-    after, other = masters_of(optimizer)
-    assert same_bits(after[:500], before[:500])
-    assert (after[:500] != param.detach()[:500].float()).any()
-    assert same_bits(after[500:], param.detach()[500:].float())
-    assert same_bits(other, untouched)
 
 
 @cases.few_optimizers
@@ -224,17 +213,6 @@ def test_a_trip_through_torch_leaves_no_stale_masters(dtype, name, options):
     still_step(second)
     assert_same_bits(params_of(second), params_of(other))
     assert_same_bits(masters_of(second), [param.detach().float() for param in params_of(other)])
-
-
-@HALVES
-def test_a_wrong_master_in_a_file_does_not_win_over_the_weights(dtype):
-    source = trained(ours("AdamW")(make_params(dtype)))
-    file = source.state_dict()
-    for state in file["state"].values():
-        state["master_param"] = state["master_param"] + 1
-    loaded = cases.loading(ours("AdamW")(cases.twins(source)), file)
-    still_step(loaded)
-    assert_same_bits(params_of(loaded), params_of(source))
 
 
 # What masters are for.
