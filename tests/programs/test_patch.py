@@ -10,17 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
+import optimizer_cases as cases
 import pytest
 import torch
-from optimizer_cases import (
-    FEW_OPTIMIZERS,
-    assert_same_bits,
-    each_class_in_torch,
-    in_torch,
-    make_params,
-    train,
-    twins,
-)
+from optimizer_cases import assert_same_bits, each_class_in_torch, train
 from torch.amp import GradScaler as ImportedBefore
 from torch.cpu.amp.grad_scaler import GradScaler as TorchCpuScaler
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
@@ -114,11 +107,11 @@ def test_an_optimizer_of_torch_is_ours_on_request(name, options):
         train([again], 1)
 
 
-@pytest.mark.parametrize(("name", "options"), in_torch(FEW_OPTIMIZERS))
+@pytest.mark.parametrize(("name", "options"), cases.in_torch(cases.FEW_OPTIMIZERS))
 def test_a_patched_optimizer_takes_the_steps_of_our_class(name, options):
-    given = make_params(torch.float32)
+    given = cases.make_params(torch.float32)
     with patch_torch(optimizers=True):
-        optimizers = [getattr(torch.optim, name)(twins(given), **options)]
+        optimizers = [getattr(torch.optim, name)(cases.twins(given), **options)]
     optimizers.append(getattr(amp_ext.optim, name)(given, **options))
     train(optimizers, 3)
     assert_same_bits(*optimizers)

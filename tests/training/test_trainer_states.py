@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -19,16 +21,7 @@ from rows import rows
 from scaler_cases import through_a_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from trainer_cases import (
-    PRECISIONS,
-    TARGET,
-    WithLoss,
-    X,
-    assert_same,
-    new_model,
-    new_trainer,
-    params_of,
-)
+from trainer_cases import PRECISIONS, TARGET, X, assert_same, new_model, new_trainer, params_of
 
 import amp_ext
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer, StepMetrics
@@ -191,65 +184,28 @@ def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
     assert_same(cases.grads_of(second), grads)
 
 
-def without_growth_factor(state: dict[str, Any]) -> None:
-    del state["scaler"]["growth_factor"]
-
-
-def another(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Returns a function that replaces what lies at the end of a path of keys."""
-
-    def replace(state: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        state[path[-1]] = value
-
-    return replace
-
-
+# The path of keys to what is replaced, by what, and a part of the message.
+OTHER_SCALER = {"scale": 4.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 0}
+FROM_0_TO_1 = "accumulated must be an int from 0 to 1, got"
+OF_SHAPE = r"gradients\[%d\] must be torch.float32 of shape \(%s\), got %s"
+STEP_OF = "step of group 0, param 3 must be finite and at least 0"
 DAMAGED = {
-    "scaler-entry-missing": (without_growth_factor, r"scaler must have \['growth_factor'\], got"),
-    "scaler-entry": (
-        another("scaler", "_growth_tracker", value=-1),
-        "_growth_tracker must be an i",
-    ),
-    "scaler-kind": (another("scaler", value=5), "scaler must be a dict, got int"),
-    "scheduler-kind": (another("scheduler", value=[1]), "scheduler must be a dict, got list"),
-    "scheduler-keys": (another("scheduler", value={3: 4}), "scheduler must have names as keys"),
-    "optimizer-kind": (another("optimizer", value=None), "optimizer must be a dict, got NoneType"),
-    "optimizer-step": (
-        another("optimizer", "state", 3, "step", value=-1.0),
-        "step of group 0, param 3 must be finite and at least 0",
-    ),
-    "batches": (
-        another("gradient_accumulation_steps", value=2.0),
-        "gradient_accumulation_steps must be an int of 1 or more, got 2.0",
-    ),
-    "accumulated-negative": (
-        another("accumulated", value=-1),
-        "accumulated must be an int from 0 to 1, got -1",
-    ),
-    "accumulated-large": (
-        another("accumulated", value=5),
-        "accumulated must be an int from 0 to 1, got 5",
-    ),
-    "accumulated-kind": (
-        another("accumulated", value=True),
-        "accumulated must be an int from 0 to 1, got True",
-    ),
-    "gradients-kind": (another("gradients", value=None), "gradients must be a list, got NoneType"),
-    "gradient-shape": (
-        another("gradients", 0, value=torch.ones(7)),
-        r"gradients\[0\] must be torch.float32 of shape \(16, 6\), got .*32 of shape \(7,\)",
-    ),
-    "gradient-dtype": (
-        another("gradients", 1, value=torch.ones(16).double()),
-        r"gradients\[1\] must be torch.float32 of shape \(16,\), got torch.float64 of",
-    ),
-    "gradient-kind": (
-        another("gradients", 3, value="text"),
-        r"gradients\[3\] must be torch.float32 of shape \(2,\), got str",
-    ),
-    "loss": (another("loss", value="text"), "loss must be a tensor of one number, got 'text'"),
+    "scaler-lacks-one": (["scaler"], OTHER_SCALER, r"scaler must have \['growth_factor'\], got"),
+    "scaler-entry": (["scaler", "_growth_tracker"], -1, "_growth_tracker must be an i"),
+    "scaler-kind": (["scaler"], 5, "scaler must be a dict, got int"),
+    "scheduler-kind": (["scheduler"], [1], "scheduler must be a dict, got list"),
+    "scheduler-keys": (["scheduler"], {3: 4}, "scheduler must have names as keys"),
+    "optimizer-kind": (["optimizer"], None, "optimizer must be a dict, got NoneType"),
+    "optimizer-step": (["optimizer", "state", 3, "step"], -1.0, STEP_OF),
+    "batches": (["gradient_accumulation_steps"], 2.0, "steps must be an int of 1 or more, got 2.0"),
+    "accumulated-negative": (["accumulated"], -1, f"{FROM_0_TO_1} -1"),
+    "accumulated-large": (["accumulated"], 5, f"{FROM_0_TO_1} 5"),
+    "accumulated-kind": (["accumulated"], True, f"{FROM_0_TO_1} True"),
+    "gradients-kind": (["gradients"], None, "gradients must be a list, got NoneType"),
+    "gradient-shape": (["gradients", 0], torch.ones(7), OF_SHAPE % (0, "16, 6", r".*32 .*\(7,\)")),
+    "gradient-dtype": (["gradients", 1], torch.ones(16).double(), OF_SHAPE % (1, "16,", ".*64 of")),
+    "gradient-kind": (["gradients", 3], "text", OF_SHAPE % (3, "2,", "str")),
+    "loss": (["loss"], "text", "loss must be a tensor of one number, got 'text'"),
 }
 
 ALL_PARTS = {"optimizer": amp_ext.optim.AdamW, "scheduler": cases.halving, **TWO_STEPS}
@@ -267,11 +223,11 @@ def trainer_after(batches: int, **options: Any) -> MixedPrecisionTrainer:
     return trainer
 
 
-@pytest.mark.parametrize(("spoil", "words"), rows(DAMAGED))
-def test_a_damaged_state_is_refused_by_name_and_as_a_whole(spoil, words):
+@pytest.mark.parametrize(("path", "value", "words"), rows(DAMAGED))
+def test_a_damaged_state_is_refused_by_name_and_as_a_whole(path, value, words):
     state, trainer = copy.deepcopy(trainer_after(5).state_dict()), trainer_after(1)
     before, grads = all_of(trainer), cases.grads_of(trainer)
-    spoil(state)
+    functools.reduce(operator.getitem, path[:-1], state)[path[-1]] = value
     with pytest.raises((KeyError, ValueError), match=words):
         trainer.load_state_dict(state)
     assert all_of(trainer) == before
@@ -378,8 +334,8 @@ def test_16_bit_parameters_need_their_own_precision(wanted, dtype, precision):
         build(**parts)
 
 
-DICT = WithLoss(lambda loss, logits: {"loss": loss, "logits": logits})
-OBJECT = WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits))
+DICT = cases.WithLoss(lambda loss, logits: {"loss": loss, "logits": logits})
+OBJECT = cases.WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits))
 
 
 NO_LOSS = {
