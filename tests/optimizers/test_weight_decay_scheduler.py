@@ -70,6 +70,10 @@ def decays(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group["weight_decay"] for group in optimizer.param_groups]
 
 
+def all_of(schedule: Any) -> Any:
+    return decays(schedule.optimizer), schedule.state_dict()
+
+
 def run(scheduler: Any, epochs: int = EPOCHS) -> list[float]:
     """Returns the weight decay of the first group in some epochs, from the present one on."""
     values = []
@@ -294,13 +298,13 @@ def test_bad_arguments_are_refused():
 
 
 def test_a_bad_value_changes_nothing():
-    optimizer = sgd(groups=2)
-    scheduler = LambdaWeightDecay(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 1 - epoch])
+    functions = [lambda epoch: 0.5**epoch, lambda epoch: 1 - epoch]
+    scheduler = LambdaWeightDecay(sgd(groups=2), functions)
     scheduler.step()
-    before = (decays(optimizer), scheduler.state_dict())
+    before = all_of(scheduler)
     with pytest.raises(ValueError, match="weight_decay of group 1 must be finite"):
         scheduler.step()
-    assert (decays(optimizer), scheduler.state_dict()) == before
+    assert all_of(scheduler) == before
 
 
 def test_groups_that_do_not_fit_are_refused():
@@ -320,62 +324,43 @@ def test_groups_that_do_not_fit_are_refused():
 
 
 def test_a_state_that_does_not_fit_changes_nothing():
-    optimizer = sgd()
-    scheduler = LambdaWeightDecay(optimizer, Decline())
-    before = (decays(optimizer), scheduler.state_dict())
+    scheduler = LambdaWeightDecay(sgd(), Decline())
+    before = all_of(scheduler)
+    of_another_kind = CosineAnnealingWeightDecay(sgd(), 5).state_dict()
     of_two_groups = LambdaWeightDecay(sgd(groups=2), Decline()).state_dict()
     of_two_functions = before[1] | {"weight_decay_lambdas": [None, None]}
     for state, message in (
-        (
-            CosineAnnealingWeightDecay(sgd(), 5).state_dict(),
-            "state_dict must have ['_last_weight_decay', ",
-        ),
+        (of_another_kind, "state_dict must have ['_last_weight_decay', "),
         (of_two_groups, "base_weight_decays must be of at most 1 groups, got 2"),
         (of_two_functions, "weight_decay_lambdas must be of 1 functions, got 2"),
     ):
         words = re.escape(f"LambdaWeightDecay.load_state_dict: {message}")
         with pytest.raises(ValueError, match=words):
             scheduler.load_state_dict(state)
-        assert (decays(optimizer), scheduler.state_dict()) == before
+        assert all_of(scheduler) == before
 
 
-def spoiled(schedule: Any, **changes: Any) -> None:
-    """Asserts that a state with these changes is refused, by the first one's name, as a whole."""
-    before = (decays(schedule.optimizer), schedule.state_dict())
-    words = f"{type(schedule).__name__}.load_state_dict: {next(iter(changes))}"
-    with pytest.raises(ValueError, match=rf"^{words}(\[0\])? must be ") as caught:
-        schedule.load_state_dict(before[1] | {"last_epoch": 7} | changes)
-    assert "got" in str(caught.value)
-    assert (decays(schedule.optimizer), schedule.state_dict()) == before
+OF_ANY = [("last_epoch", -1), ("last_epoch", 2.5), ("base_weight_decays", 0.5)]
+OF_ANY += [("base_weight_decays", [math.nan]), ("base_weight_decays", ["0.5"])]
+OF_ANY += [("_last_weight_decay", [-1.0]), ("_last_weight_decay", [])]
+DAMAGED = {
+    StepWeightDecay: [*OF_ANY, ("step_size", 0), ("gamma", math.inf)],
+    CosineAnnealingWeightDecay: [("T_max", 0), ("final_weight_decay", -1.0)],
+    LambdaWeightDecay: [*OF_ANY, ("weight_decay_lambdas", None), ("weight_decay_lambdas", [5])],
+}
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"last_epoch": -1},
-        {"last_epoch": 2.5},
-        {"base_weight_decays": 0.5},
-        {"base_weight_decays": [math.nan]},
-        {"base_weight_decays": ["0.5"]},
-        {"_last_weight_decay": [-1.0]},
-        {"_last_weight_decay": []},
-    ],
-    ids=str,
-)
-def test_a_damaged_state_is_refused_as_a_whole(entry):
-    for schedule in (StepWeightDecay(sgd(), 1), LambdaWeightDecay(sgd(), Decline())):
-        spoiled(schedule, **entry)
-
-
-def test_settings_of_a_schedule_are_checked_when_they_are_loaded():
-    spoiled(StepWeightDecay(sgd(), 1), step_size=0)
-    spoiled(StepWeightDecay(sgd(), 1), gamma=math.inf)
-    spoiled(CosineAnnealingWeightDecay(sgd(), 5), T_max=0)
-    spoiled(CosineAnnealingWeightDecay(sgd(), 5), final_weight_decay=-1.0)
-    spoiled(LambdaWeightDecay(sgd(), Decline()), weight_decay_lambdas=None)
-    spoiled(LambdaWeightDecay(sgd(), Decline()), weight_decay_lambdas=[5])
-    with pytest.raises(ValueError, match=r"StepWeightDecay.*: state_dict must be a dict"):
-        StepWeightDecay(sgd(), 1).load_state_dict([1])
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_state_is_refused_by_name_and_as_a_whole(kind):
+    schedule = kind(sgd(), Decline() if kind is LambdaWeightDecay else 5)
+    before = all_of(schedule)
+    for entry, value in DAMAGED[kind]:
+        words = rf"^{kind.__name__}.load_state_dict: {entry}(\[0\])? must be (.|\n)*got"
+        with pytest.raises(ValueError, match=words):
+            schedule.load_state_dict(before[1] | {"last_epoch": 7} | {entry: value})
+        assert all_of(schedule) == before
+    with pytest.raises(ValueError, match=r"WeightDecay.*: state_dict must be a dict"):
+        schedule.load_state_dict([1])
 
 
 @pytest.mark.parametrize("action", ["step", "load_state_dict"])
@@ -384,9 +369,6 @@ def test_an_interrupted_schedule_has_moved_as_a_whole_or_not_at_all(action):
         if action == "step":
             return StepWeightDecay(sgd(groups=2), 1)
         return LambdaWeightDecay(sgd(groups=2), Decline(rate))
-
-    def all_of(schedule: Any) -> Any:
-        return decays(schedule.optimizer), schedule.state_dict()
 
     arguments = [make(0.25).state_dict()] if action == "load_state_dict" else []
     untouched, done = make(), make()
@@ -402,10 +384,5 @@ def test_an_interrupted_schedule_has_moved_as_a_whole_or_not_at_all(action):
 
 def test_numbers_of_numpy_set_a_schedule():
     numpy = pytest.importorskip("numpy")
-    optimizer = amp_ext.optim.AdamW([torch.nn.Parameter(torch.ones(1))], weight_decay=0.5)
-    schedule = amp_ext.optim.CosineAnnealingWeightDecay(
-        optimizer, T_max=numpy.int64(4), final_weight_decay=numpy.float32(0.25)
-    )
-    for _ in range(4):
-        schedule.step()
-    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.25)
+    options = {"T_max": numpy.int64(4), "final_weight_decay": numpy.float32(0.25)}
+    assert run(CosineAnnealingWeightDecay(sgd(), **options), 5)[4] == pytest.approx(0.25)
