@@ -96,6 +96,7 @@ COPIES = pytest.mark.parametrize(
     [
         pytest.param(copy.deepcopy, id="deepcopy"),
         pytest.param(lambda value: pickle.loads(pickle.dumps(value)), id="pickle"),
+        pytest.param(lambda value: through_a_file(value, weights_only=False), id="file"),
     ],
 )
 
@@ -350,9 +351,8 @@ def saved(content: Any) -> bytes:
     return file.getvalue()
 
 
-def through_a_file(content: Any) -> Any:
-    """Returns what ``torch.load`` gives back with ``weights_only=True``."""
-    return torch.load(io.BytesIO(saved(content)), weights_only=True)
+def through_a_file(content: Any, weights_only: bool = True) -> Any:
+    return torch.load(io.BytesIO(saved(content)), weights_only=weights_only)
 
 
 def loading(target: Any, file: dict[str, Any]) -> Any:

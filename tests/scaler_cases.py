@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import io
 import math
 from collections.abc import Callable
 from typing import Any
 
+import optimizer_cases
 import pytest
 import torch
+from optimizer_cases import params_of
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -106,11 +107,7 @@ def described(value: Any) -> Any:
     return value
 
 
-def through_a_file(value: Any, weights_only: bool = False) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
+through_a_file = functools.partial(optimizer_cases.through_a_file, weights_only=False)
 
 
 def error_of(kind: type[Exception], call: Callable[..., Any], *arguments: Any) -> str:
@@ -147,10 +144,6 @@ def with_grads(*grads: Tensor, make: MakeOptimizer | None = None) -> Any:
 def filled(value: float, device: Any = "cpu", make: MakeOptimizer | None = None) -> Any:
     """Builds an optimizer of one parameter of three ones whose gradient is ``value``."""
     return with_grads(torch.full((3,), value, device=device), make=make)
-
-
-def params_of(optimizer: Any) -> list[Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def grads_of(optimizer: Any) -> list[Tensor]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
-import pickle
-from typing import Any
 
 import optimizer_cases as cases
 import pytest
@@ -52,20 +48,9 @@ def test_a_checkpoint_does_not_change_the_setting(name, options, setting):
         assert optimizer.state_dict()["param_groups"][0][key] == mine
 
 
-def through_pickle(optimizer: Any) -> Any:
-    return pickle.loads(pickle.dumps(optimizer))
-
-
-def through_a_file(optimizer: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(optimizer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("carry", [through_pickle, through_a_file, copy.deepcopy])
+@cases.COPIES
 @each_setting
-def test_copies_keep_the_setting(name, options, setting, carry):
+def test_copies_keep_the_setting(name, options, setting, copied):
     key, _, value, _ = setting
     optimizer = ours(name)(make_params(BF16), **{key: value}, max_grad_norm=1.0, **options)
     plain = ours(name)(cases.twins(params_of(optimizer)), max_grad_norm=1.0, **options)
@@ -73,7 +58,7 @@ def test_copies_keep_the_setting(name, options, setting, carry):
     give(params_of(optimizer), params_of(plain))
     optimizer.step()
     plain.step()
-    other = carry(optimizer)
+    other = copied(optimizer)
     give(params_of(optimizer), params_of(other), params_of(plain))
     for each in (optimizer, other, plain):
         each.step()

@@ -17,8 +17,8 @@ import torch
 import trainer_cases as cases
 from awkward import BF16, F16, F32
 from interrupts import IS_COMPLETE, interrupted_at_each_line
+from optimizer_cases import through_a_file
 from rows import rows
-from scaler_cases import through_a_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from trainer_cases import PRECISIONS, TARGET, X, assert_same, new_model, new_trainer, params_of
@@ -113,7 +113,7 @@ def test_a_resumed_training_has_the_same_bits(make, dtype, at):
     cases.train_on(stopped, data[:at])
     going_on.train_step(X, TARGET)  # leaves nothing that lasts
     state = {"model": stopped.model.state_dict(), "trainer": stopped.state_dict()}
-    saved = through_a_file(state, weights_only=True)
+    saved = through_a_file(state)
     going_on.model.load_state_dict(saved["model"])
     going_on.load_state_dict(saved["trainer"])
     metrics, wanted = (cases.train_on(trainer, data[at:]) for trainer in (going_on, straight))
