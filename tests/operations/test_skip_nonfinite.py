@@ -195,19 +195,3 @@ def test_a_scaler_skips_an_overflow_whole_all_the_same(
                 assert not same_bits(params_of(optimizer)[0], before[0]["param"])
         assert scaler.get_scale() == 512.0
     classes.assert_same_bits(skips, plain)
-
-
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["plain", "norm"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["alone", "scaler"])
-def test_different_settings_in_groups_are_refused(device, scaled, max_grad_norm):
-    params = make_params(F32, device, [(5,), (7,)])
-    give_grads(params)
-    optimizer = ours("SGD")(params[:1], lr=1.0, max_grad_norm=max_grad_norm, momentum=0.9, **SKIP)
-    optimizer.add_param_group({"params": params[1:], "skip_nonfinite": False})
-    before = [param.detach().clone() for param in params]
-    scaler = amp_ext.GradScaler(device.type, enabled=scaled)
-    scaler.scale(torch.ones((), device=device))
-    words = r"SGD: skip_nonfinite must be the same .*\[True, False\]$"
-    with pytest.raises(ValueError, match=words):
-        scaler.step(optimizer)
-    assert all(map(same_bits, params, before))
