@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from awkward import threads
 from optimizer_cases import EACH_CLASS, ours, theirs
 from reference import tolerance
 from rows import rows
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import mse_loss
+from trainer_cases import new_model
 
 import amp_ext
 
@@ -45,10 +47,8 @@ OUR_OPTIMIZERS = [
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Keeps matrix products of a few elements away from threads, whose start costs far more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 class Log:
@@ -62,11 +62,6 @@ class Log:
     def iteration(self, scaler: torch.amp.GradScaler, *losses: Tensor) -> None:
         self.losses.extend(loss.detach().float().cpu() for loss in losses)
         self.scales.append(scaler.get_scale())
-
-
-def new_model(device: Any, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(device)
 
 
 def batches(device: Any) -> list[tuple[Tensor, Tensor]]:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
+from awkward import threads
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +15,7 @@ def one_thread() -> Iterator[None]:
 
     Nor does a benchmark's garbage collection look at all that was there before.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     gc.freeze()
-    yield
+    with threads(1):
+        yield
     gc.unfreeze()
-    torch.set_num_threads(threads)
