@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -57,30 +56,6 @@ def test_one_update(scale, tracker, found_infs, numbers, expected, device) -> No
     flags = [torch.full((), value, device=device) for value in found_infs]
     ops.update_scale_(scale_tensor, tracker_tensor, flags, **numbers)
     assert (scale_tensor.item(), tracker_tensor.item()) == expected
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    rows(
-        {
-            "usual": factors(),
-            "factors-that-round": factors(1.7, 0.3, 2),
-            "factors-that-are-one-in-float32": factors(1.0 + 1e-9, 1.0 - 1e-9, 1),
-            "huge-factors": factors(1e30, 1e-30, 2),
-        }
-    ),
-)
-def test_a_long_sequence_is_torchs(numbers: dict[str, float], device) -> None:
-    draw = random.Random(0)
-    actual = torch.full((), 65536.0, device=device)
-    actual_tracker = torch.zeros((), dtype=torch.int32, device=device)
-    expected, expected_tracker = actual.clone(), actual_tracker.clone()
-    for step in range(300):
-        found_inf = torch.full((), float(draw.random() < 0.35), device=device)
-        torch._amp_update_scale_(expected, expected_tracker, found_inf, *numbers.values())
-        ops.update_scale_(actual, actual_tracker, [found_inf], **numbers)
-        assert actual.item() == expected.item(), step
-        assert actual_tracker.item() == expected_tracker.item(), step
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)

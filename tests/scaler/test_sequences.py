@@ -66,8 +66,8 @@ def test_overflowing_steps_might_as_well_not_have_been(make, sequence, options, 
     found=st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=1, max_size=40),
     options=st.tuples(  # scale, growth, backoff, interval
         st.floats(1e-30, 1e38),
-        st.floats(1, 1e9, exclude_min=True),
-        st.floats(1e-9, 1, exclude_max=True),
+        st.floats(1, 1e30, exclude_min=True) | st.sampled_from([1.0 + 1e-9, 1.7, 2.0]),
+        st.floats(1e-30, 1, exclude_max=True) | st.sampled_from([1.0 - 1e-9, 0.3, 0.5]),
         st.integers(0, 5),
     ),
 )
