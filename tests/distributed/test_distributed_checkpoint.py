@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from reference import same_bits
 from rows import rows
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning")
 
 WAYS = rows(
     {
@@ -80,17 +81,9 @@ def steps_of(optimizer: Optimizer) -> list[float]:
     return [state["step"].item() for state in optimizer.state.values() if "step" in state]
 
 
-def save(content: dict[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():  # that there is one process
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.save(content, checkpoint_id=folder)
-
-
 def load(content: dict[str, Any], folder: Path, partly: bool = False) -> None:
     planner = dcp.DefaultLoadPlanner(allow_partial_load=partly)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(content, checkpoint_id=folder, planner=planner)
+    dcp.load(content, checkpoint_id=folder, planner=planner)
 
 
 @each_dtype_in_each_way
@@ -101,7 +94,7 @@ def test_states_go_through_a_folder_to_a_fresh_optimizer(
     train_trainable([optimizer], 3)
     before = cases.bits_of(optimizer)
     model_state, state = of_torch.get_state_dict(model, optimizer, options=how)
-    save({"model": model_state, "optimizer": state}, tmp_path)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
     assert_same_bits(optimizer, before)
 
     fresh_model, fresh = make(name, dtype, lr=123.0)
@@ -139,7 +132,8 @@ def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
 def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, options, how):
     def carry(saver, loader, folder):
         model, optimizer = saver
-        save({"state": of_torch.get_optimizer_state_dict(model, optimizer, options=how)}, folder)
+        state = of_torch.get_optimizer_state_dict(model, optimizer, options=how)
+        dcp.save({"state": state}, checkpoint_id=folder)
         fresh_model, fresh = loader
         fresh_model.load_state_dict(model.state_dict())
         content = {"state": of_torch.get_optimizer_state_dict(fresh_model, fresh, options=how)}

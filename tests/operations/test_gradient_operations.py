@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+import awkward
 import gradient_lists as cases
 import pytest
 import torch
-from awkward import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    INF,
-    LAYOUT_SHAPE,
-    LAYOUTS,
-    NAN,
-    neighbours_untouched,
-    placed,
-    threads,
-)
+from awkward import BF16, F32, F64, INF, LAYOUT_SHAPE, LAYOUTS, NAN, neighbours_untouched, placed
+from optimizer_cases import HALVES
 from rows import rows
 from torch import Tensor
 
@@ -54,7 +44,7 @@ def test_one_bad_element_is_found_whichever_thread_reads_it(operation, device) -
         cases.assert_right(operation, [tensor], index)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@HALVES
 @cases.each_operation
 def test_every_16_bit_pattern_is_judged_right(operation, dtype, device) -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
@@ -186,13 +176,10 @@ def test_versions_move_exactly_where_something_is_written(operation, device) -> 
 
 @cases.each_operation
 def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
-    start = [
-        cases.spoiled(size, dtype, "cpu")
-        for dtype in cases.GRAD_DTYPES
-        for size in (300_001, 5, 70_000)
-    ]
+    sizes = (300_001, 5, 70_000)
+    start = [cases.spoiled(size, dtype, "cpu") for dtype in cases.GRAD_DTYPES for size in sizes]
     for count in (1, 2, 3):
-        with threads(count):
+        with awkward.threads(count):
             cases.assert_right(operation, [tensor.clone() for tensor in start])
 
 
