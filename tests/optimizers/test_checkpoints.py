@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from typing import Any
 
 import optimizer_cases as cases
@@ -293,88 +295,71 @@ def test_names_of_parameters_are_kept(name):
 # Files that are refused.
 
 
-def at(*path: Any, value: Any = None):
-    """Returns a function that removes what lies at the end of a path of keys, or replaces it."""
-
-    def spoil(file: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            file = file[key]
-        if value is None:
-            del file[path[-1]]
-        else:
-            file[path[-1]] = value(file[path[-1]])
-
-    return spoil
+GONE = object()
 
 
-def step(value: Any):
-    return at("state", 1, "step", value=lambda old: value)
+def spoiled(file: dict[str, Any], path: list[Any], new: Any) -> dict[str, Any]:
+    """Returns a file in which what lies at the end of a path of keys is another, or gone."""
+    file, (*keys, last) = copy.deepcopy(file), path
+    holder = functools.reduce(operator.getitem, keys, file)
+    if new is GONE:
+        del holder[last]
+    else:
+        holder[last] = new(holder[last]) if callable(new) else new
+    return file
 
 
-STEP = "step of group 0, param 1"
+STEP, EXP_AVG = ["state", 1, "step"], ["state", 1, "exp_avg"]
+GROUP = ["param_groups", 0]
+STEP_MUST = "step of group 0, param 1 must be"
+IN_RANGE = f"{STEP_MUST} finite and at least 0, got"
 MISMATCH = "loaded state dict contains a parameter group that doesn't match the size"
 OTHER_NUMBER = "loaded state dict has a different number of parameter groups"
+GROUP_MUST = r"param_groups\[0\] must"
+PARAMS_MUST = r"param_groups\[0\]\['params'\] must"
+DIFFERENTIABLE = r"differentiable of param_groups\[0\] must be False, got True: .* set it to False"
 BAD = {
-    "no-groups": (at("param_groups"), "param_groups"),
-    "no-state": (at("state"), "state"),
-    "other-groups": (at("param_groups", value=lambda old: []), OTHER_NUMBER),
-    "fewer-params": (at("param_groups", 0, "params", value=lambda old: [0, 1]), MISMATCH),
-    "no-exp_avg": (at("state", 1, "exp_avg"), "exp_avg"),
-    "no-exp_avg_sq": (at("state", 4, "exp_avg_sq"), "exp_avg_sq"),
-    "no-max_exp_avg_sq": (at("state", 1, "max_exp_avg_sq"), "max_exp_avg_sq"),
-    "no-step": (at("state", 1, "step"), "step"),
-    "shape": (at("state", 1, "exp_avg", value=lambda old: old[:-1]), "exp_avg"),
-    "transposed": (at("state", 1, "exp_avg", value=lambda old: old.t()), "exp_avg"),
-    "integer": (at("state", 1, "exp_avg", value=lambda old: old.int()), "exp_avg"),
-    "text": (at("state", 1, "exp_avg", value=lambda old: "text"), "exp_avg"),
-    "sparse": (at("state", 1, "exp_avg", value=lambda old: old.to_sparse()), "exp_avg"),
-    "none": (lambda file: file["state"][1].update(exp_avg=None), "exp_avg"),
-    "master-shape": (at("state", 1, "master_param", value=lambda old: old[:-1]), "master_param"),
-    "step-text": (at("state", 1, "step", value=lambda old: "text"), "step"),
-    "step-shape": (at("state", 1, "step", value=lambda old: torch.zeros(2)), "step"),
-    "step-nan": (step(torch.nan), f"{STEP} must be finite and at least 0, got nan"),
-    "step-inf": (step(torch.tensor(torch.inf)), f"{STEP} must be finite and at least 0, got inf"),
-    "step-negative": (step(torch.tensor(-1)), f"{STEP} must be finite and at least 0, got -1"),
-    "step-huge": (step(10**400), f"{STEP} must be finite and at least 0, got 1000"),
-    "step-complex": (step(torch.tensor(1 + 2j)), rf"{STEP} must be one number, got \(1\+2j\)"),
-    "step-complex-number": (step(1 + 2j), rf"{STEP} must be one number, got \(1\+2j\)"),
-    "differentiable": (
-        at("param_groups", 0, "differentiable", value=lambda old: True),
-        r"differentiable of param_groups\[0\] must be False, got True: .* set it to False in",
-    ),
-    "groups-kind": (at("param_groups", value=lambda old: {0: old}), "param_groups must be a list"),
-    "group-kind": (
-        at("param_groups", 0, value=lambda old: [old]),
-        r"param_groups\[0\] must be a dict, got list",
-    ),
-    "params-kind": (
-        at("param_groups", 0, "params", value=lambda old: 5),
-        r"param_groups\[0\]\['params'\] must be a list, got int",
-    ),
-    "params-keys": (
-        at("param_groups", 0, "params", value=lambda old: [[key] for key in old]),
-        r"param_groups\[0\]\['params'\] must have keys of state, got list",
-    ),
-    "no-params": (
-        at("param_groups", 0, "params"),
-        r"param_groups\[0\] must have \['params'\], got",
-    ),
-    "state-kind": (at("state", value=list), "state must be a dict, got list"),
-    "state-of-a-param": (
-        at("state", 3, value=lambda old: 7),
-        r"state\[3\] must be a dict, got int",
-    ),
-    "no-lr": (at("param_groups", 0, "lr"), "lr"),
-    "no-betas": (at("param_groups", 0, "betas"), "betas"),
+    "no-groups": (["param_groups"], GONE, "param_groups"),
+    "no-state": (["state"], GONE, "state"),
+    "other-groups": (["param_groups"], [], OTHER_NUMBER),
+    "fewer-params": ([*GROUP, "params"], [0, 1], MISMATCH),
+    "no-exp_avg": (EXP_AVG, GONE, "exp_avg"),
+    "no-exp_avg_sq": (["state", 4, "exp_avg_sq"], GONE, "exp_avg_sq"),
+    "no-max_exp_avg_sq": (["state", 1, "max_exp_avg_sq"], GONE, "max_exp_avg_sq"),
+    "no-step": (STEP, GONE, "step"),
+    "shape": (EXP_AVG, lambda old: old[:-1], "exp_avg"),
+    "transposed": (EXP_AVG, torch.Tensor.t, "exp_avg"),
+    "integer": (EXP_AVG, torch.Tensor.int, "exp_avg"),
+    "text": (EXP_AVG, "text", "exp_avg"),
+    "sparse": (EXP_AVG, torch.Tensor.to_sparse, "exp_avg"),
+    "none": (EXP_AVG, None, "exp_avg"),
+    "master-shape": (["state", 1, "master_param"], lambda old: old[:-1], "master_param"),
+    "step-text": (STEP, "text", "step"),
+    "step-shape": (STEP, torch.zeros(2), "step"),
+    "step-nan": (STEP, torch.nan, f"{IN_RANGE} nan"),
+    "step-inf": (STEP, torch.tensor(torch.inf), f"{IN_RANGE} inf"),
+    "step-negative": (STEP, torch.tensor(-1), f"{IN_RANGE} -1"),
+    "step-huge": (STEP, 10**400, f"{IN_RANGE} 1000"),
+    "step-complex": (STEP, torch.tensor(1 + 2j), rf"{STEP_MUST} one number, got \(1\+2j\)"),
+    "step-complex-number": (STEP, 1 + 2j, rf"{STEP_MUST} one number, got \(1\+2j\)"),
+    "differentiable": ([*GROUP, "differentiable"], True, DIFFERENTIABLE),
+    "groups-kind": (["param_groups"], lambda old: {0: old}, "param_groups must be a list"),
+    "group-kind": (GROUP, lambda old: [old], f"{GROUP_MUST} be a dict, got list"),
+    "params-kind": ([*GROUP, "params"], 5, f"{PARAMS_MUST} be a list, got int"),
+    "params-keys": ([*GROUP, "params"], [[0]] * 5, f"{PARAMS_MUST} have keys of state, got list"),
+    "no-params": ([*GROUP, "params"], GONE, rf"{GROUP_MUST} have \['params'\], got"),
+    "state-kind": (["state"], list, "state must be a dict, got list"),
+    "state-of-a-param": (["state", 3], 7, r"state\[3\] must be a dict, got int"),
+    "no-lr": ([*GROUP, "lr"], GONE, "lr"),
+    "no-betas": ([*GROUP, "betas"], GONE, "betas"),
 }
 
 
-@pytest.mark.parametrize(("spoil", "words"), rows(BAD))
-def test_a_bad_checkpoint_is_refused_before_anything_changes(spoil, words):
+@pytest.mark.parametrize(("path", "new", "words"), rows(BAD))
+def test_a_bad_checkpoint_is_refused_before_anything_changes(path, new, words):
     target = trained(ours("Adam")(make_params(BF16), lr=0.1, amsgrad=True))
     source = trained(ours("Adam")(twins(target), lr=0.2, amsgrad=True))
-    file = copy.deepcopy(source.state_dict())
-    spoil(file)
+    file = spoiled(source.state_dict(), path, new)
     cases.assert_refused(target, file, (ValueError, RuntimeError, KeyError), words)
 
 
