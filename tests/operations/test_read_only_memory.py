@@ -28,6 +28,16 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
     ops.clip_grads_(grads, torch.tensor(0.5), max_norm=1.0)
     for each in (amp_ext.optim.AdamW, amp_ext.optim.SGD):
         each(params, max_grad_norm=1.0, clip_value=1.0).step()
+    scaler = amp_ext.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for each in (torch.optim.SGD, amp_ext.optim.Adam, amp_ext.optim.SGD):
+        optimizer = each(params)
+        found_infs = scaler._check_inf_per_device(optimizer).values()
+        assert [found_inf.item() for found_inf in found_infs] == [0]
+        if each is not torch.optim.SGD:
+            scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 65536
 """
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import mmap
-import struct
 import warnings
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
@@ -172,28 +170,6 @@ def test_the_check_never_writes_a_gradient(make, dtype, device):
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
     assert all(map(same_bits, grads_of(optimizer), grads))
     assert [grad._version for grad in grads_of(optimizer)] == versions
-
-
-def test_gradients_are_not_even_written_with_the_bits_that_they_have(tmp_path):
-    """Their pages are copied when they are written, and only the others follow the file."""
-    file = tmp_path / "gradient"
-    file.write_bytes(struct.pack("f", 4.0) * 20_000)
-    with file.open("r+b") as opened:
-        pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        grad, scaler = torch.frombuffer(pages, dtype=F32), ready()
-        for make in (cases.torchs_sgd, cases.our_sgd, cases.our_adam):
-            param = Parameter(torch.ones(20_000))
-            param.grad = grad
-            optimizer = make([param])
-            assert [v.item() for v in scaler._check_inf_per_device(optimizer).values()] == [0.0]
-            if make is not cases.torchs_sgd:
-                scaler.step(optimizer)
-                assert param.sum().item() == pytest.approx(10_000)
-        scaler.update()
-        assert scaler.get_scale() == 4
-        opened.write(struct.pack("f", 8.0) * 20_000)
-        opened.flush()
-        assert grad.unique().tolist() == [8.0]
 
 
 # Order of calls
