@@ -9,8 +9,6 @@ from awkward import BF16, F16, F32
 from gradient_lists import equal
 from reference import same_bits
 
-from amp_ext import ops
-
 
 @pytest.mark.parametrize("buffer", [0.0, 12345.0])
 def test_first_and_later_steps_share_a_launch_and_the_first_ignores_the_buffer(device, buffer):
@@ -66,17 +64,3 @@ def test_lists_that_do_not_fit_the_options_are_named(built_for, options, words):
     with pytest.raises(RuntimeError, match=f"^sgd_: {words}"):
         cases.run("sgd_", lists, **options)
     assert all(map(same_bits, lists["params"], before["params"]))
-
-
-def test_fp16_is_infinite_from_halfway_above_its_largest_number_on(device):
-    halves = [65504.0, 65519.0, 65520.0, 65536.0]
-    params = torch.tensor([65504.0] * 8, dtype=torch.float16, device=device)
-    change = torch.tensor([65504.0 - half for half in halves] * 2, device=device).half()
-    params[4:] *= -1
-    change[4:] *= -1
-    masters = params.float()
-    ops.sgd_([params], [change], lr=1.0, master_params=[masters])
-    infinite = torch.tensor([False, False, True, True] * 2, device=device)
-    assert torch.equal(params.isinf(), infinite)
-    assert torch.equal(params[~infinite].abs(), torch.full_like(params[~infinite], 65504.0))
-    assert torch.equal(params, masters.to(torch.float16))

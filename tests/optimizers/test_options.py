@@ -67,6 +67,8 @@ OF_ONE_CLASS = {
     "capturable": ("Adam", "capturable", "no", "True or False", "'no'"),
     "decoupled": ("Adam", "decoupled_weight_decay", "no", "True or False", "'no'"),
     "floor": ("AdamW", "denominator_floor", "0", "a number", "'0'"),
+    "floor-negative": ("Adam", "denominator_floor", -1e-12, "a number of at least 0", "-1e-12"),
+    "floor-nan": ("AdamW", "denominator_floor", NAN, "a number of at least 0", "nan"),
     "momentum": ("SGD", "momentum", "0.9", "a number", "'0.9'"),
     "dampening": ("SGD", "dampening", None, "a number", "None"),
     "nesterov": ("SGD", "nesterov", "no", "True or False", "'no'"),
@@ -74,7 +76,6 @@ OF_ONE_CLASS = {
 OF_ONE_CLASS_IN_GROUPS = {
     "beta-nan": ("Adam", "betas", (0.9, NAN), "two numbers .*", r"\(0.9, nan\)"),
     "eps-nan": ("Adam", "eps", NAN, "a number", "nan"),
-    "floor-negative": ("Adam", "denominator_floor", -1e-12, "a number of at least 0", "-1e-12"),
     "dampening-nan": ("SGD", "dampening", NAN, "a number", "nan"),
 }
 OF_ALL = WRONG_TYPES | WRONG_VALUES
