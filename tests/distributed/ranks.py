@@ -36,6 +36,10 @@ Check = Callable[[int], None]
 BAD_RANK, BAD_STEP, STEPS = 1, 2, 4
 IMPORTED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.optim"]
 
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
+)
+
 # Start and end.
 
 
@@ -390,8 +394,7 @@ def fully_sharded_models_train_as_in_one_process(rank: int) -> None:
         name, options = row.values
         for extra in ({}, {"max_grad_norm": 0.1}):
             make = partial(ours(name), **options, **extra)
-            spoils = bool(extra)
-            optimizer = assert_trains_as_alone(rank, wrap, make, spoils_shard=spoils)
+            optimizer = assert_trains_as_alone(rank, wrap, make, spoils_shard=bool(extra))
             sizes = [param.to_local().numel() for param in optimizer.param_groups[0]["params"]]
             assert (0 in sizes) == (rank == 1)  # uneven, and nothing of one of them
 

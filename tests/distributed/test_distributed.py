@@ -13,10 +13,7 @@ from rows import rows
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+pytestmark = ranks.needs_gloo
 
 # A start of ranks takes seconds, so each does several checks; a failure names its own.
 CHECKS = {

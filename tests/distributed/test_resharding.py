@@ -19,9 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import amp_ext
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
-)
+pytestmark = ranks.needs_gloo
 
 STEPS_OF_A_STAGE = 2
 
