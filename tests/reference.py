@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,19 +68,9 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     )
 
 
-def snapshot(tensors: list[Tensor] | dict[str, Tensor]) -> Any:
-    """Returns copies that share nothing with ``tensors``, in the same kind of container."""
-    if isinstance(tensors, dict):
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns copies that share nothing with ``tensors``."""
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def unscaled(grad: Tensor, grad_scale: Tensor | float | None) -> Tensor:
-    """Returns the gradient in float64, multiplied by float32(1 / float64(grad_scale))."""
-    if grad_scale is None:
-        return grad.double()
-    inverse = 1.0 / torch.as_tensor(grad_scale).double().cpu()
-    return grad.double() * inverse.float().double().item()
 
 
 def adam(
@@ -98,13 +89,12 @@ def adam(
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
     denominator_floor: float = 0.0,
-    grad_scale: Tensor | float | None = None,
 ) -> dict[str, Tensor]:
     """Takes one step of Adam, AdamW or AMSGrad in float64.
 
     Args:
         param: The number that is updated: the master where there is one. Nothing is written.
-        grad: Gradient, still multiplied by ``grad_scale``.
+        grad: Gradient, unscaled and clipped.
         exp_avg: First moment before the step.
         exp_avg_sq: Second moment before the step.
         step: Steps taken before this one.
@@ -118,7 +108,7 @@ def adam(
         Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay
         Regularization", 2019; Reddi et al., "On the Convergence of Adam and Beyond", 2018.
     """
-    param, grad = param.double(), unscaled(grad, grad_scale)
+    param, grad = param.double(), grad.double()
     exp_avg, exp_avg_sq, step = exp_avg.double(), exp_avg_sq.double(), step.double() + 1
     if maximize:
         grad = -grad
@@ -190,13 +180,12 @@ def sgd(
     nesterov: bool = False,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
-    grad_scale: Tensor | float | None = None,
 ) -> dict[str, Tensor]:
     """Takes one step of SGD in float64.
 
     Args:
         param: The number that is updated: the master where there is one. Nothing is written.
-        grad: Gradient, still multiplied by ``grad_scale``.
+        grad: Gradient, unscaled and clipped.
         momentum_buffer: Buffer before the step; needed unless ``momentum`` is 0.
         first: Whether no step was taken yet: the buffer becomes the gradient, without dampening.
 
@@ -207,7 +196,7 @@ def sgd(
         Sutskever et al., "On the importance of initialization and momentum in deep learning",
         2013, in the variant of ``torch.optim.SGD``.
     """
-    param, grad = param.double(), unscaled(grad, grad_scale)
+    param, grad = param.double(), grad.double()
     if maximize:
         grad = -grad
     if decoupled_weight_decay:
@@ -264,6 +253,7 @@ def clipped(
 ) -> tuple[list[Tensor], float]:
     """Unscales gradients and clips them, by their norm first; inf and NaN do not count.
 
+    The inverse of the scale is computed in float64 and rounded to float32, as torch's is.
     Norm and coefficient are rounded to float32, as those of torch's clip_grad_norm_ are.
 
     Args:
@@ -277,7 +267,8 @@ def clipped(
         Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
         2013.
     """
-    doubles = [unscaled(grad, grad_scale) for grad in grads]
+    inverse = 1 if grad_scale is None else (1 / torch.as_tensor(grad_scale).double()).float().item()
+    doubles = [grad.double() * inverse for grad in grads]
     squares = sum(double[double.isfinite()].square().sum().item() for double in doubles)
     norm = torch.tensor(squares, dtype=torch.float64).sqrt().float().double()
     if max_grad_norm is not None:
