@@ -8,7 +8,7 @@ import list_operations as cases
 import pytest
 import torch
 from awkward import BF16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
-from optimizer_cases import give_grads, make_params, ours, twins
+from optimizer_cases import give_grads, make_params, ours
 from reference import adam, assert_close, same_bits
 
 with_and_without_amsgrad = pytest.mark.parametrize(
@@ -113,21 +113,6 @@ def test_ten_steps_follow_the_formula(device, dtype, name, options, floor):
         if key != "step":
             assert_close(value, expected[key.replace("master_param", "param")], steps=10, what=key)
     assert same_bits(param, mine.state[param].get("master_param", param).to(dtype))
-
-
-def test_each_group_has_its_own_floor(device):
-    params = make_params(F32, device, [(5,), (7,)])
-    apart = twins(params)
-    groups = [{"params": params[:1]}, {"params": params[1:], "denominator_floor": 4.0}]
-    optimizers = [
-        ours("Adam")(groups, lr=0.1),
-        ours("Adam")(apart[:1], lr=0.1),
-        ours("Adam")(apart[1:], lr=0.1, denominator_floor=4.0),
-    ]
-    give_grads(params, apart)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert all(map(same_bits, params, apart))
 
 
 def test_sgd_has_no_denominator():
