@@ -32,20 +32,16 @@ struct Streams {
   static constexpr int kPackSize =
       16 / static_cast<int>(std::min({sizeof(Grad), sizeof(Param), sizeof(Buffer)}));
 
-  // The most blocks for which no kernel with these streams spills registers. Packs of 8 elements
-  // and what is converted take many, and more of them in the code for sm_100.
+  // Blocks for which no kernel with these streams spills registers. Packs of 8 elements and what is
+  // converted take many, and more of them in the code for sm_100.
   static constexpr int blocks_on(int architecture) {
     if (sizeof(T) == 8) return 2;
     if (kPackSize == 4 || kBuffers == 0) return 4;
     if (kBuffers == 3) return 2;
-    const bool is_sm_100 = architecture >= 1000;
     const bool is_kept_in_float = kHasMaster && sizeof(Buffer) == 4;
-    if (kBuffers == 1) {
-      const bool is_all_16_bit = !kHasMaster && sizeof(Param) == 2;
-      return is_kept_in_float || (is_all_16_bit && !is_sm_100) ? 4 : 3;
-    }
-    if (!is_sm_100) return is_kept_in_float ? 4 : 3;
-    return is_kept_in_float && std::is_same_v<Grad, Half> ? 2 : 3;
+    if (kBuffers == 1 || !is_kept_in_float) return 3;
+    if (architecture < 1000) return 4;
+    return std::is_same_v<Grad, Half> ? 2 : 3;
   }
 
   Grad* grad;
