@@ -37,11 +37,8 @@ struct Streams {
   static constexpr int blocks_on(int architecture) {
     if (sizeof(T) == 8) return 2;
     if (kPackSize == 4 || kBuffers == 0) return 4;
-    if (kBuffers == 3) return 2;
-    const bool is_kept_in_float = kHasMaster && sizeof(Buffer) == 4;
-    if (kBuffers == 1 || !is_kept_in_float) return 3;
-    if (architecture < 1000) return 4;
-    return std::is_same_v<Grad, Half> ? 2 : 3;
+    if (kBuffers == 3 || (kBuffers == 2 && kHasMaster && architecture >= 1000)) return 2;
+    return kBuffers == 2 && kHasMaster && sizeof(Buffer) == 4 ? 4 : 3;
   }
 
   Grad* grad;
