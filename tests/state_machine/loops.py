@@ -108,6 +108,11 @@ class Loops(RuleBasedStateMachine):
     def sides(self, which: int) -> Sides:
         return self.all[which % len(self.all)]
 
+    def is_left(self, sides: Sides) -> bool:
+        """Returns whether an error has left gradients that were unscaled."""
+        left = sides.left
+        return left is not None and self.scalers_of(sides).state_of(sides) is left[0]
+
     def scalers_of(self, sides: Sides) -> Scalers:
         return self.scalers[sides.scaler % len(self.scalers)]
 

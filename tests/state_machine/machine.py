@@ -89,9 +89,9 @@ class Machine(Loops):
         how=st.sampled_from(["module.to", "swapped", "data"]),
     )
     def convert(self, which: int, numbered: int, dtype: str, how: str) -> None:
-        if how == "swapped" and self.leaves_out("swapped tensors"):
-            how = "module.to"
         sides = self.sides(which)
+        if how == "swapped" and (self.leaves_out("swapped tensors") or self.is_left(sides)):
+            how = "module.to"
         group, pair = sides.pair(numbered)
         before = pair.mine.dtype
         if pair.is_converted:
@@ -114,9 +114,11 @@ class Machine(Loops):
     @precondition(lambda self: "swapped tensors" not in self.without)
     @rule(which=number, numbered=number)
     def swap_grad(self, which: int, numbered: int) -> None:
-        _, pair = self.sides(which).pair(numbered)
+        sides = self.sides(which)
+        _, pair = sides.pair(numbered)
         grad = pair.mine.grad
-        if grad is not None:
+        # One that an error left unscaled is a new one then, as the documentation says.
+        if grad is not None and not self.is_left(sides):
             pair.mine.grad = None  # torch refuses while the parameter holds it
             torch.utils.swap_tensors(grad, grad.clone())
             pair.mine.grad = grad

@@ -98,6 +98,8 @@ class Sides:
         handle: What a user has of our optimizer: it, or an object that delegates to it.
         scaler: Number of the scaler that it is used with.
         unscaled: The parameters that had a gradient at the last ``unscale_``.
+        left: After an error in the step of unscaled gradients what was there then: torch's state of
+            this optimizer, the gradients with their versions, and the parameters.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Sides:
         self.name, self.options = ROWS[row]
         self.own, self.scaler, self.wrap = own, scaler, wrap
         self.unscaled: set[Pair] = set()
+        self.left: tuple[Any, list[tuple[Tensor, int]], set[Parameter]] | None = None
         self.pairs = [[Pair.of(param) for param in params] for params in groups]
         self.mine = self.new_of_ours()
         twins = [{"params": [pair.twin for pair in pairs]} for pairs in self.pairs]

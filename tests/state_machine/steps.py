@@ -85,6 +85,7 @@ class Step:
     def take(self) -> str:
         """Returns what came of it: "stepped", "skipped", "refused" or "interrupted"."""
         self._prepare()
+        self.is_refused = self._meets_what_an_error_left()
         self.was_ready = self.scalers is None or self.scalers.is_ready(self.sides)
         self.inverse = 1.0 / (self.plan.preset or 1.0)
         if self.scalers is not None and self.was_ready and self.scalers.twin._scale is not None:
@@ -92,6 +93,8 @@ class Step:
         error = self._step_ours()
         expected = self._step_torchs(error)
         result = self._result(error, expected)
+        if error is not None:
+            self._remember_what_is_left()
         if result == "stepped" or (result == "interrupted" and self._has_stepped()):
             self._compare()
         else:
@@ -104,6 +107,40 @@ class Step:
 
     def _has_stepped(self) -> bool:
         return self.plan.interrupted == "after" and not self.is_skipped
+
+    # An error in the step of gradients that were unscaled.
+
+    def _remember_what_is_left(self) -> None:
+        sides, scalers = self.sides, self.scalers
+        state = None if scalers is None else scalers.state_of(sides)
+        if state is None or state["stage"] is not UNSCALED or not state["found_inf_per_device"]:
+            return
+        if sides.left is None or sides.left[0] is not state:
+            grads = [pair.mine.grad for _, pair in self.with_grads]
+            versions = [(grad, grad._version) for grad in grads]
+            sides.left = state, versions, {pair.mine for _, pair in sides}
+
+    def _meets_what_an_error_left(self) -> bool:
+        """Returns whether our scaler refuses this step, since some gradients may be unscaled.
+
+        If all are new, it looks at them and unscales them, which torch's is told to do.
+        """
+        sides, scalers = self.sides, self.scalers
+        if scalers is None or scalers.kind == "torch" or sides.left is None:
+            return False
+        state, versions, params = sides.left
+        if scalers.state_of(sides) is not state or state["stage"] is not UNSCALED:
+            return False
+        grads = [pair.mine.grad for _, pair in self.with_grads]
+        if all(any(g is old and g._version == v for old, v in versions) for g in grads):
+            return False
+        self.differs("`scaler.step` raises, or is interrupted, in a fused optimizer")
+        if any(grad is old for grad in grads for old, _ in versions):
+            return True
+        if any(pair.mine not in params for _, pair in self.with_grads):
+            return True
+        state.update(stage=READY, found_inf_per_device={})
+        return False
 
     # Our side.
 
@@ -160,6 +197,8 @@ class Step:
 
     def _step_torchs(self, error: BaseException | None) -> BaseException | None:
         sides, scalers = self.sides, self.scalers
+        if self.is_refused:
+            return RuntimeError("refused by our side alone")
         if scalers is not None and not self.with_grads and not isinstance(error, Exception):
             state = scalers.state_of(sides)
             stage = READY if state is None else state["stage"]
