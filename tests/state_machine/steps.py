@@ -86,7 +86,9 @@ class Step:
         """Returns what came of it: "stepped", "skipped", "refused" or "interrupted"."""
         self._prepare()
         self.is_refused = self._meets_what_an_error_left()
-        self.was_ready = self.scalers is None or self.scalers.is_ready(self.sides)
+        state = None if self.scalers is None else self.scalers.state_of(self.sides)
+        self.stage = READY if state is None else state["stage"]
+        self.was_ready = self.stage is READY
         self.inverse = 1.0 / (self.plan.preset or 1.0)
         if self.scalers is not None and self.was_ready and self.scalers.twin._scale is not None:
             self.inverse *= self.scalers.inverse()
@@ -291,9 +293,9 @@ class Step:
                 return "refused"
             return "skipped" if self.is_skipped else "stepped"
         assert isinstance(error, Interruption), f"{error!r} instead of an interruption"
-        if scalers is not None and self.was_ready and plan.interrupted == "before":
+        if scalers is not None and plan.interrupted == "before" and self.stage is not STEPPED:
             self.differs("`scaler.step` raises, or is interrupted, in a fused optimizer")
-            scalers.knows(sides)["stage"] = READY
+            scalers.knows(sides)["stage"] = self.stage
         return "interrupted"
 
     def _assert_untouched(self) -> None:
