@@ -196,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
             _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         except BaseException:  # an interrupt: nobody knows what has been unscaled
             state = self._per_optimizer_states.get(id(optimizer), {})
-            if "in_part" in state:
+            if "in_part" in state and state["stage"] is OptState.READY:
                 state["in_part"] = MarkedGrads(optimizer)
             raise
         scale, _ = self._check_scale_growth_tracker("unscale_")

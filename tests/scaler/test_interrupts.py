@@ -346,6 +346,15 @@ def test_converted_gradients_are_known_as_those_that_were_unscaled():
     assert param.tolist() == [0.5] * 3
 
 
+@each_make
+def test_a_second_unscale_that_is_refused_changes_nothing_after_an_interrupted_step(make):
+    scaler, optimizer = unscaled_and_interrupted(make, "step")
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].tolist() == stepped_once(make)
+
+
 @interrupted_in
 def test_new_gradients_after_an_interrupted_call_are_unscaled(where):
     scaler, optimizer = unscaled_and_interrupted(OURS["SGD"], where)
