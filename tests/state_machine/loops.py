@@ -291,6 +291,9 @@ class Loops(RuleBasedStateMachine):
         self, which: int, hook: str | None, preset: float | None, then_update: bool
     ) -> None:
         sides = self.sides(which)
+        grads = [pair.mine.grad for _, pair in sides.with_grads()]
+        if preset and any((grad * preset).isinf().any() for grad in grads):
+            preset = None  # torch's side does not see it
         plan = Plan(self.scalers_of(sides), self.hook(hook), preset=preset)
         self.did(f"scaler_step {self.take_step(sides, plan)}")
         if then_update:
