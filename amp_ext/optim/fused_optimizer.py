@@ -255,7 +255,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``model.double()``, is converted; nothing is written.
         """
         state: dict[str, Any] = dict(self.state.get(param, {}))
-        wanted = dict.fromkeys(self.buffer_names(group), self._buffer_dtype(group, param))
+        # Also buffers that the group keeps only with other options, to which a loop may change.
+        unused = [name for name, _ in self._description().buffers if state.get(name) is not None]
+        names = (*self.buffer_names(group), *unused)
+        wanted = dict.fromkeys(names, self._buffer_dtype(group, param))
         if self._keeps_step(group):
             wanted["step"] = torch.float32
             if state.get("step") is None:
