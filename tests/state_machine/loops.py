@@ -354,7 +354,7 @@ class Loops(RuleBasedStateMachine):
         self.differs("`differentiable=True`, sparse or complex gradients")
         assert isinstance(error_of(call), Exception)
         sides.forget_versions()  # states that it made or loaded are looked up anew
-        if scalers is not None and scalers.mine._per_optimizer_states:
+        if scalers is not None and scalers.enabled and scalers.mine._per_optimizer_states:
             scalers.knows(sides)
         pair.mine.grad = dense
         assert_exact(pair.mine, before, "a parameter after a step that was refused")
