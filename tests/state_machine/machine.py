@@ -320,6 +320,7 @@ class Machine(Loops):
         for _, pair in sides:  # such a file has no masters
             pair.twin.data.copy_(pair.mine.detach())
             pair.is_stale = False
+            pair.seen = None  # the next step makes a master, and may look it up once more
 
     @rule(which=number, how=st.sampled_from(["into new", "into torch", "from torch"]))
     def save_and_load_scaler(self, which: int, how: str) -> None:
