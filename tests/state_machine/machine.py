@@ -104,8 +104,9 @@ class Machine(Loops):
                 ParameterList([pair.mine]).to(DTYPES[dtype])
         if pair.mine.dtype != before:
             pair.is_converted = True
+            was_stale = pair.is_stale
             sides.wrote(group, pair)
-            if before.itemsize > 2:  # it had no master
+            if before.itemsize > 2 or was_stale:  # it had no master, or one that will follow it
                 pair.twin.data.copy_(pair.mine.detach())
         pair.seen = None
         pair.take_grad()
