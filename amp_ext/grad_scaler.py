@@ -33,7 +33,7 @@ from amp_ext.interrupts import (
     version_of,
     versions_of_params,
 )
-from amp_ext.nonfinite import name_of_param
+from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.put_back import Before
 from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
@@ -231,10 +231,11 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16 = allow_fp16 or self._takes_fp16
         grads, sharded_over = _gradients(optimizer, allow_fp16)
         state = self._per_optimizer_states.get(id(optimizer), {})
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         # By what they are: after a change of groups another parameter may be in the same place.
         state["had_grad"] = {
-            id(p) for p, grad in zip(params, grads, strict=True) if grad is not None
+            id(param)
+            for param, grad in zip(params_of(optimizer), grads, strict=True)
+            if grad is not None
         }
         if not _are_ours(grads):
             theirs = super()._unscale_grads_
@@ -382,8 +383,7 @@ class GradScaler(torch.amp.GradScaler):
         had_grad = state.get("had_grad")  # None after someone's own way of looking
         if was_looked_at and had_grad is None:
             return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for number, param in enumerate(params):
+        for number, param in enumerate(params_of(optimizer)):
             if param.grad is None or (had_grad and id(param) in had_grad):
                 continue
             if not was_looked_at:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from amp_ext.nonfinite import params_of
+
 __all__ = [
     "MarkedGrads",
     "marked_in_part",
@@ -39,7 +41,7 @@ class MarkedGrads:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Marks the gradients that an optimizer has."""
         self._number = next(_NUMBERS)
-        self._params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._params = set(map(id, params_of(optimizer)))
         for grad in _present_grads(optimizer):
             vars(grad)[_MARK] = (self._number, version_of(grad))
 
@@ -59,9 +61,8 @@ class MarkedGrads:
             RuntimeError: If it has some of them, they have been written since, or there is one of a
                 parameter that was not there: that one may be anything.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        with_grad = [param for param in params if param.grad is not None]
-        if all(self._version_then(param.grad) == version_of(param.grad) for param in with_grad):
+        grads = _present_grads(optimizer)
+        if all(self._version_then(grad) == version_of(grad) for grad in grads):
             return True
         wanted = (
             "GradScaler.step: gradients must be as the last step left them, which was interrupted "
@@ -71,7 +72,8 @@ class MarkedGrads:
             raise RuntimeError(
                 f"{wanted} some that were written: call optimizer.zero_grad(), and backward anew"
             )
-        if any(id(param) not in self._params for param in with_grad):
+        with_grad = {id(param) for param in params_of(optimizer) if param.grad is not None}
+        if not with_grad <= self._params:
             raise RuntimeError(
                 f"{wanted} those of parameters that were not there: call update() first"
             )
@@ -134,8 +136,7 @@ def versions_of_params(optimizer: Any) -> list[int]:
     Args:
         optimizer: The optimizer, or an object that delegates to it.
     """
-    groups = getattr(optimizer, "param_groups", ())
-    params = [param for group in groups for param in group["params"]]
+    params = params_of(optimizer) if hasattr(optimizer, "param_groups") else []
     try:
         return [param._version for param in params]
     except RuntimeError:  # an inference tensor has none; to ask each takes as long again
@@ -143,5 +144,4 @@ def versions_of_params(optimizer: Any) -> list[int]:
 
 
 def _present_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [param.grad for param in params if param.grad is not None]
+    return [param.grad for param in params_of(optimizer) if param.grad is not None]

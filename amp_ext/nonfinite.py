@@ -129,12 +129,21 @@ def handle_nan_loss(
     return True
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the parameters of all groups of an optimizer.
+
+    Args:
+        optimizer: The optimizer, or an object that delegates to it.
+    """
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def name_of_param(optimizer: torch.optim.Optimizer, number: int) -> str | None:
     """Returns what an optimizer calls a parameter: its name if it has one, or where it stands.
 
     Args:
         optimizer: The optimizer.
-        number: Index among the parameters of all groups.
+        number: Index in what :func:`params_of` returns.
     """
     names = [name for name, _ in _named_tensors(optimizer, params=True)]
     return names[number] if number < len(names) else None

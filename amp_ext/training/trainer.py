@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.interrupts import may_have_stepped, version_of, versions_of_params
+from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.plain_numbers import is_count
 from amp_ext.put_back import Before
@@ -105,7 +106,7 @@ class MixedPrecisionTrainer:
                 "MixedPrecisionTrainer: scheduler must step without a figure, got "
                 "ReduceLROnPlateau: step it yourself after each validation"
             )
-        params = _params(optimizer)
+        params = params_of(optimizer)
         _check_params(params, optimizer, config)
         if scaler is not None:
             _check_kind("scaler", scaler, GradScaler)
@@ -201,7 +202,7 @@ class MixedPrecisionTrainer:
         if self._accumulated:
             correction = self.config.gradient_accumulation_steps / self._accumulated
             try:
-                for param in _params(self.optimizer):
+                for param in params_of(self.optimizer):
                     if param.grad is not None:
                         param.grad.mul_(correction)
                 metrics = self._step()
@@ -281,7 +282,7 @@ class MixedPrecisionTrainer:
         if self._fused is None and self.config.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            grad_norm = clip_grad_norm_(_params(self.optimizer), self.config.max_grad_norm)
+            grad_norm = clip_grad_norm_(params_of(self.optimizer), self.config.max_grad_norm)
         if self.scaler is None:
             self._step_unscaled()
             self.finish_scheduler_step()
@@ -339,7 +340,7 @@ class MixedPrecisionTrainer:
         those in use, as in an optimizer's ``state_dict()``: save them, or copy them to keep them.
         """
         self.finish_scheduler_step()
-        gradients = [param.grad for param in _params(self.optimizer)] if self._accumulated else []
+        gradients = [param.grad for param in params_of(self.optimizer)] if self._accumulated else []
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -458,7 +459,7 @@ class MixedPrecisionTrainer:
     ) -> None:
         """Takes over a state, with those of the model and the generators if they are given."""
         self._check_entries(operation, state_dict)
-        params = _params(self.optimizer)
+        params = params_of(self.optimizer)
         gradients = self._copied_gradients(operation, state_dict, params)
         loss = self._copied_loss(operation, state_dict)
         schedule = copy.deepcopy(state_dict["scheduler"])  # torch's take entries out meanwhile
@@ -600,10 +601,6 @@ _ENTRIES_OF_SCALERS = (
     "growth_interval",
     "_growth_tracker",
 )
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _with_inner(scheduler: Any) -> list[Any]:

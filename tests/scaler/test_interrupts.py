@@ -223,19 +223,26 @@ def test_what_is_done_again_after_an_interrupt_is_done_once_or_refused(parts, nu
     assert went_on > 0
 
 
+def dropped_and_gone_on(loop: Loop, line: str, parts: Parts, stepped: tuple[float, ...]) -> bool:
+    """Takes the next iteration in the place of one that was interrupted.
+
+    Returns:
+        Whether it was not refused at first.
+    """
+    refusal = refusal_of(functools.partial(loop.iterate, NEXT))
+    if refusal is not None:
+        loop.end_iteration()
+        loop.iterate(NEXT)
+    assert loop.values() == values_after(parts, *stepped, NEXT), f"{line}: {refusal}"
+    return refusal is None
+
+
 @sweep
 def test_an_iteration_that_is_dropped_after_an_interrupt_does_no_harm(parts, number, call):
     allowed = [2.0 * scale for scale in scales_after(parts, number)]
     went_on = 0
     for loop, line, has_stepped in interrupted(parts, number, call):
-        numbers = (number, NEXT) if has_stepped else (NEXT,)
-        refusal = refusal_of(functools.partial(loop.iterate, NEXT))
-        if refusal is None:
-            went_on += 1
-        else:
-            loop.end_iteration()
-            loop.iterate(NEXT)
-        assert loop.values() == values_after(parts, *numbers), f"{line}: {refusal}"
+        went_on += dropped_and_gone_on(loop, line, parts, (number,) if has_stepped else ())
         assert loop.scaler.get_scale() in allowed, line
         loop.assert_free(line)
     assert went_on > 0
@@ -248,14 +255,7 @@ def test_an_iteration_that_is_dropped_under_torchs_scaler_does_no_harm(make, uns
     parts = Parts(make, TorchScaler, unscales, 1)
     went_on = 0
     for loop, line, has_stepped in interrupted(parts, 2.0, Loop.look_and_step):
-        numbers = (2.0, NEXT) if has_stepped else (NEXT,)
-        refusal = refusal_of(functools.partial(loop.iterate, NEXT))
-        if refusal is None:
-            went_on += 1
-        else:
-            loop.end_iteration()
-            loop.iterate(NEXT)
-        assert loop.values() == values_after(parts, *numbers), f"{line}: {refusal}"
+        went_on += dropped_and_gone_on(loop, line, parts, (2.0,) if has_stepped else ())
         loop.assert_free(line)
     assert went_on > 0
 
