@@ -24,8 +24,9 @@ PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && \
     echo '-n auto --maxprocesses 8 --dist worksteal')
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-SOURCES := setup.py $(shell find csrc)
-CXX_FILES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := setup.py $(shell find csrc amp_ext/include)
+CXX_FILES := $(shell find csrc amp_ext/include tests benchmarks examples \
+    -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
 .PHONY: help demo examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check clean
@@ -92,9 +93,9 @@ gpu-check:  ## Tests and times on a GPU, in the present environment; FOLDER=... 
 	    scripts/gpu_check.sh $(FOLDER)
 
 # The program that tries the kernels in many shapes, for the architecture in its name.
-build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc -name '*.h' -o -name '*.cuh')
+build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc amp_ext/include -name '*.h' -o -name '*.cuh')
 	@mkdir -p build
-	@nvcc -o $@ $< -Icsrc -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr -arch=$*
+	@nvcc -o $@ $< -Icsrc -Iamp_ext/include -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr -arch=$*
 
 clean:  ## Removes what was built; the .venv folders stay
 	@rm -rf build dist *.egg-info amp_ext/_C.*.so amp_ext/_build_info.json .venv/.built*

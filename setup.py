@@ -196,7 +196,7 @@ setuptools.setup(
         Extension(
             "amp_ext._C",
             core + BINDINGS,
-            include_dirs=[str(ROOT / "csrc")],
+            include_dirs=[str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")],
             extra_compile_args=dict(flags),
             extra_link_args=["-fopenmp"],
         )

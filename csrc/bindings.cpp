@@ -1,4 +1,6 @@
 // Everything that Python can call.
+#include <amp_ext/ops.h>
+#include <amp_ext/options.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -12,10 +14,8 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "ops.h"
 #include "plan.h"
 #include "scaler_monitor.h"
-#include "step_lists.h"
 
 namespace py = pybind11;
 using namespace amp_ext;

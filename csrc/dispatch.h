@@ -2,13 +2,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
 
 #include <cstdint>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "api.h"
 #include "functors/loss_scale.h"
 #include "launches.h"
 

@@ -1,9 +1,8 @@
 // The operations over lists of tensors: checks them and runs the engines.
-#include "ops.h"
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <amp_ext/ops.h>
 
 #include <memory>
 #include <string>
@@ -12,6 +11,7 @@
 #include "dispatch.h"
 #include "launches.h"
 #include "plan.h"
+#include "scaler_monitor.h"
 #include "tensor_memory.h"
 
 namespace amp_ext {

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/hyperparameters.h>
+#include <amp_ext/options.h>
 #include <c10/util/MaybeOwned.h>
 
 #include <array>
@@ -14,39 +17,15 @@
 #include <unordered_set>
 #include <vector>
 
-#include "api.h"
 #include "dispatch.h"
-#include "functors/hyperparameters.h"
 #include "kernel_list.h"
 #include "launches.h"
 #include "tensor_memory.h"
 
 namespace amp_ext {
 
-using OptionalTensor = std::optional<at::Tensor>;
-using TensorList = std::vector<at::Tensor>;
-using OptionalTensorList = std::optional<TensorList>;
-
-// What a step makes of the gradients, beside the hyperparameters of a group.
-struct GradientOptions {
-  OptionalTensor grad_scale;  // one number, the scale that the gradients carry
-  OptionalTensor found_inf;   // one number; anything but 0: nothing is written
-  std::optional<double> max_grad_norm;
-  OptionalTensor
-      sum_of_squares;           // one float64, of the scaled gradients; None: the step looks itself
-  OptionalTensor grad_norm;     // one float32, written with the norm of the unscaled gradients
-  bool skip_nonfinite = false;  // leaves elements alone whose gradient is inf or NaN
-  std::shared_ptr<StepScratch> scratch;  // device memory of the caller's; null: the plan's own
-};
-
-// The hyperparameters of one group of parameters.
-template <typename Hyperparameters>
-struct Group : Hyperparameters {
-  OptionalTensor lr_tensor;  // the learning rate if that is a tensor of one element: replaces lr
-};
-
 // How far the last step has come, if it failed when some of its launches or copies were made.
-struct StepProgress {
+struct AMP_EXT_API StepProgress {
   int64_t params = 0;           // that are to be stepped
   int64_t stepped = 0;          // with their states and counters
   int64_t stepped_in_part = 0;  // whose copies could not all be written back

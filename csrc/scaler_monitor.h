@@ -2,11 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
 
 #include <cstdint>
 #include <vector>
 
-#include "api.h"
 #include "launches.h"
 
 namespace amp_ext {

@@ -1,8 +1,10 @@
 // One step of an optimizer over lists of tensors: a plan that lives for this step only.
-#include "step_lists.h"
+#include <amp_ext/ops.h>
 
 #include <utility>
 
+#include "kernel_list.h"
+#include "plan.h"
 #include "tensor_memory.h"
 
 namespace amp_ext {

@@ -1,4 +1,7 @@
-"""Checks that includes and imports point one way: Python, bindings, operations, engines, functors.
+"""Checks that includes and imports point one way.
+
+Python, bindings, front end in C++, operations, engines, functors: none includes what comes before
+it. Public headers (amp_ext/include) include no header that is not public.
 
 Prints every violation as ``file:line: what is wrong`` and exits with 1 if there is one.
 """
@@ -11,12 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
+PUBLIC = ROOT / "amp_ext" / "include"
 
 CXX = {".h", ".cuh", ".cpp", ".cu"}
-FUNCTORS, ENGINES, OPERATIONS, BINDINGS = range(4)
+FUNCTORS, ENGINES, OPERATIONS, FRONTEND, BINDINGS = range(5)
+# Public headers that the operations share with programs; others are torch-free or of the front end.
+OF_OPERATIONS = ("options.h", "ops.h")
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = re.compile(r"(torch|ATen|c10)/")
+# What a public header may include of torch: each costs a program no more than a second or two.
+LIGHT = ("ATen/core/Tensor.h", "torch/optim/optimizer.h")
 NATIVE = re.compile(r"ATen/native/")
 PYTHON = re.compile(
     r"pybind11/|Python\.h|torch/(torch|all|extension|python)\.h"
@@ -26,10 +34,16 @@ CUDA = re.compile(r"cuda|cub/|thrust/|cooperative_groups|nv|c10/cuda/|ATen/cuda/
 
 
 def layer(path: Path) -> int:
-    """Returns the layer of a file in csrc; a header with a source beside it is an operation."""
+    """Returns the layer of a file; a header in csrc with a source beside it is an operation."""
+    if path.is_relative_to(PUBLIC):
+        if path.name in OF_OPERATIONS:
+            return OPERATIONS
+        return FRONTEND if any(TORCH.match(name) for name in all_included(path)) else FUNCTORS
     inside = path.relative_to(CSRC)
     if inside.name == "bindings.cpp":
         return BINDINGS
+    if inside.parts[0] == "frontend":
+        return FRONTEND
     if inside.parts[0] in ("cpu", "cuda"):
         return ENGINES
     if len(inside.parts) == 1 and path.with_suffix(".cpp").is_file():
@@ -56,6 +70,29 @@ def includes(path: Path) -> Iterator[tuple[int, bool, str, bool]]:
             yield number, found[1] == '"', found[2], behind
 
 
+def all_included(path: Path) -> Iterator[str]:
+    """Yields what a public header includes, and what the public headers among that include."""
+    for _, _, name, _ in includes(path):
+        yield name
+        if (PUBLIC / name).is_file():
+            yield from all_included(PUBLIC / name)
+
+
+def check_public_headers() -> Iterator[tuple[Path, int, str]]:
+    """Yields the violations of the headers that programs include."""
+    for path in sorted(file for file in PUBLIC.rglob("*") if file.is_file()):
+        if path.suffix != ".h" or path.parent != PUBLIC / "amp_ext":
+            yield path, 1, "only headers of the folder amp_ext are public"
+            continue
+        for line, quoted, name, _ in includes(path):
+            if quoted or (name.startswith("amp_ext/") and not (PUBLIC / name).is_file()):
+                yield path, line, f"{name} is not a public header"
+            elif (PUBLIC / name).is_file() and layer(PUBLIC / name) > layer(path):
+                yield path, line, f"<{name}> belongs to a higher layer"
+            elif "/" in name and not name.startswith("amp_ext/") and name not in LIGHT:
+                yield path, line, f"<{name}>: a public header may include {', '.join(LIGHT)}"
+
+
 def check_includes() -> Iterator[tuple[Path, int, str]]:
     """Yields the violations of C++ and CUDA files."""
     cuda_users: set[Path] = set()
@@ -73,12 +110,21 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
                 elif Path(name).parts[0] == "cuda" and folder != "cuda" and not behind_cuda:
                     yield path, line, f'"{name}" must be behind AMP_EXT_WITH_CUDA'
                 continue
+            if name.startswith("amp_ext/"):
+                target = PUBLIC / name
+                if not target.is_file():
+                    yield path, line, f"<{name}> is not a public header"
+                elif layer(target) > (FUNCTORS if mine == ENGINES else mine):
+                    yield path, line, f"<{name}> belongs to a higher layer"
+                continue
             if NATIVE.match(name):
                 yield path, line, f"<{name}>: ATen/native is not PyTorch's public interface"
             if TORCH.match(name) and folder in ("functors", "cpu", "cuda"):
                 yield path, line, f"<{name}>: no PyTorch header in {folder}"
             if PYTHON.match(name) and mine != BINDINGS:
                 yield path, line, f"<{name}> belongs to bindings.cpp"
+            elif name.startswith("torch/") and mine < FRONTEND:
+                yield path, line, f"<{name}> belongs to the front end: ATen and c10 serve here"
             if CUDA.match(name) and folder != "cuda":
                 cuda_users.add(path)
                 if not behind_cuda:
@@ -134,7 +180,12 @@ def check_openings() -> Iterator[tuple[Path, int, str]]:
 
 def main() -> int:
     """Prints all violations and returns the exit code."""
-    violations = [*check_includes(), *check_imports(), *check_openings()]
+    violations = [
+        *check_public_headers(),
+        *check_includes(),
+        *check_imports(),
+        *check_openings(),
+    ]
     for path, line, text in violations:
         print(f"{path.relative_to(ROOT)}:{line}: {text}")
     return 1 if violations else 0

@@ -29,7 +29,7 @@ done
 
 # What setup.py and PyTorch pass, but for the language standard: here the oldest we support.
 compile() {
-  nvcc -c "$1" -o "$2/$(basename "$1").o" -Icsrc -std=c++17 -O3 -fmad=false $3 \
+  nvcc -c "$1" -o "$2/$(basename "$1").o" -Icsrc -Iamp_ext/include -std=c++17 -O3 -fmad=false $3 \
     -DAMP_EXT_WITH_CUDA=1 --expt-relaxed-constexpr -Xptxas -v -Werror all-warnings \
     -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ \
     -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__ \

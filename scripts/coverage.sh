@@ -60,7 +60,7 @@ for notes in sorted(root.glob("build/**/*.gcno")):
     for document in output.splitlines():
         for file in json.loads(document)["files"]:
             path = pathlib.Path(root, file["file"]).resolve()
-            if path.is_relative_to(root / "csrc"):
+            if path.is_relative_to(root / "csrc") or path.is_relative_to(root / "amp_ext"):
                 for line in file["lines"]:
                     name = str(path.relative_to(root))
                     lines[name][line["line_number"]] += line["count"]

@@ -5,7 +5,7 @@
 #   TORCH=2.11.0        version of PyTorch; its environment, several GB, is made when it is missing
 #   BASE_PYTHON=python  makes it: by default Python 3.12 if there is one, else python3
 #
-# Ends at once if csrc/, setup.py and this script are as they were when it last passed. Exit code 3:
+# Ends at once if csrc/, the public headers, setup.py and this script are as they were when it last passed. Exit code 3:
 # the CUDA toolkit of this machine can't build for that PyTorch, so nothing was tested.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -140,7 +140,7 @@ run_tests() {
 }
 
 [ -e "$home/.installed" ] || make_environment
-digest=$({ echo "$torch" && find csrc setup.py scripts/cuda_build.sh -type f -print0 |
+digest=$({ echo "$torch" && find csrc amp_ext/include setup.py scripts/cuda_build.sh -type f -print0 |
   LC_ALL=C sort -z | xargs -0 sha256sum; } | sha256sum)
 if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
   echo "the CUDA build for PyTorch $torch is as it was when it passed ($home)"

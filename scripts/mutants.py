@@ -121,7 +121,7 @@ def place_of_drawn(row: dict[str, Any], texts: dict[Path, str]) -> Place | None:
 
 
 def cxx_places(root: Path) -> dict[int, Place | None]:
-    texts = sources(root, "csrc", CXX_SUFFIXES)
+    texts = sources(root, "csrc", CXX_SUFFIXES) | sources(root, "amp_ext", CXX_SUFFIXES)
     return {
         number: place_of_fault(fault, texts) for number, fault in enumerate(mutants_by_hand.CXX, 1)
     }

@@ -71,7 +71,8 @@ def compiled(source: Path, folder: Path) -> ctypes.CDLL:
     running = []
     for path in (PROGRAM, *engine):
         objects.append(folder / f"{path.stem}.o")
-        command = [os.environ.get("CXX", "g++"), *flags, "-std=c++17", "-fPIC", f"-I{source}/csrc"]
+        command = [os.environ.get("CXX", "g++"), *flags, "-std=c++17", "-fPIC"]
+        command += [f"-I{source}/csrc", f"-I{source}/amp_ext/include"]
         running.append(subprocess.Popen([*command, "-c", path, "-o", objects[-1]]))
     if any(process.wait() for process in running):
         sys.exit("time_engine.py: the engine does not compile")
@@ -109,7 +110,10 @@ def main() -> None:
             sources[arguments.against] = Path(folder) / "against"
             sources[arguments.against].mkdir()
             archive = subprocess.run(
-                ["git", "archive", arguments.against, "csrc"], cwd=ROOT, stdout=-1, check=True
+                ["git", "archive", arguments.against, "csrc", "amp_ext"],
+                cwd=ROOT,
+                stdout=-1,
+                check=True,
             )
             unpack = ["tar", "-x", "-C", sources[arguments.against]]
             subprocess.run(unpack, input=archive.stdout, check=True)

@@ -6,38 +6,14 @@
 // exp_avg_sq before its bias correction, and eps stands outside the root. NaN passes any floor.
 #pragma once
 
+#include <amp_ext/hyperparameters.h>
+
 #include <limits>
 
-#include "functors/hyperparameters.h"
 #include "functors/numeric.h"
 #include "functors/weight_decay.h"
 
 namespace amp_ext {
-
-struct AdamHyperparameters : CommonHyperparameters {
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double denominator_floor = 0.0;  // of the corrected second moment, under the root
-
-  static constexpr const char* kOperation = "adam_";
-  static constexpr const char* kName = "AdamHyperparameters";
-  static constexpr BufferDescription kBuffers[] = {{"exp_avg", BufferRole::kFirstMoment},
-                                                   {"exp_avg_sq", BufferRole::kSecondMoment},
-                                                   {"max_exp_avg_sq", BufferRole::kMaximum}};
-
-  const char* why_step() const { return "unless there is a timestep"; }
-  bool needs_buffers() const { return true; }
-
-  template <typename Visit>
-  static void for_each_field(const Visit& visit) {
-    CommonHyperparameters::for_each_field(visit);
-    visit("beta1", &AdamHyperparameters::beta1);
-    visit("beta2", &AdamHyperparameters::beta2);
-    visit("eps", &AdamHyperparameters::eps);
-    visit("denominator_floor", &AdamHyperparameters::denominator_floor);
-  }
-};
 
 template <typename T>
 struct Adam {

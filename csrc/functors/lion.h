@@ -1,30 +1,12 @@
 // Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 #pragma once
 
-#include "functors/hyperparameters.h"
+#include <amp_ext/hyperparameters.h>
+
 #include "functors/numeric.h"
 #include "functors/weight_decay.h"
 
 namespace amp_ext {
-
-struct LionHyperparameters : CommonHyperparameters {
-  double beta1 = 0.9;
-  double beta2 = 0.99;
-
-  static constexpr const char* kOperation = "lion_";
-  static constexpr const char* kName = "LionHyperparameters";
-  static constexpr BufferDescription kBuffers[] = {{"exp_avg", BufferRole::kFirstMoment}};
-
-  const char* why_step() const { return nullptr; }
-  bool needs_buffers() const { return true; }
-
-  template <typename Visit>
-  static void for_each_field(const Visit& visit) {
-    CommonHyperparameters::for_each_field(visit);
-    visit("beta1", &LionHyperparameters::beta1);
-    visit("beta2", &LionHyperparameters::beta2);
-  }
-};
 
 template <typename T>
 struct Lion {

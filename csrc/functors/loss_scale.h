@@ -3,8 +3,9 @@
 // Micikevicius et al., "Mixed Precision Training", 2018, section 3.2, with torch's rules.
 #pragma once
 
+#include <amp_ext/hyperparameters.h>
+
 #include <cstdint>
-#include <limits>
 
 #include "functors/numeric.h"
 
@@ -14,16 +15,6 @@ namespace amp_ext {
 AMP_EXT_INLINE float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
-
-struct LossScaleHyperparameters {
-  double growth_factor = 2.0;
-  double backoff_factor = 0.5;
-  int64_t growth_interval = 2000;
-  double min_scale = 0.0;
-  double max_scale = std::numeric_limits<double>::infinity();
-  int32_t hysteresis = 1;  // overflows since the last growth, of which the last backs off
-  bool dynamic = true;
-};
 
 // What an update reads and writes.
 struct LossScale {

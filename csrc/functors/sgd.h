@@ -4,35 +4,12 @@
 // learning", 2013, in torch's form: the learning rate multiplies the whole update.
 #pragma once
 
-#include "functors/hyperparameters.h"
+#include <amp_ext/hyperparameters.h>
+
 #include "functors/numeric.h"
 #include "functors/weight_decay.h"
 
 namespace amp_ext {
-
-struct SgdHyperparameters : CommonHyperparameters {
-  double momentum = 0.0;
-  double dampening = 0.0;
-  bool nesterov = false;
-
-  static constexpr const char* kOperation = "sgd_";
-  static constexpr const char* kName = "SgdHyperparameters";
-  static constexpr BufferDescription kBuffers[] = {{"momentum_buffer", BufferRole::kFirstMoment}};
-
-  const char* why_step() const {
-    return momentum != 0.0 && dampening != 0.0 ? "with dampening, whose first step differs"
-                                               : nullptr;
-  }
-  bool needs_buffers() const { return momentum != 0.0; }
-
-  template <typename Visit>
-  static void for_each_field(const Visit& visit) {
-    CommonHyperparameters::for_each_field(visit);
-    visit("momentum", &SgdHyperparameters::momentum);
-    visit("dampening", &SgdHyperparameters::dampening);
-    visit("nesterov", &SgdHyperparameters::nesterov);
-  }
-};
 
 template <typename T>
 struct Sgd {

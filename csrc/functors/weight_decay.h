@@ -1,7 +1,8 @@
 // Weight decay, coupled (added to the gradient) or decoupled (shrinks the parameter).
 #pragma once
 
-#include "functors/hyperparameters.h"
+#include <amp_ext/hyperparameters.h>
+
 #include "functors/numeric.h"
 
 namespace amp_ext {

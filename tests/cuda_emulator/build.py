@@ -28,13 +28,14 @@ from typing import TypeVar
 EMULATOR = Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CSRC = ROOT / "csrc"
+INCLUDE = ROOT / "amp_ext" / "include"
 CACHE = ROOT / "build" / "cuda_emulator"
 
 CXX = os.environ.get("CXX", "g++")
 
 # What setup.py passes, as far as it can change a result, but optimized for a short build.
 FLAGS = ["-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
-FLAGS += [f"-I{CSRC}", f"-I{EMULATOR}"]
+FLAGS += [f"-I{CSRC}", f"-I{INCLUDE}", f"-I{EMULATOR}"]
 EMULATE = ["-DAMP_EXT_CUDA_EMULATOR"]
 # The module holds its own copy of every class beside those of amp_ext._C, under another namespace.
 EMULATED_MODULE = [*EMULATE, "-DAMP_EXT_WITH_CUDA=1", "-Damp_ext=amp_ext_emulated"]

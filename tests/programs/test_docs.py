@@ -168,7 +168,7 @@ def messages_in_the_sources() -> str:
                 texts.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
-    for file in (ROOT / "csrc").rglob("*"):
+    for file in [*(ROOT / "csrc").rglob("*"), *(ROOT / "amp_ext" / "include").rglob("*")]:
         if file.suffix in (".h", ".cpp", ".cuh", ".cu"):
             joined = re.sub(r'"\s*\n\s*"', "", file.read_text())
             texts += re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined)

@@ -146,7 +146,8 @@ def compiled(tmp_path_factory) -> dict[str, list[str]]:
         pytest.skip("there is no nvdisasm")
     folder = tmp_path_factory.mktemp("machine_code")
     command = ["nvcc", "-cubin", SOURCE, "-o", folder / "slow_kernels.compute_80.cubin"]
-    command += [f"-I{ROOT / 'csrc'}", "-std=c++17", "-O3", "-arch=sm_80", "-Xptxas", "-v"]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'amp_ext' / 'include'}", "-std=c++17"]
+    command += ["-O3", "-arch=sm_80", "-Xptxas", "-v"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folder)}
     )

@@ -1,18 +1,18 @@
-// The operations over lists of tensors, but for the steps of optimizers. Throws c10::Error on bad
-// input, before anything is written.
+// The operations over lists of tensors. They throw c10::Error on bad input, before anything is
+// written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/hyperparameters.h>
+#include <amp_ext/options.h>
 
-#include <optional>
+#include <cstdint>
 #include <vector>
 
-#include "api.h"
-#include "functors/loss_scale.h"
-#include "plan.h"
-#include "scaler_monitor.h"
-
 namespace amp_ext {
+
+class AMP_EXT_API ScalerMonitor;
 
 // Sets found_inf to 1 if an element of `tensors` is inf or NaN, or if grad_scale has no finite
 // inverse; otherwise leaves it. Sets sum_of_squares, if given, and lowers first_nonfinite, if
@@ -49,5 +49,16 @@ AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth
 // Takes parameters that were changed behind their masters over into them. A master that rounds to
 // its parameter is left as it is.
 AMP_EXT_API void refresh_masters_(const TensorList& params, const TensorList& master_params);
+
+// One step of the optimizer that has these hyperparameters.
+template <typename Hyperparameters>
+AMP_EXT_API void step_(const StepLists& lists, const Group<Hyperparameters>& options,
+                       const GradientOptions& gradient_options);
+
+// One step under the classic contract of CUDA training code: decoupled weight decay, elements left
+// alone whose gradient is inf or NaN, and a denominator of Adam that never falls below 1e-6.
+// `buffers` has velocities for kMomentum, exp_avgs and exp_avg_sqs for kAdam.
+AMP_EXT_API void optimizer_update_(OptimizerType type, const StepLists& lists,
+                                   const UpdateOptions& options);
 
 }  // namespace amp_ext

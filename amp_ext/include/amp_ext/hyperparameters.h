@@ -1,0 +1,129 @@
+// The hyperparameters of the optimizers and of the loss scale. Includes nothing of torch: the
+// kernels are compiled with this file, too.
+#pragma once
+
+#include <amp_ext/export.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace amp_ext {
+
+// What a buffer of the state holds.
+enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum };
+
+struct BufferDescription {
+  const char* name;  // its key in the state of a parameter; "exp_avgs" is a list of them
+  BufferRole role;
+};
+
+// An optimizer's own hyperparameters derive from these and describe it to all that step it:
+//
+//   static constexpr const char* kOperation         the list operation: "adam_"
+//   static constexpr const char* kName              the class in Python: "AdamHyperparameters"
+//   static constexpr BufferDescription kBuffers[]   its buffers, in the order of the formula
+//   const char* why_step() const                    when the formula asks for the step, or null
+//   bool needs_buffers() const                      whether it is another without any buffer
+//   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
+//
+// They stay double until `for_tensor` of the formula.
+struct AMP_EXT_API CommonHyperparameters {
+  double lr = 0.0;
+  const float* lr_on_device = nullptr;  // [1], or null: `lr` holds the value
+  double weight_decay = 0.0;
+  bool decoupled_weight_decay = false;
+  bool maximize = false;
+  double clip_value = std::numeric_limits<double>::infinity();  // of unscaled gradients
+  double timestep = 0.0;          // the number of this step where no tensor counts them, from 1
+  bool write_back_grads = false;  // store the unscaled, clipped gradients
+
+  // All but `lr` and `clip_value`, which need not be numbers to a caller.
+  template <typename Visit>
+  static void for_each_field(const Visit& visit) {
+    visit("weight_decay", &CommonHyperparameters::weight_decay);
+    visit("decoupled_weight_decay", &CommonHyperparameters::decoupled_weight_decay);
+    visit("maximize", &CommonHyperparameters::maximize);
+    visit("timestep", &CommonHyperparameters::timestep);
+    visit("write_back_grads", &CommonHyperparameters::write_back_grads);
+  }
+};
+
+struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double denominator_floor = 0.0;  // of the corrected second moment, under the root
+
+  static constexpr const char* kOperation = "adam_";
+  static constexpr const char* kName = "AdamHyperparameters";
+  static constexpr BufferDescription kBuffers[] = {{"exp_avg", BufferRole::kFirstMoment},
+                                                   {"exp_avg_sq", BufferRole::kSecondMoment},
+                                                   {"max_exp_avg_sq", BufferRole::kMaximum}};
+
+  const char* why_step() const { return "unless there is a timestep"; }
+  bool needs_buffers() const { return true; }
+
+  template <typename Visit>
+  static void for_each_field(const Visit& visit) {
+    CommonHyperparameters::for_each_field(visit);
+    visit("beta1", &AdamHyperparameters::beta1);
+    visit("beta2", &AdamHyperparameters::beta2);
+    visit("eps", &AdamHyperparameters::eps);
+    visit("denominator_floor", &AdamHyperparameters::denominator_floor);
+  }
+};
+
+struct AMP_EXT_API LionHyperparameters : CommonHyperparameters {
+  double beta1 = 0.9;
+  double beta2 = 0.99;
+
+  static constexpr const char* kOperation = "lion_";
+  static constexpr const char* kName = "LionHyperparameters";
+  static constexpr BufferDescription kBuffers[] = {{"exp_avg", BufferRole::kFirstMoment}};
+
+  const char* why_step() const { return nullptr; }
+  bool needs_buffers() const { return true; }
+
+  template <typename Visit>
+  static void for_each_field(const Visit& visit) {
+    CommonHyperparameters::for_each_field(visit);
+    visit("beta1", &LionHyperparameters::beta1);
+    visit("beta2", &LionHyperparameters::beta2);
+  }
+};
+
+struct AMP_EXT_API SgdHyperparameters : CommonHyperparameters {
+  double momentum = 0.0;
+  double dampening = 0.0;
+  bool nesterov = false;
+
+  static constexpr const char* kOperation = "sgd_";
+  static constexpr const char* kName = "SgdHyperparameters";
+  static constexpr BufferDescription kBuffers[] = {{"momentum_buffer", BufferRole::kFirstMoment}};
+
+  const char* why_step() const {
+    return momentum != 0.0 && dampening != 0.0 ? "with dampening, whose first step differs"
+                                               : nullptr;
+  }
+  bool needs_buffers() const { return momentum != 0.0; }
+
+  template <typename Visit>
+  static void for_each_field(const Visit& visit) {
+    CommonHyperparameters::for_each_field(visit);
+    visit("momentum", &SgdHyperparameters::momentum);
+    visit("dampening", &SgdHyperparameters::dampening);
+    visit("nesterov", &SgdHyperparameters::nesterov);
+  }
+};
+
+struct AMP_EXT_API LossScaleHyperparameters {
+  double growth_factor = 2.0;
+  double backoff_factor = 0.5;
+  int64_t growth_interval = 2000;
+  double min_scale = 0.0;
+  double max_scale = std::numeric_limits<double>::infinity();
+  int32_t hysteresis = 1;  // overflows since the last growth, of which the last backs off
+  bool dynamic = true;
+};
+
+}  // namespace amp_ext

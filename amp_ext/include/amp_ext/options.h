@@ -1,0 +1,75 @@
+// The options of the list operations, as plain structs, and the lists that they take.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/hyperparameters.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace amp_ext {
+
+class StepScratch;
+
+using OptionalTensor = std::optional<at::Tensor>;
+using TensorList = std::vector<at::Tensor>;
+using OptionalTensorList = std::optional<TensorList>;
+
+// What a step makes of the gradients, beside the hyperparameters of a group.
+struct AMP_EXT_API GradientOptions {
+  OptionalTensor grad_scale;  // one number, the scale that the gradients carry
+  OptionalTensor found_inf;   // one number; anything but 0: nothing is written
+  std::optional<double> max_grad_norm;
+  OptionalTensor
+      sum_of_squares;           // one float64, of the scaled gradients; None: the step looks itself
+  OptionalTensor grad_norm;     // one float32, written with the norm of the unscaled gradients
+  bool skip_nonfinite = false;  // leaves elements alone whose gradient is inf or NaN
+  std::shared_ptr<StepScratch> scratch;  // device memory of the caller's; null: the step's own
+};
+
+// The hyperparameters of one group of parameters.
+template <typename Hyperparameters>
+struct AMP_EXT_API Group : Hyperparameters {
+  OptionalTensor lr_tensor;  // the learning rate if that is a tensor of one element: replaces lr
+};
+
+// The tensors of a step: every list has one for each parameter.
+struct AMP_EXT_API StepLists {
+  TensorList params;
+  TensorList grads;
+  std::vector<OptionalTensorList> buffers;  // in the order of the hyperparameters' kBuffers
+  OptionalTensorList steps;          // float32, one element each; None: `timestep` is the number
+  OptionalTensorList master_params;  // float32, of 16-bit parameters
+};
+
+// The names of the lists of an optimizer's buffers.
+template <typename Hyperparameters>
+std::vector<std::string> list_names() {
+  std::vector<std::string> names;
+  for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
+    names.push_back(std::string(buffer.name) + "s");
+  }
+  return names;
+}
+
+enum class OptimizerType { kSgd, kMomentum, kAdam };
+
+// The options of optimizer_update_.
+struct AMP_EXT_API UpdateOptions {
+  double lr = 0.0;
+  OptionalTensor lr_tensor;  // replaces lr
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+  double timestep = 1.0;
+  std::optional<double> clip_value;
+  std::optional<double> max_grad_norm;
+  OptionalTensor grad_norm;              // one float32, written if there is a max_grad_norm
+  std::shared_ptr<StepScratch> scratch;  // null: memory of this call
+};
+
+}  // namespace amp_ext
