@@ -98,7 +98,8 @@ build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc amp_ext/inclu
 	@nvcc -o $@ $< -Icsrc -Iamp_ext/include -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr -arch=$*
 
 clean:  ## Removes what was built; the .venv folders stay
-	@rm -rf build dist *.egg-info amp_ext/_C.*.so amp_ext/_build_info.json .venv/.built*
+	@rm -rf build dist *.egg-info .venv/.built* \
+	    amp_ext/_C.*.so amp_ext/lib amp_ext/_build_info.json
 	@find amp_ext tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: requirements.txt

@@ -1,9 +1,13 @@
-"""Builds the binary amp_ext._C against the PyTorch of this environment.
+"""Builds amp_ext against the PyTorch of this environment: a library, and a module for Python.
+
+`amp_ext/lib/libamp_ext.so` has everything but the bindings and knows no Python: programs in C++
+link it, too. `amp_ext._C` holds the bindings and links it.
 
 Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on. CUDA_HOME, TORCH_CUDA_ARCH_LIST,
 MAX_JOBS and CXX mean what they mean to PyTorch.
 """
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -38,6 +42,7 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 
+LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
 BINDINGS = ["csrc/bindings.cpp"]
 
 
@@ -149,57 +154,120 @@ from torch.utils import cpp_extension  # noqa: E402
 
 define = ["-DAMP_EXT_WITH_CUDA=1"] if with_cuda else []
 flags = {"cxx": CXX_FLAGS + define, "nvcc": NVCC_FLAGS + define if with_cuda else []}
+include_dirs = [str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")]
+device_type = "cuda" if with_cuda else "cpu"
+torch_lib = str(Path(torch.__file__).parent / "lib")
 
-# All that needs no Python: could be linked as a library of its own.
-core = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") + (glob("csrc/cuda/*.cu") if with_cuda else [])
+# All that needs no Python. CMakeLists.txt takes the same files.
+core = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") + glob("csrc/frontend/*.cpp")
+core += glob("csrc/cuda/*.cu") if with_cuda else []
 core = sorted(set(core) - set(BINDINGS))
 
 
 def architectures() -> list[str]:
-    """Returns what the binary holds for GPUs: sm_90 is machine code, compute_90 is PTX."""
+    """Returns what the library holds for GPUs: sm_90 is machine code, compute_90 is PTX."""
+    if not with_cuda:
+        return []
     return sorted(set(re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))))
 
 
+def digest() -> str:
+    """Returns a hash of what the library and the module are compiled from."""
+    text = hashlib.sha256(json.dumps([torch.__version__, flags, architectures()]).encode())
+    for folder in include_dirs:
+        for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
+            text.update(file.read_bytes())
+    return text.hexdigest()[:12]
+
+
+def describe(build: str) -> dict[str, object]:
+    """Returns what the files say that tell how the package was built."""
+    gpus = range(torch.cuda.device_count())
+    visible = {".".join(map(str, torch.cuda.get_device_capability(gpu))) for gpu in gpus}
+    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(sorted(visible))
+    toolkit = "{}.{}".format(*toolkit_version(os.environ["CUDA_HOME"])) if with_cuda else None
+    # The commit, with -dirty behind it if files differ from it.
+    commit = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return {
+        "build": build,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if with_cuda else None,
+        "toolkit": toolkit,
+        "python": platform.python_version(),
+        "compiler": first_line(cpp_extension.get_cxx_compiler(), "--version"),
+        "arch_list": re.split("[; ]+", arch_list) if with_cuda else [],
+        "architectures": architectures(),
+        "backends": ["cpu", "cuda"] if with_cuda else ["cpu"],
+        "flags": flags,
+        "git": first_line(*commit) if (ROOT / ".git").exists() else None,
+    }
+
+
 class BuildExtension(cpp_extension.BuildExtension):
-    """Leaves beside the binary a file that says how it was built."""
+    """Builds the library, the module that links it, and a file that says how they were built."""
 
     def run(self) -> None:
         """Builds, then writes ``_build_info.json``."""
-        backends = ["cpu", "cuda"] if with_cuda else ["cpu"]
-        print(f"amp_ext: building {' and '.join(backends)} for PyTorch {torch.__version__}")
+        backends = "cpu and cuda" if with_cuda else "cpu"
+        print(f"amp_ext: building {backends} for PyTorch {torch.__version__}")
+        self.in_place = bool(self.inplace)  # which is no more to be seen while extensions are built
+        version = f"{self.distribution.get_version()}_torch_{torch.__version__.split('+')[0]}"
+        self.build_name = f"AMP_EXT_{version}_{digest()}"
         super().run()
-        gpus = range(torch.cuda.device_count())
-        visible = {".".join(map(str, torch.cuda.get_device_capability(gpu))) for gpu in gpus}
-        arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(sorted(visible))
-        toolkit = "{}.{}".format(*toolkit_version(os.environ["CUDA_HOME"])) if with_cuda else None
-        # The commit, with -dirty behind it if files differ from it.
-        describe = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-        info = {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda if with_cuda else None,
-            "toolkit": toolkit,
-            "python": platform.python_version(),
-            "compiler": first_line(cpp_extension.get_cxx_compiler(), "--version"),
-            "arch_list": re.split("[; ]+", arch_list) if with_cuda else [],
-            "architectures": architectures() if with_cuda else [],
-            "backends": backends,
-            "flags": flags,
-            "git": first_line(*describe) if (ROOT / ".git").exists() else None,
-        }
-        package = Path(self.get_ext_fullpath("amp_ext._C")).parent
+        package = Path(self.get_ext_fullpath(MODULE)).parent
+        info = describe(self.build_name)
         (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Gives the library a name without a version of Python in it."""
+        if fullname.split(".")[-1] == LIBRARY.split(".")[-1]:
+            return f"{fullname.replace('.', os.sep)}.so"
+        return super().get_ext_filename(fullname)
 
-Extension = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-setuptools.setup(
-    ext_modules=[
-        Extension(
-            "amp_ext._C",
-            core + BINDINGS,
-            include_dirs=[str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")],
-            extra_compile_args=dict(flags),
-            extra_link_args=["-fopenmp"],
-        )
+    def build_extension(self, extension: setuptools.Extension) -> None:
+        """Adds what is known only now to what an extension is linked with."""
+        if extension.name == MODULE:
+            extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
+        else:
+            exports = Path(self.build_temp, "exports.map")
+            exports.parent.mkdir(parents=True, exist_ok=True)
+            text = (ROOT / "csrc" / "exports.map.in").read_text()
+            exports.write_text(text.replace("@AMP_EXT_BUILD@", self.build_name))
+            extension.extra_link_args.append(f"-Wl,--version-script={exports}")
+            if self.in_place:  # PyTorch does not lie beside the sources
+                extension.extra_link_args.append(f"-Wl,-rpath,{torch_lib}")
+        super().build_extension(extension)
+
+    def copy_extensions_to_source(self) -> None:
+        """Makes the folder of the library, which the sources lack."""
+        Path(self.get_ext_fullpath(LIBRARY)).parent.mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
+
+# An undefined name ends the link: that is how it shows if anything below the bindings needs Python.
+library = setuptools.Extension(
+    LIBRARY,
+    core,
+    include_dirs=include_dirs + cpp_extension.include_paths(device_type),
+    library_dirs=cpp_extension.library_paths(device_type),
+    libraries=["c10", "torch_cpu", "torch"]
+    + (["c10_cuda", "torch_cuda", "cudart"] if with_cuda else []),
+    extra_compile_args=dict(flags),
+    extra_link_args=[
+        "-fopenmp",
+        "-Wl,-soname,libamp_ext.so",
+        "-Wl,-z,defs",
+        "-Wl,-z,now",
+        "-Wl,--enable-new-dtags",
+        "-Wl,-rpath,$ORIGIN/../../torch/lib",
     ],
-    cmdclass={"build_ext": BuildExtension},
 )
+module = cpp_extension.CppExtension(
+    MODULE,
+    BINDINGS,
+    include_dirs=include_dirs,
+    libraries=["amp_ext"],
+    extra_compile_args=dict(flags),
+    extra_link_args=["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN/lib:$ORIGIN/../torch/lib"],
+)
+setuptools.setup(ext_modules=[library, module], cmdclass={"build_ext": BuildExtension})

@@ -1,4 +1,8 @@
-"""Finds the compiled module, and explains at its first use what keeps it from loading."""
+"""Finds the compiled module, and explains at its first use what keeps it from loading.
+
+``_C`` holds the bindings and links ``lib/libamp_ext.so``, which has all the rest. The loader takes
+only the library of the same build, whose name is the version of all that it exports.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,14 @@ def load_binary() -> Any:
         from amp_ext import _C
     except ImportError as error:
         was = f"It was built for {built_for}; you run {running}" if built else f"You run {running}"
-        return _BrokenBinary(
-            f"amp_ext's compiled module does not load: {error}. {was}. Rebuild: {_REBUILD}", error
-        )
+        return _BrokenBinary(f"{_told(error)}: {error}. {was}. Rebuild: {_REBUILD}", error)
     return _C
+
+
+def _told(error: ImportError) -> str:
+    """Returns what keeps the module from loading, as far as the loader's text tells."""
+    if "libamp_ext.so: cannot open" in str(error):
+        return "amp_ext's library lib/libamp_ext.so is not there"
+    if "version `AMP_EXT_" in str(error):
+        return "amp_ext's library lib/libamp_ext.so is of another build than its compiled module"
+    return "amp_ext's compiled module does not load"

@@ -20,7 +20,9 @@ folder = pathlib.Path(amp_ext.__file__).parent
 assert folder.parent.name == "site", folder
 assert importlib.metadata.version("amp-ext") == amp_ext.__version__
 assert json.loads((folder / "_build_info.json").read_text())["torch"] == torch.__version__
-assert (folder / "py.typed").is_file() and (folder / "_C.pyi").is_file()
+for name in ("py.typed", "_C.pyi", "lib/libamp_ext.so", "include/amp_ext/ops.h"):
+    assert (folder / name).is_file(), name
+assert not list(folder.glob("lib/*.cpython-*")), "the library has a name without a version of Python"
 
 param = torch.ones(3, requires_grad=True)
 param.grad = torch.ones(3)

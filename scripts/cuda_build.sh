@@ -75,7 +75,7 @@ check() {
   CUDA_VISIBLE_DEVICES='' "$python" -I - "$torch" << 'END'
 import importlib.metadata, json, pathlib, shutil, subprocess, sys, warnings
 import torch, amp_ext
-from amp_ext import _C, ops
+from amp_ext import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 folder = pathlib.Path(amp_ext.__file__).parent
@@ -94,13 +94,14 @@ print(f"built for torch {info['torch']}, CUDA {info['cuda']}, Python {info['pyth
 # PyTorch's compiler brings cuobjdump.
 found = shutil.which("cuobjdump") or next(pathlib.Path(sys.prefix).rglob("bin/cuobjdump"), None)
 if found is None:
-    print("no cuobjdump: the architectures in the binary were not looked at")
+    print("no cuobjdump: the architectures in the library were not looked at")
 else:
-    listed = subprocess.run([found, "--list-elf", _C.__file__], capture_output=True, check=True)
+    library = folder / "lib" / "libamp_ext.so"
+    listed = subprocess.run([found, "--list-elf", library], capture_output=True, check=True)
     names = [line.split()[-1] for line in listed.stdout.decode().splitlines() if line]
     count = {arch: sum(arch in name for name in names) for arch in ("sm_80", "sm_90")}
     assert count["sm_80"] == count["sm_90"] == len(names) // 2 > 0, names
-    print(f"the binary, {pathlib.Path(_C.__file__).stat().st_size >> 20} MiB, has {count}")
+    print(f"the library, {library.stat().st_size >> 20} MiB, has {count}")
 
 param = torch.ones(3, requires_grad=True)
 param.grad = torch.ones(3)

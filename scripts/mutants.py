@@ -213,10 +213,10 @@ def prepare(jobs: int) -> None:
             build = [sys.executable, "setup.py", "build_ext", "--inplace"]
             with (FOLDER / "build.log").open("w") as log:
                 subprocess.run(build, cwd=tree(0), env=own, stdout=log, stderr=log, check=True)
-        for file in (tree(0) / "amp_ext").glob(
-            "_[Cb]*.[sj]*"
-        ):  # the binary and what it was built for
-            write_if_changed(tree(job) / "amp_ext" / file.name, file.read_bytes())
+        package = tree(0) / "amp_ext"
+        # The module, the library, and what they were built for.
+        for file in [*package.glob("_[Cb]*.[sj]*"), *package.glob("lib/*.so")]:
+            write_if_changed(tree(job) / file.relative_to(tree(0)), file.read_bytes())
         emulator = [sys.executable, "tests/cuda_emulator/build.py", "emulated"]
         subprocess.run(emulator, cwd=tree(job), env=own, stdout=subprocess.DEVNULL, check=True)
         print(f"{tree(job)} is built")

@@ -32,7 +32,7 @@ package=$root/build/sanitize/amp_ext
 rm -rf "$package"
 mkdir -p "$package"
 ln -s "$root"/amp_ext/* "$package"
-rm -f "$package"/_C.*.so "$package"/_build_info.json
+rm -f "$package"/_C.*.so "$package"/lib "$package"/_build_info.json # that module links no library
 ln -s "$module" "$package"
 cd "$package/.."
 

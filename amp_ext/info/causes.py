@@ -70,6 +70,16 @@ CAUSES = (
         "it was built for another processor",
         "for another processor|wrong ELF class",
     ),
+    Cause(
+        "no-library",
+        "the library that it links, lib/libamp_ext.so, is not there",
+        r"libamp_ext\.so: cannot open",
+    ),
+    Cause(
+        "other-build",
+        "the library that it links, lib/libamp_ext.so, is of another build",
+        "version `AMP_EXT_",
+    ),
     Cause("other-torch", "it was built for another torch", "^amp_ext was built for torch"),
     Cause(
         "other-cuda",

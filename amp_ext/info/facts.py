@@ -28,8 +28,9 @@ def describe() -> dict[str, Any]:
     """Returns all facts, as ``--json`` prints them.
 
     Returns:
-        ``versions``; ``folder`` of the package; ``build``, None where the build left no file;
-        ``cpu``, whose ``instructions`` is None if the compiled module does not load; ``gpus``.
+        ``versions``; ``folder`` of the package; ``library``, its file for programs in C++, None
+        where there is none; ``build``, None where the build left no file; ``cpu``, whose
+        ``instructions`` is None if the compiled module does not load; ``gpus``.
     """
     build = read_build()
     try:
@@ -37,6 +38,7 @@ def describe() -> dict[str, Any]:
     except (ImportError, RuntimeError):
         instructions = None
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    library = PACKAGE / "lib" / "libamp_ext.so"
     return {
         "versions": {
             "amp_ext": amp_ext.__version__,
@@ -45,6 +47,7 @@ def describe() -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "folder": str(PACKAGE),
+        "library": str(library) if library.is_file() else None,
         "build": build,
         "cpu": {
             "instructions": instructions,

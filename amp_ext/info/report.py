@@ -43,6 +43,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("amp_ext", f"{versions['amp_ext']} in {report['folder']}"),
         ("torch", f"{versions['torch']}, {_with_cuda(versions['cuda'])}"),
         ("Python", versions["python"]),
+        ("library", report["library"] or "none that programs in C++ could link"),
     ]
     if build is None:
         rows.append(("build", "unknown: no _build_info.json lies beside the compiled module"))

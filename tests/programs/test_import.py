@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import pytest
 import torch
 from rows import rows
@@ -43,6 +46,39 @@ def test_a_bad_binary_is_explained_at_first_use(copy, run_module, content, note,
     assert explained.startswith("explained: ")
     for part in (wanted, f"torch {torch.__version__}", "pip install --no-build-isolation"):
         assert part in explained
+
+
+STALE = "AMP_EXT_0.0.9 { local: *; };"
+BAD_LIBRARY = {
+    "missing": (None, "amp_ext's library lib/libamp_ext.so is not there: "),
+    "stale": (STALE, "lib/libamp_ext.so is of another build than its compiled module: "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("versions", "wanted"), rows(BAD_LIBRARY))
+def test_a_bad_library_is_explained_at_first_use(copy, run_module, tmp_path, versions, wanted):
+    library = copy / "lib" / "libamp_ext.so"
+    library.unlink()
+    if versions is not None:
+        if shutil.which("gcc") is None:
+            pytest.skip("needs gcc")
+        script, source = tmp_path / "versions.map", tmp_path / "nothing.c"
+        script.write_text(versions)
+        source.write_text("")
+        options = [
+            "-shared",
+            "-nostdlib",
+            "-Wl,-soname,libamp_ext.so",
+            f"-Wl,--version-script={script}",
+        ]
+        subprocess.run(["gcc", *options, "-o", library, source], check=True)
+    (copy.parent / "use.py").write_text(IMPORT_AND_USE)
+    done = run_module("use", folder=copy.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    explained = done.stdout.splitlines()[1]
+    assert wanted in explained
+    assert "Rebuild: pip install --no-build-isolation" in explained
 
 
 @pytest.mark.parametrize("note", ["", "{", "[]", '{"cuda": null}'])

@@ -177,6 +177,9 @@ def pretend(monkeypatch, tmp_path) -> Callable[..., None]:
 def test_a_healthy_package_is_described_and_checked(pretend, info, tmp_path, monkeypatch):
     build = {"cuda": None, "toolkit": None, "backends": ["cpu"], "architectures": []}
     pretend(**build)
+    library = tmp_path / "lib" / "libamp_ext.so"
+    library.parent.mkdir()
+    library.touch()
     monkeypatch.setenv("AMP_EXT_CPU_ISA", "plain")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     versions = {"amp_ext": amp_ext.__version__, "torch": torch.__version__, "python": PYTHON}
@@ -187,6 +190,7 @@ def test_a_healthy_package_is_described_and_checked(pretend, info, tmp_path, mon
     expected = {
         "versions": {**versions, "cuda": torch.version.cuda},
         "folder": str(tmp_path),
+        "library": str(library),
         "build": {**noted, **build, **commit},
         "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
         "check": [{"device": "cpu", "dtype": name, "error": None} for name in names],
@@ -209,6 +213,7 @@ def test_the_facts_are_printed_with_and_without_rich(pretend, info, with_rich, m
     assert code == 0
     assert {
         f"Python {PYTHON}",
+        "library none that programs in C++ could link",
         f"build for torch {torch.__version__}, CUDA 13.0, Python 3.11.7",
         "compiler c++ (Debian 12.2.0) 12.2.0, CUDA toolkit 13.1",
         "commit 0123456789abcdef, with uncommitted changes",
@@ -349,6 +354,8 @@ def test_each_cause_has_a_name_and_words_of_its_own():
 OF_THE_LOADER = [
     ("module was compiled for Python 3.10, but the interpreter version is", "other-python"),
     ("libc10_cuda.so: cannot open shared object file", "other-cuda"),
+    ("libamp_ext.so: cannot open shared object file", "no-library"),
+    ("/a/lib/libamp_ext.so: version `AMP_EXT_1' not found (required by /a/_C.so)", "other-build"),
     ("version `CXXABI_1.3.15' not found", "old-libstdc++"),
     ("wrong ELF class: ELFCLASS32", "other-processor"),
     ("segment prefix", "unknown"),
