@@ -24,12 +24,12 @@ PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && \
     echo '-n auto --maxprocesses 8 --dist worksteal')
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-SOURCES := setup.py $(shell find csrc amp_ext/include)
+SOURCES := setup.py $(shell find csrc amp_ext/include) $(wildcard amp_ext/share/cmake/amp_ext/*.in)
 CXX_FILES := $(shell find csrc amp_ext/include tests benchmarks examples \
     -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check clean
+.PHONY: help demo examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -88,6 +88,9 @@ bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; R
 cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses
 	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/cuda_build.sh
 
+cmake-routes: $(INSTALLED)  ## Builds a program in C++ on the ways that compile the library again; minutes
+	@PYTHON=$(PYTHON) scripts/cmake_routes.sh
+
 gpu-check:  ## Tests and times on a GPU, in the present environment; FOLDER=... takes the results
 	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \
 	    scripts/gpu_check.sh $(FOLDER)
@@ -99,7 +102,7 @@ build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc amp_ext/inclu
 
 clean:  ## Removes what was built; the .venv folders stay
 	@rm -rf build dist *.egg-info .venv/.built* \
-	    amp_ext/_C.*.so amp_ext/lib amp_ext/_build_info.json
+	    amp_ext/_C.*.so amp_ext/lib amp_ext/_build_info.json amp_ext/share/cmake/amp_ext/amp_extBuild.cmake
 	@find amp_ext tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.installed: requirements.txt

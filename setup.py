@@ -27,23 +27,14 @@ INSTALL = (
     '    pip install torch "setuptools>=77,<82" ninja wheel && pip install --no-build-isolation .\n'
 )
 
-# No -std (PyTorch sets the one it needs), no -march=native (the engine picks at run time). Without
-# contraction every device computes the same bits. Without errno sqrt becomes an instruction, and so
-# does a choice between two numbers where no comparison needs to trap. Python asks for debug
-# information, which PyTorch's headers make 20 times larger than the code: -g0.
-CXX_FLAGS = [
-    "-O3",
-    "-g0",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-]
-NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
-
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
 BINDINGS = ["csrc/bindings.cpp"]
+
+
+def flags_of(kind: str) -> list[str]:
+    """Returns what csrc says that something is compiled or linked with."""
+    lines = (ROOT / "csrc" / f"{kind}_flags.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith("-")]
 
 
 def fail(message: str) -> None:
@@ -153,10 +144,10 @@ os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
 from torch.utils import cpp_extension  # noqa: E402
 
 define = ["-DAMP_EXT_WITH_CUDA=1"] if with_cuda else []
-flags = {"cxx": CXX_FLAGS + define, "nvcc": NVCC_FLAGS + define if with_cuda else []}
+flags = {"cxx": flags_of("cxx") + define, "nvcc": flags_of("nvcc") + define if with_cuda else []}
 include_dirs = [str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")]
 device_type = "cuda" if with_cuda else "cpu"
-torch_lib = str(Path(torch.__file__).parent / "lib")
+torch_folder = str(Path(torch.__file__).parent)
 
 # All that needs no Python. CMakeLists.txt takes the same files.
 core = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") + glob("csrc/frontend/*.cpp")
@@ -180,8 +171,14 @@ def digest() -> str:
     return text.hexdigest()[:12]
 
 
-def describe(build: str) -> dict[str, object]:
-    """Returns what the files say that tell how the package was built."""
+def describe(build: str, version: str, torch_folder: str | None) -> dict[str, object]:
+    """Returns what the files say that tell how the package was built.
+
+    Args:
+        build: The name of this build.
+        version: Of the package.
+        torch_folder: Of PyTorch, where it does not lie beside the package.
+    """
     gpus = range(torch.cuda.device_count())
     visible = {".".join(map(str, torch.cuda.get_device_capability(gpu))) for gpu in gpus}
     arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(sorted(visible))
@@ -190,9 +187,12 @@ def describe(build: str) -> dict[str, object]:
     commit = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "build": build,
+        "version": version,
         "torch": torch.__version__,
+        "torch_folder": torch_folder,
         "cuda": torch.version.cuda if with_cuda else None,
         "toolkit": toolkit,
+        "cuda_home": os.environ["CUDA_HOME"] if with_cuda else None,
         "python": platform.python_version(),
         "compiler": first_line(cpp_extension.get_cxx_compiler(), "--version"),
         "arch_list": re.split("[; ]+", arch_list) if with_cuda else [],
@@ -204,19 +204,26 @@ def describe(build: str) -> dict[str, object]:
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Builds the library, the module that links it, and a file that says how they were built."""
+    """Builds the library, the module that links it, and files that say how they were built."""
 
     def run(self) -> None:
-        """Builds, then writes ``_build_info.json``."""
+        """Builds, then writes ``_build_info.json`` for Python and ``amp_extBuild.cmake``."""
         backends = "cpu and cuda" if with_cuda else "cpu"
         print(f"amp_ext: building {backends} for PyTorch {torch.__version__}")
         self.in_place = bool(self.inplace)  # which is no more to be seen while extensions are built
-        version = f"{self.distribution.get_version()}_torch_{torch.__version__.split('+')[0]}"
-        self.build_name = f"AMP_EXT_{version}_{digest()}"
+        version = self.distribution.get_version().split("+")[0]  # that of a wheel has more
+        release = torch.__version__.split("+")[0]
+        self.build_name = f"AMP_EXT_{version}_torch_{release}_{digest()}"
         super().run()
         package = Path(self.get_ext_fullpath(MODULE)).parent
-        info = describe(self.build_name)
+        info = describe(self.build_name, version, torch_folder if self.in_place else None)
         (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+        for_cmake = Path("share", "cmake", "amp_ext", "amp_extBuild.cmake")
+        text = (ROOT / "amp_ext" / f"{for_cmake}.in").read_text()
+        (package / for_cmake).parent.mkdir(parents=True, exist_ok=True)
+        (package / for_cmake).write_text(
+            re.sub("@(\\w+)@", lambda name: str(info[name[1]] or ""), text)
+        )
 
     def get_ext_filename(self, fullname: str) -> str:
         """Gives the library a name without a version of Python in it."""
@@ -235,7 +242,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             exports.write_text(text.replace("@AMP_EXT_BUILD@", self.build_name))
             extension.extra_link_args.append(f"-Wl,--version-script={exports}")
             if self.in_place:  # PyTorch does not lie beside the sources
-                extension.extra_link_args.append(f"-Wl,-rpath,{torch_lib}")
+                extension.extra_link_args.append(f"-Wl,-rpath,{torch_folder}/lib")
         super().build_extension(extension)
 
     def copy_extensions_to_source(self) -> None:
@@ -244,7 +251,6 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().copy_extensions_to_source()
 
 
-# An undefined name ends the link: that is how it shows if anything below the bindings needs Python.
 library = setuptools.Extension(
     LIBRARY,
     core,
@@ -254,11 +260,8 @@ library = setuptools.Extension(
     + (["c10_cuda", "torch_cuda", "cudart"] if with_cuda else []),
     extra_compile_args=dict(flags),
     extra_link_args=[
-        "-fopenmp",
+        *flags_of("link"),
         "-Wl,-soname,libamp_ext.so",
-        "-Wl,-z,defs",
-        "-Wl,-z,now",
-        "-Wl,--enable-new-dtags",
         "-Wl,-rpath,$ORIGIN/../../torch/lib",
     ],
 )

@@ -14,7 +14,7 @@ cd "$out"
 PYTHONPATH=site "$python" - << 'END'
 import importlib.metadata, json, pathlib
 import torch, amp_ext
-from amp_ext import ops
+from amp_ext import cmake, ops
 
 folder = pathlib.Path(amp_ext.__file__).parent
 assert folder.parent.name == "site", folder
@@ -22,6 +22,8 @@ assert importlib.metadata.version("amp-ext") == amp_ext.__version__
 assert json.loads((folder / "_build_info.json").read_text())["torch"] == torch.__version__
 for name in ("py.typed", "_C.pyi", "lib/libamp_ext.so", "include/amp_ext/ops.h"):
     assert (folder / name).is_file(), name
+for name in ("Config", "ConfigVersion", "Build"):
+    assert (cmake.folder() / f"amp_ext{name}.cmake").is_file(), name
 assert not list(folder.glob("lib/*.cpython-*")), "the library has a name without a version of Python"
 
 param = torch.ones(3, requires_grad=True)

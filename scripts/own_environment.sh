@@ -68,6 +68,7 @@ _build() {
   mkdir -p "$source"
   rm -rf "$source"/{amp_ext,csrc,build/lib*,build/bdist*}
   tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
+    --exclude=amp_extBuild.cmake \
     LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
   "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
     "./$source" > "$home/build.log" 2>&1 || {

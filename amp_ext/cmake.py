@@ -1,0 +1,58 @@
+"""Where CMake finds amp_ext, for programs in C++.
+
+cmake -S . -B build -Damp_ext_DIR="$(python -m amp_ext.cmake)"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from amp_ext.program import run_program
+
+_PACKAGE = Path(__file__).parent
+
+
+def folder() -> Path:
+    """Returns the folder of ``amp_extConfig.cmake``, for ``amp_ext_DIR``.
+
+    Raises:
+        FileNotFoundError: If the library that programs link was not built.
+    """
+    found = _PACKAGE / "share" / "cmake" / "amp_ext"
+    library = _PACKAGE / "lib" / "libamp_ext.so"
+    for file in (library, found / "amp_extBuild.cmake"):
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is not there: amp_ext was not built, or in part only")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the folder.
+
+    Args:
+        arguments: Those of the command line, or None for the process's own.
+
+    Returns:
+        The exit code: 0, or 1 if there is no library.
+    """
+    _parser().parse_args(arguments)
+    try:
+        print(folder())
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="python -m amp_ext.cmake",
+        description="Prints the folder that amp_ext_DIR names for find_package(amp_ext).",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
