@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "autocast_cache.h"
 #include "element.h"
 
 namespace amp_ext {
@@ -267,6 +268,7 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
       !options.sum_of_squares.has_value()) {
     options.grad_norm->zero_();  // of no gradients
   }
+  clear_autocast_cache();
   try {
     for (const Batch& batch : all) {
       if (!batch.is_skipped) {

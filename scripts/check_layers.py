@@ -19,12 +19,17 @@ PUBLIC = ROOT / "amp_ext" / "include"
 CXX = {".h", ".cuh", ".cpp", ".cu"}
 FUNCTORS, ENGINES, OPERATIONS, FRONTEND, BINDINGS = range(5)
 # Public headers that the operations share with programs; others are torch-free or of the front end.
-OF_OPERATIONS = ("options.h", "ops.h")
+OF_OPERATIONS = ("autocast.h", "options.h", "ops.h")
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = re.compile(r"(torch|ATen|c10)/")
 # What a public header may include of torch: each costs a program no more than a second or two.
-LIGHT = ("ATen/core/Tensor.h", "torch/optim/optimizer.h")
+LIGHT = (
+    "ATen/core/Tensor.h",
+    "c10/core/DeviceType.h",
+    "c10/core/ScalarType.h",
+    "torch/optim/optimizer.h",
+)
 NATIVE = re.compile(r"ATen/native/")
 PYTHON = re.compile(
     r"pybind11/|Python\.h|torch/(torch|all|extension|python)\.h"

@@ -19,6 +19,8 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim import optimizer as of_torch
 from torch.optim.swa_utils import SWALR
 
+from amp_ext import GradScaler
+
 
 def small_model(dtype: torch.dtype = F32) -> nn.Module:
     torch.manual_seed(1)
@@ -307,3 +309,20 @@ def test_compiled_loops_give_the_same_bits(without_caches, name, options, what):
     for step in range(4):
         one_step(step)
     assert_same_bits(optimizer, plain[1])
+
+
+# Autocast keeps weights that it has cast until its outermost scope ends.
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool) -> None:
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(linear.weight)
+    optimizer = ours("SGD")(linear.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0, enabled=scaled)
+    with torch.autocast("cpu", BF16):
+        output = linear(torch.ones(1, 1))
+        assert output.item() == 1.0
+        scaler.scale(-output.float().sum()).backward()
+        scaler.step(optimizer)
+        assert linear(torch.ones(1, 1)).item() == 2.0
