@@ -1,0 +1,330 @@
+// Adam, AdamW, SGD and Lion for LibTorch: torch::optim::Optimizers with one fused kernel each, and
+// float32 masters of 16-bit parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/grad_scaler.h>
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+namespace amp_ext::optim {
+
+// Where an option is kept.
+using OptionPlace = std::variant<double*, bool*, std::tuple<double, double>*,
+                                 std::optional<double>*, std::optional<at::ScalarType>*>;
+
+// The options of a group that all optimizers have.
+class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
+ public:
+  struct Option {
+    const char* name;
+    OptionPlace place;
+  };
+
+  double get_lr() const override { return lr_; }
+  void set_lr(double lr) override {
+    lr_ = lr;
+    given_.insert("lr");
+  }
+
+  // All options with their names in Python.
+  virtual std::vector<Option> options();
+
+  // Whether an option was set, if only to what it was. A group takes the others from its optimizer.
+  bool is_given(const char* name) const { return given_.count(name) != 0; }
+
+ protected:
+  double lr_ = 1e-3;
+  double weight_decay_ = 0.0;
+  bool maximize_ = false;
+  bool decoupled_weight_decay_ = false;
+  bool master_weights_ = true;
+  std::optional<at::ScalarType> state_dtype_ = at::kFloat;
+  std::optional<double> max_grad_norm_;
+  std::optional<double> clip_value_;
+  bool skip_nonfinite_ = false;
+  bool write_back_grads_ = false;
+  std::set<std::string> given_;
+
+  friend class FusedOptimizer;
+};
+
+// Sets and reads an option; setters can be chained.
+#define AMP_EXT_OPTION(Type, name)       \
+  Derived& name(Type value) {            \
+    this->name##_ = std::move(value);    \
+    this->given_.insert(#name);          \
+    return static_cast<Derived&>(*this); \
+  }                                      \
+  const Type& name() const { return this->name##_; }
+
+// The setters of these options, for the class of an optimizer's own.
+template <typename Derived>
+class OptionsOf : public FusedOptions {
+ public:
+  std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
+    return std::make_unique<Derived>(static_cast<const Derived&>(*this));
+  }
+
+  // Learning rate.
+  AMP_EXT_OPTION(double, lr)
+  // Weight decay per step, before the learning rate.
+  AMP_EXT_OPTION(double, weight_decay)
+  // Ascends instead.
+  AMP_EXT_OPTION(bool, maximize)
+  // Keeps a float32 master of every float16 and bfloat16 parameter.
+  AMP_EXT_OPTION(bool, master_weights)
+  // at::kFloat, the least precision of the buffers, or none for the parameter's.
+  AMP_EXT_OPTION(std::optional<at::ScalarType>, state_dtype)
+  // Norm to keep the unscaled gradients of all groups together below, inside the step; the norm is
+  // then in `grad_norm()`. None measures and clips nothing. The same in all groups.
+  AMP_EXT_OPTION(std::optional<double>, max_grad_norm)
+  // Largest magnitude of an element of the unscaled gradients, after the norm.
+  AMP_EXT_OPTION(std::optional<double>, clip_value)
+  // Leaves every element alone whose gradient is inf or NaN. The same in all groups.
+  AMP_EXT_OPTION(bool, skip_nonfinite)
+  // Leaves the unscaled, clipped gradients in grad().
+  AMP_EXT_OPTION(bool, write_back_grads)
+};
+
+// The options of both Adams.
+template <typename Derived>
+class AdamOptionsOf : public OptionsOf<Derived> {
+ public:
+  using Betas = std::tuple<double, double>;
+
+  // Decay per step of the first and of the second moment.
+  AMP_EXT_OPTION(Betas, betas)
+  // Added to the root of the second moment.
+  AMP_EXT_OPTION(double, eps)
+  // Divides by the largest second moment so far.
+  AMP_EXT_OPTION(bool, amsgrad)
+  // Least value of the corrected second moment, under the root.
+  AMP_EXT_OPTION(double, denominator_floor)
+
+  std::vector<FusedOptions::Option> options() override {
+    auto all = OptionsOf<Derived>::options();
+    all.insert(all.end(), {{"betas", &betas_},
+                           {"eps", &eps_},
+                           {"amsgrad", &amsgrad_},
+                           {"denominator_floor", &denominator_floor_}});
+    return all;
+  }
+
+ protected:
+  Betas betas_ = {0.9, 0.999};
+  double eps_ = 1e-8;
+  bool amsgrad_ = false;
+  double denominator_floor_ = 0.0;
+};
+
+class AMP_EXT_API AdamOptions : public AdamOptionsOf<AdamOptions> {
+  using Derived = AdamOptions;
+
+ public:
+  AdamOptions() = default;
+  AdamOptions(double lr) { this->lr(lr); }  // NOLINT: converts, as torch's
+
+  // Shrinks parameters, as AdamW does, instead of adding to gradients.
+  AMP_EXT_OPTION(bool, decoupled_weight_decay)
+};
+
+class AMP_EXT_API AdamWOptions : public AdamOptionsOf<AdamWOptions> {
+ public:
+  AdamWOptions() {
+    weight_decay_ = 1e-2;
+    decoupled_weight_decay_ = true;
+  }
+  AdamWOptions(double lr) : AdamWOptions() { this->lr(lr); }  // NOLINT: converts, as torch's
+};
+
+class AMP_EXT_API SGDOptions : public OptionsOf<SGDOptions> {
+  using Derived = SGDOptions;
+
+ public:
+  SGDOptions() = default;
+  SGDOptions(double lr) { this->lr(lr); }  // NOLINT: converts, as torch's
+
+  // Decay of the momentum buffer, per step.
+  AMP_EXT_OPTION(double, momentum)
+  // Share of the gradient that is kept out of the momentum buffer, except at the first step.
+  AMP_EXT_OPTION(double, dampening)
+  // Looks ahead along the momentum.
+  AMP_EXT_OPTION(bool, nesterov)
+  // Shrinks parameters instead of adding to gradients.
+  AMP_EXT_OPTION(bool, decoupled_weight_decay)
+
+  std::vector<Option> options() override;
+
+ protected:
+  double momentum_ = 0.0;
+  double dampening_ = 0.0;
+  bool nesterov_ = false;
+};
+
+class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
+  using Derived = LionOptions;
+
+ public:
+  using Betas = std::tuple<double, double>;
+
+  LionOptions() {
+    lr_ = 1e-4;
+    decoupled_weight_decay_ = true;
+  }
+  LionOptions(double lr) : LionOptions() { this->lr(lr); }  // NOLINT: converts, as torch's
+
+  // Decay per step of the average in the step, and of the one that is kept.
+  AMP_EXT_OPTION(Betas, betas)
+  // If false, adds to gradients instead of shrinking parameters.
+  AMP_EXT_OPTION(bool, decoupled_weight_decay)
+
+  std::vector<Option> options() override;
+
+ protected:
+  Betas betas_ = {0.9, 0.99};
+};
+
+#undef AMP_EXT_OPTION
+
+// The state of one parameter, by the keys of Python: "step", "master_param", "exp_avg", ...
+class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
+ public:
+  explicit FusedParamState(at::Tensor param) : param_(std::move(param)) {}
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
+    return std::make_unique<FusedParamState>(*this);
+  }
+
+  // Undefined where there is none.
+  at::Tensor get(const std::string& key) const;
+  const std::vector<std::pair<std::string, at::Tensor>>& tensors() const { return tensors_; }
+
+ private:
+  friend class FusedOptimizer;
+
+  void set(const std::string& key, at::Tensor value);
+  void erase(const std::string& key);
+
+  at::Tensor param_;  // keeps another from taking its address, by which it is found
+  std::vector<std::pair<std::string, at::Tensor>> tensors_;
+};
+
+struct OptimizerKind;
+
+// What all optimizers share. Errors are c10::Error with the texts of Python, thrown before anything
+// is written.
+//
+// Groups take the options that they do not set themselves from the optimizer. In-place writes to
+// states are always seen; a state tensor that was replaced by another is seen after `rebuild()`.
+class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
+ public:
+  ~FusedOptimizer() override;
+  FusedOptimizer(FusedOptimizer&&) noexcept;
+  FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
+
+  // Hides that of torch, which from 2.13 on drops the options of a group; don't call that one
+  // through a torch::optim::Optimizer&.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+
+  // Updates all parameters that have a gradient. The closure evaluates the model again, with
+  // gradients enabled, and returns the loss, which this returns. By one thread at a time.
+  //
+  // Where a launch is refused after others, each parameter has been stepped with its states or not
+  // at all, and later steps are refused until a state dict is loaded.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
+  std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
+                                                const at::Tensor& grad_scale) override;
+
+  // Norm of the unscaled gradients at the last step, one float32, which later steps write anew.
+  // Undefined without max_grad_norm.
+  const at::Tensor& grad_norm() const;
+
+  // Creates every state that a first step would create, and does not step.
+  void init_state();
+
+  // Makes the next step look up all states again, after some were replaced by hand.
+  void rebuild();
+
+  // The float32 master of every parameter, and parameters that have none themselves.
+  std::vector<at::Tensor> master_params();
+
+  // Takes parameters that were changed through data(), behind their masters, over into them, at
+  // once. Other changes are noticed by the next step.
+  void refresh_masters();
+
+  // Python's state dict: {"state": {0: {"step": ..., ...}}, "param_groups": [{"lr": ..., "params":
+  // [0, ...]}]}. Its tensors are those of the optimizer: save_state copies them.
+  c10::IValue state_dict() const;
+
+  // Takes state dicts of this class, of its namesakes in Python and in Python's torch.optim.
+  // Buffers get the configured dtype, and options that torch does not have stay as configured.
+  // Masters that are missing are taken from the parameters: load the model first.
+  void load_state_dict(const c10::IValue& state_dict);
+
+  // For torch::save and torch::load.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ protected:
+  FusedOptimizer(const OptimizerKind& kind,
+                 const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                 std::unique_ptr<FusedOptions> defaults);
+
+ private:
+  struct Impl;
+  class InPlan;
+
+  FusedOptions& options_of(size_t group);
+  const FusedOptions& options_of(size_t group) const;
+  FusedParamState* state_of(const at::Tensor& param) const;
+  static bool has_master(const FusedOptions& options, const at::Tensor& param);
+  std::unique_ptr<FusedParamState> whole_state(const FusedOptions& options,
+                                               const at::Tensor& param) const;
+  std::unique_ptr<FusedParamState> read_state(const FusedOptions& options, const at::Tensor& param,
+                                              const std::string& place,
+                                              const c10::IValue& saved) const;
+  void make_states(const std::vector<std::pair<size_t, at::Tensor>>& params);
+  bool take_params();
+  void take_plan();
+  void make_plan(std::vector<std::tuple<int, bool, bool, std::optional<at::ScalarType>>> kept);
+  void give_states();
+  void check_groups();
+  void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
+
+  std::unique_ptr<Impl> impl_;
+};
+
+// The class of one optimizer, constructed like those of torch::optim.
+#define AMP_EXT_OPTIMIZER(Name)                                                       \
+  class AMP_EXT_API Name : public FusedOptimizer {                                    \
+   public:                                                                            \
+    explicit Name(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, \
+                  Name##Options defaults = {});                                       \
+    explicit Name(std::vector<at::Tensor> params, Name##Options defaults = {});       \
+  };
+
+// Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
+AMP_EXT_OPTIMIZER(Adam)
+// Adam with decoupled weight decay: Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
+// 2019.
+AMP_EXT_OPTIMIZER(AdamW)
+// SGD, plain or with (Nesterov) momentum: Sutskever, Martens, Dahl and Hinton, "On the importance
+// of initialization and momentum in deep learning", 2013.
+AMP_EXT_OPTIMIZER(SGD)
+// Steps by the sign of an average: Chen et al., "Symbolic Discovery of Optimization Algorithms",
+// 2023, algorithm 2. `lr` is 3 to 10 times smaller than AdamW's and `weight_decay` as much larger.
+AMP_EXT_OPTIMIZER(Lion)
+
+#undef AMP_EXT_OPTIMIZER
+
+}  // namespace amp_ext::optim

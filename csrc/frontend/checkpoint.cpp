@@ -1,0 +1,174 @@
+// Files: those of torch.save, without Python, and archives of torch::save, which hold the same.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <amp_ext/checkpoint.h>
+#include <amp_ext/grad_scaler.h>
+#include <amp_ext/optim.h>
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/csrc/jit/serialization/pickler.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include "frontend/values.h"
+
+namespace amp_ext {
+
+namespace {
+
+// A copy with tensors on the CPU, of types that Python reads without torch's script types. Throws
+// on what Python would not read; `where` says where that is.
+c10::IValue portable(const c10::IValue& value, const std::string& where) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_state: ", where,
+                " must be a dense tensor, got ",
+                tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+    const at::Tensor copy = tensor.detach().cpu();
+    // A view would take all of its storage with it.
+    const bool is_whole = copy.storage().nbytes() == copy.nbytes();
+    return is_whole ? copy : copy.clone();
+  }
+  if (value.isNone() || value.isBool() || value.isInt() || value.isDouble() || value.isString()) {
+    return value;
+  }
+  if (value.isGenericDict()) {
+    auto copy = new_dict();
+    for (const auto& entry : value.toGenericDict()) {
+      TORCH_CHECK(entry.key().isString() || entry.key().isInt(), "save_state: keys of ", where,
+                  " must be strings or ints, got ", repr(entry.key()));
+      copy.insert(entry.key(), portable(entry.value(), where + "[" + repr(entry.key()) + "]"));
+    }
+    return copy;
+  }
+  TORCH_CHECK(value.isList() || value.isTuple(), "save_state: ", where,
+              " must be a dict, list, tuple, string, number, bool, None or tensor, got ",
+              type_name(value));
+  const auto elements = value.isList() ? value.toListRef().vec()
+                                       : std::vector<c10::IValue>(value.toTupleRef().elements());
+  std::vector<c10::IValue> copies;
+  for (size_t i = 0; i < elements.size(); ++i) {
+    copies.push_back(portable(elements[i], c10::str(where, "[", i, "]")));
+  }
+  if (value.isTuple()) return c10::ivalue::Tuple::create(std::move(copies));
+  auto list = new_list();
+  for (auto& copy : copies) list.push_back(std::move(copy));
+  return list;
+}
+
+}  // namespace
+
+std::vector<char> state_to_bytes(const c10::IValue& value) {
+  std::vector<char> data;
+  torch::jit::Pickler pickler(
+      [&](const char* bytes, size_t size) { data.insert(data.end(), bytes, bytes + size); },
+      /*tensor_table=*/nullptr, /*type_renamer=*/nullptr, /*memoized_class_types=*/nullptr,
+      /*get_tensor_id=*/nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(portable(value, "value"));
+  pickler.stop();
+  std::vector<char> file;
+  caffe2::serialize::PyTorchStreamWriter writer([&](const void* bytes, size_t size) {
+    const char* const begin = static_cast<const char*>(bytes);
+    file.insert(file.end(), begin, begin + size);
+    return size;
+  });
+  writer.writeRecord("data.pkl", data.data(), data.size());
+  int64_t number = 0;
+  for (const at::Tensor& tensor : pickler.tensorData()) {
+    writer.writeRecord("data/" + std::to_string(number++), tensor.const_data_ptr(),
+                       tensor.storage().nbytes());
+  }
+  writer.writeEndOfFile();
+  return file;
+}
+
+c10::IValue state_from_bytes(const std::vector<char>& bytes) {
+  try {
+    return torch::jit::pickle_load(bytes);
+  } catch (const c10::Error& error) {
+    const std::string reason = error.what_without_backtrace();
+    TORCH_CHECK(reason.find("Expected GenericDict") == std::string::npos,
+                "load_state: all dicts must be plain ones, got an OrderedDict, as "
+                "model.state_dict() is; write it in Python by torch.save(dict(model.state_dict()), "
+                "path)");
+    TORCH_CHECK(false,
+                "load_state: the file must be one that torch.save wrote, of plain dicts, "
+                "lists, numbers and tensors, got another: ",
+                reason.substr(0, reason.find('\n')));
+  }
+}
+
+void save_state(const std::string& path, const c10::IValue& value) {
+  const std::vector<char> bytes = state_to_bytes(value);
+  const std::string beside = path + ".tmp";
+  std::ofstream file(beside, std::ios::binary);
+  file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  file.close();
+  const bool is_written = file.good() && std::rename(beside.c_str(), path.c_str()) == 0;
+  if (!is_written) std::remove(beside.c_str());
+  TORCH_CHECK(is_written, "save_state: path must be of a file that can be written, got ", path);
+}
+
+c10::IValue load_state(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file.good(), "load_state: path must be of a file that can be read, got ", path);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  return state_from_bytes(bytes);
+}
+
+// Archives.
+
+namespace {
+
+constexpr const char* kKey = "amp_ext_state_dict";
+
+void write(torch::serialize::OutputArchive& archive, const c10::IValue& state_dict) {
+  const std::vector<char> bytes = state_to_bytes(state_dict);
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  archive.write(kKey, tensor, /*is_buffer=*/true);
+}
+
+c10::IValue read(torch::serialize::InputArchive& archive, const char* operation) {
+  at::Tensor tensor;
+  TORCH_CHECK(archive.try_read(kKey, tensor, /*is_buffer=*/true), operation,
+              ": the archive must be one that torch::save wrote of it, got another");
+  const at::Tensor bytes = tensor.cpu().contiguous();
+  const char* const begin = static_cast<const char*>(bytes.const_data_ptr());
+  return state_from_bytes(std::vector<char>(begin, begin + bytes.numel()));
+}
+
+}  // namespace
+
+namespace optim {
+
+void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  write(archive, state_dict());
+}
+
+void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
+  load_state_dict(read(archive, "torch::load of an optimizer"));
+}
+
+}  // namespace optim
+
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const GradScaler& scaler) {
+  write(archive, scaler.state_dict());
+  return archive;
+}
+
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           GradScaler& scaler) {
+  scaler.load_state_dict(read(archive, "torch::load of a GradScaler"));
+  return archive;
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,524 @@
+// Groups, states, masters and the step of all optimizers of the C++ interface.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <amp_ext/ops.h>
+#include <amp_ext/optim.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "frontend/optimizer_impl.h"
+
+namespace amp_ext::optim {
+
+namespace {
+
+constexpr const char* kHowToGoOn =
+    "load a checkpoint into the model, and into the optimizer with load_state_dict()";
+
+bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+std::string place(size_t group, size_t index) {
+  return c10::str("group ", group, ", param ", index);
+}
+
+// Copies the options that were set.
+void take_given(FusedOptions& options, FusedOptions& from) {
+  const auto places = options.options();
+  const auto given = from.options();
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (!from.is_given(given[i].name)) continue;
+    std::visit([&](auto* place) { *place = *std::get<decltype(place)>(given[i].place); },
+               places[i].place);
+  }
+}
+
+// The options as the hyperparameters of a step.
+Numbers numbers_of(FusedOptions& options) {
+  Numbers numbers;
+  for (const auto& [name, place] : options.options()) {
+    if (auto* const* number = std::get_if<double*>(&place)) {
+      numbers.emplace_back(name, **number);
+    } else if (auto* const* flag = std::get_if<bool*>(&place)) {
+      numbers.emplace_back(name, **flag ? 1.0 : 0.0);
+    } else if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
+      numbers.emplace_back(name, (*limit)->value_or(std::numeric_limits<double>::infinity()));
+    } else if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
+      numbers.emplace_back("beta1", std::get<0>(**betas));
+      numbers.emplace_back("beta2", std::get<1>(**betas));
+    }
+  }
+  return numbers;
+}
+
+}  // namespace
+
+std::string python_name(at::ScalarType dtype) {
+  return c10::str("torch.", c10::getDtypeNames(dtype).first);
+}
+
+at::ScalarType buffer_dtype(bool has_state_dtype, at::ScalarType param) {
+  return has_state_dtype && param != at::kDouble ? at::kFloat : param;
+}
+
+void check_options(const std::string& operation, const OptimizerKind& kind, FusedOptions& options,
+                   const std::function<std::string()>& place_of_option) {
+  const auto check = [&](const char* name, bool fits, const char* wanted, const auto&... got) {
+    TORCH_CHECK(fits, operation, ": ", name, place_of_option(), " must be ", wanted, ", got ",
+                got...);
+  };
+  const auto& own = kind.own_options;
+  for (const auto& [name, place] : options.options()) {
+    if (auto* const* number = std::get_if<double*>(&place)) {
+      const bool has_floor = std::find(own.begin(), own.end(), name) != own.end();
+      check(name, has_floor ? **number >= 0.0 : !std::isnan(**number),
+            has_floor ? "a number of at least 0" : "a number", **number);
+    } else if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
+      const double value = (*limit)->value_or(0.0);
+      check(name, value >= 0.0, "a number of at least 0 or None", value);
+    } else if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
+      const auto [beta1, beta2] = **betas;
+      check(name, !std::isnan(beta1) && !std::isnan(beta2), "two numbers", "(", beta1, ", ", beta2,
+            ")");
+    } else if (auto* const* dtype = std::get_if<std::optional<at::ScalarType>*>(&place)) {
+      const at::ScalarType value = (*dtype)->value_or(at::kFloat);
+      check(name, value == at::kFloat, "torch.float32 or None", python_name(value));
+    }
+  }
+}
+
+// Options and states.
+
+std::vector<FusedOptions::Option> FusedOptions::options() {
+  return {{"lr", &lr_},
+          {"weight_decay", &weight_decay_},
+          {"maximize", &maximize_},
+          {"decoupled_weight_decay", &decoupled_weight_decay_},
+          {"master_weights", &master_weights_},
+          {"state_dtype", &state_dtype_},
+          {"max_grad_norm", &max_grad_norm_},
+          {"clip_value", &clip_value_},
+          {"skip_nonfinite", &skip_nonfinite_},
+          {"write_back_grads", &write_back_grads_}};
+}
+
+at::Tensor FusedParamState::get(const std::string& key) const {
+  for (const auto& [name, tensor] : tensors_) {
+    if (name == key) return tensor;
+  }
+  return {};
+}
+
+void FusedParamState::set(const std::string& key, at::Tensor value) {
+  for (auto& [name, tensor] : tensors_) {
+    if (name != key) continue;
+    tensor = std::move(value);
+    return;
+  }
+  tensors_.emplace_back(key, std::move(value));
+}
+
+void FusedParamState::erase(const std::string& key) {
+  const auto is_it = [&](const auto& entry) { return entry.first == key; };
+  tensors_.erase(std::remove_if(tensors_.begin(), tensors_.end(), is_it), tensors_.end());
+}
+
+// Groups.
+
+FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
+                               const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                               std::unique_ptr<FusedOptions> defaults)
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
+      impl_(std::make_unique<Impl>(kind)) {
+  auto& options = static_cast<FusedOptions&>(*defaults_);
+  kind.check(options);
+  check_options(kind.name, kind, options, [] { return std::string(); });
+  TORCH_CHECK(!param_groups.empty(), "optimizer got an empty parameter list");
+  for (const auto& group : param_groups) add_param_group(group);
+}
+
+FusedOptimizer::~FusedOptimizer() = default;
+FusedOptimizer::FusedOptimizer(FusedOptimizer&&) noexcept = default;
+FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&&) noexcept = default;
+
+void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+  const char* const name = impl_->kind.name;
+  const size_t group = param_groups_.size();
+  auto merged = defaults_->clone();
+  auto& options = static_cast<FusedOptions&>(*merged);
+  options.given_.clear();
+  if (param_group.has_options()) {
+    const auto given = param_group.options().clone();
+    TORCH_CHECK(typeid(*given) == typeid(*defaults_), name, ": options of group ", group,
+                " must be ", name, "Options, got those of another optimizer");
+    take_given(options, static_cast<FusedOptions&>(*given));
+    options.given_ = static_cast<FusedOptions&>(*given).given_;
+  }
+  check_options(name, impl_->kind, options, [&] { return c10::str(" of group ", group); });
+  std::unordered_set<const void*> others;
+  for (const auto& other : param_groups_) {
+    for (const at::Tensor& param : other.params()) others.insert(param.unsafeGetTensorImpl());
+  }
+  std::unordered_map<const void*, size_t> first_index;
+  const auto& params = param_group.params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK(params[i].defined(), name, ": param of ", place(group, i),
+                " must be a tensor, got an undefined one");
+    TORCH_CHECK(params[i].is_leaf(), "can't optimize a non-leaf Tensor");
+    const void* const param = params[i].unsafeGetTensorImpl();
+    TORCH_CHECK(others.count(param) == 0,
+                "some parameters appear in more than one parameter group");
+    const size_t first = first_index.emplace(param, i).first->second;
+    TORCH_CHECK(first == i, name, ": param ", i, " of group ", group,
+                " must be listed once, got it as param ", first, " already");
+  }
+  Optimizer::add_param_group(param_group);
+  param_groups_.back().set_options(std::move(merged));  // torch may have dropped them
+  rebuild();
+}
+
+FusedOptions& FusedOptimizer::options_of(size_t group) {
+  return static_cast<FusedOptions&>(param_groups_[group].options());
+}
+
+const FusedOptions& FusedOptimizer::options_of(size_t group) const {
+  return static_cast<const FusedOptions&>(param_groups_[group].options());
+}
+
+// Also what a loop may have written into the groups.
+void FusedOptimizer::check_groups() {
+  const char* const name = impl_->kind.name;
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    TORCH_CHECK(typeid(param_groups_[i].options()) == typeid(*defaults_), name,
+                ": options of group ", i, " must be ", name,
+                "Options, got those of another optimizer");
+    check_options(name, impl_->kind, options_of(i), [&] { return c10::str(" of group ", i); });
+  }
+  const auto check_same = [&](const char* option, auto member, const auto& text_of) {
+    const auto& first = options_of(0).*member;
+    bool are_same = true;
+    for (size_t i = 1; i < param_groups_.size(); ++i) are_same &= options_of(i).*member == first;
+    if (are_same) return;
+    std::vector<std::string> values;
+    for (size_t i = 0; i < param_groups_.size(); ++i) {
+      values.push_back(text_of(options_of(i).*member));
+    }
+    TORCH_CHECK(false, name, ": ", option,
+                " must be the same in all groups, whose norm is taken "
+                "together, got [",
+                c10::Join(", ", values), "]");
+  };
+  check_same("max_grad_norm", &FusedOptions::max_grad_norm_, [](const auto& norm) {
+    return norm.has_value() ? c10::str(*norm) : std::string("None");
+  });
+  check_same("skip_nonfinite", &FusedOptions::skip_nonfinite_,
+             [](bool skips) { return std::string(skips ? "True" : "False"); });
+}
+
+// States.
+
+FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
+  const auto found = state_.find(param.unsafeGetTensorImpl());
+  return found == state_.end() ? nullptr : dynamic_cast<FusedParamState*>(found->second.get());
+}
+
+bool FusedOptimizer::has_master(const FusedOptions& options, const at::Tensor& param) {
+  return options.master_weights_ && is_16_bit(param.scalar_type());
+}
+
+// The state of a parameter as the options want it, its dtype and device being so. What it lacks is
+// made, and what the parameter was converted under is converted; nothing is written.
+std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions& options,
+                                                             const at::Tensor& param) const {
+  const OptimizerKind& kind = impl_->kind;
+  const FusedParamState* const before = state_of(param);
+  auto state = before != nullptr ? std::make_unique<FusedParamState>(*before)
+                                 : std::make_unique<FusedParamState>(param);
+  const auto want = [&](const std::string& key, at::ScalarType dtype, const auto& make) {
+    const at::Tensor value = state->get(key);
+    if (!value.defined()) {
+      state->set(key, make());
+    } else if (value.scalar_type() != dtype || value.device() != param.device()) {
+      state->set(key, value.to(param.device(), dtype));
+    }
+  };
+  const auto float32 = param.options().dtype(at::kFloat).requires_grad(false);
+  if (kind.keeps_step(options)) {
+    const bool counts = kind.counts_from_buffer && state->get(kind.buffer_names[0]).defined();
+    want("step", at::kFloat, [&] { return at::full({}, counts ? 1.0 : 0.0, float32); });
+  }
+  if (has_master(options, param)) {
+    want("master_param", at::kFloat,
+         [&] { return param.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true); });
+  } else {
+    state->erase("master_param");
+  }
+  const at::ScalarType dtype = buffer_dtype(options.state_dtype_.has_value(), param.scalar_type());
+  const int count = kind.buffer_count(options);
+  for (size_t i = 0; i < kind.buffer_names.size(); ++i) {
+    // Also buffers that the group keeps only with other options, to which a loop may change.
+    if (static_cast<int>(i) >= count && !state->get(kind.buffer_names[i]).defined()) continue;
+    want(kind.buffer_names[i], dtype, [&] { return at::zeros_like(param, float32.dtype(dtype)); });
+  }
+  return state;
+}
+
+// All of them, or none if one can't be made.
+void FusedOptimizer::make_states(const std::vector<std::pair<size_t, at::Tensor>>& params) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::unique_ptr<FusedParamState>> states;
+  for (const auto& [group, param] : params) {
+    states.push_back(whole_state(options_of(group), param));
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    state_[params[i].second.unsafeGetTensorImpl()] = std::move(states[i]);
+  }
+}
+
+void FusedOptimizer::init_state() {
+  std::vector<std::pair<size_t, at::Tensor>> trainable;
+  for (size_t group = 0; group < param_groups_.size(); ++group) {
+    const auto& params = param_groups_[group].params();
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& param = params[i];
+      if (!param.requires_grad()) continue;
+      const at::ScalarType dtype = param.scalar_type();
+      TORCH_CHECK((is_16_bit(dtype) || dtype == at::kFloat || dtype == at::kDouble) &&
+                      (param.is_cpu() || param.is_cuda()),
+                  impl_->kind.name, ".init_state: param of ", place(group, i),
+                  " must be float32, float64, float16 or bfloat16 on cpu or cuda, got ",
+                  python_name(dtype), " on ", param.device());
+      trainable.emplace_back(group, param);
+    }
+  }
+  make_states(trainable);
+}
+
+std::vector<at::Tensor> FusedOptimizer::master_params() {
+  init_state();
+  std::vector<at::Tensor> masters;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) {
+      const FusedParamState* const state = state_of(param);
+      const at::Tensor master = state != nullptr ? state->get("master_param") : at::Tensor();
+      masters.push_back((master.defined() ? master : param).detach());
+    }
+  }
+  return masters;
+}
+
+void FusedOptimizer::refresh_masters() {
+  TensorList params, masters;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) {
+      const FusedParamState* const state = state_of(param);
+      const at::Tensor master = state != nullptr ? state->get("master_param") : at::Tensor();
+      if (!master.defined()) continue;
+      params.push_back(param);
+      masters.push_back(master);
+    }
+  }
+  refresh_masters_(params, masters);
+}
+
+// The plan.
+
+void FusedOptimizer::rebuild() { impl_->plan.reset(); }
+
+// The time in which this thread has the plan, which is that of the groups and states as they are.
+class FusedOptimizer::InPlan {
+ public:
+  InPlan(FusedOptimizer& optimizer, const char* operation) : optimizer_(optimizer) {
+    Impl& impl = *optimizer.impl_;
+    const auto thread = std::this_thread::get_id();
+    {
+      const std::lock_guard<std::mutex> lock(impl.mutex);
+      TORCH_CHECK(!impl.user.has_value(), impl.kind.name, ".", operation,
+                  ": must be called by one thread at a time, got a call by thread ", thread,
+                  " while thread ", *impl.user, " is in one");
+      impl.user = thread;
+    }
+    try {
+      TORCH_CHECK(impl.progress == nullptr || !impl.progress->has_failed, impl.kind.name, ".",
+                  operation,
+                  ": parameters must be as a whole step leaves them, got a step that "
+                  "failed: ",
+                  impl.progress->text(), "; ", kHowToGoOn);
+      optimizer.check_groups();
+      optimizer.take_plan();
+    } catch (...) {
+      let_go();
+      throw;
+    }
+  }
+  ~InPlan() { let_go(); }
+  InPlan(const InPlan&) = delete;
+  InPlan& operator=(const InPlan&) = delete;
+
+  Plan& plan() { return *optimizer_.impl_->plan; }
+
+ private:
+  void let_go() {
+    Impl& impl = *optimizer_.impl_;
+    if (impl.plan != nullptr) impl.plan->let_go();
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    impl.user.reset();
+  }
+
+  FusedOptimizer& optimizer_;
+};
+
+void FusedOptimizer::take_plan() {
+  std::vector<KeptByGroup> kept;
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    const FusedOptions& options = options_of(i);
+    kept.emplace_back(impl_->kind.buffer_count(options), impl_->kind.keeps_step(options),
+                      options.master_weights_, options.state_dtype_);
+  }
+  const bool is_current = impl_->plan != nullptr && impl_->state_count == state_.size() &&
+                          impl_->kept == kept && take_params();
+  if (is_current) return;
+  make_plan(std::move(kept));
+  take_params();
+}
+
+// Hands over the parameters if they are those that the plan was made of.
+bool FusedOptimizer::take_params() {
+  Plan& plan = *impl_->plan;
+  int64_t number = 0;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) {
+      if (!plan.is_param(number, param.unsafeGetTensorImpl())) return false;
+      plan.take_param(number, param);
+      ++number;
+    }
+  }
+  return number == plan.number_of_params();
+}
+
+void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
+  const OptimizerKind& kind = impl_->kind;
+  int buffers = 0;
+  for (const KeptByGroup& group : kept) buffers = std::max(buffers, std::get<0>(group));
+  const auto first = kind.buffer_names.begin();
+  auto plan = std::make_unique<Plan>(kind.name, std::vector<std::string>(first, first + buffers));
+  impl_->places.clear();
+  for (size_t group = 0; group < param_groups_.size(); ++group) {
+    const auto& params = param_groups_[group].params();
+    for (size_t i = 0; i < params.size(); ++i) {
+      TORCH_CHECK(params[i].defined(), kind.name, ": param of ", place(group, i),
+                  " must be a tensor, got an undefined one");
+      plan->add_param(static_cast<int64_t>(group), static_cast<int64_t>(i),
+                      params[i].unsafeGetTensorImpl());
+      impl_->places.emplace_back(group, i);
+    }
+  }
+  impl_->progress = plan->progress();
+  impl_->plan = std::move(plan);
+  impl_->kept = std::move(kept);
+  impl_->state_count = state_.size();
+}
+
+// Reads the gradients, and gives each parameter that has one its state.
+void FusedOptimizer::give_states() {
+  const std::vector<int64_t> numbers = impl_->plan->read_grads();
+  if (numbers.empty()) return;
+  std::vector<std::pair<size_t, at::Tensor>> params;
+  for (const int64_t number : numbers) {
+    const auto [group, index] = impl_->places[number];
+    params.emplace_back(group, param_groups_[group].params()[index]);
+  }
+  make_states(params);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const auto& [group, param] = params[i];
+    const FusedParamState& state = *state_of(param);
+    ParamState tensors;
+    const int count = std::get<0>(impl_->kept[group]);
+    for (int buffer = 0; buffer < count; ++buffer) {
+      tensors.buffers.push_back(state.get(impl_->kind.buffer_names[buffer]));
+    }
+    tensors.master_param = state.get("master_param");
+    if (std::get<1>(impl_->kept[group])) tensors.step = state.get("step");
+    impl_->plan->set_state(numbers[i], std::move(tensors));
+  }
+  impl_->state_count = state_.size();
+}
+
+// The step.
+
+at::Tensor FusedOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  run_step({}, {});
+  return loss;
+}
+
+at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+  try {
+    run_step(grad_scale, found_inf);
+  } catch (...) {
+    rebuild();  // the plan remembers a look that no step has used
+    throw;
+  }
+  return {};
+}
+
+void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+  InPlan use(*this, "step");
+  give_states();
+  const FusedOptions& first = options_of(0);
+  GradientOptions options;
+  if (grad_scale.defined()) options.grad_scale = grad_scale;
+  if (found_inf.defined()) options.found_inf = found_inf;
+  options.max_grad_norm = first.max_grad_norm_;
+  options.skip_nonfinite = first.skip_nonfinite_;
+  if (!first.max_grad_norm_.has_value()) {
+    impl_->grad_norm.reset();
+  } else if (!impl_->grad_norm.defined() && !impl_->places.empty()) {
+    const auto [group, index] = impl_->places[0];
+    const at::Tensor& param = param_groups_[group].params()[index];
+    impl_->grad_norm = at::zeros({}, at::TensorOptions(param.device()).dtype(at::kFloat));
+  }
+  if (impl_->grad_norm.defined()) options.grad_norm = impl_->grad_norm;
+  std::vector<Numbers> groups;
+  for (size_t i = 0; i < param_groups_.size(); ++i) groups.push_back(numbers_of(options_of(i)));
+  try {
+    impl_->kind.step(use.plan(), groups, options);
+  } catch (c10::Error& error) {
+    if (impl_->progress->has_failed) {
+      error.add_context(c10::str(impl_->kind.name, ".step: ", impl_->progress->text(), "; ",
+                                 kHowToGoOn, ": until then it refuses to step"));
+    }
+    throw;
+  }
+}
+
+std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& found_inf,
+                                                              const at::Tensor& grad_scale) {
+  InPlan use(*this, "look_at_gradients");
+  use.plan().read_grads();
+  OptionalTensor scale;
+  if (grad_scale.defined()) scale = grad_scale;
+  const FusedOptions& first = options_of(0);
+  GradientLook look;
+  for (const LookResult& result : use.plan().check_finite(
+           found_inf, scale, first.max_grad_norm_.has_value(), first.skip_nonfinite_)) {
+    look.found_infs.push_back(result.found_inf);
+    look.first_nonfinites.push_back(result.first_nonfinite);
+  }
+  return look;
+}
+
+const at::Tensor& FusedOptimizer::grad_norm() const { return impl_->grad_norm; }
+
+}  // namespace amp_ext::optim

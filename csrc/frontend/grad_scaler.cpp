@@ -1,0 +1,570 @@
+// Dynamic loss scaling in the C++ interface.
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <amp_ext/grad_scaler.h>
+#include <amp_ext/ops.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "autocast_cache.h"
+#include "frontend/marked_grads.h"
+#include "frontend/values.h"
+#include "scaler_monitor.h"
+
+namespace amp_ext {
+
+namespace {
+
+using torch::optim::Optimizer;
+
+enum class Stage { kReady, kUnscaled, kStepped };
+
+// What is known of an optimizer since the last update.
+struct Iteration {
+  explicit Iteration(Optimizer* its_optimizer) : optimizer(its_optimizer) {}
+
+  Optimizer* optimizer;
+  Stage stage = Stage::kReady;
+  std::vector<at::Tensor> found_infs;  // one for each device
+  std::vector<at::Tensor> first_nonfinites;
+  std::unordered_set<const void*> had_grad;  // parameters, when unscale_ looked
+  std::optional<MarkedGrads> in_part;        // gradients of an unscale_ that was refused amid it
+  std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
+};
+
+// What is known of an optimizer for good, by its address.
+struct Record {
+  int64_t slot;  // of its report
+  std::vector<size_t> group_sizes;
+  std::vector<std::pair<at::Device, at::Tensor>> first_nonfinites;
+};
+
+void check_counts(const GradScalerOptions& options) {
+  const double smallest = options.min_scale(), largest = options.max_scale();
+  TORCH_CHECK(
+      0.0 <= smallest && smallest <= options.init_scale() && options.init_scale() <= largest,
+      "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=",
+      options.init_scale(), ", min_scale=", smallest, ", max_scale=", largest);
+  TORCH_CHECK(options.hysteresis() >= 1,
+              "GradScaler: hysteresis must be an int of at least 1, got ", options.hysteresis());
+  TORCH_CHECK(options.warn_after() >= 1,
+              "GradScaler: warn_after must be an int of at least 1, got ", options.warn_after());
+  TORCH_CHECK(options.device() == at::kCPU || options.device() == at::kCUDA,
+              "GradScaler: device must be cuda or cpu, got ", options.device());
+  TORCH_CHECK(options.growth_factor() > 1.0, "The growth factor must be > 1.0.");
+  TORCH_CHECK(options.backoff_factor() < 1.0, "The backoff factor must be < 1.0.");
+}
+
+// A new tensor with the sum of all devices' flags.
+at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& device) {
+  at::Tensor sum;
+  for (const at::Tensor& flag : flags) {
+    const at::Tensor here = flag.to(device, /*non_blocking=*/true);
+    sum = sum.defined() ? sum + here : here.clone();
+  }
+  return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+}
+
+// For each device that holds one the gradients of all parameters, so that the index tells which it
+// is; an empty tensor stands for the others.
+std::vector<std::pair<at::Device, TensorList>> gradients_of(const Optimizer& optimizer,
+                                                            bool allow_fp16) {
+  std::vector<at::Tensor> grads;
+  for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {
+    const at::Tensor& grad = param.grad();
+    TORCH_CHECK(!grad.defined() || grad.scalar_type() != at::kHalf || allow_fp16,
+                "Attempting to unscale FP16 gradients. They would vanish in float16: call "
+                "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales "
+                "them in float32 inside its step; to clip them, construct it with max_grad_norm=.");
+    grads.push_back(grad.defined() && grad.is_sparse() ? grad._values() : grad);
+  });
+  std::vector<std::pair<at::Device, TensorList>> by_device;
+  for (const at::Tensor& grad : grads) {
+    if (!grad.defined()) continue;
+    const auto is_it = [&](const auto& entry) { return entry.first == grad.device(); };
+    if (std::any_of(by_device.begin(), by_device.end(), is_it)) continue;
+    const at::Tensor nothing = at::empty({0}, at::TensorOptions(grad.device()).dtype(at::kFloat));
+    TensorList list;
+    for (const at::Tensor& other : grads) {
+      list.push_back(other.defined() && other.device() == grad.device() ? other : nothing);
+    }
+    by_device.emplace_back(grad.device(), std::move(list));
+  }
+  return by_device;
+}
+
+}  // namespace
+
+ScaledStep::~ScaledStep() = default;
+
+std::optional<GradientLook> ScaledStep::look_at_gradients(const at::Tensor&, const at::Tensor&) {
+  return {};
+}
+
+struct GradScaler::State {
+  GradScalerOptions options;
+  bool enabled;
+  double init_scale;
+  int64_t init_growth_tracker = 0;
+  int64_t init_hysteresis_tracker;
+  at::Tensor scale, growth_tracker, hysteresis_tracker;
+  std::vector<Iteration> iterations;  // by optimizer, in the order of their looks
+  std::unordered_map<const Optimizer*, Record> records;
+  std::unique_ptr<ScalerMonitor> monitor;
+  bool warned_of_scale = false;
+  bool told_of_skips = false;
+
+  void make_scale(const at::Device& device) {
+    if (scale.defined()) return;
+    const auto on_device = at::TensorOptions(device);
+    scale = at::full({}, init_scale, on_device.dtype(at::kFloat));
+    growth_tracker = at::full({}, init_growth_tracker, on_device.dtype(at::kInt));
+    if (options.hysteresis() != 1) {
+      hysteresis_tracker = at::full({}, init_hysteresis_tracker, on_device.dtype(at::kInt));
+    }
+    monitor = std::make_unique<ScalerMonitor>(device);
+  }
+
+  void check_scale(const char* operation) const {
+    TORCH_CHECK(scale.defined(), "Attempted ", operation,
+                " but _scale is None.  This may indicate your script did not use "
+                "scaler.scale(loss or outputs) earlier in the iteration.");
+  }
+
+  Iteration& iteration_of(Optimizer& optimizer) {
+    for (Iteration& iteration : iterations) {
+      if (iteration.optimizer == &optimizer) return iteration;
+    }
+    return iterations.emplace_back(&optimizer);
+  }
+
+  Record& record_of(const Optimizer& optimizer) {
+    auto found = records.find(&optimizer);
+    if (found == records.end()) {
+      found = records.emplace(&optimizer, Record{monitor->add_optimizer(), {}, {}}).first;
+    }
+    found->second.group_sizes.clear();
+    for (const auto& group : optimizer.param_groups()) {
+      found->second.group_sizes.push_back(group.params().size());
+    }
+    return found->second;
+  }
+
+  at::Tensor first_nonfinite(Record& record, const at::Device& device) const {
+    for (const auto& [other, first] : record.first_nonfinites) {
+      if (other == device) return first;
+    }
+    const auto on_device = at::TensorOptions(device).dtype(at::kLong);
+    return record.first_nonfinites.emplace_back(device, at::full({}, kNoTensor, on_device)).second;
+  }
+
+  // Runs an operation on the gradients of each device, and keeps what it found.
+  using Operation = std::function<void(const TensorList& grads, const at::Tensor& found_inf,
+                                       const at::Tensor& first_nonfinite)>;
+  void look(Iteration& iteration, bool allow_fp16, const Operation& operation) {
+    const auto by_device = gradients_of(*iteration.optimizer, allow_fp16);
+    Record& record = record_of(*iteration.optimizer);
+    std::vector<at::Tensor> flags, firsts;
+    for (const auto& [device, grads] : by_device) {
+      flags.push_back(at::zeros({}, at::TensorOptions(device).dtype(at::kFloat)));
+      firsts.push_back(first_nonfinite(record, device));
+      operation(grads, flags.back(), firsts.back());
+    }
+    iteration.found_infs = std::move(flags);
+    iteration.first_nonfinites = std::move(firsts);
+  }
+
+  void check_in_part(const char* operation, Iteration& iteration) {
+    if (!iteration.in_part.has_value() || iteration.stage != Stage::kReady) return;
+    TORCH_CHECK(!iteration.in_part->has_any_of(*iteration.optimizer), "GradScaler.", operation,
+                ": gradients must be new, got those that were unscaled in part when unscale_() was "
+                "interrupted: call optimizer.zero_grad(), and backward anew");
+    iteration.in_part.reset();
+  }
+
+  void unscale(Iteration& iteration) {
+    Optimizer& optimizer = *iteration.optimizer;
+    check_in_part("unscale_", iteration);
+    TORCH_CHECK(iteration.stage != Stage::kUnscaled,
+                "unscale_() has already been called on this optimizer since the last update().");
+    TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
+    const at::Tensor inv_scale = scale.to(at::kDouble).reciprocal().to(at::kFloat);
+    try {
+      look(iteration, /*allow_fp16=*/false,
+           [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
+             amp_ext::unscale_(grads, inv_scale.to(found_inf.device(), /*non_blocking=*/true),
+                               found_inf, first);
+           });
+    } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
+      iteration.in_part.emplace(optimizer);
+      throw;
+    }
+    iteration.had_grad.clear();
+    for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {
+      if (param.grad().defined()) iteration.had_grad.insert(param.unsafeGetTensorImpl());
+    });
+    iteration.stage = Stage::kUnscaled;
+  }
+
+  // Refuses gradients that unscale_ has not seen: they may still be scaled.
+  void check_unscaled(const Iteration& iteration) const {
+    const auto& record = records.at(iteration.optimizer);
+    for_each_param(*iteration.optimizer, [&](const at::Tensor& param, int64_t number) {
+      const void* const key = param.unsafeGetTensorImpl();
+      if (!param.grad().defined() || iteration.had_grad.count(key) != 0) return;
+      TORCH_CHECK(!iteration.found_infs.empty(), "No inf checks were recorded for this optimizer.");
+      TORCH_CHECK(false, "GradScaler: the gradient of ", name_of(record, number),
+                  " must be there when unscale_() is called, got it later: it may still be scaled");
+    });
+  }
+
+  // Gradients that a failed step has left were unscaled; new ones are not.
+  void look_after_failure(Iteration& iteration) {
+    if (iteration.stage != Stage::kUnscaled || !iteration.left_unscaled.has_value()) return;
+    const MarkedGrads& left = *iteration.left_unscaled;
+    const Optimizer& optimizer = *iteration.optimizer;
+    if (left.are_all_of(optimizer)) return;
+    const char* const wanted =
+        "GradScaler.step: gradients must be as the last step left them, which was interrupted "
+        "after they had been unscaled, or all be new, got";
+    TORCH_CHECK(!left.has_any_of(optimizer), wanted,
+                " some that were written: call optimizer.zero_grad(), and backward anew");
+    TORCH_CHECK(!left.has_others(optimizer), wanted,
+                " those of parameters that were not there: call update() first");
+    iteration = Iteration(iteration.optimizer);
+  }
+
+  static std::string name_of(const Record& record, int64_t number) {
+    for (size_t group = 0; group < record.group_sizes.size(); ++group) {
+      const auto size = static_cast<int64_t>(record.group_sizes[group]);
+      if (number < size) return c10::str("group ", group, ", param ", number);
+      number -= size;
+    }
+    return {};
+  }
+
+  std::string name_of_nonfinite(const ScalerReport& report) const {
+    for (const auto& [optimizer, record] : records) {
+      if (record.slot == report.nonfinite_slot) return name_of(record, report.nonfinite_number);
+    }
+    return {};
+  }
+
+  at::Tensor step_scaled(Iteration& iteration, ScaledStep& scaled) {
+    at::Tensor grad_scale;
+    if (iteration.stage == Stage::kReady) {
+      grad_scale = scale.clone();
+      const at::Tensor none = at::zeros_like(scale);
+      std::optional<GradientLook> found = scaled.look_at_gradients(none, scale);
+      if (found.has_value()) {
+        record_of(*iteration.optimizer);
+        iteration.found_infs = std::move(found->found_infs);
+        iteration.first_nonfinites = std::move(found->first_nonfinites);
+      } else {
+        look(iteration, /*allow_fp16=*/true,
+             [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
+               check_finite_(grads, found_inf, scale.to(found_inf.device(), /*non_blocking=*/true),
+                             {}, first);
+             });
+      }
+    }
+    return scaled.step_scaled(grad_scale, sum_of_flags(iteration.found_infs, scale.device()));
+  }
+
+  at::Tensor step_unscaled(Iteration& iteration) {
+    if (iteration.stage == Stage::kReady) unscale(iteration);
+    TORCH_CHECK(!iteration.found_infs.empty(), "No inf checks were recorded for this optimizer.");
+    for (const at::Tensor& found_inf : iteration.found_infs) {
+      if (found_inf.item().toDouble() != 0.0) return {};
+    }
+    at::Tensor returned = iteration.optimizer->step();
+    clear_autocast_cache();
+    return returned;
+  }
+
+  // Takes the flags of this iteration's looks to the kernel that updates the scale.
+  void update_from_looks(bool follows) {
+    TensorList flags;
+    std::vector<OptionalTensor> firsts;
+    std::vector<int64_t> slots;
+    TensorList elsewhere;
+    for (const Iteration& iteration : iterations) {
+      for (size_t i = 0; i < iteration.found_infs.size(); ++i) {
+        at::Tensor first = iteration.first_nonfinites[i];
+        if (first.device() != scale.device()) {
+          elsewhere.push_back(first);
+          first = first.to(scale.device(), /*non_blocking=*/true);
+        }
+        flags.push_back(iteration.found_infs[i].to(scale.device(), /*non_blocking=*/true));
+        firsts.emplace_back(first);
+        slots.push_back(records.at(iteration.optimizer).slot);
+      }
+    }
+    LossScaleHyperparameters hyperparameters;
+    hyperparameters.growth_factor = options.growth_factor();
+    hyperparameters.backoff_factor = options.backoff_factor();
+    hyperparameters.growth_interval = options.growth_interval();
+    hyperparameters.min_scale = options.min_scale();
+    hyperparameters.max_scale = options.max_scale();
+    hyperparameters.hysteresis = static_cast<int32_t>(options.hysteresis());
+    hyperparameters.dynamic = follows;
+    OptionalTensor hysteresis;
+    if (hysteresis_tracker.defined()) hysteresis = hysteresis_tracker;
+    update_scale_(scale, growth_tracker, flags, firsts, slots, hyperparameters, hysteresis,
+                  monitor.get());
+    for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
+    warn_of_skips();
+  }
+
+  void update(const std::function<void()>& set) {
+    check_scale("update");
+    const auto has_flags = [](const Iteration& iteration) { return !iteration.found_infs.empty(); };
+    if (std::any_of(iterations.begin(), iterations.end(), has_flags)) {
+      update_from_looks(options.dynamic() && set == nullptr);
+    } else {
+      TORCH_CHECK(set != nullptr, "No inf checks were recorded prior to update.");
+    }
+    if (set != nullptr) set();
+    iterations.clear();
+    if (scale.is_cpu()) warn_of_scale(scale.item().toDouble());
+  }
+
+  void warn_of_skips() {
+    const ScalerReport report = monitor->read();
+    if (report.consecutive_skips < options.warn_after()) {
+      told_of_skips = false;
+    } else if (!told_of_skips) {
+      told_of_skips = true;
+      const bool is_of_these = report.nonfinite_update > report.updates - report.consecutive_skips;
+      const std::string name = is_of_these ? name_of_nonfinite(report) : std::string();
+      TORCH_WARN("GradScaler: ", report.consecutive_skips,
+                 " updates in a row were skipped, up to update ", report.updates,
+                 "; the loss scale is ", report.scale, ". The first bad gradient was that of ",
+                 name.empty() ? "a parameter that is not known here" : name,
+                 ". Gradients that are inf or NaN at any scale come from the model or the data.");
+    }
+  }
+
+  void warn_of_scale(double value) {
+    if (warned_of_scale || std::abs(value) > 0x1p-128 || std::isnan(value)) return;
+    warned_of_scale = true;
+    TORCH_WARN("GradScaler: the scale fell to ", value,
+               ", whose inverse is not finite: every step is skipped from here on. The gradients "
+               "are inf or NaN at any scale; look for the cause in the model or the data, then set "
+               "the scale with update(new_scale).");
+  }
+
+  void wait() const {
+    if (!scale.defined() || scale.is_cpu()) return;
+    const c10::impl::VirtualGuardImpl guard(scale.device().type());
+    guard.synchronizeDevice(scale.device().index());
+  }
+};
+
+GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<State>()) {
+  state_->enabled = options.enabled();
+  if (options.enabled() && options.device() == at::kCUDA && !at::hasCUDA()) {
+    TORCH_WARN("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.");
+    state_->enabled = false;
+  }
+  if (state_->enabled) check_counts(options);
+  state_->init_scale = options.init_scale();
+  state_->init_hysteresis_tracker = options.hysteresis();
+  state_->options = std::move(options);
+}
+
+GradScaler::~GradScaler() = default;
+GradScaler::GradScaler(GradScaler&&) noexcept = default;
+GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
+
+at::Tensor GradScaler::scale(const at::Tensor& output) {
+  if (!state_->enabled) return output;
+  TORCH_CHECK(output.defined(), "outputs must be a Tensor or an iterable of Tensors");
+  state_->make_scale(output.device());
+  return output * state_->scale.to(output.device(), /*non_blocking=*/true);
+}
+
+std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {
+  std::vector<at::Tensor> scaled;
+  for (const at::Tensor& output : outputs) scaled.push_back(scale(output));
+  return scaled;
+}
+
+void GradScaler::unscale_(Optimizer& optimizer) {
+  if (!state_->enabled) return;
+  const at::NoGradGuard no_grad;
+  state_->check_scale("unscale_");
+  state_->unscale(state_->iteration_of(optimizer));
+}
+
+at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& closure) {
+  if (!state_->enabled) return optimizer.step(closure);
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK(closure == nullptr,
+              "Closure use is not currently supported if GradScaler is enabled.");
+  state_->check_scale("step");
+  Iteration& iteration = state_->iteration_of(optimizer);
+  state_->check_in_part("step", iteration);
+  state_->look_after_failure(iteration);
+  if (iteration.stage == Stage::kUnscaled) state_->check_unscaled(iteration);
+  TORCH_CHECK(iteration.stage != Stage::kStepped,
+              "step() has already been called since the last update().");
+  auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
+  try {
+    at::Tensor returned = scaled != nullptr ? state_->step_scaled(iteration, *scaled)
+                                            : state_->step_unscaled(iteration);
+    iteration.stage = Stage::kStepped;
+    return returned;
+  } catch (...) {  // the next gradients are not unscaled as these are
+    const bool is_unscaled = iteration.stage == Stage::kUnscaled && !iteration.found_infs.empty();
+    if (is_unscaled && !iteration.left_unscaled.has_value()) {
+      iteration.left_unscaled.emplace(optimizer);
+    }
+    throw;
+  }
+}
+
+void GradScaler::update() {
+  if (state_->enabled) state_->update(nullptr);
+}
+
+void GradScaler::update(double new_scale) {
+  if (state_->enabled) state_->update([&] { state_->scale.fill_(new_scale); });
+}
+
+void GradScaler::update(const at::Tensor& new_scale) {
+  if (!state_->enabled) return;
+  TORCH_CHECK(new_scale.defined() && new_scale.device().type() == state_->options.device() &&
+                  new_scale.numel() == 1 && !new_scale.requires_grad(),
+              "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+              "torch.FloatTensor with requires_grad=False.");
+  state_->update([&] { state_->scale.copy_(new_scale.reshape({})); });
+}
+
+double GradScaler::get_scale() const {
+  if (!state_->enabled) return 1.0;
+  const double scale =
+      state_->scale.defined() ? state_->scale.item().toDouble() : state_->init_scale;
+  state_->warn_of_scale(scale);
+  return scale;
+}
+
+bool GradScaler::is_enabled() const { return state_->enabled; }
+double GradScaler::get_growth_factor() const { return state_->options.growth_factor(); }
+void GradScaler::set_growth_factor(double factor) { state_->options.growth_factor(factor); }
+double GradScaler::get_backoff_factor() const { return state_->options.backoff_factor(); }
+void GradScaler::set_backoff_factor(double factor) { state_->options.backoff_factor(factor); }
+int64_t GradScaler::get_growth_interval() const { return state_->options.growth_interval(); }
+void GradScaler::set_growth_interval(int64_t interval) {
+  state_->options.growth_interval(interval);
+}
+
+std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bool wait) const {
+  if (!state_->enabled) return false;
+  if (wait) state_->wait();
+  if (state_->monitor == nullptr) return {};
+  if (optimizer == nullptr) {
+    const ScalerReport report = state_->monitor->read();
+    if (report.updates == 0) return {};
+    return report.consecutive_skips > 0;
+  }
+  const auto record = state_->records.find(optimizer);
+  if (record == state_->records.end()) return {};
+  const OptimizerReport report = state_->monitor->read_optimizer(record->second.slot);
+  if (report.update == 0) return {};
+  return report.last_was_skipped != 0;
+}
+
+ScalerStats GradScaler::stats(bool wait) const {
+  if (wait) state_->wait();
+  const ScalerReport report = state_->monitor != nullptr ? state_->monitor->read() : ScalerReport();
+  if (report.updates == 0) {
+    const double scale = state_->enabled ? state_->init_scale : 1.0;
+    return {0, 0, 0, 0, scale, scale, scale, {}};
+  }
+  return {report.updates,       report.updates - report.skips,
+          report.skips,         report.consecutive_skips,
+          report.scale,         report.smallest_scale,
+          report.largest_scale, state_->name_of_nonfinite(report)};
+}
+
+c10::IValue GradScaler::state_dict() const {
+  auto dict = new_dict();
+  if (!state_->enabled) return dict;
+  const auto value = [](const at::Tensor& tracker, int64_t initial) {
+    return tracker.defined() ? tracker.item().toLong() : initial;
+  };
+  dict.insert("scale", get_scale());
+  dict.insert("growth_factor", state_->options.growth_factor());
+  dict.insert("backoff_factor", state_->options.backoff_factor());
+  dict.insert("growth_interval", state_->options.growth_interval());
+  dict.insert("_growth_tracker", value(state_->growth_tracker, state_->init_growth_tracker));
+  if (state_->options.hysteresis() != 1) {
+    dict.insert("_hysteresis_tracker",
+                value(state_->hysteresis_tracker, state_->init_hysteresis_tracker));
+  }
+  return dict;
+}
+
+void GradScaler::load_state_dict(const c10::IValue& state_dict) {
+  if (!state_->enabled) return;
+  TORCH_CHECK(state_dict.isGenericDict(),
+              "GradScaler.load_state_dict: state_dict must be a dict, got ", type_name(state_dict));
+  const Dict dict = state_dict.toGenericDict();
+  TORCH_CHECK(!dict.empty(),
+              "The source state dict is empty, possibly because it was saved from a disabled "
+              "instance of GradScaler.");
+  constexpr double kLargest = std::numeric_limits<double>::max();
+  constexpr auto kLargestInt = static_cast<double>(std::numeric_limits<int32_t>::max());
+  const auto entry = [&](const char* name, double largest, bool is_int) {
+    auto value = find(dict, name);
+    TORCH_CHECK(value.has_value(), "GradScaler.load_state_dict: state_dict must have '", name,
+                "', got ", first_keys(dict));
+    if (value->isTensor() && value->toTensor().numel() == 1) {
+      value = c10::IValue(value->toTensor().item());
+    }
+    const bool is_kind = value->isInt() || (value->isDouble() && !is_int);
+    const double number = is_kind ? number_in(*value) : -1.0;
+    char limit[32];
+    std::snprintf(limit, sizeof limit, "%.3g", largest);
+    TORCH_CHECK(number >= 0.0 && number <= largest, "GradScaler.load_state_dict: ", name,
+                " must be ", is_int ? "an int" : "a number", " from 0 to ", limit, ", got ",
+                repr(*value));
+    return number;
+  };
+  const double scale = entry("scale", std::numeric_limits<float>::max(), false);
+  const double growth_factor = entry("growth_factor", kLargest, false);
+  const double backoff_factor = entry("backoff_factor", kLargest, false);
+  const double growth_interval = entry("growth_interval", 0x1p62, true);
+  const double growth_tracker = entry("_growth_tracker", kLargestInt, true);
+  double hysteresis = static_cast<double>(state_->options.hysteresis());
+  if (find(dict, "_hysteresis_tracker").has_value()) {  // torch's scaler has none
+    hysteresis = std::min(hysteresis, entry("_hysteresis_tracker", kLargestInt, true));
+  }
+
+  State& state = *state_;
+  state.init_scale = scale;
+  state.options.growth_factor(growth_factor).backoff_factor(backoff_factor);
+  state.options.growth_interval(static_cast<int64_t>(growth_interval));
+  state.init_growth_tracker = static_cast<int64_t>(growth_tracker);
+  state.init_hysteresis_tracker = static_cast<int64_t>(hysteresis);
+  if (!state.scale.defined()) return;
+  state.scale.fill_(scale);
+  state.growth_tracker.fill_(growth_tracker);
+  if (state.hysteresis_tracker.defined()) state.hysteresis_tracker.fill_(hysteresis);
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,49 @@
+// What an optimizer of the C++ interface keeps from step to step.
+#pragma once
+
+#include <amp_ext/optim.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "frontend/optimizer_kind.h"
+#include "plan.h"
+
+namespace amp_ext::optim {
+
+// What decides which tensors the states of a group have: buffers, counter, masters, dtype.
+using KeptByGroup = std::tuple<int, bool, bool, std::optional<at::ScalarType>>;
+
+struct FusedOptimizer::Impl {
+  explicit Impl(const OptimizerKind& kind_of_optimizer) : kind(kind_of_optimizer) {}
+
+  const OptimizerKind& kind;
+  std::unique_ptr<Plan> plan;
+  std::vector<KeptByGroup> kept;                  // when the plan was made
+  std::vector<std::pair<size_t, size_t>> places;  // by number in the plan: group, index in it
+  size_t state_count = 0;                         // likewise
+  std::shared_ptr<StepProgress> progress;         // of the last plan
+  at::Tensor grad_norm;
+  std::mutex mutex;  // of the next one
+  std::optional<std::thread::id> user;
+};
+
+// The dtype of a parameter's buffers.
+at::ScalarType buffer_dtype(bool has_state_dtype, at::ScalarType param);
+
+// Throws if an option can't be used. `place` is asked for what stands behind its name then: " of
+// group 1".
+void check_options(const std::string& operation, const OptimizerKind& kind, FusedOptions& options,
+                   const std::function<std::string()>& place);
+
+// A dtype as Python prints it: "torch.float32".
+std::string python_name(at::ScalarType dtype);
+
+}  // namespace amp_ext::optim

@@ -1,0 +1,294 @@
+// The state dicts of optimizers, in Python's layout.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <amp_ext/optim.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <utility>
+
+#include "frontend/optimizer_impl.h"
+#include "frontend/values.h"
+#include "frontend/writers.h"
+
+namespace amp_ext::optim {
+
+namespace {
+
+using Groups = std::vector<Dict>;
+
+// What Python gives for an option. Its optimizers keep a dtype by its name.
+c10::IValue value_of(const OptionPlace& place) {
+  if (auto* const* number = std::get_if<double*>(&place)) return **number;
+  if (auto* const* flag = std::get_if<bool*>(&place)) return **flag;
+  if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
+    return (*limit)->has_value() ? c10::IValue(***limit) : c10::IValue();
+  }
+  if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
+    return c10::ivalue::Tuple::create(std::get<0>(**betas), std::get<1>(**betas));
+  }
+  const auto& dtype = *std::get<std::optional<at::ScalarType>*>(place);
+  return dtype.has_value() ? c10::IValue("float32") : c10::IValue();
+}
+
+// A number as Python may save it: also a tensor of one element, and 0, 1 and None for flags.
+std::optional<double> plain_number(const c10::IValue& value) {
+  if (value.isNone()) return 0.0;
+  if (is_number(value)) return number_in(value);
+  if (!value.isTensor() || value.toTensor().numel() != 1) return {};
+  return value.toTensor().item().toDouble();
+}
+
+// Options that a state dict never changes: those that torch does not have.
+bool is_configured(const OptimizerKind& kind, const std::string& name) {
+  static const char* const kConfigured[] = {"master_weights", "state_dtype",      "max_grad_norm",
+                                            "clip_value",     "write_back_grads", "skip_nonfinite"};
+  const auto& own = kind.own_options;
+  return std::find(std::begin(kConfigured), std::end(kConfigured), name) != std::end(kConfigured) ||
+         std::find(own.begin(), own.end(), name) != own.end();
+}
+
+// Takes an option out of a saved group.
+void read_option(const OptionPlace& place, const c10::IValue& value, const std::string& where) {
+  if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
+    std::vector<std::optional<double>> numbers;
+    if (value.isTuple()) {
+      for (const auto& beta : value.toTupleRef().elements()) numbers.push_back(plain_number(beta));
+    } else if (value.isList()) {
+      for (const auto& beta : value.toListRef()) numbers.push_back(plain_number(beta));
+    }
+    TORCH_CHECK(numbers.size() == 2 && numbers[0].has_value() && numbers[1].has_value(), where,
+                " must be two numbers, got ", repr(value));
+    **betas = {*numbers[0], *numbers[1]};
+    return;
+  }
+  const std::optional<double> number = plain_number(value);
+  if (auto* const* flag = std::get_if<bool*>(&place)) {
+    TORCH_CHECK(number.has_value(), where, " must be True or False, got ", repr(value));
+    **flag = *number != 0.0;
+  } else {
+    TORCH_CHECK(number.has_value() && !value.isNone(), where, " must be a number, got ",
+                repr(value));
+    *std::get<double*>(place) = *number;
+  }
+}
+
+at::Tensor read_step(const c10::IValue& value, const at::Device& device, const std::string& where) {
+  TORCH_CHECK(!value.isTensor() || value.toTensor().numel() == 1, where,
+              " must be one number, got shape ",
+              value.isTensor() ? value.toTensor().sizes() : at::IntArrayRef());
+  const std::optional<double> number = value.isNone() ? std::nullopt : plain_number(value);
+  TORCH_CHECK(number.has_value(), where, " must be one number, got ", repr(value));
+  TORCH_CHECK(*number >= 0.0 && *number <= std::numeric_limits<float>::max(), where,
+              " must be finite and at least 0, got ", *number);
+  return at::full({}, *number, at::TensorOptions(device).dtype(at::kFloat));
+}
+
+at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
+                       const std::string& where) {
+  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
+  const at::Tensor tensor = value.toTensor();
+  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", param.sizes(),
+              ", got ", tensor.sizes());
+  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
+              " must be dense and floating, got ", tensor.layout(), ", ",
+              python_name(tensor.scalar_type()));
+  return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
+}
+
+// The states of a state dict by the text of their keys, which are ints in files of Python.
+std::map<std::string, c10::IValue> states_of(const Dict& state_dict) {
+  std::map<std::string, c10::IValue> states;
+  for (const auto& entry : find(state_dict, "state")->toGenericDict()) {
+    states[repr(entry.key())] = entry.value();
+  }
+  return states;
+}
+
+// The options of a group as they are after a load: those of the file, but for the configured ones.
+std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std::string& operation,
+                                           const Dict& saved, size_t group,
+                                           FusedOptions& configured) {
+  const std::string place = c10::str(" of param_groups[", group, "]");
+  for (const std::string& name : kind.required) {
+    TORCH_CHECK(find(saved, name).has_value(), operation, ": param_groups[", group,
+                "] must have ['", name, "'], got ", first_keys(saved));
+  }
+  auto options = kind.make_options();
+  const auto kept = configured.options();
+  const auto places = options->options();
+  for (size_t i = 0; i < places.size(); ++i) {
+    const auto& [name, option] = places[i];
+    const bool is_fixed = kind.fixed_option != nullptr && name == std::string(kind.fixed_option);
+    const auto value = find(saved, name);
+    if (is_configured(kind, name)) {
+      std::visit([&](auto* to) { *to = *std::get<decltype(to)>(kept[i].place); }, option);
+    } else if (value.has_value() && !is_fixed) {
+      read_option(option, *value, c10::str(operation, ": ", name, place));
+    }
+  }
+  const auto differentiable = find(saved, "differentiable");
+  TORCH_CHECK(!differentiable.has_value() || plain_number(*differentiable).value_or(1.0) == 0.0,
+              operation, ": differentiable", place,
+              " must be False, got True: a fused kernel is "
+              "not differentiable; set it to False in the state dict to go on without gradients "
+              "through the steps");
+  check_options(operation, kind, *options, [&] { return place; });
+  return options;
+}
+
+// The groups of a state dict, which has to have some.
+Groups saved_groups(const std::string& operation, const Dict& state_dict) {
+  for (const char* const name : {"state", "param_groups"}) {
+    TORCH_CHECK(find(state_dict, name).has_value(), operation, ": state_dict must have '", name,
+                "', got ", first_keys(state_dict));
+  }
+  const c10::IValue state = *find(state_dict, "state"), list = *find(state_dict, "param_groups");
+  TORCH_CHECK(state.isGenericDict(), operation, ": state must be a dict, got ", type_name(state));
+  TORCH_CHECK(list.isList(), operation, ": param_groups must be a list, got ", type_name(list));
+  Groups groups;
+  for (const c10::IValue& group : list.toListRef()) {
+    const std::string where = c10::str(operation, ": param_groups[", groups.size(), "]");
+    TORCH_CHECK(group.isGenericDict(), where, " must be a dict, got ", type_name(group));
+    groups.push_back(group.toGenericDict());
+    const auto params = find(groups.back(), "params");
+    TORCH_CHECK(params.has_value(), where, " must have ['params'], got ",
+                first_keys(groups.back()));
+    TORCH_CHECK(params->isList(), where, "['params'] must be a list, got ", type_name(*params));
+  }
+  return groups;
+}
+
+}  // namespace
+
+c10::IValue FusedOptimizer::state_dict() const {
+  const OptimizerKind& kind = impl_->kind;
+  auto states = new_dict();
+  auto groups = new_list();
+  int64_t number = 0;
+  for (const auto& param_group : param_groups_) {
+    auto group = new_dict();
+    const auto options = param_group.options().clone();
+    for (const auto& [name, place] : static_cast<FusedOptions&>(*options).options()) {
+      group.insert(name, value_of(place));
+    }
+    for (const char* const name : {"foreach", "fused"}) group.insert(name, c10::IValue());
+    for (const std::string& name : kind.constants) group.insert(name, false);
+    auto params = new_list();
+    for (const at::Tensor& param : param_group.params()) {
+      if (const FusedParamState* const state = state_of(param)) {
+        auto tensors = new_dict();
+        for (const auto& [name, tensor] : state->tensors()) tensors.insert(name, tensor);
+        states.insert(number, tensors);
+      }
+      params.push_back(number++);
+    }
+    group.insert("params", params);
+    groups.push_back(group);
+  }
+  auto state_dict = new_dict();
+  state_dict.insert("state", states);
+  state_dict.insert("param_groups", groups);
+  return state_dict;
+}
+
+void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
+  const at::NoGradGuard no_grad;
+  const OptimizerKind& kind = impl_->kind;
+  const std::string operation = c10::str(kind.name, ".load_state_dict");
+  TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
+              type_name(state_dict));
+  const Groups groups = saved_groups(operation, state_dict.toGenericDict());
+  TORCH_CHECK(groups.size() == param_groups_.size(),
+              "loaded state dict has a different number of parameter groups");
+  for (size_t i = 0; i < groups.size(); ++i) {
+    TORCH_CHECK(find(groups[i], "params")->toListRef().size() == param_groups_[i].params().size(),
+                "loaded state dict contains a parameter group that doesn't match the size of "
+                "optimizer's group");
+  }
+
+  const std::map<std::string, c10::IValue> saved = states_of(state_dict.toGenericDict());
+  std::vector<std::string> own = kind.buffer_names;
+  for (const auto& [name, place] : kind.make_options()->options()) own.push_back(name);
+  const std::string writer = other_writer(kind.name, own, groups, saved);
+  TORCH_CHECK(writer.empty(), operation, ": state_dict must have the options and states of ",
+              kind.name, ", but is a state dict of ", writer);
+  std::vector<std::unique_ptr<FusedOptions>> options;
+  std::vector<std::unique_ptr<FusedParamState>> states;
+  size_t found = 0;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto configured = param_groups_[i].options().clone();
+    options.push_back(
+        read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
+    options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
+    const auto params = *find(groups[i], "params");
+    const auto keys = params.toListRef();
+    for (size_t j = 0; j < keys.size(); ++j) {
+      const auto state = saved.find(repr(keys[j]));
+      if (state == saved.end()) continue;
+      ++found;
+      TORCH_CHECK(state->second.isNone() || state->second.isGenericDict(), operation, ": state[",
+                  state->first, "] must be a dict, got ", type_name(state->second));
+      if (state->second.isNone() || state->second.toGenericDict().empty()) continue;
+      states.push_back(read_state(*options.back(), param_groups_[i].params()[j],
+                                  c10::str(" of group ", i, ", param ", j), state->second));
+    }
+  }
+  TORCH_CHECK(found > 0 || saved.empty(), operation,
+              ": state must have entries of the parameters that param_groups lists, got ",
+              first_keys(find(state_dict.toGenericDict(), "state")->toGenericDict()));
+
+  for (size_t i = 0; i < groups.size(); ++i) param_groups_[i].set_options(std::move(options[i]));
+  state_.clear();
+  for (auto& state : states) {
+    void* const param = state->param_.unsafeGetTensorImpl();
+    state_[param] = std::move(state);
+  }
+  rebuild();
+  impl_->progress.reset();
+  impl_->grad_norm.reset();
+}
+
+// A saved state, checked and copied as the optimizer keeps it.
+std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& options,
+                                                            const at::Tensor& param,
+                                                            const std::string& place,
+                                                            const c10::IValue& value) const {
+  const OptimizerKind& kind = impl_->kind;
+  const Dict saved = value.toGenericDict();
+  const auto where = [&](const std::string& name) {
+    return c10::str(kind.name, ".load_state_dict: ", name, place);
+  };
+  const int count = kind.counts_from_buffer ? 0 : kind.buffer_count(options);
+  std::vector<std::string> needed(kind.buffer_names.begin(), kind.buffer_names.begin() + count);
+  if (kind.keeps_step(options) && !kind.counts_from_buffer) needed.push_back("step");
+  for (const std::string& name : needed) {
+    const auto value = find(saved, name);
+    TORCH_CHECK(value.has_value() && !value->isNone(), where(name), " must be there, got ",
+                first_keys(saved));
+  }
+  auto state = std::make_unique<FusedParamState>(param);
+  for (const auto& entry : saved) {
+    const c10::IValue value = entry.value();
+    if (!entry.key().isString() || value.isNone()) continue;
+    const std::string& name = entry.key().toStringRef();
+    const auto& buffers = kind.buffer_names;
+    if (name == "step") {
+      state->set(name, read_step(value, param.device(), where(name)));
+    } else if (name == "master_param") {
+      const at::Tensor master = read_tensor(value, param, at::kFloat, where(name));
+      if (has_master(options, param)) state->set(name, master);
+    } else if (std::find(buffers.begin(), buffers.end(), name) != buffers.end()) {
+      const auto dtype = buffer_dtype(options.state_dtype_.has_value(), param.scalar_type());
+      state->set(name, read_tensor(value, param, dtype, where(name)));
+    }
+  }
+  return state;
+}
+
+}  // namespace amp_ext::optim
