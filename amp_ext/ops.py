@@ -81,8 +81,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def __getattr__(name: str) -> Any:
-    """Gives the scaler and the optimizers the classes of the binary that they hold."""
-    if name in ("NO_TENSOR", "Plan", "ScalerMonitor") or name.endswith("Hyperparameters"):
+    """Gives the scaler and the optimizers what they need of the binary beside the operations."""
+    others = ("NO_TENSOR", "Plan", "ScalerMonitor", "other_writer")
+    if name in others or name.endswith("Hyperparameters"):
         return getattr(_C, name)
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 

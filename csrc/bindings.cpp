@@ -16,6 +16,7 @@
 #include "dispatch.h"
 #include "plan.h"
 #include "scaler_monitor.h"
+#include "writers.h"
 
 namespace py = pybind11;
 using namespace amp_ext;
@@ -363,6 +364,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
   module.def("cpu_isa", &cpu_isa);
+  module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
+             py::arg("groups"), py::arg("states"));
   module.def(
       "complement_of_power",
       [](double base, double exponent) { return complement_of_power(base, exponent); },

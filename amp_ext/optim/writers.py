@@ -1,47 +1,19 @@
-"""Whose state dict it is: keys by which the files of other optimizers are told."""
+"""Whose state dict it is, and what torch makes of one that lacks an option."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from amp_ext import ops
 
 if TYPE_CHECKING:
     from amp_ext.optim.fused_optimizer import FusedOptimizer
 
 __all__ = ["options_since", "other_writer"]
-
-# Keys of groups and of states that one optimizer has and others have not. The first that a file
-# has names its writer.
-_TOLD_BY = {
-    "acc_delta": "torch.optim.Adadelta",
-    "beta2_decay": "torch.optim.Adafactor",
-    "initial_accumulator_value": "torch.optim.Adagrad",
-    "exp_inf": "torch.optim.Adamax",
-    "lambd": "torch.optim.ASGD",
-    "tolerance_grad": "torch.optim.LBFGS",
-    "ns_steps": "torch.optim.Muon",
-    "momentum_decay": "torch.optim.NAdam",
-    "mu_product": "torch.optim.NAdam",
-    "centered": "torch.optim.RMSprop",
-    "etas": "torch.optim.Rprop",
-    "init_zero": "apex.optimizers.FusedNovoGrad",
-    "grad_averaging": "apex.optimizers.FusedLAMB",
-}
-
-# Those that some of the others have as well, and the next ones: looked at last.
-_TOLD_LAST_BY = {
-    "amsgrad": "Adam",
-    "exp_avg_sq": "Adam",
-    "dampening": "SGD",
-    "momentum_buffer": "SGD",
-}
-
-# RAdam, Adamax and SparseAdam have no option of their own in every release. One of these stands in
-# the groups of all others that have betas: Adam's, FusedAdam's, that of transformers, and ours.
-_NOT_NEAR_RADAM = {"amsgrad", "bias_correction", "correct_bias", "dampening", "master_weights"}
 
 # A patch of torch's names may put our classes there later.
 _OF_TORCH = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
@@ -59,37 +31,20 @@ def other_writer(
         groups: ``param_groups`` of the state dict.
         states: ``state`` of the state dict.
     """
-    groups = list(groups)
-    keys = {key for mapping in (*groups, *_mappings(states)) for key in mapping}
-    keys -= optimizer.defaults.keys()
+    own = [*optimizer.defaults]
     for group in optimizer.param_groups:
-        keys -= set(optimizer.buffer_names(group))
-    told_by = _first_of(_TOLD_BY, keys) or _near_radam(groups)
-    if told_by is None:
-        extended = {base.__name__ for base in type(optimizer).__mro__}
-        told_by = _first_of(
-            {key: name for key, name in _TOLD_LAST_BY.items() if name not in extended}, keys
-        )
-        if told_by is not None:
-            ours = any("master_weights" in group for group in groups)
-            told_by = f"{'amp_ext' if ours else 'torch'}.optim.{told_by}"
-    return told_by
+        own += optimizer.buffer_names(group)
+    writer = ops.other_writer(
+        [base.__name__ for base in type(optimizer).__mro__],
+        own,
+        [_names(group) for group in groups],
+        [name for state in states.values() if isinstance(state, Mapping) for name in _names(state)],
+    )
+    return writer or None
 
 
-def _first_of(table: Mapping[str, str], keys: Set[Any]) -> str | None:
-    return next((f"{name}: it has {key!r}" for key, name in table.items() if key in keys), None)
-
-
-def _near_radam(groups: Iterable[Mapping[str, Any]]) -> str | None:
-    for group in groups:
-        if group.keys() >= {"betas", "eps"} and group.keys().isdisjoint(_NOT_NEAR_RADAM):
-            name = "RAdam"
-            if "weight_decay" not in group:
-                name = "SparseAdam"
-            elif "capturable" in group and "decoupled_weight_decay" not in group:
-                name = "Adamax"
-            return f"torch.optim.{name}: it has 'betas' without 'amsgrad' or 'bias_correction'"
-    return None
+def _names(mapping: Mapping[Any, Any]) -> list[str]:
+    return [key for key in mapping if isinstance(key, str)]
 
 
 def options_since(kind: type) -> dict[str, Any]:
@@ -108,7 +63,3 @@ def options_since(kind: type) -> dict[str, Any]:
                 each.name: each.default for each in parameters if each.default is not each.empty
             }
     return {}
-
-
-def _mappings(states: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
-    return (state for state in states.values() if isinstance(state, Mapping))

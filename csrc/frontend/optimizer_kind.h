@@ -14,23 +14,25 @@
 
 namespace amp_ext::optim {
 
-// Options as numbers; lists of pairs of them, too.
+// Options as numbers: flags are 0 or 1, betas are beta1 and beta2.
 using Numbers = std::vector<std::pair<std::string, double>>;
 
 struct OptimizerKind {
-  const char* name;                          // in messages and state dicts: "AdamW"
-  std::vector<std::string> buffer_names;     // all that the formula may keep
-  std::vector<std::string> required;         // options that a state dict must have
-  std::vector<std::string> own_options;      // options that torch does not have, nor all of ours
-  std::vector<std::string> constants;        // options of Python that are always false here
-  int (*buffer_count)(const FusedOptions&);  // how many of the buffers a group keeps
-  bool (*keeps_step)(const FusedOptions&);   // whether the formula needs the number of the step
-  bool counts_from_buffer;   // torch saves no counter: a state with a buffer has taken a step
-  const char* fixed_option;  // that a state dict can't change either, or null
-  std::unique_ptr<FusedOptions> (*make_options)();
+  const char* name = nullptr;             // in messages and state dicts: "AdamW"
+  const char* base_class = nullptr;       // that it extends in Python, or its own
+  std::vector<std::string> buffer_names;  // all that the formula may keep
+  std::vector<std::string> required;      // options that a state dict must have
+  std::vector<std::string> own_options;   // options that neither torch nor all of ours have
+  std::vector<std::string> constants = {"differentiable"};  // that are false in any state dict
+  bool counts_from_buffer = false;     // torch saves no counter: with a buffer it has taken a step
+  const char* fixed_option = nullptr;  // that a state dict can't change either
+  // How many of the buffers a group keeps, and whether the formula needs the number of the step.
+  int (*buffer_count)(const FusedOptions&) = nullptr;
+  bool (*keeps_step)(const FusedOptions&) = nullptr;
+  std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
   // Throws, in torch's words, if an option of the optimizer is out of range.
-  void (*check)(const FusedOptions&);
-  void (*step)(Plan& plan, const std::vector<Numbers>& groups, const GradientOptions& options);
+  void (*check)(const FusedOptions&) = nullptr;
+  void (*step)(Plan&, const std::vector<Numbers>& groups, const GradientOptions&) = nullptr;
 };
 
 // A number by its name.

@@ -21,13 +21,6 @@ Groups one_group(std::vector<at::Tensor> params) {
   return groups;
 }
 
-template <typename Hyperparameters>
-std::vector<std::string> buffer_names() {
-  std::vector<std::string> names;
-  for (const BufferDescription& buffer : Hyperparameters::kBuffers) names.push_back(buffer.name);
-  return names;
-}
-
 // In torch's words.
 template <typename Options>
 void check_common(const Options& options) {
@@ -44,89 +37,89 @@ void check_betas(const std::tuple<double, double>& betas) {
   }
 }
 
-template <typename Options>
-std::unique_ptr<FusedOptions> make_options() {
-  return std::make_unique<Options>();
-}
-
-template <typename Options>
-OptimizerKind adam_kind(const char* name, const char* fixed_option) {
-  return {name,
-          buffer_names<AdamHyperparameters>(),
-          {"lr", "betas", "eps", "weight_decay"},
-          {"denominator_floor"},
-          {"capturable", "differentiable"},
-          [](const FusedOptions& options) {
-            return static_cast<const Options&>(options).amsgrad() ? 3 : 2;
-          },
-          [](const FusedOptions&) { return true; },
-          /*counts_from_buffer=*/false,
-          fixed_option,
-          &make_options<Options>,
-          [](const FusedOptions& options) {
-            const auto& own = static_cast<const Options&>(options);
-            check_common(own);
-            TORCH_CHECK(own.eps() >= 0.0, "Invalid epsilon value: ", own.eps());
-            check_betas(own.betas());
-          },
-          &step_plan<AdamHyperparameters>};
-}
-
-const OptimizerKind& sgd_kind() {
-  static const OptimizerKind kind = {
-      "SGD",
-      buffer_names<SgdHyperparameters>(),
-      {"lr", "momentum", "dampening", "weight_decay"},
-      {},
-      {"differentiable"},
-      [](const FusedOptions& options) {
-        return static_cast<const SGDOptions&>(options).momentum() != 0.0 ? 1 : 0;
-      },
-      [](const FusedOptions& options) {  // only dampening tells the first step from the others
-        const auto& own = static_cast<const SGDOptions&>(options);
-        return own.momentum() != 0.0 && own.dampening() != 0.0;
-      },
-      /*counts_from_buffer=*/true,
-      /*fixed_option=*/nullptr,
-      &make_options<SGDOptions>,
-      [](const FusedOptions& options) {
-        const auto& own = static_cast<const SGDOptions&>(options);
-        check_common(own);
-        TORCH_CHECK(own.momentum() >= 0.0, "Invalid momentum value: ", own.momentum());
-        TORCH_CHECK(!own.nesterov() || (own.momentum() > 0.0 && own.dampening() == 0.0),
-                    "Nesterov momentum requires a momentum and zero dampening");
-      },
-      &step_plan<SgdHyperparameters>};
+// What follows from the types.
+template <typename Options, typename Hyperparameters>
+OptimizerKind kind_of(const char* name, std::vector<std::string> required) {
+  OptimizerKind kind;
+  kind.name = kind.base_class = name;
+  for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
+    kind.buffer_names.emplace_back(buffer.name);
+  }
+  kind.required = std::move(required);
+  kind.make_options = []() -> std::unique_ptr<FusedOptions> { return std::make_unique<Options>(); };
+  kind.step = &step_plan<Hyperparameters>;
   return kind;
 }
 
-const OptimizerKind& lion_kind() {
-  static const OptimizerKind kind = {"Lion",
-                                     buffer_names<LionHyperparameters>(),
-                                     {"lr", "betas", "weight_decay"},
-                                     {},
-                                     {"differentiable"},
-                                     [](const FusedOptions&) { return 1; },
-                                     [](const FusedOptions&) { return false; },
-                                     /*counts_from_buffer=*/false,
-                                     /*fixed_option=*/nullptr,
-                                     &make_options<LionOptions>,
-                                     [](const FusedOptions& options) {
-                                       const auto& own = static_cast<const LionOptions&>(options);
-                                       check_common(own);
-                                       check_betas(own.betas());
-                                     },
-                                     &step_plan<LionHyperparameters>};
+template <typename Options>
+OptimizerKind any_adam(const char* name) {
+  auto kind = kind_of<Options, AdamHyperparameters>(name, {"lr", "betas", "eps", "weight_decay"});
+  kind.base_class = "Adam";
+  kind.own_options = {"denominator_floor"};
+  kind.constants.push_back("capturable");
+  kind.buffer_count = [](const FusedOptions& options) {
+    return static_cast<const Options&>(options).amsgrad() ? 3 : 2;
+  };
+  kind.keeps_step = [](const FusedOptions&) { return true; };
+  kind.check = [](const FusedOptions& options) {
+    const auto& own = static_cast<const Options&>(options);
+    check_common(own);
+    TORCH_CHECK(own.eps() >= 0.0, "Invalid epsilon value: ", own.eps());
+    check_betas(own.betas());
+  };
   return kind;
 }
 
 const OptimizerKind& adam_kind() {
-  static const OptimizerKind kind = adam_kind<AdamOptions>("Adam", nullptr);
+  static const OptimizerKind kind = any_adam<AdamOptions>("Adam");
   return kind;
 }
 
 const OptimizerKind& adamw_kind() {
-  static const OptimizerKind kind = adam_kind<AdamWOptions>("AdamW", "decoupled_weight_decay");
+  static const OptimizerKind kind = [] {
+    auto adamw = any_adam<AdamWOptions>("AdamW");
+    adamw.fixed_option = "decoupled_weight_decay";
+    return adamw;
+  }();
+  return kind;
+}
+
+const OptimizerKind& sgd_kind() {
+  static const OptimizerKind kind = [] {
+    auto sgd = kind_of<SGDOptions, SgdHyperparameters>(
+        "SGD", {"lr", "momentum", "dampening", "weight_decay"});
+    sgd.counts_from_buffer = true;
+    sgd.buffer_count = [](const FusedOptions& options) {
+      return static_cast<const SGDOptions&>(options).momentum() != 0.0 ? 1 : 0;
+    };
+    sgd.keeps_step = [](const FusedOptions& options) {  // only dampening tells the first step
+      const auto& own = static_cast<const SGDOptions&>(options);
+      return own.momentum() != 0.0 && own.dampening() != 0.0;
+    };
+    sgd.check = [](const FusedOptions& options) {
+      const auto& own = static_cast<const SGDOptions&>(options);
+      check_common(own);
+      TORCH_CHECK(own.momentum() >= 0.0, "Invalid momentum value: ", own.momentum());
+      TORCH_CHECK(!own.nesterov() || (own.momentum() > 0.0 && own.dampening() == 0.0),
+                  "Nesterov momentum requires a momentum and zero dampening");
+    };
+    return sgd;
+  }();
+  return kind;
+}
+
+const OptimizerKind& lion_kind() {
+  static const OptimizerKind kind = [] {
+    auto lion = kind_of<LionOptions, LionHyperparameters>("Lion", {"lr", "betas", "weight_decay"});
+    lion.buffer_count = [](const FusedOptions&) { return 1; };
+    lion.keeps_step = [](const FusedOptions&) { return false; };
+    lion.check = [](const FusedOptions& options) {
+      const auto& own = static_cast<const LionOptions&>(options);
+      check_common(own);
+      check_betas(own.betas());
+    };
+    return lion;
+  }();
   return kind;
 }
 

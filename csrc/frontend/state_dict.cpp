@@ -14,7 +14,7 @@
 
 #include "frontend/optimizer_impl.h"
 #include "frontend/values.h"
-#include "frontend/writers.h"
+#include "writers.h"
 
 namespace amp_ext::optim {
 
@@ -99,6 +99,14 @@ at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::Sc
               " must be dense and floating, got ", tensor.layout(), ", ",
               python_name(tensor.scalar_type()));
   return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
+}
+
+Keys keys_of(const Dict& dict) {
+  Keys keys;
+  for (const auto& entry : dict) {
+    if (entry.key().isString()) keys.push_back(entry.key().toStringRef());
+  }
+  return keys;
 }
 
 // The states of a state dict by the text of their keys, which are ints in files of Python.
@@ -215,7 +223,16 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   const std::map<std::string, c10::IValue> saved = states_of(state_dict.toGenericDict());
   std::vector<std::string> own = kind.buffer_names;
   for (const auto& [name, place] : kind.make_options()->options()) own.push_back(name);
-  const std::string writer = other_writer(kind.name, own, groups, saved);
+  std::vector<Keys> group_keys;
+  for (const Dict& group : groups) group_keys.push_back(keys_of(group));
+  Keys state_keys;
+  for (const auto& [key, state] : saved) {
+    if (!state.isGenericDict()) continue;
+    const Keys keys = keys_of(state.toGenericDict());
+    state_keys.insert(state_keys.end(), keys.begin(), keys.end());
+  }
+  const std::string writer =
+      other_writer({kind.name, kind.base_class}, own, group_keys, state_keys);
   TORCH_CHECK(writer.empty(), operation, ": state_dict must have the options and states of ",
               kind.name, ", but is a state dict of ", writer);
   std::vector<std::unique_ptr<FusedOptions>> options;
