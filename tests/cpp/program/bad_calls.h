@@ -1,0 +1,289 @@
+// Bad calls, which a test compares with those of Python by their names.
+#pragma once
+
+#include <amp_ext/amp_ext.h>
+#include <torch/torch.h>
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+
+namespace bad_calls {
+
+using amp_ext::GradScaler;
+using amp_ext::GradScalerOptions;
+using namespace amp_ext::optim;
+
+using Dict = c10::impl::GenericDict;
+
+inline Dict dict_of(std::vector<std::pair<c10::IValue, c10::IValue>> entries) {
+  Dict dict(c10::AnyType::get(), c10::AnyType::get());
+  for (auto& [key, value] : entries) dict.insert(key, value);
+  return dict;
+}
+
+inline torch::Tensor parameter(c10::ScalarType dtype = torch::kFloat) {
+  torch::Tensor param = torch::ones({2}, dtype).requires_grad_(true);
+  param.mutable_grad() = torch::ones({2}, dtype);
+  return param;
+}
+
+inline GradScaler scaler_with(const GradScalerOptions& options) {
+  return GradScaler(GradScalerOptions(options).device(torch::kCPU));
+}
+
+// A scaler in the middle of an iteration, with an optimizer.
+struct Loop {
+  torch::Tensor param;
+  SGD optimizer;
+  GradScaler scaler = scaler_with({});
+
+  explicit Loop(c10::ScalarType dtype = torch::kFloat)
+      : param(parameter(dtype)), optimizer({param}, SGDOptions(0.1)) {
+    scaler.scale(torch::ones({}));
+  }
+};
+
+// An optimizer of two parameters in two groups, one of which has stepped, and its state dict, of
+// which an entry can be replaced.
+struct Saved {
+  torch::Tensor first = parameter(), second = parameter();
+  AdamW optimizer;
+  Dict dict;
+
+  Saved()
+      : optimizer(groups(first, second), AdamWOptions(0.1)),
+        dict(c10::AnyType::get(), c10::AnyType::get()) {
+    second.mutable_grad() = torch::Tensor();
+    optimizer.step();
+    dict = optimizer.state_dict().toGenericDict();
+  }
+
+  static std::vector<torch::optim::OptimizerParamGroup> groups(const torch::Tensor& first,
+                                                               const torch::Tensor& second) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector{first});
+    groups.emplace_back(std::vector{second});
+    return groups;
+  }
+  Dict state() const { return dict.at("state").toGenericDict().at(0).toGenericDict(); }
+  Dict group(size_t index) const {
+    return dict.at("param_groups").toListRef()[index].toGenericDict();
+  }
+  void load() { optimizer.load_state_dict(dict); }
+};
+
+template <typename Optimizer, typename Options>
+std::function<void()> construct(Options options) {
+  return [options] { Optimizer({parameter()}, options); };
+}
+
+inline Checks all() {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  return {
+      {"negative lr", construct<Adam>(AdamOptions(-1.0))},
+      {"lr of nan", construct<SGD>(SGDOptions(nan))},
+      {"negative eps", construct<AdamW>(AdamWOptions().eps(-0.5))},
+      {"beta of 1", construct<Adam>(AdamOptions().betas({0.9, 1.0}))},
+      {"negative beta", construct<Lion>(LionOptions().betas({-0.5, 0.9}))},
+      {"negative weight decay", construct<Lion>(LionOptions().weight_decay(-0.25))},
+      {"negative momentum", construct<SGD>(SGDOptions().momentum(-0.5))},
+      {"nesterov without momentum", construct<SGD>(SGDOptions().nesterov(true))},
+      {"negative norm", construct<AdamW>(AdamWOptions().max_grad_norm(-1.0))},
+      {"negative clip value", construct<SGD>(SGDOptions().clip_value(-2.0))},
+      {"negative floor", construct<AdamW>(AdamWOptions().denominator_floor(-2.0))},
+      {"state dtype", construct<AdamW>(AdamWOptions().state_dtype(torch::kHalf))},
+      {"dampening of nan", construct<SGD>(SGDOptions().dampening(nan))},
+      {"no parameters",
+       [] { AdamW(std::vector<torch::optim::OptimizerParamGroup>(), AdamWOptions()); }},
+      {"parameter twice in a group",
+       [] {
+         const torch::Tensor param = parameter();
+         AdamW({parameter(), param, param}, AdamWOptions());
+       }},
+      {"parameter in two groups",
+       [] {
+         const torch::Tensor param = parameter();
+         AdamW(Saved::groups(param, param), AdamWOptions());
+       }},
+      {"norms differ",
+       [] {
+         std::vector<torch::optim::OptimizerParamGroup> groups =
+             Saved::groups(parameter(), parameter());
+         groups[1].set_options(std::make_unique<AdamWOptions>(AdamWOptions().max_grad_norm(2.0)));
+         AdamW(groups, AdamWOptions().max_grad_norm(1.0)).step();
+       }},
+      {"group option",
+       [] {
+         std::vector<torch::optim::OptimizerParamGroup> groups =
+             Saved::groups(parameter(), parameter());
+         groups[1].set_options(std::make_unique<AdamWOptions>(AdamWOptions().clip_value(-1.0)));
+         AdamW(groups, AdamWOptions());
+       }},
+      {"option written in a loop",
+       [] {
+         AdamW optimizer({parameter()}, AdamWOptions());
+         static_cast<AdamWOptions&>(optimizer.param_groups()[0].options()).clip_value(-1.0);
+         optimizer.step();
+       }},
+      {"sparse gradient",
+       [] {
+         torch::Tensor param = parameter();
+         param.mutable_grad() = torch::ones({2}).to_sparse();
+         SGD({param}, SGDOptions(0.1)).step();
+       }},
+      {"gradient over its parameter",
+       [] {
+         torch::Tensor param = parameter();
+         param.mutable_grad() = param.detach();
+         SGD({param}, SGDOptions(0.1).write_back_grads(true)).step();
+       }},
+      {"step before scale",
+       [] {
+         SGD optimizer({parameter()}, SGDOptions());
+         scaler_with({}).step(optimizer);
+       }},
+      {"update before scale", [] { scaler_with({}).update(); }},
+      {"unscale before scale",
+       [] {
+         SGD optimizer({parameter()}, SGDOptions());
+         scaler_with({}).unscale_(optimizer);
+       }},
+      {"unscale twice",
+       [] {
+         Loop loop;
+         loop.scaler.unscale_(loop.optimizer);
+         loop.scaler.unscale_(loop.optimizer);
+       }},
+      {"unscale after step",
+       [] {
+         Loop loop;
+         loop.scaler.step(loop.optimizer);
+         loop.scaler.unscale_(loop.optimizer);
+       }},
+      {"step twice",
+       [] {
+         Loop loop;
+         loop.scaler.step(loop.optimizer);
+         loop.scaler.step(loop.optimizer);
+       }},
+      {"update without a look", [] { Loop().scaler.update(); }},
+      {"unscale float16",
+       [] {
+         Loop loop(torch::kHalf);
+         loop.scaler.unscale_(loop.optimizer);
+       }},
+      {"late gradient",
+       [] {
+         torch::Tensor early = parameter(), late = torch::ones({2}).requires_grad_(true);
+         SGD optimizer({early, late}, SGDOptions());
+         GradScaler scaler = scaler_with({});
+         scaler.scale(torch::ones({}));
+         scaler.unscale_(optimizer);
+         late.mutable_grad() = torch::ones({2});
+         scaler.step(optimizer);
+       }},
+      {"new scale of two elements", [] { Loop().scaler.update(torch::ones({2})); }},
+      {"growth factor", [] { scaler_with(GradScalerOptions().growth_factor(1.0)); }},
+      {"backoff factor", [] { scaler_with(GradScalerOptions().backoff_factor(1.0)); }},
+      {"hysteresis of 0", [] { scaler_with(GradScalerOptions().hysteresis(0)); }},
+      {"warn after 0", [] { scaler_with(GradScalerOptions().warn_after(0)); }},
+      {"scale below its limit",
+       [] { scaler_with(GradScalerOptions().init_scale(1.0).min_scale(2.0).max_scale(4.0)); }},
+      {"empty state of a scaler", [] { scaler_with({}).load_state_dict(dict_of({})); }},
+      {"negative scale in a state",
+       [] {
+         const GradScaler source = scaler_with({});
+         const Dict dict = source.state_dict().toGenericDict();
+         dict.insert_or_assign("scale", -1.0);
+         scaler_with({}).load_state_dict(dict);
+       }},
+
+      {"state dict without groups",
+       [] {
+         AdamW({parameter()}, AdamWOptions()).load_state_dict(dict_of({{"state", dict_of({})}}));
+       }},
+      {"state dict of other groups",
+       [] { AdamW({parameter()}, AdamWOptions()).load_state_dict(Saved().dict); }},
+      {"state dict of a longer group",
+       [] {
+         AdamW optimizer({parameter(), parameter()}, AdamWOptions());
+         AdamW({parameter()}, AdamWOptions()).load_state_dict(optimizer.state_dict());
+       }},
+      {"state dict without betas",
+       [] {
+         Saved saved;
+         saved.group(1).erase("betas");
+         const std::string error = error_of([&] { saved.load(); });
+         TORCH_CHECK(false, error.substr(0, error.find(", got")));
+       }},
+      {"state dict of another optimizer",
+       [] {
+         SGD source({parameter()}, SGDOptions().momentum(0.5));
+         AdamW({parameter()}, AdamWOptions()).load_state_dict(source.state_dict());
+       }},
+      {"state dict of NAdam",
+       [] {
+         Saved saved;
+         saved.group(0).insert("momentum_decay", 0.5);
+         saved.load();
+       }},
+      {"lr in a state dict",
+       [] {
+         Saved saved;
+         saved.group(0).insert_or_assign("lr", std::numeric_limits<double>::quiet_NaN());
+         const std::string error = error_of([&] { saved.load(); });
+         TORCH_CHECK(false, error.substr(0, error.find(" must")));
+       }},
+      {"missing moment",
+       [] {
+         Saved saved;
+         saved.state().erase("exp_avg_sq");
+         const std::string error = error_of([&] { saved.load(); });
+         TORCH_CHECK(false, error.substr(0, error.find(", got")));
+       }},
+      {"moment of another shape",
+       [] {
+         Saved saved;
+         saved.state().insert_or_assign("exp_avg", torch::ones({3}));
+         const std::string error = error_of([&] { saved.load(); });
+         TORCH_CHECK(false, error.substr(0, error.find(" must")));
+       }},
+      {"moment that is a number",
+       [] {
+         Saved saved;
+         saved.state().insert_or_assign("exp_avg", 0.5);
+         saved.load();
+       }},
+      {"negative step",
+       [] {
+         Saved saved;
+         saved.state().insert_or_assign("step", -1.0);
+         saved.load();
+       }},
+      {"step that is a text",
+       [] {
+         Saved saved;
+         saved.state().insert_or_assign("step", "three");
+         saved.load();
+       }},
+      {"differentiable in a state dict",
+       [] {
+         Saved saved;
+         saved.group(0).insert_or_assign("differentiable", true);
+         saved.load();
+       }},
+      {"norm of nan",
+       [] {
+         torch::Tensor param = parameter();
+         param.mutable_grad().fill_(INFINITY);
+         amp_ext::clip_grad_norm_({param}, 1.0, /*error_if_nonfinite=*/true);
+       }},
+  };
+}
+
+}  // namespace bad_calls

@@ -1,0 +1,452 @@
+// Checks of what a program sees of the C++ interface.
+#pragma once
+
+#include <amp_ext/amp_ext.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <future>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace checks {
+
+using amp_ext::Autocast;
+using amp_ext::GradScaler;
+using amp_ext::GradScalerOptions;
+using namespace amp_ext::optim;
+
+inline GradScaler cpu_scaler(double scale = 1024.0) {
+  return GradScaler(GradScalerOptions().device(torch::kCPU).init_scale(scale));
+}
+
+inline torch::Tensor parameter(std::vector<double> values, c10::ScalarType dtype = torch::kFloat) {
+  return torch::tensor(values, torch::kDouble).to(dtype).requires_grad_(true);
+}
+
+// Gives a parameter a gradient, scaled.
+inline void give_grad(torch::Tensor& param, GradScaler& scaler, double value) {
+  param.mutable_grad() = torch::Tensor();
+  scaler.scale((param.to(torch::kFloat) * value).sum()).backward();
+}
+
+inline bool same(const torch::Tensor& a, const torch::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && torch::equal(a, b);
+}
+
+// An optimizer of the user's that unscales in its step.
+class Descent : public torch::optim::Optimizer, public amp_ext::ScaledStep {
+ public:
+  explicit Descent(std::vector<torch::Tensor> params)
+      : Optimizer({torch::optim::OptimizerParamGroup(std::move(params))},
+                  std::make_unique<torch::optim::SGDOptions>(0.5)) {}
+
+  torch::Tensor step(LossClosure = nullptr) override { throw std::logic_error("not scaled"); }
+  torch::Tensor step_scaled(const torch::Tensor& grad_scale,
+                            const torch::Tensor& found_inf) override {
+    const torch::NoGradGuard no_grad;
+    ++calls;
+    if (found_inf.item<float>() != 0.0F) return {};
+    for (torch::Tensor& param : parameters()) param.sub_(0.5 * param.grad() / grad_scale);
+    return torch::tensor(7.0);
+  }
+
+  int calls = 0;
+};
+
+inline void own_scaled_steps_are_found() {
+  torch::Tensor param = parameter({1.0, 2.0});
+  Descent optimizer({param});
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 2.0);
+  CHECK_THAT(scaler.step(optimizer).item<double>() == 7.0);
+  scaler.update();
+  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 1.0F})));
+  give_grad(param, scaler, INFINITY);
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK_THAT(optimizer.calls == 2 && same(param.detach(), torch::tensor({0.0F, 1.0F})));
+  CHECK_THAT(scaler.get_scale() == 512.0 && *scaler.last_step_skipped(&optimizer));
+}
+
+inline void casts_work_across_the_library() {
+  torch::Tensor param = parameter({1.0});
+  const std::unique_ptr<torch::optim::Optimizer> ours =
+      std::make_unique<AdamW>(std::vector<torch::Tensor>{param}, AdamWOptions(0.1));
+  CHECK_THAT(dynamic_cast<amp_ext::ScaledStep*>(ours.get()) != nullptr);
+  CHECK_THAT(dynamic_cast<AdamW*>(ours.get()) != nullptr);
+  CHECK_THAT(dynamic_cast<SGD*>(ours.get()) == nullptr);
+  CHECK_THAT(dynamic_cast<AdamWOptions*>(&ours->param_groups()[0].options()) != nullptr);
+  bool was_caught = false;
+  try {
+    Adam optimizer({param}, AdamOptions(-1.0));
+  } catch (const c10::Error& error) {
+    was_caught = true;
+  }
+  CHECK_THAT(was_caught);
+}
+
+inline void foreign_optimizers_are_skipped_whole() {
+  torch::Tensor param = parameter({1.0, 2.0});
+  torch::optim::SGD optimizer({param}, torch::optim::SGDOptions(0.5).momentum(0.9));
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 2.0);
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 1.0F})));
+  const auto& state =
+      static_cast<torch::optim::SGDParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+  const torch::Tensor before = state.momentum_buffer().clone();
+  give_grad(param, scaler, NAN);
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 1.0F})));
+  CHECK_THAT(same(state.momentum_buffer(), before));
+  CHECK_THAT(scaler.get_scale() == 512.0);
+}
+
+inline void groups_keep_their_options() {
+  torch::Tensor a = parameter({1.0}), b = parameter({1.0}), c = parameter({1.0});
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector{a});
+  // Set to what it is without being set, which is not what the optimizer has.
+  groups.emplace_back(std::vector{b},
+                      std::make_unique<AdamWOptions>(AdamWOptions().weight_decay(0.01)));
+  AdamW optimizer(groups, AdamWOptions(0.5).weight_decay(0.25).clip_value(3.0));
+  optimizer.add_param_group({{c}, std::make_unique<AdamWOptions>(AdamWOptions(0.125).eps(0.5))});
+  const auto options = [&](size_t group) {
+    return static_cast<const AdamWOptions&>(optimizer.param_groups()[group].options());
+  };
+  CHECK_THAT(options(0).lr() == 0.5 && options(0).weight_decay() == 0.25);
+  CHECK_THAT(options(1).lr() == 0.5 && options(1).weight_decay() == 0.01);
+  CHECK_THAT(options(2).lr() == 0.125 && options(2).weight_decay() == 0.25);
+  CHECK_THAT(options(2).eps() == 0.5 && *options(2).clip_value() == 3.0);
+  torch::optim::StepLR schedule(optimizer, 1, 0.5);
+  schedule.step();
+  schedule.step();  // torch's decays one step late
+  CHECK_THAT(options(0).get_lr() == 0.25 && options(2).get_lr() == 0.0625);
+}
+
+// Ten steps of a network, with an archive in between.
+inline std::vector<torch::Tensor> trained(bool with_archive) {
+  torch::manual_seed(0);
+  torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::ReLU(), torch::nn::Linear(7, 3));
+  model->to(torch::kBFloat16);
+  const torch::Tensor inputs = torch::randn({10, 4, 5}).to(torch::kBFloat16);
+  auto optimizer = std::make_unique<AdamW>(model->parameters(), AdamWOptions(0.01).amsgrad(true));
+  auto scaler = std::make_unique<GradScaler>(cpu_scaler());
+  for (int step = 0; step < 10; ++step) {
+    if (step == 5 && with_archive) {
+      std::stringstream of_optimizer, of_scaler;
+      torch::save(*optimizer, of_optimizer);
+      torch::save(*scaler, of_scaler);
+      optimizer = std::make_unique<AdamW>(model->parameters(), AdamWOptions(7.0));
+      scaler = std::make_unique<GradScaler>(cpu_scaler(2.0));
+      torch::load(*optimizer, of_optimizer);
+      torch::load(*scaler, of_scaler);
+    }
+    optimizer->zero_grad();
+    scaler->scale(model->forward(inputs[step]).to(torch::kFloat).square().mean()).backward();
+    scaler->step(*optimizer);
+    scaler->update();
+  }
+  std::vector<torch::Tensor> result = optimizer->master_params();
+  result.push_back(torch::tensor(scaler->get_scale()));
+  return result;
+}
+
+inline void archives_resume_with_the_same_bits() {
+  const auto whole = trained(false), resumed = trained(true);
+  for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
+}
+
+inline torch::ScalarType product_dtype() {
+  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
+}
+
+inline void autocast_scopes_nest_and_end() {
+  CHECK_THAT(product_dtype() == torch::kFloat);
+  {
+    const Autocast outer(torch::kCPU, torch::kBFloat16);
+    CHECK_THAT(product_dtype() == torch::kBFloat16);
+    {
+      const Autocast inner(torch::kCPU, torch::kHalf);
+      CHECK_THAT(product_dtype() == torch::kHalf);
+      const Autocast off(torch::kCPU, torch::kHalf, /*enabled=*/false);
+      CHECK_THAT(product_dtype() == torch::kFloat);
+    }
+    CHECK_THAT(product_dtype() == torch::kBFloat16);
+    // Each thread opens its own.
+    CHECK_THAT(std::async(std::launch::async, product_dtype).get() == torch::kFloat);
+    try {
+      const Autocast inner(torch::kCPU, torch::kHalf);
+      throw std::runtime_error("");
+    } catch (const std::runtime_error&) {
+    }
+    CHECK_THAT(product_dtype() == torch::kBFloat16);
+  }
+  CHECK_THAT(product_dtype() == torch::kFloat);
+}
+
+// Steps inside one scope; returns what a layer of weight 1 computes after its weight became 2.
+inline double product_after_a_step(torch::Tensor& weight, const std::function<void()>& step) {
+  const Autocast autocast(torch::kCPU, torch::kBFloat16);
+  const torch::Tensor one = torch::ones({1, 1});
+  CHECK_THAT(torch::mm(one, weight).item<double>() == 1.0);
+  weight.mutable_grad() = -torch::ones({1, 1});
+  step();
+  return torch::mm(one, weight).item<double>();
+}
+
+inline void casts_of_weights_are_not_stale_after_a_step() {
+  torch::Tensor weight = torch::ones({1, 1}).requires_grad_(true);
+  SGD ours({weight}, SGDOptions(1.0));
+  CHECK_THAT(product_after_a_step(weight, [&] { ours.step(); }) == 2.0);
+  weight = torch::ones({1, 1}).requires_grad_(true);
+  torch::optim::SGD foreign({weight}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler = cpu_scaler(1.0);
+  scaler.scale(torch::ones({}));
+  CHECK_THAT(product_after_a_step(weight, [&] { scaler.step(foreign); }) == 2.0);
+}
+
+inline void closures_are_refused_or_handed_on() {
+  torch::Tensor param = parameter({1.0});
+  SGD optimizer({param}, SGDOptions(0.5));
+  const auto closure = [&] {
+    const torch::Tensor loss = (param * param).sum();
+    loss.backward();
+    return loss;
+  };
+  GradScaler scaler = cpu_scaler();
+  CHECK_THAT(contains(error_of([&] { scaler.step(optimizer, closure); }),
+                      "Closure use is not currently supported if GradScaler is enabled."));
+  GradScaler disabled(GradScalerOptions().device(torch::kCPU).enabled(false));
+  const torch::NoGradGuard no_grad;  // the step enables them for the closure
+  CHECK_THAT(disabled.step(optimizer, closure).item<double>() == 1.0);
+  CHECK_THAT(param.item<double>() == 0.0 && disabled.get_scale() == 1.0);
+}
+
+inline void conversions_and_new_gradients_are_followed() {
+  torch::nn::Linear model(3, 2);
+  Adam optimizer(model->parameters(), AdamOptions(0.01));
+  GradScaler scaler = cpu_scaler();
+  for (const auto dtype : {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kDouble}) {
+    model->to(dtype);
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      scaler.scale(model->forward(torch::ones({4, 3}, dtype)).to(torch::kFloat).sum()).backward();
+      const torch::Tensor before = model->weight.detach().clone();
+      scaler.step(optimizer);
+      scaler.update();
+      CHECK_THAT(!same(model->weight.detach(), before));
+    }
+  }
+  const auto& state =
+      static_cast<FusedParamState&>(*optimizer.state().at(model->weight.unsafeGetTensorImpl()));
+  CHECK_THAT(state.get("step").item<double>() == 8.0);
+  CHECK_THAT(state.get("exp_avg").scalar_type() == torch::kDouble);
+  CHECK_THAT(!state.get("master_param").defined());
+}
+
+inline void masters_keep_what_16_bits_lose() {
+  torch::Tensor param = parameter({1.0}, torch::kBFloat16);
+  AdamW optimizer({param}, AdamWOptions(1e-4).weight_decay(0.0));
+  for (int i = 0; i < 100; ++i) {
+    param.mutable_grad() = torch::ones({1}, torch::kBFloat16);
+    optimizer.step();
+  }
+  CHECK_THAT(param.item<double>() < 0.995);
+  param.detach().fill_(3.0);  // a write that the version shows
+  optimizer.step();
+  CHECK_THAT(std::abs(optimizer.master_params()[0].item<double>() - 3.0) < 1e-3);
+}
+
+inline void a_parameter_that_is_gone_leaves_no_state_to_another() {
+  torch::Tensor param = parameter({1.0, 1.0});
+  Adam optimizer({param}, AdamOptions(0.5));
+  param.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  for (int i = 0; i < 50; ++i) {  // one of them may get its address
+    param = torch::Tensor();
+    optimizer.param_groups()[0].params()[0] = parameter({1.0, 1.0});
+    param = optimizer.param_groups()[0].params()[0];
+    param.mutable_grad() = torch::ones({2});
+    optimizer.step();
+    CHECK_THAT(std::abs(param[0].item<double>() - 0.5) < 1e-6);  // the first step of each
+  }
+}
+
+inline void one_thread_steps_at_a_time() {
+  torch::Tensor param = torch::zeros({1 << 22}).requires_grad_(true);
+  param.mutable_grad() = torch::ones({1 << 22});
+  AdamW optimizer({param}, AdamWOptions(0.1));
+  std::atomic<int> refused{0}, stepped{0};
+  const auto work = [&] {
+    for (int i = 0; i < 40; ++i) {
+      const std::string error = error_of([&] { optimizer.step(); });
+      if (error.empty()) {
+        ++stepped;
+      } else {
+        CHECK_THAT(contains(error, "AdamW.step: must be called by one thread at a time"));
+        ++refused;
+      }
+    }
+  };
+  auto other = std::async(std::launch::async, work);
+  work();
+  other.get();
+  CHECK_THAT(stepped + refused == 80 && stepped >= 1);
+  const auto& state =
+      static_cast<FusedParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+  CHECK_THAT(state.get("step").item<double>() == stepped);
+}
+
+inline void a_failed_step_leaves_gradients_told_from_new_ones() {
+  torch::Tensor param = parameter({1.0, 1.0});
+  SGD optimizer({param}, SGDOptions(0.5).momentum(0.9));
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 2.0);
+  scaler.unscale_(optimizer);
+  auto& options = static_cast<SGDOptions&>(optimizer.param_groups()[0].options());
+  options.clip_value(-1.0);
+  CHECK_THAT(!error_of([&] { scaler.step(optimizer); }).empty());
+  options.clip_value(std::nullopt);
+  give_grad(param, scaler, 2.0);  // new, and scaled
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 0.0F})));
+}
+
+inline void norms_are_clipped_without_a_step() {
+  torch::Tensor a = parameter({1.0, 1.0}), b = parameter({1.0}, torch::kBFloat16);
+  a.mutable_grad() = torch::tensor({3.0F, 0.0F});
+  b.mutable_grad() = torch::tensor({4.0F}).to(torch::kBFloat16);
+  const torch::Tensor norm = amp_ext::clip_grad_norm_({a, b, a}, 1.0);
+  CHECK_THAT(norm.scalar_type() == torch::kFloat && norm.item<double>() == 5.0);
+  CHECK_THAT(std::abs(a.grad()[0].item<double>() - 0.6) < 1e-6);
+  CHECK_THAT(b.grad().item<double>() == 0.80078125);
+  CHECK_THAT(amp_ext::clip_grad_norm_({}, 1.0).item<double>() == 0.0);
+}
+
+inline void norms_are_clipped_inside_a_step() {
+  torch::Tensor a = parameter({1.0, 1.0}), b = parameter({1.0});
+  SGD optimizer({a, b}, SGDOptions(1.0).max_grad_norm(1.0).write_back_grads(true));
+  GradScaler scaler = cpu_scaler();
+  scaler.scale(3.0 * a[0] + 4.0 * b[0]).backward();
+  scaler.step(optimizer);
+  CHECK_THAT(optimizer.grad_norm().item<double>() == 5.0);
+  CHECK_THAT(std::abs(a.grad()[0].item<double>() - 0.6) < 1e-6);
+  CHECK_THAT(std::abs(b.item<double>() - 0.2) < 1e-6);
+}
+
+inline void bad_gradients_are_named() {
+  torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
+  for (torch::Tensor& param : model->parameters()) param.mutable_grad() = torch::ones_like(param);
+  CHECK_THAT(amp_ext::find_nonfinite(*model).empty());
+  model->parameters()[2].mutable_grad()[0][1] = NAN;
+  const auto counts = amp_ext::find_nonfinite(*model);
+  CHECK_THAT(counts.size() == 1 && counts[0].first == "1.weight" && counts[0].second == 1);
+  SGD optimizer(model->parameters(), SGDOptions(0.1));
+  CHECK_THAT(amp_ext::find_nonfinite(optimizer)[0].first == "group 0, param 2");
+  GradScaler scaler = cpu_scaler();
+  scaler.scale(torch::ones({}));
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK_THAT(scaler.stats().last_nonfinite == "group 0, param 2" && scaler.stats().skips == 1);
+}
+
+inline void the_scale_keeps_its_limits() {
+  torch::Tensor param = parameter({1.0});
+  SGD optimizer({param}, SGDOptions(0.0));
+  const auto run = [&](GradScaler& scaler, std::vector<double> grads) {
+    std::vector<double> scales;
+    for (const double grad : grads) {
+      give_grad(param, scaler, grad);
+      scaler.step(optimizer);
+      scaler.update();
+      scales.push_back(scaler.get_scale());
+    }
+    return scales;
+  };
+  GradScaler limited(GradScalerOptions()
+                         .device(torch::kCPU)
+                         .init_scale(4)
+                         .growth_interval(1)
+                         .min_scale(2)
+                         .max_scale(8));
+  CHECK_THAT((run(limited, {1, 1, NAN, NAN, NAN}) == std::vector<double>{8, 8, 4, 2, 2}));
+  GradScaler still(GradScalerOptions().device(torch::kCPU).init_scale(4).dynamic(false));
+  CHECK_THAT((run(still, {NAN, 1}) == std::vector<double>{4, 4}));
+  CHECK_THAT(still.stats().skips == 1);
+  GradScaler patient(GradScalerOptions().device(torch::kCPU).init_scale(4).hysteresis(2));
+  CHECK_THAT((run(patient, {NAN, 1, NAN, NAN}) == std::vector<double>{4, 4, 2, 1}));
+}
+
+inline void optimizers_can_be_moved() {
+  torch::Tensor param = parameter({1.0});
+  Adam first({param}, AdamOptions(0.5));
+  param.mutable_grad() = torch::ones({1});
+  first.step();
+  Adam second = std::move(first);
+  second.step();
+  const auto& state =
+      static_cast<FusedParamState&>(*second.state().at(param.unsafeGetTensorImpl()));
+  CHECK_THAT(state.get("step").item<double>() == 2.0);
+}
+
+inline void values_survive_a_file() {
+  auto dict = c10::impl::GenericDict(c10::AnyType::get(), c10::AnyType::get());
+  dict.insert("tensor", torch::arange(6).view({2, 3}).t());
+  dict.insert("view", torch::arange(100).slice(0, 7, 9));
+  dict.insert(3, c10::ivalue::Tuple::create(0.5, c10::IValue()));
+  const auto read = amp_ext::state_from_bytes(amp_ext::state_to_bytes(dict)).toGenericDict();
+  CHECK_THAT(same(read.at("tensor").toTensor(), torch::arange(6).view({2, 3}).t()));
+  CHECK_THAT(same(read.at("view").toTensor(), torch::tensor({7, 8})));
+  CHECK_THAT(read.at("view").toTensor().storage().nbytes() == 16);
+  CHECK_THAT(read.at(3).toTupleRef().elements()[0].toDouble() == 0.5);
+}
+
+inline void list_operations_are_there() {
+  torch::Tensor param = torch::ones({3}), grad = torch::ones({3});
+  amp_ext::Group<amp_ext::SgdHyperparameters> options;
+  options.lr = 0.5;
+  amp_ext::step_(amp_ext::StepLists{{param}, {grad}, {{}}, {}, {}}, options, {});
+  CHECK_THAT(same(param, torch::full({3}, 0.5)));
+  CHECK_THAT(contains(
+      error_of([&] { amp_ext::step_(amp_ext::StepLists{{param}, {}, {{}}, {}, {}}, options, {}); }),
+      "sgd_: grads must"));
+}
+
+#define AMP_EXT_CHECK(name) {#name, &name}
+
+inline Checks all() {
+  return {AMP_EXT_CHECK(own_scaled_steps_are_found),
+          AMP_EXT_CHECK(casts_work_across_the_library),
+          AMP_EXT_CHECK(foreign_optimizers_are_skipped_whole),
+          AMP_EXT_CHECK(groups_keep_their_options),
+          AMP_EXT_CHECK(archives_resume_with_the_same_bits),
+          AMP_EXT_CHECK(autocast_scopes_nest_and_end),
+          AMP_EXT_CHECK(casts_of_weights_are_not_stale_after_a_step),
+          AMP_EXT_CHECK(closures_are_refused_or_handed_on),
+          AMP_EXT_CHECK(conversions_and_new_gradients_are_followed),
+          AMP_EXT_CHECK(masters_keep_what_16_bits_lose),
+          AMP_EXT_CHECK(a_parameter_that_is_gone_leaves_no_state_to_another),
+          AMP_EXT_CHECK(one_thread_steps_at_a_time),
+          AMP_EXT_CHECK(a_failed_step_leaves_gradients_told_from_new_ones),
+          AMP_EXT_CHECK(norms_are_clipped_without_a_step),
+          AMP_EXT_CHECK(norms_are_clipped_inside_a_step),
+          AMP_EXT_CHECK(bad_gradients_are_named),
+          AMP_EXT_CHECK(the_scale_keeps_its_limits),
+          AMP_EXT_CHECK(optimizers_can_be_moved),
+          AMP_EXT_CHECK(values_survive_a_file),
+          AMP_EXT_CHECK(list_operations_are_there)};
+}
+
+#undef AMP_EXT_CHECK
+
+}  // namespace checks

@@ -1,0 +1,169 @@
+// Trains a small network as a file of Python says, and writes what came of each step.
+#pragma once
+
+#include <amp_ext/amp_ext.h>
+#include <torch/torch.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+using Dict = c10::impl::GenericDict;
+
+inline Dict new_dict() { return Dict(c10::AnyType::get(), c10::AnyType::get()); }
+
+inline c10::ScalarType dtype_named(const std::string& name) {
+  if (name == "float16") return torch::kHalf;
+  if (name == "bfloat16") return torch::kBFloat16;
+  return name == "float64" ? torch::kDouble : torch::kFloat;
+}
+
+inline bool is_one_of(const c10::IValue& list, int64_t number) {
+  for (const c10::IValue& element : list.toListRef()) {
+    if (element.toInt() == number) return true;
+  }
+  return false;
+}
+
+// Sets options by their names in Python.
+template <typename Options>
+Options options_from(const c10::IValue& values) {
+  Options options;
+  for (const auto& [name, place] : options.options()) {
+    for (const auto& entry : values.toGenericDict()) {
+      if (entry.key().toStringRef() != name) continue;
+      const c10::IValue value = entry.value();
+      std::visit(
+          [&](auto* option) {
+            using Type = std::decay_t<decltype(*option)>;
+            if constexpr (std::is_same_v<Type, bool>) {
+              *option = value.toBool();
+            } else if constexpr (std::is_same_v<Type, std::tuple<double, double>>) {
+              const auto& betas = value.toTupleRef().elements();
+              *option = {betas[0].toDouble(), betas[1].toDouble()};
+            } else if constexpr (std::is_same_v<Type, std::optional<at::ScalarType>>) {
+              *option = value.isNone() ? std::nullopt : std::optional(torch::kFloat);
+            } else {
+              *option = value.toScalar().toDouble();
+            }
+          },
+          place);
+    }
+  }
+  return options;
+}
+
+inline std::unique_ptr<amp_ext::optim::FusedOptimizer> make_optimizer(
+    const std::string& name, const std::vector<torch::Tensor>& params, const c10::IValue& values) {
+  using namespace amp_ext::optim;
+  if (name == "Adam") return std::make_unique<Adam>(params, options_from<AdamOptions>(values));
+  if (name == "AdamW") return std::make_unique<AdamW>(params, options_from<AdamWOptions>(values));
+  if (name == "SGD") return std::make_unique<SGD>(params, options_from<SGDOptions>(values));
+  return std::make_unique<Lion>(params, options_from<LionOptions>(values));
+}
+
+// All parameters and states in one float64 tensor, by parameter and by key.
+inline torch::Tensor snapshot(const amp_ext::optim::FusedOptimizer& optimizer) {
+  std::vector<torch::Tensor> parts;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const torch::Tensor& param : group.params()) {
+      parts.push_back(param.detach());
+      const auto found = optimizer.state().find(param.unsafeGetTensorImpl());
+      if (found == optimizer.state().end()) continue;
+      std::map<std::string, torch::Tensor> sorted;
+      const auto& state = static_cast<const amp_ext::optim::FusedParamState&>(*found->second);
+      for (const auto& [key, tensor] : state.tensors()) sorted[key] = tensor;
+      for (const auto& [key, tensor] : sorted) parts.push_back(tensor);
+    }
+  }
+  for (torch::Tensor& part : parts) part = part.reshape({-1}).to(torch::kDouble);
+  return torch::cat(parts);
+}
+
+// Reads `plan.pt` in a folder and writes `cpp.pt`; with `checkpoint` in the plan goes on from there
+// and leaves one behind.
+inline void train(const std::string& folder) {
+  const Dict plan = amp_ext::load_state(folder + "/plan.pt").toGenericDict();
+  const auto weights = plan.at("weights").toListRef();
+  const auto dtype = dtype_named(plan.at("param_dtype").toStringRef());
+  torch::nn::Sequential model(
+      torch::nn::Linear(weights[0].toTensor().size(1), weights[0].toTensor().size(0)),
+      torch::nn::ReLU(),
+      torch::nn::Linear(weights[2].toTensor().size(1), weights[2].toTensor().size(0)));
+  model->to(dtype);
+  {
+    const torch::NoGradGuard no_grad;
+    const auto params = model->parameters();
+    for (size_t i = 0; i < params.size(); ++i) params[i].copy_(weights[i].toTensor());
+  }
+  auto optimizer =
+      make_optimizer(plan.at("optimizer").toStringRef(), model->parameters(), plan.at("options"));
+  amp_ext::GradScalerOptions scaler_options;
+  const Dict of_scaler = plan.at("scaler").toGenericDict();
+  scaler_options.device(torch::kCPU)
+      .init_scale(of_scaler.at("init_scale").toDouble())
+      .growth_interval(of_scaler.at("growth_interval").toInt())
+      .hysteresis(of_scaler.at("hysteresis").toInt());
+  amp_ext::GradScaler scaler(scaler_options);
+  int64_t first = 0;
+  if (!plan.at("resume").isNone()) {
+    const Dict file = amp_ext::load_state(plan.at("resume").toStringRef()).toGenericDict();
+    const torch::NoGradGuard no_grad;
+    const auto params = model->parameters();
+    const auto saved = file.at("model").toListRef();
+    for (size_t i = 0; i < params.size(); ++i) params[i].copy_(saved[i].toTensor());
+    optimizer->load_state_dict(file.at("optimizer"));
+    scaler.load_state_dict(file.at("scaler"));
+    first = file.at("step").toInt();
+  }
+
+  const torch::Tensor inputs = plan.at("inputs").toTensor(),
+                      targets = plan.at("targets").toTensor();
+  const bool casts = !plan.at("autocast").isNone();
+  const auto cast_to = casts ? dtype_named(plan.at("autocast").toStringRef()) : torch::kBFloat16;
+  std::vector<torch::Tensor> losses, states;
+  std::vector<double> scales, skips;
+  for (int64_t step = first; step < plan.at("steps").toInt(); ++step) {
+    optimizer->zero_grad();
+    torch::Tensor loss;
+    {
+      const amp_ext::Autocast autocast(torch::kCPU, cast_to, casts);
+      const torch::Tensor input = casts ? inputs[step] : inputs[step].to(dtype);
+      loss = torch::mse_loss(model->forward(input).to(torch::kFloat), targets[step]);
+    }
+    scaler.scale(loss).backward();
+    if (is_one_of(plan.at("bad_steps"), step)) {
+      model->parameters()[0].mutable_grad().view({-1})[0] = INFINITY;
+    }
+    if (is_one_of(plan.at("unscale_steps"), step)) {
+      scaler.unscale_(*optimizer);
+      amp_ext::clip_grad_norm_(model->parameters(), 0.5);
+    }
+    scaler.step(*optimizer);
+    scaler.update();
+    losses.push_back(loss.detach());
+    states.push_back(snapshot(*optimizer));
+    scales.push_back(scaler.get_scale());
+    skips.push_back(*scaler.last_step_skipped() ? 1.0 : 0.0);
+  }
+
+  auto written = new_dict();
+  written.insert("losses", torch::stack(losses));
+  c10::impl::GenericList all(c10::AnyType::get());
+  for (const torch::Tensor& state : states) all.push_back(state);
+  written.insert("states", all);
+  written.insert("scales", torch::tensor(scales, torch::kDouble));
+  written.insert("skips", torch::tensor(skips, torch::kDouble));
+  amp_ext::save_state(folder + "/cpp.pt", written);
+
+  auto checkpoint = new_dict();
+  c10::impl::GenericList params(c10::AnyType::get());
+  for (const torch::Tensor& param : model->parameters()) params.push_back(param);
+  checkpoint.insert("model", params);
+  checkpoint.insert("optimizer", optimizer->state_dict());
+  checkpoint.insert("scaler", scaler.state_dict());
+  checkpoint.insert("step", plan.at("steps").toInt());
+  amp_ext::save_state(folder + "/checkpoint.pt", checkpoint);
+}

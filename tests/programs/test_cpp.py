@@ -1,0 +1,474 @@
+"""The C++ interface: its checks, its errors beside Python's, and runs with the bits of Python's."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import amp_ext
+from amp_ext.optim import SGD, Adam, AdamW, Lion
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "tests" / "cpp" / "program"
+BUILD = ROOT / "build" / "cpp_program"
+
+pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """Builds the program as a user of the package would; returns what runs it."""
+    found = subprocess.check_output([sys.executable, "-m", "amp_ext.cmake"], text=True).strip()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:  # other workers build it too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        where = f"-Damp_ext_DIR={found}"
+        for command in (
+            ["-S", str(SOURCE), "-B", str(BUILD), "-DCMAKE_BUILD_TYPE=Debug", where],
+            ["--build", str(BUILD)],
+        ):
+            done = subprocess.run(["cmake", *command], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+    def run_it(*arguments: str) -> str:
+        done = subprocess.run(
+            [BUILD / "program", *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run_it
+
+
+CHECKS = re.findall(r"AMP_EXT_CHECK\((\w+)\)[,}]", (SOURCE / "checks.h").read_text())
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_of_the_program_passes(run: Run, name: str) -> None:
+    run("check", name)
+
+
+def test_every_check_is_run(run: Run) -> None:
+    assert sorted(run("checks").split()) == sorted(CHECKS) != []
+
+
+# Errors. The names are those of tests/cpp/program/bad_calls.h.
+
+
+def parameter(dtype: torch.dtype = torch.float32) -> Tensor:
+    param = torch.ones(2, dtype=dtype, requires_grad=True)
+    param.grad = torch.ones(2, dtype=dtype)
+    return param
+
+
+def scaler_with(**options: Any) -> amp_ext.GradScaler:
+    return amp_ext.GradScaler("cpu", **options)
+
+
+def in_loop(*calls: str, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+    """Returns what calls methods of a scaler with an optimizer."""
+
+    def call() -> None:
+        optimizer, scaler = SGD([parameter(dtype)], lr=0.1), scaler_with()
+        scaler.scale(torch.ones(()))
+        for name in calls:
+            getattr(scaler, name)(*(() if name == "update" else (optimizer,)))
+
+    return call
+
+
+def before_scale(name: str) -> Callable[[], None]:
+    return lambda: getattr(scaler_with(), name)(
+        *(() if name == "update" else (SGD([parameter()]),))
+    )
+
+
+def late_gradient() -> None:
+    early, late = parameter(), torch.ones(2, requires_grad=True)
+    optimizer, scaler = SGD([early, late]), scaler_with()
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    late.grad = torch.ones(2)
+    scaler.step(optimizer)
+
+
+def new_scale() -> None:
+    scaler = scaler_with()
+    scaler.scale(torch.ones(()))
+    scaler.update(torch.ones(2))
+
+
+def two_groups(second: dict[str, Any], **defaults: Any) -> AdamW:
+    return AdamW([{"params": [parameter()]}, {"params": [parameter()], **second}], **defaults)
+
+
+def twice_in_a_group() -> None:
+    param = parameter()
+    AdamW([parameter(), param, param])
+
+
+def in_two_groups() -> None:
+    param = parameter()
+    AdamW([{"params": [param]}, {"params": [param]}])
+
+
+def written_in_a_loop() -> None:
+    optimizer = AdamW([parameter()])
+    optimizer.param_groups[0]["clip_value"] = -1.0
+    optimizer.step()
+
+
+def sparse_gradient() -> None:
+    param = parameter()
+    param.grad = torch.ones(2).to_sparse()
+    SGD([param], lr=0.1).step()
+
+
+def gradient_over_its_parameter() -> None:
+    param = parameter()
+    param.grad = param.detach()
+    SGD([param], lr=0.1, write_back_grads=True).step()
+
+
+def loads(change: Callable[[dict[str, Any]], Any], until: str = "") -> Callable[[], None]:
+    """Returns what loads a changed state dict, and raises its error up to some words."""
+
+    def call() -> None:
+        optimizer = two_groups({}, lr=0.1)
+        optimizer.param_groups[1]["params"][0].grad = None
+        optimizer.step()
+        saved = optimizer.state_dict()
+        change(saved)
+        try:
+            optimizer.load_state_dict(saved)
+        except (TypeError, ValueError, KeyError) as error:
+            raise RuntimeError(str(error).partition(until)[0] if until else str(error)) from None
+
+    return call
+
+
+def negative_scale() -> None:
+    state = scaler_with().state_dict()
+    scaler_with().load_state_dict({**state, "scale": -1.0})
+
+
+def norm_of_nan() -> None:
+    param = parameter()
+    param.grad.fill_(math.inf)
+    amp_ext.clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
+
+
+BAD_CALLS: dict[str, Callable[[], Any]] = {
+    "negative lr": lambda: Adam([parameter()], lr=-1.0),
+    "lr of nan": lambda: SGD([parameter()], lr=math.nan),
+    "negative eps": lambda: AdamW([parameter()], eps=-0.5),
+    "beta of 1": lambda: Adam([parameter()], betas=(0.9, 1.0)),
+    "negative beta": lambda: Lion([parameter()], betas=(-0.5, 0.9)),
+    "negative weight decay": lambda: Lion([parameter()], weight_decay=-0.25),
+    "negative momentum": lambda: SGD([parameter()], momentum=-0.5),
+    "nesterov without momentum": lambda: SGD([parameter()], nesterov=True),
+    "negative norm": lambda: AdamW([parameter()], max_grad_norm=-1.0),
+    "negative clip value": lambda: SGD([parameter()], clip_value=-2.0),
+    "negative floor": lambda: AdamW([parameter()], denominator_floor=-2.0),
+    "state dtype": lambda: AdamW([parameter()], state_dtype=torch.float16),
+    "dampening of nan": lambda: SGD([parameter()], dampening=math.nan),
+    "no parameters": lambda: AdamW([]),
+    "parameter twice in a group": twice_in_a_group,
+    "parameter in two groups": in_two_groups,
+    "norms differ": lambda: two_groups({"max_grad_norm": 2.0}, max_grad_norm=1.0).step(),
+    "group option": lambda: two_groups({"clip_value": -1.0}),
+    "option written in a loop": written_in_a_loop,
+    "sparse gradient": sparse_gradient,
+    "gradient over its parameter": gradient_over_its_parameter,
+    "step before scale": before_scale("step"),
+    "update before scale": before_scale("update"),
+    "unscale before scale": before_scale("unscale_"),
+    "unscale twice": in_loop("unscale_", "unscale_"),
+    "unscale after step": in_loop("step", "unscale_"),
+    "step twice": in_loop("step", "step"),
+    "update without a look": in_loop("update"),
+    "unscale float16": in_loop("unscale_", dtype=torch.float16),
+    "late gradient": late_gradient,
+    "new scale of two elements": new_scale,
+    "growth factor": lambda: scaler_with(growth_factor=1.0),
+    "backoff factor": lambda: scaler_with(backoff_factor=1.0),
+    "hysteresis of 0": lambda: scaler_with(hysteresis=0),
+    "warn after 0": lambda: scaler_with(warn_after=0),
+    "scale below its limit": lambda: scaler_with(init_scale=1.0, min_scale=2.0, max_scale=4.0),
+    "empty state of a scaler": lambda: scaler_with().load_state_dict({}),
+    "negative scale in a state": negative_scale,
+    "state dict without groups": lambda: AdamW([parameter()]).load_state_dict({"state": {}}),
+    "state dict of other groups": lambda: AdamW([parameter()]).load_state_dict(
+        two_groups({}).state_dict()
+    ),
+    "state dict of a longer group": lambda: AdamW([parameter()]).load_state_dict(
+        AdamW([parameter(), parameter()]).state_dict()
+    ),
+    "state dict without betas": loads(lambda d: d["param_groups"][1].pop("betas"), ", got"),
+    "state dict of another optimizer": lambda: AdamW([parameter()]).load_state_dict(
+        SGD([parameter()], momentum=0.5).state_dict()
+    ),
+    "state dict of NAdam": loads(lambda d: d["param_groups"][0].update(momentum_decay=0.5)),
+    "lr in a state dict": loads(lambda d: d["param_groups"][0].update(lr=math.nan), " must"),
+    "missing moment": loads(lambda d: d["state"][0].pop("exp_avg_sq"), ", got"),
+    "moment of another shape": loads(
+        lambda d: d["state"][0].update(exp_avg=torch.ones(3)), " must"
+    ),
+    "moment that is a number": loads(lambda d: d["state"][0].update(exp_avg=0.5)),
+    "negative step": loads(lambda d: d["state"][0].update(step=-1.0)),
+    "step that is a text": loads(lambda d: d["state"][0].update(step="three")),
+    "differentiable in a state dict": loads(
+        lambda d: d["param_groups"][0].update(differentiable=True)
+    ),
+    "norm of nan": norm_of_nan,
+}
+
+
+def comparable(text: str) -> str:
+    """Returns a message with numbers as numbers, without quotes that a KeyError adds."""
+    text = text.strip('"').splitlines()[0] if text else text
+    return re.sub(r"-?\d+(\.\d*)?(e[+-]?\d+)?", lambda match: f"{float(match[0]):.4g}", text)
+
+
+@pytest.fixture(scope="module")
+def errors(run: Run) -> dict[str, str]:
+    lines = run("bad").splitlines()
+    return dict(line.split("\t", 1) for line in lines if "\t" in line)
+
+
+def test_the_same_calls_are_bad_in_both(errors: dict[str, str]) -> None:
+    assert errors.keys() == BAD_CALLS.keys()
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_gets_the_text_of_python(errors: dict[str, str], name: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011, whose text is compared
+        BAD_CALLS[name]()
+    assert comparable(errors[name]) == comparable(str(caught.value)) != ""
+
+
+# Runs.
+
+STEPS = 200
+
+ADAM = {"lr": 0.01, "weight_decay": 0.1}
+ROWS: dict[str, dict[str, Any]] = {
+    "adamw float16 autocast": {"optimizer": "AdamW", "options": ADAM, "autocast": "float16"},
+    "adamw bfloat16 autocast": {
+        "optimizer": "AdamW",
+        "options": {**ADAM, "amsgrad": True},
+        "autocast": "bfloat16",
+        "unscale_steps": list(range(0, STEPS, 10)),
+    },
+    "adam float16 masters": {
+        "optimizer": "Adam",
+        "options": {**ADAM, "max_grad_norm": 0.5, "eps": 1e-5},
+        "param_dtype": "float16",
+    },
+    "sgd bfloat16 masters": {
+        "optimizer": "SGD",
+        "options": {"lr": 0.05, "momentum": 0.9, "dampening": 0.25, "clip_value": 0.125},
+        "param_dtype": "bfloat16",
+        "unscale_steps": [7, 8, 50],
+    },
+    "lion float32 unscale": {
+        "optimizer": "Lion",
+        "options": {"lr": 0.001, "betas": (0.8, 0.95), "maximize": True},
+        "autocast": "float16",
+        "unscale_steps": [3, 77],
+    },
+    "sgd bfloat16 without masters": {
+        "optimizer": "SGD",
+        "options": {"lr": 0.05, "nesterov": True, "momentum": 0.9, "master_weights": False},
+        "param_dtype": "bfloat16",
+    },
+}
+
+
+def plan_of(row: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+
+    def draws(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator)
+
+    plan = {
+        "param_dtype": "float32",
+        "autocast": None,
+        "unscale_steps": [],
+        "bad_steps": [7, 23, 24, 60],
+        "scaler": {"init_scale": 1024.0, "growth_interval": 20, "hysteresis": 2},
+        "steps": STEPS,
+        "resume": None,
+        **row,
+    }
+    dtype = getattr(torch, plan["param_dtype"])
+    shapes = ((33, 16), (33,), (5, 33), (5,))
+    plan["weights"] = [(draws(*shape) / 4).to(dtype) for shape in shapes]
+    plan["inputs"] = draws(STEPS, 8, 16)
+    plan["targets"] = draws(STEPS, 8, 5)
+    return plan
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Returns all parameters and states in one tensor, by parameter and by key."""
+    parts = []
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        state = optimizer.state.get(param, {})
+        parts += [param.detach(), *(state[key] for key in sorted(state))]
+    return torch.cat([part.reshape(-1).double() for part in parts])
+
+
+def train(plan: dict[str, Any], checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Does in Python what the program does."""
+    dtype = getattr(torch, plan["param_dtype"])
+    sizes = [weight.shape for weight in plan["weights"][::2]]
+    model = torch.nn.Sequential(
+        torch.nn.Linear(sizes[0][1], sizes[0][0]),
+        torch.nn.ReLU(),
+        torch.nn.Linear(sizes[1][1], sizes[1][0]),
+    ).to(dtype)
+    params = list(model.parameters())
+    weights = plan["weights"] if checkpoint is None else checkpoint["model"]
+    with torch.no_grad():
+        for param, weight in zip(params, weights, strict=True):
+            param.copy_(weight)
+    kind = getattr(amp_ext.optim, plan["optimizer"])
+    optimizer = kind(params, **plan["options"])
+    scaler = amp_ext.GradScaler("cpu", **plan["scaler"])
+    first = 0
+    if checkpoint is not None:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint["scaler"])
+        first = checkpoint["step"]
+    autocast = plan["autocast"]
+    cast_to = torch.bfloat16 if autocast is None else getattr(torch, autocast)
+    written: dict[str, Any] = {"losses": [], "states": [], "scales": [], "skips": []}
+    for step in range(first, plan["steps"]):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", cast_to, enabled=autocast is not None):
+            inputs = plan["inputs"][step]
+            output = model(inputs if autocast else inputs.to(dtype))
+            loss = torch.nn.functional.mse_loss(output.float(), plan["targets"][step])
+        scaler.scale(loss).backward()
+        if step in plan["bad_steps"]:
+            params[0].grad.view(-1)[0] = math.inf
+        if step in plan["unscale_steps"]:
+            scaler.unscale_(optimizer)
+            amp_ext.clip_grad_norm_(params, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        written["losses"].append(loss.detach())
+        written["states"].append(snapshot(optimizer))
+        written["scales"].append(scaler.get_scale())
+        written["skips"].append(float(scaler.last_step_skipped()))
+    written["checkpoint"] = {
+        "model": [param.detach() for param in params],
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "step": plan["steps"],
+    }
+    return written
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def train_in_cpp(run: Run, plan: dict[str, Any], folder: Path) -> tuple[Any, Any]:
+    """Returns what the program wrote of its steps, and its checkpoint."""
+    folder.mkdir(exist_ok=True)
+    torch.save(plan, folder / "plan.pt")
+    run("train", str(folder))
+    files = [torch.load(folder / name, weights_only=True) for name in ("cpp.pt", "checkpoint.pt")]
+    return files[0], files[1]
+
+
+def assert_same_steps(cpp: dict[str, Any], python: dict[str, Any]) -> None:
+    assert cpp["scales"].tolist() == python["scales"]
+    assert cpp["skips"].tolist() == python["skips"]
+    for step, (mine, theirs) in enumerate(zip(cpp["states"], python["states"], strict=True)):
+        assert torch.equal(cpp["losses"][step], python["losses"][step]), f"loss of step {step}"
+        assert torch.equal(mine, theirs), f"parameters and states after step {step}"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_step_has_the_bits_of_python(
+    run: Run, row: str, tmp_path: Path, one_thread: None
+) -> None:
+    plan = plan_of(ROWS[row])
+    cpp, _ = train_in_cpp(run, plan, tmp_path)
+    python = train(plan)
+    assert_same_steps(cpp, python)
+    assert sum(python["skips"]) >= 4
+    assert max(python["scales"]) > 1024 > min(python["scales"])
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_run_moves_from_python_to_cpp_and_back(
+    run: Run, row: str, tmp_path: Path, one_thread: None
+) -> None:
+    plan = plan_of(ROWS[row])
+    whole = train(plan)
+    begin = train({**plan, "steps": 40})["checkpoint"]
+    torch.save(begin, tmp_path / "begin.pt")
+    middle = {**plan, "steps": 90, "resume": str(tmp_path / "begin.pt")}
+    cpp, checkpoint = train_in_cpp(run, middle, tmp_path)
+    assert_same_steps(cpp, {name: whole[name][40:90] for name in cpp})
+    end = train(plan, checkpoint)
+    for step, state in enumerate(end["states"], 90):
+        assert torch.equal(state, whole["states"][step]), f"after step {step}"
+
+
+@pytest.mark.parametrize("row", ["adamw float16 autocast", "sgd bfloat16 masters"])
+def test_torch_loads_what_cpp_wrote(run: Run, row: str, tmp_path: Path) -> None:
+    plan = plan_of({**ROWS[row], "steps": 5})
+    _, checkpoint = train_in_cpp(run, plan, tmp_path)
+    params = [param.requires_grad_() for param in checkpoint["model"]]
+    theirs = getattr(torch.optim, plan["optimizer"])(params)
+    theirs.load_state_dict(checkpoint["optimizer"])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(checkpoint["scaler"])
+    assert scaler.get_scale() == checkpoint["scaler"]["scale"]
+    assert theirs.param_groups[0]["lr"] == plan["options"]["lr"]
+    ours = getattr(amp_ext.optim, plan["optimizer"])(params)
+    ours.load_state_dict(checkpoint["optimizer"])
+    keys = set(ours.state_dict()["param_groups"][0])
+    assert keys == set(checkpoint["optimizer"]["param_groups"][0])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    theirs.step()
+
+
+def test_files_that_cpp_can_not_read_are_explained(run: Run, tmp_path: Path) -> None:
+    plan = plan_of({**ROWS["adamw float16 autocast"], "steps": 5})
+    model = torch.nn.Linear(2, 2)
+    for name, value, text in (
+        ("ordered.pt", model.state_dict(), "torch.save(dict(model.state_dict()), path)"),
+        ("absent.pt", None, "path must be of a file that can be read, got"),
+    ):
+        if value is not None:
+            torch.save({"model": value}, tmp_path / name)
+        torch.save({**plan, "resume": str(tmp_path / name)}, tmp_path / "plan.pt")
+        with pytest.raises(AssertionError, match=re.escape(text)):
+            run("train", str(tmp_path))
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    torch.save({**plan, "resume": str(tmp_path / "text.pt")}, tmp_path / "plan.pt")
+    with pytest.raises(AssertionError, match=r"must be one that torch\.save wrote"):
+        run("train", str(tmp_path))
