@@ -243,18 +243,18 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("sum_of_squares", &LookResult::sum_of_squares)
       .def_readonly("partition", &LookResult::partition);
 
-  py::class_<ScalerReport>(module, "ScalerReport")
-      .def_readonly("updates", &ScalerReport::updates)
-      .def_readonly("skips", &ScalerReport::skips)
-      .def_readonly("consecutive_skips", &ScalerReport::consecutive_skips)
-      .def_readonly("settled_after", &ScalerReport::settled_after)
-      .def_readonly("nonfinite_slot", &ScalerReport::nonfinite_slot)
-      .def_readonly("nonfinite_number", &ScalerReport::nonfinite_number)
-      .def_readonly("nonfinite_update", &ScalerReport::nonfinite_update)
-      .def_readonly("scale", &ScalerReport::scale)
-      .def_readonly("smallest_scale", &ScalerReport::smallest_scale)
-      .def_readonly("largest_scale", &ScalerReport::largest_scale)
-      .def_readonly("settled_scale", &ScalerReport::settled_scale);
+  py::class_<ScalerSummary>(module, "ScalerSummary")
+      .def_readonly("updates", &ScalerSummary::updates)
+      .def_readonly("skips", &ScalerSummary::skips)
+      .def_readonly("consecutive_skips", &ScalerSummary::consecutive_skips)
+      .def_readonly("settled_after", &ScalerSummary::settled_after)
+      .def_readonly("nonfinite_slot", &ScalerSummary::nonfinite_slot)
+      .def_readonly("nonfinite_number", &ScalerSummary::nonfinite_number)
+      .def_readonly("nonfinite_update", &ScalerSummary::nonfinite_update)
+      .def_readonly("scale", &ScalerSummary::scale)
+      .def_readonly("smallest_scale", &ScalerSummary::smallest_scale)
+      .def_readonly("largest_scale", &ScalerSummary::largest_scale)
+      .def_readonly("settled_scale", &ScalerSummary::settled_scale);
 
   py::class_<OptimizerReport>(module, "OptimizerReport")
       .def_readonly("update", &OptimizerReport::update)

@@ -2,7 +2,6 @@
 // launch does to a list of them. What happens to one element is in element.h.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "functors/clipping.h"
@@ -75,7 +74,7 @@ struct ReportMemory {
 
   // Copies to the mirrors all but `started` and `finished`; one of `copiers` that share the work.
   AMP_EXT_INLINE void copy(int64_t copier, int64_t copiers) const {
-    constexpr int64_t kWords = offsetof(ScalerReport, history) / sizeof(int64_t);
+    constexpr int64_t kWords = sizeof(ScalerSummary) / sizeof(int64_t);
     copy_words(report, mirror, 2 + copier, kWords, copiers);
     const int64_t newest = (report->updates - 1) % kHistory;
     if (copier == 0) mirror->history[newest] = report->history[newest];

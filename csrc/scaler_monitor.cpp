@@ -73,13 +73,10 @@ void ScalerMonitor::read_consistently(const Copy& copy) const {
   } while (__atomic_load_n(&mirror->started, __ATOMIC_RELAXED) != finished);
 }
 
-ScalerReport ScalerMonitor::read() const {
-  ScalerReport report;
-  read_consistently([&] {
-    std::memcpy(static_cast<void*>(&report), mirror_.const_data_ptr(),
-                offsetof(ScalerReport, history));
-  });
-  return report;
+ScalerSummary ScalerMonitor::read() const {
+  ScalerSummary summary;
+  read_consistently([&] { summary = *as<ScalerReport>(mirror_); });
+  return summary;
 }
 
 OptimizerReport ScalerMonitor::read_optimizer(int64_t slot) const {

@@ -27,8 +27,7 @@ class AMP_EXT_API ScalerMonitor {
   int64_t add_optimizer();
   int64_t number_of_optimizers() const { return number_of_optimizers_; }
 
-  // All fields but `history`.
-  ScalerReport read() const;
+  ScalerSummary read() const;
   OptimizerReport read_optimizer(int64_t slot) const;
   ScaleHistory history() const;
 

@@ -256,7 +256,7 @@ struct GradScaler::State {
     return {};
   }
 
-  std::string name_of_nonfinite(const ScalerReport& report) const {
+  std::string name_of_nonfinite(const ScalerSummary& report) const {
     for (const auto& [optimizer, record] : records) {
       if (record.slot == report.nonfinite_slot) return name_of(record, report.nonfinite_number);
     }
@@ -343,7 +343,7 @@ struct GradScaler::State {
   }
 
   void warn_of_skips() {
-    const ScalerReport report = monitor->read();
+    const ScalerSummary report = monitor->read();
     if (report.consecutive_skips < options.warn_after()) {
       told_of_skips = false;
     } else if (!told_of_skips) {
@@ -477,7 +477,7 @@ std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bo
   if (wait) state_->wait();
   if (state_->monitor == nullptr) return {};
   if (optimizer == nullptr) {
-    const ScalerReport report = state_->monitor->read();
+    const ScalerSummary report = state_->monitor->read();
     if (report.updates == 0) return {};
     return report.consecutive_skips > 0;
   }
@@ -490,7 +490,8 @@ std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bo
 
 ScalerStats GradScaler::stats(bool wait) const {
   if (wait) state_->wait();
-  const ScalerReport report = state_->monitor != nullptr ? state_->monitor->read() : ScalerReport();
+  const ScalerSummary report =
+      state_->monitor != nullptr ? state_->monitor->read() : ScalerSummary();
   if (report.updates == 0) {
     const double scale = state_->enabled ? state_->init_scale : 1.0;
     return {0, 0, 0, 0, scale, scale, scale, {}};

@@ -12,7 +12,7 @@ namespace amp_ext {
 inline constexpr int kHistory = 4096;
 
 // All fields of the reports have eight bytes: they are copied as such.
-struct ScalerReport {
+struct ScalerSummary {
   int64_t started = 0;  // number of the update that writes this copy, and of the one that wrote it
   int64_t finished = 0;
   int64_t updates = 0;
@@ -26,6 +26,9 @@ struct ScalerReport {
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
   double settled_scale = 0.0;
+};
+
+struct ScalerReport : ScalerSummary {
   double history[kHistory] = {};  // scales that the steps had; negative: skipped
 };
 
