@@ -1,5 +1,6 @@
 # Types of the compiled module; what the functions do stands in amp_ext.ops.
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ class _CommonHyperparameters:
     clip_value: float
     timestep: float
     write_back_grads: bool
-    def __init__(self, **fields: float | bool | Tensor | None) -> None: ...
+    def __init__(self, group: dict[str, Any]) -> None: ...
 
 class AdamHyperparameters(_CommonHyperparameters):
     beta1: float
@@ -139,7 +140,12 @@ class Plan:
     def step(
         self,
         groups: Sequence[_CommonHyperparameters],
-        **options: Tensor | float | StepScratch | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        max_grad_norm: float | None,
+        sum_of_squares: Tensor | None,
+        grad_norm: Tensor | None,
+        skip_nonfinite: bool,
     ) -> None: ...
 
 def check_finite_(

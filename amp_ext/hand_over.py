@@ -102,6 +102,8 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
     """
     if not flags:
         return 0
+    if len(flags) == 1 and device in flags:
+        return flags[device].clone()
     first, *others = (flag.to(device, non_blocking=True) for flag in flags.values())
     return sum(others, first.clone())
 
@@ -157,6 +159,13 @@ class HandedAttribute:
     def __delete__(self, optimizer: Any) -> None:
         vars(optimizer).pop(self._name, None)  # torch deletes what may have been dropped
         vars(optimizer).pop(self._call, None)
+
+
+def handed_by_attributes(optimizer: Any) -> HandOver:
+    """Returns what is in both attributes, None where nothing is."""
+    if vars(optimizer).keys().isdisjoint(("grad_scale", "found_inf")):  # as without a scaler
+        return HandOver(None, None)
+    return HandOver(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
 
 
 def drop_handed(optimizer: Any) -> None:

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,11 +50,60 @@ std::vector<LookResult> check_finite(Plan& plan, const at::Tensor& found_inf,
   return plan.check_finite(found_inf, grad_scale, sum_squares, skip_nonfinite);
 }
 
-// Sets fields of a struct of options that Python knows, by name.
+// A field of a struct of options that Python sets by name. Straight from the value: an attribute of
+// an object of Python takes ten times as long.
 template <typename Options>
-void set_fields(Options& options, const py::kwargs& fields) {
-  const py::object self = py::cast(&options, py::return_value_policy::reference);
-  for (const auto& [field, value] : fields) self.attr(field) = value;
+struct Field {
+  PyObject* name;  // interned, for good
+  std::function<void(Options&, py::handle)> set;
+};
+
+template <typename Options>
+std::vector<Field<Options>>& fields_of() {
+  static auto* const fields = new std::vector<Field<Options>>();  // outlives the interpreter
+  return *fields;
+}
+
+// Defines a field, which `set` writes from a value of the given type.
+template <typename Value, typename Options, typename Get, typename Set>
+void define_field(py::class_<Options>& options, const char* name, const Get& get, const Set& set) {
+  options.def_property(name, get, set);
+  fields_of<Options>().push_back(
+      {PyUnicode_InternFromString(name), [name, set](Options& self, py::handle value) {
+         py::detail::make_caster<Value> caster;
+         if (!caster.load(value, /*convert=*/true)) {
+           throw py::type_error(c10::str(name, " can't be ", std::string(py::repr(value))));
+         }
+         set(self, py::detail::cast_op<Value&&>(std::move(caster)));
+       }});
+}
+
+template <typename Options, typename Struct, typename Value>
+void define_field(py::class_<Options>& options, const char* name, Value Struct::* member) {
+  define_field<Value>(
+      options, name, [member](const Options& self) { return self.*member; },
+      [member](Options& self, Value value) { self.*member = std::move(value); });
+}
+
+// Null if there is none of that name.
+template <typename Options>
+const Field<Options>* find_field(py::handle name) {
+  for (const Field<Options>& field : fields_of<Options>()) {
+    if (field.name == name.ptr() || PyUnicode_Compare(field.name, name.ptr()) == 0) return &field;
+  }
+  return nullptr;
+}
+
+template <typename Options>
+void set_fields(Options& options, const py::kwargs& values) {
+  for (const auto& [name, value] : values) {
+    const Field<Options>* const field = find_field<Options>(name);
+    if (field == nullptr) {
+      const auto type = py::type::of<Options>().attr("__name__");
+      throw py::attribute_error(py::str("{!r} object has no attribute {!r}").format(type, name));
+    }
+    field->set(options, value);
+  }
 }
 
 // A struct of options, whose fields Python gives by name.
@@ -69,13 +119,14 @@ py::class_<Options> options_class(py::module_& module, const char* name) {
 // A learning rate is a number or a tensor to Python, and travels apart here.
 template <typename Options>
 void define_lr(py::class_<Options>& options) {
-  options.def_property(
-      "lr",
-      [](const Options& self) -> std::variant<at::Tensor, double> {
+  using Lr = std::variant<at::Tensor, double>;
+  define_field<Lr>(
+      options, "lr",
+      [](const Options& self) -> Lr {
         if (self.lr_tensor.has_value()) return *self.lr_tensor;
         return self.lr;
       },
-      [](Options& self, const std::variant<at::Tensor, double>& lr) {
+      [](Options& self, const Lr& lr) {
         const double* const number = std::get_if<double>(&lr);
         self.lr = number != nullptr ? *number : 0.0;
         self.lr_tensor = number != nullptr ? OptionalTensor() : std::get<at::Tensor>(lr);
@@ -110,33 +161,33 @@ void check_numbers(const char* operation, const Group<Hyperparameters>& options)
               options.clip_value);
 }
 
-// The hyperparameters of an optimizer, and what describes it: `operation`, `fields` and
-// `buffers`.
+// The hyperparameters of an optimizer, taken from a dict that may have other entries too, and what
+// describes it: `operation`, `fields` and `buffers`.
 template <typename Hyperparameters>
 void hyperparameters_class(py::module_& module) {
   using Options = Group<Hyperparameters>;
   auto options = py::class_<Options>(module, Hyperparameters::kName);
-  options.def(py::init([](const py::kwargs& fields) {
+  options.def(py::init([](const py::dict& group) {
     Options options;
-    set_fields(options, fields);
+    for (const Field<Options>& field : fields_of<Options>()) {
+      PyObject* const value = PyDict_GetItemWithError(group.ptr(), field.name);
+      if (value != nullptr) field.set(options, value);
+    }
     check_numbers(Hyperparameters::kName, options);
     TORCH_CHECK(!options.lr_tensor.has_value() || options.lr_tensor->numel() == 1,
                 Hyperparameters::kName, ": lr must be one element");
     return options;
   }));
   define_lr(options);
-  options.def_property(
-      "clip_value", [](const Options& self) { return self.clip_value; },
-      [](Options& self, std::optional<double> limit) {
+  define_field<std::optional<double>>(
+      options, "clip_value", [](const Options& self) { return self.clip_value; },
+      [](Options& self, const std::optional<double>& limit) {
         self.clip_value = limit.value_or(CommonHyperparameters().clip_value);
       });
+  Hyperparameters::for_each_field(
+      [&](const char* name, auto member) { define_field(options, name, member); });
   py::list fields;
-  fields.append("lr");
-  fields.append("clip_value");
-  Hyperparameters::for_each_field([&](const char* name, auto member) {
-    options.def_readwrite(name, member);
-    fields.append(name);
-  });
+  for (const Field<Options>& field : fields_of<Options>()) fields.append(py::handle(field.name));
   py::list buffers;
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
     buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
@@ -176,12 +227,10 @@ StepLists take_lists(py::kwargs& arguments, const char* operation,
 // Takes the arguments that say what a step makes of the gradients.
 GradientOptions take_gradient_options(py::kwargs& arguments) {
   GradientOptions options;
-  py::kwargs fields;
-  const py::object type = py::type::of<GradientOptions>();
-  for (const auto& [name, value] : py::dict(arguments)) {
-    if (py::hasattr(type, name)) fields[name] = arguments.attr("pop")(name);
+  for (const Field<GradientOptions>& field : fields_of<GradientOptions>()) {
+    const py::handle name = field.name;
+    if (arguments.contains(name)) field.set(options, arguments.attr("pop")(name));
   }
-  set_fields(options, fields);
   return options;
 }
 
@@ -193,13 +242,17 @@ void define_optimizer(py::module_& module, py::class_<Plan>& plan_class) {
   // Gradients are read while Python stands still; the step itself lets other threads run.
   plan_class.def(
       "step",
-      [](Plan& plan, const std::vector<Group<Hyperparameters>>& groups, const py::kwargs& fields) {
-        GradientOptions options;
-        set_fields(options, fields);
+      [](Plan& plan, const std::vector<Group<Hyperparameters>>& groups, OptionalTensor grad_scale,
+         OptionalTensor found_inf, std::optional<double> max_grad_norm,
+         OptionalTensor sum_of_squares, OptionalTensor grad_norm, bool skip_nonfinite) {
+        const GradientOptions options{
+            std::move(grad_scale), std::move(found_inf), max_grad_norm, std::move(sum_of_squares),
+            std::move(grad_norm),  skip_nonfinite,       nullptr};
         const py::gil_scoped_release release;
         plan.step(groups, options);
       },
-      py::arg("groups"));
+      py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_grad_norm"),
+      py::arg("sum_of_squares"), py::arg("grad_norm"), py::arg("skip_nonfinite"));
   module.def(Hyperparameters::kOperation, [](py::kwargs arguments) {
     const StepLists lists =
         take_lists(arguments, Hyperparameters::kOperation, list_names<Hyperparameters>());
@@ -217,25 +270,25 @@ void define_optimizer(py::module_& module, py::class_<Plan>& plan_class) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Kernels of amp_ext; documented in amp_ext.ops.";
 
-  options_class<LossScaleHyperparameters>(module, "LossScaleHyperparameters")
-      .def_readwrite("growth_factor", &LossScaleHyperparameters::growth_factor)
-      .def_readwrite("backoff_factor", &LossScaleHyperparameters::backoff_factor)
-      .def_readwrite("growth_interval", &LossScaleHyperparameters::growth_interval)
-      .def_readwrite("min_scale", &LossScaleHyperparameters::min_scale)
-      .def_readwrite("max_scale", &LossScaleHyperparameters::max_scale)
-      .def_readwrite("hysteresis", &LossScaleHyperparameters::hysteresis)
-      .def_readwrite("dynamic", &LossScaleHyperparameters::dynamic);
-
-  options_class<GradientOptions>(module, "GradientOptions")
-      .def_readwrite("grad_scale", &GradientOptions::grad_scale)
-      .def_readwrite("found_inf", &GradientOptions::found_inf)
-      .def_readwrite("max_grad_norm", &GradientOptions::max_grad_norm)
-      .def_readwrite("sum_of_squares", &GradientOptions::sum_of_squares)
-      .def_readwrite("grad_norm", &GradientOptions::grad_norm)
-      .def_readwrite("skip_nonfinite", &GradientOptions::skip_nonfinite)
-      .def_readwrite("scratch", &GradientOptions::scratch);
+  auto loss_scale = options_class<LossScaleHyperparameters>(module, "LossScaleHyperparameters");
+  define_field(loss_scale, "growth_factor", &LossScaleHyperparameters::growth_factor);
+  define_field(loss_scale, "backoff_factor", &LossScaleHyperparameters::backoff_factor);
+  define_field(loss_scale, "growth_interval", &LossScaleHyperparameters::growth_interval);
+  define_field(loss_scale, "min_scale", &LossScaleHyperparameters::min_scale);
+  define_field(loss_scale, "max_scale", &LossScaleHyperparameters::max_scale);
+  define_field(loss_scale, "hysteresis", &LossScaleHyperparameters::hysteresis);
+  define_field(loss_scale, "dynamic", &LossScaleHyperparameters::dynamic);
 
   py::class_<StepScratch, std::shared_ptr<StepScratch>>(module, "StepScratch").def(py::init<>());
+
+  auto gradients = options_class<GradientOptions>(module, "GradientOptions");
+  define_field(gradients, "grad_scale", &GradientOptions::grad_scale);
+  define_field(gradients, "found_inf", &GradientOptions::found_inf);
+  define_field(gradients, "max_grad_norm", &GradientOptions::max_grad_norm);
+  define_field(gradients, "sum_of_squares", &GradientOptions::sum_of_squares);
+  define_field(gradients, "grad_norm", &GradientOptions::grad_norm);
+  define_field(gradients, "skip_nonfinite", &GradientOptions::skip_nonfinite);
+  define_field(gradients, "scratch", &GradientOptions::scratch);
 
   py::class_<LookResult>(module, "LookResult")
       .def_readonly("found_inf", &LookResult::found_inf)
@@ -340,15 +393,15 @@ PYBIND11_MODULE(_C, module) {
       .value("ADAM", OptimizerType::kAdam);
   auto update_options = options_class<UpdateOptions>(module, "UpdateOptions");
   define_lr(update_options);
-  update_options.def_readwrite("beta1", &UpdateOptions::beta1)
-      .def_readwrite("beta2", &UpdateOptions::beta2)
-      .def_readwrite("eps", &UpdateOptions::eps)
-      .def_readwrite("weight_decay", &UpdateOptions::weight_decay)
-      .def_readwrite("timestep", &UpdateOptions::timestep)
-      .def_readwrite("clip_value", &UpdateOptions::clip_value)
-      .def_readwrite("max_grad_norm", &UpdateOptions::max_grad_norm)
-      .def_readwrite("grad_norm", &UpdateOptions::grad_norm)
-      .def_readwrite("scratch", &UpdateOptions::scratch);
+  define_field(update_options, "beta1", &UpdateOptions::beta1);
+  define_field(update_options, "beta2", &UpdateOptions::beta2);
+  define_field(update_options, "eps", &UpdateOptions::eps);
+  define_field(update_options, "weight_decay", &UpdateOptions::weight_decay);
+  define_field(update_options, "timestep", &UpdateOptions::timestep);
+  define_field(update_options, "clip_value", &UpdateOptions::clip_value);
+  define_field(update_options, "max_grad_norm", &UpdateOptions::max_grad_norm);
+  define_field(update_options, "grad_norm", &UpdateOptions::grad_norm);
+  define_field(update_options, "scratch", &UpdateOptions::scratch);
   module.def(
       "optimizer_update_",
       [](OptimizerType type, TensorList params, TensorList grads,

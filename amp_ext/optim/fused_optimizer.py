@@ -20,6 +20,7 @@ from amp_ext.hand_over import (
     HandOver,
     Look,
     drop_handed,
+    handed_by_attributes,
     sum_of_flags,
 )
 from amp_ext.optim.checkpoints import read_state_dict
@@ -166,12 +167,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _hyperparameters(self, group: dict[str, Any]) -> Any:
         """Returns a group's options as the compiled module takes them."""
-        options = group
         if "betas" in group:
             beta1, beta2 = group["betas"]
-            options = {**group, "beta1": beta1, "beta2": beta2}
-        takes = self._description()
-        return takes(**{name: options[name] for name in takes.fields if name in options})
+            group = {**group, "beta1": beta1, "beta2": beta2}
+        return self._description()(group)
 
     def _hyperparameters_of_groups(self) -> list[Any]:
         """Returns the options of all groups as the compiled module takes them."""
@@ -409,9 +408,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         hand_over = self._hand_over
         if hand_over is None:  # torch's scaler sets attributes, or somebody by hand
-            hand_over = HandOver(
-                getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            )
+            hand_over = handed_by_attributes(self)
         if hand_over.is_spent:
             raise RuntimeError(
                 f"{type(self).__name__}: a step of the gradient scaler must step the optimizer "
@@ -474,12 +471,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             compiled.step(
                 hyperparameters,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                max_grad_norm=max_grad_norm,
-                sum_of_squares=sum_of_squares,
-                grad_norm=self.grad_norm,
-                skip_nonfinite=skip_nonfinite,
+                grad_scale,
+                found_inf,
+                max_grad_norm,
+                sum_of_squares,
+                self.grad_norm,
+                skip_nonfinite,
             )
         except Exception:  # refused, and nothing has been written unless it says so
             hand_over.is_spent = bool(self._progress)
@@ -508,9 +505,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _for_all_groups(self, option: str) -> Any:
         """Returns an option that concerns the norm of all groups together."""
         values = [group[option] for group in self.param_groups]
-        if type(values[0]) not in _PLAIN_TYPES or any(value != values[0] for value in values):
-            self._check_groups()
-            values = [group[option] for group in self.param_groups]
+        value = values[0]
+        if type(value) in _PLAIN_TYPES and value == value and values.count(value) == len(values):
+            return value
+        self._check_groups()
+        values = [group[option] for group in self.param_groups]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{type(self).__name__}: {option} must be the same in all groups, whose norm is "

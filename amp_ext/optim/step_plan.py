@@ -114,7 +114,7 @@ def _kept_by_groups(optimizer: FusedOptimizer) -> list[tuple[Any, ...]]:
     """Returns for each group what decides which tensors its states have."""
     return [
         (
-            optimizer.buffer_names(group),
+            optimizer._buffer_count(group),
             optimizer._keeps_step(group),
             group["master_weights"],
             group["state_dtype"],
