@@ -114,6 +114,11 @@ def cpu_isa() -> str:
     return _C.cpu_isa()
 
 
+def is_profiled() -> bool:
+    """Returns whether a profiler or an observer of torch's wants to know when something begins."""
+    return _C.is_profiled()
+
+
 @operation(writes=("found_inf", "sum_of_squares", "first_nonfinite"))
 def check_finite_(
     tensors: Sequence[Tensor],

@@ -1,4 +1,5 @@
 // Everything that Python can call.
+#include <ATen/record_function.h>
 #include <amp_ext/ops.h>
 #include <amp_ext/options.h>
 #include <pybind11/stl.h>
@@ -419,6 +420,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("cpu_isa", &cpu_isa);
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
              py::arg("groups"), py::arg("states"));
+  module.def("is_profiled", &at::hasCallbacks);
   module.def(
       "complement_of_power",
       [](double base, double exponent) { return complement_of_power(base, exponent); },

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optimizer_cases as cases
@@ -183,6 +185,30 @@ def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
     assert len(logs[0]) == 21
 
 
+@cases.each_in_torch
+def test_hooks_after_a_step_run_as_torchs_where_none_comes_before(name):
+    logs = []
+    for package in (ours, theirs):
+        optimizer = package(name)(make_params(F32, shapes=[(5,)]), lr=0.1)
+        log: list[Any] = []
+
+        def note(optimizer, args, kwargs, log: list[Any] = log) -> None:
+            log.append((args[0] is optimizer, len(args), sorted(kwargs)))
+
+        def closure(optimizer: Any = optimizer, note: Any = note) -> None:
+            optimizer.register_step_post_hook(note)
+
+        give_grads(params_of(optimizer))
+        handle = of_torch.register_optimizer_step_post_hook(note)
+        optimizer.step(closure)
+        optimizer.step(closure=None)
+        handle.remove()
+        optimizer.step()
+        logs.append(log)
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 5
+
+
 def test_a_pre_hook_may_replace_the_arguments_of_a_step():
     optimizer = ours("SGD")(make_params(F32, shapes=[(5,)]), lr=0.1)
     give_grads(params_of(optimizer))
@@ -201,6 +227,26 @@ def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
             optimizer.zero_grad()
         seen.append(sorted(e.key for e in profile.key_averages() if e.key.startswith("Optimizer")))
     assert seen == [[f"Optimizer.{do}#{name}.{do}" for do in ("step", "zero_grad")]] * 2
+
+
+def ranges_observed(optimizer: torch.optim.Optimizer, file: Path) -> list[str]:
+    """Steps under an observer, which is gone then: with a failed test, it would outlive torch."""
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(file))
+    observer.start()
+    optimizer.step()
+    observer.stop()
+    observer.unregister_callback()
+    nodes = json.loads(file.read_text())["nodes"]
+    return [node["name"] for node in nodes if node["name"].startswith("Optimizer")]
+
+
+@cases.each_in_torch
+def test_an_observer_sees_the_steps_that_it_sees_of_torch(name, tmp_path):
+    for package in (ours, theirs):
+        optimizer = package(name)(make_params(F32, shapes=[(5,)]), lr=0.1)
+        give_grads(params_of(optimizer))
+        file = tmp_path / f"{package.__name__}.json"
+        assert ranges_observed(optimizer, file) == [f"Optimizer.step#{name}.step"]
 
 
 # Copies.
