@@ -78,6 +78,7 @@ class GradScaler(torch.amp.GradScaler):
     _warned_of_scale = False
     _takes_fp16 = False
     _hysteresis_tracker: Tensor | None = None
+    _no_overflow: Tensor | None = None  # one float32 of 0, which nobody writes
 
     def __init__(
         self,
@@ -171,6 +172,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
+        self._no_overflow = torch.zeros((), dtype=torch.float32, device=dev)
         if self._hysteresis != 1:
             self._hysteresis_tracker = torch.full(
                 (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
@@ -260,7 +262,9 @@ class GradScaler(torch.amp.GradScaler):
             self._reports.record_of(optimizer, scale)
             super()._check_inf_per_device(optimizer)  # someone's own way of looking
             return self._agree_over_group(optimizer)
-        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        found_inf = self._no_overflow
+        if found_inf is None:  # somebody has set the scale by hand
+            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         record = self._reports.record_for_look(optimizer, scale)
         state = self._per_optimizer_states[id(optimizer)]
         unscaling = unscaling_optimizer(optimizer)
@@ -281,7 +285,7 @@ class GradScaler(torch.amp.GradScaler):
 
             flags = _flags(check, grads, found_inf, record, sharded_over)
         state["found_inf_per_device"] = flags
-        return self._agree_over_group(optimizer)
+        return flags if self._reduces_over() is None else self._agree_over_group(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer whose gradients are finite, and skips the step otherwise.
@@ -448,21 +452,16 @@ class GradScaler(torch.amp.GradScaler):
         elif new_scale is not None:
             new_scale = float(new_scale)
         states = self._per_optimizer_states.values()
-        has_flags = any(state["found_inf_per_device"] for state in states)
-        is_in_part = any("in_part" in state for state in states)
-        has_followed = has_flags and self._has_followed(scale)
-        if scale.device.type in _DEVICE_TYPES and has_flags:
-            self._update_from_looks(self._dynamic and new_scale is None, has_followed)
-            self._report()
-        elif new_scale is None and not has_followed and (has_flags or not is_in_part):
-            super().update()  # of another device, or nothing was looked at
+        if any(state["found_inf_per_device"] for state in states):
+            self._update_from_looks(follows=new_scale is None)
+        elif new_scale is None and not any("in_part" in state for state in states):
+            super().update()  # nothing was looked at: raises
         if new_scale is not None:
             super().update(new_scale)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if scale.is_cpu:
             self._warn_of_scale(scale.item())
 
-    @_disable_dynamo
     def _has_followed(self, scale: Tensor) -> bool:
         """Returns whether the scale followed in an update that was interrupted: this finishes it.
 
@@ -474,14 +473,18 @@ class GradScaler(torch.amp.GradScaler):
         return any(each != version for each in before)
 
     @_disable_dynamo
-    def _update_from_looks(self, dynamic: bool, has_followed: bool) -> None:
+    def _update_from_looks(self, *, follows: bool) -> None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale.
 
         Args:
-            dynamic: Whether the scale follows them; counts do in any case.
-            has_followed: Whether the kernel has run already.
+            follows: Whether the scale follows them; counts do in any case.
         """
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        has_followed = self._has_followed(scale)
+        if scale.device.type not in _DEVICE_TYPES:
+            if follows and not has_followed:
+                super().update()
+            return
         found_infs: list[Tensor] = []
         first_nonfinites: list[Tensor | None] = []
         slots: list[int] = []
@@ -508,7 +511,7 @@ class GradScaler(torch.amp.GradScaler):
                 max_scale=self._max_scale,
                 hysteresis=self._hysteresis,
                 hysteresis_tracker=self._hysteresis_tracker,
-                dynamic=dynamic,
+                dynamic=self._dynamic and follows,
                 monitor=self._reports.monitor(scale),
                 slots=slots,
                 first_nonfinites=first_nonfinites,
@@ -516,8 +519,8 @@ class GradScaler(torch.amp.GradScaler):
         for first in elsewhere:  # a copy of it was reset
             first.fill_(ops.NO_TENSOR)
         self._reports.mark_update(scale)
+        self._report()
 
-    @_disable_dynamo
     def _report(self) -> None:
         """Logs what the last finished update has shown."""
         self._reports.log()
@@ -613,7 +616,7 @@ class GradScaler(torch.amp.GradScaler):
         """Leaves out what belongs to this process; a copy starts its counts anew."""
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        for name in ("_hysteresis_tracker", "_reports"):
+        for name in ("_hysteresis_tracker", "_no_overflow", "_reports"):
             state.pop(name, None)
         return state
 
@@ -701,9 +704,10 @@ def _takes_scaler(step: Any) -> bool:
     function = getattr(step, "__func__", None)
     if function is None:
         return "grad_scaler" in inspect.signature(step).parameters
-    if function not in _TAKES_SCALER:  # a signature takes 9 µs
-        _TAKES_SCALER[function] = "grad_scaler" in inspect.signature(step).parameters
-    return _TAKES_SCALER[function]
+    takes = _TAKES_SCALER.get(function)
+    if takes is None:  # a signature takes 9 µs
+        _TAKES_SCALER[function] = takes = "grad_scaler" in inspect.signature(step).parameters
+    return takes
 
 
 def _step_with_hand_over(

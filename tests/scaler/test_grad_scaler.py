@@ -247,6 +247,20 @@ def test_a_scale_set_from_outside_is_the_scale(make, how, device):
     assert (scaler.get_scale(), scaler._scale.item()) == (32, 32)
 
 
+def test_a_scaler_that_scaled_nothing_works_with_a_scale_set_from_outside(device):
+    grad, scaler = torch.tensor([16.0, -8.0], device=device), ready(device)
+    optimizer = with_grads(grad, make=cases.our_sgd)
+    other, expected = amp_ext.GradScaler(device), with_grads(torch.tensor([4.0, -2.0]))
+    other._scale, other._growth_tracker = scaler._scale, scaler._growth_tracker
+    for number in (16.0, INF):
+        params_of(optimizer)[0].grad[0] = number
+        other.step(optimizer)
+        other.update()
+    expected.step()
+    assert torch.equal(params_of(optimizer)[0].cpu(), params_of(expected)[0])
+    assert other.get_scale() == 2.0
+
+
 def test_a_counter_and_factors_set_from_outside_are_used(device):
     scaler = ready(device)
     scaler._growth_tracker = torch.full((), 6, dtype=torch.int32, device=device)
