@@ -29,7 +29,7 @@ CXX_FILES := $(shell find csrc amp_ext/include tests benchmarks examples \
     -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes clean
+.PHONY: help demo examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes wheel clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -87,6 +87,9 @@ bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; R
 # Neither uses .venv: the one makes an environment, the other takes the present one.
 cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses
 	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/cuda_build.sh
+
+wheel: $(INSTALLED)  ## Builds a wheel into dist/ and tries it in an empty environment
+	@PYTHON=$(PYTHON) scripts/wheel.sh
 
 cmake-routes: $(INSTALLED)  ## Builds a program in C++ on the ways that compile the library again; minutes
 	@PYTHON=$(PYTHON) scripts/cmake_routes.sh

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Builds a wheel for the PyTorch of this environment into dist/, installs it with that PyTorch into an
+# empty environment elsewhere, and uses it there, from Python and from a program in C++.
+#
+#   PYTHON=.venv/bin/python   has the PyTorch
+#
+# The wheel says what it was built for: amp_ext-0.1.0+torch2.13cpu-cp311-...whl. It is a local version,
+# not a build number, so that pip and `pip list` tell two such wheels apart and one can be asked for by
+# name: amp-ext==0.1.0+torch2.13cpu.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+python=$(realpath --no-symlinks "$(command -v "${PYTHON:-.venv/bin/python}")")
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONPATH # the checkout would hide what is installed
+
+# A clean copy: a wheel takes along whatever lies in build/lib. Objects are kept.
+source=$root/build/wheel
+mkdir -p "$source" dist
+rm -rf "$source"/{amp_ext,csrc,build/lib*,build/bdist*,dist}
+tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
+  --exclude=amp_extBuild.cmake \
+  LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
+cd "$source"
+"$python" setup.py build > build.log 2>&1 || { cat build.log >&2; exit 1; }
+read -r torch tag < <("$python" -c 'import json, pathlib
+(file,) = pathlib.Path("build").glob("lib*/amp_ext/_build_info.json")
+info = json.loads(file.read_text())
+minor = ".".join(info["torch"].split(".")[:2])
+cuda = "cu" + info["cuda"].replace(".", "") if info["cuda"] else "cpu"
+print(info["torch"], f"torch{minor}{cuda}")')
+"$python" setup.py egg_info --tag-build "+$tag" bdist_wheel --skip-build --dist-dir dist \
+  >> build.log 2>&1 || { cat build.log >&2; exit 1; }
+wheel=$(realpath dist/*.whl)
+cp "$wheel" "$root/dist/"
+echo "Built dist/${wheel##*/}"
+
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+cd "$out"
+"$python" -m venv env
+env/bin/python -m pip install -qq --no-cache-dir "torch==$torch" "$wheel"
+env/bin/python -W ignore -m amp_ext.info --check
+if command -v cmake > /dev/null; then
+  {
+    cmake -S "$root/tests/cpp/smoke" -B smoke -Damp_ext_DIR="$(env/bin/python -W ignore -m amp_ext.cmake)" &&
+      cmake --build smoke
+  } > log 2>&1 || { cat log >&2; exit 1; }
+  smoke/smoke
+fi
