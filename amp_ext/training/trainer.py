@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -375,7 +376,8 @@ class MixedPrecisionTrainer:
         of the CPU and those of all GPUs) and ``extra``. It takes the place of an older one in one
         step, after it has been written beside it and is on the disk: a process that is killed at
         any moment leaves the old file or the new one, and never a part of either. What it leaves of
-        ``<name>.<16 digits>.tmp`` goes at the next save to the same path.
+        ``<name>.<16 digits>.tmp`` goes at the next save to the same path. Its own dicts are plain
+        ones, so that a program in C++ reads it too.
 
         Of several processes that train together, let one save. Waits for the device.
 
@@ -392,8 +394,10 @@ class MixedPrecisionTrainer:
         """
         operation = "MixedPrecisionTrainer.save"
         self._check_not_sharded(operation)
+        model = self.model.state_dict()
         content = {
-            "model": self.model.state_dict(),
+            "model": dict(model),
+            "model_metadata": {name: dict(each) for name, each in _metadata_of(model).items()},
             "trainer": self.state_dict(),
             "random": random_state(),
             "extra": extra,
@@ -433,7 +437,12 @@ class MixedPrecisionTrainer:
             )
         check_dict(f"{operation}: model", content["model"])
         check_random_state(operation, content["random"])
-        self._load(operation, content["trainer"], content["model"], content["random"])
+        model = content["model"]
+        if "model_metadata" in content:  # not in those of earlier releases, nor of programs in C++
+            check_dict(f"{operation}: model_metadata", content["model_metadata"])
+            model = _StateDict(model)
+            model._metadata = content["model_metadata"]
+        self._load(operation, content["trainer"], model, content["random"])
         return content["extra"]
 
     def _check_not_sharded(self, operation: str) -> None:
@@ -607,6 +616,17 @@ def _with_inner(scheduler: Any) -> list[Any]:
     """Returns a scheduler and those that it is made of."""
     inner = getattr(scheduler, "_schedulers", ())
     return [scheduler, *(each for one in inner for each in _with_inner(one))]
+
+
+class _StateDict(OrderedDict[str, Any]):
+    """A model's, with the versions of its modules where torch looks for them."""
+
+    _metadata: Mapping[str, Any]
+
+
+def _metadata_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the versions of the modules that a model's state dict is of."""
+    return getattr(state_dict, "_metadata", {})
 
 
 def _check_kind(name: str, part: object, kind: type) -> None:

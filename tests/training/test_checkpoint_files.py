@@ -96,11 +96,63 @@ def test_a_file_is_read_without_running_code_and_without_a_gpu(tmp_path):
     path = tmp_path / "run.pt"
     trained(3).save(path)
     content = torch.load(path, weights_only=True)
-    assert content.keys() == {"model", "trainer", "random", "extra"}
+    assert content.keys() == {"model", "model_metadata", "trainer", "random", "extra"}
     content["random"]["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
     torch.save(content, path)
     if not torch.cuda.is_available():
         assert new().load(path) is None
+
+
+def kinds_in(content: Any) -> set[type]:
+    """Returns the types of all dicts, lists and tuples of a file."""
+    if isinstance(content, dict):
+        inside = list(content.values())
+    elif isinstance(content, (list, tuple)):
+        inside = list(content)
+    else:
+        return set()
+    return {type(content)}.union(*map(kinds_in, inside))
+
+
+def test_all_dicts_of_a_file_are_plain_ones_that_programs_in_cpp_read(tmp_path):
+    trained(5).save(tmp_path / "run.pt", {"epoch": 3})
+    assert kinds_in(torch.load(tmp_path / "run.pt", weights_only=True)) <= {dict, list, tuple}
+
+
+class Versioned(nn.Linear):
+    """A layer whose files of the first version held the weight halved."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("version") in (None, 1):
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def versioned() -> Any:
+    model = nn.Sequential(Versioned(3, 1)).half()
+    return cases.new_trainer("fp16", model, **OPTIONS)
+
+
+def test_a_layer_learns_the_version_of_a_file(tmp_path):
+    trainer = versioned()
+    trainer.save(tmp_path / "run.pt")
+    again = versioned()
+    again.load(tmp_path / "run.pt")
+    assert same_bits(again.model[0].weight, trainer.model[0].weight)
+
+
+def test_a_file_of_an_earlier_release_is_read_with_its_versions(tmp_path):
+    trainer = versioned()
+    trainer.save(tmp_path / "run.pt")
+    content = torch.load(tmp_path / "run.pt", weights_only=True)
+    del content["model_metadata"]
+    content["model"] = trainer.model.state_dict()  # an OrderedDict that has them
+    torch.save(content, tmp_path / "run.pt")
+    again = versioned()
+    again.load(tmp_path / "run.pt")
+    assert same_bits(again.model[0].weight, trainer.model[0].weight)
 
 
 def test_a_later_save_takes_the_place_of_an_earlier_one_through_a_link(tmp_path):
@@ -244,7 +296,7 @@ def without(*names: str) -> Callable[[dict[str, Any]], Any]:
 DAMAGED = {
     "another-file": (lambda content: content["model"], r"must have \['model', 'trainer', 'random"),
     "not-a-dict": (lambda content: [content], "the file's content must be a dict, got list"),
-    "no-random": (without("random"), r"the file must have \['random'\], got \['model', 'trainer'"),
+    "no-random": (without("random"), r"the file must have \['random'\], got \['model', 'model_m"),
     "random-kind": (lambda content: content | {"random": 5}, "random must be a dict, got int"),
     "random-entries": (lambda content: content | {"random": {}}, r"random must have \['cpu', 'cud"),
     "random-cuda": (
@@ -260,6 +312,10 @@ DAMAGED = {
         "(RNG|GeneratorImpl).* size",
     ),
     "model-kind": (lambda content: content | {"model": 5}, "model must be a dict, got int"),
+    "metadata-kind": (
+        lambda content: content | {"model_metadata": 5},
+        "model_metadata must be a dict, got int",
+    ),
     "model-shape": (
         lambda content: content | {"model": content["model"] | {"1.bias": torch.ones(7)}},
         "size mismatch for 1.bias",
