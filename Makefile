@@ -29,7 +29,7 @@ CXX_FILES := $(shell find csrc amp_ext/include tests benchmarks examples \
     -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes wheel clean
+.PHONY: help demo demo-cpp examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes wheel clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -39,6 +39,9 @@ help:  ## Shows this list
 
 demo: $(BUILT)  ## Trains the photo example; SEEDS=3 repeats it with three seeds
 	@$(PYTHON) examples/photo.py --seeds $(SEEDS)
+
+demo-cpp: $(BUILT)  ## Trains it by a C++ program, built with CMake; EXAMPLE_ARGS=--quick is short
+	@PYTHON=$(PYTHON) examples/libtorch/demo.sh $(EXAMPLE_ARGS)
 
 examples: $(BUILT)  ## Runs the other examples, some minutes; EXAMPLE_ARGS=--quick makes them short
 	@for example in master_weights char_gpt two_optimizers; do \

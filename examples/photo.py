@@ -4,6 +4,7 @@
     python examples/photo.py --image yours.jpg --seeds 3
     python examples/photo.py --checkpoint run.pt              # and after Ctrl-C, or a power cut:
     python examples/photo.py --resume run.pt --checkpoint run.pt
+    python examples/photo.py --write-start start.pt           # for the program in libtorch/
 
 The loss of a step is divided by k = 256, as gradient accumulation over a 1024 x 1024 picture in
 tiles of 64 x 64 does: the gradients become smaller than fp16 can hold, unless the loss is scaled.
@@ -42,6 +43,7 @@ from torch.nn import functional
 import amp_ext
 from amp_ext.program import check_folder, run_program
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
+from amp_ext.training.random_state import random_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,23 @@ class Files:
     about: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Start:
+    """What a training begins with, beside the photograph: on the CPU, in float32.
+
+    Attributes:
+        order: The indices of the pixels of each tile, ``[tiles, pixels]``.
+        coordinates: Of each pixel, ``[size * size, 2]``, -1 to 1.
+        frequency: Of each wave, along both axes, ``[2, width / 2]``.
+        model: The network with its first parameters.
+    """
+
+    order: Tensor
+    coordinates: Tensor
+    frequency: Tensor
+    model: nn.Module
+
+
 def train(
     recipe: Recipe,
     photo: Tensor,
@@ -140,11 +159,11 @@ def train(
         report: Called after each step with its loss and the loss scale.
         files: What the run goes on from, and where it is saved.
     """
-    torch.manual_seed(seed)
-    order = tile_order(settings.size)
-    features = fourier_features(settings)[order].to(device)  # [tiles, pixels, width]
+    begin = make_start(settings, seed)
+    order = begin.order
+    features = fourier_features(begin)[order].to(device)  # [tiles, pixels, width]
     colours = photo.view(-1, 3)[order].to(device)  # [tiles, pixels, 3]
-    model = make_model(settings.width).to(device, recipe.dtype)
+    model = begin.model.to(device, recipe.dtype)
     optimizer = recipe.optimizer(model.parameters(), lr=LEARNING_RATE)
     scaler = recipe.scaler(device, growth_interval=GROWTH_INTERVAL)
 
@@ -191,22 +210,29 @@ def train(
     return Result(psnr, losses, scales[:-1], skipped, seconds, picture)
 
 
+def make_start(settings: Settings, seed: int) -> Start:
+    """Draws the frequencies and the first parameters."""
+    torch.manual_seed(seed)
+    axis = (torch.arange(settings.size) + 0.5) / settings.size * 2 - 1
+    frequency = torch.randn(2, settings.width // 2) * math.sqrt(settings.size)
+    model = make_model(settings.width)
+    return Start(tile_order(settings.size), torch.cartesian_prod(axis, axis), frequency, model)
+
+
 def make_model(width: int) -> nn.Module:
     """Builds the network from ``width`` Fourier features to red, green and blue."""
     hidden = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Linear(width, 3))
 
 
-def fourier_features(settings: Settings) -> Tensor:
+def fourier_features(start: Start) -> Tensor:
     """Describes each pixel by waves of random directions and lengths: ``[size * size, width]``.
 
     Reference:
         Tancik et al., "Fourier Features Let Networks Learn High Frequency Functions in Low
         Dimensional Domains", 2020.
     """
-    axis = (torch.arange(settings.size) + 0.5) / settings.size * 2 - 1
-    frequency = torch.randn(2, settings.width // 2) * math.sqrt(settings.size)
-    phase = torch.cartesian_prod(axis, axis) @ frequency  # radians
+    phase = start.coordinates @ start.frequency  # radians
     return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
 
@@ -215,6 +241,25 @@ def tile_order(size: int) -> Tensor:
     side = min(TILE, size)
     pixels = torch.arange(size**2).view(size // side, side, size // side, side)
     return pixels.transpose(1, 2).reshape(-1, side**2)
+
+
+def write_start(
+    path: Path, photo: Tensor, settings: Settings, device: str, about: dict[str, Any]
+) -> None:
+    """Writes what the C++ program begins with: that of the first seed, as plain dicts."""
+    start = make_start(settings, seed=0)
+    content = {
+        "about": about,
+        "steps": settings.steps,
+        "device": device,
+        "photo": photo,
+        "order": start.order,
+        "coordinates": start.coordinates,
+        "frequency": start.frequency,
+        "model": dict(start.model.state_dict()),
+        "random": random_state(),
+    }
+    torch.save(content, path)
 
 
 def load_photo(path: Path | None, size: int) -> Tensor:
@@ -424,9 +469,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/photo"), help="folder to write")
     parser.add_argument("--checkpoint", type=Path, help="file to save the run with amp_ext in")
     parser.add_argument("--resume", type=Path, help="such a file, from which that run goes on")
+    parser.add_argument("--write-start", type=Path, help="file for libtorch/; trains nothing")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
-    check_folder(parser, "--out", arguments.out)
+    if not arguments.write_start:
+        check_folder(parser, "--out", arguments.out)
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     default = DEFAULTS["quick" if arguments.quick else device]
@@ -444,16 +491,23 @@ def main() -> int:
     files = Files(arguments.resume, arguments.checkpoint, about)
     if (files.resume or files.checkpoint) and arguments.seeds > 1:
         parser.error(f"--checkpoint and --resume take one seed, got --seeds {arguments.seeds}")
+    if arguments.write_start and (files.resume or files.checkpoint or arguments.seeds > 1):
+        parser.error("--write-start: give --checkpoint, --resume and --seeds without it")
     if files.resume:
         check_resume(parser, files.resume, about, settings.steps)
     if files.checkpoint:
         check_folder(parser, "--checkpoint", files.checkpoint.absolute().parent)
+    if arguments.write_start:
+        check_folder(parser, "--write-start", arguments.write_start.absolute().parent)
 
     console = Console()
     try:
         photo = load_photo(arguments.image, settings.size)
     except (OSError, SyntaxError, ValueError) as error:  # as matplotlib says it of its formats
         parser.error(f"--image: can't read {arguments.image}: {error}")
+    if arguments.write_start:
+        write_start(arguments.write_start, photo, settings, device, about)
+        return 0
 
     def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Result:
         saved = files if recipe is AMP_EXT else Files()

@@ -1,0 +1,195 @@
+"""The photograph that a program in C++ learns: bits, checkpoints and pictures beside photo.py's."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rows import rows
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from amp_ext import cmake
+
+pytest.importorskip("matplotlib")
+np = pytest.importorskip("numpy")
+image = pytest.importorskip("PIL.Image")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+BUILD = ROOT / "build" / "libtorch"  # where `make demo-cpp` builds it, too
+# With such a divisor the scale overflows soon, so that there are skipped steps.
+SMALL = ["--size=16", "--width=16", "--tiles=1"]
+STEPS, PART = 120, 50
+
+pytestmark = pytest.mark.slow
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run(*command: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+
+
+def photo(*options: Any) -> None:
+    done = run(sys.executable, EXAMPLES / "photo.py", "--device=cpu", *options)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def train() -> Program:
+    """Runs the program, which is built as `make demo-cpp` builds it."""
+    if shutil.which("cmake") is None:
+        if os.environ.get("AMP_EXT_REQUIRE_CMAKE") == "1":
+            pytest.fail("there is no CMake")
+        pytest.skip("there is no CMake")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    options = ["-DCMAKE_BUILD_TYPE=Release", f"-Damp_ext_DIR={cmake.folder()}"]
+    with (BUILD / "lock").open("w") as lock:  # other workers build it too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another torch, maybe
+        configure = ("cmake", "-S", EXAMPLES / "libtorch", "-B", BUILD, *options)
+        for command in (configure, ("cmake", "--build", BUILD)):
+            done = run(*command)
+            assert done.returncode == 0, done.stdout + done.stderr
+    return lambda *arguments: run(BUILD / "train", *arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two starts of the same run: of all its steps, and of the first of them."""
+    folder = tmp_path_factory.mktemp("libtorch")
+    photo(*SMALL, "--steps", STEPS, "--write-start", folder / "start.pt")
+    start = torch.load(folder / "start.pt", weights_only=True)
+    torch.save(start | {"steps": PART}, folder / "start_of_part.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(train: Program, folder: Path) -> str:
+    """Trains in C++; returns what is printed. Leaves ``whole.pt`` and ``whole.ppm``."""
+    outputs = ("--checkpoint", folder / "whole.pt", "--picture", folder / "whole.ppm")
+    done = train(folder / "start.pt", *outputs)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def content(path: Path) -> Any:
+    """Returns what a checkpoint holds but for the seconds, and what only Python writes."""
+    saved = torch.load(path, weights_only=True)
+    saved.pop("model_metadata", None)
+    saved["extra"]["curves"].pop()
+    return tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, saved)
+
+
+def psnr_of(picture: Path, start: Path) -> float:
+    learned = np.asarray(image.open(picture), dtype=np.float32) / 255
+    wanted = torch.load(start, weights_only=True)["photo"].numpy()
+    return -10 * math.log10(((learned - wanted) ** 2).mean())
+
+
+def psnr_in(text: str) -> float:
+    (found,) = re.findall(r"the picture: PSNR (\S+) dB", text)
+    return float(found)
+
+
+def test_it_trains_with_the_bits_of_python(folder, whole):
+    photo(*SMALL, "--steps", STEPS, "--checkpoint", folder / "py.pt", "--out", folder)
+    assert content(folder / "whole.pt") == content(folder / "py.pt")
+    runs = json.loads((folder / "photo.json").read_text())["runs"]
+    (python,) = runs["fp16 amp_ext"]["seeds"]
+    assert psnr_in(whole) == round(python["psnr"], 2)
+    assert len(python["losses"]) == STEPS
+    skipped = [int(step) - 1 for step in re.findall(r"step +(\d+) .* skipped: a gradient", whole)]
+    assert skipped == python["skipped"] != []
+
+
+def test_python_goes_on_from_its_checkpoint_with_the_same_bits(train, folder, whole):
+    part, rest = folder / "cpp_part.pt", folder / "py_rest.pt"
+    assert train(folder / "start_of_part.pt", "--checkpoint", part).returncode == 0
+    files = ("--resume", part, "--checkpoint", rest, "--out", folder / "rest")
+    photo(*SMALL, "--steps", STEPS, *files)
+    assert content(rest) == content(folder / "whole.pt")
+
+
+def test_it_goes_on_from_a_checkpoint_of_python_with_the_same_bits(train, folder, whole):
+    part, rest = folder / "py_part.pt", folder / "cpp_rest.pt"
+    photo(*SMALL, "--steps", PART, "--checkpoint", part, "--out", folder / "part")
+    done = train(folder / "start.pt", "--resume", part, "--checkpoint", rest)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert content(rest) == content(folder / "whole.pt")
+
+
+def test_the_picture_is_the_one_that_it_measured(folder, whole):
+    with image.open(folder / "whole.ppm") as picture:
+        assert (picture.format, picture.mode, picture.size) == ("PPM", "RGB", (16, 16))
+    # Nothing is lost but by rounding to 8 bits.
+    assert abs(psnr_of(folder / "whole.ppm", folder / "start.pt") - psnr_in(whole)) < 0.1
+
+
+def test_the_quick_one_shows_the_scale_as_it_grows(train, tmp_path):
+    start, picture = tmp_path / "start.pt", tmp_path / "photo.ppm"
+    photo("--quick", "--write-start", start)
+    done = train(start, "--picture", picture)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"step +(\d+) of 40  loss \S+  PSNR +\S+ dB  scale 2\^(\d+)", done.stdout)
+    assert lines == [("10", "17"), ("20", "18"), ("30", "19"), ("40", "20")]
+    assert image.open(picture).size == (32, 32)
+    assert psnr_of(picture, start) > 12
+
+
+# Arguments, the exit code, and a part of what is said. Names of files are those of the folder.
+BAD = {
+    "nothing": ([], 2, "START must come first\nusage: train START"),
+    "option-first": (["--resume", "start.pt"], 2, "START must come first"),
+    "missing-file": (["nowhere.pt"], 2, "path must be of a file that can be read, got nowhere.pt"),
+    "no-torch-file": (["text.pt"], 2, "the file must be one that torch.save wrote"),
+    "checkpoint-as-start": (["whole.pt"], 2, 'no entry "about" in the file: START is of photo.py'),
+    "start-as-checkpoint": (["start.pt", "--resume", "start.pt"], 2, 'no entry "extra"'),
+    "missing-checkpoint": (["start.pt", "--resume", "nowhere.pt"], 2, "got nowhere.pt"),
+    "another-run": (["start.pt", "--resume", "other.pt"], 2, "the run must be that of other.pt, {"),
+    "past-its-end": (
+        ["start_of_part.pt", "--resume", "whole.pt"],
+        2,
+        "START has 50 steps, and whole.pt has taken 120 already",
+    ),
+    "no-value": (["start.pt", "--picture"], 2, "--picture needs a value\nusage: train START"),
+    "unknown-option": (["start.pt", "--fast", "1"], 2, "unknown option --fast\nusage: train START"),
+    "no-folder": (["start.pt", "--picture", "nowhere/photo.ppm"], 2, "--picture: no such folder: "),
+    "folder-as-checkpoint": (["start.pt", "--checkpoint", "rest"], 1, "can be written, got rest"),
+    "full-disk": (["start_of_part.pt", "--picture", "/dev/full"], 1, "can't write /dev/full"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), rows(BAD))
+def test_bad_input_ends_it_with_a_line(train, folder, whole, monkeypatch, arguments, code, words):
+    if "/dev/full" in arguments and not Path("/dev/full").exists():
+        pytest.skip("needs a device that is always full")
+    monkeypatch.chdir(folder)
+    (folder / "rest").mkdir(exist_ok=True)
+    (folder / "text.pt").write_text("no checkpoint")
+    other = torch.load("whole.pt", weights_only=True)
+    other["extra"]["about"]["tiles"] = 2
+    torch.save(other, "other.pt")
+    done = train(*arguments)
+    assert done.returncode == code
+    assert done.stderr.startswith("train: ")
+    assert words in done.stderr
+
+
+def test_a_start_is_written_alone(tmp_path):
+    start = tmp_path / "start.pt"
+    done = run(sys.executable, EXAMPLES / "photo.py", "--write-start", start, "--seeds=2")
+    assert (done.returncode, start.exists()) == (2, False)
+    assert "--write-start: give --checkpoint, --resume and --seeds without it" in done.stderr
