@@ -215,7 +215,8 @@ def prepare(jobs: int) -> None:
                 subprocess.run(build, cwd=tree(0), env=own, stdout=log, stderr=log, check=True)
         package = tree(0) / "amp_ext"
         # The module, the library, and what they were built for.
-        for file in [*package.glob("_[Cb]*.[sj]*"), *package.glob("lib/*.so")]:
+        built = ("_[Cb]*.[sj]*", "lib/*.so", "share/cmake/amp_ext/amp_extBuild.cmake")
+        for file in [file for pattern in built for file in package.glob(pattern)]:
             write_if_changed(tree(job) / file.relative_to(tree(0)), file.read_bytes())
         emulator = [sys.executable, "tests/cuda_emulator/build.py", "emulated"]
         subprocess.run(emulator, cwd=tree(job), env=own, stdout=subprocess.DEVNULL, check=True)

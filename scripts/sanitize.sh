@@ -44,12 +44,12 @@ export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1 CUDA_EMULATOR_DRIVER_VERSION=12000
 checked() {
   ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
 }
-# Left out: what brings its own sanitizers, what starts compilers, or Python in an environment without
-# these, ranks, which have a minute each, and what wants memory not to grow: AddressSanitizer keeps
-# for a while what is freed.
+# Left out: what brings its own sanitizers, what starts compilers, or wants the library that this module
+# does not link, or Python in an environment without these, ranks, which have a minute each, and what
+# wants memory not to grow: AddressSanitizer keeps for a while what is freed.
 tests() {
   local argument name paths=() options=()
-  for name in cuda_emulator distributed import info machine_code resharding stress; do
+  for name in cmake cuda_emulator distributed import info machine_code resharding stress; do
     options+=(--ignore-glob "$root/tests/*/test_$name.py") # a relative one begins at this folder
   done
   for argument; do

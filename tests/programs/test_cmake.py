@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -46,9 +47,14 @@ def cmake_program() -> str:
 def smoke(cmake_program, tmp_path_factory) -> Path:
     """The program of tests/cpp/smoke, built against the library of this package."""
     build = tmp_path_factory.mktemp("smoke")
-    configure = (cmake_program, "-S", SMOKE, "-B", build, f"-Damp_ext_DIR={cmake.folder()}")
+    options, environment = [f"-Damp_ext_DIR={cmake.folder()}"], {}
+    toolkit = json.loads((PACKAGE / "_build_info.json").read_text())["cuda_home"]
+    if toolkit is not None:  # which torch's own files ask for; nvcc on the PATH may be a wrapper
+        options += [f"-DCUDAToolkit_ROOT={toolkit}", f"-DCUDA_TOOLKIT_ROOT_DIR={toolkit}"]
+        environment = {"CUDACXX": f"{toolkit}/bin/nvcc"}
+    configure = (cmake_program, "-S", SMOKE, "-B", build, *options)
     for command in (configure, (cmake_program, "--build", build)):
-        done = run(*command)
+        done = run(*command, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
     return build / "smoke"
 
