@@ -169,6 +169,18 @@ def test_the_folder_is_printed(capsys):
     assert capsys.readouterr().out == f"{PACKAGE / 'share' / 'cmake' / 'amp_ext'}\n"
 
 
+def test_the_library_exports_names_of_amp_ext_alone_and_wants_none_of_python():
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm")
+    names = run("nm", "-D", PACKAGE / "lib" / "libamp_ext.so").stdout.splitlines()
+    exported = [name.split()[-1] for name in names if name.split()[-2] not in "Uvw"]
+    assert any(name.startswith("_ZN7amp_ext5step_I") for name in exported)
+    assert [
+        name for name in exported if not re.search(r"^(_Z\w*?N?K?7amp_ext|AMP_EXT_)", name)
+    ] == []
+    assert [name for name in names if re.search(r" U _?Py", name)] == []
+
+
 LOAD_ALL = """
 import ctypes, pathlib, torch, amp_ext
 
