@@ -38,12 +38,16 @@ build amp_ext for that one")
   return()
 endif()
 
+# torch lists libraries of the CUDA toolkit that a program does not need, found or not.
+set(amp_ext_TORCH_LIBRARIES ${TORCH_LIBRARIES})
+list(FILTER amp_ext_TORCH_LIBRARIES EXCLUDE REGEX "-NOTFOUND$")
+
 add_library(amp_ext::amp_ext SHARED IMPORTED)
 set_target_properties(amp_ext::amp_ext PROPERTIES
   IMPORTED_LOCATION "${amp_ext_PREFIX}/lib/libamp_ext.so"
   IMPORTED_SONAME libamp_ext.so
   INTERFACE_INCLUDE_DIRECTORIES "${amp_ext_PREFIX}/include"
-  INTERFACE_LINK_LIBRARIES "${TORCH_LIBRARIES}")
+  INTERFACE_LINK_LIBRARIES "${amp_ext_TORCH_LIBRARIES}")
 get_target_property(amp_ext_STANDARD torch CXX_STANDARD)  # which torch asks for, but does not hand on
 if(amp_ext_STANDARD)
   set_target_properties(amp_ext::amp_ext PROPERTIES
