@@ -49,7 +49,8 @@ checked() {
 # wants memory not to grow: AddressSanitizer keeps for a while what is freed.
 tests() {
   local argument name paths=() options=()
-  for name in cmake cuda_emulator distributed import info machine_code resharding stress; do
+  for name in cmake cpp cuda_emulator distributed import info libtorch_example machine_code \
+    resharding stress; do
     options+=(--ignore-glob "$root/tests/*/test_$name.py") # a relative one begins at this folder
   done
   for argument; do

@@ -1,7 +1,11 @@
-"""Programs that have torch already, each up in a tenth of a second, and copies of the package."""
+"""Programs: those that have torch already, up in a tenth of a second, and those in C++.
+
+And copies of the package, to be broken.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -13,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import amp_ext
+from amp_ext import cmake
 
 PACKAGE = Path(amp_ext.__file__).parent
 ROOT = PACKAGE.parent
@@ -67,6 +72,37 @@ def run_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunModule]:
 
     yield run
     server.communicate()
+
+
+BuildProgram = Callable[[Path, Path, str], None]
+
+
+@pytest.fixture(scope="session")
+def build_program() -> BuildProgram:
+    """Builds a program in C++ in a folder, with CMake and the library of this package."""
+    if shutil.which("cmake") is None:
+        if os.environ.get("AMP_EXT_REQUIRE_CMAKE") == "1":
+            pytest.fail("there is no CMake")
+        pytest.skip("there is no CMake")
+    options, environment = [f"-Damp_ext_DIR={cmake.folder()}"], dict(os.environ)
+    toolkit = json.loads((PACKAGE / "_build_info.json").read_text())["cuda_home"]
+    if toolkit is not None:  # which torch's own files ask for; nvcc on the PATH may be a wrapper
+        options += [f"-DCUDAToolkit_ROOT={toolkit}", f"-DCUDA_TOOLKIT_ROOT_DIR={toolkit}"]
+        environment["CUDACXX"] = f"{toolkit}/bin/nvcc"
+
+    def build(source: Path, folder: Path, kind: str) -> None:
+        configure = ["-S", source, "-B", folder, f"-DCMAKE_BUILD_TYPE={kind}", *options]
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:  # other workers may build it too
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "CMakeCache.txt").unlink(missing_ok=True)  # of another torch, maybe
+            for command in (configure, ["--build", folder]):
+                done = subprocess.run(
+                    ["cmake", *map(str, command)], env=environment, capture_output=True, text=True
+                )
+                assert done.returncode == 0, done.stdout + done.stderr
+
+    return build
 
 
 @pytest.fixture

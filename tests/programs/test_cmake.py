@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -34,28 +33,10 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="module")
-def cmake_program() -> str:
-    found = shutil.which("cmake")
-    if found is None:
-        if os.environ.get("AMP_EXT_REQUIRE_CMAKE") == "1":
-            pytest.fail("there is no CMake")
-        pytest.skip("there is no CMake")
-    return found
-
-
-@pytest.fixture(scope="module")
-def smoke(cmake_program, tmp_path_factory) -> Path:
-    """The program of tests/cpp/smoke, built against the library of this package."""
+def smoke(build_program, tmp_path_factory) -> Path:
+    """The program of tests/cpp/smoke."""
     build = tmp_path_factory.mktemp("smoke")
-    options, environment = [f"-Damp_ext_DIR={cmake.folder()}"], {}
-    toolkit = json.loads((PACKAGE / "_build_info.json").read_text())["cuda_home"]
-    if toolkit is not None:  # which torch's own files ask for; nvcc on the PATH may be a wrapper
-        options += [f"-DCUDAToolkit_ROOT={toolkit}", f"-DCUDA_TOOLKIT_ROOT_DIR={toolkit}"]
-        environment = {"CUDACXX": f"{toolkit}/bin/nvcc"}
-    configure = (cmake_program, "-S", SMOKE, "-B", build, *options)
-    for command in (configure, (cmake_program, "--build", build)):
-        done = run(*command, **environment)
-        assert done.returncode == 0, done.stdout + done.stderr
+    build_program(SMOKE, build, "Release")
     return build / "smoke"
 
 
@@ -114,11 +95,11 @@ def packages(folder: Path, torch_version: str) -> None:
 
 
 @pytest.mark.slow
-def test_another_torch_ends_the_configuration_with_the_reason(cmake_program, tmp_path):
+def test_another_torch_ends_the_configuration_with_the_reason(build_program, tmp_path):
     packages(tmp_path, "2.3.1")
     torch_folder = tmp_path / "torch" / "share" / "cmake" / "Torch"
     options = [f"-Damp_ext_DIR={cmake.folder()}", f"-DTorch_DIR={torch_folder}"]
-    done = run(cmake_program, "-S", tmp_path, "-B", tmp_path / "build", *options)
+    done = run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *options)
     told = " ".join(done.stderr.split())
     assert done.returncode != 0
     built = f"this amp_ext was built for torch {torch.__version__}, but find_package(Torch) found"
@@ -128,12 +109,12 @@ def test_another_torch_ends_the_configuration_with_the_reason(cmake_program, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["lib/libamp_ext.so", "share/cmake/amp_ext/amp_extBuild.cmake"])
 def test_a_package_that_was_not_built_ends_the_configuration(
-    cmake_program, tmp_path, copy, monkeypatch, capsys, missing
+    build_program, tmp_path, copy, monkeypatch, capsys, missing
 ):
     packages(tmp_path, torch.__version__)
     (copy / missing).unlink()
     option = f"-Damp_ext_DIR={copy / 'share' / 'cmake' / 'amp_ext'}"
-    done = run(cmake_program, "-S", tmp_path, "-B", tmp_path / "build", option)
+    done = run("cmake", "-S", tmp_path, "-B", tmp_path / "build", option)
     assert done.returncode != 0
     assert "libamp_ext.so is not there, or what its build notes" in " ".join(done.stderr.split())
     monkeypatch.setattr(cmake, "_PACKAGE", copy)
@@ -153,14 +134,14 @@ VERSIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wanted", "fits"), rows(VERSIONS))
-def test_a_version_that_does_not_fit_is_not_taken(cmake_program, tmp_path, wanted, fits):
+def test_a_version_that_does_not_fit_is_not_taken(build_program, tmp_path, wanted, fits):
     script = tmp_path / "ask.cmake"
     script.write_text(
         f"set(PACKAGE_FIND_VERSION {wanted})\n"
         f'include("{cmake.folder()}/amp_extConfigVersion.cmake")\n'
         'message("${PACKAGE_VERSION} ${PACKAGE_VERSION_COMPATIBLE}")'
     )
-    told = run(cmake_program, "-P", script).stderr
+    told = run("cmake", "-P", script).stderr
     assert told == f"{amp_ext.__version__} {'TRUE' if fits else 'FALSE'}\n"
 
 

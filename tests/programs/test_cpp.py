@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,25 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "cpp" / "program"
 BUILD = ROOT / "build" / "cpp_program"
 
-pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
-
 Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
+def run(build_program) -> Run:
     """Builds the program as a user of the package would; returns what runs it."""
-    found = subprocess.check_output([sys.executable, "-m", "amp_ext.cmake"], text=True).strip()
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with (BUILD / "lock").open("w") as lock:  # other workers build it too
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        where = f"-Damp_ext_DIR={found}"
-        for command in (
-            ["-S", str(SOURCE), "-B", str(BUILD), "-DCMAKE_BUILD_TYPE=Debug", where],
-            ["--build", str(BUILD)],
-        ):
-            done = subprocess.run(["cmake", *command], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
+    build_program(SOURCE, BUILD, "Debug")
 
     def run_it(*arguments: str) -> str:
         done = subprocess.run(

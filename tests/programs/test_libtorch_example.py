@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +16,6 @@ import torch
 from rows import rows
 from torch import Tensor
 from torch.utils._pytree import tree_map
-
-from amp_ext import cmake
 
 pytest.importorskip("matplotlib")
 np = pytest.importorskip("numpy")
@@ -48,21 +43,9 @@ def photo(*options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def train() -> Program:
+def train(build_program) -> Program:
     """Runs the program, which is built as `make demo-cpp` builds it."""
-    if shutil.which("cmake") is None:
-        if os.environ.get("AMP_EXT_REQUIRE_CMAKE") == "1":
-            pytest.fail("there is no CMake")
-        pytest.skip("there is no CMake")
-    BUILD.mkdir(parents=True, exist_ok=True)
-    options = ["-DCMAKE_BUILD_TYPE=Release", f"-Damp_ext_DIR={cmake.folder()}"]
-    with (BUILD / "lock").open("w") as lock:  # other workers build it too
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another torch, maybe
-        configure = ("cmake", "-S", EXAMPLES / "libtorch", "-B", BUILD, *options)
-        for command in (configure, ("cmake", "--build", BUILD)):
-            done = run(*command)
-            assert done.returncode == 0, done.stdout + done.stderr
+    build_program(EXAMPLES / "libtorch", BUILD, "Release")
     return lambda *arguments: run(BUILD / "train", *arguments)
 
 
