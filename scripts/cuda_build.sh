@@ -136,36 +136,13 @@ print(f"GradScaler('cuda'): {caught[0].message}")
 END
 }
 
-# A program in C++ with the library that was built, which runs on the CPU. The nvcc on the PATH may be a
-# wrapper that lies elsewhere than its toolkit, so CMake is told where that is.
-run_program() {
-  local folder cuda_home
-  if ! command -v cmake > /dev/null; then
-    echo "no CMake: no program was linked with the library"
-    return
-  fi
-  folder=$(cd "$home" && "$python" -m amp_ext.cmake)
-  cuda_home=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["cuda_home"])' \
-    "$folder/../../../_build_info.json")
-  rm -rf "$home/smoke"
-  {
-    CUDACXX=$cuda_home/bin/nvcc cmake -S tests/cpp/smoke -B "$home/smoke" -Damp_ext_DIR="$folder" \
-      -DCUDAToolkit_ROOT="$cuda_home" -DCUDA_TOOLKIT_ROOT_DIR="$cuda_home" &&
-      cmake --build "$home/smoke"
-  } > "$home/smoke.log" 2>&1 || {
-    cat "$home/smoke.log" >&2
-    fail "a program in C++ can't be built with the library"
-  }
-  CUDA_VISIBLE_DEVICES='' "$home/smoke/smoke"
-}
-
-# The rows of the CPU, with the binary that also holds the CUDA kernels.
+# The rows of the CPU, with the binary that also holds the CUDA kernels; also from programs in C++.
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat')
 }
 
 [ -e "$home/.installed" ] || make_environment
-digest=$({ echo "$torch" && find csrc amp_ext/include amp_ext/share tests/cpp/smoke setup.py scripts/cuda_build.sh -type f -print0 |
+digest=$({ echo "$torch" && find csrc amp_ext/include amp_ext/share tests/cpp setup.py scripts/cuda_build.sh -type f -print0 |
   LC_ALL=C sort -z | xargs -0 sha256sum; } | sha256sum)
 if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
   echo "the CUDA build for PyTorch $torch is as it was when it passed ($home)"
@@ -175,7 +152,6 @@ rm -f "$home/.passed"
 echo "Building for PyTorch $torch, sm_80 and sm_90 (log: $home/build.log)"
 build
 check
-run_program
 run_tests
 echo "$digest" > "$home/.passed"
 echo "passed for PyTorch $torch in $SECONDS s"
