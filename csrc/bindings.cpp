@@ -29,16 +29,17 @@ namespace {
 // Hands over the parameters, listed by group, if they are those that the plan was made of. Any
 // iterable is a list of parameters.
 bool take_params(Plan& plan, const std::vector<py::object>& groups) {
-  int64_t number = 0;
+  int64_t number = 0, group_index = 0;
   for (const py::object& group : groups) {
     const auto params = py::reinterpret_steal<py::object>(
         PySequence_Fast(group.ptr(), "params must be an iterable of tensors"));
     if (!params) throw py::error_already_set();
     PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i, ++number) {
-      if (!plan.is_param(number, items[i])) return false;
+      if (!plan.is_param(number, group_index, items[i])) return false;
       plan.take_param(number, THPVariable_Unpack(items[i]));
     }
+    ++group_index;
   }
   return number == plan.number_of_params();
 }
@@ -60,16 +61,22 @@ struct Field {
 };
 
 template <typename Options>
-std::vector<Field<Options>>& fields_of() {
-  static auto* const fields = new std::vector<Field<Options>>();  // outlives the interpreter
-  return *fields;
-}
+using Fields = std::vector<Field<Options>>;
+
+// A class of options for Python. The functions that set fields share the list of them: this module
+// has no state of its own.
+template <typename Options>
+struct OptionsClass {
+  py::class_<Options> type;
+  std::shared_ptr<Fields<Options>> fields = std::make_shared<Fields<Options>>();
+};
 
 // Defines a field, which `set` writes from a value of the given type.
 template <typename Value, typename Options, typename Get, typename Set>
-void define_field(py::class_<Options>& options, const char* name, const Get& get, const Set& set) {
-  options.def_property(name, get, set);
-  fields_of<Options>().push_back(
+void define_field(OptionsClass<Options>& options, const char* name, const Get& get,
+                  const Set& set) {
+  options.type.def_property(name, get, set);
+  options.fields->push_back(
       {PyUnicode_InternFromString(name), [name, set](Options& self, py::handle value) {
          py::detail::make_caster<Value> caster;
          if (!caster.load(value, /*convert=*/true)) {
@@ -80,7 +87,7 @@ void define_field(py::class_<Options>& options, const char* name, const Get& get
 }
 
 template <typename Options, typename Struct, typename Value>
-void define_field(py::class_<Options>& options, const char* name, Value Struct::* member) {
+void define_field(OptionsClass<Options>& options, const char* name, Value Struct::* member) {
   define_field<Value>(
       options, name, [member](const Options& self) { return self.*member; },
       [member](Options& self, Value value) { self.*member = std::move(value); });
@@ -88,17 +95,17 @@ void define_field(py::class_<Options>& options, const char* name, Value Struct::
 
 // Null if there is none of that name.
 template <typename Options>
-const Field<Options>* find_field(py::handle name) {
-  for (const Field<Options>& field : fields_of<Options>()) {
+const Field<Options>* find_field(const Fields<Options>& fields, py::handle name) {
+  for (const Field<Options>& field : fields) {
     if (field.name == name.ptr() || PyUnicode_Compare(field.name, name.ptr()) == 0) return &field;
   }
   return nullptr;
 }
 
 template <typename Options>
-void set_fields(Options& options, const py::kwargs& values) {
+void set_fields(const Fields<Options>& fields, Options& options, const py::kwargs& values) {
   for (const auto& [name, value] : values) {
-    const Field<Options>* const field = find_field<Options>(name);
+    const Field<Options>* const field = find_field(fields, name);
     if (field == nullptr) {
       const auto type = py::type::of<Options>().attr("__name__");
       throw py::attribute_error(py::str("{!r} object has no attribute {!r}").format(type, name));
@@ -109,17 +116,19 @@ void set_fields(Options& options, const py::kwargs& values) {
 
 // A struct of options, whose fields Python gives by name.
 template <typename Options>
-py::class_<Options> options_class(py::module_& module, const char* name) {
-  return py::class_<Options>(module, name).def(py::init([](const py::kwargs& fields) {
+OptionsClass<Options> options_class(py::module_& module, const char* name) {
+  OptionsClass<Options> made{py::class_<Options>(module, name)};
+  made.type.def(py::init([fields = made.fields](const py::kwargs& values) {
     Options options;
-    set_fields(options, fields);
+    set_fields(*fields, options, values);
     return options;
   }));
+  return made;
 }
 
 // A learning rate is a number or a tensor to Python, and travels apart here.
 template <typename Options>
-void define_lr(py::class_<Options>& options) {
+void define_lr(OptionsClass<Options>& options) {
   using Lr = std::variant<at::Tensor, double>;
   define_field<Lr>(
       options, "lr",
@@ -165,12 +174,12 @@ void check_numbers(const char* operation, const Group<Hyperparameters>& options)
 // The hyperparameters of an optimizer, taken from a dict that may have other entries too, and what
 // describes it: `operation`, `fields` and `buffers`.
 template <typename Hyperparameters>
-void hyperparameters_class(py::module_& module) {
+OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) {
   using Options = Group<Hyperparameters>;
-  auto options = py::class_<Options>(module, Hyperparameters::kName);
-  options.def(py::init([](const py::dict& group) {
+  OptionsClass<Options> options{py::class_<Options>(module, Hyperparameters::kName)};
+  options.type.def(py::init([fields = options.fields](const py::dict& group) {
     Options options;
-    for (const Field<Options>& field : fields_of<Options>()) {
+    for (const Field<Options>& field : *fields) {
       PyObject* const value = PyDict_GetItemWithError(group.ptr(), field.name);
       if (value != nullptr) field.set(options, value);
     }
@@ -188,14 +197,15 @@ void hyperparameters_class(py::module_& module) {
   Hyperparameters::for_each_field(
       [&](const char* name, auto member) { define_field(options, name, member); });
   py::list fields;
-  for (const Field<Options>& field : fields_of<Options>()) fields.append(py::handle(field.name));
+  for (const Field<Options>& field : *options.fields) fields.append(py::handle(field.name));
   py::list buffers;
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
     buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
   }
-  options.attr("operation") = Hyperparameters::kOperation;
-  options.attr("fields") = py::tuple(fields);
-  options.attr("buffers") = py::tuple(buffers);
+  options.type.attr("operation") = Hyperparameters::kOperation;
+  options.type.attr("fields") = py::tuple(fields);
+  options.type.attr("buffers") = py::tuple(buffers);
+  return options;
 }
 
 // Takes a list out of `arguments`; None where it is not there.
@@ -226,9 +236,10 @@ StepLists take_lists(py::kwargs& arguments, const char* operation,
 }
 
 // Takes the arguments that say what a step makes of the gradients.
-GradientOptions take_gradient_options(py::kwargs& arguments) {
+GradientOptions take_gradient_options(const Fields<GradientOptions>& fields,
+                                      py::kwargs& arguments) {
   GradientOptions options;
-  for (const Field<GradientOptions>& field : fields_of<GradientOptions>()) {
+  for (const Field<GradientOptions>& field : fields) {
     const py::handle name = field.name;
     if (arguments.contains(name)) field.set(options, arguments.attr("pop")(name));
   }
@@ -238,8 +249,9 @@ GradientOptions take_gradient_options(py::kwargs& arguments) {
 // Defines what Python calls of an optimizer: its hyperparameters, its step of a plan, and its list
 // operation, all of whose arguments are given by name.
 template <typename Hyperparameters>
-void define_optimizer(py::module_& module, py::class_<Plan>& plan_class) {
-  hyperparameters_class<Hyperparameters>(module);
+void define_optimizer(py::module_& module, py::class_<Plan>& plan_class,
+                      const OptionsClass<GradientOptions>& gradient_options_class) {
+  const auto hyperparameters = hyperparameters_class<Hyperparameters>(module);
   // Gradients are read while Python stands still; the step itself lets other threads run.
   plan_class.def(
       "step",
@@ -254,12 +266,14 @@ void define_optimizer(py::module_& module, py::class_<Plan>& plan_class) {
       },
       py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_grad_norm"),
       py::arg("sum_of_squares"), py::arg("grad_norm"), py::arg("skip_nonfinite"));
-  module.def(Hyperparameters::kOperation, [](py::kwargs arguments) {
+  module.def(Hyperparameters::kOperation, [fields = hyperparameters.fields,
+                                           gradient_fields = gradient_options_class.fields](
+                                              py::kwargs arguments) {
     const StepLists lists =
         take_lists(arguments, Hyperparameters::kOperation, list_names<Hyperparameters>());
-    const GradientOptions gradient_options = take_gradient_options(arguments);
+    const GradientOptions gradient_options = take_gradient_options(*gradient_fields, arguments);
     Group<Hyperparameters> options;
-    set_fields(options, arguments);
+    set_fields(*fields, options, arguments);
     check_numbers(Hyperparameters::kOperation, options);
     const py::gil_scoped_release release;
     step_(lists, options, gradient_options);
@@ -371,7 +385,7 @@ PYBIND11_MODULE(_C, module) {
       .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),
            py::arg("sum_squares"), py::arg("skip_nonfinite"));
 
-#define AMP_EXT_DEFINE(Functor) define_optimizer<Functor##Hyperparameters>(module, plan);
+#define AMP_EXT_DEFINE(Functor) define_optimizer<Functor##Hyperparameters>(module, plan, gradients);
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
 #undef AMP_EXT_DEFINE
 

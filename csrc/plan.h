@@ -74,8 +74,10 @@ class AMP_EXT_API Plan {
                             int64_t partition);
 
   int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
-  bool is_param(int64_t number, const void* object) const {
-    return number < number_of_params() && rows_[number].object == object;
+  // Whether that is the parameter of this number, and in this group.
+  bool is_param(int64_t number, int64_t group, const void* object) const {
+    return number < number_of_params() && rows_[number].object == object &&
+           rows_[number].group == group;
   }
 
   // Hands over the tensor that a parameter is now: before the operations, until `let_go`; the

@@ -283,11 +283,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[name] = state[name].to(param.device, dtype)
         return state
 
-    def _make_states(self, params: Iterable[tuple[dict[str, Any], Tensor]]) -> None:
+    def _make_states(self, params: Iterable[tuple[dict[str, Any], Tensor]]) -> bool:
         """Makes the states of parameters whole: all of them, or none if one can't be made.
 
         Args:
             params: The group and the parameter.
+
+        Returns:
+            Whether something had to be made.
         """
         made = {}
         for group, param in params:
@@ -295,6 +298,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if state.keys() != before.keys() or any(state[key] is not before[key] for key in state):
                 made[param] = state
         self.state.update(made)  # at once
+        return bool(made)
 
     def _place_of(self, param: Tensor) -> str:
         return next(
@@ -335,7 +339,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{where} must have a shape, got a lazy parameter: run the model once first"
                 )
-        self._make_states([(group, param) for group, _, _, param in trainable])
+        if self._make_states([(group, param) for group, _, _, param in trainable]):
+            self.rebuild()  # it would go on with a state that was erased
 
     # The plan.
 

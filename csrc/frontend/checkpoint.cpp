@@ -6,14 +6,17 @@
 #include <amp_ext/grad_scaler.h>
 #include <amp_ext/optim.h>
 #include <caffe2/serialize/inline_container.h>
-#include <torch/csrc/jit/serialization/pickle.h>
+#include <caffe2/serialize/read_adapter_interface.h>
+#include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <memory>
 #include <utility>
 
 #include "frontend/values.h"
@@ -21,6 +24,14 @@
 namespace amp_ext {
 
 namespace {
+
+// Whether Python has a class of storages for it; of others LibTorch writes none.
+bool is_portable(at::ScalarType dtype) {
+  constexpr at::ScalarType kPortable[] = {
+      at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,         at::kInt,
+      at::kShort, at::kChar,   at::kByte, at::kBool,     at::kComplexFloat, at::kComplexDouble};
+  return std::find(std::begin(kPortable), std::end(kPortable), dtype) != std::end(kPortable);
+}
 
 // A copy with tensors on the CPU, of types that Python reads without torch's script types. Throws
 // on what Python would not read; `where` says where that is.
@@ -30,6 +41,9 @@ c10::IValue portable(const c10::IValue& value, const std::string& where) {
     TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_state: ", where,
                 " must be a dense tensor, got ",
                 tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+    TORCH_CHECK(is_portable(tensor.scalar_type()), "save_state: ", where,
+                " must be of a dtype that torch.load reads with weights_only=True, got ",
+                tensor.scalar_type());
     const at::Tensor copy = tensor.detach().cpu();
     // A view would take all of its storage with it.
     const bool is_whole = copy.storage().nbytes() == copy.nbytes();
@@ -62,6 +76,23 @@ c10::IValue portable(const c10::IValue& value, const std::string& where) {
   return list;
 }
 
+// Reads a file that lies in memory.
+class BytesReader : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  explicit BytesReader(const std::vector<char>& bytes) : bytes_(bytes) {}
+
+  size_t size() const override { return bytes_.size(); }
+  size_t read(uint64_t position, void* buffer, size_t count, const char*) const override {
+    const uint64_t begin = std::min<uint64_t>(position, bytes_.size());
+    count = std::min<size_t>(count, bytes_.size() - begin);
+    if (count > 0) std::memcpy(buffer, bytes_.data() + begin, count);
+    return count;
+  }
+
+ private:
+  const std::vector<char>& bytes_;
+};
+
 }  // namespace
 
 std::vector<char> state_to_bytes(const c10::IValue& value) {
@@ -82,7 +113,7 @@ std::vector<char> state_to_bytes(const c10::IValue& value) {
   writer.writeRecord("data.pkl", data.data(), data.size());
   int64_t number = 0;
   for (const at::Tensor& tensor : pickler.tensorData()) {
-    writer.writeRecord("data/" + std::to_string(number++), tensor.const_data_ptr(),
+    writer.writeRecord("data/" + std::to_string(number++), tensor.storage().data(),
                        tensor.storage().nbytes());
   }
   writer.writeEndOfFile();
@@ -91,7 +122,10 @@ std::vector<char> state_to_bytes(const c10::IValue& value) {
 
 c10::IValue state_from_bytes(const std::vector<char>& bytes) {
   try {
-    return torch::jit::pickle_load(bytes);
+    caffe2::serialize::PyTorchStreamReader reader(std::make_shared<BytesReader>(bytes));
+    // On the CPU, wherever they were.
+    return torch::jit::readArchiveAndTensors("data", "", "", std::nullopt, std::nullopt, at::kCPU,
+                                             reader);
   } catch (const c10::Error& error) {
     const std::string reason = error.what_without_backtrace();
     TORCH_CHECK(reason.find("Expected GenericDict") == std::string::npos,
@@ -109,6 +143,7 @@ void save_state(const std::string& path, const c10::IValue& value) {
   const std::vector<char> bytes = state_to_bytes(value);
   const std::string beside = path + ".tmp";
   std::ofstream file(beside, std::ios::binary);
+  TORCH_CHECK(file.good(), "save_state: path must be of a file that can be written, got ", path);
   file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   file.close();
   const bool is_written = file.good() && std::rename(beside.c_str(), path.c_str()) == 0;
@@ -117,9 +152,16 @@ void save_state(const std::string& path, const c10::IValue& value) {
 }
 
 c10::IValue load_state(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file.good(), "load_state: path must be of a file that can be read, got ", path);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  std::vector<char> bytes;
+  bool is_read = false;
+  try {
+    std::ifstream file(path, std::ios::binary);
+    is_read = file.good();
+    bytes.assign(std::istreambuf_iterator<char>(file), {});
+  } catch (const std::ios_base::failure&) {  // a folder
+    is_read = false;
+  }
+  TORCH_CHECK(is_read, "load_state: path must be of a file that can be read, got ", path);
   return state_from_bytes(bytes);
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <typeinfo>
 #include <unordered_map>
@@ -38,6 +39,14 @@ void take_given(FusedOptions& options, FusedOptions& from) {
     std::visit([&](auto* place) { *place = *std::get<decltype(place)>(given[i].place); },
                places[i].place);
   }
+}
+
+bool have_same_tensors(const FusedParamState& a, const FusedParamState& b) {
+  const auto are_same = [](const auto& one, const auto& other) {
+    return one.first == other.first && one.second.is_same(other.second);
+  };
+  return std::equal(a.tensors().begin(), a.tensors().end(), b.tensors().begin(), b.tensors().end(),
+                    are_same);
 }
 
 // The options as the hyperparameters of a step.
@@ -136,7 +145,7 @@ FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
                                const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                                std::unique_ptr<FusedOptions> defaults)
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
-      impl_(std::make_unique<Impl>(kind)) {
+      impl_(std::make_shared<Impl>(kind)) {
   auto& options = static_cast<FusedOptions&>(*defaults_);
   kind.check(options);
   check_options(kind.name, kind, options, [] { return std::string(); });
@@ -153,13 +162,10 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
   const size_t group = param_groups_.size();
   auto merged = defaults_->clone();
   auto& options = static_cast<FusedOptions&>(*merged);
-  options.given_.clear();
   if (param_group.has_options()) {
     const auto given = param_group.options().clone();
-    TORCH_CHECK(typeid(*given) == typeid(*defaults_), name, ": options of group ", group,
-                " must be ", name, "Options, got those of another optimizer");
+    check_kind(*given, group);
     take_given(options, static_cast<FusedOptions&>(*given));
-    options.given_ = static_cast<FusedOptions&>(*given).given_;
   }
   check_options(name, impl_->kind, options, [&] { return c10::str(" of group ", group); });
   std::unordered_set<const void*> others;
@@ -179,26 +185,28 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
     TORCH_CHECK(first == i, name, ": param ", i, " of group ", group,
                 " must be listed once, got it as param ", first, " already");
   }
-  Optimizer::add_param_group(param_group);
-  param_groups_.back().set_options(std::move(merged));  // torch may have dropped them
+  for (const auto& option : options.options()) options.given_.insert(option.name);
+  // Not through torch's, which may drop the options.
+  param_groups_.emplace_back(params, std::move(merged));
   rebuild();
 }
 
-FusedOptions& FusedOptimizer::options_of(size_t group) {
-  return static_cast<FusedOptions&>(param_groups_[group].options());
+// Somebody may have set other ones.
+void FusedOptimizer::check_kind(const torch::optim::OptimizerOptions& options, size_t group) const {
+  TORCH_CHECK(typeid(options) == typeid(*defaults_), impl_->kind.name, ": options of group ", group,
+              " must be amp_ext::optim::", impl_->kind.name,
+              "Options, got those of another optimizer");
 }
 
-const FusedOptions& FusedOptimizer::options_of(size_t group) const {
-  return static_cast<const FusedOptions&>(param_groups_[group].options());
+FusedOptions& FusedOptimizer::options_of(size_t group) {
+  check_kind(param_groups_[group].options(), group);
+  return static_cast<FusedOptions&>(param_groups_[group].options());
 }
 
 // Also what a loop may have written into the groups.
 void FusedOptimizer::check_groups() {
   const char* const name = impl_->kind.name;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
-    TORCH_CHECK(typeid(param_groups_[i].options()) == typeid(*defaults_), name,
-                ": options of group ", i, " must be ", name,
-                "Options, got those of another optimizer");
     check_options(name, impl_->kind, options_of(i), [&] { return c10::str(" of group ", i); });
   }
   const auto check_same = [&](const char* option, auto member, const auto& text_of) {
@@ -270,16 +278,25 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
   return state;
 }
 
-// All of them, or none if one can't be made.
-void FusedOptimizer::make_states(const std::vector<std::pair<size_t, at::Tensor>>& params) {
+// All of them, or none if one can't be made. Returns whether a tensor is another one now.
+bool FusedOptimizer::make_states(const std::vector<std::pair<size_t, at::Tensor>>& params) {
   const at::NoGradGuard no_grad;
   std::vector<std::unique_ptr<FusedParamState>> states;
   for (const auto& [group, param] : params) {
     states.push_back(whole_state(options_of(group), param));
   }
+  bool has_changed = false;
   for (size_t i = 0; i < params.size(); ++i) {
-    state_[params[i].second.unsafeGetTensorImpl()] = std::move(states[i]);
+    auto& kept = state_[params[i].second.unsafeGetTensorImpl()];
+    auto* const before = dynamic_cast<FusedParamState*>(kept.get());
+    has_changed |= before == nullptr || !have_same_tensors(*before, *states[i]);
+    if (before != nullptr) {
+      *before = std::move(*states[i]);  // others may refer to it
+    } else {
+      kept = std::move(states[i]);
+    }
   }
+  return has_changed;
 }
 
 void FusedOptimizer::init_state() {
@@ -298,7 +315,7 @@ void FusedOptimizer::init_state() {
       trainable.emplace_back(group, param);
     }
   }
-  make_states(trainable);
+  if (make_states(trainable)) rebuild();
 }
 
 std::vector<at::Tensor> FusedOptimizer::master_params() {
@@ -358,7 +375,11 @@ class FusedOptimizer::InPlan {
       throw;
     }
   }
-  ~InPlan() { let_go(); }
+  ~InPlan() {
+    // Of a step that has failed, the plan may remember a look that no step has used.
+    if (std::uncaught_exceptions() > exceptions_) optimizer_.impl_->plan.reset();
+    let_go();
+  }
   InPlan(const InPlan&) = delete;
   InPlan& operator=(const InPlan&) = delete;
 
@@ -373,6 +394,7 @@ class FusedOptimizer::InPlan {
   }
 
   FusedOptimizer& optimizer_;
+  const int exceptions_ = std::uncaught_exceptions();
 };
 
 void FusedOptimizer::take_plan() {
@@ -392,13 +414,15 @@ void FusedOptimizer::take_plan() {
 // Hands over the parameters if they are those that the plan was made of.
 bool FusedOptimizer::take_params() {
   Plan& plan = *impl_->plan;
-  int64_t number = 0;
+  int64_t number = 0, group_index = 0;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
-      if (!plan.is_param(number, param.unsafeGetTensorImpl())) return false;
+      const void* const object = param.defined() ? param.unsafeGetTensorImpl() : nullptr;
+      if (!plan.is_param(number, group_index, object)) return false;
       plan.take_param(number, param);
       ++number;
     }
+    ++group_index;
   }
   return number == plan.number_of_params();
 }
@@ -464,12 +488,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
 }
 
 at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
-  try {
-    run_step(grad_scale, found_inf);
-  } catch (...) {
-    rebuild();  // the plan remembers a look that no step has used
-    throw;
-  }
+  run_step(grad_scale, found_inf);
   return {};
 }
 
@@ -520,5 +539,7 @@ std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& 
 }
 
 const at::Tensor& FusedOptimizer::grad_norm() const { return impl_->grad_norm; }
+
+std::shared_ptr<const void> FusedOptimizer::identity() const { return impl_; }
 
 }  // namespace amp_ext::optim

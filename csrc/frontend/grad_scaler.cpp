@@ -9,13 +9,16 @@
 #include <ATen/ops/zeros_like.h>
 #include <amp_ext/grad_scaler.h>
 #include <amp_ext/ops.h>
+#include <amp_ext/optim.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <deque>
 #include <functional>
-#include <unordered_map>
+#include <limits>
+#include <memory>
 #include <unordered_set>
 #include <utility>
 
@@ -32,12 +35,48 @@ using torch::optim::Optimizer;
 
 enum class Stage { kReady, kUnscaled, kStepped };
 
+// Tells an optimizer from others: one of ours by what moves along with it, also from a later one at
+// the same address; another by its address alone.
+struct Identity {
+  const void* key;
+  std::optional<std::weak_ptr<const void>> token;
+
+  static Identity of(const Optimizer& optimizer) {
+    const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+    if (ours == nullptr) return {&optimizer, {}};
+    const std::shared_ptr<const void> token = ours->identity();
+    return {token.get(), token};
+  }
+  bool is(const Identity& other) const {
+    return key == other.key && token.has_value() == other.token.has_value() &&
+           (!token.has_value() || !token->expired());
+  }
+};
+
+// What is known of an optimizer for good.
+struct Record {
+  Identity identity;
+  int64_t slot;  // of its report
+  std::vector<size_t> group_sizes = {};
+  std::vector<std::pair<at::Device, at::Tensor>> first_nonfinites = {};
+  std::vector<at::Tensor> of_last_look = {};  // which an update has not read and reset yet
+
+  void forget() {
+    for (const at::Tensor& first : of_last_look) first.fill_(kNoTensor);
+    of_last_look.clear();
+  }
+};
+
 // What is known of an optimizer since the last update.
 struct Iteration {
-  explicit Iteration(Optimizer* its_optimizer) : optimizer(its_optimizer) {}
+  explicit Iteration(Optimizer& its_optimizer)
+      : optimizer(&its_optimizer), identity(Identity::of(its_optimizer)) {}
 
   Optimizer* optimizer;
+  Identity identity;
+  Record* record = nullptr;  // from the first look on
   Stage stage = Stage::kReady;
+  bool may_have_stepped = false;       // in a step of somebody else that threw
   std::vector<at::Tensor> found_infs;  // one for each device
   std::vector<at::Tensor> first_nonfinites;
   std::unordered_set<const void*> had_grad;  // parameters, when unscale_ looked
@@ -45,11 +84,9 @@ struct Iteration {
   std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
 };
 
-// What is known of an optimizer for good, by its address.
-struct Record {
-  int64_t slot;  // of its report
-  std::vector<size_t> group_sizes;
-  std::vector<std::pair<at::Device, at::Tensor>> first_nonfinites;
+// However a step ends, it may have written parameters.
+struct ClearsCasts {
+  ~ClearsCasts() { clear_autocast_cache(); }
 };
 
 void check_counts(const GradScalerOptions& options) {
@@ -58,8 +95,11 @@ void check_counts(const GradScalerOptions& options) {
       0.0 <= smallest && smallest <= options.init_scale() && options.init_scale() <= largest,
       "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=",
       options.init_scale(), ", min_scale=", smallest, ", max_scale=", largest);
-  TORCH_CHECK(options.hysteresis() >= 1,
-              "GradScaler: hysteresis must be an int of at least 1, got ", options.hysteresis());
+  const int64_t hysteresis = options.hysteresis();
+  TORCH_CHECK(hysteresis >= 1, "GradScaler: hysteresis must be an int of at least 1, got ",
+              hysteresis);
+  TORCH_CHECK(hysteresis <= std::numeric_limits<int32_t>::max(),
+              "GradScaler: hysteresis must be an int32, got ", hysteresis);
   TORCH_CHECK(options.warn_after() >= 1,
               "GradScaler: warn_after must be an int of at least 1, got ", options.warn_after());
   TORCH_CHECK(options.device() == at::kCPU || options.device() == at::kCUDA,
@@ -121,8 +161,10 @@ struct GradScaler::State {
   int64_t init_growth_tracker = 0;
   int64_t init_hysteresis_tracker;
   at::Tensor scale, growth_tracker, hysteresis_tracker;
-  std::vector<Iteration> iterations;  // by optimizer, in the order of their looks
-  std::unordered_map<const Optimizer*, Record> records;
+  // By optimizer, in the order of their looks; a step may ask for another optimizer's.
+  std::deque<Iteration> iterations;
+  std::deque<Record> records;
+  bool is_stepping = false;
   std::unique_ptr<ScalerMonitor> monitor;
   bool warned_of_scale = false;
   bool told_of_skips = false;
@@ -130,12 +172,13 @@ struct GradScaler::State {
   void make_scale(const at::Device& device) {
     if (scale.defined()) return;
     const auto on_device = at::TensorOptions(device);
-    scale = at::full({}, init_scale, on_device.dtype(at::kFloat));
     growth_tracker = at::full({}, init_growth_tracker, on_device.dtype(at::kInt));
     if (options.hysteresis() != 1) {
       hysteresis_tracker = at::full({}, init_hysteresis_tracker, on_device.dtype(at::kInt));
     }
     monitor = std::make_unique<ScalerMonitor>(device);
+    scale =
+        at::full({}, init_scale, on_device.dtype(at::kFloat));  // last: it tells that all is there
   }
 
   void check_scale(const char* operation) const {
@@ -145,22 +188,32 @@ struct GradScaler::State {
   }
 
   Iteration& iteration_of(Optimizer& optimizer) {
+    const Identity identity = Identity::of(optimizer);
     for (Iteration& iteration : iterations) {
-      if (iteration.optimizer == &optimizer) return iteration;
+      if (!iteration.identity.is(identity)) continue;
+      iteration.optimizer = &optimizer;  // it may have been moved
+      return iteration;
     }
-    return iterations.emplace_back(&optimizer);
+    return iterations.emplace_back(optimizer);
+  }
+
+  const Record* find_record(const Identity& identity) const {
+    const auto found = std::find_if(records.begin(), records.end(), [&](const Record& record) {
+      return record.identity.is(identity);
+    });
+    return found == records.end() ? nullptr : &*found;
   }
 
   Record& record_of(const Optimizer& optimizer) {
-    auto found = records.find(&optimizer);
-    if (found == records.end()) {
-      found = records.emplace(&optimizer, Record{monitor->add_optimizer(), {}, {}}).first;
-    }
-    found->second.group_sizes.clear();
+    const Identity identity = Identity::of(optimizer);
+    auto* record = const_cast<Record*>(find_record(identity));
+    if (record == nullptr)
+      record = &records.emplace_back(Record{identity, monitor->add_optimizer()});
+    record->group_sizes.clear();
     for (const auto& group : optimizer.param_groups()) {
-      found->second.group_sizes.push_back(group.params().size());
+      record->group_sizes.push_back(group.params().size());
     }
-    return found->second;
+    return *record;
   }
 
   at::Tensor first_nonfinite(Record& record, const at::Device& device) const {
@@ -176,13 +229,16 @@ struct GradScaler::State {
                                        const at::Tensor& first_nonfinite)>;
   void look(Iteration& iteration, bool allow_fp16, const Operation& operation) {
     const auto by_device = gradients_of(*iteration.optimizer, allow_fp16);
-    Record& record = record_of(*iteration.optimizer);
+    iteration.record = &record_of(*iteration.optimizer);
+    Record& record = *iteration.record;
+    record.forget();  // the iteration of the last look was dropped
     std::vector<at::Tensor> flags, firsts;
     for (const auto& [device, grads] : by_device) {
       flags.push_back(at::zeros({}, at::TensorOptions(device).dtype(at::kFloat)));
       firsts.push_back(first_nonfinite(record, device));
       operation(grads, flags.back(), firsts.back());
     }
+    record.of_last_look = firsts;
     iteration.found_infs = std::move(flags);
     iteration.first_nonfinites = std::move(firsts);
   }
@@ -202,14 +258,19 @@ struct GradScaler::State {
                 "unscale_() has already been called on this optimizer since the last update().");
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
     const at::Tensor inv_scale = scale.to(at::kDouble).reciprocal().to(at::kFloat);
+    bool some_are_unscaled = false;
     try {
       look(iteration, /*allow_fp16=*/false,
            [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
              amp_ext::unscale_(grads, inv_scale.to(found_inf.device(), /*non_blocking=*/true),
                                found_inf, first);
+             some_are_unscaled = true;
            });
     } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
       iteration.in_part.emplace(optimizer);
+      throw;
+    } catch (...) {
+      if (some_are_unscaled) iteration.in_part.emplace(optimizer);
       throw;
     }
     iteration.had_grad.clear();
@@ -221,7 +282,7 @@ struct GradScaler::State {
 
   // Refuses gradients that unscale_ has not seen: they may still be scaled.
   void check_unscaled(const Iteration& iteration) const {
-    const auto& record = records.at(iteration.optimizer);
+    const Record& record = *iteration.record;
     for_each_param(*iteration.optimizer, [&](const at::Tensor& param, int64_t number) {
       const void* const key = param.unsafeGetTensorImpl();
       if (!param.grad().defined() || iteration.had_grad.count(key) != 0) return;
@@ -244,7 +305,7 @@ struct GradScaler::State {
                 " some that were written: call optimizer.zero_grad(), and backward anew");
     TORCH_CHECK(!left.has_others(optimizer), wanted,
                 " those of parameters that were not there: call update() first");
-    iteration = Iteration(iteration.optimizer);
+    iteration = Iteration(*iteration.optimizer);
   }
 
   static std::string name_of(const Record& record, int64_t number) {
@@ -257,20 +318,26 @@ struct GradScaler::State {
   }
 
   std::string name_of_nonfinite(const ScalerSummary& report) const {
-    for (const auto& [optimizer, record] : records) {
+    for (const Record& record : records) {
       if (record.slot == report.nonfinite_slot) return name_of(record, report.nonfinite_number);
     }
     return {};
   }
 
-  at::Tensor step_scaled(Iteration& iteration, ScaledStep& scaled) {
+  at::Tensor step_scaled(Iteration& iteration, ScaledStep& scaled, bool grad_mode) {
     at::Tensor grad_scale;
     if (iteration.stage == Stage::kReady) {
       grad_scale = scale.clone();
       const at::Tensor none = at::zeros_like(scale);
       std::optional<GradientLook> found = scaled.look_at_gradients(none, scale);
       if (found.has_value()) {
-        record_of(*iteration.optimizer);
+        TORCH_CHECK(found->first_nonfinites.size() == found->found_infs.size(),
+                    "GradScaler.step: look_at_gradients must give a first_nonfinite for each "
+                    "found_inf, got ",
+                    found->first_nonfinites.size(), " for ", found->found_infs.size());
+        iteration.record = &record_of(*iteration.optimizer);
+        iteration.record->forget();
+        iteration.record->of_last_look = found->first_nonfinites;
         iteration.found_infs = std::move(found->found_infs);
         iteration.first_nonfinites = std::move(found->first_nonfinites);
       } else {
@@ -281,18 +348,22 @@ struct GradScaler::State {
              });
       }
     }
-    return scaled.step_scaled(grad_scale, sum_of_flags(iteration.found_infs, scale.device()));
+    const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
+    iteration.may_have_stepped =
+        dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
+    const at::AutoGradMode as_outside(grad_mode);
+    return scaled.step_scaled(grad_scale, found_inf);
   }
 
-  at::Tensor step_unscaled(Iteration& iteration) {
+  at::Tensor step_unscaled(Iteration& iteration, bool grad_mode) {
     if (iteration.stage == Stage::kReady) unscale(iteration);
     TORCH_CHECK(!iteration.found_infs.empty(), "No inf checks were recorded for this optimizer.");
     for (const at::Tensor& found_inf : iteration.found_infs) {
       if (found_inf.item().toDouble() != 0.0) return {};
     }
-    at::Tensor returned = iteration.optimizer->step();
-    clear_autocast_cache();
-    return returned;
+    iteration.may_have_stepped = true;
+    const at::AutoGradMode as_outside(grad_mode);
+    return iteration.optimizer->step();
   }
 
   // Takes the flags of this iteration's looks to the kernel that updates the scale.
@@ -310,7 +381,7 @@ struct GradScaler::State {
         }
         flags.push_back(iteration.found_infs[i].to(scale.device(), /*non_blocking=*/true));
         firsts.emplace_back(first);
-        slots.push_back(records.at(iteration.optimizer).slot);
+        slots.push_back(iteration.record->slot);
       }
     }
     LossScaleHyperparameters hyperparameters;
@@ -326,11 +397,15 @@ struct GradScaler::State {
     update_scale_(scale, growth_tracker, flags, firsts, slots, hyperparameters, hysteresis,
                   monitor.get());
     for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
+    for (Record& record : records) record.of_last_look.clear();
     warn_of_skips();
   }
 
   void update(const std::function<void()>& set) {
     check_scale("update");
+    TORCH_CHECK(!is_stepping,
+                "GradScaler.update: must be called after the steps of an iteration, "
+                "got a call inside of one");
     const auto has_flags = [](const Iteration& iteration) { return !iteration.found_infs.empty(); };
     if (std::any_of(iterations.begin(), iterations.end(), has_flags)) {
       update_from_looks(options.dynamic() && set == nullptr);
@@ -411,7 +486,9 @@ void GradScaler::unscale_(Optimizer& optimizer) {
 }
 
 at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& closure) {
+  const ClearsCasts clears_casts;
   if (!state_->enabled) return optimizer.step(closure);
+  const bool grad_mode = at::GradMode::is_enabled();
   const at::NoGradGuard no_grad;
   TORCH_CHECK(closure == nullptr,
               "Closure use is not currently supported if GradScaler is enabled.");
@@ -423,12 +500,18 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
   TORCH_CHECK(iteration.stage != Stage::kStepped,
               "step() has already been called since the last update().");
   auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
+  const bool was_stepping = std::exchange(state_->is_stepping, true);
   try {
-    at::Tensor returned = scaled != nullptr ? state_->step_scaled(iteration, *scaled)
-                                            : state_->step_unscaled(iteration);
+    at::Tensor returned = scaled != nullptr ? state_->step_scaled(iteration, *scaled, grad_mode)
+                                            : state_->step_unscaled(iteration, grad_mode);
     iteration.stage = Stage::kStepped;
+    state_->is_stepping = was_stepping;
     return returned;
-  } catch (...) {  // the next gradients are not unscaled as these are
+  } catch (...) {
+    state_->is_stepping = was_stepping;
+    // Others than ours may have written parameters: torch's do so behind their versions.
+    if (iteration.may_have_stepped) iteration.stage = Stage::kStepped;
+    // The next gradients are not unscaled as these are.
     const bool is_unscaled = iteration.stage == Stage::kUnscaled && !iteration.found_infs.empty();
     if (is_unscaled && !iteration.left_unscaled.has_value()) {
       iteration.left_unscaled.emplace(optimizer);
@@ -481,9 +564,9 @@ std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bo
     if (report.updates == 0) return {};
     return report.consecutive_skips > 0;
   }
-  const auto record = state_->records.find(optimizer);
-  if (record == state_->records.end()) return {};
-  const OptimizerReport report = state_->monitor->read_optimizer(record->second.slot);
+  const Record* const record = state_->find_record(Identity::of(*optimizer));
+  if (record == nullptr) return {};
+  const OptimizerReport report = state_->monitor->read_optimizer(record->slot);
   if (report.update == 0) return {};
   return report.last_was_skipped != 0;
 }
@@ -549,7 +632,8 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   const double scale = entry("scale", std::numeric_limits<float>::max(), false);
   const double growth_factor = entry("growth_factor", kLargest, false);
   const double backoff_factor = entry("backoff_factor", kLargest, false);
-  const double growth_interval = entry("growth_interval", 0x1p62, true);
+  entry("growth_interval", 0x1p63, true);
+  const c10::IValue interval = *find(dict, "growth_interval");
   const double growth_tracker = entry("_growth_tracker", kLargestInt, true);
   double hysteresis = static_cast<double>(state_->options.hysteresis());
   if (find(dict, "_hysteresis_tracker").has_value()) {  // torch's scaler has none
@@ -559,7 +643,8 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   State& state = *state_;
   state.init_scale = scale;
   state.options.growth_factor(growth_factor).backoff_factor(backoff_factor);
-  state.options.growth_interval(static_cast<int64_t>(growth_interval));
+  state.options.growth_interval(interval.isTensor() ? interval.toTensor().item().toLong()
+                                                    : interval.toInt());
   state.init_growth_tracker = static_cast<int64_t>(growth_tracker);
   state.init_hysteresis_tracker = static_cast<int64_t>(hysteresis);
   if (!state.scale.defined()) return;

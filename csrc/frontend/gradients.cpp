@@ -140,6 +140,7 @@ NonfiniteCounts find_nonfinite(const torch::optim::Optimizer& optimizer, bool pa
   for (size_t group = 0; group < groups.size(); ++group) {
     for (size_t i = 0; i < groups[group].params().size(); ++i) {
       const at::Tensor& param = groups[group].params()[i];
+      if (!param.defined()) continue;
       tensors.emplace_back(c10::str("group ", group, ", param ", i), params ? param : param.grad());
     }
   }

@@ -23,8 +23,8 @@ class MarkedGrads {
  public:
   explicit MarkedGrads(const torch::optim::Optimizer& optimizer) {
     for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {
-      if (!param.grad().defined()) return;
       params_.insert(param.unsafeGetTensorImpl());
+      if (!param.grad().defined()) return;
       grads_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(param.grad().getIntrusivePtr()),
                         version_of(param.grad())});
     });
@@ -50,7 +50,7 @@ class MarkedGrads {
     return all;
   }
 
-  // Whether a parameter has a gradient that had none.
+  // Whether a parameter has a gradient that was not there itself.
   bool has_others(const torch::optim::Optimizer& optimizer) const {
     bool found = false;
     for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "frontend/optimizer_kind.h"
+#include "frontend/values.h"
 #include "plan.h"
 
 namespace amp_ext::optim {
@@ -31,7 +32,8 @@ struct FusedOptimizer::Impl {
   size_t state_count = 0;                         // likewise
   std::shared_ptr<StepProgress> progress;         // of the last plan
   at::Tensor grad_norm;
-  std::mutex mutex;  // of the next one
+  std::vector<Dict> other_entries;  // by group, of the state dict that was loaded
+  std::mutex mutex;                 // of the next one
   std::optional<std::thread::id> user;
 };
 

@@ -23,6 +23,7 @@ struct OptimizerKind {
   std::vector<std::string> buffer_names;  // all that the formula may keep
   std::vector<std::string> required;      // options that a state dict must have
   std::vector<std::string> own_options;   // options that neither torch nor all of ours have
+  std::vector<std::string> not_of_torch;  // that stay where a state dict lacks them
   std::vector<std::string> constants = {"differentiable"};  // that are false in any state dict
   bool counts_from_buffer = false;     // torch saves no counter: with a buffer it has taken a step
   const char* fixed_option = nullptr;  // that a state dict can't change either

@@ -16,6 +16,7 @@ namespace {
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
 Groups one_group(std::vector<at::Tensor> params) {
+  TORCH_CHECK(!params.empty(), "optimizer got an empty parameter list");
   Groups groups;
   groups.emplace_back(std::move(params));
   return groups;
@@ -89,6 +90,7 @@ const OptimizerKind& sgd_kind() {
     auto sgd = kind_of<SGDOptions, SgdHyperparameters>(
         "SGD", {"lr", "momentum", "dampening", "weight_decay"});
     sgd.counts_from_buffer = true;
+    sgd.not_of_torch = {"decoupled_weight_decay"};
     sgd.buffer_count = [](const FusedOptions& options) {
       return static_cast<const SGDOptions&>(options).momentum() != 0.0 ? 1 : 0;
     };
@@ -111,6 +113,7 @@ const OptimizerKind& sgd_kind() {
 const OptimizerKind& lion_kind() {
   static const OptimizerKind kind = [] {
     auto lion = kind_of<LionOptions, LionHyperparameters>("Lion", {"lr", "betas", "weight_decay"});
+    lion.not_of_torch = {"maximize", "decoupled_weight_decay"};
     lion.buffer_count = [](const FusedOptions&) { return 1; };
     lion.keeps_step = [](const FusedOptions&) { return false; };
     lion.check = [](const FusedOptions& options) {

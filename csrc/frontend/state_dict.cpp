@@ -7,7 +7,6 @@
 #include <amp_ext/optim.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <map>
 #include <utility>
@@ -134,11 +133,20 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
     const auto& [name, option] = places[i];
     const bool is_fixed = kind.fixed_option != nullptr && name == std::string(kind.fixed_option);
     const auto value = find(saved, name);
-    if (is_configured(kind, name)) {
+    const auto& not_of_torch = kind.not_of_torch;
+    const bool stays = !value.has_value() && std::find(not_of_torch.begin(), not_of_torch.end(),
+                                                       name) != not_of_torch.end();
+    if (is_configured(kind, name) || stays) {
       std::visit([&](auto* to) { *to = *std::get<decltype(to)>(kept[i].place); }, option);
     } else if (value.has_value() && !is_fixed) {
       read_option(option, *value, c10::str(operation, ": ", name, place));
     }
+  }
+  for (const char* const name :
+       {"bias_correction", "correct_bias"}) {  // the latter of transformers
+    const auto value = find(saved, name);
+    TORCH_CHECK(!value.has_value() || plain_number(*value).value_or(1.0) != 0.0, operation, ": ",
+                name, place, " must be True, got ", repr(*value));
   }
   const auto differentiable = find(saved, "differentiable");
   TORCH_CHECK(!differentiable.has_value() || plain_number(*differentiable).value_or(1.0) == 0.0,
@@ -150,11 +158,23 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
   return options;
 }
 
+// Where the state dict of an optimizer lies in a dict that is not one.
+std::string what_to_load(const Dict& dict) {
+  std::string names;
+  for (const auto& entry : dict) {
+    if (!entry.value().isGenericDict()) continue;
+    const Dict inner = entry.value().toGenericDict();
+    if (!find(inner, "state").has_value() || !find(inner, "param_groups").has_value()) continue;
+    names += (names.empty() ? "" : " or ") + repr(entry.key());
+  }
+  return names.empty() ? names : "; load its entry " + names + " instead";
+}
+
 // The groups of a state dict, which has to have some.
 Groups saved_groups(const std::string& operation, const Dict& state_dict) {
   for (const char* const name : {"state", "param_groups"}) {
     TORCH_CHECK(find(state_dict, name).has_value(), operation, ": state_dict must have '", name,
-                "', got ", first_keys(state_dict));
+                "', got ", first_keys(state_dict), what_to_load(state_dict));
   }
   const c10::IValue state = *find(state_dict, "state"), list = *find(state_dict, "param_groups");
   TORCH_CHECK(state.isGenericDict(), operation, ": state must be a dict, got ", type_name(state));
@@ -179,14 +199,19 @@ c10::IValue FusedOptimizer::state_dict() const {
   auto states = new_dict();
   auto groups = new_list();
   int64_t number = 0;
-  for (const auto& param_group : param_groups_) {
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    const auto& param_group = param_groups_[i];
     auto group = new_dict();
+    if (i < impl_->other_entries.size()) {
+      for (const auto& entry : impl_->other_entries[i]) group.insert(entry.key(), entry.value());
+    }
+    check_kind(param_group.options(), i);
     const auto options = param_group.options().clone();
     for (const auto& [name, place] : static_cast<FusedOptions&>(*options).options()) {
-      group.insert(name, value_of(place));
+      group.insert_or_assign(name, value_of(place));
     }
-    for (const char* const name : {"foreach", "fused"}) group.insert(name, c10::IValue());
-    for (const std::string& name : kind.constants) group.insert(name, false);
+    for (const char* const name : {"foreach", "fused"}) group.insert_or_assign(name, c10::IValue());
+    for (const std::string& name : kind.constants) group.insert_or_assign(name, false);
     auto params = new_list();
     for (const at::Tensor& param : param_group.params()) {
       if (const FusedParamState* const state = state_of(param)) {
@@ -196,7 +221,7 @@ c10::IValue FusedOptimizer::state_dict() const {
       }
       params.push_back(number++);
     }
-    group.insert("params", params);
+    group.insert_or_assign("params", params);
     groups.push_back(group);
   }
   auto state_dict = new_dict();
@@ -237,12 +262,15 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
               kind.name, ", but is a state dict of ", writer);
   std::vector<std::unique_ptr<FusedOptions>> options;
   std::vector<std::unique_ptr<FusedParamState>> states;
+  std::vector<Dict> other_entries;  // such as initial_lr of a scheduler
   size_t found = 0;
   for (size_t i = 0; i < groups.size(); ++i) {
+    check_kind(param_groups_[i].options(), i);
     const auto configured = param_groups_[i].options().clone();
     options.push_back(
         read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
+    other_entries.push_back(groups[i].copy());
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();
     for (size_t j = 0; j < keys.size(); ++j) {
@@ -266,6 +294,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
     void* const param = state->param_.unsafeGetTensorImpl();
     state_[param] = std::move(state);
   }
+  impl_->other_entries = std::move(other_entries);
   rebuild();
   impl_->progress.reset();
   impl_->grad_norm.reset();
@@ -303,6 +332,8 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
     } else if (std::find(buffers.begin(), buffers.end(), name) != buffers.end()) {
       const auto dtype = buffer_dtype(options.state_dtype_.has_value(), param.scalar_type());
       state->set(name, read_tensor(value, param, dtype, where(name)));
+    } else if (value.isTensor()) {
+      state->set(name, value.toTensor().detach().clone());  // of somebody else
     }
   }
   return state;

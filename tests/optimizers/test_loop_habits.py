@@ -372,3 +372,32 @@ def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool) ->
         scaler.scale(-output.float().sum()).backward()
         scaler.step(optimizer)
         assert linear(torch.ones(1, 1)).item() == 2.0
+
+
+# Groups and states that a loop edits by hand.
+
+
+def test_a_parameter_that_moves_to_the_next_group_follows_its_options() -> None:
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    groups = [{"params": params[:2], "lr": 1.0}, {"params": params[2:], "lr": 0.25}]
+    optimizer = ours("SGD")(groups)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones(1)
+        optimizer.step()
+        moved, rest = optimizer.param_groups
+        if len(moved["params"]) == 2:  # the parameters of both groups, one after the other, stay
+            rest["params"].insert(0, moved["params"].pop())
+    assert [param.item() for param in params] == [-2.0, -1.25, -0.5]
+
+
+def test_a_state_that_was_erased_is_made_anew_by_init_state() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = ours("Adam")([param], lr=0.5)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    del optimizer.state[param]
+    optimizer.init_state()
+    optimizer.step()
+    assert optimizer.state[param]["step"].item() == 1.0
+    assert optimizer.state[param]["exp_avg"].tolist() == pytest.approx([0.1, 0.1])

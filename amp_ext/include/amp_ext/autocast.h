@@ -28,8 +28,9 @@ class AMP_EXT_API Autocast {
   // `dtype`: at::kHalf or at::kBFloat16; none: the one that is set for this type of device, as
   // bfloat16 for the CPU and float16 for CUDA. `cache_enabled`: whether a weight is cast once in a
   // scope; none: as outside. Throws c10::Error on another dtype or type of device.
-  explicit Autocast(c10::DeviceType device_type, std::optional<c10::ScalarType> dtype = {},
-                    bool enabled = true, std::optional<bool> cache_enabled = {});
+  [[nodiscard]] explicit Autocast(c10::DeviceType device_type,
+                                  std::optional<c10::ScalarType> dtype = {}, bool enabled = true,
+                                  std::optional<bool> cache_enabled = {});
   ~Autocast();
 
   Autocast(const Autocast&) = delete;

@@ -35,7 +35,8 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
     given_.insert("lr");
   }
 
-  // All options with their names in Python.
+  // All options with their names in Python. What is written through these places does not count as
+  // given: a setter says so.
   virtual std::vector<Option> options();
 
   // Whether an option was set, if only to what it was. A group takes the others from its optimizer.
@@ -68,7 +69,7 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
 
 // The setters of these options, for the class of an optimizer's own.
 template <typename Derived>
-class OptionsOf : public FusedOptions {
+class AMP_EXT_API OptionsOf : public FusedOptions {
  public:
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
     return std::make_unique<Derived>(static_cast<const Derived&>(*this));
@@ -97,7 +98,7 @@ class OptionsOf : public FusedOptions {
 
 // The options of both Adams.
 template <typename Derived>
-class AdamOptionsOf : public OptionsOf<Derived> {
+class AMP_EXT_API AdamOptionsOf : public OptionsOf<Derived> {
  public:
   using Betas = std::tuple<double, double>;
 
@@ -230,8 +231,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedOptimizer(FusedOptimizer&&) noexcept;
   FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
 
-  // Hides that of torch, which from 2.13 on drops the options of a group; don't call that one
-  // through a torch::optim::Optimizer&.
+  // Hides that of torch, which from 2.13 on drops the options of a group and checks nothing; don't
+  // call that one through a torch::optim::Optimizer&.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // Updates all parameters that have a gradient. The closure evaluates the model again, with
@@ -244,6 +245,9 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
                                                 const at::Tensor& grad_scale) override;
+
+  // What moves along with the optimizer, and belongs to no other as long as this one lives.
+  std::shared_ptr<const void> identity() const;
 
   // Norm of the unscaled gradients at the last step, one float32, which later steps write anew.
   // Undefined without max_grad_norm.
@@ -285,7 +289,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   class InPlan;
 
   FusedOptions& options_of(size_t group);
-  const FusedOptions& options_of(size_t group) const;
+  void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
   static bool has_master(const FusedOptions& options, const at::Tensor& param);
   std::unique_ptr<FusedParamState> whole_state(const FusedOptions& options,
@@ -293,7 +297,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::unique_ptr<FusedParamState> read_state(const FusedOptions& options, const at::Tensor& param,
                                               const std::string& place,
                                               const c10::IValue& saved) const;
-  void make_states(const std::vector<std::pair<size_t, at::Tensor>>& params);
+  bool make_states(const std::vector<std::pair<size_t, at::Tensor>>& params);
   bool take_params();
   void take_plan();
   void make_plan(std::vector<std::tuple<int, bool, bool, std::optional<at::ScalarType>>> kept);
@@ -301,7 +305,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void check_groups();
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;
 };
 
 // The class of one optimizer, constructed like those of torch::optim.

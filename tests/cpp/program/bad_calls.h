@@ -100,6 +100,7 @@ inline Checks all() {
       {"dampening of nan", construct<SGD>(SGDOptions().dampening(nan))},
       {"no parameters",
        [] { AdamW(std::vector<torch::optim::OptimizerParamGroup>(), AdamWOptions()); }},
+      {"empty list of parameters", [] { AdamW(std::vector<torch::Tensor>(), AdamWOptions()); }},
       {"parameter twice in a group",
        [] {
          const torch::Tensor param = parameter();

@@ -4,7 +4,9 @@
 #include <amp_ext/amp_ext.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <cmath>
+#include <functional>
 #include <future>
 #include <limits>
 #include <memory>
@@ -281,14 +283,15 @@ inline void a_parameter_that_is_gone_leaves_no_state_to_another() {
   }
 }
 
-inline void one_thread_steps_at_a_time() {
+// Two threads step one optimizer, each in its way; one of both waits for none.
+inline void check_that_one_thread_steps(const std::function<void(AdamW&)>& second_step) {
   torch::Tensor param = torch::zeros({1 << 22}).requires_grad_(true);
   param.mutable_grad() = torch::ones({1 << 22});
   AdamW optimizer({param}, AdamWOptions(0.1));
   std::atomic<int> refused{0}, stepped{0};
-  const auto work = [&] {
+  const auto work = [&](const std::function<void(AdamW&)>& step) {
     for (int i = 0; i < 40; ++i) {
-      const std::string error = error_of([&] { optimizer.step(); });
+      const std::string error = error_of([&] { step(optimizer); });
       if (error.empty()) {
         ++stepped;
       } else {
@@ -297,13 +300,22 @@ inline void one_thread_steps_at_a_time() {
       }
     }
   };
-  auto other = std::async(std::launch::async, work);
-  work();
+  auto other = std::async(std::launch::async, work, second_step);
+  work([](AdamW& one) { one.step(); });
   other.get();
   CHECK_THAT(stepped + refused == 80 && stepped >= 1);
   const auto& state =
       static_cast<FusedParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
   CHECK_THAT(state.get("step").item<double>() == stepped);
+}
+
+inline void one_thread_steps_at_a_time() {
+  check_that_one_thread_steps([](AdamW& optimizer) { optimizer.step(); });
+}
+
+inline void one_thread_steps_at_a_time_also_under_a_scaler() {
+  const torch::Tensor one = torch::ones({}), none = torch::zeros({});
+  check_that_one_thread_steps([&](AdamW& optimizer) { optimizer.step_scaled(one, none); });
 }
 
 inline void a_failed_step_leaves_gradients_told_from_new_ones() {
@@ -421,32 +433,5 @@ inline void list_operations_are_there() {
       error_of([&] { amp_ext::step_(amp_ext::StepLists{{param}, {}, {{}}, {}, {}}, options, {}); }),
       "sgd_: grads must"));
 }
-
-#define AMP_EXT_CHECK(name) {#name, &name}
-
-inline Checks all() {
-  return {AMP_EXT_CHECK(own_scaled_steps_are_found),
-          AMP_EXT_CHECK(casts_work_across_the_library),
-          AMP_EXT_CHECK(foreign_optimizers_are_skipped_whole),
-          AMP_EXT_CHECK(groups_keep_their_options),
-          AMP_EXT_CHECK(archives_resume_with_the_same_bits),
-          AMP_EXT_CHECK(autocast_scopes_nest_and_end),
-          AMP_EXT_CHECK(casts_of_weights_are_not_stale_after_a_step),
-          AMP_EXT_CHECK(closures_are_refused_or_handed_on),
-          AMP_EXT_CHECK(conversions_and_new_gradients_are_followed),
-          AMP_EXT_CHECK(masters_keep_what_16_bits_lose),
-          AMP_EXT_CHECK(a_parameter_that_is_gone_leaves_no_state_to_another),
-          AMP_EXT_CHECK(one_thread_steps_at_a_time),
-          AMP_EXT_CHECK(a_failed_step_leaves_gradients_told_from_new_ones),
-          AMP_EXT_CHECK(norms_are_clipped_without_a_step),
-          AMP_EXT_CHECK(norms_are_clipped_inside_a_step),
-          AMP_EXT_CHECK(bad_gradients_are_named),
-          AMP_EXT_CHECK(the_scale_keeps_its_limits),
-          AMP_EXT_CHECK(optimizers_can_be_moved),
-          AMP_EXT_CHECK(values_survive_a_file),
-          AMP_EXT_CHECK(list_operations_are_there)};
-}
-
-#undef AMP_EXT_CHECK
 
 }  // namespace checks

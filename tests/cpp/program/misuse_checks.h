@@ -1,0 +1,328 @@
+// Checks of programs that misuse the C++ interface, or use it in ways that few do.
+#pragma once
+
+#include <amp_ext/amp_ext.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "checks.h"
+
+namespace checks {
+
+using Dict = c10::impl::GenericDict;
+
+inline Dict empty_dict() { return Dict(c10::AnyType::get(), c10::AnyType::get()); }
+
+inline void groups_follow_parameters_that_move() {
+  std::vector<torch::Tensor> params = {parameter({0.0}), parameter({0.0}), parameter({0.0})};
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector{params[0], params[1]}, std::make_unique<SGDOptions>(1.0));
+  groups.emplace_back(std::vector{params[2]}, std::make_unique<SGDOptions>(0.25));
+  SGD optimizer(groups, SGDOptions(1.0));
+  const auto step = [&] {
+    for (torch::Tensor& param : params) param.mutable_grad() = torch::ones({1});
+    optimizer.step();
+  };
+  step();
+  auto& changed = optimizer.param_groups();
+  changed[0].params().pop_back();
+  changed[1].params().insert(changed[1].params().begin(), params[1]);
+  step();
+  CHECK_THAT(params[0].item<double>() == -2.0 && params[1].item<double>() == -1.25);
+  // One that is taken out, and added again with its state.
+  changed[1].params().erase(changed[1].params().begin());
+  step();
+  CHECK_THAT(params[1].item<double>() == -1.25);
+  optimizer.add_param_group({{params[1]}, std::make_unique<SGDOptions>(0.5)});
+  step();
+  CHECK_THAT(params[1].item<double>() == -1.75);
+}
+
+inline void groups_of_another_optimizer_keep_their_options() {
+  SGD first({parameter({0.0})}, SGDOptions(0.5).momentum(0.25));
+  SGD second(first.param_groups(), SGDOptions(0.125));
+  const auto& options = static_cast<SGDOptions&>(second.param_groups()[0].options());
+  CHECK_THAT(options.lr() == 0.5 && options.momentum() == 0.25);
+}
+
+inline void states_stay_where_they_are() {
+  torch::Tensor param = parameter({1.0}, torch::kHalf);
+  AdamW optimizer({param}, AdamWOptions(0.5));
+  param.mutable_grad() = torch::ones({1}, torch::kHalf);
+  optimizer.step();
+  void* const key = param.unsafeGetTensorImpl();
+  const auto* const state = optimizer.state().at(key).get();
+  optimizer.master_params();
+  optimizer.rebuild();
+  optimizer.step();
+  CHECK_THAT(optimizer.state().at(key).get() == state);
+  optimizer.state().erase(key);
+  optimizer.init_state();  // a new one, which the next step takes
+  optimizer.step();
+  const auto& made = static_cast<FusedParamState&>(*optimizer.state().at(key));
+  CHECK_THAT(made.get("step").item<double>() == 1.0);
+}
+
+inline void options_of_another_optimizer_are_refused() {
+  AdamW optimizer({parameter({1.0})}, AdamWOptions());
+  optimizer.param_groups()[0].set_options(std::make_unique<torch::optim::AdamWOptions>());
+  const std::string wanted =
+      "AdamW: options of group 0 must be amp_ext::optim::AdamWOptions, got those of another "
+      "optimizer";
+  CHECK_THAT(contains(error_of([&] { optimizer.step(); }), wanted));
+  CHECK_THAT(contains(error_of([&] { optimizer.state_dict(); }), wanted));
+  CHECK_THAT(contains(error_of([&] { optimizer.master_params(); }), wanted));
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector{parameter({1.0})}, std::make_unique<SGDOptions>());
+  CHECK_THAT(contains(error_of([&] { AdamW(groups, AdamWOptions()); }), wanted));
+  groups[0].params()[0] = torch::Tensor();
+  groups[0].set_options(std::make_unique<AdamWOptions>());
+  CHECK_THAT(contains(error_of([&] { AdamW(groups, AdamWOptions()); }), "got an undefined one"));
+  const auto complex = [] {
+    torch::Tensor number = torch::ones({1}, torch::kComplexFloat).requires_grad_(true);
+    AdamW({number}, AdamWOptions()).init_state();
+  };
+  CHECK_THAT(contains(error_of(complex), "AdamW.init_state: param of group 0, param 0 must be"));
+}
+
+inline void a_load_keeps_what_torch_does_not_know() {
+  SGD optimizer({parameter({1.0})}, SGDOptions(0.5).decoupled_weight_decay(true).clip_value(3.0));
+  const Dict dict = optimizer.state_dict().toGenericDict();
+  const c10::IValue groups = dict.at("param_groups");
+  const Dict group = groups.toListRef()[0].toGenericDict();
+  for (const char* name : {"decoupled_weight_decay", "clip_value"}) group.erase(name);
+  group.insert("initial_lr", 0.75);  // of a scheduler of Python
+  group.insert_or_assign("lr", torch::tensor(0.25));
+  optimizer.load_state_dict(dict);
+  const auto& options = static_cast<SGDOptions&>(optimizer.param_groups()[0].options());
+  CHECK_THAT(options.decoupled_weight_decay() && *options.clip_value() == 3.0);
+  CHECK_THAT(options.lr() == 0.25);
+  const c10::IValue again = optimizer.state_dict().toGenericDict().at("param_groups");
+  CHECK_THAT(again.toListRef()[0].toGenericDict().at("initial_lr").toDouble() == 0.75);
+  group.insert("correct_bias", false);
+  CHECK_THAT(contains(error_of([&] { optimizer.load_state_dict(dict); }),
+                      "correct_bias of param_groups[0] must be True, got False"));
+  const Dict outer = empty_dict();
+  outer.insert("mine", dict);
+  CHECK_THAT(contains(error_of([&] { optimizer.load_state_dict(outer); }),
+                      "; load its entry 'mine' instead"));
+}
+
+// An optimizer of somebody else that does more than step.
+class Odd : public torch::optim::SGD {
+ public:
+  Odd(std::vector<torch::Tensor> params, std::function<void()> more)
+      : SGD(std::move(params), torch::optim::SGDOptions(1.0)), more_(std::move(more)) {}
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    torch::Tensor loss = SGD::step(std::move(closure));
+    more_();
+    return loss;
+  }
+
+ private:
+  std::function<void()> more_;
+};
+
+inline void a_step_that_fails_behind_its_writes_is_not_taken_twice() {
+  torch::Tensor param = parameter({1.0});
+  Odd optimizer({param}, [] { TORCH_CHECK(false, "afterwards"); });
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 2.0);
+  CHECK_THAT(contains(error_of([&] { scaler.step(optimizer); }), "afterwards"));
+  CHECK_THAT(contains(error_of([&] { scaler.step(optimizer); }), "has already been called"));
+  CHECK_THAT(param.item<double>() == -1.0);
+}
+
+inline void a_step_may_step_others_and_compute_gradients() {
+  torch::Tensor outer = parameter({1.0}), inner = parameter({1.0});
+  GradScaler scaler = cpu_scaler();
+  std::vector<std::unique_ptr<torch::optim::SGD>> others;
+  Odd optimizer({outer}, [&] {
+    for (int i = 0; i < 20; ++i) {
+      const torch::optim::SGDOptions still(0.0);
+      others.push_back(std::make_unique<torch::optim::SGD>(std::vector{inner}, still));
+      scaler.step(*others.back());
+    }
+    CHECK_THAT(torch::GradMode::is_enabled());
+    CHECK_THAT(contains(error_of([&] { scaler.update(); }), "got a call inside of one"));
+  });
+  give_grad(outer, scaler, 2.0);
+  inner.mutable_grad() = torch::ones({1});
+  scaler.step(optimizer);
+  CHECK_THAT(contains(error_of([&] { scaler.step(optimizer); }), "has already been called"));
+  scaler.update();
+}
+
+inline void a_look_of_the_user_must_be_whole() {
+  struct Half : Descent {
+    using Descent::Descent;
+    std::optional<amp_ext::GradientLook> look_at_gradients(const torch::Tensor& found_inf,
+                                                           const torch::Tensor&) override {
+      return amp_ext::GradientLook{{found_inf.clone()}, {}};
+    }
+  };
+  torch::Tensor param = parameter({1.0});
+  Half optimizer({param});
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 1.0);
+  CHECK_THAT(
+      contains(error_of([&] { scaler.step(optimizer); }),
+               "look_at_gradients must give a first_nonfinite for each found_inf, got 0 for 1"));
+}
+
+inline void every_step_of_a_scaler_ends_the_casts() {
+  torch::Tensor weight = torch::ones({1, 1}).requires_grad_(true);
+  Descent own({weight});
+  GradScaler scaler = cpu_scaler(0.5);  // so that its step is 1
+  scaler.scale(torch::ones({}));
+  CHECK_THAT(product_after_a_step(weight, [&] { scaler.step(own); }) == 2.0);
+  weight = torch::ones({1, 1}).requires_grad_(true);
+  torch::optim::SGD foreign({weight}, torch::optim::SGDOptions(1.0));
+  GradScaler disabled(GradScalerOptions().device(torch::kCPU).enabled(false));
+  CHECK_THAT(product_after_a_step(weight, [&] { disabled.step(foreign); }) == 2.0);
+}
+
+inline void unscaling_in_part_is_known() {
+  torch::Tensor param = parameter({1.0});
+  torch::Tensor elsewhere = torch::ones({1}, torch::kMeta).requires_grad_(true);
+  SGD optimizer({param, elsewhere}, SGDOptions(1.0));
+  GradScaler scaler = cpu_scaler(4.0);
+  scaler.scale(torch::ones({}));
+  param.mutable_grad() = torch::full({1}, 4.0);
+  elsewhere.mutable_grad() = torch::ones({1}, torch::kMeta);
+  CHECK_THAT(!error_of([&] { scaler.unscale_(optimizer); }).empty());
+  CHECK_THAT(contains(error_of([&] { scaler.unscale_(optimizer); }), "were unscaled in part"));
+  CHECK_THAT(param.grad().item<double>() == 1.0);
+  optimizer.zero_grad();
+  give_grad(param, scaler, 2.0);
+  scaler.step(optimizer);
+  CHECK_THAT(param.item<double>() == -1.0);
+}
+
+// An iteration whose step is refused after unscale_.
+struct Failed {
+  torch::Tensor a = parameter({1.0}), b = parameter({1.0});
+  SGD optimizer{{a, b}, SGDOptions(1.0)};
+  GradScaler scaler = cpu_scaler();
+
+  void fail(double grad = 1.0) {
+    auto& options = static_cast<SGDOptions&>(optimizer.param_groups()[0].options());
+    optimizer.zero_grad();
+    give_grad(a, scaler, grad);
+    scaler.unscale_(optimizer);
+    options.clip_value(-1.0);
+    CHECK_THAT(!error_of([&] { scaler.step(optimizer); }).empty());
+    options.clip_value(std::nullopt);
+  }
+};
+
+inline void after_a_failed_step_gradients_are_new_or_as_they_were() {
+  Failed loop;
+  loop.fail();
+  loop.scaler.step(loop.optimizer);  // the same
+  loop.scaler.update();
+  CHECK_THAT(loop.a.item<double>() == 0.0);
+  loop.fail();
+  loop.a.mutable_grad().mul_(2.0);
+  CHECK_THAT(
+      contains(error_of([&] { loop.scaler.step(loop.optimizer); }), "some that were written"));
+  loop.scaler.update();
+  loop.fail();
+  loop.optimizer.zero_grad();
+  give_grad(loop.b, loop.scaler, 1.0);  // of another parameter, which was there without one
+  loop.scaler.step(loop.optimizer);
+  loop.scaler.update();
+  CHECK_THAT(loop.a.item<double>() == 0.0 && loop.b.item<double>() == 0.0);
+  loop.fail();
+  torch::Tensor c = parameter({1.0});
+  loop.optimizer.zero_grad();
+  loop.optimizer.add_param_group(std::vector{c});
+  give_grad(c, loop.scaler, 1.0);
+  CHECK_THAT(contains(error_of([&] { loop.scaler.step(loop.optimizer); }), "that were not there"));
+}
+
+inline void a_dropped_look_names_nothing() {
+  Failed loop;
+  loop.fail(NAN);
+  loop.optimizer.zero_grad();
+  give_grad(loop.b, loop.scaler, NAN);
+  loop.scaler.step(loop.optimizer);
+  loop.scaler.update();
+  CHECK_THAT(loop.scaler.stats().last_nonfinite == "group 0, param 1");
+}
+
+inline void optimizers_are_told_apart() {
+  torch::Tensor param = parameter({1.0});
+  GradScaler scaler = cpu_scaler();
+  for (int i = 0; i < 10; ++i) {  // one of them may get the address of the last
+    auto optimizer = std::make_unique<SGD>(std::vector{param}, SGDOptions(0.0));
+    CHECK_THAT(!scaler.last_step_skipped(optimizer.get()).has_value());
+    give_grad(param, scaler, 1.0);
+    scaler.unscale_(*optimizer);
+    scaler.step(*optimizer);
+    if (i % 2 == 0) scaler.update();
+  }
+  scaler.update();
+  SGD first({param}, SGDOptions(0.5));
+  give_grad(param, scaler, 2.0);
+  scaler.unscale_(first);
+  SGD second = std::move(first);
+  scaler.step(second);
+  CHECK_THAT(param.item<double>() == 0.0);
+}
+
+inline void what_is_out_of_range_is_refused() {
+  CHECK_THAT(contains(error_of([] { const Autocast autocast(torch::kMeta); }),
+                      "must be cpu or cuda, got meta"));
+  CHECK_THAT(contains(error_of([] { const Autocast autocast(torch::kCPU, torch::kFloat); }),
+                      "dtype must be Half or BFloat16, got Float"));
+  CHECK_THAT(contains(error_of([] { GradScaler(GradScalerOptions().device(torch::kMeta)); }),
+                      "device must be cuda or cpu, got meta"));
+  const auto large = GradScalerOptions().device(torch::kCPU).hysteresis(int64_t{1} << 40);
+  CHECK_THAT(contains(error_of([&] { GradScaler{large}; }),
+                      "hysteresis must be an int32, got 1099511627776"));
+  CHECK_THAT(contains(error_of([] { amp_ext::clip_grad_norm_({}, NAN); }), "must be a number"));
+  CHECK_THAT(contains(error_of([] { amp_ext::clip_grad_norm_({torch::Tensor()}, 1.0); }),
+                      "parameters[0] must be a tensor, got an undefined one"));
+}
+
+inline void what_python_can_not_read_is_refused() {
+  const auto saved = [](const c10::IValue& value) {
+    return error_of([&] { amp_ext::state_to_bytes(value); });
+  };
+  const Dict dict = empty_dict();
+  dict.insert("a", torch::ones({2}).to_sparse());
+  CHECK_THAT(contains(saved(dict), "value['a'] must be a dense tensor, got Sparse"));
+  dict.insert_or_assign("a", torch::ones({2}, torch::kUInt16));
+  CHECK_THAT(contains(saved(dict), "value['a'] must be of a dtype that torch.load reads"));
+  CHECK_THAT(contains(saved(torch::Device(torch::kCPU)), "value must be a dict, list"));
+  dict.clear();
+  dict.insert(0.5, 1);
+  CHECK_THAT(contains(saved(dict), "keys of value must be strings or ints, got 0.5"));
+  CHECK_THAT(contains(error_of([] { amp_ext::save_state("/nowhere/file.pt", 1); }),
+                      "path must be of a file that can be written"));
+  CHECK_THAT(contains(error_of([] { amp_ext::load_state("/"); }),
+                      "path must be of a file that can be read"));
+  std::stringstream archive;
+  torch::save(torch::ones({2}), archive);
+  SGD optimizer({parameter({1.0})}, SGDOptions());
+  CHECK_THAT(contains(error_of([&] { torch::load(optimizer, archive); }),
+                      "the archive must be one that torch::save wrote"));
+}
+
+inline void a_view_is_saved_as_its_elements() {
+  const torch::Tensor view = torch::arange(4.0)[2].expand({4});  // of a storage of its own size
+  const auto read = amp_ext::state_from_bytes(amp_ext::state_to_bytes(view)).toTensor();
+  CHECK_THAT(same(read, torch::full({4}, 2.0F)));
+}
+
+}  // namespace checks
