@@ -36,6 +36,9 @@ CHANGES = {
     "write_back_grads": True,
 }
 
+# Options that decide which state a parameter has.
+OF_STATE = ("master_weights", "state_dtype", "amsgrad", "momentum", "dampening")
+
 
 class Machine(Loops):
     """Loops in which parameters, groups and options change, and all is copied, saved and loaded."""
@@ -201,6 +204,25 @@ class Machine(Loops):
         del sides.mine.param_groups[index], sides.twin.param_groups[index]
         sides.forget_versions()
         self.did("remove_group")
+
+    @rule(which=number, numbered=number)
+    def move_param(self, which: int, numbered: int) -> None:
+        """Moves a parameter to the next group, so that all of them stay in their order."""
+        sides = self.sides(which)
+        index = numbered % len(sides.pairs)
+        if index + 1 == len(sides.pairs) or len(sides.pairs[index]) < 2:
+            return
+        ours = sides.mine.param_groups[index : index + 2]
+        first, second = ([group.get(name) for name in OF_STATE] for group in ours)
+        if first != second:
+            return  # its state would have to be another
+        for groups in (sides.mine.param_groups, sides.twin.param_groups):
+            *stay, moved = groups[index]["params"]
+            groups[index]["params"] = stay
+            groups[index + 1]["params"] = [moved, *groups[index + 1]["params"]]
+        sides.pairs[index + 1].insert(0, sides.pairs[index].pop())
+        sides.forget_versions()
+        self.did("move_param")
 
     @precondition(lambda self: "groups as tuples" not in self.without)
     @rule(which=number, numbered=number)
