@@ -34,7 +34,7 @@ from photo import (
     differences,
     fourier_features,
     load_photo,
-    make_model,
+    make_start,
     positive,
     run_all,
     show_mean,
@@ -110,10 +110,10 @@ def train(
         device: ``"cpu"`` or ``"cuda"``.
         report: Called after each step with its loss.
     """
-    torch.manual_seed(seed)
-    features = fourier_features(settings).to(device, recipe.dtype)
+    start = make_start(settings, seed)
+    features = fourier_features(start).to(device, recipe.dtype)
     colours = photo.view(-1, 3).to(device)
-    model = make_model(settings.width).to(device, recipe.dtype)
+    model = start.model.to(device, recipe.dtype)
     optimizer = recipe.optimizer(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
         optimizer, settings.steps, eta_min=LEARNING_RATE / 100
