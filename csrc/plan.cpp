@@ -19,12 +19,6 @@ namespace amp_ext {
 
 namespace {
 
-int64_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-}
-
-bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
-
 // The dtype that gradients are read in: their own where kernels take it, else float32.
 at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param) {
   if (grad == param || (param == at::kFloat && is_16_bit(grad))) return grad;

@@ -68,6 +68,13 @@ TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number)
 // Both without gaps, with their elements in the same order: one loop over memory pairs them up.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
+inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+// A number that changes when a tensor is written; inference tensors have none.
+inline int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+}
+
 // Tells autograd that a tensor was written, so that it refuses to use an older saved copy.
 inline void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "frontend/optimizer_impl.h"
+#include "tensor_memory.h"
 
 namespace amp_ext::optim {
 
@@ -23,8 +24,6 @@ namespace {
 
 constexpr const char* kHowToGoOn =
     "load a checkpoint into the model, and into the optimizer with load_state_dict()";
-
-bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
 std::string place(size_t group, size_t index) {
   return c10::str("group ", group, ", param ", index);
@@ -237,6 +236,12 @@ FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
   return found == state_.end() ? nullptr : dynamic_cast<FusedParamState*>(found->second.get());
 }
 
+// Undefined where it has none.
+at::Tensor FusedOptimizer::master_of(const at::Tensor& param) const {
+  const FusedParamState* const state = state_of(param);
+  return state != nullptr ? state->get("master_param") : at::Tensor();
+}
+
 bool FusedOptimizer::has_master(const FusedOptions& options, const at::Tensor& param) {
   return options.master_weights_ && is_16_bit(param.scalar_type());
 }
@@ -323,8 +328,7 @@ std::vector<at::Tensor> FusedOptimizer::master_params() {
   std::vector<at::Tensor> masters;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
-      const FusedParamState* const state = state_of(param);
-      const at::Tensor master = state != nullptr ? state->get("master_param") : at::Tensor();
+      const at::Tensor master = master_of(param);
       masters.push_back((master.defined() ? master : param).detach());
     }
   }
@@ -335,8 +339,7 @@ void FusedOptimizer::refresh_masters() {
   TensorList params, masters;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
-      const FusedParamState* const state = state_of(param);
-      const at::Tensor master = state != nullptr ? state->get("master_param") : at::Tensor();
+      const at::Tensor master = master_of(param);
       if (!master.defined()) continue;
       params.push_back(param);
       masters.push_back(master);

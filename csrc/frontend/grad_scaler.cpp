@@ -197,7 +197,8 @@ struct GradScaler::State {
     return iterations.emplace_back(optimizer);
   }
 
-  const Record* find_record(const Identity& identity) const {
+  // Null if nothing is known of it.
+  Record* find_record(const Identity& identity) {
     const auto found = std::find_if(records.begin(), records.end(), [&](const Record& record) {
       return record.identity.is(identity);
     });
@@ -206,9 +207,10 @@ struct GradScaler::State {
 
   Record& record_of(const Optimizer& optimizer) {
     const Identity identity = Identity::of(optimizer);
-    auto* record = const_cast<Record*>(find_record(identity));
-    if (record == nullptr)
+    Record* record = find_record(identity);
+    if (record == nullptr) {
       record = &records.emplace_back(Record{identity, monitor->add_optimizer()});
+    }
     record->group_sizes.clear();
     for (const auto& group : optimizer.param_groups()) {
       record->group_sizes.push_back(group.params().size());

@@ -8,6 +8,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "tensor_memory.h"
+
 namespace amp_ext {
 
 // Calls visit(param, number) for the parameters of all groups.
@@ -65,10 +67,6 @@ class MarkedGrads {
     c10::weak_intrusive_ptr<c10::TensorImpl> grad;
     int64_t version;
   };
-
-  static int64_t version_of(const at::Tensor& tensor) {
-    return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-  }
 
   const Mark* mark_of(const at::Tensor& grad) const {
     for (const Mark& mark : grads_) {

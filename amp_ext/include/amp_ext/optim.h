@@ -291,6 +291,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedOptions& options_of(size_t group);
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
+  at::Tensor master_of(const at::Tensor& param) const;
   static bool has_master(const FusedOptions& options, const at::Tensor& param);
   std::unique_ptr<FusedParamState> whole_state(const FusedOptions& options,
                                                const at::Tensor& param) const;

@@ -18,10 +18,8 @@ using amp_ext::GradScaler;
 using amp_ext::GradScalerOptions;
 using namespace amp_ext::optim;
 
-using Dict = c10::impl::GenericDict;
-
 inline Dict dict_of(std::vector<std::pair<c10::IValue, c10::IValue>> entries) {
-  Dict dict(c10::AnyType::get(), c10::AnyType::get());
+  Dict dict = new_dict();
   for (auto& [key, value] : entries) dict.insert(key, value);
   return dict;
 }
@@ -55,9 +53,7 @@ struct Saved {
   AdamW optimizer;
   Dict dict;
 
-  Saved()
-      : optimizer(groups(first, second), AdamWOptions(0.1)),
-        dict(c10::AnyType::get(), c10::AnyType::get()) {
+  Saved() : optimizer(groups(first, second), AdamWOptions(0.1)), dict(new_dict()) {
     second.mutable_grad() = torch::Tensor();
     optimizer.step();
     dict = optimizer.state_dict().toGenericDict();

@@ -1,6 +1,9 @@
 // What every check of the program uses.
 #pragma once
 
+#include <ATen/core/Dict.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
 
 #include <functional>
@@ -16,6 +19,10 @@
                                ": " #condition);                                        \
     }                                                                                   \
   } while (false)
+
+using Dict = c10::impl::GenericDict;
+
+inline Dict new_dict() { return Dict(c10::AnyType::get(), c10::AnyType::get()); }
 
 using Checks = std::map<std::string, std::function<void()>>;
 

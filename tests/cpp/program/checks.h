@@ -412,7 +412,7 @@ inline void optimizers_can_be_moved() {
 }
 
 inline void values_survive_a_file() {
-  auto dict = c10::impl::GenericDict(c10::AnyType::get(), c10::AnyType::get());
+  Dict dict = new_dict();
   dict.insert("tensor", torch::arange(6).view({2, 3}).t());
   dict.insert("view", torch::arange(100).slice(0, 7, 9));
   dict.insert(3, c10::ivalue::Tuple::create(0.5, c10::IValue()));

@@ -18,10 +18,6 @@
 
 namespace checks {
 
-using Dict = c10::impl::GenericDict;
-
-inline Dict empty_dict() { return Dict(c10::AnyType::get(), c10::AnyType::get()); }
-
 inline void groups_follow_parameters_that_move() {
   std::vector<torch::Tensor> params = {parameter({0.0}), parameter({0.0}), parameter({0.0})};
   std::vector<torch::optim::OptimizerParamGroup> groups;
@@ -111,7 +107,7 @@ inline void a_load_keeps_what_torch_does_not_know() {
   group.insert("correct_bias", false);
   CHECK_THAT(contains(error_of([&] { optimizer.load_state_dict(dict); }),
                       "correct_bias of param_groups[0] must be True, got False"));
-  const Dict outer = empty_dict();
+  const Dict outer = new_dict();
   outer.insert("mine", dict);
   CHECK_THAT(contains(error_of([&] { optimizer.load_state_dict(outer); }),
                       "; load its entry 'mine' instead"));
@@ -299,7 +295,7 @@ inline void what_python_can_not_read_is_refused() {
   const auto saved = [](const c10::IValue& value) {
     return error_of([&] { amp_ext::state_to_bytes(value); });
   };
-  const Dict dict = empty_dict();
+  const Dict dict = new_dict();
   dict.insert("a", torch::ones({2}).to_sparse());
   CHECK_THAT(contains(saved(dict), "value['a'] must be a dense tensor, got Sparse"));
   dict.insert_or_assign("a", torch::ones({2}, torch::kUInt16));

@@ -10,9 +10,7 @@
 #include <string>
 #include <vector>
 
-using Dict = c10::impl::GenericDict;
-
-inline Dict new_dict() { return Dict(c10::AnyType::get(), c10::AnyType::get()); }
+#include "check.h"
 
 inline c10::ScalarType dtype_named(const std::string& name) {
   if (name == "float16") return torch::kHalf;
