@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/gradients.cuh"
@@ -123,7 +124,8 @@ Tensors cut(const Memory& memory, const std::vector<int64_t>& sizes, const int (
     TensorRecord record;
     record.grad = places[0];
     record.param = places[1];
-    record.master_param = static_cast<float*>(places[2]);
+    record.master_param = places[2];
+    record.master = places[2] != nullptr ? Master::kFloat32 : Master::kNone;
     record.buffers[0] = places[3];
     record.buffers[1] = places[4];
     record.numel = numel;
@@ -162,7 +164,8 @@ struct Variant {
 
 template <typename Param, bool kMaster>
 struct Step {
-  using Each = Streams<Param, Combination<Param, float, kMaster>, 2>;
+  using Kind = std::conditional_t<kMaster, Mastered<Param>, Plain<Param>>;
+  using Each = Streams<Combination<Plain<Param>, Kind, Plain<float>>, AdamHyperparameters, 2>;
   // The host does not know which blocks the GPU's kernel is compiled for.
   static Described present() {
     using Present = StepShape<Each>;

@@ -8,6 +8,7 @@
 #include "functors/adam.h"
 #include "functors/lion.h"
 #include "functors/sgd.h"
+#include "numbers.h"
 #include "storage.h"
 
 // functor.
@@ -23,12 +24,19 @@
 
 namespace amp_ext {
 
-// The dtypes of a gradient and of the buffers beside a parameter, which may have a float32 master.
-template <typename GradType, typename BufferType, bool kMaster>
+// The kinds of the numbers of a parameter: its gradient, itself, and its buffers by their roles.
+template <typename GradKind, typename ParamKind, typename FirstMomentKind,
+          typename SecondMomentKind = FirstMomentKind, typename MaximumKind = SecondMomentKind>
 struct Combination {
-  using Grad = GradType;
-  using Buffer = BufferType;
-  static constexpr bool kHasMaster = kMaster;
+  using Grad = GradKind;
+  using Param = ParamKind;
+  using T = typename ComputeType<typename Param::Stored>::type;  // the type that is computed in
+  template <BufferRole role>
+  using Buffer = std::conditional_t<
+      role == BufferRole::kFirstMoment, FirstMomentKind,
+      std::conditional_t<role == BufferRole::kSecondMoment, SecondMomentKind, MaximumKind>>;
+  // Kernels without buffers are compiled for the combinations with these alone.
+  static constexpr bool kHasComputedBuffers = std::is_same_v<FirstMomentKind, Plain<T>>;
 };
 
 template <typename... Each>
@@ -37,19 +45,37 @@ struct Combinations {};
 // Every combination that the engines are compiled for, by the dtype of the parameter.
 template <typename Param>
 struct CombinationsFor {  // Half and BFloat16
-  using type = Combinations<Combination<Param, float, true>, Combination<float, float, true>,
-                            Combination<Param, Param, true>, Combination<float, Param, true>,
-                            Combination<Param, float, false>, Combination<float, float, false>,
-                            Combination<Param, Param, false>, Combination<float, Param, false>>;
+  using Same = Plain<Param>;
+  using Float = Plain<float>;
+  using Type = Combinations<
+      Combination<Same, Mastered<Param>, Float>, Combination<Float, Mastered<Param>, Float>,
+      Combination<Same, Mastered<Param>, Same>, Combination<Float, Mastered<Param>, Same>,
+      Combination<Same, Same, Float>, Combination<Float, Same, Float>,
+      Combination<Same, Same, Same>, Combination<Float, Same, Same>>;
 };
 template <>
 struct CombinationsFor<float> {
-  using type = Combinations<Combination<float, float, false>, Combination<Half, float, false>,
-                            Combination<BFloat16, float, false>>;
+  using Float = Plain<float>;
+  using Type =
+      Combinations<Combination<Float, Float, Float>, Combination<Plain<Half>, Float, Float>,
+                   Combination<Plain<BFloat16>, Float, Float>>;
 };
 template <>
 struct CombinationsFor<double> {
-  using type = Combinations<Combination<double, double, false>, Combination<float, double, false>>;
+  using Double = Plain<double>;
+  using Type =
+      Combinations<Combination<Double, Double, Double>, Combination<Plain<float>, Double, Double>>;
+};
+
+// The kind of buffer number `index` of a kernel; Absent behind its last.
+template <typename Combination, typename Hyperparameters, int kBuffers, int index,
+          bool is_present = (index < kBuffers)>
+struct BufferKind {
+  using Type = Absent;
+};
+template <typename Combination, typename Hyperparameters, int kBuffers, int index>
+struct BufferKind<Combination, Hyperparameters, kBuffers, index, true> {
+  using Type = typename Combination::template Buffer<Hyperparameters::kBuffers[index].role>;
 };
 
 // Names a kernel of the list: kAdam2, kAdam3, kSgd0, ...

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "functors/clipping.h"
 #include "functors/loss_scale.h"
 #include "functors/numeric.h"
 #include "functors/scaler_report.h"
 #include "kernel_list.h"
+#include "numbers.h"
 #include "storage.h"
 
 namespace amp_ext {
@@ -20,7 +22,7 @@ inline constexpr int kMaxBuffers = 3;
 struct TensorRecord {
   void* grad = nullptr;
   void* param = nullptr;
-  float* master_param = nullptr;    // or null: `param` is computed in
+  void* master_param = nullptr;     // as `master` says
   void* buffers[kMaxBuffers] = {};  // exp_avg, ...: as many as the kernel has
   float* step = nullptr;            // [1], the number of steps taken, or null
   int64_t numel = 0;
@@ -29,8 +31,29 @@ struct TensorRecord {
   int32_t group = 0;
   DType grad_dtype = DType::kFloat32;
   DType param_dtype = DType::kFloat32;
-  DType buffer_dtype = DType::kFloat32;
+  DType buffer_dtypes[kMaxBuffers] = {DType::kFloat32, DType::kFloat32, DType::kFloat32};
+  Master master = Master::kNone;
 };
+
+// Whether a record has the kinds of numbers that a kernel is compiled for.
+template <typename Combination, typename Hyperparameters, int kBuffers>
+bool has_kinds(const TensorRecord& record) {
+  using Param = typename Combination::Param;
+  const auto has_buffer = [&](auto index) {
+    using Kind =
+        typename BufferKind<Combination, Hyperparameters, kBuffers, decltype(index)::value>::Type;
+    if constexpr (std::is_same_v<Kind, Absent>) {
+      return true;
+    } else {
+      return record.buffer_dtypes[index] == kDType<typename Kind::Stored>;
+    }
+  };
+  return record.grad_dtype == kDType<typename Combination::Grad::Stored> &&
+         record.param_dtype == kDType<typename Param::Stored> && record.master == Param::kMaster &&
+         has_buffer(std::integral_constant<int, 0>()) &&
+         has_buffer(std::integral_constant<int, 1>()) &&
+         has_buffer(std::integral_constant<int, 2>());
+}
 
 // What a step reads from the device before it touches a gradient.
 struct GradientInputs {

@@ -635,12 +635,12 @@ void Plan::fill_record(Row& row) {
   record.param_dtype = *dtype_of(row.param());
   record.grad = memory(row.grad(), grad_dtype, row.writes_grad);
   record.grad_dtype = *dtype_of(grad_dtype);
-  record.master_param = static_cast<float*>(memory(row.master_param(), at::kFloat, true));
-  record.buffer_dtype = param_dtype == at::kDouble ? DType::kFloat64 : DType::kFloat32;
+  record.master_param = memory(row.master_param(), at::kFloat, true);
+  record.master = row.master_param().defined() ? Master::kFloat32 : Master::kNone;
   for (int i = 0; i < row.number_of_buffers; ++i) {
     const at::Tensor& buffer = row.owned[kBuffer0 + i];
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
-    record.buffer_dtype = *dtype_of(buffer);
+    record.buffer_dtypes[i] = *dtype_of(buffer);
   }
   if (row.owned[kStep].defined()) {
     record.step = row.owned[kStep].mutable_data_ptr<float>();

@@ -215,13 +215,13 @@ def name_of(signature: str) -> tuple[str, int, int]:
     text = re.sub(r"amp_ext::|cuda::|\(anonymous namespace\)::", "", signature)
     shape = re.search(r"\bShape<(\d+)", text)
     threads = int(shape[1]) if shape else 256
-    step = re.search(
-        r"step_kernel<(\w+)<\w+>, Streams<(\w+), Combination<(\w+), (\w+), (\w+)>, (\d)>", text
-    )
+    kinds = r"Combination<(\w+)<(\w+)>, (\w+)<(\w+)>, (\w+)<(\w+)>, [^,]+, [^,]+>"
+    step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}, \w+, (\d)>", text)
     if step:
-        functor, param, grad, buffer, master, buffers = step.groups()
-        kept = f"{param} master" if master == "true" else param
-        read = BYTES[grad] + (4 if master == "true" else BYTES[param])
+        functor, _, grad, param_kind, param, _, buffer, buffers = step.groups()
+        master = param_kind == "Mastered"
+        kept = f"{param} master" if master else param
+        read = BYTES[grad] + (4 if master else BYTES[param])
         name = f"step {functor}{buffers} {kept}, {grad} grad, {buffer} buffers"
         return name, threads, read + int(buffers) * BYTES[buffer]
     other = re.search(r"(look|multiply|count)_kernel<(\w+),", text)

@@ -100,9 +100,14 @@ extern "C" __attribute__((visibility("default"))) double time_engine(
   record.grad_dtype = grads.dtype();
   record.param = params.data();
   record.param_dtype = params.dtype();
-  if (has_master != 0) record.master_param = master.data<float>();
-  for (int i = 0; i < kMaxBuffers; ++i) record.buffers[i] = buffers[i].data();
-  record.buffer_dtype = buffers[0].dtype();
+  if (has_master != 0) {
+    record.master_param = master.data();
+    record.master = Master::kFloat32;
+  }
+  for (int i = 0; i < kMaxBuffers; ++i) {
+    record.buffers[i] = buffers[i].data();
+    record.buffer_dtypes[i] = buffers[i].dtype();
+  }
 
   const std::string name = operation;
 #define AMP_EXT_CASE(Functor, number)                                             \

@@ -1,6 +1,6 @@
 // The kernels of one instruction set, AMP_EXT_ISA. Included by one source for each, which has
 // chosen the instructions after the standard headers; hence the order here, and no include guard.
-#include "cpu/vector.h"
+#include "cpu/number.h"
 // Only now, the functors:
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
@@ -15,109 +15,69 @@ namespace amp_ext::cpu::AMP_EXT_ISA {
 // vector would wait behind the division of the next.
 constexpr int64_t kBlockSize = 512;
 
-// The memory of one tensor, from some element on. With a master, `param` is only written.
-template <typename ParamType, typename Combination, int kNumberOfBuffers>
+// The numbers of one tensor, from some element on.
+template <typename Combination, typename Hyperparameters, int kNumberOfBuffers>
 struct Streams {
-  using Param = ParamType;
-  using Grad = typename Combination::Grad;
-  using Buffer = typename Combination::Buffer;
-  using T = typename ComputeType<Param>::type;
-  static constexpr bool kHasMaster = Combination::kHasMaster;
   static constexpr int kBuffers = kNumberOfBuffers;
-  using Computed = std::conditional_t<kHasMaster, T, Param>;  // what is read and updated
+  template <int index>
+  using Buffer = Numbers<typename BufferKind<Combination, Hyperparameters, kBuffers, index>::Type>;
+  using Grad = Numbers<typename Combination::Grad>;
+  using Param = Numbers<typename Combination::Param>;
+  using T = typename Combination::T;
 
   // Whether nothing has to be rounded.
-  static constexpr bool kIsNative =
-      std::is_same_v<Grad, T> && std::is_same_v<Param, T> && std::is_same_v<Buffer, T>;
+  static constexpr bool kIsNative = Grad::template kIsNative<T> && Param::template kIsNative<T> &&
+                                    Buffer<0>::template kIsNative<T> &&
+                                    Buffer<1>::template kIsNative<T> &&
+                                    Buffer<2>::template kIsNative<T>;
 
-  Grad* grad;
-  Param* param;
-  Computed* computed;
-  Buffer* buffers[kMaxBuffers];
+  Grad grad;
+  Param param;
+  Buffer<0> buffer0;
+  Buffer<1> buffer1;
+  Buffer<2> buffer2;
 
-  AMP_EXT_INLINE Streams(const TensorRecord& record, int64_t offset)
-      : grad(static_cast<Grad*>(record.grad) + offset),
-        param(static_cast<Param*>(record.param) + offset) {
-    if constexpr (kHasMaster) {
-      computed = record.master_param + offset;
-    } else {
-      computed = param;
-    }
-    for (int i = 0; i < kBuffers; ++i) {
-      buffers[i] = static_cast<Buffer*>(record.buffers[i]) + offset;
-    }
+  AMP_EXT_INLINE static Streams at(const TensorRecord& record, int64_t offset) {
+    return {Grad::at(record.grad, nullptr, offset),
+            Param::at(record.param, record.master_param, offset),
+            Buffer<0>::at(record.buffers[0], nullptr, offset),
+            Buffer<1>::at(record.buffers[1], nullptr, offset),
+            Buffer<2>::at(record.buffers[2], nullptr, offset)};
   }
 
-  static bool match(const TensorRecord& record) {
-    return record.grad_dtype == kDType<Grad> &&
-           (kBuffers == 0 || record.buffer_dtype == kDType<Buffer>) &&
-           (record.master_param != nullptr) == kHasMaster;
-  }
-};
-
-// Copies of less than a vector of elements, with zeros behind them.
-template <typename Storage>
-struct PaddedCopy {
-  alignas(64) Storage elements[kLanes<float>];
-  Storage* origin;
-
-  AMP_EXT_INLINE Storage* open(Storage* from, int64_t count) {
-    std::memset(elements, 0, sizeof elements);
-    std::memcpy(elements, from, count * sizeof(Storage));
-    origin = from;
-    return elements;
-  }
-  AMP_EXT_INLINE void close(int64_t count) {
-    std::memcpy(origin, elements, count * sizeof(Storage));
+  // Calls visit(buffer, index) for each buffer.
+  template <typename Visit>
+  AMP_EXT_INLINE void for_each_buffer(const Visit& visit) const {
+    if constexpr (kBuffers > 0) visit(buffer0, 0);
+    if constexpr (kBuffers > 1) visit(buffer1, 1);
+    if constexpr (kBuffers > 2) visit(buffer2, 2);
   }
 };
 
 // Copies of the last elements of a tensor that fill no vector.
 template <typename Streams>
 struct Tail {
-  PaddedCopy<typename Streams::Grad> grad;
-  PaddedCopy<typename Streams::Param> param;
-  PaddedCopy<typename Streams::Computed> computed;
-  PaddedCopy<typename Streams::Buffer> buffers[kMaxBuffers];
+  typename Streams::Grad::Padded grad;
+  typename Streams::Param::Padded param;
+  typename Streams::template Buffer<0>::Padded buffer0;
+  typename Streams::template Buffer<1>::Padded buffer1;
+  typename Streams::template Buffer<2>::Padded buffer2;
 
   // The same streams within the copies.
   AMP_EXT_INLINE Streams open(const Streams& streams, int64_t count) {
-    Streams copies = streams;
-    copies.grad = grad.open(streams.grad, count);
-    copies.param = param.open(streams.param, count);
-    if constexpr (Streams::kHasMaster) {
-      copies.computed = computed.open(streams.computed, count);
-    } else {
-      copies.computed = copies.param;
-    }
-    for (int i = 0; i < Streams::kBuffers; ++i) {
-      copies.buffers[i] = buffers[i].open(streams.buffers[i], count);
-    }
-    return copies;
+    return {grad.open(streams.grad, count), param.open(streams.param, count),
+            buffer0.open(streams.buffer0, count), buffer1.open(streams.buffer1, count),
+            buffer2.open(streams.buffer2, count)};
   }
 
   AMP_EXT_INLINE void close(int64_t count, bool writes_grad) {
     if (writes_grad) grad.close(count);
     param.close(count);
-    if constexpr (Streams::kHasMaster) computed.close(count);
-    for (int i = 0; i < Streams::kBuffers; ++i) buffers[i].close(count);
+    buffer0.close(count);
+    buffer1.close(count);
+    buffer2.close(count);
   }
 };
-
-// Where results are left until they are rounded: in the tensor's own memory, if it has their type.
-template <typename Storage, typename T>
-AMP_EXT_INLINE T* results_of(Storage* stored, T* scratch) {
-  if constexpr (std::is_same_v<Storage, T>) {
-    return stored;
-  } else {
-    return scratch;
-  }
-}
-
-template <typename Storage, typename T>
-AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stored) {
-  if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
-}
 
 template <typename Storage>
 AMP_EXT_INLINE bool is_nonfinite(Storage value) {
@@ -145,17 +105,18 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
   using V = Vector<T>;
   constexpr int kBuffers = Streams::kBuffers;
   alignas(64) T scratch[2 + kMaxBuffers][kBlockSize];
-  T* const grads = results_of(streams.grad, scratch[0]);
-  T* const params = results_of(streams.computed, scratch[1]);
+  T* const grads = streams.grad.results_in(scratch[0]);
+  T* const params = streams.param.results_in(scratch[1]);
   T* buffers[kMaxBuffers];
-  for (int k = 0; k < kBuffers; ++k) {
-    buffers[k] = results_of(streams.buffers[k], scratch[2 + k]);
-  }
+  streams.for_each_buffer([&](const auto& buffer, int k) __attribute__((always_inline)) {
+    buffers[k] = buffer.results_in(scratch[2 + k]);
+  });
   for (int64_t i = 0; i < count; i += kLanes<T>) {
-    const V old_grad = load<V>(streams.grad + i);
-    const V old_param = load<V>(streams.computed + i);
-    V old_elements[kMaxBuffers] = {};
-    for (int k = 0; k < kBuffers; ++k) old_elements[k] = load<V>(streams.buffers[k] + i);
+    const V old_grad = streams.grad.template load<V>(i);
+    const V old_param = streams.param.template load<V>(i);
+    const V old_elements[kMaxBuffers] = {streams.buffer0.template load<V>(i),
+                                         streams.buffer1.template load<V>(i),
+                                         streams.buffer2.template load<V>(i)};
     V grad = constants.unscale_and_clip(old_grad);
     V param = old_param;
     V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
@@ -173,13 +134,13 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
     for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
   }
   if (constants.write_back_grads && constants.skip_nonfinite) {
-    round_finite_results(grads, count, streams.grad);
+    round_finite_results(grads, count, streams.grad.elements);
   } else if (constants.write_back_grads) {
-    round_results(grads, count, streams.grad);
+    streams.grad.round(grads, count);
   }
-  round_results(params, count, streams.computed);
-  if constexpr (Streams::kHasMaster) round_results(params, count, streams.param);
-  for (int k = 0; k < kBuffers; ++k) round_results(buffers[k], count, streams.buffers[k]);
+  streams.param.round(params, count);
+  streams.for_each_buffer([&](const auto& buffer, int k)
+                              __attribute__((always_inline)) { buffer.round(buffers[k], count); });
 }
 
 template <typename Streams, typename Functor, typename T>
@@ -187,7 +148,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
   const TensorConstants<Functor, T> constants = tensor_constants;  // in registers
   for (int64_t offset = tile.begin; offset < tile.end;) {
     const int64_t rest = tile.end - offset;
-    Streams streams(tile.record, offset);
+    Streams streams = Streams::at(tile.record, offset);
     int64_t count = rest / kLanes<T> * kLanes<T>;
     if (!Streams::kIsNative) count = std::min(count, kBlockSize);
     Tail<Streams> tail;
@@ -202,19 +163,18 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
   }
 }
 
-// Steps a tile of a record that has the dtypes of one of the combinations, as every record has.
-template <int kBuffers, typename Param, typename Functor, typename T, typename... Each>
+// Steps a tile of a record that has the kinds of one of the combinations, as every record has.
+template <int kBuffers, typename Functor, typename T, typename... Each>
 void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& constants,
                      const Tile& tile) {
   const auto step_if_matching = [&](auto each) {
     using Combination = decltype(each);
-    // The dtype of no buffers is the computed one.
-    if constexpr (kBuffers == 0 && !std::is_same_v<typename Combination::Buffer, T>) {
+    using Hyperparameters = typename Functor::Hyperparameters;
+    if constexpr (kBuffers == 0 && !Combination::kHasComputedBuffers) {
       return false;
     } else {
-      using Matching = Streams<Param, Combination, kBuffers>;
-      if (!Matching::match(tile.record)) return false;
-      step_tile_of<Matching>(constants, tile);
+      if (!has_kinds<Combination, Hyperparameters, kBuffers>(tile.record)) return false;
+      step_tile_of<Streams<Combination, Hyperparameters, kBuffers>>(constants, tile);
       return true;
     }
   };
@@ -258,11 +218,11 @@ void step_with(const StepLaunch& launch, const TileMap& tiles, const GradientFac
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
     for_dtype(tile.record.param_dtype, [&](auto element) {
       using Param = decltype(element);
-      using All = typename CombinationsFor<Param>::type;
+      using All = typename CombinationsFor<Param>::Type;
       if constexpr (std::is_same_v<Param, double>) {
-        step_tile_among<kBuffers, Param>(All(), in_double.of(tile.record), tile);
+        step_tile_among<kBuffers>(All(), in_double.of(tile.record), tile);
       } else {
-        step_tile_among<kBuffers, Param>(All(), in_float.of(tile.record), tile);
+        step_tile_among<kBuffers>(All(), in_float.of(tile.record), tile);
       }
     });
   });
@@ -477,7 +437,7 @@ bool multiply_elements(Storage* elements, int64_t count, float factor_in_float) 
       block = tail.open(block, count - offset);
       size = kLanes<T>;
     }
-    T* const results = results_of(block, scratch);
+    T* const results = results_in(block, scratch);
     for (int64_t i = 0; i < size; i += kLanes<T>) {
       const V value = load<V>(block + i);
       differences += value - value;

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/engine.h"
+#include "cuda/number.cuh"
 #include "cuda/tensor_table.cuh"
 #include "element.h"
 #include "kernel_list.h"
@@ -16,39 +17,41 @@ namespace amp_ext::cuda {
 // Groups of hyperparameters in one launch.
 inline constexpr int kMaxGroups = 16;
 
-// The memory of one tensor. With a master, `param` is only written.
-template <typename ParamType, typename Combination, int kNumberOfBuffers>
+// The numbers of one tensor.
+template <typename Combination, typename Hyperparameters, int kNumberOfBuffers>
 struct Streams {
-  using Param = ParamType;
-  using Grad = typename Combination::Grad;
-  using Buffer = typename Combination::Buffer;
-  using T = typename ComputeType<Param>::type;
-  static constexpr bool kHasMaster = Combination::kHasMaster;
   static constexpr int kBuffers = kNumberOfBuffers;
-  static constexpr int kPointers = 2 + kHasMaster + kBuffers;
-  using Computed = std::conditional_t<kHasMaster, T, Param>;  // what is read and updated
+  template <int index>
+  using Buffer = Numbers<typename BufferKind<Combination, Hyperparameters, kBuffers, index>::Type>;
+  using Grad = Numbers<typename Combination::Grad>;
+  using Param = Numbers<typename Combination::Param>;
+  using T = typename Combination::T;
+  static constexpr int kPointers = Grad::kPointers + Param::kPointers + Buffer<0>::kPointers +
+                                   Buffer<1>::kPointers + Buffer<2>::kPointers;
 
-  // Elements that fill 16 bytes of the narrowest stream.
+  // Elements that fill 16 bytes of the narrowest array.
   static constexpr int kPackSize =
-      16 / static_cast<int>(std::min({sizeof(Grad), sizeof(Param), sizeof(Buffer)}));
+      16 / std::min({Grad::kLeastBytes, Param::kLeastBytes, Buffer<0>::kLeastBytes,
+                     Buffer<1>::kLeastBytes, Buffer<2>::kLeastBytes});
 
   // Blocks for which no kernel with these streams spills registers. Packs of 8 elements and what is
   // converted take many, and more of them in the code for sm_100.
   static constexpr int blocks_on(int architecture) {
+    constexpr bool kHasMaster = Combination::Param::kMaster != Master::kNone;
     if (sizeof(T) == 8) return 2;
     if (kPackSize == 4 || kBuffers == 0) return 4;
     if (kBuffers == 3 || (kBuffers == 2 && kHasMaster && architecture >= 1000)) return 2;
-    return kBuffers == 2 && kHasMaster && sizeof(Buffer) == 4 ? 4 : 3;
+    return kBuffers == 2 && kHasMaster && Buffer<0>::kLeastBytes == 4 ? 4 : 3;
   }
 
-  Grad* grad;
-  Param* param;
-  Computed* computed;
-  Buffer* buffers[kBuffers > 0 ? kBuffers : 1];
+  Grad grad;
+  Param param;
+  Buffer<0> buffer0;
+  Buffer<1> buffer1;
+  Buffer<2> buffer2;
 
   static bool match(const TensorRecord& record) {
-    return record.param_dtype == kDType<Param> && record.grad_dtype == kDType<Grad> &&
-           record.buffer_dtype == kDType<Buffer> && (record.master_param != nullptr) == kHasMaster;
+    return has_kinds<Combination, Hyperparameters, kBuffers>(record);
   }
 
   template <typename Table>
@@ -57,42 +60,39 @@ struct Streams {
     int pointer = 0;
     table.pointers[pointer++][index] = record.grad;
     table.pointers[pointer++][index] = record.param;
-    if constexpr (kHasMaster) table.pointers[pointer++][index] = record.master_param;
+    if (Param::kPointers > 1) table.pointers[pointer++][index] = record.master_param;
     for (int i = 0; i < kBuffers; ++i) table.pointers[pointer++][index] = record.buffers[i];
   }
 
   template <typename Table>
   __device__ static Streams at(const Table& table, int tensor) {
-    Streams streams;
-    int pointer = 0;
-    streams.grad = static_cast<Grad*>(table.pointers[pointer++][tensor]);
-    streams.param = static_cast<Param*>(table.pointers[pointer++][tensor]);
-    if constexpr (kHasMaster) {
-      streams.computed = static_cast<Computed*>(table.pointers[pointer++][tensor]);
-    } else {
-      streams.computed = streams.param;
-    }
-    for (int i = 0; i < kBuffers; ++i) {
-      streams.buffers[i] = static_cast<Buffer*>(table.pointers[pointer++][tensor]);
-    }
-    return streams;
+    constexpr int kParam = Grad::kPointers;
+    constexpr int kBuffer0 = kParam + Param::kPointers;
+    constexpr int kBuffer1 = kBuffer0 + Buffer<0>::kPointers;
+    constexpr int kBuffer2 = kBuffer1 + Buffer<1>::kPointers;
+    return {Grad::at(table.pointers, tensor), Param::at(table.pointers + kParam, tensor),
+            Buffer<0>::at(table.pointers + kBuffer0, tensor),
+            Buffer<1>::at(table.pointers + kBuffer1, tensor),
+            Buffer<2>::at(table.pointers + kBuffer2, tensor)};
   }
 
   // Where packs can start in [begin, end): at the next 16-byte boundary of all streams, or nowhere.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
-    const int64_t first = begin + elements_to_boundary(param + begin);
-    bool aligned = first < end && is_at_boundary(param + first) && is_at_boundary(grad + first) &&
-                   is_at_boundary(computed + first);
-    for (int i = 0; i < kBuffers; ++i) aligned = aligned && is_at_boundary(buffers[i] + first);
+    const int64_t first = begin + param.elements_to_boundary(begin);
+    const bool aligned = first < end && param.is_at_boundary(first) && grad.is_at_boundary(first) &&
+                         buffer0.is_at_boundary(first) && buffer1.is_at_boundary(first) &&
+                         buffer2.is_at_boundary(first);
     return aligned ? first : end;
   }
 
-  // Some neighbouring elements of all streams that are read.
+  // Some neighbouring elements of all streams.
   template <int kCount>
   struct Values {
-    Pack<Grad, kCount> grad;
-    Pack<Computed, kCount> computed;
-    Pack<Buffer, kCount> buffers[kBuffers > 0 ? kBuffers : 1];
+    typename Grad::template Values<kCount> grad;
+    typename Param::template Values<kCount> param;
+    typename Buffer<0>::template Values<kCount> buffer0;
+    typename Buffer<1>::template Values<kCount> buffer1;
+    typename Buffer<2>::template Values<kCount> buffer2;
   };
 
   // Updates kPacks times kCount elements, each time `stride` behind. All are loaded before the
@@ -109,41 +109,35 @@ struct Streams {
  private:
   template <int kCount>
   __device__ Values<kCount> load_values(int64_t index) const {
-    Values<kCount> values;
-    values.grad = pack_at<kCount>(grad, index);
-    values.computed = pack_at<kCount>(computed, index);
-#pragma unroll
-    for (int k = 0; k < kBuffers; ++k) values.buffers[k] = pack_at<kCount>(buffers[k], index);
-    return values;
+    return {grad.template load<kCount>(index), param.template load<kCount>(index),
+            buffer0.template load<kCount>(index), buffer1.template load<kCount>(index),
+            buffer2.template load<kCount>(index)};
   }
 
   template <int kCount, typename Constants>
   __device__ void update_values(const Constants& constants, Values<kCount>& values,
                                 int64_t index) const {
-    Pack<Param, kCount> params;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      T value = load(values.computed.values[i]);
-      T elements[kMaxBuffers];
-#pragma unroll
-      for (int k = 0; k < kBuffers; ++k) elements[k] = load(values.buffers[k].values[i]);
-      const T scaled_grad = static_cast<T>(load(values.grad.values[i]));
+      T value = values.param.load(i);
+      T elements[kMaxBuffers] = {values.buffer0.load(i), values.buffer1.load(i),
+                                 values.buffer2.load(i)};
+      const T scaled_grad = static_cast<T>(values.grad.load(i));
       if (!constants.skips(scaled_grad)) {
         const T unscaled = constants.unscale_and_clip(scaled_grad);
         update_element<kBuffers>(constants, unscaled, value, elements[0], elements[1], elements[2]);
-        if (constants.write_back_grads)
-          store(static_cast<typename ComputeType<Grad>::type>(unscaled), values.grad.values[i]);
+        if (constants.write_back_grads) values.grad.store(unscaled, i);
       }
-      store(value, values.computed.values[i]);
-      if constexpr (kHasMaster) store(value, params.values[i]);
-#pragma unroll
-      for (int k = 0; k < kBuffers; ++k) store(elements[k], values.buffers[k].values[i]);
+      values.param.store(value, i);
+      values.buffer0.store(elements[0], i);
+      values.buffer1.store(elements[1], i);
+      values.buffer2.store(elements[2], i);
     }
-    if (constants.write_back_grads) pack_at<kCount>(grad, index) = values.grad;
-    pack_at<kCount>(computed, index) = values.computed;
-    if constexpr (kHasMaster) pack_at<kCount>(param, index) = params;
-#pragma unroll
-    for (int k = 0; k < kBuffers; ++k) pack_at<kCount>(buffers[k], index) = values.buffers[k];
+    if (constants.write_back_grads) grad.store(values.grad, index);
+    param.store(values.param, index);
+    buffer0.store(values.buffer0, index);
+    buffer1.store(values.buffer1, index);
+    buffer2.store(values.buffer2, index);
   }
 };
 
@@ -285,14 +279,14 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
 }
 
 // Steps the records that have the dtypes of one combination.
-template <template <typename> class Functor, int kBuffers, typename Param, typename Combination>
+template <template <typename> class Functor, int kBuffers, typename Combination>
 int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
                      int64_t& launched) {
-  using Each = Streams<Param, Combination, kBuffers>;
-  using T = typename Each::T;
-  if constexpr (kBuffers == 0 && !std::is_same_v<typename Each::Buffer, T>) {
-    return 0;  // the dtype of no buffers is the computed one
+  if constexpr (kBuffers == 0 && !Combination::kHasComputedBuffers) {
+    return 0;
   } else {
+    using T = typename Combination::T;
+    using Each = Streams<Combination, typename Functor<T>::Hyperparameters, kBuffers>;
     using Shape = StepShape<Each>;
     return driver_takes_large_arguments() ? launch_step<Functor<T>, Each, kLargeArguments, Shape>(
                                                 launch, block_counter, stream, launched)
@@ -301,13 +295,13 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
   }
 }
 
-template <template <typename> class Functor, int kBuffers, typename Param, typename... Each>
+template <template <typename> class Functor, int kBuffers, typename... Each>
 int step_combinations(Combinations<Each...>, const StepLaunch& launch, uint32_t* block_counter,
                       cudaStream_t stream, int64_t& launched) {
   int error = 0;
   ((error = error != 0 ? error
-                       : step_combination<Functor, kBuffers, Param, Each>(launch, block_counter,
-                                                                          stream, launched)),
+                       : step_combination<Functor, kBuffers, Each>(launch, block_counter, stream,
+                                                                   launched)),
    ...);
   return error;
 }
@@ -316,12 +310,11 @@ int step_combinations(Combinations<Each...>, const StepLaunch& launch, uint32_t*
 template <typename Param>
 int step_params(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched) {
-  using All = typename CombinationsFor<Param>::type;
+  using All = typename CombinationsFor<Param>::Type;
   switch (launch.kernel) {
-#define AMP_EXT_CASE(Functor, buffers)                                                      \
-  case OptimizerKernel::k##Functor##buffers:                                                \
-    return step_combinations<Functor, buffers, Param>(All(), launch, block_counter, stream, \
-                                                      launched);
+#define AMP_EXT_CASE(Functor, buffers)       \
+  case OptimizerKernel::k##Functor##buffers: \
+    return step_combinations<Functor, buffers>(All(), launch, block_counter, stream, launched);
     AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CASE)
 #undef AMP_EXT_CASE
   }

@@ -59,16 +59,16 @@ bool step_twice(const Kernel& kernel, DType param, DType grad, DType buffer, boo
       TensorRecord record;
       record.param_dtype = param;
       record.grad_dtype = grad;
-      record.buffer_dtype = buffer;
       record.numel = numel;
       record.param = memory.tensor(param, numel, misaligned);
       record.grad = memory.tensor(grad, numel, misaligned);
       if (master) {
-        record.master_param =
-            static_cast<float*>(memory.tensor(DType::kFloat32, numel, misaligned));
+        record.master_param = memory.tensor(DType::kFloat32, numel, misaligned);
+        record.master = amp_ext::Master::kFloat32;
       }
       for (int i = 0; i < kernel.buffers; ++i) {
         record.buffers[i] = memory.tensor(buffer, numel, misaligned);
+        record.buffer_dtypes[i] = buffer;
       }
       record.step = &steps[records.size()];
       record.group = misaligned ? 1 : 0;

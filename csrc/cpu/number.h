@@ -1,0 +1,139 @@
+// Numbers in memory as the kernels of one instruction set load and store them.
+//
+// The results of a block are left in `results_in(scratch)`: the memory of the numbers, where that
+// has the type that is computed in. Then `round` stores them as they are kept.
+#pragma once
+
+#include "cpu/vector.h"
+// Only now, the rest:
+#include "numbers.h"
+#include "storage.h"
+
+namespace amp_ext::cpu::AMP_EXT_ISA {
+
+// Copies of less than a vector of elements, with zeros behind them.
+template <typename Storage>
+struct PaddedCopy {
+  alignas(64) Storage elements[kLanes<float>];
+  Storage* origin;
+
+  AMP_EXT_INLINE Storage* open(Storage* from, int64_t count) {
+    std::memset(elements, 0, sizeof elements);
+    std::memcpy(elements, from, count * sizeof(Storage));
+    origin = from;
+    return elements;
+  }
+  AMP_EXT_INLINE void close(int64_t count) {
+    std::memcpy(origin, elements, count * sizeof(Storage));
+  }
+};
+
+template <typename Storage, typename T>
+AMP_EXT_INLINE T* results_in(Storage* stored, T* scratch) {
+  if constexpr (std::is_same_v<Storage, T>) {
+    return stored;
+  } else {
+    return scratch;
+  }
+}
+
+template <typename Storage, typename T>
+AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stored) {
+  if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
+}
+
+// The numbers of one kind from some element of a tensor on. `Padded` holds the last of them, which
+// fill no vector.
+template <typename Kind>
+struct Numbers;
+
+template <typename Storage>
+struct Numbers<Plain<Storage>> {
+  // Whether nothing has to be rounded.
+  template <typename T>
+  static constexpr bool kIsNative = std::is_same_v<Storage, T>;
+
+  Storage* elements;
+
+  AMP_EXT_INLINE static Numbers at(void* elements, void* /*beside*/, int64_t offset) {
+    return {static_cast<Storage*>(elements) + offset};
+  }
+
+  template <typename V>
+  AMP_EXT_INLINE V load(int64_t index) const {
+    return amp_ext::load<V>(elements + index);
+  }
+  template <typename T>
+  AMP_EXT_INLINE T* results_in(T* scratch) const {
+    return AMP_EXT_ISA::results_in(elements, scratch);
+  }
+  template <typename T>
+  AMP_EXT_INLINE void round(const T* results, int64_t count) const {
+    round_results(results, count, elements);
+  }
+
+  struct Padded {
+    PaddedCopy<Storage> copy;
+
+    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
+      return {copy.open(numbers.elements, count)};
+    }
+    AMP_EXT_INLINE void close(int64_t count) { copy.close(count); }
+  };
+};
+
+template <typename Storage>
+struct Numbers<Mastered<Storage>> {
+  template <typename T>
+  static constexpr bool kIsNative = false;
+
+  Storage* elements;  // only written
+  float* masters;
+
+  AMP_EXT_INLINE static Numbers at(void* elements, void* masters, int64_t offset) {
+    return {static_cast<Storage*>(elements) + offset, static_cast<float*>(masters) + offset};
+  }
+
+  template <typename V>
+  AMP_EXT_INLINE V load(int64_t index) const {
+    return amp_ext::load<V>(masters + index);
+  }
+  AMP_EXT_INLINE float* results_in(float* /*scratch*/) const { return masters; }
+  AMP_EXT_INLINE void round(const float* results, int64_t count) const {
+    round_results(results, count, elements);
+  }
+
+  struct Padded {
+    PaddedCopy<Storage> copy;
+    PaddedCopy<float> copy_of_masters;
+
+    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
+      return {copy.open(numbers.elements, count), copy_of_masters.open(numbers.masters, count)};
+    }
+    AMP_EXT_INLINE void close(int64_t count) {
+      copy.close(count);
+      copy_of_masters.close(count);
+    }
+  };
+};
+
+template <>
+struct Numbers<Absent> {
+  template <typename T>
+  static constexpr bool kIsNative = true;
+
+  AMP_EXT_INLINE static Numbers at(void* /*elements*/, void* /*beside*/, int64_t /*offset*/) {
+    return {};
+  }
+  template <typename V>
+  AMP_EXT_INLINE V load(int64_t /*index*/) const {
+    return V{};
+  }
+
+  struct Padded {
+    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t /*count*/) { return numbers; }
+    AMP_EXT_INLINE void close(int64_t /*count*/) {}
+  };
+};
+
+}  // namespace amp_ext::cpu::AMP_EXT_ISA

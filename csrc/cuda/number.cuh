@@ -1,0 +1,122 @@
+// Numbers in memory as kernels load and store them: some neighbouring elements at once.
+#pragma once
+
+#include "cuda/tensor_table.cuh"
+#include "numbers.h"
+
+namespace amp_ext::cuda {
+
+// The numbers of one kind of a tensor. `Values` are those that a thread has loaded.
+template <typename Kind>
+struct Numbers;
+
+template <typename Storage>
+struct Numbers<Plain<Storage>> {
+  static constexpr int kPointers = 1;
+  static constexpr int kLeastBytes = sizeof(Storage);  // of an element of an array
+
+  Storage* elements;
+
+  // `pointers` are those of a table of tensors, from these numbers on.
+  template <int kCapacity>
+  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
+    return {static_cast<Storage*>(pointers[0][tensor])};
+  }
+
+  __device__ int64_t elements_to_boundary(int64_t index) const {
+    return cuda::elements_to_boundary(elements + index);
+  }
+  __device__ bool is_at_boundary(int64_t index) const {
+    return cuda::is_at_boundary(elements + index);
+  }
+
+  template <int kCount>
+  struct Values {
+    Pack<Storage, kCount> pack;
+
+    __device__ auto load(int i) const { return cuda::load(pack.values[i]); }
+    template <typename T>
+    __device__ void store(T value, int i) {
+      cuda::store(static_cast<typename ComputeType<Storage>::type>(value), pack.values[i]);
+    }
+  };
+  template <int kCount>
+  __device__ Values<kCount> load(int64_t index) const {
+    return {pack_at<kCount>(elements, index)};
+  }
+  template <int kCount>
+  __device__ void store(const Values<kCount>& values, int64_t index) const {
+    pack_at<kCount>(elements, index) = values.pack;
+  }
+};
+
+template <typename Storage>
+struct Numbers<Mastered<Storage>> {
+  static constexpr int kPointers = 2;
+  static constexpr int kLeastBytes = sizeof(Storage);
+
+  Storage* elements;  // only written
+  float* masters;
+
+  template <int kCapacity>
+  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
+    return {static_cast<Storage*>(pointers[0][tensor]), static_cast<float*>(pointers[1][tensor])};
+  }
+
+  __device__ int64_t elements_to_boundary(int64_t index) const {
+    return cuda::elements_to_boundary(elements + index);
+  }
+  __device__ bool is_at_boundary(int64_t index) const {
+    return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(masters + index);
+  }
+
+  template <int kCount>
+  struct Values {
+    Pack<float, kCount> pack;
+    Pack<Storage, kCount> rounded;
+
+    __device__ float load(int i) const { return pack.values[i]; }
+    __device__ void store(float value, int i) {
+      pack.values[i] = value;
+      cuda::store(value, rounded.values[i]);
+    }
+  };
+  template <int kCount>
+  __device__ Values<kCount> load(int64_t index) const {
+    Values<kCount> values;
+    values.pack = pack_at<kCount>(masters, index);
+    return values;
+  }
+  template <int kCount>
+  __device__ void store(const Values<kCount>& values, int64_t index) const {
+    pack_at<kCount>(masters, index) = values.pack;
+    pack_at<kCount>(elements, index) = values.rounded;
+  }
+};
+
+template <>
+struct Numbers<Absent> {
+  static constexpr int kPointers = 0;
+  static constexpr int kLeastBytes = sizeof(double);
+
+  template <int kCapacity>
+  __device__ static Numbers at(void* const (* /*pointers*/)[kCapacity], int /*tensor*/) {
+    return {};
+  }
+  __device__ bool is_at_boundary(int64_t /*index*/) const { return true; }
+
+  template <int kCount>
+  struct Values {
+    __device__ float load(int /*i*/) const { return 0.0f; }
+    template <typename T>
+    __device__ void store(T /*value*/, int /*i*/) {}
+  };
+  template <int kCount>
+  __device__ Values<kCount> load(int64_t /*index*/) const {
+    return {};
+  }
+  template <int kCount>
+  __device__ void store(const Values<kCount>& /*values*/, int64_t /*index*/) const {}
+};
+
+}  // namespace amp_ext::cuda
