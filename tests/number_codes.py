@@ -1,0 +1,288 @@
+"""The codes of low-memory states in plain torch: what every engine must store, bit for bit.
+
+A number is rounded to nearest without ``words`` and by a dither with them: ``words`` are those of
+``dither_words`` in the shape of the values. Integers that C++ keeps in 32 bits are int64 here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOW_32_BITS = 0xFFFFFFFF
+
+# The dither: a phase that looks random in the element and a slope in the step. The slopes are the
+# fractions of the three-dimensional R-sequence, made odd: multiples of them fill the unit interval
+# evenly, and no period of the gradients comes near to one of theirs.
+SLOPES = {"param": 0xD1B54A33, "first_moment": 0xABC98389, "second_moment": 0x8CB92BA7}
+
+
+def dither_words(first_element: int, numel: int, step: int, stream: str) -> Tensor:
+    """The uint32 that dither ``numel`` elements of a tensor in one step, as int64.
+
+    ``first_element`` counts in the global tensor, so that shards round as the whole would.
+    """
+    element = first_element + torch.arange(numel)
+    folded = (element ^ times(element >> 32 & LOW_32_BITS, 0x9E3779B9)) & LOW_32_BITS
+    phase = times(folded, 0x9E3779B1)
+    phase = times(phase ^ (phase >> 16), 0x85EBCA6B)
+    phase = times(phase ^ (phase >> 13), 0xC2B2AE35)
+    phase = phase ^ (phase >> 16)
+    return (phase + (step * SLOPES[stream] & LOW_32_BITS)) & LOW_32_BITS
+
+
+def times(value: Tensor, factor: int) -> Tensor:
+    """The product in uint32: int64 overflows, but its lower half is right."""
+    return value * factor & LOW_32_BITS
+
+
+# Bits.
+
+
+def bits_of(value: Tensor) -> Tensor:
+    """The bits of float32, float16 or bfloat16, unsigned in int64."""
+    size = value.element_size()
+    signed = value.contiguous().view({2: torch.int16, 4: torch.int32}[size])
+    return signed.long() & (1 << 8 * size) - 1
+
+
+def from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of ``dtype`` that have these bits."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return signed(bits, 8 * dtype.itemsize).to(integers).view(dtype)
+
+
+def signed(code: Tensor, width: int) -> Tensor:
+    """The value of ``width`` bits in two's complement."""
+    return code if width == 64 else code - (code >> (width - 1) << width)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Float64, in which a product with a float32 is exact."""
+    return from_bits((exponent.long() + 1023) << 52, torch.float64)
+
+
+# 16 bits alone.
+
+
+def round_bfloat16(value: Tensor, words: Tensor | None = None) -> Tensor:
+    """Float32 as bfloat16; NaN is 0x7fc0."""
+    if words is None:
+        bits = bits_of(value.bfloat16())
+    else:
+        bits = (bits_of(value) + (words >> 16)) >> 16
+    return from_bits(torch.where(value.isnan(), 0x7FC0, bits), torch.bfloat16)
+
+
+def round_float16(value: Tensor, words: Tensor | None = None) -> Tensor:
+    """Float32 as float16; NaN is 0x7e00, and what is too large is inf."""
+    if words is None:
+        bits = bits_of(value.half())
+    else:
+        magnitude = ((fine_float16(value) + (words >> 19)) >> 13).clamp(max=0x7C00)
+        bits = magnitude | (bits_of(value) >> 31 << 15)
+    return from_bits(torch.where(value.isnan(), 0x7E00, bits), torch.float16)
+
+
+def fine_float16(value: Tensor) -> Tensor:
+    """The magnitudes of float32 as the bits that a float16 with 13 more would have."""
+    # Below 2^-14 the distance of float16 numbers is constant, and what is finer is cut off.
+    fixed_point = (value.abs().clamp(max=2**-14).double() * 2**37).nan_to_num().long()
+    floating_point = (bits_of(value) & 0x7FFFFFFF) - (112 << 23)
+    return torch.where(value.abs() < 2**-14, fixed_point, floating_point)
+
+
+# 16 bits with 8 or 16 more that together are the master.
+
+
+def split_bfloat16(
+    value: Tensor, low_bits: int, words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Float32 as the parameter and the bits below it.
+
+    ``low_bits`` is 16, which is exact, or 8, for which the value is rounded to its upper 24 bits.
+    """
+    bits = bits_of(value)
+    kept = bits if low_bits == 16 else drop_bits(bits, 8, words)
+    param, low = split_bits(kept, low_bits)
+    param = from_bits(torch.where(value.isnan(), 0x7FC0, param), torch.bfloat16)
+    low = low.masked_fill(value.isnan(), 0)
+    return param, low.to(torch.int16 if low_bits == 16 else torch.int8)
+
+
+def join_bfloat16(param: Tensor, low: Tensor) -> Tensor:
+    """The master that ``split_bfloat16`` was given."""
+    low_bits = 8 * low.element_size()
+    bits = bits_of(param)
+    joined = join_bits(bits & 0x7FFF, low.long(), low_bits) << (16 - low_bits)
+    return from_bits(joined | (bits >> 15 << 31), torch.float32)
+
+
+def drop_bits(bits: Tensor, count: int, words: Tensor | None) -> Tensor:
+    """Drops the last bits, to nearest even or with the first bits of ``words`` added."""
+    to_even = (1 << (count - 1)) - 1 + (bits >> count & 1)
+    return (bits + (to_even if words is None else words >> (32 - count))) >> count
+
+
+def split_bits(bits: Tensor, low_bits: int) -> tuple[Tensor, Tensor]:
+    """The upper bits, rounded by the lower ones, and those in two's complement.
+
+    The top bit of the lower ones says both that they are a half or more and that one was added.
+    """
+    low = signed(bits & ((1 << low_bits) - 1), low_bits)
+    return (bits >> low_bits) + (low < 0), low
+
+
+def join_bits(magnitude: Tensor, low: Tensor, low_bits: int) -> Tensor:
+    """The bits that ``split_bits`` was given, without the sign."""
+    joined = ((magnitude - (low < 0).long()) << low_bits) | (low & ((1 << low_bits) - 1))
+    # Nothing is stored like that: somebody wrote a zero into the parameter, and it is one.
+    return torch.where((magnitude == 0) & (low < 0), 0, joined)
+
+
+def split_float16(
+    value: Tensor, low_bits: int, words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Float32 as the parameter and what is missing; inf and NaN miss nothing.
+
+    With 8 bits ``low`` are the bits below the parameter, as with bfloat16; so a dither carries the
+    master over the middle of two parameters. With 16 bits it is a number, in units of 2^-15 of the
+    parameter's last place, and the parameter is the nearest. The largest master with 8 bits is the
+    last that rounds to 65504; with 16 bits whatever would round to inf becomes 65504.
+    """
+    is_finite = value.isfinite()
+    if low_bits == 8:
+        kept = drop_bits(fine_float16(value), 5, words).clamp(max=0x7BFF7F)
+        magnitude, low = split_bits(kept, 8)
+        param = from_bits(magnitude | (bits_of(value) >> 31 << 15), torch.float16)
+        param = torch.where(is_finite, param, round_float16(value))
+        return param, low.masked_fill(~is_finite, 0).to(torch.int8)
+    saturates = is_finite & (value.abs() >= 65520)
+    value = torch.where(saturates, value.sign() * 65504, value)
+    param = round_float16(value)
+    missing = torch.where(is_finite, value.double() - param.double(), 0.0)
+    return param, (missing / last_place(param) * 2**15).round().to(torch.int16)
+
+
+def join_float16(param: Tensor, low: Tensor) -> Tensor:
+    """The master that ``split_float16`` was given; with 16 bits -0.0 becomes 0.0."""
+    if low.dtype == torch.int16:
+        return (param.double() + low.double() * 2**-15 * last_place(param)).float()
+    bits = bits_of(param)
+    joined = join_bits(bits & 0x7FFF, low.long(), 8)
+    normal = from_bits((joined << 5) + (112 << 23), torch.float32)
+    magnitude = torch.where(joined < 1 << 18, joined.float() * 2**-32, normal)
+    master = torch.where(bits >> 15 == 1, -magnitude, magnitude)
+    return torch.where(param.isfinite(), master, param.float())
+
+
+def last_place(param: Tensor) -> Tensor:
+    """The distance of float16 numbers around ``param``, in float64."""
+    return power_of_two((bits_of(param) >> 10 & 31).clamp(min=1) - 25)
+
+
+# 8 bits with a power of two for each group of 32: sqrt(v), and a momentum.
+
+GROUP = 32
+# The exponent byte of a group in which something is inf or NaN. All of it decodes to NaN.
+IS_NAN = 255
+EIGHTH = 0x3E000000
+
+
+def group_exponents(value: Tensor) -> Tensor:
+    """A byte for each group: 128 and the exponent of the power of two above its largest member.
+
+    The shape is (shape[0], groups in one row), or (groups,) if there is one dimension.
+    """
+    shape = (-1,) if value.dim() == 1 else (len(value), -1)
+    largest = (bits_of(value) & 0x7FFFFFFF).view(-1, GROUP).amax(-1).view(shape)
+    # Only a momentum can be so large that it saturates: the byte above means NaN.
+    byte = ((largest >> 23) + 2).clamp(max=254)
+    return torch.where(largest >= 0x7F800000, IS_NAN, byte).to(torch.uint8)
+
+
+def scales(exponents: Tensor, shape: torch.Size) -> Tensor:
+    """What each element of a tensor of ``shape`` is measured in, in float64."""
+    each = exponents.long().view(-1, 1).expand(-1, GROUP).reshape(shape)
+    return torch.where(each == IS_NAN, torch.nan, power_of_two(each - 128))
+
+
+def encode_magnitude(scaled: Tensor, mantissa_bits: int, added: int | Tensor) -> Tensor:
+    """Codes numbers from 0 to 1: four ranges of 2^mantissa_bits codes each.
+
+    The first is linear, the others are octaves. Below 1/8 an eighth is added, so that floats are
+    linear there. ``added`` goes to the bits that are dropped.
+    """
+    is_linear = scaled < 0.125
+    bits = bits_of(torch.where(is_linear, scaled + 0.125, scaled)) - EIGHTH
+    above = torch.where(is_linear, 0, 1 << mantissa_bits)
+    return ((bits + added) >> (23 - mantissa_bits)).add(above).clamp(max=(4 << mantissa_bits) - 1)
+
+
+def decode_magnitude(code: Tensor, mantissa_bits: int) -> Tensor:
+    """What ``encode_magnitude`` was given, in float32."""
+    linear = code.float() * 2 ** -(mantissa_bits + 3)
+    above = EIGHTH + ((code - (1 << mantissa_bits)) << (23 - mantissa_bits))
+    return torch.where(code < 1 << mantissa_bits, linear, from_bits(above, torch.float32))
+
+
+def encode_q8v(exp_avg_sq: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Float32 second moments as codes of their roots, and the exponents of the groups.
+
+    A moment below 2^-126 counts as zero; any other has a code of at least 1, or a small number
+    beside large ones would soon divide its first moment by eps.
+    """
+    is_zero = exp_avg_sq < 2**-126
+    root = torch.where(is_zero, 0.0, exp_avg_sq.sqrt())
+    exponents = group_exponents(root)
+    scaled = (root / scales(exponents, root.shape)).float().nan_to_num()
+    code = encode_magnitude(scaled, 6, 1 << 16 if words is None else words >> 15)
+    code = torch.where(is_zero, code, code.clamp(min=1))
+    return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
+
+
+def is_nan_group(exponents: Tensor, code: Tensor) -> Tensor:
+    return scales(exponents, code.shape).isnan()
+
+
+def root_of_q8v(code: Tensor, exponents: Tensor) -> Tensor:
+    """The roots of the second moments; a second moment is the root times itself."""
+    return (decode_magnitude(code.long(), 6) * scales(exponents, code.shape)).float()
+
+
+def encode_q8m(momentum: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 momenta as sign and magnitude, always to nearest, and the exponents of the groups."""
+    exponents = group_exponents(momentum)
+    scaled = (momentum.abs() / scales(exponents, momentum.shape)).float().nan_to_num()
+    code = encode_magnitude(scaled, 5, 1 << 17) | (bits_of(momentum) >> 31 << 7)
+    return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
+
+
+def decode_q8m(code: Tensor, exponents: Tensor) -> Tensor:
+    """The momenta; a negative zero is one."""
+    sign = 1.0 - (code.long() >> 7) * 2
+    return (sign * decode_magnitude(code.long() & 127, 5) * scales(exponents, code.shape)).float()
+
+
+# 8 bits without a scale: m in units of the stored sqrt(v).
+
+LARGEST_RATIO = 8.0
+# Brings 8 / 8.5 to code 127.
+RATIO_CODES = 127 * 17 / 16
+RATIO_IS_NAN = -128
+
+
+def encode_q8r(exp_avg: Tensor, root: Tensor) -> Tensor:
+    """Float32 first moments as their ratio to the roots of the second moments as stored."""
+    ratio = (exp_avg.abs() / root).clamp(max=LARGEST_RATIO)
+    code = exp_avg.sign() * (ratio / (ratio + 0.5) * RATIO_CODES + 0.5).floor()
+    code = torch.where(root == 0, 0.0, code)
+    is_nan = ~(exp_avg.isfinite() & root.isfinite())
+    return code.masked_fill(is_nan, RATIO_IS_NAN).to(torch.int8)
+
+
+def decode_q8r(code: Tensor, root: Tensor) -> Tensor:
+    """The first moments."""
+    part = code.long().abs().float() / RATIO_CODES
+    ratio = code.sign() * (0.5 * part / (1.0 - part))
+    return torch.where(code == RATIO_IS_NAN, torch.nan, ratio * root)
