@@ -15,6 +15,7 @@ class _CommonHyperparameters:
     clip_value: float
     timestep: float
     write_back_grads: bool
+    dither: bool
     def __init__(self, group: dict[str, Any]) -> None: ...
 
 class AdamHyperparameters(_CommonHyperparameters):
@@ -120,6 +121,7 @@ class Plan:
         self, group: int, index_in_group: int, param: Tensor, partition: int
     ) -> int: ...
     def set_shard(self, number: int, param: Tensor, grad: Tensor | None) -> None: ...
+    def set_first_element(self, number: int, first_element: int) -> None: ...
     def set_state(
         self,
         number: int,

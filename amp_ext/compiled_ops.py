@@ -29,6 +29,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "Tensor": {"": Tensor},
     "Tensor | None": {"": Tensor | None},
     "Sequence[Tensor]": {"": Sequence[Tensor]},
+    "Sequence[int] | None": {"": Sequence[int] | None},
     _LIST: {"": Sequence[Tensor]},
     _NUMBER_OR_TENSOR: {"": float, "_tensor": Tensor | None},
     "float | None": {"": float | None},
@@ -87,14 +88,21 @@ def operation(
                     return getattr(torch.ops.amp_ext, name)(*flat)
             return function(*args, **kwargs)
 
-        def kernel(*values: Any) -> Any:
+        def kernel(*values: Any) -> Any:  # torch leaves out the last ones that are the defaults
             return function(**_deep(types, iter(values)))
 
+        # Arguments behind all tensors have defaults, so that more of them can come.
+        last = max(i for i, type_ in enumerate(types.values()) if "Tensor" in type_)
         flat_parameters = [
             inspect.Parameter(
-                argument + suffix, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=flat_type
+                argument + suffix,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                annotation=flat_type,
+                default=signature.parameters[argument].default
+                if i > last
+                else inspect.Parameter.empty,
             )
-            for argument, type_ in types.items()
+            for i, (argument, type_) in enumerate(types.items())
             for suffix, flat_type in _TYPES[type_].items()
         ]
         returned = _TYPES[signature.return_annotation][""]
@@ -118,10 +126,10 @@ def _flat(types: dict[str, str], argument: str, arguments: dict[str, Any]) -> li
 def _deep(types: dict[str, str], values: Any) -> dict[str, Any]:
     """Returns the arguments of a function for the values that its operator was given."""
     arguments = {}
-    for argument, type_ in types.items():
-        value = next(values)
+    for (argument, type_), value in zip(types.items(), values, strict=False):
         if type_ == _NUMBER_OR_TENSOR:
             tensor = next(values)
-            value = value if tensor is None else tensor
-        arguments[argument] = None if type_ == _LIST and not value else value
+            arguments[argument] = value if tensor is None else tensor
+        else:
+            arguments[argument] = None if type_ == _LIST and not value else value
     return arguments

@@ -3,7 +3,8 @@
 All tensors of a call are on one device, the CPU or a GPU, and are float32, float64, float16 or
 bfloat16. Any dense or strided layout will do; tensors that are written may not share memory.
 Elements are computed in float32, those of float64 parameters in float64, and rounded once to the
-nearest number of the stored dtype. Nothing synchronises the host with a GPU.
+nearest number of the stored dtype, unless ``dither`` is given. Nothing synchronises the host with a
+GPU.
 
 Inside ``torch.compile`` every function is one operator of the graph (:mod:`amp_ext.compiled_ops`).
 
@@ -35,9 +36,14 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 * ``write_back_grads``: Stores the unscaled, clipped gradients, in their dtype.
 * ``skip_nonfinite``: Leaves every element alone whose gradient is inf or NaN, and leaves those out
   of the norm.
+* ``dither``: Rounds what would freeze otherwise in the right proportion of steps up and down: in 16
+  bits, parameters without a master, second moments, and first moments of a decay of 0.99 and more.
+  Asks for ``steps``, on whose number the rounding depends.
+* ``first_elements``: Where the first element of each parameter stands in the whole of which it is a
+  part, for the dither to be that of the whole; None: each is the whole.
 
-Buffers have the parameters' shapes and are float32 or in the parameter's dtype, float64 for float64
-parameters. They are updated in place.
+Buffers have the parameters' shapes and are float32, bfloat16 or in the parameter's dtype; float64
+for float64 parameters. They are updated in place.
 """
 
 from __future__ import annotations
@@ -317,6 +323,8 @@ def adam_(
     write_back_grads: bool = False,
     skip_nonfinite: bool = False,
     denominator_floor: float = 0.0,
+    dither: bool = False,
+    first_elements: Sequence[int] | None = None,
 ) -> None:
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
 
@@ -362,6 +370,8 @@ def lion_(
     grad_norm: Tensor | None = None,
     write_back_grads: bool = False,
     skip_nonfinite: bool = False,
+    dither: bool = False,
+    first_elements: Sequence[int] | None = None,
 ) -> None:
     """Takes one step of Lion for all parameters.
 
@@ -403,6 +413,8 @@ def sgd_(
     grad_norm: Tensor | None = None,
     write_back_grads: bool = False,
     skip_nonfinite: bool = False,
+    dither: bool = False,
+    first_elements: Sequence[int] | None = None,
 ) -> None:
     """Takes one step of stochastic gradient descent for all parameters.
 

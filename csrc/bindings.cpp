@@ -210,13 +210,14 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
 
 // Takes a list out of `arguments`; None where it is not there.
 template <typename List>
-List take(py::kwargs& arguments, const char* operation, const std::string& name) {
+List take(py::kwargs& arguments, const char* operation, const std::string& name,
+          const char* wanted = "a list of tensors") {
   const py::object list = arguments.attr("pop")(name, py::none());
   try {
     return py::cast<List>(list);
   } catch (const py::cast_error&) {
     const std::string type = py::str(py::type::of(list).attr("__name__"));
-    throw py::type_error(std::string(operation) + ": " + name + " must be a list of tensors, got " +
+    throw py::type_error(std::string(operation) + ": " + name + " must be " + wanted + ", got " +
                          type);
   }
 }
@@ -228,7 +229,9 @@ StepLists take_lists(py::kwargs& arguments, const char* operation,
                   take<TensorList>(arguments, operation, "grads"),
                   {},
                   take<OptionalTensorList>(arguments, operation, "steps"),
-                  take<OptionalTensorList>(arguments, operation, "master_params")};
+                  take<OptionalTensorList>(arguments, operation, "master_params"),
+                  take<std::optional<std::vector<int64_t>>>(arguments, operation, "first_elements",
+                                                            "a list of numbers")};
   for (const std::string& name : buffers) {
     lists.buffers.push_back(take<OptionalTensorList>(arguments, operation, name));
   }
@@ -378,6 +381,8 @@ PYBIND11_MODULE(_C, module) {
                                     step.value_or(at::Tensor())});
           },
           py::arg("number"), py::arg("buffers"), py::arg("master_param"), py::arg("step"))
+      .def("set_first_element", &Plan::set_first_element, py::arg("number"),
+           py::arg("first_element"))
       .def("take_params", &take_params, py::arg("groups"))
       .def_property_readonly("progress", &Plan::progress)
       .def("read_grads", &Plan::read_grads)
@@ -422,10 +427,14 @@ PYBIND11_MODULE(_C, module) {
       [](OptimizerType type, TensorList params, TensorList grads,
          std::vector<OptionalTensorList> buffers, OptionalTensorList master_params,
          const UpdateOptions& options) {
-        optimizer_update_(
-            type,
-            {std::move(params), std::move(grads), std::move(buffers), {}, std::move(master_params)},
-            options);
+        optimizer_update_(type,
+                          {std::move(params),
+                           std::move(grads),
+                           std::move(buffers),
+                           {},
+                           std::move(master_params),
+                           {}},
+                          options);
       },
       release_gil(), py::arg("type"), py::arg("params"), py::arg("grads"), py::arg("buffers"),
       py::arg("master_params"), py::arg("options"));

@@ -41,7 +41,8 @@ struct TensorConstants {
   Functor update;
   T grad_factor;  // inverse scale and clip coefficient
   T clip_value;
-  T direction;  // -1 to maximize
+  T direction;    // -1 to maximize
+  uint32_t step;  // its number, for dithering
   bool write_back_grads;
   bool skip_nonfinite;
 
@@ -60,6 +61,7 @@ struct TensorConstants {
             static_cast<T>(factor.inv_scale) * static_cast<T>(factor.clip_coefficient),
             static_cast<T>(hyperparameters.clip_value),
             static_cast<T>(hyperparameters.maximize ? -1.0 : 1.0),
+            static_cast<uint32_t>(static_cast<int64_t>(step)),
             hyperparameters.write_back_grads,
             factor.skip_nonfinite};
   }

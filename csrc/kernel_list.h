@@ -44,21 +44,38 @@ struct Combinations {};
 
 // Every combination that the engines are compiled for, by the dtype of the parameter.
 template <typename Param>
-struct CombinationsFor {  // Half and BFloat16
-  using Same = Plain<Param>;
+struct CombinationsFor;
+template <>
+struct CombinationsFor<Half> {
+  using Same = Plain<Half>;
   using Float = Plain<float>;
-  using Type = Combinations<
-      Combination<Same, Mastered<Param>, Float>, Combination<Float, Mastered<Param>, Float>,
-      Combination<Same, Mastered<Param>, Same>, Combination<Float, Mastered<Param>, Same>,
-      Combination<Same, Same, Float>, Combination<Float, Same, Float>,
-      Combination<Same, Same, Same>, Combination<Float, Same, Same>>;
+  using Narrow = Plain<BFloat16>;
+  using Kept = Mastered<Half>;
+  using Type = Combinations<Combination<Same, Kept, Float>, Combination<Float, Kept, Float>,
+                            Combination<Same, Kept, Same>, Combination<Float, Kept, Same>,
+                            Combination<Same, Kept, Narrow>, Combination<Float, Kept, Narrow>,
+                            Combination<Same, Same, Float>, Combination<Float, Same, Float>,
+                            Combination<Same, Same, Same>, Combination<Float, Same, Same>,
+                            Combination<Same, Same, Narrow>, Combination<Float, Same, Narrow>>;
+};
+template <>
+struct CombinationsFor<BFloat16> {
+  using Same = Plain<BFloat16>;
+  using Float = Plain<float>;
+  using Kept = Mastered<BFloat16>;
+  using Type = Combinations<Combination<Same, Kept, Float>, Combination<Float, Kept, Float>,
+                            Combination<Same, Kept, Same>, Combination<Float, Kept, Same>,
+                            Combination<Same, Same, Float>, Combination<Float, Same, Float>,
+                            Combination<Same, Same, Same>, Combination<Float, Same, Same>>;
 };
 template <>
 struct CombinationsFor<float> {
   using Float = Plain<float>;
+  using Narrow = Plain<BFloat16>;
   using Type =
       Combinations<Combination<Float, Float, Float>, Combination<Plain<Half>, Float, Float>,
-                   Combination<Plain<BFloat16>, Float, Float>>;
+                   Combination<Narrow, Float, Float>, Combination<Float, Float, Narrow>,
+                   Combination<Plain<Half>, Float, Narrow>, Combination<Narrow, Float, Narrow>>;
 };
 template <>
 struct CombinationsFor<double> {

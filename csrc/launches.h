@@ -2,7 +2,9 @@
 // launch does to a list of them. What happens to one element is in element.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <type_traits>
 
 #include "functors/clipping.h"
@@ -33,7 +35,32 @@ struct TensorRecord {
   DType param_dtype = DType::kFloat32;
   DType buffer_dtypes[kMaxBuffers] = {DType::kFloat32, DType::kFloat32, DType::kFloat32};
   Master master = Master::kNone;
+  uint8_t dithered = 0;       // kDithersParam and kDithersBuffer0 << index of those that are
+  int64_t first_element = 0;  // the place of the first element in the whole tensor
 };
+
+// Numbers that are dithered where they are stored in 16 bits.
+inline constexpr uint8_t kDithersParam = 1;
+inline constexpr uint8_t kDithersBuffer0 = 2;
+
+// The numbers that these hyperparameters want dithered: those that freeze when they are rounded to
+// nearest, because a step changes them by less than half a unit in the last place. For an average
+// that is so from this decay on. A maximum never shrinks.
+inline constexpr double kFreezingDecay = 0.99;
+
+template <typename Hyperparameters>
+uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
+  if (!hyperparameters.dither) return 0;
+  int numbers = kDithersParam;
+  for (size_t i = 0; i < std::size(Hyperparameters::kBuffers); ++i) {
+    const BufferRole role = Hyperparameters::kBuffers[i].role;
+    const bool freezes = role == BufferRole::kSecondMoment ||
+                         (role == BufferRole::kFirstMoment &&
+                          hyperparameters.first_moment_decay() >= kFreezingDecay);
+    if (freezes) numbers |= kDithersBuffer0 << i;
+  }
+  return static_cast<uint8_t>(numbers);
+}
 
 // Whether a record has the kinds of numbers that a kernel is compiled for.
 template <typename Combination, typename Hyperparameters, int kBuffers>

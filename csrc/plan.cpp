@@ -93,6 +93,12 @@ void Plan::set_shard(int64_t number, at::Tensor param, at::Tensor grad) {
   row.explicit_grad = std::move(grad);
 }
 
+void Plan::set_first_element(int64_t number, int64_t first_element) {
+  Row& row = rows_.at(number);
+  row.first_element = first_element;
+  row.record.first_element = first_element;
+}
+
 void Plan::set_state(int64_t number, ParamState state) {
   Row& row = rows_.at(number);
   row.number_of_buffers = static_cast<int>(state.buffers.size());
@@ -255,7 +261,7 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
     if (batch.is_skipped) continue;
     batch.lrs = lrs_on(batch.device, table);
     scratch.make_room(batch.device);
-    make_room(batch);
+    make_room(batch, table);
     progress.params += static_cast<int64_t>(batch.rows.size());
   }
   if (options.max_grad_norm.has_value() && options.grad_norm.has_value() && looks.empty() &&
@@ -381,15 +387,19 @@ std::vector<std::optional<Plan::LrOnDevice>> Plan::lrs_on(const at::Device& devi
   return lrs;
 }
 
-void Plan::make_room(Batch& batch) {
+void Plan::make_room(Batch& batch, const GroupTable& table) const {
   batch.records.reserve(batch.rows.size());
   for (Row* row : batch.rows) {
+    const GroupTable::Entry& group = table.groups[row->group];
     // An interrupt may have left that of the last step, to which the master must not go back.
     const bool is_stale = row->master_param().defined() && !row->master_is_fresh;
     row->refreshed_master =
         is_stale ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
     if (!row->record_is_current) fill_record(*row);
-    batch.records.push_back(row->record);
+    TensorRecord& record = batch.records.emplace_back(row->record);
+    record.dithered = group.dithered & row->narrow;
+    TORCH_CHECK(record.dithered == 0 || record.step != nullptr || group.common->timestep >= 1.0,
+                operation_, ": ", name_of(*row, kStep), " must be there to dither, got None");
   }
   batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
 }
@@ -570,8 +580,11 @@ void Plan::check_tensors(const Row& row) const {
                   " must be None for a parameter of ", dtype);
     }
     if (list >= kBuffer0) {
-      const at::ScalarType wanted = got == dtype ? dtype : computed;
-      check(list, got == wanted, wanted, is_16_bit(dtype) ? " or the parameter's dtype" : "",
+      const bool may_be_narrow = got == at::kBFloat16 && dtype != at::kDouble;
+      check(list, got == dtype || got == computed || may_be_narrow, computed,
+            dtype == at::kDouble ? ""
+            : dtype == at::kHalf ? ", BFloat16 or the parameter's dtype"
+                                 : " or BFloat16",
             ", got ", got);
       check(list, got == row.owned[kBuffer0].scalar_type(), "of one dtype with the other buffers, ",
             row.owned[kBuffer0].scalar_type(), ", got ", got);
@@ -637,15 +650,19 @@ void Plan::fill_record(Row& row) {
   record.grad_dtype = *dtype_of(grad_dtype);
   record.master_param = memory(row.master_param(), at::kFloat, true);
   record.master = row.master_param().defined() ? Master::kFloat32 : Master::kNone;
+  const bool is_narrow = is_16_bit(param_dtype) && record.master == Master::kNone;
+  row.narrow = is_narrow ? kDithersParam : 0;
   for (int i = 0; i < row.number_of_buffers; ++i) {
     const at::Tensor& buffer = row.owned[kBuffer0 + i];
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
+    if (is_16_bit(buffer.scalar_type())) row.narrow |= kDithersBuffer0 << i;
     record.buffer_dtypes[i] = *dtype_of(buffer);
   }
   if (row.owned[kStep].defined()) {
     record.step = row.owned[kStep].mutable_data_ptr<float>();
   }
   record.numel = row.param().numel();
+  record.first_element = row.first_element;
   record.group = static_cast<int32_t>(row.group);
   row.grad_is_current = true;
   // Other strides would not show in the fingerprint of a tensor that is not contiguous.

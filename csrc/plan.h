@@ -88,6 +88,10 @@ class AMP_EXT_API Plan {
   // Hands over this rank's part of a parameter and of its gradient, which may be undefined, too.
   void set_shard(int64_t number, at::Tensor param, at::Tensor grad);
 
+  // Says where the first element of a parameter stands in the whole of which it is a part: 0 unless
+  // it is told. What is dithered depends on it.
+  void set_first_element(int64_t number, int64_t first_element);
+
   // Hands over the state of a parameter, which later steps update in place.
   void set_state(int64_t number, ParamState state);
 
@@ -121,7 +125,8 @@ class AMP_EXT_API Plan {
     std::vector<Hyperparameters> hyperparameters(groups.begin(), groups.end());
     GroupTable table{hyperparameters.data(), &kernel_for<Hyperparameters>, {}};
     for (size_t i = 0; i < groups.size(); ++i) {
-      table.groups.push_back({&hyperparameters[i], groups[i].lr_tensor});
+      table.groups.push_back(
+          {&hyperparameters[i], groups[i].lr_tensor, dithered_numbers(hyperparameters[i])});
     }
     run_step(table, options);
   }
@@ -185,6 +190,8 @@ class AMP_EXT_API Plan {
     at::Tensor explicit_grad;
     c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
     int64_t partition = 0;
+    int64_t first_element = 0;
+    uint8_t narrow = 0;  // the numbers that are stored in 16 bits, as in `dithered` of a record
     int64_t group;
     int64_t index_in_group;
 
@@ -208,6 +215,7 @@ class AMP_EXT_API Plan {
     struct Entry {
       CommonHyperparameters* common;
       OptionalTensor lr;  // where it is a tensor
+      uint8_t dithered;   // as in a record, whatever the dtypes
     };
     const void* hyperparameters;  // [groups]
     std::optional<OptimizerKernel> (*kernel)(int buffers);
@@ -251,7 +259,7 @@ class AMP_EXT_API Plan {
                          const std::vector<Look>& looks, bool looks_are_new) const;
   static std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device,
                                                        const GroupTable& table);
-  static void make_room(Batch& batch);
+  void make_room(Batch& batch, const GroupTable& table) const;
   void step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch);
   void finish_batch(const Batch& batch, std::exception_ptr failure);
   std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,

@@ -27,6 +27,9 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
   }
   check("steps", lists.steps);
   check("master_params", lists.master_params);
+  TORCH_CHECK(!lists.first_elements.has_value() || lists.first_elements->size() == params.size(),
+              operation, ": first_elements must have ", params.size(), " elements, as params, got ",
+              lists.first_elements->size());
   TORCH_CHECK(!buffers.empty() || !options.needs_buffers(), operation, ": ", list_names.at(0),
               " must be given, got None");
   TORCH_CHECK(lists.steps.has_value() || options.timestep >= 1.0 || options.why_step() == nullptr,
@@ -53,6 +56,12 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
     const int64_t number = plan.add_param(0, static_cast<int64_t>(i), nullptr);
     plan.take_param(number, params[i], lists.grads[i]);
     plan.set_state(number, std::move(state));
+    if (lists.first_elements.has_value()) {
+      const int64_t first_element = (*lists.first_elements)[i];
+      TORCH_CHECK(first_element >= 0, operation, ": first_elements[", i,
+                  "] must be at least 0, got ", first_element);
+      plan.set_first_element(number, first_element);
+    }
   }
   plan.read_grads();
   try {

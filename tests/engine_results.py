@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, LAYOUT_SHAPE, NAN, Dtypes
-from list_operations import FEW_STEPS, STEPS, Lists, build, run
+from list_operations import DITHERED_STEPS, FEW_STEPS, STEPS, Lists, build, run
 from torch import Tensor
 
 from amp_ext import ops
@@ -92,6 +92,13 @@ CLIPPED = {
     "write_back_grads": True,
     "skip_nonfinite": True,
 }
+# Of tensors whose parts before are of all sizes, around one of 2^32 elements.
+PARTS = SCALED | {
+    "first_elements": [
+        *(2**32 + offset for offset in (-5000, -7, 0, -4096)),
+        *(0, 1, 7, 2**40, 9, 2**63 - 9000),
+    ]
+}
 
 
 def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B008
@@ -101,6 +108,7 @@ def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B00
     cases = [(row, dtypes, SCALED) for row in STEPS for dtypes in FEW_DTYPES]
     cases += [(row, dtypes, SCALED) for row in FEW_STEPS for dtypes in DTYPES]
     cases += [(row, dtypes, CLIPPED) for row in FEW_STEPS for dtypes in FEW_DTYPES]
+    cases += [(row, dtypes, PARTS) for row in DITHERED_STEPS for dtypes in DTYPES]
     for row, dtypes, more in cases:
         operation, options = row.values
         bad = 0.1 if more is CLIPPED else 0.0

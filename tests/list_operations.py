@@ -101,13 +101,14 @@ OPERATIONS = {
         lion_formula,
         {"lr": 0.3, "beta1": 0.8, "beta2": 0.95},
         lambda options: ("exp_avgs",),
+        lambda options: "dither" in options,
         is_finite_after_inf=True,
     ),
     "sgd_": Operation(
         sgd_formula,
         {"lr": 0.3},
         lambda options: ("momentum_buffers",) if "momentum" in options else (),
-        lambda options: "dampening" in options,
+        lambda options: "dampening" in options or "dither" in options,
     ),
     "optimizer_update_": Operation(
         update_formula,
@@ -153,6 +154,16 @@ UPDATES = rows(
     {
         f"update-{kind.value}": ("optimizer_update_", {"optimizer_type": kind})
         for kind in OptimizerType
+    }
+)
+# Likewise, with all that is dithered.
+DITHERED_STEPS = rows(
+    {
+        "adam-dithered": ("adam_", DECAY | {"dither": True}),
+        "amsgrad-dithered": ("adam_", AMSGRAD | DECOUPLED | {"dither": True}),
+        "lion-dithered": ("lion_", {"beta2": 0.99, "dither": True}),
+        "sgd-dithered": ("sgd_", DECAY | {"dither": True}),
+        "momentum-dithered": ("sgd_", {"momentum": 0.99, "dither": True}),
     }
 )
 STEP = ("operation", "options")

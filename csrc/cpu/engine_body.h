@@ -45,13 +45,39 @@ struct Streams {
             Buffer<2>::at(record.buffers[2], nullptr, offset)};
   }
 
-  // Calls visit(buffer, index) for each buffer.
+  // Calls visit(buffer, index, role) for each buffer.
   template <typename Visit>
   AMP_EXT_INLINE void for_each_buffer(const Visit& visit) const {
-    if constexpr (kBuffers > 0) visit(buffer0, 0);
-    if constexpr (kBuffers > 1) visit(buffer1, 1);
-    if constexpr (kBuffers > 2) visit(buffer2, 2);
+    constexpr const auto& kDescribed = Hyperparameters::kBuffers;
+    if constexpr (kBuffers > 0) visit(buffer0, 0, kDescribed[0].role);
+    if constexpr (kBuffers > 1) visit(buffer1, 1, kDescribed[1].role);
+    if constexpr (kBuffers > 2) visit(buffer2, 2, kDescribed[2].role);
   }
+};
+
+// How the numbers of one tensor are dithered at one step.
+class Dither {
+ public:
+  Dither(const TensorRecord& record, uint32_t step) : record_(record), step_(step) {}
+
+  // For a block from an element on.
+  AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
+    if (record_.dithered != 0) fill_phases(record_.first_element + offset, count, phases_);
+  }
+  AMP_EXT_INLINE Rounding of_param() const { return of(kDithersParam, kParamStride); }
+  AMP_EXT_INLINE Rounding of_buffer(int index, BufferRole role) const {
+    return of(kDithersBuffer0 << index, stride_of(role));
+  }
+
+ private:
+  AMP_EXT_INLINE Rounding of(int number, uint32_t stride) const {
+    if ((record_.dithered & number) == 0) return {};
+    return {phases_, step_ * stride};
+  }
+
+  const TensorRecord& record_;
+  uint32_t step_;
+  alignas(64) uint32_t phases_[kBlockSize];
 };
 
 // Copies of the last elements of a tensor that fill no vector.
@@ -101,16 +127,15 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
 // Updates `count` elements: whole vectors, up to kBlockSize unless the streams are native.
 template <typename Streams, typename Functor, typename T>
 AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
-                                 const Streams& streams, int64_t count) {
+                                 const Streams& streams, const Dither& dither, int64_t count) {
   using V = Vector<T>;
   constexpr int kBuffers = Streams::kBuffers;
   alignas(64) T scratch[2 + kMaxBuffers][kBlockSize];
   T* const grads = streams.grad.results_in(scratch[0]);
   T* const params = streams.param.results_in(scratch[1]);
   T* buffers[kMaxBuffers];
-  streams.for_each_buffer([&](const auto& buffer, int k) __attribute__((always_inline)) {
-    buffers[k] = buffer.results_in(scratch[2 + k]);
-  });
+  streams.for_each_buffer([&](const auto& buffer, int k, BufferRole) __attribute__((
+                              always_inline)) { buffers[k] = buffer.results_in(scratch[2 + k]); });
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     const V old_grad = streams.grad.template load<V>(i);
     const V old_param = streams.param.template load<V>(i);
@@ -136,16 +161,19 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
   if (constants.write_back_grads && constants.skip_nonfinite) {
     round_finite_results(grads, count, streams.grad.elements);
   } else if (constants.write_back_grads) {
-    streams.grad.round(grads, count);
+    streams.grad.round(grads, count, {});
   }
-  streams.param.round(params, count);
-  streams.for_each_buffer([&](const auto& buffer, int k)
-                              __attribute__((always_inline)) { buffer.round(buffers[k], count); });
+  streams.param.round(params, count, dither.of_param());
+  streams.for_each_buffer([&](const auto& buffer, int k, BufferRole role)
+                              __attribute__((always_inline)) {
+                                buffer.round(buffers[k], count, dither.of_buffer(k, role));
+                              });
 }
 
 template <typename Streams, typename Functor, typename T>
 void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Tile& tile) {
   const TensorConstants<Functor, T> constants = tensor_constants;  // in registers
+  Dither dither(tile.record, constants.step);
   for (int64_t offset = tile.begin; offset < tile.end;) {
     const int64_t rest = tile.end - offset;
     Streams streams = Streams::at(tile.record, offset);
@@ -157,7 +185,8 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
       streams = tail.open(streams, rest);
       count = kLanes<T>;
     }
-    update_block(constants, streams, count);
+    if (!Streams::kIsNative) dither.begin(offset, count);
+    update_block(constants, streams, dither, count);
     if (is_tail) tail.close(rest, constants.write_back_grads);
     offset += count;
   }

@@ -5,7 +5,8 @@
 #pragma once
 
 #include "cpu/vector.h"
-// Only now, the rest:
+// Only now, the functors:
+#include "functors/dither.h"
 #include "numbers.h"
 #include "storage.h"
 
@@ -37,9 +38,47 @@ AMP_EXT_INLINE T* results_in(Storage* stored, T* scratch) {
   }
 }
 
+// How results are rounded where they are stored in 16 bits.
+struct Rounding {
+  const uint32_t* phases = nullptr;  // of the elements of a block, or null: to nearest
+  uint32_t offset = 0;               // that the step adds to them
+};
+
+AMP_EXT_INLINE void store_dithered(BFloat16* to, Vector<float> value, Vector<uint32_t> word) {
+  store_low_bits(&to->bits, dithered_to_upper_bits(value, word) >> 16);
+}
+AMP_EXT_INLINE void store_dithered(Half* to, Vector<float> value, Vector<uint32_t> word) {
+  store_low_bits(&to->bits, dithered_to_half_bits(value, word));
+}
+
 template <typename Storage, typename T>
-AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stored) {
+AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stored,
+                                  const Rounding& rounding = {}) {
+  if constexpr (sizeof(Storage) == 2) {
+    if (rounding.phases != nullptr) {
+      for (int64_t i = 0; i < count; i += kLanes<T>) {
+        const auto phases = load_bits<Vector<uint32_t>>(rounding.phases + i);
+        store_dithered(stored + i, load<Vector<T>>(results + i), phases + rounding.offset);
+      }
+      return;
+    }
+  }
   if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
+}
+
+// Fills in the phases of the elements from number `first` of the whole tensor on.
+inline void fill_phases(int64_t first, int64_t count, uint32_t* phases) {
+  using U = Vector<uint32_t>;
+  alignas(64) uint32_t lanes[kLanes<uint32_t>];
+  for (int i = 0; i < kLanes<uint32_t>; ++i) lanes[i] = i;
+  const U begin = load_bits<U>(lanes) + static_cast<uint32_t>(first);
+  const auto high = static_cast<uint32_t>(static_cast<uint64_t>(first) >> 32);
+  for (int64_t i = 0; i < count; i += kLanes<uint32_t>) {
+    const U low = begin + static_cast<uint32_t>(i);
+    // A comparison that holds is -1: the lower half has passed its largest number.
+    const U carry = bit_cast<U>(low < static_cast<uint32_t>(first));
+    store_bits(phases + i, dither_phase(low, high - carry));
+  }
 }
 
 // The numbers of one kind from some element of a tensor on. `Padded` holds the last of them, which
@@ -68,8 +107,8 @@ struct Numbers<Plain<Storage>> {
     return AMP_EXT_ISA::results_in(elements, scratch);
   }
   template <typename T>
-  AMP_EXT_INLINE void round(const T* results, int64_t count) const {
-    round_results(results, count, elements);
+  AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
+    round_results(results, count, elements, rounding);
   }
 
   struct Padded {
@@ -99,7 +138,7 @@ struct Numbers<Mastered<Storage>> {
     return amp_ext::load<V>(masters + index);
   }
   AMP_EXT_INLINE float* results_in(float* /*scratch*/) const { return masters; }
-  AMP_EXT_INLINE void round(const float* results, int64_t count) const {
+  AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding&) const {
     round_results(results, count, elements);
   }
 

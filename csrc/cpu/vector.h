@@ -112,6 +112,20 @@ AMP_EXT_INLINE Vector<double> square_root(Vector<double> value) {
 #endif
 }
 
+// As the functions of numbers in storage.h.
+AMP_EXT_INLINE Vector<uint32_t> bits_of(Vector<float> value) {
+  return bit_cast<Vector<uint32_t>>(value);
+}
+AMP_EXT_INLINE Vector<float> float_of(Vector<uint32_t> bits) {
+  return bit_cast<Vector<float>>(bits);
+}
+AMP_EXT_INLINE Vector<int32_t> as_signed(Vector<uint32_t> bits) {
+  return bit_cast<Vector<int32_t>>(bits);
+}
+AMP_EXT_INLINE Vector<uint32_t> to_integer(Vector<float> value) {  // up to 2^31
+  return bit_cast<Vector<uint32_t>>(__builtin_convertvector(value, Vector<int32_t>));
+}
+
 // Stores the low 16 or 8 bits of each lane.
 AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> value) {
 #if AMP_EXT_VECTOR_X86 == 64
@@ -223,7 +237,8 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
   const Bits magnitude = bit_cast<Bits>(value) & 0x7fffffffu;
   const Bits rounded = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
   const Bits normal = rounded - ((127u - 15u) << 10);
-  const Bits subnormal = bit_cast<Bits>(bit_cast<Vector<float>>(magnitude) + 0.5f) - bits_of(0.5f);
+  const Bits subnormal =
+      bit_cast<Bits>(bit_cast<Vector<float>>(magnitude) + 0.5f) - bits_of(Vector<float>{} + 0.5f);
   const Bits nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
   // Signed comparisons, which every processor has.
   const auto size = bit_cast<Vector<int32_t>>(magnitude);

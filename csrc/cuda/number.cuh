@@ -2,9 +2,23 @@
 #pragma once
 
 #include "cuda/tensor_table.cuh"
+#include "functors/dither.h"
 #include "numbers.h"
 
 namespace amp_ext::cuda {
+
+// How an element is rounded where it is stored in 16 bits.
+struct Rounding {
+  bool dithers = false;  // or to nearest
+  uint32_t word = 0;
+};
+
+__device__ __forceinline__ void store_dithered(float value, uint32_t word, BFloat16& stored) {
+  stored.bits = static_cast<uint16_t>(dithered_to_upper_bits(value, word) >> 16);
+}
+__device__ __forceinline__ void store_dithered(float value, uint32_t word, Half& stored) {
+  stored.bits = static_cast<uint16_t>(dithered_to_half_bits(value, word));
+}
 
 // The numbers of one kind of a tensor. `Values` are those that a thread has loaded.
 template <typename Kind>
@@ -14,6 +28,7 @@ template <typename Storage>
 struct Numbers<Plain<Storage>> {
   static constexpr int kPointers = 1;
   static constexpr int kLeastBytes = sizeof(Storage);  // of an element of an array
+  static constexpr bool kMayDither = sizeof(Storage) == 2;
 
   Storage* elements;
 
@@ -36,7 +51,10 @@ struct Numbers<Plain<Storage>> {
 
     __device__ auto load(int i) const { return cuda::load(pack.values[i]); }
     template <typename T>
-    __device__ void store(T value, int i) {
+    __device__ void store(T value, int i, const Rounding& rounding) {
+      if constexpr (kMayDither) {
+        if (rounding.dithers) return store_dithered(value, rounding.word, pack.values[i]);
+      }
       cuda::store(static_cast<typename ComputeType<Storage>::type>(value), pack.values[i]);
     }
   };
@@ -54,6 +72,7 @@ template <typename Storage>
 struct Numbers<Mastered<Storage>> {
   static constexpr int kPointers = 2;
   static constexpr int kLeastBytes = sizeof(Storage);
+  static constexpr bool kMayDither = false;
 
   Storage* elements;  // only written
   float* masters;
@@ -76,7 +95,7 @@ struct Numbers<Mastered<Storage>> {
     Pack<Storage, kCount> rounded;
 
     __device__ float load(int i) const { return pack.values[i]; }
-    __device__ void store(float value, int i) {
+    __device__ void store(float value, int i, const Rounding& /*rounding*/) {
       pack.values[i] = value;
       cuda::store(value, rounded.values[i]);
     }
@@ -98,6 +117,7 @@ template <>
 struct Numbers<Absent> {
   static constexpr int kPointers = 0;
   static constexpr int kLeastBytes = sizeof(double);
+  static constexpr bool kMayDither = false;
 
   template <int kCapacity>
   __device__ static Numbers at(void* const (* /*pointers*/)[kCapacity], int /*tensor*/) {
@@ -109,7 +129,7 @@ struct Numbers<Absent> {
   struct Values {
     __device__ float load(int /*i*/) const { return 0.0f; }
     template <typename T>
-    __device__ void store(T /*value*/, int /*i*/) {}
+    __device__ void store(T /*value*/, int /*i*/, const Rounding& /*rounding*/) {}
   };
   template <int kCount>
   __device__ Values<kCount> load(int64_t /*index*/) const {

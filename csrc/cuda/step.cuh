@@ -35,20 +35,32 @@ struct Streams {
                      Buffer<1>::kLeastBytes, Buffer<2>::kLeastBytes});
 
   // Blocks for which no kernel with these streams spills registers. Packs of 8 elements and what is
-  // converted take many, and more of them in the code for sm_100.
+  // converted or dithered take many, and more of them in the code for sm_100.
   static constexpr int blocks_on(int architecture) {
     constexpr bool kHasMaster = Combination::Param::kMaster != Master::kNone;
     if (sizeof(T) == 8) return 2;
     if (kPackSize == 4 || kBuffers == 0) return 4;
-    if (kBuffers == 3 || (kBuffers == 2 && kHasMaster && architecture >= 1000)) return 2;
-    return kBuffers == 2 && kHasMaster && Buffer<0>::kLeastBytes == 4 ? 4 : 3;
+    constexpr bool kHasNarrowBuffers = kBuffers > 0 && Buffer<0>::kMayDither;
+    if (kBuffers == 3 && kHasMaster && kHasNarrowBuffers && architecture >= 1000) return 1;
+    if (kBuffers == 3 || kHasNarrowBuffers || (kBuffers == 2 && architecture >= 1000)) return 2;
+    return kBuffers == 2 && kHasMaster ? 4 : 3;
   }
+
+  static constexpr bool kMayDither =
+      Param::kMayDither || Buffer<0>::kMayDither || Buffer<1>::kMayDither || Buffer<2>::kMayDither;
+
+  template <int index>
+  static constexpr uint32_t kStride =
+      index < kBuffers ? stride_of(Hyperparameters::kBuffers[index < kBuffers ? index : 0].role)
+                       : 0;
 
   Grad grad;
   Param param;
   Buffer<0> buffer0;
   Buffer<1> buffer1;
   Buffer<2> buffer2;
+  int64_t first_element;  // in the whole tensor
+  int32_t dithered;       // as in the record
 
   static bool match(const TensorRecord& record) {
     return has_kinds<Combination, Hyperparameters, kBuffers>(record);
@@ -70,10 +82,18 @@ struct Streams {
     constexpr int kBuffer0 = kParam + Param::kPointers;
     constexpr int kBuffer1 = kBuffer0 + Buffer<0>::kPointers;
     constexpr int kBuffer2 = kBuffer1 + Buffer<1>::kPointers;
-    return {Grad::at(table.pointers, tensor), Param::at(table.pointers + kParam, tensor),
-            Buffer<0>::at(table.pointers + kBuffer0, tensor),
-            Buffer<1>::at(table.pointers + kBuffer1, tensor),
-            Buffer<2>::at(table.pointers + kBuffer2, tensor)};
+    Streams streams{Grad::at(table.pointers, tensor),
+                    Param::at(table.pointers + kParam, tensor),
+                    Buffer<0>::at(table.pointers + kBuffer0, tensor),
+                    Buffer<1>::at(table.pointers + kBuffer1, tensor),
+                    Buffer<2>::at(table.pointers + kBuffer2, tensor),
+                    0,
+                    0};
+    if constexpr (kMayDither) {
+      streams.first_element = table.dither.first_element[tensor];
+      streams.dithered = table.dither.dithered[tensor];
+    }
+    return streams;
   }
 
   // Where packs can start in [begin, end): at the next 16-byte boundary of all streams, or nowhere.
@@ -96,14 +116,16 @@ struct Streams {
   };
 
   // Updates kPacks times kCount elements, each time `stride` behind. All are loaded before the
-  // first is used.
-  template <int kCount, int kPacks, typename Constants>
+  // first is used. Without kDithers nothing is dithered.
+  template <int kCount, int kPacks, bool kDithers, typename Constants>
   __device__ void update(const Constants& constants, int64_t index, int stride) const {
     Values<kCount> values[kPacks];
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) values[i] = load_values<kCount>(index + i * stride);
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) update_values(constants, values[i], index + i * stride);
+    for (int i = 0; i < kPacks; ++i) {
+      update_values<kDithers>(constants, values[i], index + i * stride);
+    }
   }
 
  private:
@@ -114,7 +136,7 @@ struct Streams {
             buffer2.template load<kCount>(index)};
   }
 
-  template <int kCount, typename Constants>
+  template <bool kDithers, int kCount, typename Constants>
   __device__ void update_values(const Constants& constants, Values<kCount>& values,
                                 int64_t index) const {
 #pragma unroll
@@ -126,12 +148,18 @@ struct Streams {
       if (!constants.skips(scaled_grad)) {
         const T unscaled = constants.unscale_and_clip(scaled_grad);
         update_element<kBuffers>(constants, unscaled, value, elements[0], elements[1], elements[2]);
-        if (constants.write_back_grads) values.grad.store(unscaled, i);
+        if (constants.write_back_grads) values.grad.store(unscaled, i, {});
       }
-      values.param.store(value, i);
-      values.buffer0.store(elements[0], i);
-      values.buffer1.store(elements[1], i);
-      values.buffer2.store(elements[2], i);
+      const auto place = static_cast<uint64_t>(first_element + index + i);
+      const uint32_t phase =
+          dither_phase(static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32));
+      const auto rounding = [&](int number, uint32_t stride) -> Rounding {
+        return {kDithers && (dithered & number) != 0, phase + constants.step * stride};
+      };
+      values.param.store(value, i, rounding(kDithersParam, kParamStride));
+      values.buffer0.store(elements[0], i, rounding(kDithersBuffer0 << 0, kStride<0>));
+      values.buffer1.store(elements[1], i, rounding(kDithersBuffer0 << 1, kStride<1>));
+      values.buffer2.store(elements[2], i, rounding(kDithersBuffer0 << 2, kStride<2>));
     }
     if (constants.write_back_grads) grad.store(values.grad, index);
     param.store(values.param, index);
@@ -158,7 +186,8 @@ struct StepArguments {
   static constexpr int kOtherBytes = kMaxGroups * sizeof(Hyperparameters) + sizeof(int64_t) +
                                      sizeof(GradientInputs) + 2 * sizeof(void*);
 
-  TensorTable<Streams::kPointers, kBytes - kOtherBytes, Shape::kTileSize> table;
+  TensorTable<Streams::kPointers, kBytes - kOtherBytes, Shape::kTileSize, Streams::kMayDither>
+      table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
   GradientInputs inputs;
@@ -211,12 +240,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
     const int64_t elements = static_cast<int64_t>(end_tile - tile) * Shape::kTileSize;
     const int64_t end = min(begin + elements, table.numel[tensor]);
-    for_each_pack<Shape, Streams::kPackSize>(
-        begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
-          constexpr int kCount = decltype(count)::value;
-          streams.template update<kCount, decltype(packs)::value>(constants, index,
-                                                                  Shape::kThreads * kCount);
-        });
+    const auto update_all = [&](auto dithers) {
+      for_each_pack<Shape, Streams::kPackSize>(
+          begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
+            constexpr int kCount = decltype(count)::value;
+            streams.template update<kCount, decltype(packs)::value, decltype(dithers)::value>(
+                constants, index, Shape::kThreads * kCount);
+          });
+    };
+    if constexpr (Streams::kMayDither) {
+      if (streams.dithered != 0) {
+        update_all(std::true_type());
+      } else {
+        update_all(std::false_type());
+      }
+    } else {
+      update_all(std::false_type());
+    }
     if (is_last_tensor) break;
     tile = end_tile;
     __syncthreads();  // the constants may still be read

@@ -50,19 +50,40 @@ inline int multiprocessors() {
   return count;
 }
 
+// What a table of tensors whose numbers may be dithered says of each.
+template <bool kMayDither, int kCapacity>
+struct DitherColumns {
+  static constexpr int kBytesPerTensor = sizeof(int64_t) + sizeof(int32_t);
+
+  int64_t first_element[kCapacity];
+  int32_t dithered[kCapacity];
+
+  void add(int index, const TensorRecord& record) {
+    first_element[index] = record.first_element;
+    dithered[index] = record.dithered;
+  }
+};
+template <int kCapacity>
+struct DitherColumns<false, kCapacity> {
+  static constexpr int kBytesPerTensor = 0;
+  void add(int /*index*/, const TensorRecord& /*record*/) {}
+};
+
 // As many tensors of `kPointers` pointers each as fit into `kBytes`, cut into tiles.
-template <int kPointers, int kBytes, int kElementsOfTile = kTileSize>
+template <int kPointers, int kBytes, int kElementsOfTile = kTileSize, bool kMayDither = false>
 struct TensorTable {
-  static constexpr int kBytesPerTensor =
-      kPointers * sizeof(void*) + sizeof(float*) + sizeof(int64_t) + 2 * sizeof(int32_t);
+  static constexpr int kBytesPerTensor = kPointers * sizeof(void*) + sizeof(float*) +
+                                         sizeof(int64_t) + 2 * sizeof(int32_t) +
+                                         DitherColumns<kMayDither, 1>::kBytesPerTensor;
   static constexpr int kCapacity =
-      (kBytes - 2 * static_cast<int>(sizeof(int64_t))) / kBytesPerTensor;
+      (kBytes - 4 * static_cast<int>(sizeof(int64_t))) / kBytesPerTensor;
 
   void* pointers[kPointers][kCapacity];
   float* step[kCapacity];
   int64_t numel[kCapacity];
   int32_t first_tile[kCapacity];  // how many tiles the tensors before have
   int32_t group[kCapacity];
+  DitherColumns<kMayDither, kCapacity> dither;
   int32_t count;
   int32_t tiles;
 
@@ -80,6 +101,7 @@ struct TensorTable {
     numel[index] = record.numel;
     first_tile[index] = tiles;
     group[index] = record_group;
+    dither.add(index, record);
     tiles += static_cast<int32_t>((record.numel + kElementsOfTile - 1) / kElementsOfTile);
     return index;
   }

@@ -54,7 +54,6 @@ TWO = r"must be one element, got sizes \[2\]"
     rows(
         {
             "buffer-double": ("buffers", Tensor.double, "must be Float.*, got Double"),
-            "buffer-bf16": ("buffers", Tensor.bfloat16, "must be Float.*, got BFloat16"),
             "buffer-integer": ("buffers", Tensor.int, "must be Float.*, got Int"),
             "step-integer": ("steps", Tensor.long, "must be Float, got Long"),
             "step-half": ("steps", Tensor.half, "must be Float, got Half"),

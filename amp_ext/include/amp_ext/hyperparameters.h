@@ -24,6 +24,7 @@ struct BufferDescription {
 //   static constexpr BufferDescription kBuffers[]   its buffers, in the order of the formula
 //   const char* why_step() const                    when the formula asks for the step, or null
 //   bool needs_buffers() const                      whether it is another without any buffer
+//   double first_moment_decay() const               the share of it that a step keeps
 //   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
 //
 // They stay double until `for_tensor` of the formula.
@@ -36,6 +37,7 @@ struct AMP_EXT_API CommonHyperparameters {
   double clip_value = std::numeric_limits<double>::infinity();  // of unscaled gradients
   double timestep = 0.0;          // the number of this step where no tensor counts them, from 1
   bool write_back_grads = false;  // store the unscaled, clipped gradients
+  bool dither = false;            // what is stored in 16 bits, if it would freeze otherwise
 
   // All but `lr` and `clip_value`, which need not be numbers to a caller.
   template <typename Visit>
@@ -45,6 +47,7 @@ struct AMP_EXT_API CommonHyperparameters {
     visit("maximize", &CommonHyperparameters::maximize);
     visit("timestep", &CommonHyperparameters::timestep);
     visit("write_back_grads", &CommonHyperparameters::write_back_grads);
+    visit("dither", &CommonHyperparameters::dither);
   }
 };
 
@@ -62,6 +65,7 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
 
   const char* why_step() const { return "unless there is a timestep"; }
   bool needs_buffers() const { return true; }
+  double first_moment_decay() const { return beta1; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
@@ -83,6 +87,7 @@ struct AMP_EXT_API LionHyperparameters : CommonHyperparameters {
 
   const char* why_step() const { return nullptr; }
   bool needs_buffers() const { return true; }
+  double first_moment_decay() const { return beta2; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
@@ -106,6 +111,7 @@ struct AMP_EXT_API SgdHyperparameters : CommonHyperparameters {
                                                : nullptr;
   }
   bool needs_buffers() const { return momentum != 0.0; }
+  double first_moment_decay() const { return momentum; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {

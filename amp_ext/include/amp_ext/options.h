@@ -43,6 +43,9 @@ struct AMP_EXT_API StepLists {
   std::vector<OptionalTensorList> buffers;  // in the order of the hyperparameters' kBuffers
   OptionalTensorList steps;          // float32, one element each; None: `timestep` is the number
   OptionalTensorList master_params;  // float32, of 16-bit parameters
+  // Where the first element of each parameter stands in the whole of which it is a part; None: it
+  // is the whole. What is dithered depends on it.
+  std::optional<std::vector<int64_t>> first_elements;
 };
 
 // The names of the lists of an optimizer's buffers.

@@ -1,0 +1,66 @@
+// Dithered rounding: a number between two that can be stored becomes the upper one in as many steps
+// as it is near to it. Rounded to nearest, a moment that shrinks by less than half a unit in the
+// last place at each step would never shrink.
+//
+// Not by random numbers but by a Weyl sequence of the step, with a phase of its own for each
+// element: it needs no state, is the same on every device and however a tensor is sharded, and errs
+// by O(log steps / steps) where random numbers err by O(1 / sqrt(steps)). The strides are the
+// fractions of the R-sequence of three dimensions (Roberts, "The Unreasonable Effectiveness of
+// Quasirandom Sequences", 2018), made odd; the phase is the finaliser of MurmurHash3 (Appleby).
+//
+// V is float or a vector of it, U uint32_t or a vector of as many.
+#pragma once
+
+#include <amp_ext/hyperparameters.h>
+
+#include <cstdint>
+
+#include "functors/numeric.h"
+#include "storage.h"
+
+namespace amp_ext {
+
+// Of the sequences in which the numbers of one element are dithered.
+inline constexpr uint32_t kParamStride = 0xD1B54A33u;
+inline constexpr uint32_t kFirstMomentStride = 0xABC98389u;
+inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;
+
+constexpr uint32_t stride_of(BufferRole role) {
+  return role == BufferRole::kFirstMoment ? kFirstMomentStride : kSecondMomentStride;
+}
+
+// Of an element, by the halves of its place in the whole tensor.
+template <typename U>
+AMP_EXT_INLINE U dither_phase(U low, U high) {
+  U hash = (low ^ (high * 0x9E3779B9u)) * 0x9E3779B1u;
+  hash = (hash ^ (hash >> 16)) * 0x85EBCA6Bu;
+  hash = (hash ^ (hash >> 13)) * 0xC2B2AE35u;
+  return hash ^ (hash >> 16);
+}
+
+// The number as a bfloat16 in the upper 16 bits. `word` is the phase plus the stride times the
+// number of the step; its upper bits are what is added before the lower ones are cut off.
+template <typename V, typename U>
+AMP_EXT_INLINE U dithered_to_upper_bits(V value, U word) {
+  const U rounded = (bits_of(value) + (word >> 16)) & 0xffff0000u;
+  return select(value != value, U{} + 0x7fc00000u, rounded);
+}
+
+// The number as a float16 in the lower 16 bits.
+template <typename V, typename U>
+AMP_EXT_INLINE U dithered_to_half_bits(V value, U word) {
+  const U sign = (bits_of(value) >> 16) & 0x8000u;
+  const U magnitude = bits_of(value) & 0x7fffffffu;
+  const auto size = as_signed(magnitude);  // every processor compares signed numbers
+  const U added = word >> 19;
+  const U normal = ((magnitude + added) >> 13) - ((127u - 15u) << 10);
+  // Subnormal: in units of 2^-37, of which 2^13 are one of a float16.
+  const V small = select(size < 0x38800000, float_of(magnitude), V{});  // 2^-14
+  const U subnormal = (to_integer(small * 0x1p37f) + added) >> 13;
+  const U nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
+  U result = select(size < 0x38800000, subnormal, normal);
+  result = select(size >= 0x47800000, U{} + 0x7c00u, result);  // 65536
+  return sign | select(size > 0x7f800000, nan, result);
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,222 @@
+"""Numbers that are dithered when they are stored in 16 bits, beside a reference in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from awkward import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    INF,
+    LAYOUT_SHAPE,
+    LAYOUTS,
+    NAN,
+    SHAPES,
+    Dtypes,
+    placed,
+    threads,
+)
+from list_operations import DITHERED_STEPS, STEP, Lists, assert_same, build, copied, run
+from number_codes import dither_words, round_bfloat16, round_float16
+from rows import rows
+from torch import Tensor
+
+from amp_ext import ops
+
+every_dithered_step = pytest.mark.parametrize(STEP, DITHERED_STEPS)
+narrow = pytest.mark.parametrize(
+    "dtypes",
+    rows(
+        {
+            "fp32": Dtypes(F32, F32, BF16),
+            "fp16": Dtypes(F16, F16, BF16),
+            "fp16-as-torch": Dtypes(F16, F32, F16),
+            "fp16-master": Dtypes(F16, F16, BF16, master=True),
+            "bf16": Dtypes(BF16, BF16, BF16),
+            "bf16-state32": Dtypes(BF16, F32, F32),
+            "bf16-master": Dtypes(BF16, BF16, BF16, master=True),
+        }
+    ),
+)
+
+# What is dithered, and the stream of its words; first moments where they decay as slowly as in
+# DITHERED_STEPS.
+STREAMS = {"params": "param", "exp_avg_sqs": "second_moment"}
+SLOW = {"exp_avgs": "first_moment", "momentum_buffers": "first_moment"}
+# Of wholes of which each parameter is a part.
+FIRST_ELEMENTS = [0, 5, 2**32 - 1, 2**32, 2**32 - 3, 2**40 + 77, 0, 2**32 - 100, 1, 2**32 - 9000]
+
+
+def wide(lists: Lists) -> Lists:
+    """Returns the same numbers in float32, of which a step rounds nothing."""
+    found = {name: [t.clone().float() for t in tensors] for name, tensors in lists.items()}
+    if "master_params" in found:
+        found["params"] = found.pop("master_params")
+    return found
+
+
+def rounded(value: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
+    if dtype == F32:
+        return value
+    words = None if words is None else words.reshape(value.shape)
+    return (round_bfloat16 if dtype == BF16 else round_float16)(value, words)
+
+
+@every_dithered_step
+@narrow
+def test_numbers_are_those_of_the_reference(device, operation, options, dtypes):
+    lists = build(operation, options, SHAPES, dtypes, device, step=2)
+    exact = wide(lists)
+    run(operation, lists, **options, first_elements=FIRST_ELEMENTS)
+    run(operation, exact, **options)
+    streams = STREAMS if operation == "adam_" else STREAMS | SLOW
+    for name in lists.keys() - {"grads", "steps", "master_params"}:
+        stream = streams.get(name)
+        if name == "params" and dtypes.master:
+            stream = None
+        for index, tensor in enumerate(lists[name]):
+            value = exact[name][index].cpu()
+            words = stream and dither_words(FIRST_ELEMENTS[index], value.numel(), 3, stream)
+            expected = rounded(value, tensor.dtype, words)
+            assert torch.equal(tensor.cpu(), expected), f"{name}[{index}] {tuple(value.shape)}"
+
+
+@every_dithered_step
+@narrow
+def test_parts_of_a_tensor_are_dithered_as_the_whole(device, operation, options, dtypes):
+    whole = build(operation, options, [(40, 401)], dtypes, device)
+    rows_of_parts = [7, 0, 33]
+    parts = {
+        name: [part.clone() for part in tensors[0].split(rows_of_parts)]
+        for name, tensors in whole.items()
+        if name != "steps"
+    }
+    parts["steps"] = [whole["steps"][0].clone() for _ in rows_of_parts]
+    for _ in range(3):
+        run(operation, whole, **options)
+        run(operation, parts, **options, first_elements=[0, 7 * 401, 7 * 401])
+    for name in whole.keys() - {"steps"}:
+        assert torch.equal(torch.cat(parts[name]), whole[name][0]), name
+
+
+@every_dithered_step
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_elements_count_in_the_order_of_memory(device, operation, options, layout):
+    dtypes = Dtypes(BF16, BF16, BF16)
+    lists = build(operation, options, [LAYOUT_SHAPE], dtypes, device)
+    steps = [step.clone() for step in lists["steps"]]
+    others = {
+        name: [placed(tensors[0], layout)] for name, tensors in lists.items() if name != "steps"
+    }
+    others["steps"] = steps
+    # What has gaps is dithered as its contiguous copy.
+    strides = torch.empty_like(others["params"][0]).stride()
+    order = sorted(range(4), key=lambda dim: -strides[dim])
+    in_order = {
+        name: [tensors[0].permute(order).contiguous()]
+        for name, tensors in lists.items()
+        if name != "steps"
+    }
+    in_order["steps"] = lists["steps"]
+    run(operation, in_order, **options)
+    run(operation, others, **options)
+    for name in lists.keys() - {"steps"}:
+        assert torch.equal(others[name][0].permute(order), in_order[name][0]), name
+
+
+@every_dithered_step
+def test_any_number_of_threads_dithers_alike(operation, options):
+    dtypes = Dtypes(BF16, BF16, BF16)
+    lists = build(operation, options, [(100_003,), (1,), (40_000,)], dtypes, "cpu")
+    others = copied(lists)
+    with threads(1):
+        run(operation, lists, **options)
+    with threads(3):
+        run(operation, others, **options)
+    assert_same(others, lists)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+def test_numbers_of_all_sizes_are_dithered(device, dtype):
+    exponents = torch.arange(-150, 129, dtype=F64).repeat_interleave(40)
+    numbers = (torch.exp2(exponents) * (1 + torch.rand(exponents.shape, dtype=F64))).float()
+    special = [0.0, -0.0, INF, -INF, NAN, 65504.0, 65519.0, 65520.0, 65535.9, 65536.0, 3.4e38]
+    grads = torch.cat([numbers, -numbers, torch.tensor(special)]).to(device)
+    exact = torch.zeros_like(grads)
+    ops.sgd_([exact], [grads], lr=1.0)
+    for step in (1, 2, 1000, 2**24 - 2):
+        param = torch.zeros_like(grads, dtype=dtype)
+        counter = torch.tensor(step - 1.0, device=device)
+        ops.sgd_([param], [grads], steps=[counter], lr=1.0, dither=True)
+        words = dither_words(0, grads.numel(), step, "param")
+        expected = rounded(exact.cpu(), dtype, words)
+        nan = expected.isnan()
+        assert torch.equal(param.cpu().isnan(), nan)
+        assert torch.equal(param.cpu()[~nan].view(torch.int16), expected[~nan].view(torch.int16))
+
+
+def test_a_number_that_can_be_stored_stays(device):
+    bits = torch.arange(2**16).short()
+    for dtype in (BF16, F16):
+        numbers = bits.view(dtype).to(device)
+        for step in range(5):
+            param = numbers.clone()
+            counter = torch.tensor(float(step), device=device)
+            ops.sgd_([param], [torch.zeros_like(param)], steps=[counter], lr=0.0, dither=True)
+            finite = numbers.isfinite()
+            assert torch.equal(param[finite].view(torch.int16), numbers[finite].view(torch.int16))
+            assert torch.equal(param.isinf(), numbers.isinf())
+            assert torch.equal(param.isnan(), numbers.isnan())
+
+
+def test_a_dither_is_right_on_average(device):
+    """A drift of a hundredth of a unit in the last place moves each number by its sum."""
+    param = torch.ones(4096, dtype=BF16, device=device)
+    grad = torch.full((4096,), 2.0**-7 / 100, device=device)
+    counter = torch.zeros((), device=device)
+    for _ in range(1000):
+        ops.sgd_([param], [-grad], steps=[counter], lr=1.0, dither=True)
+    moved = (param.float() - 1) / 2**-7
+    assert moved.mean().item() == pytest.approx(10, abs=0.02)
+    assert (moved - 10).abs().max().item() <= 2
+
+
+def test_a_second_moment_shrinks_that_would_freeze(device):
+    def after(dither: bool) -> float:
+        lists = [torch.zeros(512, device=device)], [torch.zeros(512, device=device)]
+        moments = (
+            [torch.zeros(512, device=device, dtype=BF16)],
+            [torch.ones(512, device=device, dtype=BF16)],
+        )
+        counter = torch.zeros((), device=device)
+        numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+        for _ in range(1000):
+            ops.adam_(*lists, *moments, [counter], **numbers, dither=dither)
+        return moments[1][0].double().mean().item()
+
+    assert after(dither=False) > 0.99
+    assert after(dither=True) == pytest.approx(0.999**1000, rel=0.02)
+
+
+def test_a_dither_asks_for_the_number_of_the_step():
+    param, grad = torch.ones(3, dtype=BF16), torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"sgd_: steps\[0\] must be there to dither, got None"):
+        ops.sgd_([param], [grad], lr=1.0, dither=True)
+    assert torch.equal(param, torch.ones(3, dtype=BF16))
+    wide_param = torch.ones(3)
+    ops.sgd_([wide_param], [grad], lr=1.0, dither=True)  # nothing is narrow
+    assert torch.equal(wide_param, torch.zeros(3))
+
+
+def test_first_elements_are_checked():
+    def step(first_elements: list[int]) -> None:
+        param, counter = torch.ones(3, dtype=BF16), torch.zeros(())
+        numbers = {"lr": 1.0, "dither": True, "first_elements": first_elements}
+        ops.sgd_([param], [torch.ones(3)], steps=[counter], **numbers)
+
+    with pytest.raises(RuntimeError, match="first_elements must have 1 elements, as params, got 2"):
+        step([0, 1])
+    with pytest.raises(RuntimeError, match=r"first_elements\[0\] must be at least 0, got -1"):
+        step([-1])
