@@ -140,6 +140,8 @@ bound_jobs()
 # PyTorch looks for ninja on the PATH, which lacks the scripts of an environment not activated.
 os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
 
+from setuptools.command import bdist_wheel  # noqa: E402
+
 # It fixes CUDA_HOME when it is imported.
 from torch.utils import cpp_extension  # noqa: E402
 
@@ -251,6 +253,30 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().copy_extensions_to_source()
 
 
+class BuildWheel(bdist_wheel.bdist_wheel):
+    """Builds a wheel that asks for the minor release of PyTorch that it was compiled against.
+
+    What is built from sources, which an sdist and an editable install hold, fits the PyTorch that
+    it finds: they go on asking for what pyproject.toml says.
+    """
+
+    def write_wheelfile(self, wheelfile_base: str, *arguments: object) -> None:
+        """Also narrows what the metadata beside that file asks for."""
+        if "bdist_wheel" in self.distribution.commands:  # an editable install calls this, too
+            # Not by install_requires: pip may have had the metadata made, which are then taken.
+            metadata = Path(wheelfile_base, "METADATA")
+            minor = ".".join(torch.__version__.split(".")[:2])
+            text, count = re.subn(
+                r"(?m)^Requires-Dist: torch[<>=].*$",
+                f"Requires-Dist: torch=={minor}.*",
+                metadata.read_text(encoding="utf-8"),
+            )
+            if count != 1:
+                fail(f"{metadata} must ask for torch once, but does so {count} times.")
+            metadata.write_text(text, encoding="utf-8")
+        super().write_wheelfile(wheelfile_base, *arguments)
+
+
 library = setuptools.Extension(
     LIBRARY,
     core,
@@ -273,4 +299,7 @@ module = cpp_extension.CppExtension(
     extra_compile_args=dict(flags),
     extra_link_args=["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN/lib:$ORIGIN/../torch/lib"],
 )
-setuptools.setup(ext_modules=[library, module], cmdclass={"build_ext": BuildExtension})
+setuptools.setup(
+    ext_modules=[library, module],
+    cmdclass={"build_ext": BuildExtension, "bdist_wheel": BuildWheel},
+)

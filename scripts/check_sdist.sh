@@ -12,7 +12,7 @@ trap 'rm -rf "$out"' EXIT
   --target "$out/site" "$out"/*.tar.gz
 cd "$out"
 PYTHONPATH=site "$python" - << 'END'
-import importlib.metadata, json, pathlib
+import importlib.metadata, json, pathlib, tarfile
 import torch, amp_ext
 from amp_ext import cmake, ops
 
@@ -20,6 +20,13 @@ folder = pathlib.Path(amp_ext.__file__).parent
 assert folder.parent.name == "site", folder
 assert importlib.metadata.version("amp-ext") == amp_ext.__version__
 assert json.loads((folder / "_build_info.json").read_text())["torch"] == torch.__version__
+# The sources fit any PyTorch, what was built from them fits one.
+(archive,) = pathlib.Path().glob("*.tar.gz")
+with tarfile.open(archive) as files:
+    (of_sources,) = (name for name in files.getnames() if name.count("/") == 1 and "PKG-INFO" in name)
+    assert b"\nRequires-Dist: torch>=2.11\n" in files.extractfile(of_sources).read()
+minor = ".".join(torch.__version__.split(".")[:2])
+assert f"torch=={minor}.*" in importlib.metadata.requires("amp-ext")
 for name in ("py.typed", "_C.pyi", "lib/libamp_ext.so", "include/amp_ext/ops.h"):
     assert (folder / name).is_file(), name
 for name in ("Config", "ConfigVersion", "Build"):

@@ -6,7 +6,8 @@
 #
 # The wheel says what it was built for: amp_ext-0.1.0+torch2.13cpu-cp311-...whl. It is a local version,
 # not a build number, so that pip and `pip list` tell two such wheels apart and one can be asked for by
-# name: amp-ext==0.1.0+torch2.13cpu.
+# name: amp-ext==0.1.0+torch2.13cpu. And it asks for that minor release, torch==2.13.*, so that pip neither
+# puts it beside another one nor takes the PyTorch away that is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -39,7 +40,13 @@ out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 cd "$out"
 "$python" -m venv env
-env/bin/python -m pip install -qq --no-cache-dir "torch==$torch" "$wheel"
+env/bin/python -m pip install -qq --no-cache-dir "torch==$torch"
+env/bin/python -m pip install -qq --no-index "$wheel" # beside that PyTorch, whatever others there are
+env/bin/python -c 'import sys
+from importlib.metadata import requires
+wanted = "torch==" + ".".join(sys.argv[1].split(".")[:2]) + ".*"
+asked = [each for each in requires("amp-ext") if each.startswith("torch") and "extra" not in each]
+assert asked == [wanted], f"the wheel must ask for {wanted}, got {asked}"' "$torch"
 env/bin/python -W ignore -m amp_ext.info --check
 if command -v cmake > /dev/null; then
   {

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,3 +42,59 @@ def test_the_pinned_setuptools_is_one_that_this_pytorch_takes():
     ranges = [each.specifier for each in wanted if each.name == "setuptools" and not each.marker]
     assert PINNED is not None
     assert all(each.contains(PINNED[1]) for each in ranges)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """What a wheel is made of, up to what is compiled."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "amp_ext/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "csrc").mkdir()
+    for file in (ROOT / "csrc").glob("*_flags.txt"):
+        shutil.copy(file, folder / "csrc")
+    return folder
+
+
+WITHOUT_COMPILING = """
+import runpy, setuptools
+
+whole = setuptools.setup
+setuptools.setup = lambda **options: whole(**{**options, "ext_modules": []})
+runpy.run_path("setup.py")
+"""
+
+
+def setup(sources: Path, *arguments: object) -> None:
+    command = [sys.executable, "-c", WITHOUT_COMPILING, "-q", *map(str, arguments)]
+    subprocess.run(command, cwd=sources, check=True, capture_output=True, text=True)
+
+
+def asked_of_torch(metadata: bytes) -> list[str]:
+    every = message_from_bytes(metadata).get_all("Requires-Dist") or []
+    return [text for text in every if Requirement(text).name == "torch"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["alone", "after-its-metadata"])
+@pytest.mark.parametrize("kind", ["bdist_wheel", "editable_wheel"])
+def test_a_wheel_asks_for_its_minor_release_of_torch_and_an_editable_one_for_any(
+    sources, tmp_path, kind, way
+):
+    options: list[object] = []
+    if way == "after-its-metadata":  # as pip does, the same for both kinds
+        setup(sources, "dist_info", "--output-dir", tmp_path)
+        (made_before,) = tmp_path.glob("*.dist-info")
+        assert asked_of_torch((made_before / "METADATA").read_bytes()) == ["torch>=2.11"]
+        options = ["--dist-info-dir", made_before]
+    setup(sources, kind, "--dist-dir", tmp_path, *options)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (metadata,) = (file for file in files.namelist() if file.endswith("/METADATA"))
+        (asked,) = asked_of_torch(files.read(metadata))
+    major, minor = torch.__version__.split(".")[:2]
+    assert asked == (f"torch=={major}.{minor}.*" if kind == "bdist_wheel" else "torch>=2.11")
+    assert Requirement(asked).specifier.contains(torch.__version__)
+    later = Requirement(asked).specifier.contains(f"{major}.{int(minor) + 1}.0")
+    assert later == (kind == "editable_wheel")
