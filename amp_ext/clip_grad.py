@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Iterable
 from types import GeneratorType
@@ -84,7 +83,9 @@ def clip_grad_norm_(
         )
     if ours:
         for device, grads in by_device.items():
-            _clip(grads, total_norm.to(device, non_blocking=True), float(max_norm))
+            norm = total_norm.to(device, non_blocking=True)
+            norm = norm if _is_float64(norm) else norm.float()
+            ops.clip_grads_(grads, norm, max_norm=float(max_norm))
     else:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     return total_norm
@@ -92,21 +93,6 @@ def clip_grad_norm_(
 
 def _is_float64(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float64
-
-
-def _clip(grads: list[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    """Clips the gradients of one device, float64 ones in the norm's precision, as torch does."""
-    norm = total_norm.float()
-    wide = list(filter(_is_float64, grads)) if _is_float64(total_norm) else []
-    if wide:
-        ops.clip_grads_(grads, torch.zeros_like(norm), max_norm=math.inf)  # checks them, no more
-        grads = list(itertools.filterfalse(_is_float64, grads))
-    ops.clip_grads_(grads, norm, max_norm=max_norm)
-    if wide:
-        coefficient = (max_norm / (total_norm.reshape(()) + 1e-6)).clamp(max=1.0)
-        if not (coefficient.is_cpu and coefficient == 1.0):
-            for grad in wide:
-                grad.mul_(coefficient)
 
 
 def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:

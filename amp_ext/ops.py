@@ -186,7 +186,8 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float)
     Args:
         grads: Gradients of any shapes and dtypes. Multiplied in place by
             ``max_norm / (total_norm + 1e-6)``; nothing is written where that is 1 or more.
-        total_norm: One float32, the norm of all gradients together.
+        total_norm: One float32 or float64, the norm of all gradients together. float64 gradients
+            are multiplied in float64 if it is one, all others in float32.
         max_norm: Norm to keep below.
 
     Raises:

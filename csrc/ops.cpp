@@ -1,4 +1,5 @@
 // The operations over lists of tensors: checks them and runs the engines.
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -52,10 +53,8 @@ int64_t* number_data(const char* operation, const std::string& name, const Optio
   return number->mutable_data_ptr<int64_t>();
 }
 
-// Multiplies gradients in place, through dense copies of those with gaps. Where a launch is
-// refused, those of the launches before are multiplied, and the error says how many.
-void multiply(const char* operation, const TensorList& grads, const at::Device& device,
-              const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
+// Throws unless gradients can be multiplied in place.
+void check_multiplied(const char* operation, const TensorList& grads, const at::Device& device) {
   check_gradients(operation, "grads", grads, device);
   std::vector<MemoryUse> uses;
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -63,7 +62,12 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
   }
   check_no_overlap(operation, uses,
                    [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
+}
 
+// Multiplies checked gradients in place, through dense copies of those with gaps. Where a launch is
+// refused, those of the launches before are multiplied, and the error says how many.
+void multiply(const char* operation, const TensorList& grads, const at::Device& device,
+              const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   const at::NoGradGuard no_grad;
   TensorList memory;  // the gradients, or dense copies of those with gaps
   std::vector<TensorRecord> records;
@@ -99,6 +103,16 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
   }
   if (device.is_cpu() && inputs.factor() == 1.0f) return;  // nothing was written
   write_back();
+}
+
+// Clips checked float64 gradients in the precision of their norm, as torch does.
+void clip_in_float64(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
+  if (grads.empty()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor inverse = (total_norm.reshape({}) + 1e-6).reciprocal();
+  const at::Tensor coefficient = (inverse * max_norm).clamp_max(1.0);
+  if (coefficient.is_cpu() && coefficient.item().toDouble() == 1.0) return;
+  for (const at::Tensor& grad : grads) grad.mul_(coefficient);
 }
 
 }  // namespace
@@ -172,6 +186,7 @@ void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Te
   check_device(operation, "found_inf", device);
   check_number(operation, "found_inf", found_inf, at::kFloat, device);
   check_number(operation, "inv_scale", inv_scale, at::kFloat, device);
+  check_multiplied(operation, grads, device);
   MultiplyInputs inputs;
   inputs.inv_scale = inv_scale.const_data_ptr<float>();
   multiply(operation, grads, device, inputs, found_inf.mutable_data_ptr<float>(),
@@ -183,11 +198,19 @@ void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double m
   check_is_plain(operation, "total_norm", total_norm);
   const at::Device device = total_norm.device();
   check_device(operation, "total_norm", device);
-  check_number(operation, "total_norm", total_norm, at::kFloat, device);
+  const bool is_wide = total_norm.scalar_type() == at::kDouble;
+  check_number(operation, "total_norm", total_norm, is_wide ? at::kDouble : at::kFloat, device);
+  check_multiplied(operation, grads, device);
+  TensorList narrow, wide;
+  for (const at::Tensor& grad : grads) {
+    (is_wide && grad.scalar_type() == at::kDouble ? wide : narrow).push_back(grad);
+  }
+  const at::Tensor norm = total_norm.to(at::kFloat);
   MultiplyInputs inputs;
-  inputs.total_norm = total_norm.const_data_ptr<float>();
+  inputs.total_norm = norm.const_data_ptr<float>();
   inputs.max_norm = max_norm;
-  multiply(operation, grads, device, inputs, nullptr, nullptr);
+  multiply(operation, narrow, device, inputs, nullptr, nullptr);
+  clip_in_float64(wide, total_norm, max_norm);
 }
 
 void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,

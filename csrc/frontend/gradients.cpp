@@ -1,7 +1,6 @@
 // Clips gradients outside of a step, and names those that hold inf or NaN.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <amp_ext/gradients.h>
 #include <amp_ext/ops.h>
 #include <torch/nn/module.h>
@@ -9,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <unordered_set>
 
 namespace amp_ext {
@@ -34,24 +32,6 @@ std::vector<OnDevice> by_device(const TensorList& tensors) {
     found->numbers.push_back(i);
   }
   return devices;
-}
-
-// Clips the gradients of one device, float64 ones in the norm's precision, as torch does.
-void clip(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
-  const at::Tensor norm = total_norm.to(at::kFloat);
-  if (total_norm.scalar_type() != at::kDouble) {
-    clip_grads_(grads, norm, max_norm);
-    return;
-  }
-  clip_grads_(grads, at::zeros_like(norm), std::numeric_limits<double>::infinity());  // checks them
-  TensorList wide, narrow;
-  for (const at::Tensor& grad : grads) {
-    (grad.scalar_type() == at::kDouble ? wide : narrow).push_back(grad);
-  }
-  clip_grads_(narrow, norm, max_norm);
-  const at::Tensor coefficient = (max_norm / (total_norm + 1e-6)).clamp_max(1.0);
-  if (coefficient.is_cpu() && coefficient.item().toDouble() == 1.0) return;
-  for (const at::Tensor& grad : wide) grad.mul_(coefficient);
 }
 
 // Counts in the looked-at tensors, in their order.
@@ -116,7 +96,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
               "cannot be clipped. To disable this error and scale the gradients by the non-finite "
               "norm anyway, set `error_if_nonfinite=False`");
   for (const OnDevice& entry : devices) {
-    clip(entry.tensors, total_norm.to(entry.device, /*non_blocking=*/true), max_norm);
+    clip_grads_(entry.tensors, total_norm.to(entry.device, /*non_blocking=*/true), max_norm);
   }
   return total_norm;
 }

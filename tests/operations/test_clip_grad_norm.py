@@ -48,8 +48,8 @@ def copies(params: list[Parameter]) -> list[Parameter]:
 def coefficient(max_norm: float, norm: Tensor, dtype: torch.dtype = F32) -> float:
     """Returns what gradients are multiplied by, as a number of a dtype."""
     norm = norm.to(dtype)
-    if dtype == F64:  # in torch's words, whose quotient differs with its release
-        return (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    if dtype == F64:
+        return ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0).item()
     return torch.tensor(max_norm / (norm.item() + 1e-6), dtype=dtype).clamp(max=1.0).item()
 
 

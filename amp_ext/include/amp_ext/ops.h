@@ -27,8 +27,8 @@ AMP_EXT_API void check_finite_(const TensorList& tensors, const at::Tensor& foun
 AMP_EXT_API void unscale_(const TensorList& grads, const at::Tensor& inv_scale,
                           const at::Tensor& found_inf, const OptionalTensor& first_nonfinite);
 
-// Multiplies gradients of this norm by the coefficient that brings it down to max_norm. Writes
-// nothing where it is small enough.
+// Multiplies gradients of this norm by the coefficient that brings it down to max_norm: in float32,
+// but float64 ones by a float64 norm in float64. Writes nothing where it is small enough.
 AMP_EXT_API void clip_grads_(const TensorList& grads, const at::Tensor& total_norm,
                              double max_norm);
 

@@ -345,6 +345,15 @@ inline void norms_are_clipped_without_a_step() {
   CHECK_THAT(amp_ext::clip_grad_norm_({}, 1.0).item<double>() == 0.0);
 }
 
+inline void float64_gradients_are_clipped_with_the_bits_of_python() {
+  torch::Tensor wide = parameter({1.0}, torch::kDouble), narrow = parameter({1.0});
+  wide.mutable_grad() = torch::full({1}, 7.0, torch::kDouble);
+  narrow.mutable_grad() = torch::zeros({1});
+  CHECK_THAT(amp_ext::clip_grad_norm_({wide, narrow}, 3.0).item<double>() == 7.0);
+  const double coefficient = 1.0 / (7.0 + 1e-6) * 3.0;  // 3.0 / (7.0 + 1e-6) has other bits
+  CHECK_THAT(wide.grad().item<double>() == 7.0 * coefficient);
+}
+
 inline void norms_are_clipped_inside_a_step() {
   torch::Tensor a = parameter({1.0, 1.0}), b = parameter({1.0});
   SGD optimizer({a, b}, SGDOptions(1.0).max_grad_norm(1.0).write_back_grads(true));

@@ -30,6 +30,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(one_thread_steps_at_a_time_also_under_a_scaler),
       AMP_EXT_CHECK(a_failed_step_leaves_gradients_told_from_new_ones),
       AMP_EXT_CHECK(norms_are_clipped_without_a_step),
+      AMP_EXT_CHECK(float64_gradients_are_clipped_with_the_bits_of_python),
       AMP_EXT_CHECK(norms_are_clipped_inside_a_step),
       AMP_EXT_CHECK(bad_gradients_are_named),
       AMP_EXT_CHECK(the_scale_keeps_its_limits),
