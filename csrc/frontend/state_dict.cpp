@@ -80,7 +80,7 @@ void read_option(const OptionPlace& place, const c10::IValue& value, const std::
 at::Tensor read_step(const c10::IValue& value, const at::Device& device, const std::string& where) {
   TORCH_CHECK(!value.isTensor() || value.toTensor().numel() == 1, where,
               " must be one number, got shape ",
-              value.isTensor() ? value.toTensor().sizes() : at::IntArrayRef());
+              value.isTensor() ? shape_of(value.toTensor()) : std::string());
   const std::optional<double> number = value.isNone() ? std::nullopt : plain_number(value);
   TORCH_CHECK(number.has_value(), where, " must be one number, got ", repr(value));
   TORCH_CHECK(*number >= 0.0 && *number <= std::numeric_limits<float>::max(), where,
@@ -92,10 +92,11 @@ at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::Sc
                        const std::string& where) {
   TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
   const at::Tensor tensor = value.toTensor();
-  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", param.sizes(),
-              ", got ", tensor.sizes());
-  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
-              " must be dense and floating, got ", tensor.layout(), ", ",
+  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", shape_of(param),
+              ", got ", shape_of(tensor));
+  const bool is_dense = tensor.layout() == at::kStrided;
+  TORCH_CHECK(is_dense && tensor.is_floating_point(), where, " must be dense and floating, got ",
+              is_dense ? std::string("torch.strided") : c10::str(tensor.layout()), ", ",
               python_name(tensor.scalar_type()));
   return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
 }
@@ -122,10 +123,12 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
                                            const Dict& saved, size_t group,
                                            FusedOptions& configured) {
   const std::string place = c10::str(" of param_groups[", group, "]");
+  auto missing = new_list();
   for (const std::string& name : kind.required) {
-    TORCH_CHECK(find(saved, name).has_value(), operation, ": param_groups[", group,
-                "] must have ['", name, "'], got ", first_keys(saved));
+    if (!find(saved, name).has_value()) missing.push_back(name);
   }
+  TORCH_CHECK(missing.empty(), operation, ": param_groups[", group, "] must have ", repr(missing),
+              ", got ", all_keys(saved));
   auto options = kind.make_options();
   const auto kept = configured.options();
   const auto places = options->options();
@@ -160,14 +163,20 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
 
 // Where the state dict of an optimizer lies in a dict that is not one.
 std::string what_to_load(const Dict& dict) {
-  std::string names;
+  std::string names, masters;
   for (const auto& entry : dict) {
+    const bool is_of_masters =
+        entry.key().isString() && entry.key().toStringRef().rfind("fp32_", 0) == 0;
+    if (is_of_masters && masters.empty()) {  // apex's FP16_Optimizer and those made after it
+      masters = "; the masters in " + repr(entry.key()) +
+                " are not read, but taken from the parameters: load the model first";
+    }
     if (!entry.value().isGenericDict()) continue;
     const Dict inner = entry.value().toGenericDict();
     if (!find(inner, "state").has_value() || !find(inner, "param_groups").has_value()) continue;
     names += (names.empty() ? "" : " or ") + repr(entry.key());
   }
-  return names.empty() ? names : "; load its entry " + names + " instead";
+  return (names.empty() ? names : "; load its entry " + names + " instead") + masters;
 }
 
 // The groups of a state dict, which has to have some.
@@ -185,8 +194,7 @@ Groups saved_groups(const std::string& operation, const Dict& state_dict) {
     TORCH_CHECK(group.isGenericDict(), where, " must be a dict, got ", type_name(group));
     groups.push_back(group.toGenericDict());
     const auto params = find(groups.back(), "params");
-    TORCH_CHECK(params.has_value(), where, " must have ['params'], got ",
-                first_keys(groups.back()));
+    TORCH_CHECK(params.has_value(), where, " must have ['params'], got ", all_keys(groups.back()));
     TORCH_CHECK(params->isList(), where, "['params'] must be a list, got ", type_name(*params));
   }
   return groups;
@@ -316,7 +324,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
   for (const std::string& name : needed) {
     const auto value = find(saved, name);
     TORCH_CHECK(value.has_value() && !value->isNone(), where(name), " must be there, got ",
-                first_keys(saved));
+                all_keys(saved));
   }
   auto state = std::make_unique<FusedParamState>(param);
   for (const auto& entry : saved) {
@@ -327,6 +335,10 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
     if (name == "step") {
       state->set(name, read_step(value, param.device(), where(name)));
     } else if (name == "master_param") {
+      TORCH_CHECK(!value.isTensor() || value.toTensor().scalar_type() != at::kShort, where(name),
+                  " must be floating, got the lower halves of masters, as TransformerEngine's "
+                  "FusedAdam writes with store_param_remainders=True; without 'master_param' in "
+                  "the states, masters are taken from the parameters");
       const at::Tensor master = read_tensor(value, param, at::kFloat, where(name));
       if (has_master(options, param)) state->set(name, master);
     } else if (std::find(buffers.begin(), buffers.end(), name) != buffers.end()) {

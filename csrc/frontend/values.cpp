@@ -50,7 +50,10 @@ std::string repr(const c10::IValue& value) {
   if (value.isDouble()) return repr_of_double(value.toDouble());
   if (value.isString()) return "'" + value.toStringRef() + "'";
   if (value.isList()) return repr_of_all(value.toListRef(), "[", "]");
-  if (value.isTuple()) return repr_of_all(value.toTupleRef().elements(), "(", ")");
+  if (value.isTuple()) {
+    const auto& elements = value.toTupleRef().elements();
+    return repr_of_all(elements, "(", elements.size() == 1 ? ",)" : ")");
+  }
   return "a " + type_name(value);
 }
 
@@ -68,15 +71,27 @@ std::string type_name(const c10::IValue& value) {
 }
 
 std::string first_keys(const Dict& dict) {
+  constexpr size_t kMost = 8;
   auto keys = new_list();
   for (const auto& entry : dict) {
-    if (keys.size() == 8) {
+    if (keys.size() == kMost) {
       keys.push_back("...");
       break;
     }
     keys.push_back(entry.key());
   }
   return repr(keys);
+}
+
+std::string all_keys(const Dict& dict) {
+  auto keys = new_list();
+  for (const auto& entry : dict) keys.push_back(entry.key());
+  return repr(keys);
+}
+
+std::string shape_of(const at::Tensor& tensor) {
+  const std::vector<c10::IValue> sizes(tensor.sizes().begin(), tensor.sizes().end());
+  return repr(c10::ivalue::Tuple::create(sizes));
 }
 
 bool is_number(const c10::IValue& value) {

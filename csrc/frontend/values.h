@@ -22,8 +22,12 @@ std::optional<c10::IValue> find(const Dict& dict, const std::string& name);
 std::string repr(const c10::IValue& value);
 std::string type_name(const c10::IValue& value);
 
-// The keys of a dict as a list, the first eight.
+// The keys of a dict as a list: the first eight, or all.
 std::string first_keys(const Dict& dict);
+std::string all_keys(const Dict& dict);
+
+// Sizes as Python's tuple: "(2, 3)".
+std::string shape_of(const at::Tensor& tensor);
 
 // Whether it is a number, a bool or not, and which.
 bool is_number(const c10::IValue& value);

@@ -257,6 +257,107 @@ def test_a_bad_call_gets_the_text_of_python(errors: dict[str, str], name: str) -
     assert comparable(errors[name]) == comparable(str(caught.value)) != ""
 
 
+# Checkpoints that do not fit: a file each, of which both get the same text. What a row returns, if
+# anything, is written instead of the state dict.
+
+Saved = dict[str, Any]
+
+
+def in_state(**entries: Any) -> Callable[[Saved], None]:
+    return lambda saved: saved["state"][0].update(entries)
+
+
+def in_group(**entries: Any) -> Callable[[Saved], None]:
+    return lambda saved: saved["param_groups"][1].update(entries)
+
+
+def without_options(saved: Saved) -> None:
+    for name in ("betas", "eps"):
+        del saved["param_groups"][1][name]
+
+
+BAD_CHECKPOINTS: dict[str, Callable[[Saved], Saved | None]] = {
+    # Dicts around it.
+    "whole checkpoint": lambda saved: {"model": {"weight": torch.ones(2)}, "optimizer": saved},
+    "two optimizers": lambda saved: {"generator": saved, "critic": saved},
+    "FP16_Optimizer of apex": lambda saved: {
+        "optimizer_state_dict": saved,
+        "fp32_from_fp16": [[torch.ones(2)]],
+    },
+    "weights": lambda _: {f"layers.{index}.weight": torch.ones(2) for index in range(9)},
+    # Layout.
+    "state is a list": lambda saved: saved | {"state": [1, 2]},
+    "groups are a dict": lambda saved: saved | {"param_groups": {}},
+    "group is a list": lambda saved: saved | {"param_groups": [[], []]},
+    "group without params": lambda saved: saved["param_groups"][1].pop("params") and None,
+    "params are a number": in_group(params=3),
+    "state of a parameter is a number": lambda saved: saved["state"].update({0: 0.5}),
+    "states of nobody": lambda saved: saved | {"state": {"step": 3, "buckets": [torch.ones(2)]}},
+    # Options.
+    "two options less": without_options,
+    "without bias correction": in_group(bias_correction=False),
+    "without the bias correction of transformers": in_group(correct_bias=False),
+    "differentiable": in_group(differentiable=True),
+    "lr is none": in_group(lr=None),
+    "lr is a text": in_group(lr="small"),
+    "one beta": in_group(betas=(0.9,)),
+    "a beta is a text": in_group(betas=(0.9, "large")),
+    "maximize is a text": in_group(maximize="yes"),
+    "eps is nan": in_group(eps=math.nan),
+    # Other optimizers.
+    "Adafactor": in_group(beta2_decay=-0.8),
+    "FusedLAMB": in_group(grad_averaging=True),
+    "momentum of SGD": in_state(momentum_buffer=torch.ones(2)),
+    "RAdam": lambda saved: saved["param_groups"].__setitem__(
+        slice(None),
+        [
+            {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")}
+            for group in saved["param_groups"]
+        ],
+    ),
+    # States.
+    "no moment": lambda saved: saved["state"][0].pop("exp_avg") is None or None,
+    "moment is none": in_state(exp_avg=None),
+    "moment is a list": in_state(exp_avg=[0.5, 0.5]),
+    "moment of another shape": in_state(exp_avg=torch.ones(1, 2)),
+    "moment in 8 bits": in_state(exp_avg=torch.ones(2, dtype=torch.int8)),
+    "lower halves of masters": in_state(master_param=torch.ones(2, dtype=torch.int16)),
+    "no step": lambda saved: saved["state"][0].pop("step") is None or None,
+    "step of two": in_state(step=torch.ones(2)),
+    "step is nan": in_state(step=math.nan),
+    "step is below 0": in_state(step=torch.tensor(-2.0)),
+    "step is too large": in_state(step=1e39),
+    "step is a text": in_state(step="three"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint_errors(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Returns the texts of C++ and of Python for each file."""
+    folder = tmp_path_factory.mktemp("bad")
+    texts: dict[str, list[str]] = {}
+    for number, (name, change) in enumerate(BAD_CHECKPOINTS.items()):
+        optimizer = two_groups({}, lr=0.1)
+        optimizer.param_groups[1]["params"][0].grad = None
+        optimizer.step()
+        saved = optimizer.state_dict()
+        file = change(saved) or saved
+        torch.save(file, folder / f"{number}.pt")
+        with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+            optimizer.load_state_dict(file)
+        texts[name] = [run("load", str(folder / f"{number}.pt")), str(caught.value)]
+    return texts
+
+
+@pytest.mark.parametrize("name", BAD_CHECKPOINTS)
+def test_a_bad_checkpoint_gets_the_text_of_python(
+    checkpoint_errors: dict[str, list[str]], name: str
+) -> None:
+    cpp, python = map(comparable, checkpoint_errors[name])
+    # As which Python keeps lr and betas; C++ reads the number in it.
+    assert cpp == re.sub(" or (a tensor|two tensors) of one element", "", python) != ""
+
+
 # Runs.
 
 STEPS = 200

@@ -73,6 +73,11 @@ struct Saved {
   void load() { optimizer.load_state_dict(dict); }
 };
 
+inline std::string error_of_load(const std::string& path) {
+  Saved saved;
+  return error_of([&] { saved.optimizer.load_state_dict(amp_ext::load_state(path)); });
+}
+
 template <typename Optimizer, typename Options>
 std::function<void()> construct(Options options) {
   return [options] { Optimizer({parameter()}, options); };

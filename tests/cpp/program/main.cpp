@@ -1,5 +1,6 @@
 // Tests the C++ interface: `program checks` lists the checks, `program check NAME` runs one,
-// `program bad` prints the errors of bad calls, `program train FOLDER` trains as a file there says.
+// `program bad` prints the errors of bad calls, `program load FILE` that of a load of a file,
+// `program train FOLDER` trains as a file there says.
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -70,10 +71,12 @@ int main(int count, char** arguments) {
       for (const auto& [name, call] : bad_calls::all()) {
         std::printf("%s\t%s\n", name.c_str(), error_of(call).c_str());
       }
+    } else if (command == "load") {
+      std::printf("%s\n", bad_calls::error_of_load(argument).c_str());
     } else if (command == "train") {
       train(argument);
     } else {
-      std::fprintf(stderr, "usage: program checks | check NAME | bad | train FOLDER\n");
+      std::fprintf(stderr, "usage: program checks | check NAME | bad | load FILE | train FOLDER\n");
       return 2;
     }
   } catch (const c10::Error& error) {
