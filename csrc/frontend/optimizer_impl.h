@@ -33,6 +33,7 @@ struct FusedOptimizer::Impl {
   std::shared_ptr<StepProgress> progress;         // of the last plan
   at::Tensor grad_norm;
   std::vector<Dict> other_entries;  // by group, of the state dict that was loaded
+  Dict other_states = new_dict();   // of it likewise, which belong to no parameter
   std::mutex mutex;                 // of the next one
   std::optional<std::thread::id> user;
 };

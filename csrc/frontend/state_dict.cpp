@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "frontend/optimizer_impl.h"
@@ -118,6 +119,11 @@ std::map<std::string, c10::IValue> states_of(const Dict& state_dict) {
   return states;
 }
 
+// Adds the entries of a dict whose keys another has not.
+void insert_others(const Dict& dict, const Dict& others) {
+  for (const auto& entry : others) dict.insert(entry.key(), entry.value());
+}
+
 // The options of a group as they are after a load: those of the file, but for the configured ones.
 std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std::string& operation,
                                            const Dict& saved, size_t group,
@@ -210,9 +216,7 @@ c10::IValue FusedOptimizer::state_dict() const {
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     const auto& param_group = param_groups_[i];
     auto group = new_dict();
-    if (i < impl_->other_entries.size()) {
-      for (const auto& entry : impl_->other_entries[i]) group.insert(entry.key(), entry.value());
-    }
+    if (i < impl_->other_entries.size()) insert_others(group, impl_->other_entries[i]);
     check_kind(param_group.options(), i);
     const auto options = param_group.options().clone();
     for (const auto& [name, place] : static_cast<FusedOptions&>(*options).options()) {
@@ -225,6 +229,7 @@ c10::IValue FusedOptimizer::state_dict() const {
       if (const FusedParamState* const state = state_of(param)) {
         auto tensors = new_dict();
         for (const auto& [name, tensor] : state->tensors()) tensors.insert(name, tensor);
+        if (state->others_ != nullptr) insert_others(tensors, state->others_->toGenericDict());
         states.insert(number, tensors);
       }
       params.push_back(number++);
@@ -232,6 +237,7 @@ c10::IValue FusedOptimizer::state_dict() const {
     group.insert_or_assign("params", params);
     groups.push_back(group);
   }
+  insert_others(states, impl_->other_states);
   auto state_dict = new_dict();
   state_dict.insert("state", states);
   state_dict.insert("param_groups", groups);
@@ -271,20 +277,20 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   std::vector<std::unique_ptr<FusedOptions>> options;
   std::vector<std::unique_ptr<FusedParamState>> states;
   std::vector<Dict> other_entries;  // such as initial_lr of a scheduler
-  size_t found = 0;
+  std::set<std::string> listed;
   for (size_t i = 0; i < groups.size(); ++i) {
     check_kind(param_groups_[i].options(), i);
     const auto configured = param_groups_[i].options().clone();
     options.push_back(
         read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
-    other_entries.push_back(groups[i].copy());
+    other_entries.push_back(c10::IValue(groups[i]).deepcopy().toGenericDict());
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();
     for (size_t j = 0; j < keys.size(); ++j) {
       const auto state = saved.find(repr(keys[j]));
       if (state == saved.end()) continue;
-      ++found;
+      listed.insert(state->first);
       TORCH_CHECK(state->second.isNone() || state->second.isGenericDict(), operation, ": state[",
                   state->first, "] must be a dict, got ", type_name(state->second));
       if (state->second.isNone() || state->second.toGenericDict().empty()) continue;
@@ -292,9 +298,16 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
                                   c10::str(" of group ", i, ", param ", j), state->second));
     }
   }
-  TORCH_CHECK(found > 0 || saved.empty(), operation,
+  const Dict all_states = find(state_dict.toGenericDict(), "state")->toGenericDict();
+  TORCH_CHECK(!listed.empty() || saved.empty(), operation,
               ": state must have entries of the parameters that param_groups lists, got ",
-              first_keys(find(state_dict.toGenericDict(), "state")->toGenericDict()));
+              first_keys(all_states));
+  auto other_states = new_dict();
+  for (const auto& entry : all_states) {
+    if (listed.count(repr(entry.key())) == 0) {
+      other_states.insert(entry.key(), entry.value().deepcopy());
+    }
+  }
 
   for (size_t i = 0; i < groups.size(); ++i) param_groups_[i].set_options(std::move(options[i]));
   state_.clear();
@@ -303,6 +316,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
     state_[param] = std::move(state);
   }
   impl_->other_entries = std::move(other_entries);
+  impl_->other_states = std::move(other_states);
   rebuild();
   impl_->progress.reset();
   impl_->grad_norm.reset();
@@ -327,11 +341,13 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
                 all_keys(saved));
   }
   auto state = std::make_unique<FusedParamState>(param);
+  auto others = new_dict();
   for (const auto& entry : saved) {
     const c10::IValue value = entry.value();
-    if (!entry.key().isString() || value.isNone()) continue;
-    const std::string& name = entry.key().toStringRef();
+    const std::string name = entry.key().isString() ? entry.key().toStringRef() : std::string();
     const auto& buffers = kind.buffer_names;
+    const bool is_buffer = std::find(buffers.begin(), buffers.end(), name) != buffers.end();
+    if (value.isNone() && (name == "step" || name == "master_param" || is_buffer)) continue;
     if (name == "step") {
       state->set(name, read_step(value, param.device(), where(name)));
     } else if (name == "master_param") {
@@ -341,13 +357,16 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
                   "the states, masters are taken from the parameters");
       const at::Tensor master = read_tensor(value, param, at::kFloat, where(name));
       if (has_master(options, param)) state->set(name, master);
-    } else if (std::find(buffers.begin(), buffers.end(), name) != buffers.end()) {
+    } else if (is_buffer) {
       const auto dtype = buffer_dtype(options.state_dtype_.has_value(), param.scalar_type());
       state->set(name, read_tensor(value, param, dtype, where(name)));
-    } else if (value.isTensor()) {
+    } else if (entry.key().isString() && value.isTensor()) {
       state->set(name, value.toTensor().detach().clone());  // of somebody else
+    } else {
+      others.insert(entry.key(), value.deepcopy());
     }
   }
+  if (!others.empty()) state->others_ = std::make_shared<const c10::IValue>(others);
   return state;
 }
 

@@ -216,6 +216,7 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
 
   at::Tensor param_;  // keeps another from taking its address, by which it is found
   std::vector<std::pair<std::string, at::Tensor>> tensors_;
+  std::shared_ptr<const c10::IValue> others_;  // what else a load has found: a dict, or null
 };
 
 struct OptimizerKind;
@@ -272,6 +273,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
 
   // Takes state dicts of this class, of its namesakes in Python and in Python's torch.optim.
   // Buffers get the configured dtype, and options that torch does not have stay as configured.
+  // Entries that this class does not know come back in `state_dict()`.
   // Masters that are missing are taken from the parameters: load the model first.
   void load_state_dict(const c10::IValue& state_dict);
 

@@ -43,6 +43,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(states_stay_where_they_are),
       AMP_EXT_CHECK(options_of_another_optimizer_are_refused),
       AMP_EXT_CHECK(a_load_keeps_what_torch_does_not_know),
+      AMP_EXT_CHECK(entries_of_others_go_through_a_load_and_a_file),
       AMP_EXT_CHECK(a_step_that_fails_behind_its_writes_is_not_taken_twice),
       AMP_EXT_CHECK(a_step_may_step_others_and_compute_gradients),
       AMP_EXT_CHECK(a_look_of_the_user_must_be_whole),

@@ -204,6 +204,49 @@ inline void unscaling_in_part_is_known() {
   CHECK_THAT(param.item<double>() == -1.0);
 }
 
+inline void entries_of_others_go_through_a_load_and_a_file() {
+  torch::Tensor param = parameter({1.0});
+  SGD optimizer({param}, SGDOptions(0.5).momentum(0.5));
+  const auto step = [&] {
+    param.mutable_grad() = torch::ones({1});
+    optimizer.step();
+  };
+  step();
+  const Dict dict = optimizer.state_dict().toGenericDict();
+  const Dict states = dict.at("state").toGenericDict();
+  const Dict state = states.at(0).toGenericDict(), counts = new_dict();
+  counts.insert("epoch", 3);
+  counts.insert("mean", torch::full({1}, 0.5));
+  state.insert("counts", counts);
+  state.insert("note", "warm");
+  state.insert("decay", 0.25);
+  state.insert("nothing", c10::IValue());
+  state.insert(7, true);
+  state.insert("average", torch::ones({1}));
+  states.insert("buckets", c10::ivalue::Tuple::create(1, 2));  // of no parameter
+  optimizer.load_state_dict(dict);
+  counts.insert_or_assign("epoch", 4);  // the optimizer has its own
+  counts.at("mean").toTensor().zero_();
+  step();
+  optimizer.init_state();
+  SGD moved = std::move(optimizer);
+  const auto file = amp_ext::state_to_bytes(moved.state_dict());
+  SGD other({parameter({1.0})}, SGDOptions());
+  other.load_state_dict(amp_ext::state_from_bytes(file));
+  for (const SGD* const each : {&moved, &other}) {
+    const Dict again = each->state_dict().toGenericDict().at("state").toGenericDict();
+    CHECK_THAT(again.size() == 2 && again.at("buckets").toTupleRef().elements()[1].toInt() == 2);
+    const Dict kept = again.at(0).toGenericDict();
+    CHECK_THAT(kept.size() == 7 && kept.at("momentum_buffer").toTensor().item<double>() == 1.5);
+    CHECK_THAT(kept.at("note").toStringRef() == "warm" && kept.at("decay").toDouble() == 0.25);
+    CHECK_THAT(kept.at("nothing").isNone() && kept.at(7).toBool());
+    CHECK_THAT(kept.at("average").toTensor().item<double>() == 1.0);
+    const Dict counted = kept.at("counts").toGenericDict();
+    CHECK_THAT(counted.at("epoch").toInt() == 3);
+    CHECK_THAT(counted.at("mean").toTensor().item<double>() == 0.5);
+  }
+}
+
 // An iteration whose step is refused after unscale_.
 struct Failed {
   torch::Tensor a = parameter({1.0}), b = parameter({1.0});
