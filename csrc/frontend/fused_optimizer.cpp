@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <amp_ext/ops.h>
 #include <amp_ext/optim.h>
+#include <c10/util/Type.h>
 
 #include <algorithm>
 #include <cmath>
@@ -156,8 +157,15 @@ FusedOptimizer::~FusedOptimizer() = default;
 FusedOptimizer::FusedOptimizer(FusedOptimizer&&) noexcept = default;
 FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&&) noexcept = default;
 
+// Throws on behalf of a method where there is none.
+FusedOptimizer::Impl& FusedOptimizer::checked(const char* operation) const {
+  TORCH_CHECK(impl_ != nullptr, c10::demangle(typeid(*this).name()), ".", operation,
+              ": the optimizer must have its parameters, got one that was moved from");
+  return *impl_;
+}
+
 void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
-  const char* const name = impl_->kind.name;
+  const char* const name = checked("add_param_group").kind.name;
   const size_t group = param_groups_.size();
   auto merged = defaults_->clone();
   auto& options = static_cast<FusedOptions&>(*merged);
@@ -305,6 +313,7 @@ bool FusedOptimizer::make_states(const std::vector<std::pair<size_t, at::Tensor>
 }
 
 void FusedOptimizer::init_state() {
+  checked("init_state");
   std::vector<std::pair<size_t, at::Tensor>> trainable;
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
@@ -324,6 +333,7 @@ void FusedOptimizer::init_state() {
 }
 
 std::vector<at::Tensor> FusedOptimizer::master_params() {
+  checked("master_params");
   init_state();
   std::vector<at::Tensor> masters;
   for (const auto& group : param_groups_) {
@@ -336,6 +346,7 @@ std::vector<at::Tensor> FusedOptimizer::master_params() {
 }
 
 void FusedOptimizer::refresh_masters() {
+  checked("refresh_masters");
   TensorList params, masters;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
@@ -350,13 +361,13 @@ void FusedOptimizer::refresh_masters() {
 
 // The plan.
 
-void FusedOptimizer::rebuild() { impl_->plan.reset(); }
+void FusedOptimizer::rebuild() { checked("rebuild").plan.reset(); }
 
 // The time in which this thread has the plan, which is that of the groups and states as they are.
 class FusedOptimizer::InPlan {
  public:
   InPlan(FusedOptimizer& optimizer, const char* operation) : optimizer_(optimizer) {
-    Impl& impl = *optimizer.impl_;
+    Impl& impl = optimizer.checked(operation);
     const auto thread = std::this_thread::get_id();
     {
       const std::lock_guard<std::mutex> lock(impl.mutex);
@@ -481,6 +492,7 @@ void FusedOptimizer::give_states() {
 // The step.
 
 at::Tensor FusedOptimizer::step(LossClosure closure) {
+  checked("step");
   at::Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_grad(true);
@@ -541,7 +553,7 @@ std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& 
   return look;
 }
 
-const at::Tensor& FusedOptimizer::grad_norm() const { return impl_->grad_norm; }
+const at::Tensor& FusedOptimizer::grad_norm() const { return checked("grad_norm").grad_norm; }
 
 std::shared_ptr<const void> FusedOptimizer::identity() const { return impl_; }
 

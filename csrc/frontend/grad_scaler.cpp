@@ -41,10 +41,12 @@ struct Identity {
   const void* key;
   std::optional<std::weak_ptr<const void>> token;
 
-  static Identity of(const Optimizer& optimizer) {
+  static Identity of(const Optimizer& optimizer, const char* operation) {
     const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
     if (ours == nullptr) return {&optimizer, {}};
     const std::shared_ptr<const void> token = ours->identity();
+    TORCH_CHECK(token != nullptr, "GradScaler.", operation,
+                ": the optimizer must have its parameters, got one that was moved from");
     return {token.get(), token};
   }
   bool is(const Identity& other) const {
@@ -69,8 +71,8 @@ struct Record {
 
 // What is known of an optimizer since the last update.
 struct Iteration {
-  explicit Iteration(Optimizer& its_optimizer)
-      : optimizer(&its_optimizer), identity(Identity::of(its_optimizer)) {}
+  Iteration(Optimizer& its_optimizer, Identity its_identity)
+      : optimizer(&its_optimizer), identity(std::move(its_identity)) {}
 
   Optimizer* optimizer;
   Identity identity;
@@ -187,14 +189,14 @@ struct GradScaler::State {
                 "scaler.scale(loss or outputs) earlier in the iteration.");
   }
 
-  Iteration& iteration_of(Optimizer& optimizer) {
-    const Identity identity = Identity::of(optimizer);
+  Iteration& iteration_of(Optimizer& optimizer, const char* operation) {
+    Identity identity = Identity::of(optimizer, operation);
     for (Iteration& iteration : iterations) {
       if (!iteration.identity.is(identity)) continue;
       iteration.optimizer = &optimizer;  // it may have been moved
       return iteration;
     }
-    return iterations.emplace_back(optimizer);
+    return iterations.emplace_back(optimizer, std::move(identity));
   }
 
   // Null if nothing is known of it.
@@ -205,14 +207,13 @@ struct GradScaler::State {
     return found == records.end() ? nullptr : &*found;
   }
 
-  Record& record_of(const Optimizer& optimizer) {
-    const Identity identity = Identity::of(optimizer);
-    Record* record = find_record(identity);
+  Record& record_of(const Iteration& iteration) {
+    Record* record = find_record(iteration.identity);
     if (record == nullptr) {
-      record = &records.emplace_back(Record{identity, monitor->add_optimizer()});
+      record = &records.emplace_back(Record{iteration.identity, monitor->add_optimizer()});
     }
     record->group_sizes.clear();
-    for (const auto& group : optimizer.param_groups()) {
+    for (const auto& group : iteration.optimizer->param_groups()) {
       record->group_sizes.push_back(group.params().size());
     }
     return *record;
@@ -231,7 +232,7 @@ struct GradScaler::State {
                                        const at::Tensor& first_nonfinite)>;
   void look(Iteration& iteration, bool allow_fp16, const Operation& operation) {
     const auto by_device = gradients_of(*iteration.optimizer, allow_fp16);
-    iteration.record = &record_of(*iteration.optimizer);
+    iteration.record = &record_of(iteration);
     Record& record = *iteration.record;
     record.forget();  // the iteration of the last look was dropped
     std::vector<at::Tensor> flags, firsts;
@@ -307,7 +308,7 @@ struct GradScaler::State {
                 " some that were written: call optimizer.zero_grad(), and backward anew");
     TORCH_CHECK(!left.has_others(optimizer), wanted,
                 " those of parameters that were not there: call update() first");
-    iteration = Iteration(*iteration.optimizer);
+    iteration = Iteration(*iteration.optimizer, iteration.identity);
   }
 
   static std::string name_of(const Record& record, int64_t number) {
@@ -337,7 +338,7 @@ struct GradScaler::State {
                     "GradScaler.step: look_at_gradients must give a first_nonfinite for each "
                     "found_inf, got ",
                     found->first_nonfinites.size(), " for ", found->found_infs.size());
-        iteration.record = &record_of(*iteration.optimizer);
+        iteration.record = &record_of(iteration);
         iteration.record->forget();
         iteration.record->of_last_look = found->first_nonfinites;
         iteration.found_infs = std::move(found->found_infs);
@@ -467,11 +468,18 @@ GradScaler::~GradScaler() = default;
 GradScaler::GradScaler(GradScaler&&) noexcept = default;
 GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
 
+GradScaler::State& GradScaler::checked(const char* operation) const {
+  TORCH_CHECK(state_ != nullptr, "GradScaler.", operation,
+              ": the scaler must have its state, got one that was moved from");
+  return *state_;
+}
+
 at::Tensor GradScaler::scale(const at::Tensor& output) {
-  if (!state_->enabled) return output;
+  State& state = checked("scale");
+  if (!state.enabled) return output;
   TORCH_CHECK(output.defined(), "outputs must be a Tensor or an iterable of Tensors");
-  state_->make_scale(output.device());
-  return output * state_->scale.to(output.device(), /*non_blocking=*/true);
+  state.make_scale(output.device());
+  return output * state.scale.to(output.device(), /*non_blocking=*/true);
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {
@@ -481,36 +489,38 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
 }
 
 void GradScaler::unscale_(Optimizer& optimizer) {
-  if (!state_->enabled) return;
+  State& state = checked("unscale_");
+  if (!state.enabled) return;
   const at::NoGradGuard no_grad;
-  state_->check_scale("unscale_");
-  state_->unscale(state_->iteration_of(optimizer));
+  state.check_scale("unscale_");
+  state.unscale(state.iteration_of(optimizer, "unscale_"));
 }
 
 at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& closure) {
+  State& state = checked("step");
   const ClearsCasts clears_casts;
-  if (!state_->enabled) return optimizer.step(closure);
+  if (!state.enabled) return optimizer.step(closure);
   const bool grad_mode = at::GradMode::is_enabled();
   const at::NoGradGuard no_grad;
   TORCH_CHECK(closure == nullptr,
               "Closure use is not currently supported if GradScaler is enabled.");
-  state_->check_scale("step");
-  Iteration& iteration = state_->iteration_of(optimizer);
-  state_->check_in_part("step", iteration);
-  state_->look_after_failure(iteration);
-  if (iteration.stage == Stage::kUnscaled) state_->check_unscaled(iteration);
+  state.check_scale("step");
+  Iteration& iteration = state.iteration_of(optimizer, "step");
+  state.check_in_part("step", iteration);
+  state.look_after_failure(iteration);
+  if (iteration.stage == Stage::kUnscaled) state.check_unscaled(iteration);
   TORCH_CHECK(iteration.stage != Stage::kStepped,
               "step() has already been called since the last update().");
   auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
-  const bool was_stepping = std::exchange(state_->is_stepping, true);
+  const bool was_stepping = std::exchange(state.is_stepping, true);
   try {
-    at::Tensor returned = scaled != nullptr ? state_->step_scaled(iteration, *scaled, grad_mode)
-                                            : state_->step_unscaled(iteration, grad_mode);
+    at::Tensor returned = scaled != nullptr ? state.step_scaled(iteration, *scaled, grad_mode)
+                                            : state.step_unscaled(iteration, grad_mode);
     iteration.stage = Stage::kStepped;
-    state_->is_stepping = was_stepping;
+    state.is_stepping = was_stepping;
     return returned;
   } catch (...) {
-    state_->is_stepping = was_stepping;
+    state.is_stepping = was_stepping;
     // Others than ours may have written parameters: torch's do so behind their versions.
     if (iteration.may_have_stepped) iteration.stage = Stage::kStepped;
     // The next gradients are not unscaled as these are.
@@ -523,90 +533,106 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
 }
 
 void GradScaler::update() {
-  if (state_->enabled) state_->update(nullptr);
+  State& state = checked("update");
+  if (state.enabled) state.update(nullptr);
 }
 
 void GradScaler::update(double new_scale) {
-  if (state_->enabled) state_->update([&] { state_->scale.fill_(new_scale); });
+  State& state = checked("update");
+  if (state.enabled) state.update([&] { state.scale.fill_(new_scale); });
 }
 
 void GradScaler::update(const at::Tensor& new_scale) {
-  if (!state_->enabled) return;
-  TORCH_CHECK(new_scale.defined() && new_scale.device().type() == state_->options.device() &&
+  State& state = checked("update");
+  if (!state.enabled) return;
+  TORCH_CHECK(new_scale.defined() && new_scale.device().type() == state.options.device() &&
                   new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False.");
-  state_->update([&] { state_->scale.copy_(new_scale.reshape({})); });
+  state.update([&] { state.scale.copy_(new_scale.reshape({})); });
 }
 
 double GradScaler::get_scale() const {
-  if (!state_->enabled) return 1.0;
-  const double scale =
-      state_->scale.defined() ? state_->scale.item().toDouble() : state_->init_scale;
-  state_->warn_of_scale(scale);
+  State& state = checked("get_scale");
+  if (!state.enabled) return 1.0;
+  const double scale = state.scale.defined() ? state.scale.item().toDouble() : state.init_scale;
+  state.warn_of_scale(scale);
   return scale;
 }
 
-bool GradScaler::is_enabled() const { return state_->enabled; }
-double GradScaler::get_growth_factor() const { return state_->options.growth_factor(); }
-void GradScaler::set_growth_factor(double factor) { state_->options.growth_factor(factor); }
-double GradScaler::get_backoff_factor() const { return state_->options.backoff_factor(); }
-void GradScaler::set_backoff_factor(double factor) { state_->options.backoff_factor(factor); }
-int64_t GradScaler::get_growth_interval() const { return state_->options.growth_interval(); }
+bool GradScaler::is_enabled() const { return checked("is_enabled").enabled; }
+double GradScaler::get_growth_factor() const {
+  return checked("get_growth_factor").options.growth_factor();
+}
+void GradScaler::set_growth_factor(double factor) {
+  checked("set_growth_factor").options.growth_factor(factor);
+}
+double GradScaler::get_backoff_factor() const {
+  return checked("get_backoff_factor").options.backoff_factor();
+}
+void GradScaler::set_backoff_factor(double factor) {
+  checked("set_backoff_factor").options.backoff_factor(factor);
+}
+int64_t GradScaler::get_growth_interval() const {
+  return checked("get_growth_interval").options.growth_interval();
+}
 void GradScaler::set_growth_interval(int64_t interval) {
-  state_->options.growth_interval(interval);
+  checked("set_growth_interval").options.growth_interval(interval);
 }
 
 std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bool wait) const {
-  if (!state_->enabled) return false;
-  if (wait) state_->wait();
-  if (state_->monitor == nullptr) return {};
+  State& state = checked("last_step_skipped");
+  if (!state.enabled) return false;
+  if (wait) state.wait();
+  if (state.monitor == nullptr) return {};
   if (optimizer == nullptr) {
-    const ScalerSummary report = state_->monitor->read();
+    const ScalerSummary report = state.monitor->read();
     if (report.updates == 0) return {};
     return report.consecutive_skips > 0;
   }
-  const Record* const record = state_->find_record(Identity::of(*optimizer));
+  const Record* const record = state.find_record(Identity::of(*optimizer, "last_step_skipped"));
   if (record == nullptr) return {};
-  const OptimizerReport report = state_->monitor->read_optimizer(record->slot);
+  const OptimizerReport report = state.monitor->read_optimizer(record->slot);
   if (report.update == 0) return {};
   return report.last_was_skipped != 0;
 }
 
 ScalerStats GradScaler::stats(bool wait) const {
-  if (wait) state_->wait();
-  const ScalerSummary report =
-      state_->monitor != nullptr ? state_->monitor->read() : ScalerSummary();
+  State& state = checked("stats");
+  if (wait) state.wait();
+  const ScalerSummary report = state.monitor != nullptr ? state.monitor->read() : ScalerSummary();
   if (report.updates == 0) {
-    const double scale = state_->enabled ? state_->init_scale : 1.0;
+    const double scale = state.enabled ? state.init_scale : 1.0;
     return {0, 0, 0, 0, scale, scale, scale, {}};
   }
   return {report.updates,       report.updates - report.skips,
           report.skips,         report.consecutive_skips,
           report.scale,         report.smallest_scale,
-          report.largest_scale, state_->name_of_nonfinite(report)};
+          report.largest_scale, state.name_of_nonfinite(report)};
 }
 
 c10::IValue GradScaler::state_dict() const {
+  State& state = checked("state_dict");
   auto dict = new_dict();
-  if (!state_->enabled) return dict;
+  if (!state.enabled) return dict;
   const auto value = [](const at::Tensor& tracker, int64_t initial) {
     return tracker.defined() ? tracker.item().toLong() : initial;
   };
   dict.insert("scale", get_scale());
-  dict.insert("growth_factor", state_->options.growth_factor());
-  dict.insert("backoff_factor", state_->options.backoff_factor());
-  dict.insert("growth_interval", state_->options.growth_interval());
-  dict.insert("_growth_tracker", value(state_->growth_tracker, state_->init_growth_tracker));
-  if (state_->options.hysteresis() != 1) {
+  dict.insert("growth_factor", state.options.growth_factor());
+  dict.insert("backoff_factor", state.options.backoff_factor());
+  dict.insert("growth_interval", state.options.growth_interval());
+  dict.insert("_growth_tracker", value(state.growth_tracker, state.init_growth_tracker));
+  if (state.options.hysteresis() != 1) {
     dict.insert("_hysteresis_tracker",
-                value(state_->hysteresis_tracker, state_->init_hysteresis_tracker));
+                value(state.hysteresis_tracker, state.init_hysteresis_tracker));
   }
   return dict;
 }
 
 void GradScaler::load_state_dict(const c10::IValue& state_dict) {
-  if (!state_->enabled) return;
+  State& state = checked("load_state_dict");
+  if (!state.enabled) return;
   TORCH_CHECK(state_dict.isGenericDict(),
               "GradScaler.load_state_dict: state_dict must be a dict, got ", type_name(state_dict));
   const Dict dict = state_dict.toGenericDict();
@@ -637,12 +663,11 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   entry("growth_interval", 0x1p63, true);
   const c10::IValue interval = *find(dict, "growth_interval");
   const double growth_tracker = entry("_growth_tracker", kLargestInt, true);
-  double hysteresis = static_cast<double>(state_->options.hysteresis());
+  double hysteresis = static_cast<double>(state.options.hysteresis());
   if (find(dict, "_hysteresis_tracker").has_value()) {  // torch's scaler has none
     hysteresis = std::min(hysteresis, entry("_hysteresis_tracker", kLargestInt, true));
   }
 
-  State& state = *state_;
   state.init_scale = scale;
   state.options.growth_factor(growth_factor).backoff_factor(backoff_factor);
   state.options.growth_interval(interval.isTensor() ? interval.toTensor().item().toLong()

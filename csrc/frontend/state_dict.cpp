@@ -209,7 +209,7 @@ Groups saved_groups(const std::string& operation, const Dict& state_dict) {
 }  // namespace
 
 c10::IValue FusedOptimizer::state_dict() const {
-  const OptimizerKind& kind = impl_->kind;
+  const OptimizerKind& kind = checked("state_dict").kind;
   auto states = new_dict();
   auto groups = new_list();
   int64_t number = 0;
@@ -245,8 +245,8 @@ c10::IValue FusedOptimizer::state_dict() const {
 }
 
 void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
+  const OptimizerKind& kind = checked("load_state_dict").kind;
   const at::NoGradGuard no_grad;
-  const OptimizerKind& kind = impl_->kind;
   const std::string operation = c10::str(kind.name, ".load_state_dict");
   TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
               type_name(state_dict));

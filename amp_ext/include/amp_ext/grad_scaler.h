@@ -101,6 +101,7 @@ class AMP_EXT_API GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});
   ~GradScaler();
+  // What was moved from throws where it is used, until another is moved into it.
   GradScaler(GradScaler&&) noexcept;
   GradScaler& operator=(GradScaler&&) noexcept;
 
@@ -145,7 +146,11 @@ class AMP_EXT_API GradScaler {
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+
+  // Throws on behalf of a method where there is none.
+  State& checked(const char* operation) const;
+
+  std::unique_ptr<State> state_;  // null after a move
 };
 
 // For torch::save(scaler, path) and torch::load(scaler, path).

@@ -229,6 +229,7 @@ struct OptimizerKind;
 class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
   ~FusedOptimizer() override;
+  // What was moved from throws where it is used, until another is moved into it.
   FusedOptimizer(FusedOptimizer&&) noexcept;
   FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
 
@@ -247,7 +248,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
                                                 const at::Tensor& grad_scale) override;
 
-  // What moves along with the optimizer, and belongs to no other as long as this one lives.
+  // What moves along with the optimizer, and belongs to no other as long as this one lives. Null
+  // after a move.
   std::shared_ptr<const void> identity() const;
 
   // Norm of the unscaled gradients at the last step, one float32, which later steps write anew.
@@ -290,6 +292,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   struct Impl;
   class InPlan;
 
+  Impl& checked(const char* operation) const;
   FusedOptions& options_of(size_t group);
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
@@ -308,7 +311,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void check_groups();
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
-  std::shared_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;  // null after a move
 };
 
 // The class of one optimizer, constructed like those of torch::optim.

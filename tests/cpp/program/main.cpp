@@ -52,6 +52,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(after_a_failed_step_gradients_are_new_or_as_they_were),
       AMP_EXT_CHECK(a_dropped_look_names_nothing),
       AMP_EXT_CHECK(optimizers_are_told_apart),
+      AMP_EXT_CHECK(what_was_moved_from_says_so),
       AMP_EXT_CHECK(what_is_out_of_range_is_refused),
       AMP_EXT_CHECK(what_python_can_not_read_is_refused),
       AMP_EXT_CHECK(a_view_is_saved_as_its_elements)};

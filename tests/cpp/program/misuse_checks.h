@@ -319,6 +319,82 @@ inline void optimizers_are_told_apart() {
   CHECK_THAT(param.item<double>() == 0.0);
 }
 
+inline void what_was_moved_from_says_so() {
+  torch::Tensor param = parameter({1.0});
+  AdamW optimizer({param}, AdamWOptions(0.5));
+  const torch::Tensor one = torch::ones({}), none = torch::zeros({});
+  const Dict state = optimizer.state_dict().toGenericDict();
+  AdamW second = std::move(optimizer);
+  bool was_evaluated = false;
+  const auto closure = [&] {
+    was_evaluated = true;
+    return torch::ones({});
+  };
+  std::stringstream stream;
+  const std::vector<std::pair<std::string, std::function<void()>>> of_optimizer = {
+      {"add_param_group", [&] { optimizer.add_param_group(std::vector{param}); }},
+      {"step", [&] { optimizer.step(closure); }},
+      {"step", [&] { optimizer.step_scaled(one, none); }},
+      {"look_at_gradients", [&] { optimizer.look_at_gradients(none, one); }},
+      {"grad_norm", [&] { optimizer.grad_norm(); }},
+      {"init_state", [&] { optimizer.init_state(); }},
+      {"rebuild", [&] { optimizer.rebuild(); }},
+      {"master_params", [&] { optimizer.master_params(); }},
+      {"refresh_masters", [&] { optimizer.refresh_masters(); }},
+      {"state_dict", [&] { optimizer.state_dict(); }},
+      {"state_dict", [&] { torch::save(optimizer, stream); }},
+      {"load_state_dict", [&] { optimizer.load_state_dict(state); }}};
+  const std::string of_optimizer_text =
+      ": the optimizer must have its parameters, got one that was moved from";
+  for (const auto& [name, call] : of_optimizer) {
+    CHECK_THAT(error_of(call) == "amp_ext::optim::AdamW." + name + of_optimizer_text);
+  }
+  CHECK_THAT(!was_evaluated && optimizer.identity() == nullptr);
+
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 1.0);
+  const std::vector<std::pair<std::string, std::function<void()>>> under_scaler = {
+      {"step", [&] { scaler.step(optimizer); }},
+      {"unscale_", [&] { scaler.unscale_(optimizer); }},
+      {"last_step_skipped", [&] { scaler.last_step_skipped(&optimizer); }}};
+  for (const auto& [name, call] : under_scaler) {
+    CHECK_THAT(error_of(call) == "GradScaler." + name + of_optimizer_text);
+  }
+  optimizer = std::move(second);  // which has its parameters again
+  scaler.step(optimizer);
+  CHECK_THAT(param.item<double>() != 1.0);
+
+  const Dict of_scale = scaler.state_dict().toGenericDict();
+  GradScaler other = std::move(scaler);
+  const std::vector<std::pair<std::string, std::function<void()>>> of_scaler = {
+      {"scale", [&] { scaler.scale(one); }},
+      {"unscale_", [&] { scaler.unscale_(optimizer); }},
+      {"step", [&] { scaler.step(optimizer); }},
+      {"update", [&] { scaler.update(); }},
+      {"update", [&] { scaler.update(2.0); }},
+      {"update", [&] { scaler.update(one); }},
+      {"get_scale", [&] { scaler.get_scale(); }},
+      {"is_enabled", [&] { scaler.is_enabled(); }},
+      {"get_growth_factor", [&] { scaler.get_growth_factor(); }},
+      {"set_growth_factor", [&] { scaler.set_growth_factor(2.0); }},
+      {"get_backoff_factor", [&] { scaler.get_backoff_factor(); }},
+      {"set_backoff_factor", [&] { scaler.set_backoff_factor(0.5); }},
+      {"get_growth_interval", [&] { scaler.get_growth_interval(); }},
+      {"set_growth_interval", [&] { scaler.set_growth_interval(5); }},
+      {"last_step_skipped", [&] { scaler.last_step_skipped(); }},
+      {"stats", [&] { scaler.stats(/*wait=*/true); }},
+      {"state_dict", [&] { scaler.state_dict(); }},
+      {"load_state_dict", [&] { scaler.load_state_dict(of_scale); }}};
+  for (const auto& [name, call] : of_scaler) {
+    CHECK_THAT(error_of(call) ==
+               "GradScaler." + name +
+                   ": the scaler must have its state, got one that was moved from");
+  }
+  scaler = std::move(other);
+  scaler.update();
+  CHECK_THAT(scaler.stats().steps == 1);
+}
+
 inline void what_is_out_of_range_is_refused() {
   CHECK_THAT(contains(error_of([] { const Autocast autocast(torch::kMeta); }),
                       "must be cpu or cuda, got meta"));
