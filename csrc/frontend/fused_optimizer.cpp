@@ -50,9 +50,9 @@ bool have_same_tensors(const FusedParamState& a, const FusedParamState& b) {
 }
 
 // The options as the hyperparameters of a step.
-Numbers numbers_of(FusedOptions& options) {
+Numbers numbers_of(const std::vector<FusedOptions::Option>& options) {
   Numbers numbers;
-  for (const auto& [name, place] : options.options()) {
+  for (const auto& [name, place] : options) {
     if (auto* const* number = std::get_if<double*>(&place)) {
       numbers.emplace_back(name, **number);
     } else if (auto* const* flag = std::get_if<bool*>(&place)) {
@@ -77,14 +77,15 @@ at::ScalarType buffer_dtype(bool has_state_dtype, at::ScalarType param) {
   return has_state_dtype && param != at::kDouble ? at::kFloat : param;
 }
 
-void check_options(const std::string& operation, const OptimizerKind& kind, FusedOptions& options,
+void check_options(const std::string& operation, const OptimizerKind& kind,
+                   const std::vector<FusedOptions::Option>& options,
                    const std::function<std::string()>& place_of_option) {
   const auto check = [&](const char* name, bool fits, const char* wanted, const auto&... got) {
     TORCH_CHECK(fits, operation, ": ", name, place_of_option(), " must be ", wanted, ", got ",
                 got...);
   };
   const auto& own = kind.own_options;
-  for (const auto& [name, place] : options.options()) {
+  for (const auto& [name, place] : options) {
     if (auto* const* number = std::get_if<double*>(&place)) {
       const bool has_floor = std::find(own.begin(), own.end(), name) != own.end();
       check(name, has_floor ? **number >= 0.0 : !std::isnan(**number),
@@ -148,7 +149,7 @@ FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
       impl_(std::make_shared<Impl>(kind)) {
   auto& options = static_cast<FusedOptions&>(*defaults_);
   kind.check(options);
-  check_options(kind.name, kind, options, [] { return std::string(); });
+  check_options(kind.name, kind, options.options(), [] { return std::string(); });
   TORCH_CHECK(!param_groups.empty(), "optimizer got an empty parameter list");
   for (const auto& group : param_groups) add_param_group(group);
 }
@@ -174,7 +175,8 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
     check_kind(*given, group);
     take_given(options, static_cast<FusedOptions&>(*given));
   }
-  check_options(name, impl_->kind, options, [&] { return c10::str(" of group ", group); });
+  check_options(name, impl_->kind, options.options(),
+                [&] { return c10::str(" of group ", group); });
   std::unordered_set<const void*> others;
   for (const auto& other : param_groups_) {
     for (const at::Tensor& param : other.params()) others.insert(param.unsafeGetTensorImpl());
@@ -210,11 +212,13 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
   return static_cast<FusedOptions&>(param_groups_[group].options());
 }
 
-// Also what a loop may have written into the groups.
-void FusedOptimizer::check_groups() {
+// Also what a loop may have written into the groups. Returns the options of each.
+std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() {
   const char* const name = impl_->kind.name;
+  std::vector<std::vector<FusedOptions::Option>> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
-    check_options(name, impl_->kind, options_of(i), [&] { return c10::str(" of group ", i); });
+    groups.push_back(options_of(i).options());
+    check_options(name, impl_->kind, groups[i], [&] { return c10::str(" of group ", i); });
   }
   const auto check_same = [&](const char* option, auto member, const auto& text_of) {
     const auto& first = options_of(0).*member;
@@ -235,6 +239,7 @@ void FusedOptimizer::check_groups() {
   });
   check_same("skip_nonfinite", &FusedOptions::skip_nonfinite_,
              [](bool skips) { return std::string(skips ? "True" : "False"); });
+  return groups;
 }
 
 // States.
@@ -382,7 +387,7 @@ class FusedOptimizer::InPlan {
                   ": parameters must be as a whole step leaves them, got a step that "
                   "failed: ",
                   impl.progress->text(), "; ", kHowToGoOn);
-      optimizer.check_groups();
+      groups_ = optimizer.checked_groups();
       optimizer.take_plan();
     } catch (...) {
       let_go();
@@ -398,6 +403,7 @@ class FusedOptimizer::InPlan {
   InPlan& operator=(const InPlan&) = delete;
 
   Plan& plan() { return *optimizer_.impl_->plan; }
+  const std::vector<std::vector<FusedOptions::Option>>& groups() const { return groups_; }
 
  private:
   void let_go() {
@@ -408,6 +414,7 @@ class FusedOptimizer::InPlan {
   }
 
   FusedOptimizer& optimizer_;
+  std::vector<std::vector<FusedOptions::Option>> groups_;  // options of each
   const int exceptions_ = std::uncaught_exceptions();
 };
 
@@ -525,7 +532,7 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   }
   if (impl_->grad_norm.defined()) options.grad_norm = impl_->grad_norm;
   std::vector<Numbers> groups;
-  for (size_t i = 0; i < param_groups_.size(); ++i) groups.push_back(numbers_of(options_of(i)));
+  for (const auto& options_of_group : use.groups()) groups.push_back(numbers_of(options_of_group));
   try {
     impl_->kind.step(use.plan(), groups, options);
   } catch (c10::Error& error) {

@@ -43,7 +43,8 @@ at::ScalarType buffer_dtype(bool has_state_dtype, at::ScalarType param);
 
 // Throws if an option can't be used. `place` is asked for what stands behind its name then: " of
 // group 1".
-void check_options(const std::string& operation, const OptimizerKind& kind, FusedOptions& options,
+void check_options(const std::string& operation, const OptimizerKind& kind,
+                   const std::vector<FusedOptions::Option>& options,
                    const std::function<std::string()>& place);
 
 // A dtype as Python prints it: "torch.float32".

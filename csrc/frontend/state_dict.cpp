@@ -163,7 +163,7 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
               " must be False, got True: a fused kernel is "
               "not differentiable; set it to False in the state dict to go on without gradients "
               "through the steps");
-  check_options(operation, kind, *options, [&] { return place; });
+  check_options(operation, kind, places, [&] { return place; });
   return options;
 }
 

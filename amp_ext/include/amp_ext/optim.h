@@ -308,7 +308,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void take_plan();
   void make_plan(std::vector<std::tuple<int, bool, bool, std::optional<at::ScalarType>>> kept);
   void give_states();
-  void check_groups();
+  std::vector<std::vector<FusedOptions::Option>> checked_groups();
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
   std::shared_ptr<Impl> impl_;  // null after a move
