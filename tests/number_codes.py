@@ -250,11 +250,12 @@ def root_of_q8v(code: Tensor, exponents: Tensor) -> Tensor:
     return (decode_magnitude(code.long(), 6) * scales(exponents, code.shape)).float()
 
 
-def encode_q8m(momentum: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 momenta as sign and magnitude, always to nearest, and the exponents of the groups."""
+def encode_q8m(momentum: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Float32 momenta as sign and magnitude, and the exponents of the groups."""
     exponents = group_exponents(momentum)
     scaled = (momentum.abs() / scales(exponents, momentum.shape)).float().nan_to_num()
-    code = encode_magnitude(scaled, 5, 1 << 17) | (bits_of(momentum) >> 31 << 7)
+    code = encode_magnitude(scaled, 5, 1 << 17 if words is None else words >> 14)
+    code = code | (bits_of(momentum) >> 31 << 7)
     return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
 
 
@@ -270,13 +271,25 @@ LARGEST_RATIO = 8.0
 # Brings 8 / 8.5 to code 127.
 RATIO_CODES = 127 * 17 / 16
 RATIO_IS_NAN = -128
+# Nearest codes freeze below 1 / (2 (1 - beta1)): 5 at beta1 = 0.9, 25 at 0.98.
+FIRST_NEAREST_PLACE = 32.0
 
 
-def encode_q8r(exp_avg: Tensor, root: Tensor) -> Tensor:
-    """Float32 first moments as their ratio to the roots of the second moments as stored."""
+def encode_q8r(exp_avg: Tensor, root: Tensor, words: Tensor | None = None) -> Tensor:
+    """Float32 first moments as their ratio to the roots of the second moments as stored.
+
+    With ``words`` the small ratios are dithered: to nearest, those of a row without gradients would
+    stop at code 4 and move the row in the direction of its last gradient until the next. Dither
+    on the large ones is only noise.
+    """
     ratio = (exp_avg.abs() / root).clamp(max=LARGEST_RATIO)
-    code = exp_avg.sign() * (ratio / (ratio + 0.5) * RATIO_CODES + 0.5).floor()
-    code = torch.where(root == 0, 0.0, code)
+    place = ratio / (ratio + 0.5) * RATIO_CODES
+    added = torch.tensor(0.5)
+    if words is not None:
+        # From 2^-13 to 1 - 2^-13, so that a code which is decoded keeps its place.
+        dither = (2 * (words >> 20) + 1).float() * 2**-13
+        added = torch.where(place < FIRST_NEAREST_PLACE, dither, added)
+    code = torch.where(root == 0, 0.0, exp_avg.sign() * (place + added).floor())
     is_nan = ~(exp_avg.isfinite() & root.isfinite())
     return code.masked_fill(is_nan, RATIO_IS_NAN).to(torch.int8)
 

@@ -388,7 +388,8 @@ def test_first_moments_encode_to_their_codes(root):
     code = torch.arange(-127, 128).to(torch.int8)
     roots = torch.full(code.shape, root)
     average = decode_q8r(code, roots)
-    assert torch.equal(encode_q8r(average, roots), code)
+    for words in EVERY_WORDS:
+        assert torch.equal(encode_q8r(average, roots, words_like(average, words)), code)
     assert (average.diff() > 0).all()
     assert average[-1] / root == pytest.approx(8.0, rel=1e-6)
 
@@ -398,6 +399,17 @@ def test_an_update_of_the_ratio_errs_by_a_bounded_part():
     error = (decode_q8r(encode_q8r(ratio, torch.ones(10001)), torch.ones(10001)) - ratio).abs()
     # Half a code times the slope of the inverse, which is steeper at the far end of the largest.
     assert (error <= 1.07 * (ratio.abs() + 0.5).square() / (127 * 17 / 16)).all()
+
+
+def test_a_first_moment_without_gradients_fades_where_it_is_dithered():
+    root = torch.ones(256)
+    nearest = dithered = torch.linspace(-1, 1, 256)
+    for step in range(200):
+        words = dither_words(0, 256, step, "first_moment")
+        nearest = decode_q8r(encode_q8r(nearest * 0.9, root), root)
+        dithered = decode_q8r(encode_q8r(dithered * 0.9, root, words), root)
+    assert dithered.count_nonzero() < 8
+    assert nearest.count_nonzero() > 240
 
 
 def test_first_moments_beside_zero_inf_and_nan():
@@ -414,13 +426,15 @@ def test_first_moments_beside_zero_inf_and_nan():
 
 
 @pytest.mark.parametrize("exponent", [3, 100, 128, 253, 254])
-def test_momenta_encode_to_their_codes(exponent):
+def test_momenta_encode_to_their_codes_under_every_dither(exponent):
     code = torch.cat([torch.arange(256).view(-1, 16), torch.full((16, 16), 127)], dim=1)
     code = code.to(torch.uint8)
     exponents = torch.full((16, 1), exponent, dtype=torch.uint8)
-    again, exponents_again = encode_q8m(decode_q8m(code, exponents))
-    assert torch.equal(again, code)
-    assert torch.equal(exponents_again, exponents)
+    momentum = decode_q8m(code, exponents)
+    for words in EVERY_WORDS:
+        again, exponents_again = encode_q8m(momentum, words_like(momentum, words))
+        assert torch.equal(again, code)
+        assert torch.equal(exponents_again, exponents)
 
 
 def test_momenta_round_to_the_nearest_code():
