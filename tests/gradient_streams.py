@@ -1,0 +1,117 @@
+"""Streams of gradients that show what a narrow state does to an optimizer.
+
+A stream is one parameter's gradients, [steps, rows, columns], in float32 with the bits of bfloat16.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STEPS = 2000
+SHAPE = (64, 64)
+
+
+def scales(decades: float, generator: torch.Generator) -> Tensor:
+    """Sizes around 1e-3 that differ inside every group, evenly in the logarithm."""
+    return 10 ** (decades * (torch.rand(SHAPE, generator=generator) - 0.5) - 3)
+
+
+def noise(steps: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(steps, *SHAPE, generator=generator)
+
+
+def falling(decades: float, steps: int, generator: torch.Generator) -> Tensor:
+    """All gradients shrink tenfold at half time, as at the end of a warm-up."""
+    factor = torch.where(torch.arange(steps) < steps // 2, 1.0, 0.1).view(-1, 1, 1)
+    return noise(steps, generator) * scales(decades, generator) * factor
+
+
+def permuted(steps: int, generator: torch.Generator) -> Tensor:
+    """The neighbours in each row exchange their sizes at half time."""
+    before = scales(1.5, generator)
+    order = torch.rand(SHAPE, generator=generator).argsort(dim=1)
+    gradients = noise(steps, generator)
+    gradients[: steps // 2] *= before
+    gradients[steps // 2 :] *= before.gather(1, order)
+    return gradients
+
+
+def tiny(steps: int, generator: torch.Generator) -> Tensor:
+    """Sizes around 1e-6 over a decade."""
+    return noise(steps, generator) * scales(1.0, generator) * 1e-3
+
+
+def sparse(period: int, steps: int, generator: torch.Generator) -> Tensor:
+    """Rows that are seen once in so many steps, each in its turn, as those of an embedding."""
+    turn = torch.arange(SHAPE[0]) * period // SHAPE[0]
+    is_seen = torch.arange(steps).view(-1, 1) % period == turn
+    return noise(steps, generator) * scales(0.5, generator) * is_seen.unsqueeze(-1)
+
+
+class CharacterModel(nn.Module):
+    """Predicts a character from the two before it: an embedding and two layers."""
+
+    def __init__(self, characters: int = 48, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, width)
+        self.hidden = nn.Linear(2 * width, width, bias=False)
+        self.output = nn.Linear(width, characters, bias=False)
+
+    def forward(self, context: Tensor) -> Tensor:
+        return self.output(F.gelu(self.hidden(self.embedding(context).flatten(1))))
+
+
+def text(generator: torch.Generator, length: int = 20000, characters: int = 48) -> Tensor:
+    """A chain of characters whose frequencies fall as those of words, so that some are rare."""
+    frequency = 1 / torch.arange(1, characters + 1) ** 2
+    affinity = torch.randn(characters, characters, generator=generator).mul(1.5).exp()
+    following = (affinity * frequency).cumsum(dim=1)
+    following = (following / following[:, -1:]).tolist()
+    written, position = [0], torch.rand(length, generator=generator).tolist()
+    for each in position[1:]:
+        written.append(bisect.bisect_left(following[written[-1]], each, hi=characters - 1))
+    return torch.tensor(written)
+
+
+def of_model(steps: int, generator: torch.Generator) -> Tensor:
+    """Those of a small network while it is trained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = CharacterModel()
+    characters = text(generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    gradients = []
+    for _ in range(steps):
+        start = torch.randint(len(characters) - 2, (64,), generator=generator)
+        context = torch.stack([characters[start], characters[start + 1]], dim=1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(context), characters[start + 2]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        optimizer.step()
+        schedule.step()
+    return torch.stack(gradients).view(steps, -1, 32)
+
+
+STREAMS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "two decades": functools.partial(falling, 2.0),
+    "half a decade": functools.partial(falling, 0.5),
+    "permuted": permuted,
+    "tiny": tiny,
+    "sparse": functools.partial(sparse, 51),
+    "rare": functools.partial(sparse, 501),
+    "model": of_model,
+}
+
+
+@functools.cache
+def gradients(name: str, steps: int = STEPS, seed: int = 0) -> Tensor:
+    """The stream of this name; nobody may write to it."""
+    generator = torch.Generator().manual_seed(seed)
+    return STREAMS[name](steps, generator).bfloat16().float()

@@ -1,0 +1,356 @@
+"""Shadow runs: one stream of gradients feeds an optimizer in float64 and others beside it.
+
+None of them moves a parameter, so errors do not feed back, and a run of seconds tells how far each
+update of a scheme lies from the exact one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from number_codes import (
+    decode_q8m,
+    decode_q8r,
+    dither_words,
+    encode_q8m,
+    encode_q8r,
+    encode_q8v,
+    root_of_q8v,
+    round_bfloat16,
+)
+from torch import Tensor
+
+BETA1, EPS = 0.9, 1e-8
+# Updates of the first steps, whose bias correction is large, do not count.
+FIRST_STEPS = 10
+
+
+class Scheme(Protocol):
+    """An optimizer without its parameter.
+
+    ``second_moment`` is what it divides by as it is stored, in float; None where there is none.
+    """
+
+    second_moment: Tensor | None
+
+    def step(self, grad: Tensor) -> Tensor:
+        """Takes one gradient, and returns the update in units of the learning rate."""
+
+
+@dataclasses.dataclass
+class Errors:
+    """How far a scheme is from float64.
+
+    Attributes:
+        update: Root mean square of the difference of the updates, beside that of the updates.
+        largest: The largest single difference of an update, in units of the learning rate.
+        way: As ``update``, of the sums of all updates: what a parameter would have moved.
+        bias: The mean over the elements of the difference of ln sqrt(v) after the last step.
+        spread: The standard deviation of the same.
+    """
+
+    update: float
+    largest: float
+    way: float
+    bias: float = math.nan
+    spread: float = math.nan
+
+
+def shadow_run(gradients: Tensor, exact: Scheme, schemes: dict[str, Scheme]) -> dict[str, Errors]:
+    """Steps all with the same gradients, [steps, rows, columns], and compares with ``exact``."""
+    squares = dict.fromkeys(schemes, 0.0)
+    largest = dict.fromkeys(schemes, 0.0)
+    strayed = dict.fromkeys(schemes, torch.zeros(gradients.shape[1:]).double())
+    exact_squares, way = 0.0, torch.zeros(gradients.shape[1:]).double()
+    for index, grad in enumerate(gradients):
+        wanted = exact.step(grad)
+        updates = {name: scheme.step(grad) for name, scheme in schemes.items()}
+        if index < FIRST_STEPS:
+            continue
+        exact_squares += wanted.square().sum().item()
+        way = way + wanted
+        for name, update in updates.items():
+            difference = update.double() - wanted
+            squares[name] += difference.square().sum().item()
+            largest[name] = max(largest[name], difference.abs().max().item())
+            strayed[name] = strayed[name] + difference
+    return {
+        name: Errors(
+            math.sqrt(squares[name] / exact_squares),
+            largest[name],
+            (strayed[name].norm() / way.norm()).item(),
+            *error_of_root(scheme.second_moment, exact.second_moment),
+        )
+        for name, scheme in schemes.items()
+    }
+
+
+def error_of_root(moment: Tensor | None, exact: Tensor | None) -> list[float]:
+    """Mean and deviation of ln sqrt(moment / exact) over what is positive in both."""
+    if moment is None or exact is None:
+        return []
+    both = (moment > 0) & (exact > 0)
+    error = (moment.double()[both] / exact[both]).log() / 2
+    return [error.mean().item(), error.std().item()]
+
+
+class Adam64:
+    """Adam in float64, in the order in which torch computes it."""
+
+    def __init__(self, shape: torch.Size, beta2: float = 0.999, amsgrad: bool = False) -> None:
+        self.beta2, self.amsgrad, self.steps = beta2, amsgrad, 0
+        self.exp_avg, self.exp_avg_sq, self.second_moment = torch.zeros(3, *shape).double()
+
+    def step(self, grad: Tensor) -> Tensor:
+        self.steps += 1
+        grad = grad.double()
+        self.exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - BETA1)
+        self.exp_avg_sq = self.exp_avg_sq * self.beta2 + grad * grad * (1 - self.beta2)
+        self.second_moment = (
+            self.second_moment.maximum(self.exp_avg_sq) if self.amsgrad else self.exp_avg_sq
+        )
+        correction = math.sqrt(1 - self.beta2**self.steps)
+        denominator = self.second_moment.sqrt() / correction + EPS
+        return self.exp_avg / denominator / (1 - BETA1**self.steps)
+
+
+# What a number is after it was stored and loaded again.
+
+
+def stored(value: Tensor, kind: str, step: int, stream: str) -> Tensor:
+    """Float32 as a later step will load it.
+
+    ``kind`` is "float32"; "nearest" or "dithered", which are bfloat16; "q8m" or "q8m dithered".
+    """
+    if kind == "float32":
+        return value
+    words = None
+    if kind.endswith("dithered"):
+        words = dither_words(0, value.numel(), step, stream).view(value.shape)
+    if kind.startswith("q8m"):
+        return decode_q8m(*encode_q8m(value, words))
+    return round_bfloat16(value, words).float()
+
+
+class CodedAdam:
+    """Adam in float32 whose states are stored in the codes of ``number_codes``.
+
+    Args:
+        exp_avg: How the first moment is stored: a kind of ``stored``, "q8r" or "q8r dithered".
+        exp_avg_sq: How the second moment is stored: a kind of ``stored``, or "q8v".
+        maximum: How amsgrad's maximum is stored: a kind of ``stored``, or None without it.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        beta2: float,
+        exp_avg: str,
+        exp_avg_sq: str,
+        maximum: str | None = None,
+    ) -> None:
+        self.beta2, self.steps = beta2, 0
+        self.kinds = exp_avg, exp_avg_sq, maximum
+        self.exp_avg, self.exp_avg_sq, self.second_moment = torch.zeros(3, *shape)
+
+    def step(self, grad: Tensor) -> Tensor:
+        self.steps += 1
+        exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - BETA1)
+        exp_avg_sq = self.exp_avg_sq * self.beta2 + grad * grad * (1 - self.beta2)
+        fresh = exp_avg_sq if self.kinds[2] is None else self.second_moment.maximum(exp_avg_sq)
+        correction = math.sqrt(1 - self.beta2**self.steps)
+        update = exp_avg / (fresh.sqrt() / correction + EPS) / (1 - BETA1**self.steps)
+        self.store(exp_avg, exp_avg_sq, fresh)
+        return update
+
+    def store(self, exp_avg: Tensor, exp_avg_sq: Tensor, fresh: Tensor) -> None:
+        """The second moment first: q8r is relative to its root as a later step will load it."""
+        first, second, maximum = self.kinds
+        if second == "q8v":
+            words = dither_words(0, exp_avg_sq.numel(), self.steps, "second_moment")
+            root = root_of_q8v(*encode_q8v(exp_avg_sq, words.view(exp_avg_sq.shape)))
+            self.exp_avg_sq = root * root
+        else:
+            self.exp_avg_sq = stored(exp_avg_sq, second, self.steps, "second_moment")
+            root = self.exp_avg_sq.sqrt()
+        if first.startswith("q8r"):
+            words = None
+            if first == "q8r dithered":
+                words = dither_words(0, root.numel(), self.steps, "first_moment").view(root.shape)
+            self.exp_avg = decode_q8r(encode_q8r(exp_avg, root, words), root)
+        else:
+            self.exp_avg = stored(exp_avg, first, self.steps, "first_moment")
+        self.second_moment = self.exp_avg_sq
+        if maximum is not None:
+            self.second_moment = stored(fresh, maximum, self.steps, "second_moment")
+
+
+class Momentum:
+    """SGD's momentum in the dtype of ``zeros``, stored as ``kind`` of ``stored``."""
+
+    second_moment = None
+
+    def __init__(self, zeros: Tensor, momentum: float, kind: str = "float32") -> None:
+        self.buffer, self.momentum, self.kind, self.steps = zeros, momentum, kind, 0
+
+    def step(self, grad: Tensor) -> Tensor:
+        self.steps += 1
+        update = self.buffer * self.momentum + grad
+        self.buffer = stored(update, self.kind, self.steps, "first_moment")
+        return update
+
+
+class Lion:
+    """Lion in the dtype of ``zeros``, stored as ``kind`` of ``stored``."""
+
+    second_moment = None
+
+    def __init__(self, zeros: Tensor, beta2: float = 0.99, kind: str = "float32") -> None:
+        self.exp_avg, self.beta2, self.kind, self.steps = zeros, beta2, kind, 0
+
+    def step(self, grad: Tensor) -> Tensor:
+        self.steps += 1
+        update = (self.exp_avg * BETA1 + grad * (1 - BETA1)).sign()
+        exp_avg = self.exp_avg * self.beta2 + grad * (1 - self.beta2)
+        self.exp_avg = stored(exp_avg, self.kind, self.steps, "first_moment")
+        return update
+
+
+class OptimizerScheme:
+    """A class of torch.optim or amp_ext.optim as a scheme, with one parameter that is zero.
+
+    Args:
+        optimizer: The class.
+        shape: Of the gradients.
+        options: Of the class, without lr, which is 1 so that the parameter becomes the update.
+    """
+
+    def __init__(
+        self, optimizer: Callable[..., torch.optim.Optimizer], shape: torch.Size, **options: Any
+    ) -> None:
+        self.param = torch.zeros(shape, requires_grad=True)
+        self.optimizer = optimizer([self.param], lr=1.0, **options)
+
+    def step(self, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.param.zero_()
+        self.param.grad = grad.clone()
+        self.optimizer.step()
+        return -self.param.detach()
+
+    @property
+    def second_moment(self) -> Tensor | None:
+        """By its name in torch; a state in codes has another one."""
+        state = self.optimizer.state[self.param]
+        moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+        return None if moment is None else moment.float()
+
+
+# How far a scheme may be from float64, on the streams of ``gradient_streams``: what the codes above
+# measure, times 1.3, or times 1.6 for a single difference, which varies with the seed.
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Of the errors of the same names; the way of a stream without rare rows errs as updates do."""
+
+    update: float
+    largest: float
+    way: float | None = None
+
+
+AdamBounds = dict[float, dict[str, Bound]]
+
+# By the kinds of first and second moment, beta2 and stream.
+ADAM_BOUNDS: dict[tuple[str, str], AdamBounds] = {
+    ("nearest", "dithered"): {
+        0.999: {
+            "two decades": Bound(0.013, 0.06),
+            "half a decade": Bound(0.013, 0.06),
+            "permuted": Bound(0.014, 0.10),
+            "tiny": Bound(0.015, 0.07),
+            "sparse": Bound(0.008, 0.05),
+            "rare": Bound(0.0065, 0.08),
+            "model": Bound(0.013, 0.08),
+        },
+        0.95: {
+            "two decades": Bound(0.006, 0.02),
+            "half a decade": Bound(0.006, 0.02),
+            "permuted": Bound(0.006, 0.02),
+            "tiny": Bound(0.006, 0.02),
+            "sparse": Bound(0.008, 0.02),
+            "rare": Bound(0.007, 0.01),
+            "model": Bound(0.007, 0.05),
+        },
+    },
+    ("q8r dithered", "dithered"): {
+        0.999: {
+            "two decades": Bound(0.034, 0.20),
+            "half a decade": Bound(0.034, 0.20),
+            "permuted": Bound(0.031, 0.60),
+            "tiny": Bound(0.031, 0.20),
+            "sparse": Bound(0.034, 0.20),
+            "rare": Bound(0.032, 0.20),
+            "model": Bound(0.035, 0.60, way=0.02),
+        },
+        0.95: {
+            "two decades": Bound(0.030, 0.07),
+            "half a decade": Bound(0.030, 0.07),
+            "permuted": Bound(0.029, 0.07),
+            "tiny": Bound(0.029, 0.07),
+            # The updates of most steps are small themselves.
+            "sparse": Bound(0.045, 0.05),
+            "rare": Bound(0.045, 0.04, way=0.03),
+            "model": Bound(0.031, 0.15, way=0.015),
+        },
+    },
+    # A member that is a hundredth of its group's largest has codes of 1 to 3, between which dither
+    # wanders: few single updates are then off by their size and more.
+    ("q8r dithered", "q8v"): {
+        0.999: {
+            "two decades": Bound(0.12, 1.8),
+            "half a decade": Bound(0.052, 0.4),
+            "permuted": Bound(0.068, 0.9),
+            "tiny": Bound(0.064, 0.6),
+            "sparse": Bound(0.038, 0.8),
+            "rare": Bound(0.044, 2.5),
+            "model": Bound(0.06, 1.0, way=0.035),
+        },
+        0.95: {
+            "two decades": Bound(0.11, 1.8),
+            "half a decade": Bound(0.033, 0.1),
+            "permuted": Bound(0.048, 0.45),
+            "tiny": Bound(0.034, 0.1),
+            "sparse": Bound(0.048, 0.9),
+            "rare": Bound(0.1, 1.1),
+            "model": Bound(0.06, 3.0, way=0.018),
+        },
+    },
+}
+
+# Of ln sqrt(v) at beta2 = 0.999, by the kind of the second moment. A number that only decays is not
+# independent of the words that rounded it, so its decay may be some per cent too fast.
+LARGEST_BIAS = {"dithered": 0.01, "q8v": 0.03}
+
+# The update's error on any stream, by kind and momentum. To nearest a buffer freezes in rows
+# without gradients unless it decays by more than half a code in a step.
+MOMENTUM_BOUNDS: dict[str, dict[float, float]] = {
+    "nearest": {0.9: 0.0045},
+    "dithered": {0.9: 0.0062, 0.99: 0.0185, 0.999: 0.047},
+    "q8m": {0.9: 0.024},
+    "q8m dithered": {0.9: 0.032, 0.99: 0.096, 0.999: 0.22},
+}
+
+# The share of signs that may differ at beta2 = 0.99, by kind, on any stream.
+LION_BOUNDS = {"nearest": 0.012, "dithered": 0.0031}
+
+
+def assert_within(errors: Errors, bound: Bound, *, what: str) -> None:
+    """Asserts that a scheme keeps its bound."""
+    assert errors.update < bound.update, what
+    assert errors.largest < bound.largest, what
+    assert errors.way < (bound.way or bound.update), what

@@ -1,0 +1,121 @@
+"""Tests that the codes of ``number_codes`` keep the bounds by which optimizers are judged."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gradient_streams import STREAMS, gradients
+from rows import rows
+from shadow_runs import (
+    ADAM_BOUNDS,
+    LARGEST_BIAS,
+    LION_BOUNDS,
+    MOMENTUM_BOUNDS,
+    Adam64,
+    CodedAdam,
+    Lion,
+    Momentum,
+    OptimizerScheme,
+    assert_within,
+    shadow_run,
+)
+from torch import Tensor
+
+from amp_ext.optim import AdamW
+
+
+def zeros(stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(stream.shape[1:], dtype=dtype)
+
+
+# Of the streams that need not be seen at each setting.
+FEW_STREAMS = ["rare", "model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "beta2"), [(name, 0.999) for name in STREAMS] + [(name, 0.95) for name in FEW_STREAMS]
+)
+def test_coded_adam_keeps_its_bounds(name, beta2):
+    stream = gradients(name)
+    schemes = {kinds: CodedAdam(stream.shape[1:], beta2, *kinds) for kinds in ADAM_BOUNDS}
+    found = shadow_run(stream, Adam64(stream.shape[1:], beta2), schemes)
+    for kinds, errors in found.items():
+        assert_within(errors, ADAM_BOUNDS[kinds][beta2][name], what=f"{kinds}")
+        # At 0.95 a rare row decays by 1e-11 before it is seen again, and its bias means nothing.
+        assert beta2 < 0.999 or abs(errors.bias) < LARGEST_BIAS[kinds[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_amsgrad_is_not_biased_where_the_second_moment_is_dithered(name):
+    """Its maximum may be nearest: a maximum never has to fall."""
+    stream = gradients(name)
+    schemes = {
+        kind: CodedAdam(stream.shape[1:], 0.999, "nearest", kind, "nearest")
+        for kind in ("dithered", "nearest")
+    }
+    found = shadow_run(stream, Adam64(stream.shape[1:], amsgrad=True), schemes)
+    assert abs(found["dithered"].bias) < 0.004
+    assert found["dithered"].update < 0.015
+    assert found["nearest"].bias > 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("momentum", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_coded_momentum_keeps_its_bounds(name, momentum):
+    stream = gradients(name)
+    exact = Momentum(zeros(stream, torch.float64), momentum)
+    schemes = {
+        kind: Momentum(zeros(stream), momentum, kind)
+        for kind, bounds in MOMENTUM_BOUNDS.items()
+        if momentum in bounds
+    }
+    for kind, errors in shadow_run(stream, exact, schemes).items():
+        assert errors.update < MOMENTUM_BOUNDS[kind][momentum], kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_coded_lion_turns_few_signs(name):
+    stream = gradients(name)
+    exact = Lion(zeros(stream, torch.float64))
+    schemes = {kind: Lion(zeros(stream), kind=kind) for kind in LION_BOUNDS}
+    for kind, errors in shadow_run(stream, exact, schemes).items():
+        # A turned sign differs by two.
+        assert (errors.update / 2) ** 2 < LION_BOUNDS[kind], kind
+
+
+def test_nearest_second_moments_freeze():
+    """What the bounds are there to notice."""
+    stream = gradients("half a decade")[::2]
+    schemes = {
+        kind: CodedAdam(stream.shape[1:], 0.999, "nearest", kind)
+        for kind in ("nearest", "dithered")
+    }
+    found = shadow_run(stream, Adam64(stream.shape[1:]), schemes)
+    assert found["nearest"].bias > 0.2
+    assert found["nearest"].update > 2 * found["dithered"].update
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "amsgrad"),
+    rows(
+        {
+            "torch": (torch.optim.AdamW, False),
+            "amp_ext": (AdamW, False),
+            "amp_ext-amsgrad": (AdamW, True),
+        }
+    ),
+)
+def test_an_optimizer_with_float32_states_is_exact(optimizer, amsgrad):
+    stream = gradients("half a decade")[:50]
+    scheme = OptimizerScheme(optimizer, stream.shape[1:], weight_decay=0.0, amsgrad=amsgrad)
+    exact = Adam64(stream.shape[1:], amsgrad=amsgrad)
+    (errors,) = shadow_run(stream, exact, {"": scheme}).values()
+    assert errors.update < 1e-5
+    assert errors.way < 1e-5
+    assert math.isclose(errors.bias, 0, abs_tol=1e-5)
