@@ -24,6 +24,11 @@ Options = dict[str, Any]
 Lists = dict[str, list[Tensor]]
 One = dict[str, Tensor]  # of each list the tensor of one parameter
 
+# The classes by which the compiled module describes its optimizers.
+DESCRIBED = [cls for cls in vars(ops._C).values() if hasattr(cls, "buffers")]
+# Lists of buffers that are never negative.
+SQUARES = {f"{name}s" for cls in DESCRIBED for name, role in cls.buffers if role != "first moment"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -210,7 +215,7 @@ def build(
         "grads": normal(dtypes.grad),
     }
     for name in OPERATIONS[operation].buffers(options):
-        lists[name] = (squares if "sq" in name else normal)(dtypes.state)
+        lists[name] = (squares if name in SQUARES else normal)(dtypes.state)
     if OPERATIONS[operation].keeps_steps(options):
         lists["steps"] = [torch.tensor(float(step), device=device) for _ in shapes]
     if dtypes.master:

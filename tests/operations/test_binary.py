@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from list_operations import DESCRIBED
 
 from amp_ext import ops
 
 STUB = Path(ops.__file__).with_name("_C.pyi")
-DESCRIBED = [cls for cls in vars(ops._C).values() if hasattr(cls, "buffers")]
 EACH_OPTIMIZER = pytest.mark.parametrize("described", DESCRIBED, ids=lambda cls: cls.operation)
 
 
