@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
+from amp_ext.optim.fused_optimizer import FusedOptimizer
 
 Optimizer = torch.optim.Optimizer
 
@@ -61,6 +62,12 @@ def optimizers_named(*ids: str) -> list[Any]:
     return [by_id[name] for name in ids]
 
 
+# Every class that the package exports.
+CLASSES = [
+    name
+    for name in amp_ext.optim.__all__
+    if issubclass(getattr(amp_ext.optim, name), FusedOptimizer)
+]
 # One of each kind of state.
 FEW_OPTIMIZERS = optimizers_named("adam-amsgrad", "adamw", "lion", "dampening")
 EACH_CLASS = optimizers_named("adam", "adamw", "lion", "momentum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import CLASSES
 from torch import Tensor
 
 import amp_ext
@@ -532,6 +534,63 @@ def test_a_run_moves_from_python_to_cpp_and_back(
     end = train(plan, checkpoint)
     for step, state in enumerate(end["states"], 90):
         assert torch.equal(state, whole["states"][step]), f"after step {step}"
+
+
+# What a class of Python says and one of C++ says again.
+
+each_class = pytest.mark.parametrize("name", CLASSES)
+
+
+def group_or_error(step: Callable[[], dict[str, Any]]) -> Any:
+    """Returns the only group of a checkpoint, or the first line of an error up to what came."""
+    try:
+        (group,) = step()["optimizer"]["param_groups"]
+        return group
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return comparable(str(error)).partition(", got [")[0]
+
+
+@each_class
+def test_options_have_the_defaults_of_python(
+    run: Run, name: str, tmp_path: Path, one_thread: None
+) -> None:
+    plan = plan_of({"optimizer": name, "options": {}, "steps": 1})
+    cpp = group_or_error(lambda: train_in_cpp(run, plan, tmp_path)[1])
+    assert cpp == group_or_error(lambda: train(plan)["checkpoint"])
+
+
+@each_class
+def test_numbers_out_of_range_get_the_text_of_python(
+    run: Run, name: str, tmp_path: Path, one_thread: None
+) -> None:
+    defaults = getattr(amp_ext.optim, name)([parameter()]).defaults
+    wrong: list[dict[str, Any]] = [
+        {option: -1.0} for option, value in defaults.items() if type(value) in (int, float)
+    ]
+    wrong += [{"betas": betas} for betas in ((1.0, 0.5), (0.5, 1.0)) if "betas" in defaults]
+    assert len(wrong) >= 3
+    for options in wrong:
+        plan = plan_of({"optimizer": name, "options": options, "steps": 1})
+        cpp = group_or_error(lambda plan=plan: train_in_cpp(run, plan, tmp_path)[1])
+        assert cpp == group_or_error(lambda plan=plan: train(plan)["checkpoint"]), options
+
+
+@each_class
+def test_a_group_that_lacks_an_option_loads_as_in_python(
+    run: Run, name: str, tmp_path: Path, one_thread: None
+) -> None:
+    plan = plan_of({"optimizer": name, "options": {}, "steps": 1})
+    saved = train(plan)["checkpoint"]
+    plan |= {"options": {"maximize": True}, "steps": 2, "resume": str(tmp_path / "begin.pt")}
+    required = getattr(amp_ext.optim, name)._required_options
+    others = saved["optimizer"]["param_groups"][0].keys() - {"params", *required}
+    for lacking in (others, *({option} for option in required)):
+        file = copy.deepcopy(saved)
+        for option in lacking:
+            del file["optimizer"]["param_groups"][0][option]
+        torch.save(file, tmp_path / "begin.pt")
+        cpp = group_or_error(lambda: train_in_cpp(run, plan, tmp_path)[1])
+        assert cpp == group_or_error(lambda file=file: train(plan, file)["checkpoint"]), lacking
 
 
 @pytest.mark.parametrize("row", ["adamw float16 autocast", "sgd bfloat16 masters"])

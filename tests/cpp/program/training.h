@@ -4,6 +4,7 @@
 #include <amp_ext/amp_ext.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -29,37 +30,45 @@ inline bool is_one_of(const c10::IValue& list, int64_t number) {
 template <typename Options>
 Options options_from(const c10::IValue& values) {
   Options options;
-  for (const auto& [name, place] : options.options()) {
-    for (const auto& entry : values.toGenericDict()) {
-      if (entry.key().toStringRef() != name) continue;
-      const c10::IValue value = entry.value();
-      std::visit(
-          [&](auto* option) {
-            using Type = std::decay_t<decltype(*option)>;
-            if constexpr (std::is_same_v<Type, bool>) {
-              *option = value.toBool();
-            } else if constexpr (std::is_same_v<Type, std::tuple<double, double>>) {
-              const auto& betas = value.toTupleRef().elements();
-              *option = {betas[0].toDouble(), betas[1].toDouble()};
-            } else if constexpr (std::is_same_v<Type, std::optional<at::ScalarType>>) {
-              *option = value.isNone() ? std::nullopt : std::optional(torch::kFloat);
-            } else {
-              *option = value.toScalar().toDouble();
-            }
-          },
-          place);
-    }
+  const auto all = options.options();
+  for (const auto& entry : values.toGenericDict()) {
+    const std::string& name = entry.key().toStringRef();
+    const c10::IValue value = entry.value();
+    const auto found = std::find_if(all.begin(), all.end(),
+                                    [&](const auto& option) { return option.name == name; });
+    TORCH_CHECK(found != all.end(), "the options in optim.h must have ", name);
+    std::visit(
+        [&](auto* option) {
+          using Type = std::decay_t<decltype(*option)>;
+          if constexpr (std::is_same_v<Type, bool>) {
+            *option = value.toBool();
+          } else if constexpr (std::is_same_v<Type, std::tuple<double, double>>) {
+            const auto& betas = value.toTupleRef().elements();
+            *option = {betas[0].toDouble(), betas[1].toDouble()};
+          } else if constexpr (std::is_same_v<Type, std::optional<at::ScalarType>>) {
+            *option = value.isNone() ? std::nullopt : std::optional(torch::kFloat);
+          } else {
+            *option = value.toScalar().toDouble();
+          }
+        },
+        found->place);
   }
   return options;
 }
 
 inline std::unique_ptr<amp_ext::optim::FusedOptimizer> make_optimizer(
     const std::string& name, const std::vector<torch::Tensor>& params, const c10::IValue& values) {
-  using namespace amp_ext::optim;
-  if (name == "Adam") return std::make_unique<Adam>(params, options_from<AdamOptions>(values));
-  if (name == "AdamW") return std::make_unique<AdamW>(params, options_from<AdamWOptions>(values));
-  if (name == "SGD") return std::make_unique<SGD>(params, options_from<SGDOptions>(values));
-  return std::make_unique<Lion>(params, options_from<LionOptions>(values));
+#define AMP_EXT_MAKE(Name)                                                      \
+  if (name == #Name) {                                                          \
+    using namespace amp_ext::optim;                                             \
+    return std::make_unique<Name>(params, options_from<Name##Options>(values)); \
+  }
+  AMP_EXT_MAKE(Adam)
+  AMP_EXT_MAKE(AdamW)
+  AMP_EXT_MAKE(SGD)
+  AMP_EXT_MAKE(Lion)
+#undef AMP_EXT_MAKE
+  TORCH_CHECK(false, "make_optimizer of training.h must have ", name);
 }
 
 // All parameters and states in one float64 tensor, by parameter and by key.
