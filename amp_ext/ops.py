@@ -19,7 +19,8 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 * ``steps``: Steps taken so far, one float32 each. Incremented.
 * ``master_params``: float32 masters of 16-bit parameters, or None. Updated in place; the parameter
   becomes the rounded master. Where a master does not round to its parameter before the step, it
-  becomes the parameter first.
+  becomes the parameter first. Instead, the lower parts of split masters (:func:`split_master`),
+  whose upper parts the parameters are.
 * ``lr``: Learning rate; as a tensor, one element, read on its device.
 * ``weight_decay``: Weight decay per step, before the learning rate.
 * ``maximize``: Ascends instead.
@@ -71,10 +72,12 @@ __all__ = [
     "clip_grads_",
     "count_nonfinite",
     "cpu_isa",
+    "join_master",
     "lion_",
     "optimizer_update_",
     "refresh_masters_",
     "sgd_",
+    "split_master",
     "unscale_",
     "update_scale_",
 ]
@@ -123,6 +126,44 @@ def cpu_isa() -> str:
 def is_profiled() -> bool:
     """Returns whether a profiler or an observer of torch's wants to know when something begins."""
     return _C.is_profiled()
+
+
+def split_master(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
+    """Returns the lower part of a master of which a 16-bit parameter is the upper part.
+
+    Both together are the master: of 16 bits exactly (float16 from 2^-16 on, to 2^-40 below), of 8
+    to 2^-15 of it. Where it does not round to the parameter, that has changed, and the
+    lower part is the parameter's own. Copies tensors of a GPU to the CPU and back.
+
+    Args:
+        param: float16 or bfloat16, of any shape.
+        master: float32 of the same shape.
+        low_bits: 16 or 8.
+
+    Returns:
+        uint8 of the parameter's shape and a last dimension of 2, or int8 of its shape; on its
+        device, in its layout.
+
+    Raises:
+        RuntimeError: If a dtype or the shape does not fit.
+    """
+    return _C.split_master(param, master, low_bits)
+
+
+def join_master(param: Tensor, low: Tensor) -> Tensor:
+    """Returns the float32 master of which a 16-bit parameter and a lower part are the parts.
+
+    Args:
+        param: float16 or bfloat16, of any shape.
+        low: As of :func:`split_master`.
+
+    Returns:
+        float32 of the parameter's shape, on its device, in its layout.
+
+    Raises:
+        RuntimeError: If a dtype or the shape does not fit.
+    """
+    return _C.join_master(param, low)
 
 
 @operation(writes=("found_inf", "sum_of_squares", "first_nonfinite"))

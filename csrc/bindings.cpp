@@ -440,6 +440,9 @@ PYBIND11_MODULE(_C, module) {
       py::arg("master_params"), py::arg("options"));
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
+  module.def("split_master", &split_master, release_gil(), py::arg("param"), py::arg("master"),
+             py::arg("low_bits"));
+  module.def("join_master", &join_master, release_gil(), py::arg("param"), py::arg("low"));
   module.def("cpu_isa", &cpu_isa);
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
              py::arg("groups"), py::arg("states"));

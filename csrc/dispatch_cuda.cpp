@@ -61,6 +61,8 @@ class CudaEngine : public DeviceEngine {
     });
   }
 
+  bool takes_split_masters() const override { return cuda::takes_split_masters(); }
+
   void look(const at::Device& device, const LookLaunch& launch,
             StepScratch& scratch) const override {
     on_stream(device, [&](cudaStream_t stream) {

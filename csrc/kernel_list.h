@@ -37,6 +37,8 @@ struct Combination {
       std::conditional_t<role == BufferRole::kSecondMoment, SecondMomentKind, MaximumKind>>;
   // Kernels without buffers are compiled for the combinations with these alone.
   static constexpr bool kHasComputedBuffers = std::is_same_v<FirstMomentKind, Plain<T>>;
+  static constexpr bool kHasSplitMaster =
+      Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
 };
 
 template <typename... Each>
@@ -51,22 +53,34 @@ struct CombinationsFor<Half> {
   using Float = Plain<float>;
   using Narrow = Plain<BFloat16>;
   using Kept = Mastered<Half>;
+  using With16 = Split<Half, 16>;
+  using With8 = Split<Half, 8>;
   using Type = Combinations<Combination<Same, Kept, Float>, Combination<Float, Kept, Float>,
                             Combination<Same, Kept, Same>, Combination<Float, Kept, Same>,
                             Combination<Same, Kept, Narrow>, Combination<Float, Kept, Narrow>,
                             Combination<Same, Same, Float>, Combination<Float, Same, Float>,
                             Combination<Same, Same, Same>, Combination<Float, Same, Same>,
-                            Combination<Same, Same, Narrow>, Combination<Float, Same, Narrow>>;
+                            Combination<Same, Same, Narrow>, Combination<Float, Same, Narrow>,
+                            Combination<Same, With16, Float>, Combination<Float, With16, Float>,
+                            Combination<Same, With16, Narrow>, Combination<Float, With16, Narrow>,
+                            Combination<Same, With8, Float>, Combination<Float, With8, Float>,
+                            Combination<Same, With8, Narrow>, Combination<Float, With8, Narrow>>;
 };
 template <>
 struct CombinationsFor<BFloat16> {
   using Same = Plain<BFloat16>;
   using Float = Plain<float>;
   using Kept = Mastered<BFloat16>;
+  using With16 = Split<BFloat16, 16>;
+  using With8 = Split<BFloat16, 8>;
   using Type = Combinations<Combination<Same, Kept, Float>, Combination<Float, Kept, Float>,
                             Combination<Same, Kept, Same>, Combination<Float, Kept, Same>,
                             Combination<Same, Same, Float>, Combination<Float, Same, Float>,
-                            Combination<Same, Same, Same>, Combination<Float, Same, Same>>;
+                            Combination<Same, Same, Same>, Combination<Float, Same, Same>,
+                            Combination<Same, With16, Float>, Combination<Float, With16, Float>,
+                            Combination<Same, With16, Same>, Combination<Float, With16, Same>,
+                            Combination<Same, With8, Float>, Combination<Float, With8, Float>,
+                            Combination<Same, With8, Same>, Combination<Float, With8, Same>>;
 };
 template <>
 struct CombinationsFor<float> {

@@ -4,13 +4,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "storage.h"
 
 namespace amp_ext {
 
 // What a parameter has beside its own array.
-enum class Master : uint8_t { kNone, kFloat32 };
+enum class Master : uint8_t { kNone, kFloat32, kLow16, kLow8 };
 
 // An array of Storage, rounded to nearest even.
 template <typename Storage>
@@ -24,6 +25,15 @@ template <typename Storage>
 struct Mastered {
   using Stored = Storage;
   static constexpr Master kMaster = Master::kFloat32;
+};
+
+// A parameter that is the upper part of its master; the lower part, of kBits, is an array beside
+// it.
+template <typename Storage, int kBits>
+struct Split {
+  using Stored = Storage;
+  using Low = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
+  static constexpr Master kMaster = kBits == 16 ? Master::kLow16 : Master::kLow8;
 };
 
 // A buffer that a kernel does not have.

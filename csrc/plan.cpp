@@ -108,6 +108,10 @@ void Plan::set_state(int64_t number, ParamState state) {
     row.owned[kBuffer0 + i] = i < row.number_of_buffers ? state.buffers[i] : at::Tensor();
   }
   row.owned[kMaster] = std::move(state.master_param);
+  if (row.master_param().defined() && row.master_param().scalar_type() != at::kFloat) {
+    check_is_low(operation_, name_of(row, kMaster), row.master_param(), row.param());
+    row.owned[kMaster] = low_elements(row.master_param());
+  }
   row.owned[kStep] = std::move(state.step);
   row.state_dtype = row.param().scalar_type();
   row.state_device = row.param().device();
@@ -392,7 +396,9 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
   for (Row* row : batch.rows) {
     const GroupTable::Entry& group = table.groups[row->group];
     // An interrupt may have left that of the last step, to which the master must not go back.
-    const bool is_stale = row->master_param().defined() && !row->master_is_fresh;
+    // The parameter is a part of a split master, which follows it.
+    const bool is_stale =
+        row->master_param().defined() && !row->has_split_master() && !row->master_is_fresh;
     row->refreshed_master =
         is_stale ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
     if (!row->record_is_current) fill_record(*row);
@@ -400,6 +406,10 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
     record.dithered = group.dithered & row->narrow;
     TORCH_CHECK(record.dithered == 0 || record.step != nullptr || group.common->timestep >= 1.0,
                 operation_, ": ", name_of(*row, kStep), " must be there to dither, got None");
+    TORCH_CHECK(!row->has_split_master() || engine_of(batch.device).takes_split_masters(),
+                operation_, ": ", name_of(*row, kMaster),
+                " must be Float with a driver older than that of CUDA 12.1, got ",
+                row->master_param().scalar_type());
   }
   batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
 }
@@ -578,9 +588,14 @@ void Plan::check_tensors(const Row& row) const {
     if (list == kMaster) {
       TORCH_CHECK(is_16_bit(dtype), operation_, ": ", name_of(row, kMaster),
                   " must be None for a parameter of ", dtype);
+      if (row.has_split_master()) continue;
     }
     if (list >= kBuffer0) {
       const bool may_be_narrow = got == at::kBFloat16 && dtype != at::kDouble;
+      if (row.has_split_master()) {
+        check(list, may_be_narrow || got == computed, "Float or BFloat16 with a split master, got ",
+              got);
+      }
       check(list, got == dtype || got == computed || may_be_narrow, computed,
             dtype == at::kDouble ? ""
             : dtype == at::kHalf ? ", BFloat16 or the parameter's dtype"
@@ -648,9 +663,12 @@ void Plan::fill_record(Row& row) {
   record.param_dtype = *dtype_of(row.param());
   record.grad = memory(row.grad(), grad_dtype, row.writes_grad);
   record.grad_dtype = *dtype_of(grad_dtype);
-  record.master_param = memory(row.master_param(), at::kFloat, true);
-  record.master = row.master_param().defined() ? Master::kFloat32 : Master::kNone;
-  const bool is_narrow = is_16_bit(param_dtype) && record.master == Master::kNone;
+  record.master = row.master();
+  if (record.master != Master::kNone) {
+    record.master_param = memory(row.master_param(), row.master_param().scalar_type(), true);
+  }
+  const bool is_narrow =
+      record.master == Master::kLow8 || (record.master == Master::kNone && is_16_bit(param_dtype));
   row.narrow = is_narrow ? kDithersParam : 0;
   for (int i = 0; i < row.number_of_buffers; ++i) {
     const at::Tensor& buffer = row.owned[kBuffer0 + i];
@@ -678,6 +696,19 @@ int64_t Plan::Row::version() const {
   return version_of(param()) + (is_sharded ? version_of(*shard_of) : 0);
 }
 
+Master Plan::Row::master() const {
+  if (!master_param().defined()) return Master::kNone;
+  switch (master_param().scalar_type()) {
+    case at::kByte:
+    case at::kShort:
+      return Master::kLow16;
+    case at::kChar:
+      return Master::kLow8;
+    default:
+      return Master::kFloat32;
+  }
+}
+
 bool Plan::Row::has_fresh_master() const {
   return param_of_master.has_value() && param_of_master->is(param(), version());
 }
@@ -700,15 +731,23 @@ void Plan::copy_back(const Row& row) {
 // Parameters that are views of one tensor share its version, which each of them has changed.
 void Plan::remember_masters() {
   for (Row& row : rows_) {
-    if (!row.master_param().defined() || !row.master_is_fresh) continue;
+    if (row.master() != Master::kFloat32 || !row.master_is_fresh) continue;
     SeenTensor::remember(row.param_of_master, row.param(), row.version());
   }
+}
+
+// The key of a lower part: "master_low_bf16", "master_low8_fp16".
+std::string Plan::low_name(const Row& row) {
+  return c10::str(row.master() == Master::kLow16 ? "master_low_" : "master_low8_",
+                  row.param().scalar_type() == at::kHalf ? "fp16" : "bf16");
 }
 
 std::string Plan::name_of(const Row& row, int list) const {
   static const char* const names[] = {"param", "grad", "master_param", "step"};
   const bool in_lists = naming_ == Naming::kLists;
+  const bool is_low = list == kMaster && row.has_split_master() && !in_lists;
   const std::string name = list >= kBuffer0 ? buffer_names_.at(list - kBuffer0)
+                           : is_low         ? low_name(row)
                            : in_lists       ? std::string(names[list]) + "s"
                                             : names[list];
   if (in_lists) return c10::str(name, "[", row.index_in_group, "]");

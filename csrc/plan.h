@@ -45,7 +45,7 @@ struct LookResult {
 // The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
 struct ParamState {
   std::vector<at::Tensor> buffers;  // exp_avg, ...: of the parameter's shape
-  at::Tensor master_param;          // float32, of the parameter's shape
+  at::Tensor master_param;          // float32, of the parameter's shape, or the lower part of one
   at::Tensor step;                  // float32, one element
 };
 
@@ -201,6 +201,10 @@ class AMP_EXT_API Plan {
     const at::Tensor& master_param() const { return owned[kMaster]; }
     bool has_grad() const { return grad().defined(); }
     int64_t version() const;
+    Master master() const;
+    bool has_split_master() const {
+      return master() == Master::kLow16 || master() == Master::kLow8;
+    }
     bool has_fresh_master() const;
   };
 
@@ -283,6 +287,7 @@ class AMP_EXT_API Plan {
   static void mark_written(Row& row);
   static void copy_back(const Row& row);
   void remember_masters();
+  static std::string low_name(const Row& row);
   std::string name_of(const Row& row, int list) const;
 
   std::string operation_;

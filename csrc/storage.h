@@ -94,6 +94,7 @@ AMP_EXT_INLINE float float_of(uint32_t bits) {
 
 AMP_EXT_INLINE int32_t as_signed(uint32_t bits) { return static_cast<int32_t>(bits); }
 AMP_EXT_INLINE uint32_t to_integer(float value) { return static_cast<uint32_t>(value); }
+AMP_EXT_INLINE float to_number(uint32_t integer) { return static_cast<float>(as_signed(integer)); }
 
 AMP_EXT_INLINE float to_float(BFloat16 value) {
   return float_of(static_cast<uint32_t>(value.bits) << 16);

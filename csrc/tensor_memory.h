@@ -68,6 +68,12 @@ TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number)
 // Both without gaps, with their elements in the same order: one loop over memory pairs them up.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
+// The lower part of a split master: one of 16 bits has bytes in a last dimension of two, which
+// collectives move, and kernels take them as 16-bit elements.
+void check_is_low(const std::string& operation, const std::string& name, const at::Tensor& low,
+                  const at::Tensor& param);
+at::Tensor low_elements(const at::Tensor& low);
+
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
 // A number that changes when a tensor is written; inference tensors have none.

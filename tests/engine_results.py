@@ -5,6 +5,7 @@ It lies beside the folders of tests, so that a fresh interpreter finds it by its
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,12 @@ def gathered(tensors: list[Tensor]) -> Tensor:
 
 
 def steps_of(
-    operation: str, options: dict[str, Any], dtypes: Dtypes, device: torch.device, bad: float = 0.0
+    operation: str,
+    options: dict[str, Any],
+    dtypes: Dtypes,
+    device: torch.device,
+    bad: float = 0.0,
+    low_bits: int = 0,
 ) -> Lists:
     """Takes three steps with gradients of any size, and returns all that they wrote.
 
@@ -58,6 +64,7 @@ def steps_of(
         dtypes: Of each parameter and what belongs to it.
         device: Where the steps are taken, from numbers that are drawn on the CPU.
         bad: Share of the gradients' elements that are inf or NaN.
+        low_bits: Of split masters, in place of float32 ones.
     """
     numbers_on_device = {
         name: torch.tensor(options[name], device=device, dtype=F64 if "sum" in name else F32)
@@ -74,6 +81,9 @@ def steps_of(
     for name, tensors in tensors_of.items():
         pairs = zip(tensors, STARTS, strict=True)
         lists[name] = [tensor.to(device)[start:] for tensor, start in pairs]
+    if low_bits:
+        pairs = zip(lists["params"], lists["master_params"], strict=True)
+        lists["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
     if "steps" in lists:
         lists["steps"] = [step.to(device) for step in lists["steps"]]
     for _ in range(3):
@@ -115,6 +125,13 @@ def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B00
         lists = steps_of(operation, options | more, dtypes.values[0], device, bad)
         for name, tensors in lists.items():
             found[f"{row.id} {dtypes.id} {len(more)} options {name}"] = gathered(tensors)
+    for row in DITHERED_STEPS:
+        for dtype, state, low_bits in itertools.product((BF16, F16), (F32, BF16), (16, 8)):
+            operation, options = row.values
+            dtypes = Dtypes(dtype, dtype, state, master=True)
+            lists = steps_of(operation, options | PARTS, dtypes, device, 0.1, low_bits)
+            for name, tensors in lists.items():
+                found[f"{row.id} {dtype} {state} {low_bits} lower {name}"] = gathered(tensors)
     for dtype in (F32, F64, F16, BF16):
         for inverse in (1 / 3, 2.0**-16, 2.0**-140, 1e30):
             grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)

@@ -61,7 +61,9 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Tells whether two tensors hold the same bits: NaN equals itself, 0.0 is not -0.0."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        actual.element_size()
+    ]
     return torch.equal(
         actual.detach().cpu().contiguous().view(integers),
         expected.detach().cpu().contiguous().view(integers),

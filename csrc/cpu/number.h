@@ -7,6 +7,7 @@
 #include "cpu/vector.h"
 // Only now, the functors:
 #include "functors/dither.h"
+#include "functors/split.h"
 #include "numbers.h"
 #include "storage.h"
 
@@ -152,6 +153,65 @@ struct Numbers<Mastered<Storage>> {
     AMP_EXT_INLINE void close(int64_t count) {
       copy.close(count);
       copy_of_masters.close(count);
+    }
+  };
+};
+
+template <typename Storage, int kBits>
+struct Numbers<Split<Storage, kBits>> {
+  using Low = typename Split<Storage, kBits>::Low;
+  using U = Vector<uint32_t>;
+  template <typename T>
+  static constexpr bool kIsNative = false;
+  // Its lower part is a difference, not bits of the magnitude.
+  static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
+
+  Storage* elements;
+  Low* lows;
+
+  AMP_EXT_INLINE static Numbers at(void* elements, void* lows, int64_t offset) {
+    return {static_cast<Storage*>(elements) + offset, static_cast<Low*>(lows) + offset};
+  }
+
+  template <typename V>
+  AMP_EXT_INLINE V load(int64_t index) const {
+    const U low = load_wide(lows + index);
+    if constexpr (kIsDifference) {
+      return SplitHalf16::join(amp_ext::load<V>(elements + index), low);
+    } else {
+      return SplitMaster<Storage, kBits>::join(load_wide(&elements[index].bits), low);
+    }
+  }
+  AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
+  AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding& rounding) const {
+    using V = Vector<float>;
+    for (int64_t i = 0; i < count; i += kLanes<float>) {
+      const V master = amp_ext::load<V>(results + i);
+      if constexpr (kIsDifference) {
+        const V limited = SplitHalf16::saturated(master);
+        store(elements + i, limited);
+        store_low_bits(lows + i, SplitHalf16::low_of(limited, amp_ext::load<V>(elements + i)));
+      } else {
+        const bool dithers = rounding.phases != nullptr;
+        const U word = dithers ? load_bits<U>(rounding.phases + i) + rounding.offset : U{};
+        U param, low;
+        SplitMaster<Storage, kBits>::split(master, dithers, word, param, low);
+        store_low_bits(&elements[i].bits, param);
+        store_low_bits(lows + i, low);
+      }
+    }
+  }
+
+  struct Padded {
+    PaddedCopy<Storage> copy;
+    PaddedCopy<Low> copy_of_lows;
+
+    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
+      return {copy.open(numbers.elements, count), copy_of_lows.open(numbers.lows, count)};
+    }
+    AMP_EXT_INLINE void close(int64_t count) {
+      copy.close(count);
+      copy_of_lows.close(count);
     }
   };
 };

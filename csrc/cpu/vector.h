@@ -125,6 +125,9 @@ AMP_EXT_INLINE Vector<int32_t> as_signed(Vector<uint32_t> bits) {
 AMP_EXT_INLINE Vector<uint32_t> to_integer(Vector<float> value) {  // up to 2^31
   return bit_cast<Vector<uint32_t>>(__builtin_convertvector(value, Vector<int32_t>));
 }
+AMP_EXT_INLINE Vector<float> to_number(Vector<uint32_t> integer) {  // of a signed one
+  return __builtin_convertvector(bit_cast<Vector<int32_t>>(integer), Vector<float>);
+}
 
 // Stores the low 16 or 8 bits of each lane.
 AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> value) {
@@ -158,7 +161,22 @@ AMP_EXT_INLINE void store_low_bits(uint8_t* to, Vector<uint32_t> value) {
 #endif
 }
 
-AMP_EXT_INLINE Vector<uint32_t> load_16_bits(const uint16_t* from) {
+// Elements of 16 or 8 bits, with zeros above.
+AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint8_t* from) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return (Vector<uint32_t>)_mm512_maskz_cvtepu8_epi32(0xffff, load_bits<__m128i>(from));
+#elif AMP_EXT_VECTOR_X86 == 32
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i_u*>(from));
+  return (Vector<uint32_t>)_mm256_cvtepu8_epi32(bytes);
+#elif AMP_EXT_VECTOR_X86 == 16
+  const __m128i bytes = _mm_cvtsi32_si128(load_bits<int32_t>(from));
+  const __m128i words = _mm_unpacklo_epi8(bytes, _mm_setzero_si128());
+  return (Vector<uint32_t>)_mm_unpacklo_epi16(words, _mm_setzero_si128());
+#else
+  return __builtin_convertvector(load_bits<Converted<uint8_t, uint32_t>>(from), Vector<uint32_t>);
+#endif
+}
+AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint16_t* from) {
 #if AMP_EXT_VECTOR_X86 == 64
   return (Vector<uint32_t>)_mm512_maskz_cvtepu16_epi32(0xffff, load_bits<__m256i>(from));
 #elif AMP_EXT_VECTOR_X86 == 32
@@ -186,7 +204,7 @@ AMP_EXT_INLINE V load(const double* from) {
 }
 template <typename V>
 AMP_EXT_INLINE V load(const BFloat16* from) {
-  return bit_cast<V>(load_16_bits(&from->bits) << 16);
+  return bit_cast<V>(load_wide(&from->bits) << 16);
 }
 template <typename V>
 AMP_EXT_INLINE V load(const Half* from) {
@@ -196,7 +214,7 @@ AMP_EXT_INLINE V load(const Half* from) {
   return _mm256_cvtph_ps(load_bits<__m128i>(from));
 #else
   using Bits = Vector<uint32_t>;  // as to_float of storage.h
-  const Bits bits = load_16_bits(&from->bits);
+  const Bits bits = load_wide(&from->bits);
   const Bits sign = (bits & 0x8000u) << 16;
   const Bits exponent = bits & 0x7c00u;
   const Bits mantissa = bits & 0x03ffu;

@@ -9,6 +9,9 @@
 
 namespace amp_ext::cuda {
 
+// Whether the driver takes the arguments of kernels for split masters.
+bool takes_split_masters();
+
 // One launch for each combination of dtypes, as far as the tensors fit into a kernel's arguments.
 // `block_counter` is one zero on the device, and zero again afterwards; launches that run at the
 // same time need one each.

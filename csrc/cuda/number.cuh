@@ -3,6 +3,7 @@
 
 #include "cuda/tensor_table.cuh"
 #include "functors/dither.h"
+#include "functors/split.h"
 #include "numbers.h"
 
 namespace amp_ext::cuda {
@@ -110,6 +111,69 @@ struct Numbers<Mastered<Storage>> {
   __device__ void store(const Values<kCount>& values, int64_t index) const {
     pack_at<kCount>(masters, index) = values.pack;
     pack_at<kCount>(elements, index) = values.rounded;
+  }
+};
+
+template <typename Storage, int kBits>
+struct Numbers<Split<Storage, kBits>> {
+  using Low = typename Split<Storage, kBits>::Low;
+  static constexpr int kPointers = 2;
+  static constexpr int kLeastBytes = sizeof(Storage);  // packs of 16 would spill
+  static constexpr bool kMayDither = kBits == 8;
+  // Its lower part is a difference, not bits of the magnitude.
+  static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
+
+  Storage* elements;
+  Low* lows;
+
+  template <int kCapacity>
+  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
+    return {static_cast<Storage*>(pointers[0][tensor]), static_cast<Low*>(pointers[1][tensor])};
+  }
+
+  __device__ int64_t elements_to_boundary(int64_t index) const {
+    return cuda::elements_to_boundary(lows + index);
+  }
+  __device__ bool is_at_boundary(int64_t index) const {
+    return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(lows + index);
+  }
+
+  template <int kCount>
+  struct Values {
+    Pack<Storage, kCount> pack;
+    Pack<Low, kCount> lows;
+
+    __device__ float load(int i) const {
+      const uint32_t low = lows.values[i];
+      if constexpr (kIsDifference) {
+        return SplitHalf16::join(cuda::load(pack.values[i]), low);
+      } else {
+        const uint32_t param = pack.values[i].bits;
+        return SplitMaster<Storage, kBits>::join(param, low);
+      }
+    }
+    __device__ void store(float value, int i, const Rounding& rounding) {
+      uint32_t low;
+      if constexpr (kIsDifference) {
+        const float limited = SplitHalf16::saturated(value);
+        cuda::store(limited, pack.values[i]);
+        low = SplitHalf16::low_of(limited, cuda::load(pack.values[i]));
+      } else {
+        uint32_t param;
+        SplitMaster<Storage, kBits>::split(value, rounding.dithers, rounding.word, param, low);
+        pack.values[i].bits = static_cast<uint16_t>(param);
+      }
+      lows.values[i] = static_cast<Low>(low);
+    }
+  };
+  template <int kCount>
+  __device__ Values<kCount> load(int64_t index) const {
+    return {pack_at<kCount>(elements, index), pack_at<kCount>(lows, index)};
+  }
+  template <int kCount>
+  __device__ void store(const Values<kCount>& values, int64_t index) const {
+    pack_at<kCount>(elements, index) = values.pack;
+    pack_at<kCount>(lows, index) = values.lows;
   }
 };
 

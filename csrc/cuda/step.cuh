@@ -37,13 +37,16 @@ struct Streams {
   // Blocks for which no kernel with these streams spills registers. Packs of 8 elements and what is
   // converted or dithered take many, and more of them in the code for sm_100.
   static constexpr int blocks_on(int architecture) {
-    constexpr bool kHasMaster = Combination::Param::kMaster != Master::kNone;
+    constexpr Master kMaster = Combination::Param::kMaster;
+    constexpr bool kHasNarrowBuffers = kBuffers > 0 && Buffer<0>::kMayDither;
     if (sizeof(T) == 8) return 2;
     if (kPackSize == 4 || kBuffers == 0) return 4;
-    constexpr bool kHasNarrowBuffers = kBuffers > 0 && Buffer<0>::kMayDither;
-    if (kBuffers == 3 && kHasMaster && kHasNarrowBuffers && architecture >= 1000) return 1;
-    if (kBuffers == 3 || kHasNarrowBuffers || (kBuffers == 2 && architecture >= 1000)) return 2;
-    return kBuffers == 2 && kHasMaster ? 4 : 3;
+    if (kBuffers == 3 && kMaster != Master::kNone && kHasNarrowBuffers && architecture >= 1000) {
+      return 1;
+    }
+    if (kBuffers == 3 || kHasNarrowBuffers || kMaster == Master::kLow8) return 2;
+    if (kBuffers == 2 && architecture >= 1000) return 2;
+    return kBuffers == 2 && kMaster == Master::kFloat32 ? 4 : 3;
   }
 
   static constexpr bool kMayDither =
@@ -328,10 +331,14 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
     using T = typename Combination::T;
     using Each = Streams<Combination, typename Functor<T>::Hyperparameters, kBuffers>;
     using Shape = StepShape<Each>;
-    return driver_takes_large_arguments() ? launch_step<Functor<T>, Each, kLargeArguments, Shape>(
-                                                launch, block_counter, stream, launched)
-                                          : launch_step<Functor<T>, Each, kSmallArguments, Shape>(
-                                                launch, block_counter, stream, launched);
+    if constexpr (!Combination::kHasSplitMaster) {  // which such a driver is refused for
+      if (!driver_takes_large_arguments()) {
+        return launch_step<Functor<T>, Each, kSmallArguments, Shape>(launch, block_counter, stream,
+                                                                     launched);
+      }
+    }
+    return launch_step<Functor<T>, Each, kLargeArguments, Shape>(launch, block_counter, stream,
+                                                                 launched);
   }
 }
 

@@ -1,23 +1,37 @@
-"""The vectors of each instruction set compute what numbers do, lane by lane."""
+"""The vectors of each instruction set compute what numbers do, and store what they should."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from cuda_emulator import build
 
-PROGRAM = Path(__file__).with_name("vectors.cpp")
+FOLDER = Path(__file__).parent
+every_isa = pytest.mark.parametrize(("isa", "size"), [("plain", 16), ("avx2", 32), ("avx512", 64)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("isa", "size"), [("plain", 16), ("avx2", 32), ("avx512", 64)])
-def test_vectors_and_formulas_on_them_give_the_bits_of_numbers(isa, size, tmp_path):
-    program = tmp_path / "vectors"
+def run_program(name: str, isa: str, size: int, folder: Path, *arguments: str) -> None:
+    """Compiles a program for an instruction set and runs it; it prints what is wrong."""
+    program = folder / "program"
     chosen = [f"-DAMP_EXT_ISA={isa}", f"-DAMP_EXT_VECTOR_BYTES={size}"]
-    build.run([build.CXX, *build.FLAGS, *chosen, "-O2", str(PROGRAM), "-o", str(program)])
-    done = subprocess.run([program], stdout=subprocess.PIPE, text=True, check=False)
+    build.run([build.CXX, *build.FLAGS, *chosen, "-O2", str(FOLDER / name), "-o", str(program)])
+    done = subprocess.run([program, *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 77:
         pytest.skip(f"this processor lacks {isa}")
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.slow
+@every_isa
+def test_vectors_and_formulas_on_them_give_the_bits_of_numbers(isa, size, tmp_path):
+    run_program("vectors.cpp", isa, size, tmp_path)
+
+
+@pytest.mark.slow
+@every_isa
+def test_numbers_come_back_as_they_were_stored(isa, size, tmp_path):
+    stride = os.environ.get("AMP_EXT_NUMBER_STRIDE", "509")
+    run_program("numbers.cpp", isa, size, tmp_path, stride)

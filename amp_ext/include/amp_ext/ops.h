@@ -50,6 +50,15 @@ AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth
 // its parameter is left as it is.
 AMP_EXT_API void refresh_masters_(const TensorList& params, const TensorList& master_params);
 
+// The lower part of a master whose upper part is a 16-bit parameter: of 16 bits, as bytes in a last
+// dimension of two, or of 8. Where the master does not round to the parameter, it is the
+// parameter's own.
+AMP_EXT_API at::Tensor split_master(const at::Tensor& param, const at::Tensor& master,
+                                    int64_t low_bits);
+
+// The float32 master of which these are the parts.
+AMP_EXT_API at::Tensor join_master(const at::Tensor& param, const at::Tensor& low);
+
 // One step of the optimizer that has these hyperparameters.
 template <typename Hyperparameters>
 AMP_EXT_API void step_(const StepLists& lists, const Group<Hyperparameters>& options,
