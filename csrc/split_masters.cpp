@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <amp_ext/ops.h>
 
+#include <cmath>
 #include <type_traits>
 
 #include "functors/split.h"
@@ -30,30 +31,32 @@ struct Element {
     }
   }
 
-  static void split(float master, Storage& param, Low& low) {
+  // The lower part with which this parameter is nearest to a master that rounds to it; 0, and so
+  // the parameter itself, if it does not. A tie rounds to two parameters: to even, or away from
+  // zero.
+  static Low low_for(Storage param, float master) {
     if constexpr (kIsDifference) {
+      const float half = float_of((SplitHalf16::unit_exponent(to_float(param)) + 14u) << 23);
       const float limited = SplitHalf16::saturated(master);
-      from_float(limited, param);
-      low = static_cast<Low>(SplitHalf16::low_of(limited, to_float(param)));
+      const bool is_near = std::abs(limited - to_float(param)) <= half;
+      return is_near ? static_cast<Low>(SplitHalf16::low_of(limited, to_float(param))) : Low{0};
     } else {
-      uint32_t param_bits, low_bits;
-      SplitMaster<Storage, kBits>::split(master, false, 0u, param_bits, low_bits);
-      param.bits = static_cast<uint16_t>(param_bits);
-      low = static_cast<Low>(low_bits);
+      Storage rounded, parts;
+      Low low;
+      from_float(master, rounded);
+      split(master, parts, low);
+      if (parts.bits == param.bits) return low;
+      constexpr auto kLargest = static_cast<Low>((1u << (kBits - 1)) - 1u);
+      return rounded.bits == param.bits ? kLargest : Low{0};
     }
   }
 
-  // The lower part with which this parameter is nearest to a master that rounds to it; 0, and so
-  // the parameter itself, if it does not.
-  static Low low_for(Storage param, float master) {
-    Storage rounded, parts;
-    Low low;
-    from_float(master, rounded);
-    split(master, parts, low);
-    if (parts.bits == param.bits) return low;
-    // A tie that the parameter has rounded to even, and the parts away from zero.
-    constexpr auto kLargest = static_cast<Low>((1u << (kBits - 1)) - 1u);
-    return !kIsDifference && rounded.bits == param.bits ? kLargest : Low{0};
+ private:
+  static void split(float master, Storage& param, Low& low) {
+    uint32_t param_bits, low_bits;
+    SplitMaster<Storage, kBits>::split(master, false, 0u, param_bits, low_bits);
+    param.bits = static_cast<uint16_t>(param_bits);
+    low = static_cast<Low>(low_bits);
   }
 };
 

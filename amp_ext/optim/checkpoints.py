@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from amp_ext.optim.masters import MASTER_KEYS, check_lower_part, loaded_master
 from amp_ext.optim.writers import options_since, other_writer
 
 if TYPE_CHECKING:
@@ -204,9 +205,13 @@ def _copied_state(
     dtypes = {name: optimizer._buffer_dtype(group, param) for name, _ in buffers}
     dtypes["master_param"] = torch.float32
     state: dict[str, Any] = {}
+    masters: dict[str, Any] = {}
     for name, value in saved.items():
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
+        elif name in MASTER_KEYS and name != "master_param":
+            check_lower_part(name, value, param, where % name)
+            masters[name] = value
         elif name not in dtypes:
             state[name] = copy.deepcopy(value)
         elif value is not None:
@@ -217,8 +222,11 @@ def _copied_state(
                     "without 'master_param' in the states, masters are taken from the parameters"
                 )
             _check_tensor(value, param, where % name)
-            if name != "master_param" or optimizer._has_master(group, param):
-                state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
+            copied = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
+            (masters if name == "master_param" else state)[name] = copied
+    key = optimizer._master_key(group, param)
+    if key is not None and masters:
+        state[key] = loaded_master(param, masters, key)
     return state
 
 

@@ -26,6 +26,7 @@ from amp_ext.hand_over import (
     sum_of_flags,
 )
 from amp_ext.optim.checkpoints import read_state_dict
+from amp_ext.optim.masters import MASTER_KEYS, key_of_master, made_master, whole_master
 from amp_ext.optim.options import check_types, check_values
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import local_tensor
@@ -77,7 +78,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         weight_decay: Weight decay per step, before the learning rate.
         maximize: Ascends instead.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
-        master_weights: Keeps a float32 master of every float16 and bfloat16 parameter.
+        master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split":
+            of 16 more bits, which with the parameter are the float32 (of float16 from 2^-16 on,
+            to 2^-40 below); it follows a parameter that is written from outside. "split8": of 8
+            more bits, the upper 24 of a float32.
         state_dtype: torch.float32, the least precision of the buffers, or None for the parameter's.
         max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
             step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
@@ -246,8 +250,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return param.dtype
         return torch.float32
 
-    def _has_master(self, group: dict[str, Any], param: Tensor) -> bool:
-        return group["master_weights"] and param.dtype in _SIXTEEN_BIT
+    def _master_key(self, group: dict[str, Any], param: Tensor) -> str | None:
+        return key_of_master(group["master_weights"], param.dtype)
 
     def _whole_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         """Returns the state of a parameter as the options want it, its dtype and device being so.
@@ -265,12 +269,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             if state.get("step") is None:
                 initial = self._initial_step(state)
                 state["step"] = torch.full((), initial, dtype=torch.float32, device=param.device)
-        if self._has_master(group, param):
+        key = self._master_key(group, param)
+        if key == "master_param":
             wanted["master_param"] = torch.float32
-            if state.get("master_param") is None:
-                state["master_param"] = param.detach().to(torch.float32, copy=True)
-        else:
-            state.pop("master_param", None)
+        if key is not None and state.get(key) is None:
+            state[key] = made_master(param, state, key)
+        elif key is not None and state[key].device != param.device:
+            state[key] = state[key].to(param.device)
+        for other in MASTER_KEYS:
+            if other != key:
+                state.pop(other, None)
         for name, dtype in wanted.items():
             if state.get(name) is None:
                 state[name] = torch.zeros_like(param, dtype=dtype)
@@ -613,7 +621,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Needed only after a write through ``.data``: other writes (``model.load_state_dict``, an
         in-place operation) are noticed by the next step. Masters that round to their parameter
-        keep their extra bits.
+        keep their extra bits. Split masters need none of it.
         """
         pairs = [
             (param, self.state[param]["master_param"])
@@ -632,7 +640,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         For averages of weights, which lose small changes in 16 bits. The tensors are those that
         the next steps write, without autograd: read them, and ask anew after ``load_state_dict``.
         States that are missing are created, as :meth:`init_state` does. A parameter that was
-        changed by hand shows in its master after the next step or :meth:`refresh_masters`.
+        changed by hand shows in its master after the next step or :meth:`refresh_masters`. Split
+        masters come as decoded copies.
 
         Args:
             params: Parameters in the order wanted, as ``model.parameters()``; those of other
@@ -650,7 +659,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.init_state()
         if params is None:
             params = [param for group in self.param_groups for param in group["params"]]
-        return [self.state.get(param, {}).get("master_param", param).detach() for param in params]
+        return [whole_master(param, self.state.get(param, {})) for param in params]
 
     # Checkpoints.
 

@@ -119,6 +119,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float | None": (lambda value: value is None or is_number(value), "a number or None"),
     "bool": (_is_flag, "True or False"),
     "bool | None": (_is_flag, "True, False or None"),
+    "bool | Literal['split', 'split8']": (
+        lambda value: _is_flag(value) or value in ("split", "split8"),
+        "True, False, 'split' or 'split8'",
+    ),
     _TWO_NUMBERS: (_are_two, "two numbers or two tensors of one element"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class SGD(FusedOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        master_weights: bool = True,
+        master_weights: bool | Literal["split", "split8"] = True,
         state_dtype: torch.dtype | None = torch.float32,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,

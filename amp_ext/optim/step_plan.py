@@ -96,14 +96,11 @@ class StepPlan:
         optimizer._make_states((optimizer.param_groups[group], param) for group, param in places)
         for number, (group_index, param) in zip(numbers, places, strict=True):
             group, state = optimizer.param_groups[group_index], optimizer.state[param]
-            has_master, keeps_step = (
-                optimizer._has_master(group, param),
-                optimizer._keeps_step(group),
-            )
+            key, keeps_step = optimizer._master_key(group, param), optimizer._keeps_step(group)
             compiled.set_state(
                 number,
                 [local_tensor(state[name]) for name in optimizer.buffer_names(group)],
-                local_tensor(state["master_param"]) if has_master else None,
+                None if key is None else local_tensor(state[key]),
                 local_tensor(state["step"]) if keeps_step else None,
             )
         self._state_count = len(optimizer.state)

@@ -40,8 +40,10 @@ struct Streams {
     constexpr Master kMaster = Combination::Param::kMaster;
     constexpr bool kHasNarrowBuffers = kBuffers > 0 && Buffer<0>::kMayDither;
     if (sizeof(T) == 8) return 2;
-    if (kPackSize == 4 || kBuffers == 0) return 4;
-    if (kBuffers == 3 && kMaster != Master::kNone && kHasNarrowBuffers && architecture >= 1000) {
+    if (kBuffers == 0) return Combination::kHasSplitMaster ? 3 : 4;
+    if (kPackSize == 4) return 4;
+    if (kBuffers == 3 && architecture >= 1000 &&
+        (kMaster == Master::kLow8 || (kMaster != Master::kNone && kHasNarrowBuffers))) {
       return 1;
     }
     if (kBuffers == 3 || kHasNarrowBuffers || kMaster == Master::kLow8) return 2;
