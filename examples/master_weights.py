@@ -62,7 +62,10 @@ class Recipe:
 FP32 = Recipe("fp32", "fp32", torch.float32, AdamW)
 MASTERS = Recipe("bf16, fp32 masters", "fp32", torch.bfloat16, AdamW)
 NO_MASTERS = Recipe(
-    "bf16, no masters", "fp32", torch.bfloat16, partial(AdamW, master_weights=False)
+    "bf16, no masters",
+    "fp32",
+    torch.bfloat16,
+    partial(AdamW, master_weights=False, rounding="nearest"),
 )
 TORCH = Recipe("bf16, torch.optim", "bf16", torch.bfloat16, torch.optim.AdamW)
 RECIPES = (FP32, MASTERS, NO_MASTERS, TORCH)

@@ -2,6 +2,8 @@
 
 None of them moves a parameter, so errors do not feed back, and a run of seconds tells how far each
 update of a scheme lies from the exact one.
+
+    PYTHONPATH=. python tests/shadow_runs.py  # those of the optimizers, with states in bfloat16
 """
 
 from __future__ import annotations
@@ -349,8 +351,45 @@ MOMENTUM_BOUNDS: dict[str, dict[float, float]] = {
 LION_BOUNDS = {"nearest": 0.012, "dithered": 0.0031}
 
 
+def print_errors_of_optimizers() -> None:
+    """Prints how far the optimizers are from float64 with states in bfloat16, by their rounding."""
+    from gradient_streams import STREAMS, gradients
+
+    from amp_ext import optim
+
+    def run(name: str, kind: Any, exact: Scheme, stream: Tensor, **options: Any) -> None:
+        options["state_dtype"] = torch.bfloat16
+        schemes: dict[str, Scheme] = {
+            rounding: OptimizerScheme(kind, stream.shape[1:], rounding=rounding, **options)
+            for rounding in ("dither", "nearest")
+        }
+        for rounding, errors in shadow_run(stream, exact, schemes).items():
+            bias = "" if math.isnan(errors.bias) else f"  ln sqrt(v) {errors.bias:+.4f}"
+            print(
+                f"{name:26} {rounding:8} update {errors.update:7.2%}  largest {errors.largest:5.2f}"
+                f"  way {errors.way:7.2%}{bias}"
+            )
+
+    for name in STREAMS:
+        stream = gradients(name)
+        shape, zeros = stream.shape[1:], torch.zeros(stream.shape[1:], dtype=torch.float64)
+        for beta2 in (0.999, 0.95):
+            options = {"betas": (BETA1, beta2), "weight_decay": 0.0}
+            title = f"AdamW {beta2}, {name}"
+            run(title, optim.AdamW, Adam64(shape, beta2), stream, **options)
+        amsgrad = {"amsgrad": True, "weight_decay": 0.0}
+        exact = Adam64(shape, amsgrad=True)
+        run(f"amsgrad, {name}", optim.AdamW, exact, stream, **amsgrad)
+        run(f"SGD 0.99, {name}", optim.SGD, Momentum(zeros, 0.99), stream, momentum=0.99)
+        run(f"Lion 0.99, {name}", optim.Lion, Lion(zeros), stream)
+
+
 def assert_within(errors: Errors, bound: Bound, *, what: str) -> None:
     """Asserts that a scheme keeps its bound."""
     assert errors.update < bound.update, what
     assert errors.largest < bound.largest, what
     assert errors.way < (bound.way or bound.update), what
+
+
+if __name__ == "__main__":
+    print_errors_of_optimizers()

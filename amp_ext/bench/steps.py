@@ -103,7 +103,7 @@ def _started(scaler_class: type[torch.amp.GradScaler], device: torch.device) -> 
 def _ours(work: Work, params: list[Parameter]) -> Step:
     options: dict[str, Any] = {"max_grad_norm": MAX_NORM} if work.clip else {}
     if not work.masters:
-        options["master_weights"] = False
+        options |= {"master_weights": False, "rounding": "nearest"}  # as all others round
     if work.narrow_states:
         options["state_dtype"] = None
     optimizer = _optimizer(amp_ext.optim, work)(params, **options)

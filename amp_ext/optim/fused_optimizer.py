@@ -35,6 +35,7 @@ __all__ = ["FusedOptimizer"]
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float64, *_SIXTEEN_BIT)
+_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _PLAIN_TYPES = (type(None), bool, int, float)
 
@@ -47,6 +48,7 @@ _HOW_TO_GO_ON = "load a checkpoint into the model, and into the optimizer with l
 _CONFIGURED = (
     "master_weights",
     "state_dtype",
+    "rounding",
     "max_grad_norm",
     "clip_value",
     "write_back_grads",
@@ -60,8 +62,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     A subclass has the signature that names its options, names its buffers and checks what is its
     own; the formula is a functor of the compiled module. float16 and bfloat16 parameters have a
     float32 master in their state, ``state[param]["master_param"]``, unless the group says
-    ``master_weights=False``. Buffers are float32 (float64 for float64 parameters), or the
-    parameter's dtype with ``state_dtype=None``.
+    ``master_weights=False``. Buffers have the group's ``state_dtype`` (float64 for float64
+    parameters), or the parameter's with ``state_dtype=None``.
 
     A gradient scaler hands over ``grad_scale`` and ``found_inf`` for one step: gradients are
     unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes nothing at all,
@@ -82,7 +84,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             of 16 more bits, which with the parameter are the float32 (of float16 from 2^-16 on,
             to 2^-40 below); it follows a parameter that is written from outside. "split8": of 8
             more bits, the upper 24 of a float32.
-        state_dtype: torch.float32, the least precision of the buffers, or None for the parameter's.
+        state_dtype: torch.float32 or torch.bfloat16, the dtype of the buffers, or None for the
+            parameter's.
+        rounding: How numbers are rounded that are stored in fewer bits: "nearest"; or "dither",
+            which makes a number between two that can be stored the upper one in as many steps as it
+            is near to it, so that small changes are not lost: of second moments, of first moments
+            that keep 0.99 or more of themselves, of parameters without a master, and of those with
+            a "split8" one. AMSGrad's maximum and all others are rounded to nearest. None dithers
+            unless ``state_dtype`` is None, which asks for what torch does. A group that dithers
+            counts its steps in all states.
         max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
             step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
             gradient 0. The same in all groups.
@@ -176,7 +186,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "betas" in group:
             beta1, beta2 = group["betas"]
             group = {**group, "beta1": beta1, "beta2": beta2}
-        return self._description()(group)
+        hyperparameters = self._description()(group)
+        if self._dithers(group):
+            hyperparameters.dither = True
+        return hyperparameters
 
     def _hyperparameters_of_groups(self) -> list[Any]:
         """Returns the options of all groups as the compiled module takes them."""
@@ -187,8 +200,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
-        """Returns whether the functor needs the number of the step."""
+        """Returns whether the functor needs the number of the step, or rounding does."""
         return True
+
+    def _dithers(self, group: dict[str, Any]) -> bool:
+        """Returns whether the options of a group let numbers be dithered, whatever its dtypes."""
+        state_dtype = group["state_dtype"]
+        master_weights = group["master_weights"]
+        if master_weights and master_weights != "split8" and state_dtype == "float32":
+            return False  # only what follows a master is stored in 16 bits
+        rounding = group.get("rounding")  # pickles of earlier releases lack it
+        return rounding == "dither" or (rounding is None and state_dtype is not None)
 
     def _initial_step(self, state: dict[str, Any]) -> float:
         """Returns the number of steps behind a state that has no counter."""
@@ -246,9 +268,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     # State.
 
     def _buffer_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
-        if group["state_dtype"] is None or param.dtype == torch.float64:
+        name = group["state_dtype"]
+        if name is None or param.dtype == torch.float64:
             return param.dtype
-        return torch.float32
+        return _STATE_DTYPES[name]
 
     def _master_key(self, group: dict[str, Any], param: Tensor) -> str | None:
         return key_of_master(group["master_weights"], param.dtype)
@@ -329,7 +352,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If a step would refuse the dtype or the device of a parameter, or one is
                 lazy and has no shape yet. Nothing has been created then.
+            TypeError, ValueError: If a group has an option that a step would refuse; likewise.
         """
+        self._check_groups()
         trainable = [
             (group, group_index, index, param)
             for group_index, group in enumerate(self.param_groups)

@@ -11,7 +11,7 @@ from amp_ext.optim.fused_optimizer import FusedOptimizer, check_betas, options_o
 
 
 class Lion(FusedOptimizer):
-    """Lion, which steps by the sign of an average: half of Adam's state, no step counter.
+    """Lion, which steps by the sign of an average: half of Adam's state.
 
     Every element moves by the learning rate, so ``lr`` is 3 to 10 times smaller than AdamW's and
     ``weight_decay`` as much larger. A gradient of NaN makes its parameter NaN at once, one of inf
@@ -49,6 +49,7 @@ class Lion(FusedOptimizer):
         decoupled_weight_decay: bool = True,
         master_weights: bool | Literal["split", "split8"] = True,
         state_dtype: torch.dtype | None = torch.float32,
+        rounding: Literal["dither", "nearest"] | None = None,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
         skip_nonfinite: bool = False,
@@ -65,4 +66,7 @@ class Lion(FusedOptimizer):
         check_betas(options)
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
-        return False
+        return self._dithers(group)  # which the formula has no use for
+
+    def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
+        return [name for name in self.buffer_names(group) if state.get(name) is None]

@@ -58,7 +58,7 @@ def check_values(kind: type, options: Options, where: str, not_negative: Collect
 
     Raises:
         ValueError: If a number is NaN or negative, a tensor has other than one element, or
-            ``state_dtype`` is not one.
+            ``state_dtype`` or ``rounding`` is not one.
         RuntimeError: If ``differentiable`` is true.
     """
     for name, annotation in _annotations(kind).items():
@@ -72,17 +72,30 @@ def check_values(kind: type, options: Options, where: str, not_negative: Collect
             fits = all(_has_sense(number) for number in _numbers(value, annotation))
         if not fits:
             raise ValueError(f"{where % name} must be {wanted}, got {_shown(value)}")
-    dtype = options["state_dtype"]
-    if dtype not in (torch.float32, "float32", None):
-        wanted = "torch.float32 or None"
-        raise ValueError(f"{where % 'state_dtype'} must be {wanted}, got {_shown(dtype)}")
-    # Distributed checkpoints refuse a torch.dtype in a group.
-    options["state_dtype"] = None if dtype is None else "float32"
+    rounding = options.get("rounding")  # pickles of earlier releases lack it
+    if rounding not in ("dither", "nearest", None):
+        raise ValueError(f"{where % 'rounding'} must be {_A_ROUNDING}, got {_shown(rounding)}")
+    options["state_dtype"] = _name_of_state_dtype(options["state_dtype"], where % "state_dtype")
     if options["differentiable"]:
         raise RuntimeError(
             f"{where % 'differentiable'} must be False, got True: a fused kernel is not "
             "differentiable; torch.optim's optimizers are"
         )
+
+
+def _name_of_state_dtype(dtype: Any, what: str) -> str | None:
+    """Returns what a group has; distributed checkpoints refuse a torch.dtype there."""
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    if dtype is None or (isinstance(dtype, str) and dtype in names.values()):
+        return dtype
+    if isinstance(dtype, torch.dtype) and dtype in names:
+        return names[dtype]
+    why = ""
+    if dtype in (torch.float16, "float16"):
+        why = ", in which second moments of small gradients are 0"
+    raise ValueError(
+        f"{what} must be torch.float32, torch.bfloat16 or None, got {_shown(dtype)}{why}"
+    )
 
 
 @functools.cache
@@ -109,6 +122,7 @@ def _are_two(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(map(_is_tensor_or_number, value))
 
 
+_A_ROUNDING = "'dither', 'nearest' or None"
 _TWO_NUMBERS = "tuple[float | Tensor, float | Tensor]"
 
 # What fits an annotation, and its name in messages. As to torch, a bool is a number, a tensor of
@@ -122,6 +136,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool | Literal['split', 'split8']": (
         lambda value: _is_flag(value) or value in ("split", "split8"),
         "True, False, 'split' or 'split8'",
+    ),
+    "Literal['dither', 'nearest'] | None": (
+        lambda value: value is None or isinstance(value, str),
+        _A_ROUNDING,
     ),
     _TWO_NUMBERS: (_are_two, "two numbers or two tensors of one element"),
 }

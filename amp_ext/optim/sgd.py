@@ -55,6 +55,7 @@ class SGD(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
         state_dtype: torch.dtype | None = torch.float32,
+        rounding: Literal["dither", "nearest"] | None = None,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
         skip_nonfinite: bool = False,
@@ -79,7 +80,7 @@ class SGD(FusedOptimizer):
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
         # Only dampening tells the first step from the others.
-        return group["momentum"] != 0 and group["dampening"] != 0
+        return (group["momentum"] != 0 and group["dampening"] != 0) or self._dithers(group)
 
     def _initial_step(self, state: dict[str, Any]) -> float:
         return 0.0 if state.get("momentum_buffer") is None else 1.0  # torch keeps no counter

@@ -108,13 +108,14 @@ class StepPlan:
 
 
 def _kept_by_groups(optimizer: FusedOptimizer) -> list[tuple[Any, ...]]:
-    """Returns for each group what decides which tensors its states have."""
+    """Returns for each group what decides which states it has, and what is checked with them."""
     return [
         (
             optimizer._buffer_count(group),
             optimizer._keeps_step(group),
             group["master_weights"],
             group["state_dtype"],
+            group.get("rounding"),
         )
         for group in optimizer.param_groups
     ]

@@ -73,8 +73,8 @@ std::string python_name(at::ScalarType dtype) {
   return c10::str("torch.", c10::getDtypeNames(dtype).first);
 }
 
-at::ScalarType buffer_dtype(bool has_state_dtype, at::ScalarType param) {
-  return has_state_dtype && param != at::kDouble ? at::kFloat : param;
+at::ScalarType buffer_dtype(std::optional<at::ScalarType> state_dtype, at::ScalarType param) {
+  return param == at::kDouble ? param : state_dtype.value_or(param);
 }
 
 void check_options(const std::string& operation, const OptimizerKind& kind,
@@ -99,7 +99,13 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
             ")");
     } else if (auto* const* dtype = std::get_if<std::optional<at::ScalarType>*>(&place)) {
       const at::ScalarType value = (*dtype)->value_or(at::kFloat);
-      check(name, value == at::kFloat, "torch.float32 or None", python_name(value));
+      check(name, value == at::kFloat || value == at::kBFloat16,
+            "torch.float32, torch.bfloat16 or None", python_name(value),
+            value == at::kHalf ? ", in which second moments of small gradients are 0" : "");
+    } else if (auto* const* rounding = std::get_if<std::optional<std::string>*>(&place)) {
+      const std::string value = (*rounding)->value_or("nearest");
+      check(name, value == "dither" || value == "nearest", "'dither', 'nearest' or None", "'",
+            value, "'");
     }
   }
 }
@@ -113,10 +119,18 @@ std::vector<FusedOptions::Option> FusedOptions::options() {
           {"decoupled_weight_decay", &decoupled_weight_decay_},
           {"master_weights", &master_weights_},
           {"state_dtype", &state_dtype_},
+          {"rounding", &rounding_},
           {"max_grad_norm", &max_grad_norm_},
           {"clip_value", &clip_value_},
           {"skip_nonfinite", &skip_nonfinite_},
           {"write_back_grads", &write_back_grads_}};
+}
+
+bool FusedOptions::dithers() const {
+  // Otherwise only what follows a master is stored in 16 bits.
+  const bool stores_narrow = !master_weights_ || state_dtype_ != at::kFloat;
+  return stores_narrow &&
+         (rounding_.has_value() ? *rounding_ == "dither" : state_dtype_.has_value());
 }
 
 at::Tensor FusedParamState::get(const std::string& key) const {
@@ -286,7 +300,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
   } else {
     state->erase("master_param");
   }
-  const at::ScalarType dtype = buffer_dtype(options.state_dtype_.has_value(), param.scalar_type());
+  const at::ScalarType dtype = buffer_dtype(options.state_dtype_, param.scalar_type());
   const int count = kind.buffer_count(options);
   for (size_t i = 0; i < kind.buffer_names.size(); ++i) {
     // Also buffers that the group keeps only with other options, to which a loop may change.
@@ -532,7 +546,10 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   }
   if (impl_->grad_norm.defined()) options.grad_norm = impl_->grad_norm;
   std::vector<Numbers> groups;
-  for (const auto& options_of_group : use.groups()) groups.push_back(numbers_of(options_of_group));
+  for (size_t i = 0; i < use.groups().size(); ++i) {
+    groups.push_back(numbers_of(use.groups()[i]));
+    groups.back().emplace_back("dither", options_of(i).dithers() ? 1.0 : 0.0);
+  }
   try {
     impl_->kind.step(use.plan(), groups, options);
   } catch (c10::Error& error) {

@@ -39,7 +39,7 @@ struct FusedOptimizer::Impl {
 };
 
 // The dtype of a parameter's buffers.
-at::ScalarType buffer_dtype(bool has_state_dtype, at::ScalarType param);
+at::ScalarType buffer_dtype(std::optional<at::ScalarType> state_dtype, at::ScalarType param);
 
 // Throws if an option can't be used. `place` is asked for what stands behind its name then: " of
 // group 1".

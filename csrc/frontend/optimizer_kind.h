@@ -27,13 +27,19 @@ struct OptimizerKind {
   std::vector<std::string> constants = {"differentiable"};  // that are false in any state dict
   bool counts_from_buffer = false;     // torch saves no counter: with a buffer it has taken a step
   const char* fixed_option = nullptr;  // that a state dict can't change either
-  // How many of the buffers a group keeps, and whether the formula needs the number of the step.
+  // How many of the buffers a group keeps, and whether the formula needs the number of the step; a
+  // state dict must have it then.
   int (*buffer_count)(const FusedOptions&) = nullptr;
-  bool (*keeps_step)(const FusedOptions&) = nullptr;
+  bool (*needs_step)(const FusedOptions&) = nullptr;
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
   // Throws, in torch's words, if an option of the optimizer is out of range.
   void (*check)(const FusedOptions&) = nullptr;
   void (*step)(Plan&, const std::vector<Numbers>& groups, const GradientOptions&) = nullptr;
+
+  // Whether the states of a group count their steps: for the formula or for the dither.
+  bool keeps_step(const FusedOptions& options) const {
+    return needs_step(options) || options.dithers();
+  }
 };
 
 // A number by its name.

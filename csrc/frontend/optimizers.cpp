@@ -61,7 +61,7 @@ OptimizerKind any_adam(const char* name) {
   kind.buffer_count = [](const FusedOptions& options) {
     return static_cast<const Options&>(options).amsgrad() ? 3 : 2;
   };
-  kind.keeps_step = [](const FusedOptions&) { return true; };
+  kind.needs_step = [](const FusedOptions&) { return true; };
   kind.check = [](const FusedOptions& options) {
     const auto& own = static_cast<const Options&>(options);
     check_common(own);
@@ -94,7 +94,7 @@ const OptimizerKind& sgd_kind() {
     sgd.buffer_count = [](const FusedOptions& options) {
       return static_cast<const SGDOptions&>(options).momentum() != 0.0 ? 1 : 0;
     };
-    sgd.keeps_step = [](const FusedOptions& options) {  // only dampening tells the first step
+    sgd.needs_step = [](const FusedOptions& options) {  // only dampening tells the first step
       const auto& own = static_cast<const SGDOptions&>(options);
       return own.momentum() != 0.0 && own.dampening() != 0.0;
     };
@@ -115,7 +115,7 @@ const OptimizerKind& lion_kind() {
     auto lion = kind_of<LionOptions, LionHyperparameters>("Lion", {"lr", "betas", "weight_decay"});
     lion.not_of_torch = {"maximize", "decoupled_weight_decay"};
     lion.buffer_count = [](const FusedOptions&) { return 1; };
-    lion.keeps_step = [](const FusedOptions&) { return false; };
+    lion.needs_step = [](const FusedOptions&) { return false; };
     lion.check = [](const FusedOptions& options) {
       const auto& own = static_cast<const LionOptions&>(options);
       check_common(own);

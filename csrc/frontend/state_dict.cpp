@@ -32,8 +32,12 @@ c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
     return c10::ivalue::Tuple::create(std::get<0>(**betas), std::get<1>(**betas));
   }
+  if (auto* const* text = std::get_if<std::optional<std::string>*>(&place)) {
+    return (*text)->has_value() ? c10::IValue(***text) : c10::IValue();
+  }
   const auto& dtype = *std::get<std::optional<at::ScalarType>*>(place);
-  return dtype.has_value() ? c10::IValue("float32") : c10::IValue();
+  if (!dtype.has_value()) return c10::IValue();
+  return c10::IValue(*dtype == at::kBFloat16 ? "bfloat16" : "float32");
 }
 
 // A number as Python may save it: also a tensor of one element, and 0, 1 and None for flags.
@@ -46,8 +50,9 @@ std::optional<double> plain_number(const c10::IValue& value) {
 
 // Options that a state dict never changes: those that torch does not have.
 bool is_configured(const OptimizerKind& kind, const std::string& name) {
-  static const char* const kConfigured[] = {"master_weights", "state_dtype",      "max_grad_norm",
-                                            "clip_value",     "write_back_grads", "skip_nonfinite"};
+  static const char* const kConfigured[] = {"master_weights", "state_dtype", "rounding",
+                                            "max_grad_norm",  "clip_value",  "write_back_grads",
+                                            "skip_nonfinite"};
   const auto& own = kind.own_options;
   return std::find(std::begin(kConfigured), std::end(kConfigured), name) != std::end(kConfigured) ||
          std::find(own.begin(), own.end(), name) != own.end();
@@ -334,7 +339,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
   };
   const int count = kind.counts_from_buffer ? 0 : kind.buffer_count(options);
   std::vector<std::string> needed(kind.buffer_names.begin(), kind.buffer_names.begin() + count);
-  if (kind.keeps_step(options) && !kind.counts_from_buffer) needed.push_back("step");
+  if (kind.needs_step(options) && !kind.counts_from_buffer) needed.push_back("step");
   for (const std::string& name : needed) {
     const auto value = find(saved, name);
     TORCH_CHECK(value.has_value() && !value->isNone(), where(name), " must be there, got ",
@@ -358,7 +363,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
       const at::Tensor master = read_tensor(value, param, at::kFloat, where(name));
       if (has_master(options, param)) state->set(name, master);
     } else if (is_buffer) {
-      const auto dtype = buffer_dtype(options.state_dtype_.has_value(), param.scalar_type());
+      const auto dtype = buffer_dtype(options.state_dtype_, param.scalar_type());
       state->set(name, read_tensor(value, param, dtype, where(name)));
     } else if (entry.key().isString() && value.isTensor()) {
       state->set(name, value.toTensor().detach().clone());  // of somebody else

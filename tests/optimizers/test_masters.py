@@ -224,7 +224,8 @@ def test_small_updates_survive_in_the_master_alone(device, name):
 
     def after_hundred_steps(master_weights: bool, dtype: torch.dtype = BF16) -> cases.Optimizer:
         param = Parameter(torch.ones(16, dtype=dtype, device=device))
-        optimizer = ours(name)([param], lr=lr, master_weights=master_weights, weight_decay=0)
+        own = {"master_weights": master_weights, "rounding": "nearest"}
+        optimizer = ours(name)([param], lr=lr, weight_decay=0, **own)
         for _ in range(100):
             param.grad = torch.ones_like(param)
             optimizer.step()

@@ -80,20 +80,24 @@ def test_without_decay_inf_and_nan_in_a_parameter_stay_out_of_its_states(
             torch.testing.assert_close(actual[key].to(value), value, **close, equal_nan=True)
 
 
+@pytest.mark.parametrize("rounding", [None, "dither", "nearest"])
 @cases.every_optimizer
 @cases.FLOATS
-def test_states_have_the_names_and_dtypes_promised(dtype, name, options):
+def test_states_have_the_names_and_dtypes_promised(dtype, name, options, rounding):
     other = cases.trained(cases.theirs(name)(make_params(F32, shapes=FEW_SHAPES), **options), 1)
     for master_weights in (True, False):
-        for state_dtype in (F32, None):
+        for state_dtype in (F32, BF16, None):
             own = {"master_weights": master_weights, "state_dtype": state_dtype}
+            own["rounding"] = rounding
+            is_narrow = state_dtype != F32 or not master_weights
+            dithers = rounding == "dither" or (rounding is None and state_dtype is not None)
             mine = cases.trained(
                 ours(name)(make_params(dtype, shapes=FEW_SHAPES), **options, **own), 2
             )
-            wide = dtype if state_dtype is None or dtype == F64 else F32
+            buffer_dtype = dtype if state_dtype is None or dtype == F64 else state_dtype
             for param, twin in zip(params_of(mine), params_of(other), strict=True):
-                expected = dict.fromkeys(other.state.get(twin, {}), (wide, param.shape))
-                if cases.KINDS[name].counts_steps(options):
+                expected = dict.fromkeys(other.state.get(twin, {}), (buffer_dtype, param.shape))
+                if cases.KINDS[name].counts_steps(options) or (is_narrow and dithers):
                     expected["step"] = (F32, ())
                     assert mine.state[param]["step"].item() == 2
                 if master_weights and dtype in (F16, BF16):
@@ -115,9 +119,9 @@ def test_step_counters_are_float32_whatever_the_default_dtype():
 
 
 @cases.each_in_torch
-def test_defaults_are_those_of_torch_and_two_more(name):
+def test_defaults_are_those_of_torch_and_three_more(name):
     mine, other = (package(name)(make_params(F32)) for package in (ours, cases.theirs))
-    more = {"master_weights": True, "state_dtype": "float32"}
+    more = {"master_weights": True, "state_dtype": "float32", "rounding": None}
     if name == "SGD":
         more["decoupled_weight_decay"] = False
     pairs = (mine.defaults, other.defaults), (*mine.param_groups, *other.param_groups)
@@ -215,7 +219,7 @@ def test_a_parameter_listed_twice_is_refused(name):
 
 @cases.each_name
 def test_options_that_are_not_offered_are_refused(name):
-    for dtype in (F16, BF16, torch.int32, "double"):
+    for dtype in (F16, F64, torch.int32, "double"):
         with pytest.raises(ValueError, match="state_dtype"):
             ours(name)(make_params(F32), state_dtype=dtype)
     with pytest.raises(RuntimeError, match="differentiable"):

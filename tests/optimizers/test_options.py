@@ -39,6 +39,7 @@ WRONG_TYPES = {
     "write-back-text": ("write_back_grads", "no", "True or False", "'no'"),
     "skip-text": ("skip_nonfinite", "no", "True or False", "'no'"),
     "fused-text": ("fused", "no", "True, False or None", "'no'"),
+    "rounding-flag": ("rounding", True, "'dither', 'nearest' or None", "True"),
     "norm-text": ("max_grad_norm", "1", "a number or None", "'1'"),
     "norm-bool": ("max_grad_norm", True, "a number or None", "True"),
     "clip-tensor": ("clip_value", torch.ones(()), "a number or None", r"a tensor of sizes \(\)"),
@@ -48,7 +49,14 @@ WRONG_VALUES = {
     "norm-negative": ("max_grad_norm", -1.0, A_LIMIT, "-1.0"),
     "clip-nan": ("clip_value", NAN, A_LIMIT, "nan"),
     "clip-negative": ("clip_value", -1e-30, A_LIMIT, "-1e-30"),
-    "dtype": ("state_dtype", "float16", "torch.float32 or None", "'float16'"),
+    "dtype": ("state_dtype", "double", "torch.float32, torch.bfloat16 or None", "'double'"),
+    "dtype-fp16": (
+        "state_dtype",
+        torch.float16,
+        "torch.float32, torch.bfloat16 or None",
+        "torch.float16, in which second moments of small gradients are 0",
+    ),
+    "rounding": ("rounding", "up", "'dither', 'nearest' or None", "'up'"),
 }
 # Which torch checks as defaults, in its own words.
 WRONG_IN_GROUPS = {
@@ -134,7 +142,7 @@ def test_a_checkpoint_with_it_is_not_loaded(name, option, value, wanted, got):
 @pytest.mark.parametrize("steps", [0, 1])
 @in_groups
 def test_a_step_refuses_what_a_loop_wrote(name, option, value, wanted, got, steps, scaled):
-    if steps and option in ("fused", "capturable", "state_dtype", "denominator_floor"):
+    if steps and option in ("fused", "capturable", "denominator_floor"):
         pytest.skip("no later step reads it, or a negative one does as 0 does")
     if steps and (value is True or (option == "clip_value" and isinstance(value, Tensor))):
         pytest.skip("a later step takes it for a number")

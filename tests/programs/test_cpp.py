@@ -182,6 +182,8 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "negative clip value": lambda: SGD([parameter()], clip_value=-2.0),
     "negative floor": lambda: AdamW([parameter()], denominator_floor=-2.0),
     "state dtype": lambda: AdamW([parameter()], state_dtype=torch.float16),
+    "state dtype of float64": lambda: Lion([parameter()], state_dtype=torch.float64),
+    "rounding": lambda: SGD([parameter()], rounding="up"),
     "dampening of nan": lambda: SGD([parameter()], dampening=math.nan),
     "no parameters": lambda: AdamW([]),
     "empty list of parameters": lambda: AdamW([]),
@@ -365,6 +367,7 @@ def test_a_bad_checkpoint_gets_the_text_of_python(
 STEPS = 200
 
 ADAM = {"lr": 0.01, "weight_decay": 0.1}
+BFLOAT16_STATES = {"state_dtype": "bfloat16"}  # by its name, which C++ reads
 ROWS: dict[str, dict[str, Any]] = {
     "adamw float16 autocast": {"optimizer": "AdamW", "options": ADAM, "autocast": "float16"},
     "adamw bfloat16 autocast": {
@@ -393,6 +396,34 @@ ROWS: dict[str, dict[str, Any]] = {
     "sgd bfloat16 without masters": {
         "optimizer": "SGD",
         "options": {"lr": 0.05, "nesterov": True, "momentum": 0.9, "master_weights": False},
+        "param_dtype": "bfloat16",
+    },
+    "adamw bfloat16 states": {"optimizer": "AdamW", "options": {**ADAM, **BFLOAT16_STATES}},
+    "lion float16 masters bfloat16 states": {
+        "optimizer": "Lion",
+        "options": {"lr": 0.001, **BFLOAT16_STATES},
+        "param_dtype": "float16",
+    },
+    "sgd float16 without masters to nearest": {
+        "optimizer": "SGD",
+        "options": {
+            "lr": 0.05,
+            "momentum": 0.99,
+            "master_weights": False,
+            **BFLOAT16_STATES,
+            "rounding": "nearest",
+        },
+        "param_dtype": "float16",
+    },
+    "sgd bfloat16 as torch dithered": {
+        "optimizer": "SGD",
+        "options": {
+            "lr": 0.05,
+            "momentum": 0.99,
+            "master_weights": False,
+            "state_dtype": None,
+            "rounding": "dither",
+        },
         "param_dtype": "bfloat16",
     },
 }

@@ -8,7 +8,8 @@ from __future__ import annotations
 #: What the machine comes across, and what it expects of our side then.
 MODELLED = {
     "fp16 gradients in `scaler.step`": "stepped; `unscale_` refuses them as torch does",
-    "16-bit parameters": "float32 masters and moments, or one rounding of a float32 step",
+    "16-bit parameters": "float32 masters and moments, or one rounding of a float32 step, "
+    "of which dither may make the other neighbour",
     "`.grad` after a fused step under the scaler": "every bit as before, or as it was stepped with",
     "a step of an optimizer without gradients": "steps nothing, and only `update` may refuse",
     "step hooks when a step is skipped": "called",

@@ -31,6 +31,9 @@ DTYPES = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 OWN_OF = {
     "nothing": {},
     "as torch": AS_TORCH,
+    "bfloat16 states": {"state_dtype": BF16},
+    "dithered": {"master_weights": False, "state_dtype": BF16},
+    "to nearest": {"master_weights": False, "rounding": "nearest"},
     "norm": {"max_grad_norm": 0.5},
     "value": {"clip_value": 0.25},
     "norm written back": {"max_grad_norm": 1.0, "clip_value": 0.5, "write_back_grads": True},

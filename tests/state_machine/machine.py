@@ -37,7 +37,7 @@ CHANGES = {
 }
 
 # Options that decide which state a parameter has.
-OF_STATE = ("master_weights", "state_dtype", "amsgrad", "momentum", "dampening")
+OF_STATE = ("master_weights", "state_dtype", "rounding", "amsgrad", "momentum", "dampening")
 
 
 class Machine(Loops):
@@ -331,7 +331,7 @@ class Machine(Loops):
         for key, (_, pair) in enumerate(sides):
             if not sides.has_stepped(pair):
                 file["state"].pop(key, None)
-            for name in ("master_param", *(["step"] if sides.name == "SGD" else [])):
+            for name in ("master_param", *(["step"] if sides.name in ("SGD", "Lion") else [])):
                 file["state"].get(key, {}).pop(name, None)  # torch keeps what it does not know
         for group in file["param_groups"]:
             if isinstance(group["lr"], Tensor):

@@ -24,7 +24,14 @@ READY = torch.amp.grad_scaler.OptState.READY
 STEPPED = torch.amp.grad_scaler.OptState.STEPPED
 UNSCALED = torch.amp.grad_scaler.OptState.UNSCALED
 ROWS = {row.id: row.values for row in OPTIMIZERS}
-OWN_OPTIONS = ("master_weights", "state_dtype", "max_grad_norm", "clip_value", "write_back_grads")
+OWN_OPTIONS = (
+    "master_weights",
+    "state_dtype",
+    "rounding",
+    "max_grad_norm",
+    "clip_value",
+    "write_back_grads",
+)
 # Half of the distance of two neighbours below the normal numbers, and a little more.
 SUBNORMAL = {F16: 2.0**-24, BF16: 1e-40, F32: 1e-44, F64: 0.0}
 
@@ -150,7 +157,7 @@ class Sides:
 
     def buffer_dtype(self, group: dict[str, Any], pair: Pair) -> torch.dtype:
         keeps = group["state_dtype"] is None or pair.mine.dtype == F64
-        return pair.mine.dtype if keeps else F32
+        return pair.mine.dtype if keeps else getattr(torch, group["state_dtype"])
 
     def has_stepped(self, pair: Pair) -> bool:
         return bool(self.twin.state.get(pair.twin))

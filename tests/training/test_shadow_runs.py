@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,15 @@ from shadow_runs import (
     MOMENTUM_BOUNDS,
     Adam64,
     CodedAdam,
-    Lion,
     Momentum,
     OptimizerScheme,
     assert_within,
     shadow_run,
 )
+from shadow_runs import Lion as OfLion
 from torch import Tensor
 
-from amp_ext.optim import AdamW
+from amp_ext.optim import SGD, AdamW, Lion
 
 
 def zeros(stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,11 +83,60 @@ def test_coded_momentum_keeps_its_bounds(name, momentum):
 @pytest.mark.parametrize("name", FEW_STREAMS)
 def test_coded_lion_turns_few_signs(name):
     stream = gradients(name)
-    exact = Lion(zeros(stream, torch.float64))
-    schemes = {kind: Lion(zeros(stream), kind=kind) for kind in LION_BOUNDS}
+    exact = OfLion(zeros(stream, torch.float64))
+    schemes = {kind: OfLion(zeros(stream), kind=kind) for kind in LION_BOUNDS}
     for kind, errors in shadow_run(stream, exact, schemes).items():
         # A turned sign differs by two.
         assert (errors.update / 2) ** 2 < LION_BOUNDS[kind], kind
+
+
+# The optimizers themselves, with states in bfloat16.
+
+
+def of_ours(kind: type[torch.optim.Optimizer], stream: Tensor, **options: Any) -> OptimizerScheme:
+    return OptimizerScheme(kind, stream.shape[1:], state_dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "beta2"), [(name, 0.999) for name in STREAMS] + [(name, 0.95) for name in FEW_STREAMS]
+)
+def test_adamw_with_bfloat16_states_keeps_its_bounds(name, beta2):
+    stream = gradients(name)
+    scheme = of_ours(AdamW, stream, betas=(0.9, beta2), weight_decay=0.0)
+    (errors,) = shadow_run(stream, Adam64(stream.shape[1:], beta2), {"": scheme}).values()
+    assert_within(errors, ADAM_BOUNDS["nearest", "dithered"][beta2][name], what=f"{errors}")
+    assert beta2 < 0.999 or abs(errors.bias) < LARGEST_BIAS["dithered"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_amsgrad_with_bfloat16_states_is_not_biased(name):
+    stream = gradients(name)
+    scheme = of_ours(AdamW, stream, amsgrad=True, weight_decay=0.0)
+    (errors,) = shadow_run(stream, Adam64(stream.shape[1:], amsgrad=True), {"": scheme}).values()
+    assert abs(errors.bias) < 0.004
+    assert errors.update < 0.015
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("momentum", "kind"), [(0.9, "nearest"), (0.99, "dithered")])
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_sgd_with_bfloat16_states_keeps_its_bounds(name, momentum, kind):
+    stream = gradients(name)
+    exact = Momentum(zeros(stream, torch.float64), momentum)
+    scheme = of_ours(SGD, stream, momentum=momentum)
+    (errors,) = shadow_run(stream, exact, {"": scheme}).values()
+    assert errors.update < MOMENTUM_BOUNDS[kind][momentum]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_lion_with_bfloat16_states_turns_few_signs(name):
+    stream = gradients(name)
+    exact = OfLion(zeros(stream, torch.float64))
+    (errors,) = shadow_run(stream, exact, {"": of_ours(Lion, stream)}).values()
+    assert (errors.update / 2) ** 2 < LION_BOUNDS["dithered"]
 
 
 def test_nearest_second_moments_freeze():

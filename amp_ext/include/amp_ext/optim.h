@@ -18,8 +18,9 @@
 namespace amp_ext::optim {
 
 // Where an option is kept.
-using OptionPlace = std::variant<double*, bool*, std::tuple<double, double>*,
-                                 std::optional<double>*, std::optional<at::ScalarType>*>;
+using OptionPlace =
+    std::variant<double*, bool*, std::tuple<double, double>*, std::optional<double>*,
+                 std::optional<at::ScalarType>*, std::optional<std::string>*>;
 
 // The options of a group that all optimizers have.
 class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
@@ -42,6 +43,10 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   // Whether an option was set, if only to what it was. A group takes the others from its optimizer.
   bool is_given(const char* name) const { return given_.count(name) != 0; }
 
+  // Whether these options let numbers be dithered, whatever the dtypes of the parameters. All
+  // states have a "step" then.
+  bool dithers() const;
+
  protected:
   double lr_ = 1e-3;
   double weight_decay_ = 0.0;
@@ -49,6 +54,7 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   bool decoupled_weight_decay_ = false;
   bool master_weights_ = true;
   std::optional<at::ScalarType> state_dtype_ = at::kFloat;
+  std::optional<std::string> rounding_;
   std::optional<double> max_grad_norm_;
   std::optional<double> clip_value_;
   bool skip_nonfinite_ = false;
@@ -83,8 +89,11 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
   AMP_EXT_OPTION(bool, maximize)
   // Keeps a float32 master of every float16 and bfloat16 parameter.
   AMP_EXT_OPTION(bool, master_weights)
-  // at::kFloat, the least precision of the buffers, or none for the parameter's.
+  // at::kFloat or at::kBFloat16, the dtype of the buffers, or none for the parameter's.
   AMP_EXT_OPTION(std::optional<at::ScalarType>, state_dtype)
+  // "nearest" or "dither": how numbers are rounded that are stored in 16 bits. None dithers what
+  // would freeze otherwise, unless there is no state_dtype.
+  AMP_EXT_OPTION(std::optional<std::string>, rounding)
   // Norm to keep the unscaled gradients of all groups together below, inside the step; the norm is
   // then in `grad_norm()`. None measures and clips nothing. The same in all groups.
   AMP_EXT_OPTION(std::optional<double>, max_grad_norm)

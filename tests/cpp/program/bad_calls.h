@@ -98,6 +98,8 @@ inline Checks all() {
       {"negative clip value", construct<SGD>(SGDOptions().clip_value(-2.0))},
       {"negative floor", construct<AdamW>(AdamWOptions().denominator_floor(-2.0))},
       {"state dtype", construct<AdamW>(AdamWOptions().state_dtype(torch::kHalf))},
+      {"state dtype of float64", construct<Lion>(LionOptions().state_dtype(torch::kDouble))},
+      {"rounding", construct<SGD>(SGDOptions().rounding("up"))},
       {"dampening of nan", construct<SGD>(SGDOptions().dampening(nan))},
       {"no parameters",
        [] { AdamW(std::vector<torch::optim::OptimizerParamGroup>(), AdamWOptions()); }},

@@ -46,7 +46,10 @@ Options options_from(const c10::IValue& values) {
             const auto& betas = value.toTupleRef().elements();
             *option = {betas[0].toDouble(), betas[1].toDouble()};
           } else if constexpr (std::is_same_v<Type, std::optional<at::ScalarType>>) {
-            *option = value.isNone() ? std::nullopt : std::optional(torch::kFloat);
+            *option =
+                value.isNone() ? std::nullopt : std::optional(dtype_named(value.toStringRef()));
+          } else if constexpr (std::is_same_v<Type, std::optional<std::string>>) {
+            *option = value.isNone() ? std::nullopt : std::optional(value.toStringRef());
           } else {
             *option = value.toScalar().toDouble();
           }

@@ -1,0 +1,334 @@
+"""How optimizers round what they store in 16 bits: dithered, or to nearest as torch does."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import optimizer_cases as cases
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64
+from optimizer_cases import assert_same_bits, give_grads, make_params, ours, params_of, train
+from reference import same_bits
+from rows import rows
+from torch import Tensor
+from torch.nn import Parameter
+
+from amp_ext import ops
+
+SHAPES = [(16385,), (3, 5), ()]
+# Of each class, with first moments that are dithered and others that are not.
+SETTINGS = {
+    "adam": ("Adam", {"weight_decay": 0.1}),
+    "adam-slow": ("Adam", {"betas": (0.99, 0.999)}),
+    "amsgrad": ("AdamW", {"amsgrad": True}),
+    "lion": ("Lion", {"lr": 0.01}),
+    "lion-fast": ("Lion", {"lr": 0.01, "betas": (0.9, 0.95)}),
+    "sgd": ("SGD", {}),
+    "momentum": ("SGD", {"momentum": 0.9}),
+    "momentum-slow": ("SGD", {"momentum": 0.99, "nesterov": True}),
+    "dampening": ("SGD", {"momentum": 0.99, "dampening": 0.5}),
+}
+each_setting = pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
+FEW = {key: SETTINGS[key] for key in ("amsgrad", "lion", "momentum-slow")}
+few_settings = pytest.mark.parametrize(("name", "options"), rows(FEW))
+
+# What is stored in 16 bits, and whether rounding=None dithers it.
+NARROW: dict[str, tuple[dict[str, Any], bool]] = {
+    "states": ({"state_dtype": BF16}, True),
+    "parameters": ({"master_weights": False}, True),
+    "both": ({"master_weights": False, "state_dtype": BF16}, True),
+    "as-torch": ({"master_weights": False, "state_dtype": None}, False),
+    "states-as-torch": ({"state_dtype": None}, False),
+    "nothing": ({}, False),
+}
+narrow = pytest.mark.parametrize(("stored", "dithers"), rows(NARROW))
+of_16_bits = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+
+
+class Lists:
+    """Steps parameters by the operation over lists that an optimizer should take.
+
+    Args:
+        optimizer: Just made; the lists start from copies of what it has.
+        dither: Of the operation.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dither: bool) -> None:
+        optimizer = copy.deepcopy(optimizer)
+        optimizer.init_state()
+        (self.group,) = optimizer.param_groups
+        self.params = self.group["params"]
+        states = [optimizer.state[param] for param in self.params]
+        steps = [state.get("step", torch.zeros(())) for state in states]
+        self.lists: dict[str, Any] = {"steps": steps}
+        for name in optimizer.buffer_names(self.group):
+            self.lists[f"{name}s"] = [state[name] for state in states]
+        if "master_param" in states[0]:
+            self.lists["master_params"] = [state["master_param"] for state in states]
+        own = optimizer._description()
+        self.operation = getattr(ops, own.operation)
+        self.options = {name: self.group[name] for name in own.fields if name in self.group}
+        if "betas" in self.group:
+            self.options |= dict(zip(("beta1", "beta2"), self.group["betas"], strict=True))
+        self.options |= {"lr": self.group["lr"], "dither": dither}
+
+    def step(self, grads: list[Tensor]) -> None:
+        params = [param.detach() for param in self.params]
+        self.operation(params, grads, **self.lists, **self.options)
+
+    def assert_same(self, optimizer: torch.optim.Optimizer) -> None:
+        for index, param in enumerate(params_of(optimizer)):
+            assert same_bits(param, self.params[index])
+            for name, value in optimizer.state[param].items():
+                assert same_bits(value, self.lists[f"{name}s"][index]), name
+
+
+@pytest.mark.parametrize("rounding", [None, "dither", "nearest"])
+@of_16_bits
+@narrow
+@each_setting
+def test_steps_are_those_of_the_list_operation(name, options, stored, dithers, dtype, rounding):
+    optimizer = ours(name)(
+        make_params(dtype, shapes=SHAPES), **options, **stored, rounding=rounding
+    )
+    by_list = Lists(optimizer, rounding == "dither" or (rounding is None and dithers))
+    for _ in range(3):
+        give_grads(optimizer)
+        by_list.step([param.grad.clone() for param in params_of(optimizer)])
+        optimizer.step()
+    by_list.assert_same(optimizer)
+
+
+@narrow
+@of_16_bits
+@few_settings
+def test_only_what_is_stored_in_16_bits_is_dithered(name, options, dtype, stored, dithers):
+    """The three roundings differ where they should, or the comparison above says nothing."""
+    started = ours(name)(make_params(dtype, shapes=[(16385,)]), **options, **stored)
+    params = [make_params(dtype, shapes=[(16385,)]) for _ in range(3)]
+    for copies in params:
+        copies[0].data.copy_(params_of(started)[0].data)
+    roundings = [None, "dither", "nearest"]
+    optimizers = [
+        ours(name)(copies, **options, **stored, rounding=rounding)
+        for copies, rounding in zip(params, roundings, strict=True)
+    ]
+    train(optimizers, 3)
+    by_default, dithered, nearest = (cases.bits_of(optimizer) for optimizer in optimizers)
+    numbers = [name for name in nearest[0] if name != "step"]
+
+    def are_same(one: Any, other: Any) -> bool:
+        return all(same_bits(one[0][name], other[0][name]) for name in numbers)
+
+    assert are_same(by_default, dithered if dithers else nearest)
+    if stored:
+        assert not are_same(dithered, nearest)
+    else:
+        assert are_same(dithered, nearest)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
+@cases.each_class
+def test_all_buffers_are_bfloat16_but_those_of_float64_parameters(name, options, dtype):
+    optimizer = ours(name)(make_params(dtype), **options, state_dtype=BF16)
+    train([optimizer], 2)
+    for param, state in optimizer.state.items():
+        for buffer in optimizer.buffer_names(optimizer.param_groups[0]):
+            assert state[buffer].dtype == (F64 if dtype == F64 else BF16)
+            assert state[buffer].shape == param.shape
+
+
+# What the dither is for.
+
+
+def test_small_steps_add_up_without_a_master():
+    weight = Parameter(torch.ones(64, dtype=BF16))
+    optimizer = ours("SGD")([weight], lr=1e-4, master_weights=False)
+    for _ in range(2_000):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    # 0.8, within a few steps between neighbours.
+    assert (weight.float() - 0.8).abs().max() < 4 * 2**-8
+    assert (weight.float().mean() - 0.8).abs() < 2**-8
+
+
+def test_a_second_moment_falls_with_its_gradients():
+    weight = Parameter(torch.ones(64))
+    optimizer = ours("AdamW")([weight], state_dtype=BF16)
+    frozen = ours("AdamW")([Parameter(torch.ones(64))], state_dtype=BF16, rounding="nearest")
+    for step in range(3_000):
+        for each in (optimizer, frozen):
+            (param,) = params_of(each)
+            param.grad = torch.full_like(param, 1.0 if step < 1_000 else 0.0)
+            each.step()
+    expected = (1 - 0.999**1_000) * 0.999**2_000
+    moments = [each.state[params_of(each)[0]]["exp_avg_sq"].float() for each in (optimizer, frozen)]
+    # A number that only falls is not independent of the words that rounded it.
+    assert (moments[0] / expected - 1).abs().max() < 0.1
+    assert (moments[1] > 2 * expected).all()
+
+
+# Groups, counters and checkpoints.
+
+
+def test_groups_differ_in_dtype_and_rounding():
+    params = make_params(BF16, shapes=[(16385,)] * 4)
+    own: list[dict[str, Any]] = [
+        {},
+        {"state_dtype": BF16},
+        {"state_dtype": BF16, "rounding": "nearest"},
+        {"master_weights": False, "state_dtype": None, "rounding": "dither"},
+    ]
+    together = ours("Lion")(
+        [{"params": [p], **o} for p, o in zip(params, own, strict=True)], lr=0.1
+    )
+    alone = [
+        ours("Lion")(cases.twins([param]), lr=0.1, **options)
+        for param, options in zip(params, own, strict=True)
+    ]
+    train([together], 0)
+    for _ in range(3):
+        give_grads(together)
+        for optimizer, param in zip(alone, params, strict=True):
+            params_of(optimizer)[0].grad = param.grad.clone()
+            optimizer.step()
+        together.step()
+    for optimizer, param in zip(alone, params, strict=True):
+        (twin,) = params_of(optimizer)
+        assert same_bits(param, twin)
+        state, expected = together.state[param], optimizer.state[twin]
+        assert state.keys() == expected.keys()
+        assert all(same_bits(state[key], expected[key]) for key in state)
+    dtypes = [together.state[param]["exp_avg"].dtype for param in params]
+    assert dtypes == [F32, BF16, BF16, BF16]
+    assert ["step" in together.state[param] for param in params] == [False, True, False, True]
+
+
+@few_settings
+def test_an_option_that_a_loop_changes_holds_from_the_next_step(name, options):
+    changed, straight = cases.pair(name, options | {"state_dtype": BF16}, F32, "cpu", SHAPES)
+    for group in straight.param_groups:
+        group["rounding"] = "dither"
+    train([changed, straight], 2)
+    changed.param_groups[0]["rounding"] = "dither"
+    train([changed, straight], 2)
+    assert_same_bits(changed, straight)
+    changed.param_groups[0].update(rounding="nearest", state_dtype=F32)
+    straight.param_groups[0]["state_dtype"] = "float32"
+    train([changed, straight], 1)
+    assert_same_bits(changed, straight)
+    for param in params_of(changed):
+        buffers = [state for key, state in changed.state[param].items() if key != "step"]
+        assert {buffer.dtype for buffer in buffers} == {F32}
+
+
+@of_16_bits
+@narrow
+@few_settings
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(name, options, stored, dithers, dtype):
+    straight = ours(name)(make_params(dtype, shapes=SHAPES), **options, **stored)
+    train([straight], 3)
+    resumed = ours(name)(cases.twins(straight), **options, **stored)
+    file = io.BytesIO()
+    torch.save(straight.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert_same_bits(resumed, straight)
+    train([straight, resumed], 3)
+    assert_same_bits(resumed, straight)
+
+
+@few_settings
+def test_a_file_never_changes_how_an_optimizer_rounds(name, options):
+    configured = {"state_dtype": BF16, "rounding": "nearest"}
+    saved = ours(name)(make_params(F32), **options, state_dtype=F32, rounding="dither")
+    train([saved], 2)
+    loaded = ours(name)(cases.twins(saved), **options, **configured)
+    loaded.load_state_dict(saved.state_dict())
+    (group,) = loaded.param_groups
+    assert (group["state_dtype"], group["rounding"]) == ("bfloat16", "nearest")
+    for param, twin in zip(params_of(loaded), params_of(saved), strict=True):
+        for key, value in saved.state[twin].items():
+            wanted = value if key == "step" else value.to(BF16)  # to nearest
+            assert same_bits(loaded.state[param][key], wanted), key
+    back = ours(name)(cases.twins(saved), **options)
+    back.load_state_dict(loaded.state_dict())
+    for param, twin in zip(params_of(back), params_of(loaded), strict=True):
+        for key, value in loaded.state[twin].items():
+            assert same_bits(back.state[param][key], value.float()), key
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    rows({key: SETTINGS[key] for key in ("adam", "amsgrad", "sgd", "momentum-slow")}),
+)
+def test_states_go_to_torch_and_back(name, options):
+    mine = ours(name)(make_params(F32), **options, state_dtype=BF16)
+    train([mine], 2)
+    other = cases.theirs(name)(cases.twins(mine), **options)
+    other.load_state_dict(mine.state_dict())
+    train([mine], 0)
+    give_grads(other)
+    other.step()
+    back = ours(name)(cases.twins(other), **options, state_dtype=BF16)
+    back.load_state_dict(other.state_dict())
+    train([back], 1)
+    for param in params_of(back):
+        for buffer in back.buffer_names(back.param_groups[0]):
+            assert back.state[param][buffer].dtype == BF16
+
+
+@pytest.mark.parametrize(("name", "first"), [("Lion", 0.0), ("SGD", 1.0)])
+def test_a_file_without_counters_starts_them(name, first):
+    """As torch's SGD, and ours where nothing was dithered."""
+    options = {"momentum": 0.99} if name == "SGD" else {}
+    before = ours(name)(make_params(F32), **options)
+    train([before], 2)
+    assert all("step" not in state for state in before.state.values())
+    after = ours(name)(cases.twins(before), **options, state_dtype=BF16)
+    after.load_state_dict(before.state_dict())
+    train([after], 1)
+    assert {state["step"].item() for state in after.state.values()} == {first + 1}
+
+
+@few_settings
+def test_files_of_an_earlier_release_load(name, options):
+    optimizer = ours(name)(make_params(BF16), **options)
+    train([optimizer], 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["rounding"]
+    resumed = ours(name)(cases.twins(optimizer), **options)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["rounding"] is None
+    train([optimizer, resumed], 2)
+    assert_same_bits(resumed, optimizer)
+
+
+def test_a_skipped_step_does_not_move_the_dither():
+    """It goes by the counter, which such a step leaves alone."""
+    skipping, straight = cases.pair("Lion", {"state_dtype": BF16}, F32, "cpu", SHAPES)
+    for step in range(4):
+        if step == 2:
+            give_grads(skipping)
+            skipping.grad_scale, skipping.found_inf = None, torch.ones(())
+            skipping.step()
+            del skipping.grad_scale, skipping.found_inf
+        train([skipping, straight], 1)
+    assert_same_bits(skipping, straight)
+
+
+def test_states_are_not_made_by_options_that_no_step_takes():
+    optimizer = ours("AdamW")(make_params(F32))
+    optimizer.param_groups[0]["state_dtype"] = F16
+    with pytest.raises(
+        ValueError, match=r"^AdamW: state_dtype of group 0 must be torch\.float32, "
+    ):
+        optimizer.init_state()
+    assert not optimizer.state
+    optimizer.param_groups[0]["state_dtype"] = BF16
+    optimizer.init_state()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {BF16}
