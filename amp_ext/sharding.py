@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ShardedOver", "all_reduce_flags", "is_dtensor", "local_grad", "local_tensor"]
+__all__ = [
+    "ShardedOver",
+    "all_reduce_flags",
+    "first_element",
+    "is_dtensor",
+    "local_grad",
+    "local_tensor",
+]
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -25,6 +32,33 @@ def local_tensor(tensor: Any) -> Tensor:
     local = tensor._local_tensor
     # A collective that makes it may still be under way.
     return local.wait() if hasattr(local, "wait") else local
+
+
+def first_element(param: Any) -> int:
+    """Returns where this rank's part of a DTensor begins, in the order of memory of the whole.
+
+    That is so where the part is a stretch of the whole: sharded over dimension 0 alone, by any
+    dimensions of the mesh, and dimension 0 is outermost in memory. Other parts count from 0, each
+    for itself, and so does what every rank has whole.
+    """
+    from torch.distributed.tensor import Shard
+
+    mesh, placements = param.device_mesh, param.placements
+    coordinate = mesh.get_coordinate()
+    # Not those derived from it, by which parts lie in another order.
+    is_over_rows = all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in placements)
+    strides = [stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1]
+    is_outermost = not strides or param.stride(0) >= max(strides)
+    if coordinate is None or not param.numel() or not is_over_rows or not is_outermost:
+        return 0
+    begin, rows = 0, param.shape[0] if param.ndim else 1
+    for dim, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        part = -(-rows // mesh.size(dim))  # the last ranks may have less, or nothing
+        skipped = min(part * coordinate[dim], rows)
+        begin, rows = begin + skipped, min(part, rows - skipped)
+    return begin * (param.numel() // param.shape[0]) if begin else 0
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.sharding import ShardedOver, is_dtensor, local_grad, local_tensor
+from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 if TYPE_CHECKING:
     from amp_ext.optim.fused_optimizer import FusedOptimizer
@@ -53,6 +53,7 @@ class StepPlan:
                 if is_dtensor(param):
                     partition = self.sharded_over.add(param, name)
                     number = self._compiled.add_sharded_param(group_index, index, param, partition)
+                    self._compiled.set_first_element(number, first_element(param))
                     self._dtensors.append((number, param, name))
                 else:
                     self._compiled.add_param(group_index, index, param)

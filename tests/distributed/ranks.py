@@ -25,12 +25,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
-from amp_ext.sharding import local_tensor
+from amp_ext.sharding import first_element, local_tensor
 
 Check = Callable[[int], None]
 BAD_RANK, BAD_STEP, STEPS = 1, 2, 4
@@ -309,6 +310,62 @@ def dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
             assert_same_as_whole(layout, name, *more)
         # Without a scaler the norm is that of all ranks too.
         assert_same_as_whole(layout, "SGD", {"lr": 0.1, "max_grad_norm": 2.0}, scaled=False)
+
+
+def over_rows() -> list[list[tuple[Any, Any]]]:
+    """Returns layouts in which each part is a stretch of its tensor."""
+    line, _, mixed, _ = layouts()
+    wide = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
+    both = (wide, [Shard(0), Shard(0)])
+    return [line, [line[0], mixed[1], both, None], [both, line[0], (wide, [Replicate(), Shard(0)])]]
+
+
+NARROW: list[dict[str, Any]] = [
+    {"state_dtype": BF16},
+    {"state_dtype": BF16, "master_weights": False},
+    {"state_dtype": None, "master_weights": False, "rounding": "dither"},
+]
+
+
+def dithered_dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
+    for layout in over_rows():
+        for row in FEW_OPTIMIZERS:
+            name, options = row.values
+            if name == "SGD":
+                options = options | {"momentum": 0.99}  # is dithered, too
+            for dtype, own in zip((F32, BF16, BF16), NARROW, strict=True):
+                assert_same_as_whole(layout, name, options | own, dtype)
+
+
+def parts_begin_where_torch_says(rank: int) -> None:
+    pairs = init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
+    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    for shape in [(5, 3), (1, 4), (9,), (2, 2, 2), (0, 3), ()]:
+        over: list[tuple[Any, Any]] = [(line, [Replicate()]), (pairs, [Replicate(), Replicate()])]
+        if shape:
+            over += [(line, [Shard(0)]), (pairs, [Shard(0), Shard(0)])]
+            over += [(pairs, [Replicate(), Shard(0)]), (pairs, [Shard(0), Replicate()])]
+        for mesh, placements in over:
+            param = distribute_tensor(torch.zeros(shape), mesh, placements)
+            _, offset = compute_local_shape_and_global_offset(param.shape, mesh, placements)
+            if not param.to_local().numel():
+                continue  # it begins anywhere
+            expected = offset[0] * (param.numel() // shape[0]) if shape else 0
+            assert first_element(param) == expected, (shape, placements)
+    values = torch.arange(12.0).view(4, 3)
+    columns = distribute_tensor(values, line, [Shard(1)])
+    inner = DTensor.from_local(
+        values[:2].t().contiguous().t(), line, [Shard(0)], shape=torch.Size((4, 3)), stride=(1, 4)
+    )
+    # Parts of which each counts for itself.
+    assert first_element(columns) == first_element(inner) == 0
+
+
+def a_mesh_of_two_dimensions_is_dithered_as_one(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    layout = [(mesh, [Shard(0), Shard(0)])] * len(SHAPES)
+    for dtype, own in zip((F32, BF16, BF16), NARROW, strict=True):
+        assert_same_as_whole(layout, "AdamW", own, dtype, scaled=False)
 
 
 def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:

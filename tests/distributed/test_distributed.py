@@ -19,6 +19,8 @@ pytestmark = ranks.needs_gloo
 CHECKS = {
     "dtensors": [
         ranks.dtensors_step_with_the_bits_of_whole_tensors,
+        ranks.dithered_dtensors_step_with_the_bits_of_whole_tensors,
+        ranks.parts_begin_where_torch_says,
         ranks.each_mesh_dimension_takes_one_small_collective,
         ranks.a_write_to_a_sharded_parameter_reaches_its_master,
         ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
@@ -49,6 +51,11 @@ def test_two_ranks_agree(checks: list[ranks.Check], tmp_path: Path) -> None:
 
 def test_norms_over_two_mesh_dimensions_count_each_element_once(tmp_path: Path) -> None:
     ranks.run_ranks([ranks.a_mesh_of_two_dimensions_is_reduced_over_both], tmp_path, ranks=4)
+
+
+def test_parts_over_two_mesh_dimensions_are_dithered_as_the_whole(tmp_path: Path) -> None:
+    checks = [ranks.parts_begin_where_torch_says, ranks.a_mesh_of_two_dimensions_is_dithered_as_one]
+    ranks.run_ranks(checks, tmp_path, ranks=4)
 
 
 def test_a_check_that_fails_on_one_rank_fails_the_test(tmp_path: Path) -> None:

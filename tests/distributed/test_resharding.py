@@ -64,6 +64,8 @@ class Stage:
             for dtype in (F32, BF16):
                 clipping = {"max_grad_norm": 1.0} if row.id == "adamw" else {}
                 self.run(f"{row.id}-{dtype}", name, options | clipping, dtype)
+                narrow = options | {"state_dtype": BF16, "master_weights": dtype == F32}
+                self.run(f"{row.id}-{dtype}-narrow", name, narrow, dtype)
 
     def run(self, case: str, name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
         model, optimizer, scaler = make(name, options, dtype)
