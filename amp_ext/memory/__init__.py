@@ -71,7 +71,8 @@ class Configuration:
     def options(self) -> str:
         """What to tell amp_ext's optimizers, as Python."""
         given = ["master_weights=False"] * (not self.master_weights)
-        given += ["state_dtype=None"] * (self.state_dtype is None)
+        if self.state_dtype != torch.float32:
+            given.append(f"state_dtype={self.state_dtype}")
         return ", ".join(given)
 
 
@@ -81,10 +82,11 @@ _AS_IT_IS = Configuration("the model as it is", None)
 CONFIGURATIONS = (
     Configuration("fp32", torch.float32),
     Configuration("fp32 under torch.amp", torch.float32),
+    Configuration("fp32, bf16 states", torch.float32, True, torch.bfloat16),
     Configuration("16-bit, 16-bit states", torch.bfloat16, False, None),
     Configuration("16-bit, fp32 states", torch.bfloat16, False),
     Configuration("16-bit + masters, fp32 states", torch.bfloat16),
-    Configuration("16-bit + masters, 16-bit states", torch.bfloat16, True, None),
+    Configuration("16-bit + masters, bf16 states", torch.bfloat16, True, torch.bfloat16),
 )
 
 
@@ -286,8 +288,9 @@ def _usage(configuration: Configuration, optimizer: str, count: ElementCount) ->
     masters = states = 0
     for original, number in count.trainable.items():
         dtype = state_dtype = stored(original)
-        if dtype in _SIXTEEN_BIT:
+        if dtype in (*_SIXTEEN_BIT, torch.float32):
             state_dtype = configuration.state_dtype or dtype
+        if dtype in _SIXTEEN_BIT:
             masters += number * torch.float32.itemsize * configuration.master_weights
         states += number * state_dtype.itemsize * OPTIMIZERS[optimizer]
     trainable, frozen = sum(count.trainable.values()), sum(count.frozen.values())

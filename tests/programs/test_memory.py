@@ -18,12 +18,12 @@ from amp_ext.memory import __main__ as command_line
 # The class of each, its options, whether it counts steps, and the bytes per parameter of each
 # configuration.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], bool, list[int]]] = {
-    "adamw": ("AdamW", {}, True, [16, 16, 8, 12, 16, 12]),
-    "adam": ("Adam", {}, True, [16, 16, 8, 12, 16, 12]),
-    "amsgrad": ("Adam", {"amsgrad": True}, True, [20, 20, 10, 16, 20, 14]),
-    "lion": ("Lion", {}, False, [12, 12, 6, 8, 12, 10]),
-    "sgd": ("SGD", {}, False, [8, 8, 4, 4, 8, 8]),
-    "momentum": ("SGD", {"momentum": 0.9}, False, [12, 12, 6, 8, 12, 10]),
+    "adamw": ("AdamW", {}, True, [16, 16, 12, 8, 12, 16, 12]),
+    "adam": ("Adam", {}, True, [16, 16, 12, 8, 12, 16, 12]),
+    "amsgrad": ("Adam", {"amsgrad": True}, True, [20, 20, 14, 10, 16, 20, 14]),
+    "lion": ("Lion", {}, False, [12, 12, 10, 6, 8, 12, 10]),
+    "sgd": ("SGD", {}, False, [8, 8, 8, 4, 4, 8, 8]),
+    "momentum": ("SGD", {"momentum": 0.9}, False, [12, 12, 10, 6, 8, 12, 10]),
 }
 BY_NAME = {configuration.name: configuration for configuration in memory.CONFIGURATIONS}
 
@@ -87,7 +87,7 @@ def dithers(configuration: memory.Configuration) -> bool:
 
 SIXTEEN_BIT = [(torch.float16, "adamw"), *((torch.bfloat16, name) for name in memory.OPTIMIZERS)]
 KINDS = [(ours, name) for name in BY_NAME]
-KINDS += [(theirs, name) for name in BY_NAME if "masters" not in name and "fp32 st" not in name]
+KINDS += [(theirs, name) for name in BY_NAME if not re.search("masters|(fp32|bf16) st", name)]
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), SIXTEEN_BIT)
@@ -216,6 +216,8 @@ def test_the_command_line_prints_a_table(capsys):
     assert row.split()[5:] == [*sizes, "2+4+2+8", "=", "16", "defaults"]
     (row,) = re.findall("16-bit, 16-bit states .*", shown)
     assert row.rstrip().endswith("2+0+2+4 = 8   master_weights=False, state_dtype=None")
+    (row,) = re.findall("fp32, bf16 states .*", shown)
+    assert row.rstrip().endswith("4+0+4+4 = 12   state_dtype=torch.bfloat16")
     assert "Not counted: activations;" in shown
     assert "autocast" in shown
 
@@ -255,11 +257,11 @@ def test_json_holds_exact_integers(capsys):
     assert command_line.main(["6738415617", "--json", "--optimizer=amsgrad"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["not_counted"] == list(memory.NOT_COUNTED)
-    row = result["rows"][4]
+    row = result["rows"][5]
     assert row["configuration"] == "16-bit + masters, fp32 states"
     assert row["optimizer"] == "amsgrad"
     sizes = {"parameters": 2, "masters": 4, "gradients": 2, "states": 12, "buffers": 0, "total": 20}
     assert row["bytes_per_parameter"] == sizes
     assert row["bytes"] == {name: 6_738_415_617 * size for name, size in sizes.items()}
     assert all(type(size) is int for size in row["bytes"].values())
-    assert result["rows"][2]["options"] == "master_weights=False, state_dtype=None"
+    assert result["rows"][3]["options"] == "master_weights=False, state_dtype=None"
