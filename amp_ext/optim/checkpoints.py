@@ -205,8 +205,11 @@ def _copied_state(
     dtypes = {name: optimizer._buffer_dtype(group, param) for name, _ in buffers}
     dtypes["master_param"] = torch.float32
     state: dict[str, Any] = {}
-    masters: dict[str, Any] = {}
+    masters: dict[str, Any] = {}  # in any form
+    key = optimizer._master_key(group, param)
     for name, value in saved.items():
+        if name in MASTER_KEYS and key is not None and value is not None:
+            state[key] = None  # in the order of the file
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
         elif name in MASTER_KEYS and name != "master_param":
@@ -224,7 +227,6 @@ def _copied_state(
             _check_tensor(value, param, where % name)
             copied = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
             (masters if name == "master_param" else state)[name] = copied
-    key = optimizer._master_key(group, param)
     if key is not None and masters:
         state[key] = loaded_master(param, masters, key)
     return state

@@ -35,7 +35,7 @@ WRONG_TYPES = {
     "decay-text": ("weight_decay", "0", "a number", "'0'"),
     "maximize-text": ("maximize", "no", "True or False", "'no'"),
     "maximize-list": ("maximize", [], "True or False", r"\[\]"),
-    "masters-text": ("master_weights", "no", "True or False", "'no'"),
+    "masters-text": ("master_weights", "no", "True, False, 'split' or 'split8'", "'no'"),
     "write-back-text": ("write_back_grads", "no", "True or False", "'no'"),
     "skip-text": ("skip_nonfinite", "no", "True or False", "'no'"),
     "fused-text": ("fused", "no", "True, False or None", "'no'"),
