@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ _COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
+# Of a master, beside its 16-bit parameter.
+_MASTER_BYTES = {True: 4, "split": 2, "split8": 1, False: 0}
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -64,13 +67,15 @@ class Configuration:
 
     name: str
     dtype: torch.dtype | None
-    master_weights: bool = True
+    master_weights: bool | Literal["split", "split8"] = True
     state_dtype: torch.dtype | None = torch.float32
 
     @property
     def options(self) -> str:
         """What to tell amp_ext's optimizers, as Python."""
-        given = ["master_weights=False"] * (not self.master_weights)
+        given = []
+        if self.master_weights is not True:
+            given.append(f"master_weights={self.master_weights!r}")
         if self.state_dtype != torch.float32:
             given.append(f"state_dtype={self.state_dtype}")
         return ", ".join(given)
@@ -87,6 +92,9 @@ CONFIGURATIONS = (
     Configuration("16-bit, fp32 states", torch.bfloat16, False),
     Configuration("16-bit + masters, fp32 states", torch.bfloat16),
     Configuration("16-bit + masters, bf16 states", torch.bfloat16, True, torch.bfloat16),
+    Configuration("16-bit + split masters, fp32 states", torch.bfloat16, "split"),
+    Configuration("16-bit + split masters, bf16 states", torch.bfloat16, "split", torch.bfloat16),
+    Configuration("16-bit + split8 masters, bf16 states", torch.bfloat16, "split8", torch.bfloat16),
 )
 
 
@@ -115,7 +123,7 @@ class MemoryUsage:
         parameter_count: How many parameters there are.
         trainable_count: How many of them require a gradient.
         parameters: Bytes of all of them.
-        masters: Bytes of the float32 masters.
+        masters: Bytes of the masters, or of what split ones have beside the parameters.
         gradients: Bytes of one gradient, in the parameter's dtype, for each trainable parameter.
         states: Bytes of the optimizer's states, masters apart.
         buffers: Bytes of a model's buffers.
@@ -291,7 +299,7 @@ def _usage(configuration: Configuration, optimizer: str, count: ElementCount) ->
         if dtype in (*_SIXTEEN_BIT, torch.float32):
             state_dtype = configuration.state_dtype or dtype
         if dtype in _SIXTEEN_BIT:
-            masters += number * torch.float32.itemsize * configuration.master_weights
+            masters += number * _MASTER_BYTES[configuration.master_weights]
         states += number * state_dtype.itemsize * OPTIMIZERS[optimizer]
     trainable, frozen = sum(count.trainable.values()), sum(count.frozen.values())
     return MemoryUsage(

@@ -15,8 +15,14 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.sharding import is_dtensor, local_tensor
 
-__all__ = ["MASTER_KEYS", "check_lower_part", "key_of_master", "loaded_master", "made_master"]
-__all__ += ["whole_master"]
+__all__ = [
+    "MASTER_KEYS",
+    "check_lower_part",
+    "key_of_master",
+    "loaded_master",
+    "made_master",
+    "whole_master",
+]
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -155,7 +161,7 @@ def _lower_part(param: Tensor, master: Tensor | None, key: str) -> Tensor:
     shape, strides = tuple(param.shape), tuple(param.stride())
     if bits == 16:
         shape, strides = (*shape, 2), (*(2 * stride for stride in strides), 1)
-    return type(param).from_local(  # type: ignore[attr-defined, no-any-return]
+    return type(param).from_local(  # type: ignore[attr-defined]
         low,
         param.device_mesh,  # type: ignore[attr-defined]
         param.placements,  # type: ignore[attr-defined]

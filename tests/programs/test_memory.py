@@ -18,12 +18,12 @@ from amp_ext.memory import __main__ as command_line
 # The class of each, its options, whether it counts steps, and the bytes per parameter of each
 # configuration.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], bool, list[int]]] = {
-    "adamw": ("AdamW", {}, True, [16, 16, 12, 8, 12, 16, 12]),
-    "adam": ("Adam", {}, True, [16, 16, 12, 8, 12, 16, 12]),
-    "amsgrad": ("Adam", {"amsgrad": True}, True, [20, 20, 14, 10, 16, 20, 14]),
-    "lion": ("Lion", {}, False, [12, 12, 10, 6, 8, 12, 10]),
-    "sgd": ("SGD", {}, False, [8, 8, 8, 4, 4, 8, 8]),
-    "momentum": ("SGD", {"momentum": 0.9}, False, [12, 12, 10, 6, 8, 12, 10]),
+    "adamw": ("AdamW", {}, True, [16, 16, 12, 8, 12, 16, 12, 14, 10, 9]),
+    "adam": ("Adam", {}, True, [16, 16, 12, 8, 12, 16, 12, 14, 10, 9]),
+    "amsgrad": ("Adam", {"amsgrad": True}, True, [20, 20, 14, 10, 16, 20, 14, 18, 12, 11]),
+    "lion": ("Lion", {}, False, [12, 12, 10, 6, 8, 12, 10, 10, 8, 7]),
+    "sgd": ("SGD", {}, False, [8, 8, 8, 4, 4, 8, 8, 6, 6, 5]),
+    "momentum": ("SGD", {"momentum": 0.9}, False, [12, 12, 10, 6, 8, 12, 10, 10, 8, 7]),
 }
 BY_NAME = {configuration.name: configuration for configuration in memory.CONFIGURATIONS}
 
@@ -64,9 +64,9 @@ def allocations(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     states = [(name, s) for state in optimizer.state.values() for name, s in state.items()]
     sizes = {
         "parameters": allocated(model.parameters()),
-        "masters": allocated(s for name, s in states if name == "master_param"),
+        "masters": allocated(s for name, s in states if name.startswith("master_")),
         "gradients": allocated(p.grad for p in model.parameters() if p.grad is not None),
-        "states": allocated(s for name, s in states if name not in ("master_param", "step")),
+        "states": allocated(s for name, s in states if not re.match("master_|step", name)),
         "buffers": allocated(model.buffers()),
     }
     counters = allocated(s for name, s in states if name == "step")
@@ -81,7 +81,10 @@ def expected(usage: memory.MemoryUsage, tensors: int = 6, dithers: bool = False)
 
 def dithers(configuration: memory.Configuration) -> bool:
     """Returns whether what is stored in 16 bits is dithered, which needs counters."""
-    is_narrow = configuration.state_dtype != torch.float32 or not configuration.master_weights
+    is_narrow = configuration.state_dtype != torch.float32 or configuration.master_weights in (
+        False,
+        "split8",
+    )
     return is_narrow and configuration.state_dtype is not None
 
 
