@@ -228,8 +228,10 @@ def test_an_option_that_a_loop_changes_holds_from_the_next_step(name, options):
 @of_16_bits
 @narrow
 @few_settings
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(name, options, stored, dithers, dtype):
-    straight = ours(name)(make_params(dtype, shapes=SHAPES), **options, **stored)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(
+    device, name, options, stored, dithers, dtype
+):
+    straight = ours(name)(make_params(dtype, device, SHAPES), **options, **stored)
     train([straight], 3)
     resumed = ours(name)(cases.twins(straight), **options, **stored)
     file = io.BytesIO()
