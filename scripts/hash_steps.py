@@ -78,6 +78,8 @@ class Dtypes:
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NO_MASTERS = {"master_weights": False}
+TO_NEAREST = NO_MASTERS | {"rounding": "nearest"}
+NARROW_STATES = {"state_dtype": torch.bfloat16}
 AS_TORCH = {"master_weights": False, "state_dtype": None}
 DTYPES = {
     "fp32": Dtypes(F32, F32),
@@ -88,13 +90,16 @@ DTYPES = {
     "fp16-masters": Dtypes(F16, F16),
     "fp16-masters-states-fp16": Dtypes(F16, F16, {"state_dtype": None}),
     "fp16-masters-grads-fp32": Dtypes(F16, F32),
-    "fp16-states-fp32": Dtypes(F16, F16, NO_MASTERS),
+    "fp16-states-fp32": Dtypes(F16, F16, TO_NEAREST),
     "fp16-as-torch": Dtypes(F16, F16, AS_TORCH),
     "bf16-masters": Dtypes(BF16, BF16),
     "bf16-masters-states-bf16": Dtypes(BF16, BF16, {"state_dtype": None}),
     "bf16-masters-grads-fp32": Dtypes(BF16, F32),
-    "bf16-states-fp32": Dtypes(BF16, BF16, NO_MASTERS),
+    "bf16-states-fp32": Dtypes(BF16, BF16, TO_NEAREST),
     "bf16-as-torch": Dtypes(BF16, BF16, AS_TORCH),
+    "fp32-states-bf16": Dtypes(F32, F32, NARROW_STATES),
+    "fp16-dithered": Dtypes(F16, F16, AS_TORCH | {"rounding": "dither"}),
+    "bf16-dithered": Dtypes(BF16, BF16, NO_MASTERS | NARROW_STATES),
 }
 
 
