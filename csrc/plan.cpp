@@ -104,14 +104,14 @@ void Plan::set_state(int64_t number, ParamState state) {
   row.number_of_buffers = static_cast<int>(state.buffers.size());
   TORCH_CHECK(row.number_of_buffers <= kMaxBuffers, operation_, ": ", name_of(row, kParam),
               " must have up to ", kMaxBuffers, " buffers, got ", row.number_of_buffers);
+  if (state.master_param.defined() && state.master_param.scalar_type() != at::kFloat) {
+    check_is_low(operation_, name_of(row, kMaster), state.master_param, row.param());
+    state.master_param = low_elements(state.master_param);
+  }
   for (int i = 0; i < kMaxBuffers; ++i) {
     row.owned[kBuffer0 + i] = i < row.number_of_buffers ? state.buffers[i] : at::Tensor();
   }
   row.owned[kMaster] = std::move(state.master_param);
-  if (row.master_param().defined() && row.master_param().scalar_type() != at::kFloat) {
-    check_is_low(operation_, name_of(row, kMaster), row.master_param(), row.param());
-    row.owned[kMaster] = low_elements(row.master_param());
-  }
   row.owned[kStep] = std::move(state.step);
   row.state_dtype = row.param().scalar_type();
   row.state_device = row.param().device();

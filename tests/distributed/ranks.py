@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from awkward import BF16, F32
+from awkward import BF16, F16, F32
 from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, ours, theirs
 from reference import same_bits
 from torch import Tensor
@@ -320,10 +320,13 @@ def over_rows() -> list[list[tuple[Any, Any]]]:
     return [line, [line[0], mixed[1], both, None], [both, line[0], (wide, [Replicate(), Shard(0)])]]
 
 
-NARROW: list[dict[str, Any]] = [
-    {"state_dtype": BF16},
-    {"state_dtype": BF16, "master_weights": False},
-    {"state_dtype": None, "master_weights": False, "rounding": "dither"},
+NARROW: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (F32, {"state_dtype": BF16}),
+    (BF16, {"state_dtype": BF16, "master_weights": False}),
+    (BF16, {"state_dtype": None, "master_weights": False, "rounding": "dither"}),
+    (BF16, {"master_weights": "split"}),
+    (F16, {"master_weights": "split"}),
+    (BF16, {"state_dtype": BF16, "master_weights": "split8"}),
 ]
 
 
@@ -333,7 +336,7 @@ def dithered_dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
             name, options = row.values
             if name == "SGD":
                 options = options | {"momentum": 0.99}  # is dithered, too
-            for dtype, own in zip((F32, BF16, BF16), NARROW, strict=True):
+            for dtype, own in NARROW:
                 assert_same_as_whole(layout, name, options | own, dtype)
 
 
@@ -364,7 +367,7 @@ def parts_begin_where_torch_says(rank: int) -> None:
 def a_mesh_of_two_dimensions_is_dithered_as_one(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     layout = [(mesh, [Shard(0), Shard(0)])] * len(SHAPES)
-    for dtype, own in zip((F32, BF16, BF16), NARROW, strict=True):
+    for dtype, own in NARROW:
         assert_same_as_whole(layout, "AdamW", own, dtype, scaled=False)
 
 

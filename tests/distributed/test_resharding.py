@@ -66,6 +66,8 @@ class Stage:
                 self.run(f"{row.id}-{dtype}", name, options | clipping, dtype)
                 narrow = options | {"state_dtype": BF16, "master_weights": dtype == F32}
                 self.run(f"{row.id}-{dtype}-narrow", name, narrow, dtype)
+            for form in ("split", "split8"):
+                self.run(f"{row.id}-{form}", name, options | {"master_weights": form}, BF16)
 
     def run(self, case: str, name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
         model, optimizer, scaler = make(name, options, dtype)
