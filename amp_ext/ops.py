@@ -6,7 +6,8 @@ Elements are computed in float32, those of float64 parameters in float64, and ro
 nearest number of the stored dtype, unless ``dither`` is given. Nothing synchronises the host with a
 GPU.
 
-Inside ``torch.compile`` every function is one operator of the graph (:mod:`amp_ext.compiled_ops`).
+Inside ``torch.compile`` every function but :func:`split_master` and :func:`join_master` is one
+operator of the graph (:mod:`amp_ext.compiled_ops`).
 
 Every function raises RuntimeError on bad input, before anything is written, and names the
 argument, its index, what is wanted and what came. If a GPU refuses a launch after others, torch's

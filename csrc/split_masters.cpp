@@ -148,9 +148,10 @@ void check_is_low(const std::string& operation, const std::string& name, const a
               name, " must be Float, Byte or Char, got ", low.scalar_type());
   TORCH_CHECK(low.sizes().equals(sizes), operation, ": ", name, " must be of sizes ",
               at::IntArrayRef(sizes), ", got ", low.sizes());
-  TORCH_CHECK(
-      low.scalar_type() == at::kChar || (low.stride(-1) == 1 && low.storage_offset() % 2 == 0),
-      operation, ": ", name, " must have its last dimension in one piece");
+  if (low.scalar_type() == at::kChar) return;
+  bool is_in_pairs = low.stride(-1) == 1 && low.storage_offset() % 2 == 0;
+  for (int64_t dim = 0; dim + 1 < low.dim(); ++dim) is_in_pairs &= low.stride(dim) % 2 == 0;
+  TORCH_CHECK(is_in_pairs, operation, ": ", name, " must have its last dimension in one piece");
 }
 
 }  // namespace amp_ext

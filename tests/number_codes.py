@@ -167,7 +167,13 @@ def split_float16(
 def join_float16(param: Tensor, low: Tensor) -> Tensor:
     """The master that ``split_float16`` was given; with 16 bits -0.0 becomes 0.0."""
     if low.dtype == torch.int16:
-        return (param.double() + low.double() * 2**-15 * last_place(param)).float()
+        # A power of two has neighbours at half the distance below: what is nearer to one of them is
+        # of another parameter, to which somebody has written this one.
+        missing = low.double() * 2**-15
+        is_power = (bits_of(param) & 0x3FF == 0) & (param.abs() > 2**-14)
+        least = torch.where(is_power & (param > 0), -0.25, -1.0)
+        most = torch.where(is_power & (param < 0), 0.25, 1.0)
+        return (param.double() + missing.clamp(least, most) * last_place(param)).float()
     bits = bits_of(param)
     joined = join_bits(bits & 0x7FFF, low.long(), 8)
     normal = from_bits((joined << 5) + (112 << 23), torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from amp_ext.optim.masters import MASTER_KEYS, check_lower_part, loaded_master
+from amp_ext.optim.masters import MASTER_KEYS, loaded_master, read_lower_part
 from amp_ext.optim.writers import options_since, other_writer
 
 if TYPE_CHECKING:
@@ -213,8 +213,9 @@ def _copied_state(
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
         elif name in MASTER_KEYS and name != "master_param":
-            check_lower_part(name, value, param, where % name)
-            masters[name] = value
+            low = None if value is None else read_lower_part(name, value, param, where % name)
+            if low is not None:
+                masters[name] = low
         elif name not in dtypes:
             state[name] = copy.deepcopy(value)
         elif value is not None:
@@ -229,6 +230,8 @@ def _copied_state(
             (masters if name == "master_param" else state)[name] = copied
     if key is not None and masters:
         state[key] = loaded_master(param, masters, key)
+    elif key is not None:
+        state.pop(key, None)
     return state
 
 

@@ -83,7 +83,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split":
             of 16 more bits, which with the parameter are the float32 (of float16 from 2^-16 on,
             to 2^-40 below); it follows a parameter that is written from outside. "split8": of 8
-            more bits, the upper 24 of a float32.
+            more bits, within 2^-15 of the float32.
         state_dtype: torch.float32 or torch.bfloat16, the dtype of the buffers, or None for the
             parameter's.
         rounding: How numbers are rounded that are stored in fewer bits: "nearest"; or "dither",
@@ -187,8 +187,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             group = {**group, "beta1": beta1, "beta2": beta2}
         hyperparameters = self._description()(group)
-        if self._dithers(group):
-            hyperparameters.dither = True
+        dithers = self._dithers(group)
+        if dithers or "dither" in group:  # which is no option
+            hyperparameters.dither = dithers
         return hyperparameters
 
     def _hyperparameters_of_groups(self) -> list[Any]:
@@ -274,7 +275,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         return _STATE_DTYPES[name]
 
     def _master_key(self, group: dict[str, Any], param: Tensor) -> str | None:
-        return key_of_master(group["master_weights"], param.dtype)
+        """Returns the key of the master that a parameter has in its state, or None."""
+        key = key_of_master(group["master_weights"], param.dtype)
+        if key not in (None, "master_param") and hasattr(param, "_fsdp_flattened"):
+            raise ValueError(
+                f"{type(self).__name__}: master_weights must be True or False for parameters that "
+                "FullyShardedDataParallel flattens, which can't save the lower parts of masters, "
+                f"got {group['master_weights']!r}; fully_shard can"
+            )
+        return key
 
     def _whole_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         """Returns the state of a parameter as the options want it, its dtype and device being so.
@@ -295,6 +304,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         key = self._master_key(group, param)
         if key == "master_param":
             wanted["master_param"] = torch.float32
+        for name in (*wanted, *MASTER_KEYS):
+            if state.get(name) is not None and not isinstance(state[name], Tensor):
+                raise TypeError(
+                    f"{type(self).__name__}: {name} of {self._place_of(param)} must be a tensor, "
+                    f"got {state[name]!r}"
+                )
         if key is not None and state.get(key) is None:
             state[key] = made_master(param, state, key)
         elif key is not None and state[key].device != param.device:
@@ -305,11 +320,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, dtype in wanted.items():
             if state.get(name) is None:
                 state[name] = torch.zeros_like(param, dtype=dtype)
-            elif not isinstance(state[name], Tensor):
-                raise TypeError(
-                    f"{type(self).__name__}: {name} of {self._place_of(param)} must be a tensor, "
-                    f"got {state[name]!r}"
-                )
             elif state[name].dtype != dtype or state[name].device != param.device:
                 state[name] = state[name].to(param.device, dtype)
         return state

@@ -17,10 +17,10 @@ from amp_ext.sharding import is_dtensor, local_tensor
 
 __all__ = [
     "MASTER_KEYS",
-    "check_lower_part",
     "key_of_master",
     "loaded_master",
     "made_master",
+    "read_lower_part",
     "whole_master",
 ]
 
@@ -115,21 +115,23 @@ def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
 def loaded_master(param: Tensor, masters: Mapping[str, Any], key: str) -> Tensor:
     """Returns the master that a parameter gets of those in a file: the same bytes, if it has them.
 
+    A file with a float32 master beside a lower part was written by somebody who knows the former
+    only: it is the newer one.
+
     Args:
         param: The parameter, which has been loaded.
-        masters: Those of the file by their keys.
+        masters: Those of the file by their keys, laid out as the parameter is.
         key: The key that is wanted.
     """
-    if key == "master_param" and key in masters:
+    if key in masters and (key == "master_param" or "master_param" not in masters):
         return masters[key]
-    made = made_master(param, masters, key)
-    if key in masters:
-        local_tensor(made).copy_(local_tensor(masters[key]))
-    return made
+    return made_master(param, masters, key)
 
 
-def check_lower_part(key: str, low: Any, param: Tensor, where: str) -> None:
-    """Checks what a file has under the key of a lower part.
+def read_lower_part(key: str, low: Any, param: Tensor, where: str) -> Tensor | None:
+    """Returns a copy of what a file has under the key of a lower part, laid out as the parameter.
+
+    None if torch's optimizers have cast it to the parameter's dtype and gone on without it.
 
     Raises:
         ValueError: If it is not of the dtype and the shape that the key says.
@@ -139,10 +141,19 @@ def check_lower_part(key: str, low: Any, param: Tensor, where: str) -> None:
     shape = (*param.shape, 2) if bits == 16 else tuple(param.shape)
     if not isinstance(low, Tensor):
         raise ValueError(f"{where} must be a tensor, got {type(low).__name__}")
+    if low.is_floating_point():
+        return None
     if low.dtype != dtype or tuple(low.shape) != shape:
         raise ValueError(
             f"{where} must be {dtype} of shape {shape}, got {low.dtype} of {tuple(low.shape)}"
         )
+    if low.layout != torch.strided or low.is_meta:
+        raise ValueError(f"{where} must be dense and hold its elements, got {low.layout}")
+    upper = local_tensor(param.detach())
+    empty = torch.empty_like(upper, dtype=torch.int16 if bits == 16 else torch.int8)
+    if bits == 16:
+        empty = empty.unsqueeze(-1).view(torch.uint8)
+    return _laid_out(param, empty).copy_(low)
 
 
 def _lower_part(param: Tensor, master: Tensor | None, key: str) -> Tensor:
@@ -156,12 +167,17 @@ def _lower_part(param: Tensor, master: Tensor | None, key: str) -> Tensor:
     bits, _ = _LOWER_PARTS[key]
     upper = local_tensor(param.detach())
     low = ops.split_master(upper, upper.float() if master is None else master, bits)
+    return _laid_out(param, low)
+
+
+def _laid_out(param: Tensor, low: Tensor) -> Tensor:
+    """Returns a lower part of this rank as one that is laid out over the ranks as its parameter."""
     if not is_dtensor(param):
         return low
     shape, strides = tuple(param.shape), tuple(param.stride())
-    if bits == 16:
+    if low.dtype == torch.uint8:
         shape, strides = (*shape, 2), (*(2 * stride for stride in strides), 1)
-    return type(param).from_local(  # type: ignore[attr-defined]
+    laid_out = type(param).from_local(  # type: ignore[attr-defined]
         low,
         param.device_mesh,  # type: ignore[attr-defined]
         param.placements,  # type: ignore[attr-defined]
@@ -169,3 +185,5 @@ def _lower_part(param: Tensor, master: Tensor | None, key: str) -> Tensor:
         shape=torch.Size(shape),
         stride=strides,
     )
+    # Shards may lie on the CPU under a mesh of GPUs, to which they have just been moved.
+    return laid_out if local_tensor(laid_out).device == low.device else laid_out.to(low.device)

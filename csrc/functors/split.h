@@ -119,7 +119,16 @@ struct SplitHalf16 {
   template <typename V, typename U>
   static AMP_EXT_INLINE V join(V param, U low) {
     const V number = to_number(low << 16) * 0x1p-16f;
-    const V master = param + number * float_of(unit_exponent(param) << 23);
+    // Below a power of two numbers are half as far apart. More than half of that towards zero is of
+    // another parameter, to which somebody has written this one.
+    const U bits = bits_of(param);
+    const U mantissa = bits & 0x007fffffu;
+    const U nearest = select(as_signed(bits & 0x7fffffffu) > 0x38800000, mantissa, U{} + 1u);
+    const V inwards = select(param < 0, number, V{} - number);
+    const V limited = select(inwards > 8192, V{} + 8192, inwards);
+    const V kept = select(nearest == U{}, limited, inwards);
+    const V master =
+        param + select(param < 0, kept, V{} - kept) * float_of(unit_exponent(param) << 23);
     return select(is_finite(param), master, param);
   }
 

@@ -57,7 +57,7 @@ TWO = r"must be one element, got sizes \[2\]"
             "buffer-integer": ("buffers", Tensor.int, "must be Float.*, got Int"),
             "step-integer": ("steps", Tensor.long, "must be Float, got Long"),
             "step-half": ("steps", Tensor.half, "must be Float, got Half"),
-            "master-half": ("master_params", Tensor.half, "must be Float, got Half"),
+            "master-half": ("master_params", Tensor.half, "must be Float, Byte or Char, got Half"),
             "integer": ("params grads", Tensor.int, "must be Float, .*got Int"),
             "complex": ("params grads", Tensor.cfloat, "must be Float, .*got Complex"),
             "sparse": ("grads", Tensor.to_sparse, "must be .*[sS]parse"),
