@@ -371,6 +371,29 @@ def a_mesh_of_two_dimensions_is_dithered_as_one(rank: int) -> None:
         assert_same_as_whole(layout, "AdamW", own, dtype, scaled=False)
 
 
+def lower_parts_are_loaded_into_other_placements(rank: int) -> None:
+    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    values = torch.randn(6, 8, generator=torch.Generator().manual_seed(3)).to(BF16)
+
+    def stepped(placement: Any, form: str) -> tuple[Any, Any]:
+        param = Parameter(distribute_tensor(values.clone(), line, [placement]))
+        optimizer = amp_ext.optim.SGD([param], lr=1e-3, master_weights=form)
+        for _ in range(3):
+            param.grad = distribute_tensor(values.clone(), line, [placement])
+            optimizer.step()
+        return param, optimizer
+
+    for form in ("split", "split8"):
+        first, optimizer = stepped(Shard(0), form)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            second, other = stepped(placement, form)
+            with torch.no_grad():
+                second.copy_(first.redistribute(line, [placement]))
+            other.load_state_dict(optimizer.state_dict())
+            masters = [o.master_params()[0].full_tensor() for o in (optimizer, other)]
+            assert torch.equal(*masters), (form, placement)
+
+
 def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:
     line, copies, mixed, _ = layouts()
     replicated = [(line[0][0], [Replicate()])] * 4

@@ -21,6 +21,7 @@ CHECKS = {
         ranks.dtensors_step_with_the_bits_of_whole_tensors,
         ranks.dithered_dtensors_step_with_the_bits_of_whole_tensors,
         ranks.parts_begin_where_torch_says,
+        ranks.lower_parts_are_loaded_into_other_placements,
         ranks.each_mesh_dimension_takes_one_small_collective,
         ranks.a_write_to_a_sharded_parameter_reaches_its_master,
         ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
