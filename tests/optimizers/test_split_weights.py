@@ -113,7 +113,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(device, kind, dtype, for
 
 
 @dtypes
-@pytest.mark.parametrize(("saved", "loaded"), itertools.product(FORMS, FORMS))
+@pytest.mark.parametrize(("saved", "loaded"), [*itertools.product(FORMS, FORMS)])
 def test_every_form_loads_every_other(device, dtype, saved, loaded):
     model = model_of(dtype, device)
     optimizer = AdamW(model.parameters(), master_weights=saved)
