@@ -44,43 +44,38 @@ struct Combination {
 template <typename... Each>
 struct Combinations {};
 
+template <typename... First, typename... Second>
+Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
+
+// 16-bit parameters with every master and every dtype of gradients, and buffers of one kind.
+template <typename Param, typename Buffers>
+struct WithBuffers {
+  using Same = Plain<Param>;
+  using Float = Plain<float>;
+  using Kept = Mastered<Param>;
+  using With16 = Split<Param, 16>;
+  using With8 = Split<Param, 8>;
+  using Whole = Combinations<Combination<Same, Kept, Buffers>, Combination<Float, Kept, Buffers>,
+                             Combination<Same, Same, Buffers>, Combination<Float, Same, Buffers>>;
+  using Parts =
+      Combinations<Combination<Same, With16, Buffers>, Combination<Float, With16, Buffers>,
+                   Combination<Same, With8, Buffers>, Combination<Float, With8, Buffers>>;
+  using Type = decltype(joined(Whole(), Parts()));
+};
+
 // Every combination that the engines are compiled for, by the dtype of the parameter.
 template <typename Param>
 struct CombinationsFor;
 template <>
-struct CombinationsFor<Half> {
-  using Same = Plain<Half>;
-  using Float = Plain<float>;
-  using Narrow = Plain<BFloat16>;
-  using Kept = Mastered<Half>;
-  using With16 = Split<Half, 16>;
-  using With8 = Split<Half, 8>;
-  using Type = Combinations<Combination<Same, Kept, Float>, Combination<Float, Kept, Float>,
-                            Combination<Same, Kept, Same>, Combination<Float, Kept, Same>,
-                            Combination<Same, Kept, Narrow>, Combination<Float, Kept, Narrow>,
-                            Combination<Same, Same, Float>, Combination<Float, Same, Float>,
-                            Combination<Same, Same, Same>, Combination<Float, Same, Same>,
-                            Combination<Same, Same, Narrow>, Combination<Float, Same, Narrow>,
-                            Combination<Same, With16, Float>, Combination<Float, With16, Float>,
-                            Combination<Same, With16, Narrow>, Combination<Float, With16, Narrow>,
-                            Combination<Same, With8, Float>, Combination<Float, With8, Float>,
-                            Combination<Same, With8, Narrow>, Combination<Float, With8, Narrow>>;
+struct CombinationsFor<BFloat16> {
+  using Type = decltype(joined(WithBuffers<BFloat16, Plain<float>>::Type(),
+                               WithBuffers<BFloat16, Plain<BFloat16>>::Type()));
 };
 template <>
-struct CombinationsFor<BFloat16> {
-  using Same = Plain<BFloat16>;
-  using Float = Plain<float>;
-  using Kept = Mastered<BFloat16>;
-  using With16 = Split<BFloat16, 16>;
-  using With8 = Split<BFloat16, 8>;
-  using Type = Combinations<Combination<Same, Kept, Float>, Combination<Float, Kept, Float>,
-                            Combination<Same, Kept, Same>, Combination<Float, Kept, Same>,
-                            Combination<Same, Same, Float>, Combination<Float, Same, Float>,
-                            Combination<Same, Same, Same>, Combination<Float, Same, Same>,
-                            Combination<Same, With16, Float>, Combination<Float, With16, Float>,
-                            Combination<Same, With16, Same>, Combination<Float, With16, Same>,
-                            Combination<Same, With8, Float>, Combination<Float, With8, Float>,
-                            Combination<Same, With8, Same>, Combination<Float, With8, Same>>;
+struct CombinationsFor<Half> {
+  using Others = decltype(joined(WithBuffers<Half, Plain<float>>::Type(),
+                                 WithBuffers<Half, Plain<BFloat16>>::Type()));
+  using Type = decltype(joined(Others(), WithBuffers<Half, Plain<Half>>::Whole()));
 };
 template <>
 struct CombinationsFor<float> {

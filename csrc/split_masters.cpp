@@ -21,7 +21,7 @@ constexpr int64_t kGrain = 32768;
 template <typename Storage, int kBits>
 struct Element {
   using Low = typename Split<Storage, kBits>::Low;
-  static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
+  static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
   static float join(Storage param, Low low) {
     if constexpr (kIsDifference) {

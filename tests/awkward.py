@@ -15,6 +15,9 @@ from torch import Tensor
 # tile of the CPU and one more; several tiles of both with a tail.
 SHAPES = [(0,), (), (1,), (3,), (4,), (5,), (4095,), (4096,), (8193,), (16385,)]
 
+# Where a parameter of each shape begins in a whole of which it is a part, around 2^32 elements.
+FIRST_ELEMENTS = [0, 5, 2**32 - 1, 2**32, 2**32 - 3, 2**40 + 77, 0, 2**32 - 100, 1, 2**32 - 9000]
+
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:

@@ -203,36 +203,44 @@ def _copied_state(
     buffers = optimizer._description().buffers
     # Also those that the group keeps only with other options, to which a loop may change.
     dtypes = {name: optimizer._buffer_dtype(group, param) for name, _ in buffers}
-    dtypes["master_param"] = torch.float32
     state: dict[str, Any] = {}
-    masters: dict[str, Any] = {}  # in any form
     key = optimizer._master_key(group, param)
+    masters = _saved_masters(param, saved, where)
     for name, value in saved.items():
-        if name in MASTER_KEYS and key is not None and value is not None:
-            state[key] = None  # in the order of the file
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
-        elif name in MASTER_KEYS and name != "master_param":
-            low = None if value is None else read_lower_part(name, value, param, where % name)
-            if low is not None:
-                masters[name] = low
+        elif name in MASTER_KEYS:
+            if masters and key is not None and key not in state:  # in the order of the file
+                state[key] = loaded_master(param, masters, key)
         elif name not in dtypes:
             state[name] = copy.deepcopy(value)
         elif value is not None:
-            if name == "master_param" and getattr(value, "dtype", None) == torch.int16:
-                raise ValueError(
-                    f"{where % name} must be floating, got the lower halves of masters, as "
-                    "TransformerEngine's FusedAdam writes with store_param_remainders=True; "
-                    "without 'master_param' in the states, masters are taken from the parameters"
-                )
             _check_tensor(value, param, where % name)
-            copied = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
-            (masters if name == "master_param" else state)[name] = copied
-    if key is not None and masters:
-        state[key] = loaded_master(param, masters, key)
-    elif key is not None:
-        state.pop(key, None)
+            state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
     return state
+
+
+def _saved_masters(param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Tensor]:
+    """Returns copies of the masters in a saved state, by their keys, in the parameter's layout."""
+    masters = {}
+    for name in MASTER_KEYS:
+        value = saved.get(name)
+        if value is None:
+            continue
+        if name != "master_param":
+            low = read_lower_part(name, value, param, where % name)
+            if low is not None:
+                masters[name] = low
+            continue
+        if getattr(value, "dtype", None) == torch.int16:
+            raise ValueError(
+                f"{where % name} must be floating, got the lower halves of masters, as "
+                "TransformerEngine's FusedAdam writes with store_param_remainders=True; "
+                "without 'master_param' in the states, masters are taken from the parameters"
+            )
+        _check_tensor(value, param, where % name)
+        masters[name] = torch.empty_like(param, dtype=torch.float32).copy_(value)
+    return masters
 
 
 def _as_step(value: Any, where: str) -> Tensor:

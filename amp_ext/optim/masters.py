@@ -85,14 +85,12 @@ def made_master(param: Tensor, state: Mapping[str, Any], key: str) -> Tensor:
     decoded = _decoded_master(param, state)
     if key != "master_param":
         return _lower_part(param, decoded, key)
-    master = param.detach().to(torch.float32, copy=True)
     if decoded is not None:
         upper = local_tensor(param.detach())
         # What is split rounds a tie away from zero. The next number rounds to its parameter.
         nearest = torch.nextafter(decoded, upper.float())
-        rounds = decoded.to(upper.dtype) == upper
-        local_tensor(master).copy_(torch.where(rounds, decoded, nearest))
-    return master
+        decoded = torch.where(decoded.to(upper.dtype) == upper, decoded, nearest)
+    return _in_float32(param, decoded)
 
 
 def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
@@ -105,11 +103,7 @@ def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     if not any(key in state for key in _LOWER_PARTS):
         kept: Tensor = state.get("master_param", param)
         return kept.detach()
-    master = param.detach().to(torch.float32, copy=True)
-    decoded = _decoded_master(param, state)
-    if decoded is not None:
-        local_tensor(master).copy_(decoded)
-    return master
+    return _in_float32(param, _decoded_master(param, state))
 
 
 def loaded_master(param: Tensor, masters: Mapping[str, Any], key: str) -> Tensor:
@@ -154,6 +148,14 @@ def read_lower_part(key: str, low: Any, param: Tensor, where: str) -> Tensor | N
     if bits == 16:
         empty = empty.unsqueeze(-1).view(torch.uint8)
     return _laid_out(param, empty).copy_(low)
+
+
+def _in_float32(param: Tensor, values: Tensor | None) -> Tensor:
+    """Returns a float32 copy of a parameter, or of other values for this rank's part of it."""
+    copy = param.detach().to(torch.float32, copy=True)
+    if values is not None:
+        local_tensor(copy).copy_(values)
+    return copy
 
 
 def _lower_part(param: Tensor, master: Tensor | None, key: str) -> Tensor:

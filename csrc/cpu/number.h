@@ -163,8 +163,7 @@ struct Numbers<Split<Storage, kBits>> {
   using U = Vector<uint32_t>;
   template <typename T>
   static constexpr bool kIsNative = false;
-  // Its lower part is a difference, not bits of the magnitude.
-  static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
+  static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
   Storage* elements;
   Low* lows;

@@ -120,8 +120,7 @@ struct Numbers<Split<Storage, kBits>> {
   static constexpr int kPointers = 2;
   static constexpr int kLeastBytes = sizeof(Storage);  // packs of 16 would spill
   static constexpr bool kMayDither = kBits == 8;
-  // Its lower part is a difference, not bits of the magnitude.
-  static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
+  static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
   Storage* elements;
   Low* lows;

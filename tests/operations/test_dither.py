@@ -9,6 +9,7 @@ from awkward import (
     F16,
     F32,
     F64,
+    FIRST_ELEMENTS,
     INF,
     LAYOUT_SHAPE,
     LAYOUTS,
@@ -45,8 +46,6 @@ narrow = pytest.mark.parametrize(
 # DITHERED_STEPS.
 STREAMS = {"params": "param", "exp_avg_sqs": "second_moment"}
 SLOW = {"exp_avgs": "first_moment", "momentum_buffers": "first_moment"}
-# Of wholes of which each parameter is a part.
-FIRST_ELEMENTS = [0, 5, 2**32 - 1, 2**32, 2**32 - 3, 2**40 + 77, 0, 2**32 - 100, 1, 2**32 - 9000]
 
 
 def wide(lists: Lists) -> Lists:

@@ -5,17 +5,8 @@
 // the processor lacks the instructions, and with 1 after naming what differs.
 #include <cstdio>
 
-#include "cpu/standard_headers.h"
-
-#if AMP_EXT_VECTOR_BYTES == 64
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
-#define LACKS_INSTRUCTIONS !__builtin_cpu_supports("avx512vl")
-#elif AMP_EXT_VECTOR_BYTES == 32
-#pragma GCC target("avx2,fma,f16c")
-#define LACKS_INSTRUCTIONS !__builtin_cpu_supports("avx2")
-#else
-#define LACKS_INSTRUCTIONS false
-#endif
+#include "instructions.h"
+// Only now, the vectors:
 #include "cpu/vector.h"
 // After the vectors:
 #include "element.h"
