@@ -234,6 +234,11 @@ std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() 
     groups.push_back(options_of(i).options());
     check_options(name, impl_->kind, groups[i], [&] { return c10::str(" of group ", i); });
   }
+  return groups;
+}
+
+// Those that concern the norm of all groups together.
+void FusedOptimizer::check_shared_options() {
   const auto check_same = [&](const char* option, auto member, const auto& text_of) {
     const auto& first = options_of(0).*member;
     bool are_same = true;
@@ -243,7 +248,7 @@ std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() 
     for (size_t i = 0; i < param_groups_.size(); ++i) {
       values.push_back(text_of(options_of(i).*member));
     }
-    TORCH_CHECK(false, name, ": ", option,
+    TORCH_CHECK(false, impl_->kind.name, ": ", option,
                 " must be the same in all groups, whose norm is taken "
                 "together, got [",
                 c10::Join(", ", values), "]");
@@ -253,7 +258,6 @@ std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() 
   });
   check_same("skip_nonfinite", &FusedOptions::skip_nonfinite_,
              [](bool skips) { return std::string(skips ? "True" : "False"); });
-  return groups;
 }
 
 // States.
@@ -333,6 +337,7 @@ bool FusedOptimizer::make_states(const std::vector<std::pair<size_t, at::Tensor>
 
 void FusedOptimizer::init_state() {
   checked("init_state");
+  checked_groups();
   std::vector<std::pair<size_t, at::Tensor>> trainable;
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
@@ -402,6 +407,7 @@ class FusedOptimizer::InPlan {
                   "failed: ",
                   impl.progress->text(), "; ", kHowToGoOn);
       groups_ = optimizer.checked_groups();
+      optimizer.check_shared_options();
       optimizer.take_plan();
     } catch (...) {
       let_go();

@@ -129,6 +129,17 @@ def written_in_a_loop() -> None:
     optimizer.step()
 
 
+def after_writing(method: str, **options: Any) -> Callable[[], None]:
+    """Returns what writes options into a group and calls a method then."""
+
+    def call() -> None:
+        optimizer = Lion([parameter()])
+        optimizer.param_groups[0].update(options)
+        getattr(optimizer, method)()
+
+    return call
+
+
 def sparse_gradient() -> None:
     param = parameter()
     param.grad = torch.ones(2).to_sparse()
@@ -192,6 +203,7 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "norms differ": lambda: two_groups({"max_grad_norm": 2.0}, max_grad_norm=1.0).step(),
     "group option": lambda: two_groups({"clip_value": -1.0}),
     "option written in a loop": written_in_a_loop,
+    "clip value written before any step": after_writing("master_params", clip_value=-1.0),
     "sparse gradient": sparse_gradient,
     "gradient over its parameter": gradient_over_its_parameter,
     "step before scale": before_scale("step"),

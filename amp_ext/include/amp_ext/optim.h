@@ -318,6 +318,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void make_plan(std::vector<std::tuple<int, bool, bool, std::optional<at::ScalarType>>> kept);
   void give_states();
   std::vector<std::vector<FusedOptions::Option>> checked_groups();
+  void check_shared_options();
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
   std::shared_ptr<Impl> impl_;  // null after a move

@@ -134,6 +134,12 @@ inline Checks all() {
          static_cast<AdamWOptions&>(optimizer.param_groups()[0].options()).clip_value(-1.0);
          optimizer.step();
        }},
+      {"clip value written before any step",
+       [] {
+         Lion optimizer({parameter()}, LionOptions());
+         static_cast<LionOptions&>(optimizer.param_groups()[0].options()).clip_value(-1.0);
+         optimizer.master_params();
+       }},
       {"sparse gradient",
        [] {
          torch::Tensor param = parameter();
