@@ -16,6 +16,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "frontend/masters.h"
 #include "frontend/optimizer_impl.h"
 #include "tensor_memory.h"
 
@@ -73,6 +74,10 @@ std::string python_name(at::ScalarType dtype) {
   return c10::str("torch.", c10::getDtypeNames(dtype).first);
 }
 
+std::string python_name(at::Layout layout) {
+  return layout == at::kStrided ? "torch.strided" : c10::str(layout);
+}
+
 at::ScalarType buffer_dtype(std::optional<at::ScalarType> state_dtype, at::ScalarType param) {
   return param == at::kDouble ? param : state_dtype.value_or(param);
 }
@@ -102,6 +107,10 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
       check(name, value == at::kFloat || value == at::kBFloat16,
             "torch.float32, torch.bfloat16 or None", python_name(value),
             value == at::kHalf ? ", in which second moments of small gradients are 0" : "");
+    } else if (auto* const* masters = std::get_if<MasterWeights*>(&place)) {
+      const auto* const form = std::get_if<std::string>(&(*masters)->value());
+      check(name, form == nullptr || *form == "split" || *form == "split8",
+            "True, False, 'split' or 'split8'", "'", form == nullptr ? "" : *form, "'");
     } else if (auto* const* rounding = std::get_if<std::optional<std::string>*>(&place)) {
       const std::string value = (*rounding)->value_or("nearest");
       check(name, value == "dither" || value == "nearest", "'dither', 'nearest' or None", "'",
@@ -128,7 +137,8 @@ std::vector<FusedOptions::Option> FusedOptions::options() {
 
 bool FusedOptions::dithers() const {
   // Otherwise only what follows a master is stored in 16 bits.
-  const bool stores_narrow = !master_weights_ || state_dtype_ != at::kFloat;
+  const bool stores_narrow =
+      !master_weights_ || master_weights_ == "split8" || state_dtype_ != at::kFloat;
   return stores_narrow &&
          (rounding_.has_value() ? *rounding_ == "dither" : state_dtype_.has_value());
 }
@@ -267,16 +277,6 @@ FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
   return found == state_.end() ? nullptr : dynamic_cast<FusedParamState*>(found->second.get());
 }
 
-// Undefined where it has none.
-at::Tensor FusedOptimizer::master_of(const at::Tensor& param) const {
-  const FusedParamState* const state = state_of(param);
-  return state != nullptr ? state->get("master_param") : at::Tensor();
-}
-
-bool FusedOptimizer::has_master(const FusedOptions& options, const at::Tensor& param) {
-  return options.master_weights_ && is_16_bit(param.scalar_type());
-}
-
 // The state of a parameter as the options want it, its dtype and device being so. What it lacks is
 // made, and what the parameter was converted under is converted; nothing is written.
 std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions& options,
@@ -298,11 +298,16 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
     const bool counts = kind.counts_from_buffer && state->get(kind.buffer_names[0]).defined();
     want("step", at::kFloat, [&] { return at::full({}, counts ? 1.0 : 0.0, float32); });
   }
-  if (has_master(options, param)) {
-    want("master_param", at::kFloat,
-         [&] { return param.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true); });
-  } else {
-    state->erase("master_param");
+  const std::string master_key = key_of_master(options.master_weights_, param.scalar_type());
+  if (!master_key.empty()) {
+    const at::Tensor kept = state->get(master_key);
+    // Whether a lower part has its dtype is the plan's to check.
+    const bool is_whole = master_key == kWholeMaster || !kept.defined();
+    want(master_key, is_whole ? at::kFloat : kept.scalar_type(),
+         [&] { return made_master(param, masters_in(*state), master_key); });
+  }
+  for (const char* const other : kMasterKeys) {
+    if (other != master_key) state->erase(other);
   }
   const at::ScalarType dtype = buffer_dtype(options.state_dtype_, param.scalar_type());
   const int count = kind.buffer_count(options);
@@ -362,8 +367,8 @@ std::vector<at::Tensor> FusedOptimizer::master_params() {
   std::vector<at::Tensor> masters;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
-      const at::Tensor master = master_of(param);
-      masters.push_back((master.defined() ? master : param).detach());
+      const FusedParamState* const state = state_of(param);
+      masters.push_back(whole_master(param, state != nullptr ? masters_in(*state) : Masters()));
     }
   }
   return masters;
@@ -374,7 +379,8 @@ void FusedOptimizer::refresh_masters() {
   TensorList params, masters;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
-      const at::Tensor master = master_of(param);
+      const FusedParamState* const state = state_of(param);
+      const at::Tensor master = state != nullptr ? state->get(kWholeMaster) : at::Tensor();
       if (!master.defined()) continue;
       params.push_back(param);
       masters.push_back(master);
@@ -509,7 +515,8 @@ void FusedOptimizer::give_states() {
     for (int buffer = 0; buffer < count; ++buffer) {
       tensors.buffers.push_back(state.get(impl_->kind.buffer_names[buffer]));
     }
-    tensors.master_param = state.get("master_param");
+    tensors.master_param =
+        state.get(key_of_master(std::get<2>(impl_->kept[group]), param.scalar_type()));
     if (std::get<1>(impl_->kept[group])) tensors.step = state.get("step");
     impl_->plan->set_state(numbers[i], std::move(tensors));
   }

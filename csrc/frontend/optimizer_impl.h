@@ -20,7 +20,7 @@
 namespace amp_ext::optim {
 
 // What decides which tensors the states of a group have: buffers, counter, masters, dtype.
-using KeptByGroup = std::tuple<int, bool, bool, std::optional<at::ScalarType>>;
+using KeptByGroup = std::tuple<int, bool, MasterWeights, std::optional<at::ScalarType>>;
 
 struct FusedOptimizer::Impl {
   explicit Impl(const OptimizerKind& kind_of_optimizer) : kind(kind_of_optimizer) {}
@@ -47,7 +47,8 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
                    const std::vector<FusedOptions::Option>& options,
                    const std::function<std::string()>& place);
 
-// A dtype as Python prints it: "torch.float32".
+// A dtype or a layout as Python prints it: "torch.float32", "torch.strided".
 std::string python_name(at::ScalarType dtype);
+std::string python_name(at::Layout layout);
 
 }  // namespace amp_ext::optim

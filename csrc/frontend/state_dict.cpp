@@ -7,11 +7,13 @@
 #include <amp_ext/optim.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <map>
 #include <set>
 #include <utility>
 
+#include "frontend/masters.h"
 #include "frontend/optimizer_impl.h"
 #include "frontend/values.h"
 #include "writers.h"
@@ -26,6 +28,9 @@ using Groups = std::vector<Dict>;
 c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* number = std::get_if<double*>(&place)) return **number;
   if (auto* const* flag = std::get_if<bool*>(&place)) return **flag;
+  if (auto* const* masters = std::get_if<MasterWeights*>(&place)) {
+    return std::visit([](const auto& value) { return c10::IValue(value); }, (*masters)->value());
+  }
   if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
     return (*limit)->has_value() ? c10::IValue(***limit) : c10::IValue();
   }
@@ -100,11 +105,32 @@ at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::Sc
   const at::Tensor tensor = value.toTensor();
   TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", shape_of(param),
               ", got ", shape_of(tensor));
-  const bool is_dense = tensor.layout() == at::kStrided;
-  TORCH_CHECK(is_dense && tensor.is_floating_point(), where, " must be dense and floating, got ",
-              is_dense ? std::string("torch.strided") : c10::str(tensor.layout()), ", ",
+  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
+              " must be dense and floating, got ", python_name(tensor.layout()), ", ",
               python_name(tensor.scalar_type()));
   return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
+}
+
+// Copies of the masters in a saved state, in the parameter's layout. `where` has a key's place.
+Masters saved_masters(const Dict& saved, const at::Tensor& param,
+                      const std::function<std::string(const std::string&)>& where) {
+  Masters masters;
+  for (const char* const key : kMasterKeys) {
+    const c10::IValue value = find(saved, key).value_or(c10::IValue());
+    if (value.isNone()) continue;
+    at::Tensor master;
+    if (key != std::string(kWholeMaster)) {
+      master = read_lower_part(key, value, param, where(key));
+    } else {
+      TORCH_CHECK(!value.isTensor() || value.toTensor().scalar_type() != at::kShort, where(key),
+                  " must be floating, got the lower halves of masters, as TransformerEngine's "
+                  "FusedAdam writes with store_param_remainders=True; without 'master_param' in "
+                  "the states, masters are taken from the parameters");
+      master = read_tensor(value, param, at::kFloat, where(key));
+    }
+    if (master.defined()) masters[key] = master;
+  }
+  return masters;
 }
 
 Keys keys_of(const Dict& dict) {
@@ -345,6 +371,8 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
     TORCH_CHECK(value.has_value() && !value->isNone(), where(name), " must be there, got ",
                 all_keys(saved));
   }
+  const std::string master_key = key_of_master(options.master_weights_, param.scalar_type());
+  const Masters masters = saved_masters(saved, param, where);
   auto state = std::make_unique<FusedParamState>(param);
   auto others = new_dict();
   for (const auto& entry : saved) {
@@ -352,16 +380,14 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
     const std::string name = entry.key().isString() ? entry.key().toStringRef() : std::string();
     const auto& buffers = kind.buffer_names;
     const bool is_buffer = std::find(buffers.begin(), buffers.end(), name) != buffers.end();
-    if (value.isNone() && (name == "step" || name == "master_param" || is_buffer)) continue;
+    if (std::find(kMasterKeys.begin(), kMasterKeys.end(), name) != kMasterKeys.end()) {
+      if (masters.empty() || master_key.empty() || state->get(master_key).defined()) continue;
+      state->set(master_key, loaded_master(param, masters, master_key));  // in the file's order
+      continue;
+    }
+    if (value.isNone() && (name == "step" || is_buffer)) continue;
     if (name == "step") {
       state->set(name, read_step(value, param.device(), where(name)));
-    } else if (name == "master_param") {
-      TORCH_CHECK(!value.isTensor() || value.toTensor().scalar_type() != at::kShort, where(name),
-                  " must be floating, got the lower halves of masters, as TransformerEngine's "
-                  "FusedAdam writes with store_param_remainders=True; without 'master_param' in "
-                  "the states, masters are taken from the parameters");
-      const at::Tensor master = read_tensor(value, param, at::kFloat, where(name));
-      if (has_master(options, param)) state->set(name, master);
     } else if (is_buffer) {
       const auto dtype = buffer_dtype(options.state_dtype_, param.scalar_type());
       state->set(name, read_tensor(value, param, dtype, where(name)));

@@ -89,9 +89,11 @@ std::string all_keys(const Dict& dict) {
   return repr(keys);
 }
 
-std::string shape_of(const at::Tensor& tensor) {
-  const std::vector<c10::IValue> sizes(tensor.sizes().begin(), tensor.sizes().end());
-  return repr(c10::ivalue::Tuple::create(sizes));
+std::string shape_of(const at::Tensor& tensor) { return repr_of_sizes(tensor.sizes()); }
+
+std::string repr_of_sizes(at::IntArrayRef sizes) {
+  const std::vector<c10::IValue> values(sizes.begin(), sizes.end());
+  return repr(c10::ivalue::Tuple::create(values));
 }
 
 bool is_number(const c10::IValue& value) {

@@ -28,6 +28,7 @@ std::string all_keys(const Dict& dict);
 
 // Sizes as Python's tuple: "(2, 3)".
 std::string shape_of(const at::Tensor& tensor);
+std::string repr_of_sizes(at::IntArrayRef sizes);
 
 // Whether it is a number, a bool or not, and which.
 bool is_number(const c10::IValue& value);

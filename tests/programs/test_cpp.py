@@ -195,6 +195,8 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "state dtype": lambda: AdamW([parameter()], state_dtype=torch.float16),
     "state dtype of float64": lambda: Lion([parameter()], state_dtype=torch.float64),
     "rounding": lambda: SGD([parameter()], rounding="up"),
+    "master weights": lambda: AdamW([parameter()], master_weights="splat"),
+    "empty master weights": lambda: SGD([parameter()], master_weights=""),
     "dampening of nan": lambda: SGD([parameter()], dampening=math.nan),
     "no parameters": lambda: AdamW([]),
     "empty list of parameters": lambda: AdamW([]),
@@ -202,8 +204,14 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "parameter in two groups": in_two_groups,
     "norms differ": lambda: two_groups({"max_grad_norm": 2.0}, max_grad_norm=1.0).step(),
     "group option": lambda: two_groups({"clip_value": -1.0}),
+    "master weights of a group": lambda: two_groups({"master_weights": "Split"}),
     "option written in a loop": written_in_a_loop,
+    "master weights written in a loop": after_writing("step", master_weights="low"),
+    "master weights written before any step": after_writing("init_state", master_weights="low"),
     "clip value written before any step": after_writing("master_params", clip_value=-1.0),
+    "float16 states beside a split master": lambda: AdamW(
+        [parameter(torch.float16)], master_weights="split", state_dtype=None
+    ).step(),
     "sparse gradient": sparse_gradient,
     "gradient over its parameter": gradient_over_its_parameter,
     "step before scale": before_scale("step"),
@@ -338,6 +346,12 @@ BAD_CHECKPOINTS: dict[str, Callable[[Saved], Saved | None]] = {
     "moment of another shape": in_state(exp_avg=torch.ones(1, 2)),
     "moment in 8 bits": in_state(exp_avg=torch.ones(2, dtype=torch.int8)),
     "lower halves of masters": in_state(master_param=torch.ones(2, dtype=torch.int16)),
+    "lower part without its bytes": in_state(master_low_bf16=torch.ones(2, dtype=torch.uint8)),
+    "lower part of another dtype": in_state(master_low_fp16=torch.ones(2, 2, dtype=torch.int8)),
+    "lower part in 16 bits": in_state(master_low8_bf16=torch.ones(2, dtype=torch.int16)),
+    "lower part with bytes": in_state(master_low8_fp16=torch.ones(2, 2, dtype=torch.int8)),
+    "lower part is a number": in_state(master_low_bf16=3),
+    "lower part before a bad moment": in_state(master_low8_bf16=0.5, exp_avg=torch.ones(3)),
     "no step": lambda saved: saved["state"][0].pop("step") is None or None,
     "step of two": in_state(step=torch.ones(2)),
     "step is nan": in_state(step=math.nan),
@@ -438,6 +452,27 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "param_dtype": "bfloat16",
     },
+    "adamw bfloat16 split masters": {
+        "optimizer": "AdamW",
+        "options": {**ADAM, "max_grad_norm": 0.5, "master_weights": "split"},
+        "param_dtype": "bfloat16",
+        "unscale_steps": [7, 8, 50],
+    },
+    "sgd float16 split masters bfloat16 states": {
+        "optimizer": "SGD",
+        "options": {"lr": 0.05, "momentum": 0.99, "master_weights": "split", **BFLOAT16_STATES},
+        "param_dtype": "float16",
+    },
+    "lion float16 split8 masters": {
+        "optimizer": "Lion",
+        "options": {"lr": 0.001, "master_weights": "split8"},
+        "param_dtype": "float16",
+    },
+    "adam bfloat16 split8 masters to nearest": {
+        "optimizer": "Adam",
+        "options": {**ADAM, "master_weights": "split8", "rounding": "nearest"},
+        "param_dtype": "bfloat16",
+    },
 }
 
 
@@ -455,6 +490,8 @@ def plan_of(row: dict[str, Any]) -> dict[str, Any]:
         "scaler": {"init_scale": 1024.0, "growth_interval": 20, "hysteresis": 2},
         "steps": STEPS,
         "resume": None,
+        "dtypes_from": {},  # by step, to which the model is converted
+        "options_from": {},  # by step, which the groups get
         **row,
     }
     dtype = getattr(torch, plan["param_dtype"])
@@ -501,6 +538,11 @@ def train(plan: dict[str, Any], checkpoint: dict[str, Any] | None = None) -> dic
     written: dict[str, Any] = {"losses": [], "states": [], "scales": [], "skips": []}
     for step in range(first, plan["steps"]):
         optimizer.zero_grad()
+        if step in plan["dtypes_from"]:
+            dtype = getattr(torch, plan["dtypes_from"][step])
+            model.to(dtype)
+        for group in optimizer.param_groups:
+            group.update(plan["options_from"].get(step, {}))
         with torch.autocast("cpu", cast_to, enabled=autocast is not None):
             inputs = plan["inputs"][step]
             output = model(inputs if autocast else inputs.to(dtype))
@@ -520,6 +562,7 @@ def train(plan: dict[str, Any], checkpoint: dict[str, Any] | None = None) -> dic
     written["checkpoint"] = {
         "model": [param.detach() for param in params],
         "optimizer": optimizer.state_dict(),
+        "masters": optimizer.master_params(),
         "scaler": scaler.state_dict(),
         "step": plan["steps"],
     }
@@ -577,6 +620,170 @@ def test_a_run_moves_from_python_to_cpp_and_back(
     end = train(plan, checkpoint)
     for step, state in enumerate(end["states"], 90):
         assert torch.equal(state, whole["states"][step]), f"after step {step}"
+
+
+# Masters in all their forms.
+
+FORMS: tuple[Any, ...] = (True, "split", "split8", False)
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+KINDS: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer": "Adam", "options": ADAM},
+    "amsgrad": {"optimizer": "Adam", "options": {**ADAM, "amsgrad": True}},
+    "sgd momentum": {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}},
+    "lion": {"optimizer": "Lion", "options": {"lr": 0.001}},
+}
+dtypes = pytest.mark.parametrize("dtype", SHORT)
+splits = pytest.mark.parametrize("form", ["split", "split8"])
+
+
+def plan_with(form: Any, dtype: str, kind: str = "adam", **changes: Any) -> dict[str, Any]:
+    row = KINDS[kind]
+    options = {**row["options"], "master_weights": form}
+    return plan_of({**row, "param_dtype": dtype, "options": options, "bad_steps": [3], **changes})
+
+
+def assert_same_checkpoint(cpp: dict[str, Any], python: dict[str, Any]) -> None:
+    """Compares options, keys in their order, dtypes, shapes and bits."""
+    assert cpp["optimizer"]["param_groups"] == python["optimizer"]["param_groups"]
+    states = cpp["optimizer"]["state"], python["optimizer"]["state"]
+    assert states[0].keys() == states[1].keys()
+    for number, theirs in states[1].items():
+        mine = states[0][number]
+        assert [*mine] == [*theirs]
+        for key, wanted in theirs.items():
+            assert mine[key].dtype == wanted.dtype, key
+            assert torch.equal(mine[key], wanted), f"{key} of param {number}"
+    for mine, theirs in zip(cpp["masters"], python["masters"], strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@dtypes
+@splits
+def test_split_masters_have_the_bits_of_python(
+    run: Run, kind: str, dtype: str, form: str, tmp_path: Path, one_thread: None
+) -> None:
+    plan = plan_with(form, dtype, kind, steps=20)
+    cpp, checkpoint = train_in_cpp(run, plan, tmp_path)
+    python = train(plan)
+    assert_same_steps(cpp, python)
+    assert_same_checkpoint(checkpoint, python["checkpoint"])
+    state = checkpoint["optimizer"]["state"][0]
+    name = "master_low" if form == "split" else "master_low8"
+    assert [key for key in state if "master" in key] == [f"{name}_{SHORT[dtype]}"]
+    assert state[f"{name}_{SHORT[dtype]}"].any()
+    assert "step" in state or (form == "split" and kind in ("sgd momentum", "lion"))
+
+
+def make_awkward(checkpoint: dict[str, Any], dtype: str) -> None:
+    """Gives masters what conversions may get wrong.
+
+    Ties of their parameters, what does not round to them, the least and the largest lower part.
+    """
+    half_unit = 2**15 if dtype == "bfloat16" else 2**12  # of a parameter, as of float32 bits
+    generator = torch.Generator().manual_seed(3)
+    for number, state in checkpoint["optimizer"]["state"].items():
+        for key in [key for key in state if "master" in key]:
+            low = state[key]
+            if key == "master_param":
+                bits = checkpoint["model"][number].float().view(torch.int32)
+                bits.view(-1)[::3] += half_unit
+                bits.view(-1)[1::3] -= half_unit
+                state[key] = bits.view(torch.float32)
+                state[key].view(-1)[-1] = 7.0
+            elif low.dtype == torch.uint8:
+                low.random_(0, 256, generator=generator)
+                low.view(torch.int16).view(-1)[:4] = torch.tensor([-(2**15), 2**15 - 1, 0, -1])
+            else:
+                low.random_(-128, 128, generator=generator)
+                low.view(-1)[:4] = torch.tensor([-128, 127, 0, -1])
+
+
+def assert_loads_as_python(
+    run: Run, plan: dict[str, Any], checkpoint: dict[str, Any], folder: Path
+) -> None:
+    """Compares what C++ and Python have right after a load."""
+    torch.save(checkpoint, folder / "begin.pt")
+    plan = {**plan, "steps": checkpoint["step"], "resume": str(folder / "begin.pt")}
+    loaded = train_in_cpp(run, plan, folder)[1]
+    assert_same_checkpoint(loaded, train(plan, copy.deepcopy(checkpoint))["checkpoint"])
+
+
+@dtypes
+@pytest.mark.parametrize("saved", FORMS)
+def test_every_form_loads_every_other_as_in_python(
+    run: Run, dtype: str, saved: Any, tmp_path: Path, one_thread: None
+) -> None:
+    checkpoint = train(plan_with(saved, dtype, steps=3))["checkpoint"]
+    awkward = copy.deepcopy(checkpoint)
+    make_awkward(awkward, dtype)
+    for form in FORMS:
+        plan = plan_with(form, dtype)
+        assert_loads_as_python(run, plan, checkpoint, tmp_path)
+        assert_loads_as_python(run, plan, awkward, tmp_path)
+
+
+def in_32_bits(checkpoint: dict[str, Any]) -> list[Tensor]:
+    """Returns other float32 masters for a checkpoint, one for each parameter."""
+    return [param.float() * 1.0001 for param in checkpoint["model"]]
+
+
+ODD_MASTERS: dict[str, Callable[[Saved, Tensor, str], None]] = {
+    "newer in float32": lambda state, other, _: state.update(master_param=other),
+    "cast by torch": lambda state, _, key: state.update({key: state[key].to(torch.bfloat16)}),
+    "none": lambda state, _, key: state.update({key: None}),
+    "of the other dtype": lambda state, _, key: state.update(
+        {key.replace("bf16", "?").replace("fp16", "bf16").replace("?", "fp16"): state.pop(key)}
+    ),
+    "two lower parts": lambda state, other, _: state.update(
+        master_low8_bf16=torch.full(other.shape, 33, dtype=torch.int8)
+    ),
+}
+
+
+@dtypes
+@splits
+@pytest.mark.parametrize("name", ODD_MASTERS)
+def test_odd_masters_are_read_as_in_python(
+    run: Run, dtype: str, form: str, name: str, tmp_path: Path, one_thread: None
+) -> None:
+    checkpoint = train(plan_with(form, dtype, steps=3))["checkpoint"]
+    for state, other in zip(
+        checkpoint["optimizer"]["state"].values(), in_32_bits(checkpoint), strict=True
+    ):
+        key = next(key for key in state if key.startswith("master_low"))
+        ODD_MASTERS[name](state, other, key)
+    for loaded in FORMS:
+        assert_loads_as_python(run, plan_with(loaded, dtype), checkpoint, tmp_path)
+
+
+@splits
+def test_a_model_is_converted_as_in_python(
+    run: Run, form: str, tmp_path: Path, one_thread: None
+) -> None:
+    to = {4: "float16", 7: "float32", 9: "float16", 12: "bfloat16", 15: "float64"}
+    plan = plan_with(form, "bfloat16", steps=18, dtypes_from=to)
+    for steps in (6, 14, 18):  # the checkpoint after which tells the keys
+        part = {**plan, "steps": steps}
+        cpp, checkpoint = train_in_cpp(run, part, tmp_path)
+        python = train(part)
+        assert_same_steps(cpp, python)
+        assert_same_checkpoint(checkpoint, python["checkpoint"])
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["amsgrad", "lion"])
+def test_a_loop_changes_the_form_as_in_python(
+    run: Run, dtype: str, kind: str, tmp_path: Path, one_thread: None
+) -> None:
+    forms = ("split", True, "split8", "split", False, "split8", True, False)
+    changes = {step: {"master_weights": form} for step, form in enumerate(forms, 2)}
+    plan = plan_with(True, dtype, kind, steps=12, options_from=changes)
+    cpp, checkpoint = train_in_cpp(run, plan, tmp_path)
+    python = train(plan)
+    assert_same_steps(cpp, python)
+    assert_same_checkpoint(checkpoint, python["checkpoint"])
 
 
 # What a class of Python says and one of C++ says again.

@@ -1,5 +1,5 @@
 // Adam, AdamW, SGD and Lion for LibTorch: torch::optim::Optimizers with one fused kernel each, and
-// float32 masters of 16-bit parameters.
+// masters of 16-bit parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,15 +12,41 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
 namespace amp_ext::optim {
 
+// How the masters of 16-bit parameters are kept: true, false, "split" or "split8". An optimizer
+// refuses other texts.
+class MasterWeights {
+ public:
+  template <typename Flag, std::enable_if_t<std::is_integral_v<Flag>, bool> = true>
+  MasterWeights(Flag flag) : value_(flag != 0) {}  // NOLINT: converts
+  // Of literals, which would have to become a string first.
+  MasterWeights(const char* form) : value_(std::string(form)) {}  // NOLINT: likewise
+  MasterWeights(std::string form) : value_(std::move(form)) {}    // NOLINT: likewise
+
+  const std::variant<bool, std::string>& value() const { return value_; }
+
+  // Whether there are any.
+  explicit operator bool() const { return value_ != std::variant<bool, std::string>(false); }
+
+  friend bool operator==(const MasterWeights& a, const MasterWeights& b) {
+    return a.value_ == b.value_;
+  }
+  friend bool operator!=(const MasterWeights& a, const MasterWeights& b) { return !(a == b); }
+
+ private:
+  std::variant<bool, std::string> value_;
+};
+
 // Where an option is kept.
-using OptionPlace =
-    std::variant<double*, bool*, std::tuple<double, double>*, std::optional<double>*,
-                 std::optional<at::ScalarType>*, std::optional<std::string>*>;
+using OptionPlace = std::variant<double*, bool*, MasterWeights*, std::tuple<double, double>*,
+                                 std::optional<double>*, std::optional<at::ScalarType>*,
+                                 std::optional<std::string>*>;
 
 // The options of a group that all optimizers have.
 class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
@@ -52,7 +78,7 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   double weight_decay_ = 0.0;
   bool maximize_ = false;
   bool decoupled_weight_decay_ = false;
-  bool master_weights_ = true;
+  MasterWeights master_weights_ = true;
   std::optional<at::ScalarType> state_dtype_ = at::kFloat;
   std::optional<std::string> rounding_;
   std::optional<double> max_grad_norm_;
@@ -87,11 +113,13 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
   AMP_EXT_OPTION(double, weight_decay)
   // Ascends instead.
   AMP_EXT_OPTION(bool, maximize)
-  // Keeps a float32 master of every float16 and bfloat16 parameter.
-  AMP_EXT_OPTION(bool, master_weights)
+  // Keeps a float32 master of every float16 and bfloat16 parameter. "split": of 16 more bits, which
+  // with the parameter are the float32 (of float16 from 2^-16 on, to 2^-40 below); it follows a
+  // parameter that is written from outside. "split8": of 8 more bits, within 2^-15 of the float32.
+  AMP_EXT_OPTION(MasterWeights, master_weights)
   // at::kFloat or at::kBFloat16, the dtype of the buffers, or none for the parameter's.
   AMP_EXT_OPTION(std::optional<at::ScalarType>, state_dtype)
-  // "nearest" or "dither": how numbers are rounded that are stored in 16 bits. None dithers what
+  // "nearest" or "dither": how numbers are rounded that are stored in fewer bits. None dithers what
   // would freeze otherwise, unless there is no state_dtype.
   AMP_EXT_OPTION(std::optional<std::string>, rounding)
   // Norm to keep the unscaled gradients of all groups together below, inside the step; the norm is
@@ -205,7 +233,8 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
 
 #undef AMP_EXT_OPTION
 
-// The state of one parameter, by the keys of Python: "step", "master_param", "exp_avg", ...
+// The state of one parameter, by the keys of Python: "step", "master_param" or, split,
+// "master_low_bf16", "exp_avg", ...
 class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
  public:
   explicit FusedParamState(at::Tensor param) : param_(std::move(param)) {}
@@ -271,11 +300,12 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   // Makes the next step look up all states again, after some were replaced by hand.
   void rebuild();
 
-  // The float32 master of every parameter, and parameters that have none themselves.
+  // The float32 master of every parameter, and parameters that have none themselves. Split masters
+  // come as decoded copies.
   std::vector<at::Tensor> master_params();
 
   // Takes parameters that were changed through data(), behind their masters, over into them, at
-  // once. Other changes are noticed by the next step.
+  // once. Other changes are noticed by the next step. Split masters need none of it.
   void refresh_masters();
 
   // Python's state dict: {"state": {0: {"step": ..., ...}}, "param_groups": [{"lr": ..., "params":
@@ -283,7 +313,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   c10::IValue state_dict() const;
 
   // Takes state dicts of this class, of its namesakes in Python and in Python's torch.optim.
-  // Buffers get the configured dtype, and options that torch does not have stay as configured.
+  // Buffers get the configured dtype, masters the configured form, and options that torch does not
+  // have stay as configured.
   // Entries that this class does not know come back in `state_dict()`.
   // Masters that are missing are taken from the parameters: load the model first.
   void load_state_dict(const c10::IValue& state_dict);
@@ -305,8 +336,6 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedOptions& options_of(size_t group);
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
-  at::Tensor master_of(const at::Tensor& param) const;
-  static bool has_master(const FusedOptions& options, const at::Tensor& param);
   std::unique_ptr<FusedParamState> whole_state(const FusedOptions& options,
                                                const at::Tensor& param) const;
   std::unique_ptr<FusedParamState> read_state(const FusedOptions& options, const at::Tensor& param,
@@ -315,7 +344,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   bool make_states(const std::vector<std::pair<size_t, at::Tensor>>& params);
   bool take_params();
   void take_plan();
-  void make_plan(std::vector<std::tuple<int, bool, bool, std::optional<at::ScalarType>>> kept);
+  void make_plan(
+      std::vector<std::tuple<int, bool, MasterWeights, std::optional<at::ScalarType>>> kept);
   void give_states();
   std::vector<std::vector<FusedOptions::Option>> checked_groups();
   void check_shared_options();

@@ -100,6 +100,8 @@ inline Checks all() {
       {"state dtype", construct<AdamW>(AdamWOptions().state_dtype(torch::kHalf))},
       {"state dtype of float64", construct<Lion>(LionOptions().state_dtype(torch::kDouble))},
       {"rounding", construct<SGD>(SGDOptions().rounding("up"))},
+      {"master weights", construct<AdamW>(AdamWOptions().master_weights("splat"))},
+      {"empty master weights", construct<SGD>(SGDOptions().master_weights(""))},
       {"dampening of nan", construct<SGD>(SGDOptions().dampening(nan))},
       {"no parameters",
        [] { AdamW(std::vector<torch::optim::OptimizerParamGroup>(), AdamWOptions()); }},
@@ -128,17 +130,43 @@ inline Checks all() {
          groups[1].set_options(std::make_unique<AdamWOptions>(AdamWOptions().clip_value(-1.0)));
          AdamW(groups, AdamWOptions());
        }},
+      {"master weights of a group",
+       [] {
+         std::vector<torch::optim::OptimizerParamGroup> groups =
+             Saved::groups(parameter(), parameter());
+         groups[1].set_options(
+             std::make_unique<AdamWOptions>(AdamWOptions().master_weights("Split")));
+         AdamW(groups, AdamWOptions());
+       }},
       {"option written in a loop",
        [] {
          AdamW optimizer({parameter()}, AdamWOptions());
          static_cast<AdamWOptions&>(optimizer.param_groups()[0].options()).clip_value(-1.0);
          optimizer.step();
        }},
+      {"master weights written in a loop",
+       [] {
+         Lion optimizer({parameter()}, LionOptions());
+         static_cast<LionOptions&>(optimizer.param_groups()[0].options()).master_weights("low");
+         optimizer.step();
+       }},
+      {"master weights written before any step",
+       [] {
+         Lion optimizer({parameter()}, LionOptions());
+         static_cast<LionOptions&>(optimizer.param_groups()[0].options()).master_weights("low");
+         optimizer.init_state();
+       }},
       {"clip value written before any step",
        [] {
          Lion optimizer({parameter()}, LionOptions());
          static_cast<LionOptions&>(optimizer.param_groups()[0].options()).clip_value(-1.0);
          optimizer.master_params();
+       }},
+      {"float16 states beside a split master",
+       [] {
+         AdamW({parameter(torch::kHalf)},
+               AdamWOptions().master_weights("split").state_dtype(std::nullopt))
+             .step();
        }},
       {"sparse gradient",
        [] {

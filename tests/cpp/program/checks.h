@@ -11,7 +11,9 @@
 #include <limits>
 #include <memory>
 #include <sstream>
+#include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -135,19 +137,21 @@ inline void groups_keep_their_options() {
 }
 
 // Ten steps of a network, with an archive in between.
-inline std::vector<torch::Tensor> trained(bool with_archive) {
+inline std::vector<torch::Tensor> trained(const MasterWeights& masters, bool with_archive) {
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::ReLU(), torch::nn::Linear(7, 3));
   model->to(torch::kBFloat16);
   const torch::Tensor inputs = torch::randn({10, 4, 5}).to(torch::kBFloat16);
-  auto optimizer = std::make_unique<AdamW>(model->parameters(), AdamWOptions(0.01).amsgrad(true));
+  auto optimizer = std::make_unique<AdamW>(
+      model->parameters(), AdamWOptions(0.01).amsgrad(true).master_weights(masters));
   auto scaler = std::make_unique<GradScaler>(cpu_scaler());
   for (int step = 0; step < 10; ++step) {
     if (step == 5 && with_archive) {
       std::stringstream of_optimizer, of_scaler;
       torch::save(*optimizer, of_optimizer);
       torch::save(*scaler, of_scaler);
-      optimizer = std::make_unique<AdamW>(model->parameters(), AdamWOptions(7.0));
+      optimizer =
+          std::make_unique<AdamW>(model->parameters(), AdamWOptions(7.0).master_weights(masters));
       scaler = std::make_unique<GradScaler>(cpu_scaler(2.0));
       torch::load(*optimizer, of_optimizer);
       torch::load(*scaler, of_scaler);
@@ -163,8 +167,17 @@ inline std::vector<torch::Tensor> trained(bool with_archive) {
 }
 
 inline void archives_resume_with_the_same_bits() {
-  const auto whole = trained(false), resumed = trained(true);
-  for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
+  for (const MasterWeights masters : {true, false}) {
+    const auto whole = trained(masters, false), resumed = trained(masters, true);
+    for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
+  }
+}
+
+inline void archives_resume_split_masters_with_the_same_bits() {
+  for (const char* const form : {"split", "split8"}) {
+    const auto whole = trained(form, false), resumed = trained(form, true);
+    for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
+  }
 }
 
 inline torch::ScalarType product_dtype() {
@@ -266,6 +279,99 @@ inline void masters_keep_what_16_bits_lose() {
   param.detach().fill_(3.0);  // a write that the version shows
   optimizer.step();
   CHECK_THAT(std::abs(optimizer.master_params()[0].item<double>() - 3.0) < 1e-3);
+}
+
+inline const FusedParamState& state_of(const FusedOptimizer& optimizer,
+                                       const torch::Tensor& param) {
+  return static_cast<const FusedParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+}
+
+inline void masters_are_named_by_flags_and_texts() {
+  const std::string split = "split";
+  CHECK_THAT(AdamWOptions().master_weights() == true);
+  CHECK_THAT(AdamWOptions().master_weights(false).master_weights() == false);
+  CHECK_THAT(AdamWOptions().master_weights(0).master_weights() == false);
+  CHECK_THAT(AdamWOptions().master_weights("split").master_weights() == split);
+  CHECK_THAT(AdamWOptions().master_weights(split).master_weights() != "split8");
+  CHECK_THAT(AdamWOptions().master_weights("").master_weights() != false);
+  CHECK_THAT(LionOptions().master_weights("split8").master_weights());
+  CHECK_THAT(!LionOptions().master_weights(false).master_weights());
+  static_assert(!std::is_convertible_v<int*, MasterWeights>, "which would be a flag");
+}
+
+inline void split_masters_lie_below_their_parameters() {
+  torch::Tensor param = parameter({1.0, -2.0, 0.5}, torch::kBFloat16);
+  AdamW optimizer({param}, AdamWOptions(1e-4).weight_decay(0.0).master_weights("split"));
+  for (int i = 0; i < 100; ++i) {
+    param.mutable_grad() = torch::ones({3}, torch::kBFloat16);
+    optimizer.step();
+  }
+  CHECK_THAT(param[0].item<double>() < 0.995);
+  const FusedParamState& state = state_of(optimizer, param);
+  CHECK_THAT(!state.get("master_param").defined());
+  CHECK_THAT(state.get("master_low_bf16").scalar_type() == torch::kByte);
+  CHECK_THAT((state.get("master_low_bf16").sizes() == std::vector<int64_t>{3, 2}));
+  const torch::Tensor master = optimizer.master_params()[0];
+  CHECK_THAT(same(master, amp_ext::join_master(param, state.get("master_low_bf16"))));
+  CHECK_THAT(std::abs(master[0].item<double>() - 0.99) < 1e-5);
+  optimizer.master_params()[0].zero_();  // a copy
+  optimizer.refresh_masters();
+  CHECK_THAT(same(optimizer.master_params()[0], master));
+  param.data().zero_();  // which no version shows, and which is followed all the same
+  static_cast<AdamWOptions&>(optimizer.param_groups()[0].options()).lr(0.0);
+  optimizer.step();
+  CHECK_THAT(param.abs().max().item<double>() == 0.0);
+}
+
+inline void a_lower_part_that_does_not_fit_changes_nothing() {
+  torch::Tensor param = parameter({1.0, 2.0}, torch::kHalf);
+  Lion optimizer({param}, LionOptions(0.5).master_weights("split8"));
+  param.mutable_grad() = torch::ones({2}, torch::kHalf);
+  optimizer.step();
+  const torch::Tensor master = optimizer.master_params()[0];
+  const Dict dict = optimizer.state_dict().toGenericDict();
+  const Dict state = dict.at("state").toGenericDict().at(0).toGenericDict();
+  const torch::Tensor low = state.at("master_low8_fp16").toTensor().clone();
+  const auto refused = [&](const c10::IValue& wrong) {
+    state.insert_or_assign("master_low8_fp16", wrong);
+    const std::string error = error_of([&] { optimizer.load_state_dict(dict); });
+    CHECK_THAT(same(optimizer.master_params()[0], master));
+    return error;
+  };
+  const std::string where = "Lion.load_state_dict: master_low8_fp16 of group 0, param 0 must be ";
+  CHECK_THAT(contains(refused(low.to(torch::kByte)),
+                      where + "torch.int8 of shape (2,), got torch.uint8 of (2,)"));
+  CHECK_THAT(contains(refused(low.to_sparse()), where + "dense and hold its elements, got"));
+  CHECK_THAT(contains(refused(low.to(torch::kMeta)),
+                      where + "dense and hold its elements, got torch.strided"));
+  CHECK_THAT(refused(low).empty());
+}
+
+inline void states_of_a_split_master_keep_the_layout() {
+  torch::Tensor weight = torch::randn({4, 3, 2, 2}).to(torch::kBFloat16);
+  const torch::Tensor plain = weight.clone().requires_grad_(true);
+  weight = weight.contiguous(at::MemoryFormat::ChannelsLast).requires_grad_(true);
+  for (const std::string form : {"split", "split8"}) {
+    std::vector<torch::Tensor> masters;
+    for (const torch::Tensor& param : {plain, weight}) {
+      SGD optimizer({param}, SGDOptions(0.125).momentum(0.5).master_weights(form));
+      for (int i = 0; i < 3; ++i) {
+        param.mutable_grad() = torch::full_like(param, 0.25).detach();
+        optimizer.step();
+      }
+      SGD other({param}, SGDOptions(0.125).momentum(0.5).master_weights(form));
+      other.load_state_dict(
+          amp_ext::state_from_bytes(amp_ext::state_to_bytes(optimizer.state_dict())));
+      CHECK_THAT(same(other.master_params()[0], optimizer.master_params()[0]));
+      const std::string key = form == "split" ? "master_low_bf16" : "master_low8_bf16";
+      const torch::Tensor low = state_of(other, param).get(key);
+      CHECK_THAT(low.strides() == state_of(optimizer, param).get(key).strides());
+      CHECK_THAT((low.stride(1) < low.stride(3)) == (param.stride(1) < param.stride(3)));
+      CHECK_THAT(other.master_params()[0].strides() == param.strides());
+      masters.push_back(other.master_params()[0]);
+    }
+    CHECK_THAT(same(masters[0], masters[1]));
+  }
 }
 
 inline void a_parameter_that_is_gone_leaves_no_state_to_another() {

@@ -27,9 +27,7 @@ inline bool is_one_of(const c10::IValue& list, int64_t number) {
 }
 
 // Sets options by their names in Python.
-template <typename Options>
-Options options_from(const c10::IValue& values) {
-  Options options;
+inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue& values) {
   const auto all = options.options();
   for (const auto& entry : values.toGenericDict()) {
     const std::string& name = entry.key().toStringRef();
@@ -42,6 +40,12 @@ Options options_from(const c10::IValue& values) {
           using Type = std::decay_t<decltype(*option)>;
           if constexpr (std::is_same_v<Type, bool>) {
             *option = value.toBool();
+          } else if constexpr (std::is_same_v<Type, amp_ext::optim::MasterWeights>) {
+            if (value.isBool()) {
+              *option = value.toBool();
+            } else {
+              *option = value.toStringRef();
+            }
           } else if constexpr (std::is_same_v<Type, std::tuple<double, double>>) {
             const auto& betas = value.toTupleRef().elements();
             *option = {betas[0].toDouble(), betas[1].toDouble()};
@@ -56,6 +60,12 @@ Options options_from(const c10::IValue& values) {
         },
         found->place);
   }
+}
+
+template <typename Options>
+Options options_from(const c10::IValue& values) {
+  Options options;
+  set_options(options, values);
   return options;
 }
 
@@ -97,7 +107,7 @@ inline torch::Tensor snapshot(const amp_ext::optim::FusedOptimizer& optimizer) {
 inline void train(const std::string& folder) {
   const Dict plan = amp_ext::load_state(folder + "/plan.pt").toGenericDict();
   const auto weights = plan.at("weights").toListRef();
-  const auto dtype = dtype_named(plan.at("param_dtype").toStringRef());
+  auto dtype = dtype_named(plan.at("param_dtype").toStringRef());
   torch::nn::Sequential model(
       torch::nn::Linear(weights[0].toTensor().size(1), weights[0].toTensor().size(0)),
       torch::nn::ReLU(),
@@ -135,8 +145,19 @@ inline void train(const std::string& folder) {
   const auto cast_to = casts ? dtype_named(plan.at("autocast").toStringRef()) : torch::kBFloat16;
   std::vector<torch::Tensor> losses, states;
   std::vector<double> scales, skips;
+  const Dict dtypes = plan.at("dtypes_from").toGenericDict(),
+             options = plan.at("options_from").toGenericDict();
   for (int64_t step = first; step < plan.at("steps").toInt(); ++step) {
     optimizer->zero_grad();
+    if (dtypes.contains(step)) {
+      dtype = dtype_named(dtypes.at(step).toStringRef());
+      model->to(dtype);
+    }
+    if (options.contains(step)) {
+      for (auto& group : optimizer->param_groups()) {
+        set_options(static_cast<amp_ext::optim::FusedOptions&>(group.options()), options.at(step));
+      }
+    }
     torch::Tensor loss;
     {
       const amp_ext::Autocast autocast(torch::kCPU, cast_to, casts);
@@ -160,7 +181,7 @@ inline void train(const std::string& folder) {
   }
 
   auto written = new_dict();
-  written.insert("losses", torch::stack(losses));
+  written.insert("losses", losses.empty() ? torch::empty({0}) : torch::stack(losses));
   c10::impl::GenericList all(c10::AnyType::get());
   for (const torch::Tensor& state : states) all.push_back(state);
   written.insert("states", all);
@@ -173,6 +194,9 @@ inline void train(const std::string& folder) {
   for (const torch::Tensor& param : model->parameters()) params.push_back(param);
   checkpoint.insert("model", params);
   checkpoint.insert("optimizer", optimizer->state_dict());
+  c10::impl::GenericList masters(c10::AnyType::get());
+  for (const torch::Tensor& master : optimizer->master_params()) masters.push_back(master);
+  checkpoint.insert("masters", masters);
   checkpoint.insert("scaler", scaler.state_dict());
   checkpoint.insert("step", plan.at("steps").toInt());
   amp_ext::save_state(folder + "/checkpoint.pt", checkpoint);

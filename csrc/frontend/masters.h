@@ -1,0 +1,45 @@
+// Masters of 16-bit parameters in states and files: in float32, or split, with the parameter on
+// top. A lower part has a key that names its format: it is read as what it was, whatever has become
+// of the parameter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <amp_ext/optim.h>
+
+#include <array>
+#include <map>
+#include <string>
+
+namespace amp_ext::optim {
+
+// The key of a float32 master, and all keys under which a state may have a master.
+inline constexpr const char* kWholeMaster = "master_param";
+inline constexpr std::array<const char*, 5> kMasterKeys = {
+    kWholeMaster, "master_low_bf16", "master_low_fp16", "master_low8_bf16", "master_low8_fp16"};
+
+// Those that there are, by their keys.
+using Masters = std::map<std::string, at::Tensor>;
+Masters masters_in(const FusedParamState& state);
+
+// The key of the master that an option wants for parameters of a dtype; empty for none.
+std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
+
+// A new master under a key: of one in any form, or of the parameter.
+at::Tensor made_master(const at::Tensor& param, const Masters& masters, const std::string& key);
+
+// The float32 master of a parameter: that which is kept, one made of its parts, or the parameter.
+at::Tensor whole_master(const at::Tensor& param, const Masters& masters);
+
+// The master that a parameter gets of those in a file: the same bytes, if it has them. A file with
+// a float32 master beside a lower part was written by somebody who knows the former only: it is the
+// newer one.
+at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const std::string& key);
+
+// A copy of what a file has under the key of a lower part, laid out as the parameter. Undefined if
+// torch's optimizers in Python have cast it to the parameter's dtype and gone on without it. Throws
+// if it is not of the dtype and the shape that the key says.
+at::Tensor read_lower_part(const std::string& key, const c10::IValue& value,
+                           const at::Tensor& param, const std::string& where);
+
+}  // namespace amp_ext::optim
