@@ -6,8 +6,8 @@ Elements are computed in float32, those of float64 parameters in float64, and ro
 nearest number of the stored dtype, unless ``dither`` is given. Nothing synchronises the host with a
 GPU.
 
-Inside ``torch.compile`` every function but :func:`split_master` and :func:`join_master` is one
-operator of the graph (:mod:`amp_ext.compiled_ops`).
+Inside ``torch.compile`` every function but those that convert states (:func:`split_master`,
+:func:`encode_ratios` and the like) is one operator of the graph (:mod:`amp_ext.compiled_ops`).
 
 Every function raises RuntimeError on bad input, before anything is written, and names the
 argument, its index, what is wanted and what came. If a GPU refuses a launch after others, torch's
@@ -39,13 +39,19 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 * ``skip_nonfinite``: Leaves every element alone whose gradient is inf or NaN, and leaves those out
   of the norm.
 * ``dither``: Rounds what would freeze otherwise in the right proportion of steps up and down: in 16
-  bits, parameters without a master, second moments, and first moments of a decay of 0.99 and more.
+  or 8 bits, parameters without a master, second moments, small ratios to them, and first moments
+  of a decay of 0.99 and more.
   Asks for ``steps``, on whose number the rounding depends.
 * ``first_elements``: Where the first element of each parameter stands in the whole of which it is a
   part, for the dither to be that of the whole; None: each is the whole.
+* ``exponents``: For moments in 8 bits that have groups (:func:`encode_groups`), uint8, one for
+  each 32 elements; empty for a parameter without such. Updated in place.
 
 Buffers have the parameters' shapes and are float32, bfloat16 or in the parameter's dtype; float64
-for float64 parameters. They are updated in place.
+for float64 parameters. Or they have codes of 8 bits, beside gradients of the parameter's dtype: of
+Adam without a maximum int8 for the first moments (:func:`encode_ratios`) beside second moments in
+bfloat16 or uint8, of the others uint8 (both :func:`encode_groups`, in the order of the parameter's
+memory). They are updated in place.
 """
 
 from __future__ import annotations
@@ -73,6 +79,10 @@ __all__ = [
     "clip_grads_",
     "count_nonfinite",
     "cpu_isa",
+    "decode_groups",
+    "decode_ratios",
+    "encode_groups",
+    "encode_ratios",
     "join_master",
     "lion_",
     "optimizer_update_",
@@ -105,6 +115,7 @@ def step_operation(function: Function) -> Function:
     """
     parameters = inspect.signature(function).parameters.values()
     lists = [p.name for p in parameters if p.annotation.startswith("Sequence[Tensor]")]
+    lists.remove("exponents")  # a schema has no further lists that may be absent
     by_name = named_arguments(function)
 
     @functools.wraps(function)
@@ -112,7 +123,7 @@ def step_operation(function: Function) -> Function:
         function(*args, **kwargs)
         getattr(_C, function.__name__)(**by_name(*args, **kwargs))
 
-    return operation(writes=(*lists, "grad_norm"))(run)  # type: ignore[return-value]
+    return operation(writes=(*lists, "grad_norm"), without=("exponents",))(run)  # type: ignore[return-value]
 
 
 def cpu_isa() -> str:
@@ -165,6 +176,81 @@ def join_master(param: Tensor, low: Tensor) -> Tensor:
         RuntimeError: If a dtype or the shape does not fit.
     """
     return _C.join_master(param, low)
+
+
+def encode_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
+    """Returns first moments as codes of their ratios to the roots of the second moments.
+
+    A code c stands for the ratio c / (269.875 - 2 |c|), which is 8 for 127, rounded to nearest;
+    -128 for what is not finite. Copies tensors of a GPU to the CPU and back.
+
+    Args:
+        moment: float32, of any shape.
+        second_moment: float32 of the same shape, as it is stored.
+
+    Returns:
+        int8 of the same shape, on the same device.
+
+    Raises:
+        RuntimeError: If a dtype or the shape does not fit.
+    """
+    return _C.encode_ratios(moment, second_moment)
+
+
+def decode_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
+    """Returns the first moments of codes.
+
+    Args:
+        codes: As of :func:`encode_ratios`.
+        second_moment: float32 of the same shape, as it is stored.
+
+    Returns:
+        float32 of the same shape, on the same device.
+
+    Raises:
+        RuntimeError: If a dtype or the shape does not fit.
+    """
+    return _C.decode_ratios(codes, second_moment)
+
+
+def encode_groups(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    """Returns moments as codes of 8 bits, and an exponent for each 32 of them.
+
+    A second moment ("q8v") is coded by its root, and no positive one becomes 0; a momentum ("q8m")
+    by sign and magnitude. Both are rounded to nearest, in units of the power of two above the
+    largest of their group: linear below an eighth of it, by octaves above. A group that has inf or
+    NaN decodes to NaN. Copies tensors of a GPU to the CPU and back.
+
+    Args:
+        moment: float32, of a shape whose first dimension is outermost in memory, and whose others
+            together have a multiple of 32 elements.
+        code: "q8v" or "q8m".
+
+    Returns:
+        uint8 of the same shape, and uint8 of the shape (shape[0], groups in a row), on the same
+        device. An exponent is that of a float32, with its bias of 127.
+
+    Raises:
+        RuntimeError: If the dtype, the shape or the code does not fit.
+    """
+    return _C.encode_groups(moment, code)
+
+
+def decode_groups(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
+    """Returns the moments of codes.
+
+    Args:
+        codes: As of :func:`encode_groups`.
+        exponents: Likewise.
+        code: "q8v" or "q8m".
+
+    Returns:
+        float32 of the shape of the codes, on the same device.
+
+    Raises:
+        RuntimeError: If a dtype, a shape or the code does not fit.
+    """
+    return _C.decode_groups(codes, exponents, code)
 
 
 @operation(writes=("found_inf", "sum_of_squares", "first_nonfinite"))
@@ -368,6 +454,7 @@ def adam_(
     denominator_floor: float = 0.0,
     dither: bool = False,
     first_elements: Sequence[int] | None = None,
+    exponents: Sequence[Tensor] | None = None,
 ) -> None:
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
 
@@ -415,6 +502,7 @@ def lion_(
     skip_nonfinite: bool = False,
     dither: bool = False,
     first_elements: Sequence[int] | None = None,
+    exponents: Sequence[Tensor] | None = None,
 ) -> None:
     """Takes one step of Lion for all parameters.
 
@@ -458,6 +546,7 @@ def sgd_(
     skip_nonfinite: bool = False,
     dither: bool = False,
     first_elements: Sequence[int] | None = None,
+    exponents: Sequence[Tensor] | None = None,
 ) -> None:
     """Takes one step of stochastic gradient descent for all parameters.
 

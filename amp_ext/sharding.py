@@ -14,6 +14,7 @@ __all__ = [
     "all_reduce_flags",
     "first_element",
     "is_dtensor",
+    "laid_out_as",
     "local_grad",
     "local_tensor",
 ]
@@ -32,6 +33,34 @@ def local_tensor(tensor: Any) -> Tensor:
     local = tensor._local_tensor
     # A collective that makes it may still be under way.
     return local.wait() if hasattr(local, "wait") else local
+
+
+def laid_out_as(
+    param: Any,
+    local: Tensor,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
+    """Returns a tensor of this rank as a DTensor if its parameter is one, else as it is.
+
+    Args:
+        param: The parameter, over the same dimensions of which the tensor is laid out.
+        local: This rank's part.
+        shape: Of the whole; None for the parameter's.
+        strides: Likewise.
+    """
+    if not is_dtensor(param):
+        return local
+    laid_out = type(param).from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=torch.Size(param.shape if shape is None else shape),
+        stride=tuple(param.stride() if strides is None else strides),
+    )
+    # Shards may lie on the CPU under a mesh of GPUs, to which they have just been moved.
+    return laid_out if local_tensor(laid_out).device == local.device else laid_out.to(local.device)
 
 
 def first_element(param: Any) -> int:

@@ -231,7 +231,8 @@ StepLists take_lists(py::kwargs& arguments, const char* operation,
                   take<OptionalTensorList>(arguments, operation, "steps"),
                   take<OptionalTensorList>(arguments, operation, "master_params"),
                   take<std::optional<std::vector<int64_t>>>(arguments, operation, "first_elements",
-                                                            "a list of numbers")};
+                                                            "a list of numbers"),
+                  take<OptionalTensorList>(arguments, operation, "exponents")};
   for (const std::string& name : buffers) {
     lists.buffers.push_back(take<OptionalTensorList>(arguments, operation, name));
   }
@@ -376,11 +377,13 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "set_state",
           [](Plan& plan, int64_t number, std::vector<at::Tensor> buffers,
-             const OptionalTensor& master_param, const OptionalTensor& step) {
+             const OptionalTensor& master_param, const OptionalTensor& step,
+             const OptionalTensor& exponents) {
             plan.set_state(number, {std::move(buffers), master_param.value_or(at::Tensor()),
-                                    step.value_or(at::Tensor())});
+                                    step.value_or(at::Tensor()), exponents.value_or(at::Tensor())});
           },
-          py::arg("number"), py::arg("buffers"), py::arg("master_param"), py::arg("step"))
+          py::arg("number"), py::arg("buffers"), py::arg("master_param"), py::arg("step"),
+          py::arg("exponents") = std::nullopt)
       .def("set_first_element", &Plan::set_first_element, py::arg("number"),
            py::arg("first_element"))
       .def("take_params", &take_params, py::arg("groups"))
@@ -443,6 +446,13 @@ PYBIND11_MODULE(_C, module) {
   module.def("split_master", &split_master, release_gil(), py::arg("param"), py::arg("master"),
              py::arg("low_bits"));
   module.def("join_master", &join_master, release_gil(), py::arg("param"), py::arg("low"));
+  module.def("encode_ratios", &encode_ratios, release_gil(), py::arg("moment"),
+             py::arg("second_moment"));
+  module.def("decode_ratios", &decode_ratios, release_gil(), py::arg("codes"),
+             py::arg("second_moment"));
+  module.def("encode_groups", &encode_groups, release_gil(), py::arg("moment"), py::arg("code"));
+  module.def("decode_groups", &decode_groups, release_gil(), py::arg("codes"), py::arg("exponents"),
+             py::arg("code"));
   module.def("cpu_isa", &cpu_isa);
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
              py::arg("groups"), py::arg("states"));

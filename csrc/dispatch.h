@@ -46,7 +46,7 @@ class DeviceEngine {
   // Where this throws, the records whose is_launched is set are stepped, and the others are not.
   virtual void step(const at::Device& device, const StepLaunch& launch,
                     StepScratch& scratch) const = 0;
-  virtual bool takes_split_masters() const { return true; }
+  virtual bool takes_large_arguments() const { return true; }
   virtual void look(const at::Device& device, const LookLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may

@@ -61,7 +61,7 @@ class CudaEngine : public DeviceEngine {
     });
   }
 
-  bool takes_split_masters() const override { return cuda::takes_split_masters(); }
+  bool takes_large_arguments() const override { return cuda::takes_large_arguments(); }
 
   void look(const at::Device& device, const LookLaunch& launch,
             StepScratch& scratch) const override {

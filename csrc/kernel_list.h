@@ -35,11 +35,33 @@ struct Combination {
   using Buffer = std::conditional_t<
       role == BufferRole::kFirstMoment, FirstMomentKind,
       std::conditional_t<role == BufferRole::kSecondMoment, SecondMomentKind, MaximumKind>>;
-  // Kernels without buffers are compiled for the combinations with these alone.
-  static constexpr bool kHasComputedBuffers = std::is_same_v<FirstMomentKind, Plain<T>>;
+  using FirstMoment = FirstMomentKind;
   static constexpr bool kHasSplitMaster =
       Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
+  static constexpr bool kHasCodes = is_code(FirstMoment::kFormat);
+  // Kernels that take no less.
+  static constexpr bool kIsForLargeArguments = kHasSplitMaster || kHasCodes;
 };
+
+// Whether the first of a number of buffers may be in 8 bits: as a ratio to a second moment beside
+// it, or alone.
+template <typename Hyperparameters>
+constexpr bool takes_format(BufferFormat first, int number_of_buffers) {
+  if (first == BufferFormat::kGroup8) return number_of_buffers == 1;
+  if (first != BufferFormat::kRatio8) return true;
+  constexpr bool kHasTwo = std::size(Hyperparameters::kBuffers) > 1;
+  constexpr BufferRole kSecond = Hyperparameters::kBuffers[kHasTwo ? 1 : 0].role;
+  return number_of_buffers == 2 && kSecond == BufferRole::kSecondMoment;
+}
+
+// Whether a kernel is compiled for a combination.
+template <typename Combination, typename Hyperparameters, int kBuffers>
+constexpr bool is_compiled() {
+  using FirstMoment = typename Combination::FirstMoment;
+  // Without buffers one combination stands for all that differ in them.
+  if (kBuffers == 0) return std::is_same_v<FirstMoment, Plain<typename Combination::T>>;
+  return takes_format<Hyperparameters>(FirstMoment::kFormat, kBuffers);
+}
 
 template <typename... Each>
 struct Combinations {};
@@ -63,28 +85,47 @@ struct WithBuffers {
   using Type = decltype(joined(Whole(), Parts()));
 };
 
+// A gradient and a parameter with all moments in 8 bits that are compiled.
+template <typename Grad, typename Param>
+using WithCodes = Combinations<Combination<Grad, Param, Ratio, Plain<BFloat16>>,
+                               Combination<Grad, Param, Ratio, Grouped<RootCode>>,
+                               Combination<Grad, Param, Grouped<MomentumCode>>>;
+
+// The same for 16-bit parameters with every master, with gradients of their own dtype.
+template <typename Param>
+struct WithMastersAndCodes {
+  using Same = Plain<Param>;
+  using Whole = decltype(joined(WithCodes<Same, Same>(), WithCodes<Same, Mastered<Param>>()));
+  using Parts =
+      decltype(joined(WithCodes<Same, Split<Param, 16>>(), WithCodes<Same, Split<Param, 8>>()));
+  using Type = decltype(joined(Whole(), Parts()));
+};
+
 // Every combination that the engines are compiled for, by the dtype of the parameter.
 template <typename Param>
 struct CombinationsFor;
 template <>
 struct CombinationsFor<BFloat16> {
-  using Type = decltype(joined(WithBuffers<BFloat16, Plain<float>>::Type(),
-                               WithBuffers<BFloat16, Plain<BFloat16>>::Type()));
+  using Others = decltype(joined(WithBuffers<BFloat16, Plain<float>>::Type(),
+                                 WithBuffers<BFloat16, Plain<BFloat16>>::Type()));
+  using Type = decltype(joined(Others(), WithMastersAndCodes<BFloat16>::Type()));
 };
 template <>
 struct CombinationsFor<Half> {
   using Others = decltype(joined(WithBuffers<Half, Plain<float>>::Type(),
                                  WithBuffers<Half, Plain<BFloat16>>::Type()));
-  using Type = decltype(joined(Others(), WithBuffers<Half, Plain<Half>>::Whole()));
+  using Plains = decltype(joined(Others(), WithBuffers<Half, Plain<Half>>::Whole()));
+  using Type = decltype(joined(Plains(), WithMastersAndCodes<Half>::Type()));
 };
 template <>
 struct CombinationsFor<float> {
   using Float = Plain<float>;
   using Narrow = Plain<BFloat16>;
-  using Type =
+  using Plains =
       Combinations<Combination<Float, Float, Float>, Combination<Plain<Half>, Float, Float>,
                    Combination<Narrow, Float, Float>, Combination<Float, Float, Narrow>,
                    Combination<Plain<Half>, Float, Narrow>, Combination<Narrow, Float, Narrow>>;
+  using Type = decltype(joined(Plains(), WithCodes<Float, Float>()));
 };
 template <>
 struct CombinationsFor<double> {

@@ -26,6 +26,7 @@ struct TensorRecord {
   void* param = nullptr;
   void* master_param = nullptr;     // as `master` says
   void* buffers[kMaxBuffers] = {};  // exp_avg, ...: as many as the kernel has
+  uint8_t* exponents = nullptr;     // [numel / kGroupSize], of the buffer of groups, or null
   float* step = nullptr;            // [1], the number of steps taken, or null
   int64_t numel = 0;
   // Index into the launch's hyperparameters; in an operation on gradients alone the number by which
@@ -33,13 +34,13 @@ struct TensorRecord {
   int32_t group = 0;
   DType grad_dtype = DType::kFloat32;
   DType param_dtype = DType::kFloat32;
-  DType buffer_dtypes[kMaxBuffers] = {DType::kFloat32, DType::kFloat32, DType::kFloat32};
+  BufferFormat buffer_formats[kMaxBuffers] = {};
   Master master = Master::kNone;
   uint8_t dithered = 0;       // kDithersParam and kDithersBuffer0 << index of those that are
   int64_t first_element = 0;  // the place of the first element in the whole tensor
 };
 
-// Numbers that are dithered where they are stored in 16 bits.
+// Numbers that are dithered where they are stored in 16 or 8 bits.
 inline constexpr uint8_t kDithersParam = 1;
 inline constexpr uint8_t kDithersBuffer0 = 2;
 
@@ -72,7 +73,7 @@ bool has_kinds(const TensorRecord& record) {
     if constexpr (std::is_same_v<Kind, Absent>) {
       return true;
     } else {
-      return record.buffer_dtypes[index] == kDType<typename Kind::Stored>;
+      return record.buffer_formats[index] == Kind::kFormat;
     }
   };
   return record.grad_dtype == kDType<typename Combination::Grad::Stored> &&

@@ -6,9 +6,20 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "functors/moment_codes.h"
 #include "storage.h"
 
 namespace amp_ext {
+
+// What a buffer's elements are: numbers of a dtype, or 8-bit codes.
+enum class BufferFormat : uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kRatio8, kGroup8 };
+
+constexpr BufferFormat format_of(DType dtype) { return static_cast<BufferFormat>(dtype); }
+static_assert(format_of(DType::kBFloat16) == BufferFormat::kBFloat16);
+
+constexpr bool is_code(BufferFormat format) {
+  return format == BufferFormat::kRatio8 || format == BufferFormat::kGroup8;
+}
 
 // What a parameter has beside its own array.
 enum class Master : uint8_t { kNone, kFloat32, kLow16, kLow8 };
@@ -18,6 +29,7 @@ template <typename Storage>
 struct Plain {
   using Stored = Storage;
   static constexpr Master kMaster = Master::kNone;
+  static constexpr BufferFormat kFormat = format_of(kDType<Storage>);
 };
 
 // A parameter that is computed in a float32 master: its own array has the master, rounded.
@@ -36,6 +48,18 @@ struct Split {
   static constexpr Master kMaster = kBits == 16 ? Master::kLow16 : Master::kLow8;
   // Whether the lower part is a difference (SplitHalf16), not bits of the magnitude (SplitMaster).
   static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
+};
+
+// First moments in 8 bits: their ratios to the second moments beside them, as these are stored.
+struct Ratio {
+  static constexpr BufferFormat kFormat = BufferFormat::kRatio8;
+};
+
+// Moments in 8 bits with a byte beside them for each group of kGroupSize elements.
+template <typename MomentCode>
+struct Grouped {
+  using Code = MomentCode;
+  static constexpr BufferFormat kFormat = BufferFormat::kGroup8;
 };
 
 // A buffer that a kernel does not have.

@@ -19,8 +19,10 @@ namespace amp_ext {
 
 namespace {
 
-// The dtype that gradients are read in: their own where kernels take it, else float32.
-at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param) {
+// The dtype that gradients are read in: their own where kernels take it, else float32. Kernels of
+// moments in 8 bits take the parameter's.
+at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes) {
+  if (has_codes) return param;
   if (grad == param || (param == at::kFloat && is_16_bit(grad))) return grad;
   return at::kFloat;
 }
@@ -113,6 +115,7 @@ void Plan::set_state(int64_t number, ParamState state) {
   }
   row.owned[kMaster] = std::move(state.master_param);
   row.owned[kStep] = std::move(state.step);
+  row.owned[kExponents] = std::move(state.exponents);
   row.state_dtype = row.param().scalar_type();
   row.state_device = row.param().device();
   row.kernel.reset();
@@ -403,13 +406,15 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
         is_stale ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
     if (!row->record_is_current) fill_record(*row);
     TensorRecord& record = batch.records.emplace_back(row->record);
-    record.dithered = group.dithered & row->narrow;
+    record.dithered = group.dithered != 0 ? (group.dithered & row->narrow) | row->dithers : 0;
     TORCH_CHECK(record.dithered == 0 || record.step != nullptr || group.common->timestep >= 1.0,
                 operation_, ": ", name_of(*row, kStep), " must be there to dither, got None");
-    TORCH_CHECK(!row->has_split_master() || engine_of(batch.device).takes_split_masters(),
-                operation_, ": ", name_of(*row, kMaster),
-                " must be Float with a driver older than that of CUDA 12.1, got ",
-                row->master_param().scalar_type());
+    if (row->takes_large_arguments_alone() && !engine_of(batch.device).takes_large_arguments()) {
+      const int list = row->has_split_master() ? kMaster : kBuffer0;
+      TORCH_CHECK(false, operation_, ": ", name_of(*row, list),
+                  " must be Float with a driver older than that of CUDA 12.1, got ",
+                  row->owned[list].scalar_type());
+    }
   }
   batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
 }
@@ -507,7 +512,7 @@ void Plan::check_row(Row& row, const GroupTable& table) {
   if (row.record_is_current && (row.grad_is_current || take_new_grad(row))) return;
   row.record_is_current = false;
   check_grad(row);
-  check_tensors(row);
+  check_tensors(row, table);
 }
 
 // Gives a tensor that will be written memory of its own, with the same elements, where it shares
@@ -536,7 +541,8 @@ bool Plan::take_new_grad(Row& row) {
   const at::Tensor& grad = row.grad();
   if (!is_plain(grad) || !grad.is_contiguous() || !grad.sizes().equals(row.param().sizes()) ||
       grad.device() != row.param().device() ||
-      gradient_dtype(grad.scalar_type(), row.param().scalar_type()) != grad.scalar_type() ||
+      gradient_dtype(grad.scalar_type(), row.param().scalar_type(), row.has_codes()) !=
+          grad.scalar_type() ||
       !dtype_of(grad).has_value() || !has_all_elements(grad)) {
     return false;
   }
@@ -558,7 +564,7 @@ void Plan::check_grad(const Row& row) const {
               " must be Float, Double, Half or BFloat16, got ", grad.scalar_type());
 }
 
-void Plan::check_tensors(const Row& row) const {
+void Plan::check_tensors(const Row& row, const GroupTable& table) const {
   for (int list = 0; list < kLists; ++list) {
     const at::Tensor& tensor = row.tensor(list);
     if (tensor.defined()) check_is_plain(operation_, name_of(row, list), tensor);
@@ -579,34 +585,71 @@ void Plan::check_tensors(const Row& row) const {
           tensor.device());
     if (list == kStep) {
       check(list, tensor.numel() == 1, "one element, got sizes ", tensor.sizes());
-    } else {
+    } else if (list != kExponents) {
       check(list, tensor.sizes().equals(param.sizes()), "of sizes ", param.sizes(), ", got ",
             tensor.sizes());
     }
-    if (list == kGrad) continue;
-    const at::ScalarType computed = dtype == at::kDouble ? at::kDouble : at::kFloat;
+    if (list == kGrad || list == kExponents || list >= kBuffer0) continue;
     if (list == kMaster) {
       TORCH_CHECK(is_16_bit(dtype), operation_, ": ", name_of(row, kMaster),
                   " must be None for a parameter of ", dtype);
       if (row.has_split_master()) continue;
     }
-    if (list >= kBuffer0) {
-      const bool may_be_narrow = got == at::kBFloat16 && dtype != at::kDouble;
-      if (row.has_split_master()) {
-        check(list, may_be_narrow || got == computed, "Float or BFloat16 with a split master, got ",
-              got);
-      }
-      check(list, got == dtype || got == computed || may_be_narrow, computed,
-            dtype == at::kDouble ? ""
-            : dtype == at::kHalf ? ", BFloat16 or the parameter's dtype"
-                                 : " or BFloat16",
-            ", got ", got);
-      check(list, got == row.owned[kBuffer0].scalar_type(), "of one dtype with the other buffers, ",
-            row.owned[kBuffer0].scalar_type(), ", got ", got);
-    } else {
-      check(list, got == at::kFloat, at::kFloat, ", got ", got);
-    }
+    check(list, got == at::kFloat, at::kFloat, ", got ", got);
   }
+  check_buffers(row, table);
+}
+
+// The dtypes of the buffers, and what belongs to those in 8 bits.
+void Plan::check_buffers(const Row& row, const GroupTable& table) const {
+  const at::ScalarType dtype = row.param().scalar_type();
+  const auto check = [&](int list, bool ok, const auto&... message) {
+    TORCH_CHECK(ok, operation_, ": ", name_of(row, list), " must be ", message...);
+  };
+  const bool has_codes = row.has_codes() && dtype != at::kDouble &&
+                         table.takes_format(row.format(0), row.number_of_buffers);
+  const at::ScalarType computed = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  bool has_groups = false;
+  for (int i = 0; i < row.number_of_buffers; ++i) {
+    const int list = kBuffer0 + i;
+    const at::ScalarType got = row.owned[list].scalar_type();
+    has_groups |= row.format(i) == BufferFormat::kGroup8;
+    if (has_codes) {
+      if (i > 0) {
+        check(list, got == at::kBFloat16 || got == at::kByte,
+              "BFloat16 or Byte beside first moments of Char, got ", got);
+      }
+      continue;
+    }
+    const bool may_be_narrow = got == at::kBFloat16 && dtype != at::kDouble;
+    if (row.has_split_master()) {
+      check(list, may_be_narrow || got == computed, "Float or BFloat16 with a split master, got ",
+            got);
+    }
+    check(list, got == dtype || got == computed || may_be_narrow, computed,
+          dtype == at::kDouble ? ""
+          : dtype == at::kHalf ? ", BFloat16 or the parameter's dtype"
+                               : " or BFloat16",
+          ", got ", got);
+    check(list, got == row.owned[kBuffer0].scalar_type(), "of one dtype with the other buffers, ",
+          row.owned[kBuffer0].scalar_type(), ", got ", got);
+  }
+  const at::Tensor& exponents = row.owned[kExponents];
+  const int64_t got = exponents.defined() ? exponents.numel() : 0;
+  if (has_groups) {
+    const int64_t numel = row.param().numel();
+    check(kParam, numel % kGroupSize == 0, "of a multiple of ", kGroupSize,
+          " elements for moments in groups, got ", numel);
+    check(kExponents, got == numel / kGroupSize, "of ", numel / kGroupSize, " elements, got ", got);
+    check(kExponents,
+          got == 0 || (exponents.scalar_type() == at::kByte && exponents.is_contiguous()),
+          "Byte and contiguous, got ", exponents.scalar_type());
+  } else {
+    check(kExponents, got == 0, "None for moments without groups, got ", got, " elements");
+  }
+  const at::ScalarType grad = row.grad().scalar_type();
+  check(kGrad, !has_codes || dtype == at::kFloat || grad == dtype,
+        "of the parameter's dtype with moments in 8 bits, ", dtype, ", got ", grad);
 }
 
 void Plan::check_memory() {
@@ -656,7 +699,8 @@ void Plan::fill_record(Row& row) {
     return dense.mutable_data_ptr();
   };
   const at::ScalarType param_dtype = row.param().scalar_type();
-  const at::ScalarType grad_dtype = gradient_dtype(row.grad().scalar_type(), param_dtype);
+  const at::ScalarType grad_dtype =
+      gradient_dtype(row.grad().scalar_type(), param_dtype, row.has_codes());
   TensorRecord& record = row.record;
   record = TensorRecord();
   record.param = memory(row.param(), param_dtype, true);
@@ -670,11 +714,16 @@ void Plan::fill_record(Row& row) {
   const bool is_narrow =
       record.master == Master::kLow8 || (record.master == Master::kNone && is_16_bit(param_dtype));
   row.narrow = is_narrow ? kDithersParam : 0;
+  row.dithers = 0;
   for (int i = 0; i < row.number_of_buffers; ++i) {
     const at::Tensor& buffer = row.owned[kBuffer0 + i];
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
-    if (is_16_bit(buffer.scalar_type())) row.narrow |= kDithersBuffer0 << i;
-    record.buffer_dtypes[i] = *dtype_of(buffer);
+    record.buffer_formats[i] = row.format(i);
+    if (buffer.element_size() < 4) row.narrow |= kDithersBuffer0 << i;
+    if (row.format(i) == BufferFormat::kRatio8) row.dithers |= kDithersBuffer0 << i;
+  }
+  if (row.owned[kExponents].defined()) {
+    record.exponents = row.owned[kExponents].mutable_data_ptr<uint8_t>();
   }
   if (row.owned[kStep].defined()) {
     record.step = row.owned[kStep].mutable_data_ptr<float>();
@@ -706,6 +755,18 @@ Master Plan::Row::master() const {
       return Master::kLow8;
     default:
       return Master::kFloat32;
+  }
+}
+
+BufferFormat Plan::Row::format(int buffer) const {
+  const at::Tensor& tensor = buffer < number_of_buffers ? owned[kBuffer0 + buffer] : param();
+  switch (tensor.scalar_type()) {
+    case at::kChar:
+      return BufferFormat::kRatio8;
+    case at::kByte:
+      return BufferFormat::kGroup8;
+    default:
+      return format_of(dtype_of(tensor).value_or(DType::kFloat32));
   }
 }
 
@@ -742,14 +803,30 @@ std::string Plan::low_name(const Row& row) {
                   row.param().scalar_type() == at::kHalf ? "fp16" : "bf16");
 }
 
+// The key of a buffer: "exp_avg", or with its code "exp_avg_q8r". A group is of second moments,
+// which are no first buffer, or of a momentum.
+std::string Plan::code_name(const Row& row, int buffer) const {
+  const BufferFormat format = row.format(buffer);
+  const char* const code = format == BufferFormat::kRatio8   ? "_q8r"
+                           : format != BufferFormat::kGroup8 ? ""
+                           : buffer == 0                     ? "_q8m"
+                                                             : "_q8v";
+  return buffer_names_.at(buffer) + code;
+}
+
 std::string Plan::name_of(const Row& row, int list) const {
-  static const char* const names[] = {"param", "grad", "master_param", "step"};
+  static const char* const names[] = {"param", "grad", "master_param", "step", "exponent"};
   const bool in_lists = naming_ == Naming::kLists;
   const bool is_low = list == kMaster && row.has_split_master() && !in_lists;
-  const std::string name = list >= kBuffer0 ? buffer_names_.at(list - kBuffer0)
-                           : is_low         ? low_name(row)
-                           : in_lists       ? std::string(names[list]) + "s"
-                                            : names[list];
+  if (list == kExponents && !in_lists) {
+    return c10::str(buffer_names_.at(row.number_of_buffers - 1), "_exp of group ", row.group,
+                    ", param ", row.index_in_group);
+  }
+  const std::string name = list >= kBuffer0 && !in_lists ? code_name(row, list - kBuffer0)
+                           : list >= kBuffer0            ? buffer_names_.at(list - kBuffer0)
+                           : is_low                      ? low_name(row)
+                           : in_lists                    ? std::string(names[list]) + "s"
+                                                         : names[list];
   if (in_lists) return c10::str(name, "[", row.index_in_group, "]");
   return c10::str(name, " of group ", row.group, ", param ", row.index_in_group);
 }

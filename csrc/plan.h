@@ -44,9 +44,12 @@ struct LookResult {
 
 // The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
 struct ParamState {
-  std::vector<at::Tensor> buffers;  // exp_avg, ...: of the parameter's shape
-  at::Tensor master_param;          // float32, of the parameter's shape, or the lower part of one
-  at::Tensor step;                  // float32, one element
+  // exp_avg, ...: of the parameter's shape; in 8 bits int8 for ratios to the second moment, uint8
+  // for groups, in the order of the parameter's memory
+  std::vector<at::Tensor> buffers;
+  at::Tensor master_param;  // float32, of the parameter's shape, or the lower part of one
+  at::Tensor step;          // float32, one element
+  at::Tensor exponents;     // uint8, one for each group of the buffer in groups
 };
 
 // How messages name a tensor: "exp_avgs[3]" in a list, "exp_avg of group 0, param 3" in an
@@ -123,7 +126,8 @@ class AMP_EXT_API Plan {
   template <typename Hyperparameters>
   void step(const std::vector<Group<Hyperparameters>>& groups, const GradientOptions& options) {
     std::vector<Hyperparameters> hyperparameters(groups.begin(), groups.end());
-    GroupTable table{hyperparameters.data(), &kernel_for<Hyperparameters>, {}};
+    GroupTable table{
+        hyperparameters.data(), &kernel_for<Hyperparameters>, &takes_format<Hyperparameters>, {}};
     for (size_t i = 0; i < groups.size(); ++i) {
       table.groups.push_back(
           {&hyperparameters[i], groups[i].lr_tensor, dithered_numbers(hyperparameters[i])});
@@ -135,7 +139,7 @@ class AMP_EXT_API Plan {
   const std::shared_ptr<StepProgress>& progress() const { return progress_; }
 
  private:
-  enum List { kParam, kGrad, kMaster, kStep, kBuffer0 };
+  enum List { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
   static constexpr int kLists = kBuffer0 + kMaxBuffers;
 
   // A tensor whose memory a kernel can't walk, and room for the dense copy that it walks instead.
@@ -191,7 +195,8 @@ class AMP_EXT_API Plan {
     c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
     int64_t partition = 0;
     int64_t first_element = 0;
-    uint8_t narrow = 0;  // the numbers that are stored in 16 bits, as in `dithered` of a record
+    uint8_t narrow = 0;   // the numbers in 16 or 8 bits, as in `dithered` of a record
+    uint8_t dithers = 0;  // those among them that are always dithered, if any is
     int64_t group;
     int64_t index_in_group;
 
@@ -206,6 +211,10 @@ class AMP_EXT_API Plan {
       return master() == Master::kLow16 || master() == Master::kLow8;
     }
     bool has_fresh_master() const;
+    // Of a buffer, by its dtype; that of the parameter for one that there is not.
+    BufferFormat format(int buffer) const;
+    bool has_codes() const { return is_code(format(0)); }
+    bool takes_large_arguments_alone() const { return has_split_master() || has_codes(); }
   };
 
   // A look at the gradients of one device and partition.
@@ -223,6 +232,7 @@ class AMP_EXT_API Plan {
     };
     const void* hyperparameters;  // [groups]
     std::optional<OptimizerKernel> (*kernel)(int buffers);
+    bool (*takes_format)(BufferFormat first, int buffers);
     std::vector<Entry> groups;
   };
 
@@ -280,7 +290,8 @@ class AMP_EXT_API Plan {
   static bool take_fingerprint(Row& row, int list);
   static bool take_new_grad(Row& row);
   void check_grad(const Row& row) const;
-  void check_tensors(const Row& row) const;
+  void check_tensors(const Row& row, const GroupTable& table) const;
+  void check_buffers(const Row& row, const GroupTable& table) const;
   void check_memory();
   bool reaches_written_memory(const at::Tensor& grad) const;
   static void fill_record(Row& row);
@@ -288,6 +299,7 @@ class AMP_EXT_API Plan {
   static void copy_back(const Row& row);
   void remember_masters();
   static std::string low_name(const Row& row);
+  std::string code_name(const Row& row, int buffer) const;
   std::string name_of(const Row& row, int list) const;
 
   std::string operation_;

@@ -27,6 +27,7 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
   }
   check("steps", lists.steps);
   check("master_params", lists.master_params);
+  check("exponents", lists.exponents);
   TORCH_CHECK(!lists.first_elements.has_value() || lists.first_elements->size() == params.size(),
               operation, ": first_elements must have ", params.size(), " elements, as params, got ",
               lists.first_elements->size());
@@ -53,6 +54,9 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
     for (const TensorList* list : buffers) state.buffers.push_back((*list)[i]);
     if (lists.steps.has_value()) state.step = (*lists.steps)[i];
     if (lists.master_params.has_value()) state.master_param = (*lists.master_params)[i];
+    if (lists.exponents.has_value() && (*lists.exponents)[i].numel() > 0) {
+      state.exponents = (*lists.exponents)[i];
+    }
     const int64_t number = plan.add_param(0, static_cast<int64_t>(i), nullptr);
     plan.take_param(number, params[i], lists.grads[i]);
     plan.set_state(number, std::move(state));

@@ -6,6 +6,8 @@ A number is rounded to nearest without ``words`` and by a dither with them: ``wo
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -196,21 +198,22 @@ EIGHTH = 0x3E000000
 
 
 def group_exponents(value: Tensor) -> Tensor:
-    """A byte for each group: 128 and the exponent of the power of two above its largest member.
+    """A byte for each group: that of the power of two above its largest member, as float32 has it.
 
     The shape is (shape[0], groups in one row), or (groups,) if there is one dimension.
     """
-    shape = (-1,) if value.dim() == 1 else (len(value), -1)
+    rows = value.shape[:1] if value.dim() > 1 else ()
+    shape = (*rows, math.prod(value.shape[len(rows) :]) // GROUP)
     largest = (bits_of(value) & 0x7FFFFFFF).view(-1, GROUP).amax(-1).view(shape)
-    # Only a momentum can be so large that it saturates: the byte above means NaN.
-    byte = ((largest >> 23) + 2).clamp(max=254)
+    # Only a momentum can be so large that it saturates: the inverse of 2^127 is no normal number.
+    byte = ((largest >> 23) + 1).clamp(max=253)
     return torch.where(largest >= 0x7F800000, IS_NAN, byte).to(torch.uint8)
 
 
 def scales(exponents: Tensor, shape: torch.Size) -> Tensor:
     """What each element of a tensor of ``shape`` is measured in, in float64."""
     each = exponents.long().view(-1, 1).expand(-1, GROUP).reshape(shape)
-    return torch.where(each == IS_NAN, torch.nan, power_of_two(each - 128))
+    return torch.where(each == IS_NAN, torch.nan, power_of_two(each - 127))
 
 
 def encode_magnitude(scaled: Tensor, mantissa_bits: int, added: int | Tensor) -> Tensor:
@@ -239,7 +242,7 @@ def encode_q8v(exp_avg_sq: Tensor, words: Tensor | None = None) -> tuple[Tensor,
     beside large ones would soon divide its first moment by eps.
     """
     is_zero = exp_avg_sq < 2**-126
-    root = torch.where(is_zero, 0.0, exp_avg_sq.sqrt())
+    root = torch.where(is_zero, 0.0, root_of(exp_avg_sq))
     exponents = group_exponents(root)
     scaled = (root / scales(exponents, root.shape)).float().nan_to_num()
     code = encode_magnitude(scaled, 6, 1 << 16 if words is None else words >> 15)
@@ -247,12 +250,20 @@ def encode_q8v(exp_avg_sq: Tensor, words: Tensor | None = None) -> tuple[Tensor,
     return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
 
 
+def root_of(exp_avg_sq: Tensor) -> Tensor:
+    """The nearest float32, which ``sqrt`` of float32 does not always give on every machine."""
+    return exp_avg_sq.double().sqrt().float()
+
+
 def is_nan_group(exponents: Tensor, code: Tensor) -> Tensor:
     return scales(exponents, code.shape).isnan()
 
 
 def root_of_q8v(code: Tensor, exponents: Tensor) -> Tensor:
-    """The roots of the second moments; a second moment is the root times itself."""
+    """The roots of the second moments, and the units of the first ones beside them.
+
+    A second moment is the root times itself.
+    """
     return (decode_magnitude(code.long(), 6) * scales(exponents, code.shape)).float()
 
 
@@ -271,7 +282,7 @@ def decode_q8m(code: Tensor, exponents: Tensor) -> Tensor:
     return (sign * decode_magnitude(code.long() & 127, 5) * scales(exponents, code.shape)).float()
 
 
-# 8 bits without a scale: m in units of the stored sqrt(v).
+# 8 bits without a group: m in units of sqrt(v), by the stored v.
 
 LARGEST_RATIO = 8.0
 # Brings 8 / 8.5 to code 127.
@@ -281,27 +292,27 @@ RATIO_IS_NAN = -128
 FIRST_NEAREST_PLACE = 32.0
 
 
-def encode_q8r(exp_avg: Tensor, root: Tensor, words: Tensor | None = None) -> Tensor:
-    """Float32 first moments as their ratio to the roots of the second moments as stored.
+def encode_q8r(exp_avg: Tensor, unit: Tensor, words: Tensor | None = None) -> Tensor:
+    """Float32 first moments in units of the roots of the second as stored; 0 where that is 0.
 
     With ``words`` the small ratios are dithered: to nearest, those of a row without gradients would
     stop at code 4 and move the row in the direction of its last gradient until the next. Dither
     on the large ones is only noise.
     """
-    ratio = (exp_avg.abs() / root).clamp(max=LARGEST_RATIO)
-    place = ratio / (ratio + 0.5) * RATIO_CODES
+    limited = exp_avg.abs().minimum(LARGEST_RATIO * unit)
+    place = (RATIO_CODES * limited / (limited + 0.5 * unit)).nan_to_num()
     added = torch.tensor(0.5)
     if words is not None:
         # From 2^-13 to 1 - 2^-13, so that a code which is decoded keeps its place.
         dither = (2 * (words >> 20) + 1).float() * 2**-13
         added = torch.where(place < FIRST_NEAREST_PLACE, dither, added)
-    code = torch.where(root == 0, 0.0, exp_avg.sign() * (place + added).floor())
-    is_nan = ~(exp_avg.isfinite() & root.isfinite())
+    code = exp_avg.sign() * (place + added).floor()
+    is_nan = ~(exp_avg.isfinite() & unit.isfinite())
     return code.masked_fill(is_nan, RATIO_IS_NAN).to(torch.int8)
 
 
-def decode_q8r(code: Tensor, root: Tensor) -> Tensor:
+def decode_q8r(code: Tensor, unit: Tensor) -> Tensor:
     """The first moments."""
-    part = code.long().abs().float() / RATIO_CODES
-    ratio = code.sign() * (0.5 * part / (1.0 - part))
-    return torch.where(code == RATIO_IS_NAN, torch.nan, ratio * root)
+    place = code.float()
+    ratio = place / (2 * RATIO_CODES - 2 * place.abs())
+    return torch.where(code == RATIO_IS_NAN, torch.nan, ratio * unit)

@@ -21,6 +21,7 @@ from number_codes import (
     encode_q8m,
     encode_q8r,
     encode_q8v,
+    root_of,
     root_of_q8v,
     round_bfloat16,
 )
@@ -170,20 +171,20 @@ class CodedAdam:
         return update
 
     def store(self, exp_avg: Tensor, exp_avg_sq: Tensor, fresh: Tensor) -> None:
-        """The second moment first: q8r is relative to its root as a later step will load it."""
+        """The second moment first: it gives the unit of q8r, as a later step will load it."""
         first, second, maximum = self.kinds
         if second == "q8v":
             words = dither_words(0, exp_avg_sq.numel(), self.steps, "second_moment")
-            root = root_of_q8v(*encode_q8v(exp_avg_sq, words.view(exp_avg_sq.shape)))
-            self.exp_avg_sq = root * root
+            unit = root_of_q8v(*encode_q8v(exp_avg_sq, words.view(exp_avg_sq.shape)))
+            self.exp_avg_sq = unit * unit
         else:
             self.exp_avg_sq = stored(exp_avg_sq, second, self.steps, "second_moment")
-            root = self.exp_avg_sq.sqrt()
+            unit = root_of(self.exp_avg_sq)
         if first.startswith("q8r"):
             words = None
             if first == "q8r dithered":
-                words = dither_words(0, root.numel(), self.steps, "first_moment").view(root.shape)
-            self.exp_avg = decode_q8r(encode_q8r(exp_avg, root, words), root)
+                words = dither_words(0, unit.numel(), self.steps, "first_moment").view(unit.shape)
+            self.exp_avg = decode_q8r(encode_q8r(exp_avg, unit, words), unit)
         else:
             self.exp_avg = stored(exp_avg, first, self.steps, "first_moment")
         self.second_moment = self.exp_avg_sq

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer, check_betas, options_of
+from amp_ext.optim.moments import CODED_STATES
 
 
 class Adam(FusedOptimizer):
@@ -52,7 +53,7 @@ class Adam(FusedOptimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
-        state_dtype: torch.dtype | None = torch.float32,
+        state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
@@ -73,6 +74,14 @@ class Adam(FusedOptimizer):
         if not eps >= 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
         check_betas(options)
+
+    def _check_options(self, options: dict[str, Any], where: str) -> None:
+        super()._check_options(options, where)
+        if options["amsgrad"] and options["state_dtype"] in CODED_STATES:
+            raise ValueError(
+                f"{where % 'state_dtype'} must be torch.float32, torch.bfloat16 or None with "
+                f"amsgrad, whose maximum has no code, got {options['state_dtype']!r}"
+            )
 
     def _buffer_count(self, group: dict[str, Any]) -> int:
         return 3 if group["amsgrad"] else 2
@@ -98,7 +107,7 @@ class AdamW(Adam):
         *,
         maximize: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
-        state_dtype: torch.dtype | None = torch.float32,
+        state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,

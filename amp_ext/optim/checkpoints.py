@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from amp_ext.optim.masters import MASTER_KEYS, loaded_master, read_lower_part
+from amp_ext.optim.moments import copied_moments, has_moment, is_key_of, made_moments
 from amp_ext.optim.writers import options_since, other_writer
 
 if TYPE_CHECKING:
@@ -200,9 +201,8 @@ def _copied_state(
         )
     for name in optimizer._missing_from(group, saved):
         raise ValueError(f"{where % name} must be there, got {list(saved)}")
-    buffers = optimizer._description().buffers
-    # Also those that the group keeps only with other options, to which a loop may change.
-    dtypes = {name: optimizer._buffer_dtype(group, param) for name, _ in buffers}
+    moments = _loaded_moments(optimizer, group, param, saved, where)
+    names = dict(optimizer._description().buffers)
     state: dict[str, Any] = {}
     key = optimizer._master_key(group, param)
     masters = _saved_masters(param, saved, where)
@@ -212,12 +212,33 @@ def _copied_state(
         elif name in MASTER_KEYS:
             if masters and key is not None and key not in state:  # in the order of the file
                 state[key] = loaded_master(param, masters, key)
-        elif name not in dtypes:
+        elif not is_key_of(name, names):
             state[name] = copy.deepcopy(value)
-        elif value is not None:
-            _check_tensor(value, param, where % name)
-            state[name] = torch.empty_like(param, dtype=dtypes[name]).copy_(value)
+        else:
+            state.update(moments)
     return state
+
+
+def _loaded_moments(
+    optimizer: FusedOptimizer, group: Options, param: Tensor, saved: dict[str, Any], where: str
+) -> dict[str, Tensor]:
+    """Returns copies of the moments in a saved state, in the formats that the group wants.
+
+    Also those that it keeps only with other options, to which a loop may change. A number beside a
+    code was written by somebody who knows the former only: it is the newer one.
+    """
+    roles = dict(optimizer._description().buffers)
+    formats = optimizer._formats(group, param)
+    coded = [form for form in formats if saved.get(form.name) is None]
+    found = copied_moments(saved, coded, param, where)
+    for form in formats:
+        value = saved.get(form.name)
+        if value is not None:
+            _check_tensor(value, param, where % form.name)
+            dtype = form.dtype if form.code is None else torch.float32
+            found[form.name] = torch.empty_like(param, dtype=dtype).copy_(value)
+    present = [form for form in formats if has_moment(found, form.name)]
+    return made_moments(found, present, param, roles)
 
 
 def _saved_masters(param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Tensor]:

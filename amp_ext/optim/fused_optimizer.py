@@ -27,6 +27,7 @@ from amp_ext.hand_over import (
 )
 from amp_ext.optim.checkpoints import read_state_dict
 from amp_ext.optim.masters import MASTER_KEYS, key_of_master, made_master, whole_master
+from amp_ext.optim.moments import Format, formats_of, has_moment, is_key_of, made_moments
 from amp_ext.optim.options import check_types, check_values
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import local_tensor
@@ -35,7 +36,6 @@ __all__ = ["FusedOptimizer"]
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float64, *_SIXTEEN_BIT)
-_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _PLAIN_TYPES = (type(None), bool, int, float)
 
@@ -63,7 +63,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     own; the formula is a functor of the compiled module. float16 and bfloat16 parameters have a
     float32 master in their state, ``state[param]["master_param"]``, unless the group says
     ``master_weights=False``. Buffers have the group's ``state_dtype`` (float64 for float64
-    parameters), or the parameter's with ``state_dtype=None``.
+    parameters), or the parameter's with ``state_dtype=None``, or they are codes of 8 bits under
+    keys of their own.
 
     A gradient scaler hands over ``grad_scale`` and ``found_inf`` for one step: gradients are
     unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes nothing at all,
@@ -85,7 +86,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             to 2^-40 below); it follows a parameter that is written from outside. "split8": of 8
             more bits, within 2^-15 of the float32.
         state_dtype: torch.float32 or torch.bfloat16, the dtype of the buffers, or None for the
-            parameter's.
+            parameter's. "8bit-bf16": Adam's first moments in 8 bits, as ratios to the roots of the
+            second, and these in bfloat16. "8bit": second moments in 8 bits as well, with an
+            exponent for each 32 elements of a row; in bfloat16 where a parameter has less than
+            4096 elements, one dimension, or rows that 32 does not divide. Both keep the moments of
+            SGD and Lion in 8 bits with such exponents, or in bfloat16.
         rounding: How numbers are rounded that are stored in fewer bits: "nearest"; or "dither",
             which makes a number between two that can be stored the upper one in as many steps as it
             is near to it, so that small changes are not lost: of second moments, of first moments
@@ -153,7 +158,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     # What a subclass says.
 
     def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the state keys of the buffers that a group keeps, in the functor's order."""
+        """Returns the names of the buffers that a group keeps, in the functor's order.
+
+        They are their state keys where they are not coded.
+        """
         names = [name for name, _ in self._description().buffers]
         return tuple(names[: self._buffer_count(group)])
 
@@ -219,8 +227,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
         """Returns the keys that a saved state would need and does not have."""
-        names = [*self.buffer_names(group), *(["step"] if self._keeps_step(group) else [])]
-        return [name for name in names if state.get(name) is None]
+        missing = [name for name in self.buffer_names(group) if not has_moment(state, name)]
+        return missing + (["step"] if self._keeps_step(group) and state.get("step") is None else [])
 
     # Groups.
 
@@ -268,11 +276,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # State.
 
-    def _buffer_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
-        name = group["state_dtype"]
-        if name is None or param.dtype == torch.float64:
-            return param.dtype
-        return _STATE_DTYPES[name]
+    def _formats(self, group: dict[str, Any], param: Tensor) -> tuple[Format, ...]:
+        """Returns how a parameter keeps each buffer, also those that its group does not keep."""
+        formats = formats_of(group["state_dtype"], self._description().buffers, param)
+        if any(form.code for form in formats) and hasattr(param, "_fsdp_flattened"):
+            raise ValueError(
+                f"{type(self).__name__}: state_dtype must be torch.float32, torch.bfloat16 or None "
+                "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
+                f"got {group['state_dtype']!r}; fully_shard can"
+            )
+        return formats
 
     def _master_key(self, group: dict[str, Any], param: Tensor) -> str | None:
         """Returns the key of the master that a parameter has in its state, or None."""
@@ -292,10 +305,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``model.double()``, is converted; nothing is written.
         """
         state: dict[str, Any] = dict(self.state.get(param, {}))
+        roles = dict(self._description().buffers)
+        used = self.buffer_names(group)
         # Also buffers that the group keeps only with other options, to which a loop may change.
-        unused = [name for name, _ in self._description().buffers if state.get(name) is not None]
-        names = (*self.buffer_names(group), *unused)
-        wanted = dict.fromkeys(names, self._buffer_dtype(group, param))
+        formats = [
+            form
+            for form in self._formats(group, param)
+            if form.name in used or has_moment(state, form.name)
+        ]
+        wanted = {}
         if self._keeps_step(group):
             wanted["step"] = torch.float32
             if state.get("step") is None:
@@ -304,7 +322,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         key = self._master_key(group, param)
         if key == "master_param":
             wanted["master_param"] = torch.float32
-        for name in (*wanted, *MASTER_KEYS):
+        moments = [name for name in state if is_key_of(name, roles)]
+        for name in (*moments, *wanted, *MASTER_KEYS):
             if state.get(name) is not None and not isinstance(state[name], Tensor):
                 raise TypeError(
                     f"{type(self).__name__}: {name} of {self._place_of(param)} must be a tensor, "
@@ -318,11 +337,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             if other != key:
                 state.pop(other, None)
         for name, dtype in wanted.items():
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(param, dtype=dtype)
-            elif state[name].dtype != dtype or state[name].device != param.device:
+            if state[name].dtype != dtype or state[name].device != param.device:
                 state[name] = state[name].to(param.device, dtype)
-        return state
+        made = made_moments(state, formats, param, roles)
+        for name in moments:
+            if name not in made:
+                del state[name]
+        return state | made
 
     def _make_states(self, params: Iterable[tuple[dict[str, Any], Tensor]]) -> bool:
         """Makes the states of parameters whole: all of them, or none if one can't be made.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer, check_betas, options_of
+from amp_ext.optim.moments import has_moment
 
 
 class Lion(FusedOptimizer):
@@ -48,7 +49,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
         master_weights: bool | Literal["split", "split8"] = True,
-        state_dtype: torch.dtype | None = torch.float32,
+        state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
@@ -69,4 +70,4 @@ class Lion(FusedOptimizer):
         return self._dithers(group)  # which the formula has no use for
 
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
-        return [name for name in self.buffer_names(group) if state.get(name) is None]
+        return [name for name in self.buffer_names(group) if not has_moment(state, name)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.sharding import is_dtensor, local_tensor
+from amp_ext.sharding import laid_out_as, local_tensor
 
 __all__ = [
     "MASTER_KEYS",
@@ -174,18 +174,7 @@ def _lower_part(param: Tensor, master: Tensor | None, key: str) -> Tensor:
 
 def _laid_out(param: Tensor, low: Tensor) -> Tensor:
     """Returns a lower part of this rank as one that is laid out over the ranks as its parameter."""
-    if not is_dtensor(param):
-        return low
-    shape, strides = tuple(param.shape), tuple(param.stride())
-    if low.dtype == torch.uint8:
-        shape, strides = (*shape, 2), (*(2 * stride for stride in strides), 1)
-    laid_out = type(param).from_local(  # type: ignore[attr-defined]
-        low,
-        param.device_mesh,  # type: ignore[attr-defined]
-        param.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=strides,
-    )
-    # Shards may lie on the CPU under a mesh of GPUs, to which they have just been moved.
-    return laid_out if local_tensor(laid_out).device == low.device else laid_out.to(low.device)
+    if low.dtype != torch.uint8:
+        return laid_out_as(param, low)
+    shape, strides = param.shape, param.stride()
+    return laid_out_as(param, low, (*shape, 2), (*(2 * stride for stride in strides), 1))

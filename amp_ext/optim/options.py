@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_ext.optim.moments import CODED_STATES
 from amp_ext.plain_numbers import is_number, plain
 
 __all__ = ["check_types", "check_values"]
@@ -86,7 +87,7 @@ def check_values(kind: type, options: Options, where: str, not_negative: Collect
 def _name_of_state_dtype(dtype: Any, what: str) -> str | None:
     """Returns what a group has; distributed checkpoints refuse a torch.dtype there."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    if dtype is None or (isinstance(dtype, str) and dtype in names.values()):
+    if dtype is None or (isinstance(dtype, str) and dtype in (*names.values(), *CODED_STATES)):
         return dtype
     if isinstance(dtype, torch.dtype) and dtype in names:
         return names[dtype]
@@ -94,7 +95,8 @@ def _name_of_state_dtype(dtype: Any, what: str) -> str | None:
     if dtype in (torch.float16, "float16"):
         why = ", in which second moments of small gradients are 0"
     raise ValueError(
-        f"{what} must be torch.float32, torch.bfloat16 or None, got {_shown(dtype)}{why}"
+        f"{what} must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None, got "
+        f"{_shown(dtype)}{why}"
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer, options_of
+from amp_ext.optim.moments import has_moment
 
 
 class SGD(FusedOptimizer):
@@ -54,7 +55,7 @@ class SGD(FusedOptimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
-        state_dtype: torch.dtype | None = torch.float32,
+        state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
@@ -83,7 +84,7 @@ class SGD(FusedOptimizer):
         return (group["momentum"] != 0 and group["dampening"] != 0) or self._dithers(group)
 
     def _initial_step(self, state: dict[str, Any]) -> float:
-        return 0.0 if state.get("momentum_buffer") is None else 1.0  # torch keeps no counter
+        return 1.0 if has_moment(state, "momentum_buffer") else 0.0  # torch keeps no counter
 
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
         return []  # without momentum_buffer the next step is the first

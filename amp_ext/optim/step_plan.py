@@ -98,11 +98,15 @@ class StepPlan:
         for number, (group_index, param) in zip(numbers, places, strict=True):
             group, state = optimizer.param_groups[group_index], optimizer.state[param]
             key, keeps_step = optimizer._master_key(group, param), optimizer._keeps_step(group)
+            used = optimizer.buffer_names(group)
+            formats = [form for form in optimizer._formats(group, param) if form.name in used]
+            exponents = [form.exponents_key for form in formats if form.exponents_key is not None]
             compiled.set_state(
                 number,
-                [local_tensor(state[name]) for name in optimizer.buffer_names(group)],
+                [local_tensor(state[form.key]) for form in formats],
                 None if key is None else local_tensor(state[key]),
                 local_tensor(state["step"]) if keeps_step else None,
+                local_tensor(state[exponents[0]]) if exponents else None,
             )
         self._state_count = len(optimizer.state)
         return compiled

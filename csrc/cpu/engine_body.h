@@ -15,6 +15,31 @@ namespace amp_ext::cpu::AMP_EXT_ISA {
 // vector would wait behind the division of the next.
 constexpr int64_t kBlockSize = 512;
 
+// How the numbers of one tensor are dithered at one step.
+class Dither {
+ public:
+  Dither(const TensorRecord& record, uint32_t step) : record_(record), step_(step) {}
+
+  // For a block from an element on.
+  AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
+    if (record_.dithered != 0) fill_phases(record_.first_element + offset, count, phases_);
+  }
+  AMP_EXT_INLINE Rounding of_param() const { return of(kDithersParam, kParamStride); }
+  AMP_EXT_INLINE Rounding of_buffer(int index, BufferRole role) const {
+    return of(kDithersBuffer0 << index, stride_of(role));
+  }
+
+ private:
+  AMP_EXT_INLINE Rounding of(int number, uint32_t stride) const {
+    if ((record_.dithered & number) == 0) return {};
+    return {phases_, step_ * stride};
+  }
+
+  const TensorRecord& record_;
+  uint32_t step_;
+  alignas(64) uint32_t phases_[kBlockSize];
+};
+
 // The numbers of one tensor, from some element on.
 template <typename Combination, typename Hyperparameters, int kNumberOfBuffers>
 struct Streams {
@@ -40,44 +65,44 @@ struct Streams {
   AMP_EXT_INLINE static Streams at(const TensorRecord& record, int64_t offset) {
     return {Grad::at(record.grad, nullptr, offset),
             Param::at(record.param, record.master_param, offset),
-            Buffer<0>::at(record.buffers[0], nullptr, offset),
-            Buffer<1>::at(record.buffers[1], nullptr, offset),
-            Buffer<2>::at(record.buffers[2], nullptr, offset)};
+            Buffer<0>::at(record.buffers[0], record.exponents, offset),
+            Buffer<1>::at(record.buffers[1], record.exponents, offset),
+            Buffer<2>::at(record.buffers[2], record.exponents, offset)};
   }
 
-  // Calls visit(buffer, index, role) for each buffer.
-  template <typename Visit>
-  AMP_EXT_INLINE void for_each_buffer(const Visit& visit) const {
-    constexpr const auto& kDescribed = Hyperparameters::kBuffers;
-    if constexpr (kBuffers > 0) visit(buffer0, 0, kDescribed[0].role);
-    if constexpr (kBuffers > 1) visit(buffer1, 1, kDescribed[1].role);
-    if constexpr (kBuffers > 2) visit(buffer2, 2, kDescribed[2].role);
+  // Ratios are to the second moment, which is always the next buffer.
+  template <typename V>
+  AMP_EXT_INLINE V load_buffer0(int64_t index) const {
+    if constexpr (kHasRatio) {
+      return buffer0.load(index, buffer1);
+    } else {
+      return buffer0.template load<V>(index);
+    }
   }
-};
 
-// How the numbers of one tensor are dithered at one step.
-class Dither {
- public:
-  Dither(const TensorRecord& record, uint32_t step) : record_(record), step_(step) {}
-
-  // For a block from an element on.
-  AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
-    if (record_.dithered != 0) fill_phases(record_.first_element + offset, count, phases_);
+  // Where results are left before they are rounded.
+  AMP_EXT_INLINE void results_in(T (*scratch)[kBlockSize], T** results) const {
+    if constexpr (kBuffers > 0) results[0] = buffer0.results_in(scratch[0]);
+    if constexpr (kBuffers > 1) results[1] = buffer1.results_in(scratch[1]);
+    if constexpr (kBuffers > 2) results[2] = buffer2.results_in(scratch[2]);
   }
-  AMP_EXT_INLINE Rounding of_param() const { return of(kDithersParam, kParamStride); }
-  AMP_EXT_INLINE Rounding of_buffer(int index, BufferRole role) const {
-    return of(kDithersBuffer0 << index, stride_of(role));
+
+  // Rounds the results, the second moment before the ratios to it.
+  AMP_EXT_INLINE void round_buffers(T* const* results, int64_t count, const Dither& dither) const {
+    const auto rounding = [&](int index) __attribute__((always_inline)) {
+      return dither.of_buffer(index, Hyperparameters::kBuffers[index].role);
+    };
+    if constexpr (kBuffers > 2) buffer2.round(results[2], count, rounding(2));
+    if constexpr (kBuffers > 1) buffer1.round(results[1], count, rounding(1));
+    if constexpr (kHasRatio) {
+      buffer0.round(results[0], count, rounding(0), buffer1);
+    } else if constexpr (kBuffers > 0) {
+      buffer0.round(results[0], count, rounding(0));
+    }
   }
 
  private:
-  AMP_EXT_INLINE Rounding of(int number, uint32_t stride) const {
-    if ((record_.dithered & number) == 0) return {};
-    return {phases_, step_ * stride};
-  }
-
-  const TensorRecord& record_;
-  uint32_t step_;
-  alignas(64) uint32_t phases_[kBlockSize];
+  static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
 };
 
 // Copies of the last elements of a tensor that fill no vector.
@@ -134,12 +159,11 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
   T* const grads = streams.grad.results_in(scratch[0]);
   T* const params = streams.param.results_in(scratch[1]);
   T* buffers[kMaxBuffers];
-  streams.for_each_buffer([&](const auto& buffer, int k, BufferRole) __attribute__((
-                              always_inline)) { buffers[k] = buffer.results_in(scratch[2 + k]); });
+  streams.results_in(scratch + 2, buffers);
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     const V old_grad = streams.grad.template load<V>(i);
     const V old_param = streams.param.template load<V>(i);
-    const V old_elements[kMaxBuffers] = {streams.buffer0.template load<V>(i),
+    const V old_elements[kMaxBuffers] = {streams.template load_buffer0<V>(i),
                                          streams.buffer1.template load<V>(i),
                                          streams.buffer2.template load<V>(i)};
     V grad = constants.unscale_and_clip(old_grad);
@@ -164,10 +188,7 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
     streams.grad.round(grads, count, {});
   }
   streams.param.round(params, count, dither.of_param());
-  streams.for_each_buffer([&](const auto& buffer, int k, BufferRole role)
-                              __attribute__((always_inline)) {
-                                buffer.round(buffers[k], count, dither.of_buffer(k, role));
-                              });
+  streams.round_buffers(buffers, count, dither);
 }
 
 template <typename Streams, typename Functor, typename T>
@@ -199,7 +220,7 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
   const auto step_if_matching = [&](auto each) {
     using Combination = decltype(each);
     using Hyperparameters = typename Functor::Hyperparameters;
-    if constexpr (kBuffers == 0 && !Combination::kHasComputedBuffers) {
+    if constexpr (!is_compiled<Combination, Hyperparameters, kBuffers>()) {
       return false;
     } else {
       if (!has_kinds<Combination, Hyperparameters, kBuffers>(tile.record)) return false;

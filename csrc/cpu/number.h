@@ -7,6 +7,7 @@
 #include "cpu/vector.h"
 // Only now, the functors:
 #include "functors/dither.h"
+#include "functors/moment_codes.h"
 #include "functors/split.h"
 #include "numbers.h"
 #include "storage.h"
@@ -39,10 +40,16 @@ AMP_EXT_INLINE T* results_in(Storage* stored, T* scratch) {
   }
 }
 
-// How results are rounded where they are stored in 16 bits.
+// How results are rounded where they are stored in 16 or 8 bits.
 struct Rounding {
   const uint32_t* phases = nullptr;  // of the elements of a block, or null: to nearest
   uint32_t offset = 0;               // that the step adds to them
+
+  AMP_EXT_INLINE bool dithers() const { return phases != nullptr; }
+  AMP_EXT_INLINE Vector<uint32_t> words(int64_t index) const {
+    using U = Vector<uint32_t>;
+    return dithers() ? load_bits<U>(phases + index) + offset : U{};
+  }
 };
 
 AMP_EXT_INLINE void store_dithered(BFloat16* to, Vector<float> value, Vector<uint32_t> word) {
@@ -56,10 +63,9 @@ template <typename Storage, typename T>
 AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stored,
                                   const Rounding& rounding = {}) {
   if constexpr (sizeof(Storage) == 2) {
-    if (rounding.phases != nullptr) {
+    if (rounding.dithers()) {
       for (int64_t i = 0; i < count; i += kLanes<T>) {
-        const auto phases = load_bits<Vector<uint32_t>>(rounding.phases + i);
-        store_dithered(stored + i, load<Vector<T>>(results + i), phases + rounding.offset);
+        store_dithered(stored + i, load<Vector<T>>(results + i), rounding.words(i));
       }
       return;
     }
@@ -110,6 +116,9 @@ struct Numbers<Plain<Storage>> {
   template <typename T>
   AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
     round_results(results, count, elements, rounding);
+  }
+  AMP_EXT_INLINE Vector<float> root(int64_t index) const {
+    return square_root(load<Vector<float>>(index));
   }
 
   struct Padded {
@@ -191,10 +200,9 @@ struct Numbers<Split<Storage, kBits>> {
         store(elements + i, limited);
         store_low_bits(lows + i, SplitHalf16::low_of(limited, amp_ext::load<V>(elements + i)));
       } else {
-        const bool dithers = rounding.phases != nullptr;
-        const U word = dithers ? load_bits<U>(rounding.phases + i) + rounding.offset : U{};
         U param, low;
-        SplitMaster<Storage, kBits>::split(master, dithers, word, param, low);
+        SplitMaster<Storage, kBits>::split(master, rounding.dithers(), rounding.words(i), param,
+                                           low);
         store_low_bits(&elements[i].bits, param);
         store_low_bits(lows + i, low);
       }
@@ -213,6 +221,106 @@ struct Numbers<Split<Storage, kBits>> {
       copy_of_lows.close(count);
     }
   };
+};
+
+template <>
+struct Numbers<Ratio> {
+  template <typename T>
+  static constexpr bool kIsNative = false;
+
+  uint8_t* codes;
+
+  AMP_EXT_INLINE static Numbers at(void* codes, void* /*beside*/, int64_t offset) {
+    return {static_cast<uint8_t*>(codes) + offset};
+  }
+
+  // `second` are the second moments beside these, as they are stored.
+  template <typename Second>
+  AMP_EXT_INLINE Vector<float> load(int64_t index, const Second& second) const {
+    return RatioCode::decode(load_wide(codes + index), second.root(index));
+  }
+  AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
+  template <typename Second>
+  AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding& rounding,
+                            const Second& second) const {
+    for (int64_t i = 0; i < count; i += kLanes<float>) {
+      const auto moment = amp_ext::load<Vector<float>>(results + i);
+      store_low_bits(codes + i, RatioCode::encode(moment, second.root(i), rounding.dithers(),
+                                                  rounding.words(i)));
+    }
+  }
+
+  struct Padded {
+    PaddedCopy<uint8_t> copy;
+
+    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
+      return {copy.open(numbers.codes, count)};
+    }
+    AMP_EXT_INLINE void close(int64_t count) { copy.close(count); }
+  };
+};
+
+template <typename Code>
+struct Numbers<Grouped<Code>> {
+  template <typename T>
+  static constexpr bool kIsNative = false;
+
+  uint8_t* codes;
+  uint8_t* exponents;
+
+  // `offset` is that of a group.
+  AMP_EXT_INLINE static Numbers at(void* codes, void* exponents, int64_t offset) {
+    return {static_cast<uint8_t*>(codes) + offset,
+            static_cast<uint8_t*>(exponents) + offset / kGroupSize};
+  }
+
+  template <typename V>
+  AMP_EXT_INLINE V load(int64_t index) const {
+    return Code::number(measured(index));
+  }
+  AMP_EXT_INLINE Vector<float> root(int64_t index) const { return measured(index); }
+  AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
+  AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding& rounding) const {
+    for (int64_t first = 0; first < count; first += kGroupSize) {
+      round_group(results + first, first, rounding);
+    }
+  }
+
+  // Tensors of whole groups have no such end.
+  struct Padded {
+    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t /*count*/) { return numbers; }
+    AMP_EXT_INLINE void close(int64_t /*count*/) {}
+  };
+
+ private:
+  using V = Vector<float>;
+
+  AMP_EXT_INLINE V measured(int64_t index) const {
+    const GroupUnit unit{exponents[index / kGroupSize]};
+    return Code::decode(load_wide(codes + index), unit.value());
+  }
+
+  AMP_EXT_INLINE void round_group(const float* results, int64_t first,
+                                  const Rounding& rounding) const {
+    constexpr int kVectors = kGroupSize / kLanes<float>;
+    V measured[kVectors];
+    Vector<int32_t> largest = {};
+    for (int k = 0; k < kVectors; ++k) {
+      measured[k] = Code::measured(amp_ext::load<V>(results + k * kLanes<float>));
+      largest = maximum(as_signed(bits_of(measured[k]) & 0x7fffffffu), largest);
+    }
+    const GroupUnit unit = GroupUnit::above(static_cast<uint32_t>(largest_lane(largest)));
+    exponents[first / kGroupSize] = static_cast<uint8_t>(unit.byte);
+    if (unit.is_nan()) {
+      std::memset(codes + first, 0, kGroupSize);
+      return;
+    }
+    for (int k = 0; k < kVectors; ++k) {
+      const int64_t index = first + k * kLanes<float>;
+      store_low_bits(codes + index, Code::encode(measured[k], unit.inverse(), rounding.dithers(),
+                                                 rounding.words(index)));
+    }
+  }
 };
 
 template <>

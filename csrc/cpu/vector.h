@@ -86,6 +86,18 @@ AMP_EXT_INLINE bool any(Mask mask) {
   return found != 0;
 }
 
+// The largest of all lanes, by halves.
+template <int kBytes = AMP_EXT_VECTOR_BYTES>
+AMP_EXT_INLINE int32_t largest_lane(typename VectorOf<int32_t, kBytes>::type value) {
+  if constexpr (kBytes > 8) {
+    typename VectorOf<int32_t, kBytes / 2>::type halves[2];
+    std::memcpy(halves, &value, sizeof halves);
+    return largest_lane<kBytes / 2>(maximum(halves[0], halves[1]));
+  } else {
+    return value[0] > value[1] ? value[0] : value[1];
+  }
+}
+
 AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
 #if AMP_EXT_VECTOR_X86 == 64
   return _mm512_mask_sqrt_ps(value, 0xffff, value);  // without a mask gcc warns of its own header

@@ -92,7 +92,7 @@ int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream)
   return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 
-bool takes_split_masters() { return driver_takes_large_arguments(); }
+bool takes_large_arguments() { return driver_takes_large_arguments(); }
 
 int64_t number_of_tiles(const TensorRecord* records, int64_t count) {
   int64_t tiles = 1;  // a launch has a block at least

@@ -10,7 +10,7 @@
 namespace amp_ext::cuda {
 
 // Whether the driver takes the arguments of kernels for split masters.
-bool takes_split_masters();
+bool takes_large_arguments();
 
 // One launch for each combination of dtypes, as far as the tensors fit into a kernel's arguments.
 // `block_counter` is one zero on the device, and zero again afterwards; launches that run at the

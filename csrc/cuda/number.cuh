@@ -3,12 +3,13 @@
 
 #include "cuda/tensor_table.cuh"
 #include "functors/dither.h"
+#include "functors/moment_codes.h"
 #include "functors/split.h"
 #include "numbers.h"
 
 namespace amp_ext::cuda {
 
-// How an element is rounded where it is stored in 16 bits.
+// How an element is rounded where it is stored in 16 or 8 bits.
 struct Rounding {
   bool dithers = false;  // or to nearest
   uint32_t word = 0;
@@ -51,6 +52,7 @@ struct Numbers<Plain<Storage>> {
     Pack<Storage, kCount> pack;
 
     __device__ auto load(int i) const { return cuda::load(pack.values[i]); }
+    __device__ float root(int i) const { return square_root(load(i)); }
     template <typename T>
     __device__ void store(T value, int i, const Rounding& rounding) {
       if constexpr (kMayDither) {
@@ -173,6 +175,110 @@ struct Numbers<Split<Storage, kBits>> {
   __device__ void store(const Values<kCount>& values, int64_t index) const {
     pack_at<kCount>(elements, index) = values.pack;
     pack_at<kCount>(lows, index) = values.lows;
+  }
+};
+
+template <>
+struct Numbers<Ratio> {
+  static constexpr int kPointers = 1;
+  static constexpr int kLeastBytes = sizeof(float);  // packs of 16 would spill
+  static constexpr bool kMayDither = true;
+
+  uint8_t* codes;
+
+  template <int kCapacity>
+  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
+    return {static_cast<uint8_t*>(pointers[0][tensor])};
+  }
+
+  __device__ bool is_at_boundary(int64_t index) const {
+    return cuda::is_at_boundary(codes + index);
+  }
+
+  // `root` is that of the second moment beside this element, as it is stored.
+  template <int kCount>
+  struct Values {
+    Pack<uint8_t, kCount> pack;
+
+    __device__ float load(int i, float root) const {
+      return RatioCode::decode(uint32_t{pack.values[i]}, root);
+    }
+    __device__ void store(float value, int i, const Rounding& rounding, float root) {
+      pack.values[i] =
+          static_cast<uint8_t>(RatioCode::encode(value, root, rounding.dithers, rounding.word));
+    }
+  };
+  template <int kCount>
+  __device__ Values<kCount> load(int64_t index) const {
+    return {pack_at<kCount>(codes, index)};
+  }
+  template <int kCount>
+  __device__ void store(const Values<kCount>& values, int64_t index) const {
+    pack_at<kCount>(codes, index) = values.pack;
+  }
+};
+
+// A group is loaded and stored by neighbouring threads together.
+template <typename Code>
+struct Numbers<Grouped<Code>> {
+  static constexpr int kPointers = 2;
+  static constexpr int kLeastBytes = sizeof(float);
+  static constexpr bool kMayDither = true;
+
+  uint8_t* codes;
+  uint8_t* exponents;
+
+  template <int kCapacity>
+  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
+    return {static_cast<uint8_t*>(pointers[0][tensor]), static_cast<uint8_t*>(pointers[1][tensor])};
+  }
+
+  __device__ bool is_at_boundary(int64_t index) const {
+    return cuda::is_at_boundary(codes + index);
+  }
+
+  template <int kCount>
+  struct Values {
+    Pack<uint8_t, kCount> pack;
+    GroupUnit unit;
+
+    __device__ float root(int i) const {
+      return Code::decode(uint32_t{pack.values[i]}, unit.value());
+    }
+    __device__ float load(int i) const { return Code::number(root(i)); }
+
+    // Before the first of these moments is stored: all threads of the group come here.
+    __device__ void choose_unit(const float (&moments)[kCount]) {
+      constexpr int kGroupThreads = kGroupSize / kCount;
+      uint32_t largest = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        largest = max(largest, bits_of(Code::measured(moments[i])) & 0x7fffffffu);
+      }
+      const unsigned first = threadIdx.x % warpSize / kGroupThreads * kGroupThreads;
+      const unsigned mask = (0xffffffffu >> (32 - kGroupThreads)) << first;
+#pragma unroll
+      for (int distance = kGroupThreads / 2; distance > 0; distance /= 2) {
+        largest = max(largest, __shfl_xor_sync(mask, largest, distance));
+      }
+      unit = GroupUnit::above(largest);
+    }
+    __device__ void store(float value, int i, const Rounding& rounding) {
+      const uint32_t code =
+          Code::encode(Code::measured(value), unit.inverse(), rounding.dithers, rounding.word);
+      pack.values[i] = static_cast<uint8_t>(unit.is_nan() ? 0 : code);
+    }
+  };
+  template <int kCount>
+  __device__ Values<kCount> load(int64_t index) const {
+    return {pack_at<kCount>(codes, index), {exponents[index / kGroupSize]}};
+  }
+  template <int kCount>
+  __device__ void store(const Values<kCount>& values, int64_t index) const {
+    pack_at<kCount>(codes, index) = values.pack;
+    if (index % kGroupSize == 0) {
+      exponents[index / kGroupSize] = static_cast<uint8_t>(values.unit.byte);
+    }
   }
 };
 

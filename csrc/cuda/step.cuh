@@ -51,6 +51,9 @@ struct Streams {
     return kBuffers == 2 && kMaster == Master::kFloat32 ? 4 : 3;
   }
 
+  static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
+  static constexpr bool kHasGroups = (Buffer<0>::kPointers > 1 || Buffer<1>::kPointers > 1);
+
   static constexpr bool kMayDither =
       Param::kMayDither || Buffer<0>::kMayDither || Buffer<1>::kMayDither || Buffer<2>::kMayDither;
 
@@ -78,7 +81,12 @@ struct Streams {
     table.pointers[pointer++][index] = record.grad;
     table.pointers[pointer++][index] = record.param;
     if (Param::kPointers > 1) table.pointers[pointer++][index] = record.master_param;
-    for (int i = 0; i < kBuffers; ++i) table.pointers[pointer++][index] = record.buffers[i];
+    constexpr int kPointersOf[] = {Buffer<0>::kPointers, Buffer<1>::kPointers,
+                                   Buffer<2>::kPointers};
+    for (int i = 0; i < kBuffers; ++i) {
+      table.pointers[pointer++][index] = record.buffers[i];
+      if (kPointersOf[i] > 1) table.pointers[pointer++][index] = record.exponents;
+    }
   }
 
   template <typename Table>
@@ -102,9 +110,11 @@ struct Streams {
   }
 
   // Where packs can start in [begin, end): at the next 16-byte boundary of all streams, or nowhere.
+  // `begin` is that of a group: without packs a warp has one.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
-    const bool aligned = first < end && param.is_at_boundary(first) && grad.is_at_boundary(first) &&
+    const bool aligned = first < end && (!kHasGroups || first == begin) &&
+                         param.is_at_boundary(first) && grad.is_at_boundary(first) &&
                          buffer0.is_at_boundary(first) && buffer1.is_at_boundary(first) &&
                          buffer2.is_at_boundary(first);
     return aligned ? first : end;
@@ -144,10 +154,11 @@ struct Streams {
   template <bool kDithers, int kCount, typename Constants>
   __device__ void update_values(const Constants& constants, Values<kCount>& values,
                                 int64_t index) const {
+    [[maybe_unused]] T moments[kMaxBuffers][kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       T value = values.param.load(i);
-      T elements[kMaxBuffers] = {values.buffer0.load(i), values.buffer1.load(i),
+      T elements[kMaxBuffers] = {load_buffer0(values, i), values.buffer1.load(i),
                                  values.buffer2.load(i)};
       const T scaled_grad = static_cast<T>(values.grad.load(i));
       if (!constants.skips(scaled_grad)) {
@@ -155,22 +166,75 @@ struct Streams {
         update_element<kBuffers>(constants, unscaled, value, elements[0], elements[1], elements[2]);
         if (constants.write_back_grads) values.grad.store(unscaled, i, {});
       }
-      const auto place = static_cast<uint64_t>(first_element + index + i);
-      const uint32_t phase =
-          dither_phase(static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32));
-      const auto rounding = [&](int number, uint32_t stride) -> Rounding {
-        return {kDithers && (dithered & number) != 0, phase + constants.step * stride};
-      };
-      values.param.store(value, i, rounding(kDithersParam, kParamStride));
-      values.buffer0.store(elements[0], i, rounding(kDithersBuffer0 << 0, kStride<0>));
-      values.buffer1.store(elements[1], i, rounding(kDithersBuffer0 << 1, kStride<1>));
-      values.buffer2.store(elements[2], i, rounding(kDithersBuffer0 << 2, kStride<2>));
+      const Words<kDithers> words = words_of<kDithers>(constants.step, index + i);
+      values.param.store(value, i, words.of(kDithersParam, kParamStride));
+      if constexpr (kHasGroups) {
+        for (int k = 0; k < kBuffers; ++k) moments[k][i] = elements[k];
+      } else {
+        store_buffers(values, elements, i, words);
+      }
+    }
+    if constexpr (kHasGroups) {
+      if constexpr (kHasRatio) {
+        values.buffer1.choose_unit(moments[1]);
+      } else {
+        values.buffer0.choose_unit(moments[0]);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const T elements[kMaxBuffers] = {moments[0][i], kBuffers > 1 ? moments[1][i] : T(0), T(0)};
+        store_buffers(values, elements, i, words_of<kDithers>(constants.step, index + i));
+      }
     }
     if (constants.write_back_grads) grad.store(values.grad, index);
     param.store(values.param, index);
     buffer0.store(values.buffer0, index);
     buffer1.store(values.buffer1, index);
     buffer2.store(values.buffer2, index);
+  }
+
+  // What dithers the numbers of one element at one step.
+  template <bool kDithers>
+  struct Words {
+    uint32_t phase;
+    uint32_t step;
+    int32_t dithered;
+
+    __device__ Rounding of(int number, uint32_t stride) const {
+      return {kDithers && (dithered & number) != 0, phase + step * stride};
+    }
+  };
+  template <bool kDithers>
+  __device__ Words<kDithers> words_of(uint32_t step, int64_t index) const {
+    const auto place = static_cast<uint64_t>(first_element + index);
+    const uint32_t phase =
+        dither_phase(static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32));
+    return {phase, step, dithered};
+  }
+
+  template <int kCount>
+  __device__ T load_buffer0(const Values<kCount>& values, int i) const {
+    if constexpr (kHasRatio) {
+      return values.buffer0.load(i, values.buffer1.root(i));
+    } else {
+      return values.buffer0.load(i);
+    }
+  }
+
+  // Ratios are to the second moment as it has been stored.
+  template <int kCount, typename Words>
+  __device__ void store_buffers(Values<kCount>& values, const T (&elements)[kMaxBuffers], int i,
+                                const Words& words) const {
+    const Rounding first = words.of(kDithersBuffer0 << 0, kStride<0>);
+    const Rounding second = words.of(kDithersBuffer0 << 1, kStride<1>);
+    if constexpr (kHasRatio) {
+      values.buffer1.store(elements[1], i, second);
+      values.buffer0.store(elements[0], i, first, values.buffer1.root(i));
+    } else {
+      values.buffer0.store(elements[0], i, first);
+      values.buffer1.store(elements[1], i, second);
+      values.buffer2.store(elements[2], i, words.of(kDithersBuffer0 << 2, kStride<2>));
+    }
   }
 };
 
@@ -327,13 +391,14 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
 template <template <typename> class Functor, int kBuffers, typename Combination>
 int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
                      int64_t& launched) {
-  if constexpr (kBuffers == 0 && !Combination::kHasComputedBuffers) {
+  using Hyperparameters = typename Functor<typename Combination::T>::Hyperparameters;
+  if constexpr (!is_compiled<Combination, Hyperparameters, kBuffers>()) {
     return 0;
   } else {
     using T = typename Combination::T;
-    using Each = Streams<Combination, typename Functor<T>::Hyperparameters, kBuffers>;
+    using Each = Streams<Combination, Hyperparameters, kBuffers>;
     using Shape = StepShape<Each>;
-    if constexpr (!Combination::kHasSplitMaster) {  // which such a driver is refused for
+    if constexpr (!Combination::kIsForLargeArguments) {  // which such a driver is refused for
       if (!driver_takes_large_arguments()) {
         return launch_step<Functor<T>, Each, kSmallArguments, Shape>(launch, block_counter, stream,
                                                                      launched);

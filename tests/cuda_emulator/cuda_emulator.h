@@ -177,6 +177,13 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize,
   const int end = (lane / width + 1) * width;
   return cuda_emulator::shuffle(mask, value, source < end ? source : lane, site);
 }
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = warpSize,
+                  const cuda_emulator::Site& site = cuda_emulator::Site::of("__shfl_xor_sync")) {
+  const int lane = cuda_emulator::lane();
+  const int source = lane ^ lanes;
+  return cuda_emulator::shuffle(mask, value, source / width == lane / width ? source : lane, site);
+}
 
 // Memory.
 

@@ -4,7 +4,7 @@
 #include "program.h"
 
 struct Results {
-  float values[32][4];  // of each lane
+  float values[32][5];  // of each lane
   int counts[5];
   unsigned rounds[2];
 };
@@ -21,6 +21,7 @@ __global__ void call_all(Results* results) {
     mine[2] = static_cast<float>(__shfl_down_sync(kAll, value, 3));
     const unsigned every_other = i % 2 == 0 ? 0x55555555u : 0xaaaaaaaau;
     mine[3] = static_cast<float>(__shfl_down_sync(every_other, i, i % 2 == 0 ? 2 : 4, 8));
+    mine[4] = static_cast<float>(__shfl_xor_sync(0xfu << (i / 4 * 4), i, 2));
     __syncwarp();
   }
   int* const counts = results->counts;
@@ -58,6 +59,7 @@ bool run() {
     const int source = i + (i % 2 == 0 ? 2 : 4);
     return source / 8 == i / 8 ? source : i;
   });
+  right &= each_lane(results, 4, [](int i) { return i ^ 2; });
   right &= equal({results.counts, results.counts + 5}, std::vector<int>{1, 2016, -63, 1, 1});
   right &= equal({results.rounds, results.rounds + 2}, std::vector<unsigned>{4, 6});
 

@@ -88,7 +88,7 @@ def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
     lists = {f"{buffer}s" for buffer, _ in described.buffers}
     options = set(described.fields) - {"timestep"}  # a list operation counts in steps
     of_gradients = public(dir(ops._C.GradientOptions)) - {"scratch"}
-    common = {"params", "grads", "steps", "master_params", "first_elements"}
+    common = {"params", "grads", "steps", "master_params", "first_elements", "exponents"}
     assert set(arguments) == lists | options | of_gradients | common
 
 

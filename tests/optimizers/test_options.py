@@ -49,11 +49,16 @@ WRONG_VALUES = {
     "norm-negative": ("max_grad_norm", -1.0, A_LIMIT, "-1.0"),
     "clip-nan": ("clip_value", NAN, A_LIMIT, "nan"),
     "clip-negative": ("clip_value", -1e-30, A_LIMIT, "-1e-30"),
-    "dtype": ("state_dtype", "double", "torch.float32, torch.bfloat16 or None", "'double'"),
+    "dtype": (
+        "state_dtype",
+        "double",
+        "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None",
+        "'double'",
+    ),
     "dtype-fp16": (
         "state_dtype",
         torch.float16,
-        "torch.float32, torch.bfloat16 or None",
+        "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None",
         "torch.float16, in which second moments of small gradients are 0",
     ),
     "rounding": ("rounding", "up", "'dither', 'nearest' or None", "'up'"),

@@ -302,7 +302,7 @@ def q8v_states(exponent: int) -> tuple[Tensor, Tensor]:
     return code, torch.full((32, 1), exponent, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("exponent", [76, 100, 128, 160, 191, 192])
+@pytest.mark.parametrize("exponent", [75, 100, 127, 160, 190, 191])
 def test_second_moments_encode_to_their_codes_under_every_dither(exponent):
     code, exponents = q8v_states(exponent)
     root = root_of_q8v(code, exponents)
@@ -315,7 +315,7 @@ def test_second_moments_encode_to_their_codes_under_every_dither(exponent):
 
 
 def test_codes_of_second_moments_rise():
-    code, exponents = q8v_states(128)
+    code, exponents = q8v_states(127)
     root = root_of_q8v(code, exponents)[:, :8].reshape(-1)
     assert root[0] == 0
     assert (root.diff() > 0).all()
@@ -347,7 +347,7 @@ def test_a_bad_second_moment_spoils_its_group_alone(bad):
     moment = torch.ones(4, 2 * GROUP)
     moment[2, 40] = bad
     code, exponents = encode_q8v(moment)
-    assert exponents.tolist() == [[129, 129], [129, 129], [129, IS_NAN], [129, 129]]
+    assert exponents.tolist() == [[128, 128], [128, 128], [128, IS_NAN], [128, 128]]
     root = root_of_q8v(code, exponents)
     assert root[2, GROUP:].isnan().all()
     assert root.isnan().sum() == GROUP
@@ -425,7 +425,7 @@ def test_first_moments_beside_zero_inf_and_nan():
 # 8 bits for momenta.
 
 
-@pytest.mark.parametrize("exponent", [3, 100, 128, 253, 254])
+@pytest.mark.parametrize("exponent", [2, 100, 127, 252, 253])
 def test_momenta_encode_to_their_codes_under_every_dither(exponent):
     code = torch.cat([torch.arange(256).view(-1, 16), torch.full((16, 16), 127)], dim=1)
     code = code.to(torch.uint8)
@@ -440,7 +440,7 @@ def test_momenta_encode_to_their_codes_under_every_dither(exponent):
 def test_momenta_round_to_the_nearest_code():
     codes = torch.arange(128).view(-1, 16)
     codes = torch.cat([codes, torch.full((8, 16), 127)], dim=1).to(torch.uint8)
-    grid = decode_q8m(codes, torch.full((8, 1), 128, dtype=torch.uint8))[:, :16].reshape(-1)
+    grid = decode_q8m(codes, torch.full((8, 1), 127, dtype=torch.uint8))[:, :16].reshape(-1)
     assert (grid.diff() > 0).all()
     value = torch.linspace(0, float(grid[-1]), 2**14).view(-1, 16)
     together = torch.cat([value, torch.full((len(value), 16), 0.99)], dim=1)
@@ -453,7 +453,7 @@ def test_momenta_at_both_ends_of_float32():
     huge = torch.zeros(2, GROUP)
     huge[0, 0], huge[0, 1], huge[1, 0] = 3e38, -1e38, 2.0**-127
     decoded = decode_q8m(*encode_q8m(huge))
-    # 2^126 is the last unit that a byte can name beside that of NaN.
+    # 2^126 is the last unit whose inverse is a normal number.
     assert decoded[0, :2].tolist() == [2.0**126 * (1 - 2**-6), -(2.0**126) * (1 - 2**-6)]
     assert decoded[1, 0] == huge[1, 0]
     for bad in (NAN, INF, -INF):

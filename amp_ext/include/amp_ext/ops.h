@@ -8,6 +8,8 @@
 #include <amp_ext/options.h>
 
 #include <cstdint>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace amp_ext {
@@ -58,6 +60,18 @@ AMP_EXT_API at::Tensor split_master(const at::Tensor& param, const at::Tensor& m
 
 // The float32 master of which these are the parts.
 AMP_EXT_API at::Tensor join_master(const at::Tensor& param, const at::Tensor& low);
+
+// First moments in 8 bits, as ratios to the roots of second moments, rounded to nearest; all but
+// the codes are float32.
+AMP_EXT_API at::Tensor encode_ratios(const at::Tensor& moment, const at::Tensor& second_moment);
+AMP_EXT_API at::Tensor decode_ratios(const at::Tensor& codes, const at::Tensor& second_moment);
+
+// Moments in 8 bits with an exponent for each group of 32 elements, rounded to nearest: second
+// moments are "q8v", momenta "q8m".
+AMP_EXT_API std::pair<at::Tensor, at::Tensor> encode_groups(const at::Tensor& moment,
+                                                            const std::string& code);
+AMP_EXT_API at::Tensor decode_groups(const at::Tensor& codes, const at::Tensor& exponents,
+                                     const std::string& code);
 
 // One step of the optimizer that has these hyperparameters.
 template <typename Hyperparameters>

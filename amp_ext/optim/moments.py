@@ -1,0 +1,296 @@
+"""Moments as an optimizer keeps them: in a dtype, or in codes of 8 bits.
+
+A code stands under a key of its own, which names its format: "exp_avg_q8r" is a first moment as the
+ratio to the root of the second, "exp_avg_sq_q8v" the root of a second moment and
+"momentum_buffer_q8m" a momentum, both in groups of 32 elements with an exponent each, under
+"exp_avg_sq_exp". So who knows the names of torch alone does not take codes for moments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+from amp_ext.sharding import is_dtensor, laid_out_as, local_tensor
+
+__all__ = [
+    "CODED_STATES",
+    "Format",
+    "copied_moments",
+    "formats_of",
+    "has_groups",
+    "has_moment",
+    "is_key_of",
+    "made_moments",
+    "whole_moments",
+]
+
+#: The options of ``state_dtype`` that name no dtype.
+CODED_STATES = ("8bit-bf16", "8bit")
+
+GROUP = 32
+# Of smaller tensors groups save nothing that counts.
+_LEAST_ELEMENTS = 4096
+
+# Of each code the dtype of its elements.
+_CODES = {"q8r": torch.int8, "q8v": torch.uint8, "q8m": torch.uint8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How one moment is kept.
+
+    Attributes:
+        name: Its key in torch.
+        dtype: Of its elements.
+        code: What these are, "q8r", "q8v" or "q8m"; None: numbers.
+    """
+
+    name: str
+    dtype: torch.dtype
+    code: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The key of the elements."""
+        return self.name if self.code is None else f"{self.name}_{self.code}"
+
+    @property
+    def exponents_key(self) -> str | None:
+        """The key of the exponents of groups; None where there are none."""
+        return f"{self.name}_exp" if self.code in ("q8v", "q8m") else None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All its keys."""
+        return (self.key,) if self.exponents_key is None else (self.key, self.exponents_key)
+
+    def shape_of(self, key: str, param: Tensor) -> tuple[int, ...]:
+        """Returns the shape of what stands under one of the keys."""
+        shape = tuple(param.shape)
+        return (shape[0], math.prod(shape[1:]) // GROUP) if key == self.exponents_key else shape
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Returns the dtype of what stands under one of the keys."""
+        return torch.uint8 if key == self.exponents_key else self.dtype
+
+
+def formats_of(
+    state_dtype: str | None, buffers: Iterable[tuple[str, str]], param: Tensor
+) -> tuple[Format, ...]:
+    """Returns how the moments of a parameter are kept.
+
+    By the shape of the whole parameter, never by that of a rank's part: every rank has the same.
+
+    Args:
+        state_dtype: The option of the group, as it is stored.
+        buffers: Name and role of each moment, as the compiled module describes them.
+        param: The parameter.
+    """
+    buffers = tuple(buffers)
+    if param.dtype == torch.float64 or state_dtype is None:
+        return tuple(Format(name, param.dtype) for name, _ in buffers)
+    if state_dtype not in CODED_STATES:
+        dtype = torch.float32 if state_dtype == "float32" else torch.bfloat16
+        return tuple(Format(name, dtype) for name, _ in buffers)
+    has_second = any(role == "second moment" for _, role in buffers)
+
+    def code(role: str) -> str | None:
+        if role == "first moment" and has_second:
+            return "q8r"
+        if not has_groups(param):
+            return None
+        if role == "first moment":
+            return "q8m"
+        return "q8v" if role == "second moment" and state_dtype == "8bit" else None
+
+    found = []
+    for name, role in buffers:
+        name_of_code = code(role)
+        found.append(Format(name, _CODES.get(name_of_code or "", torch.bfloat16), name_of_code))
+    return tuple(found)
+
+
+def has_groups(param: Tensor) -> bool:
+    """Returns whether moments of a parameter may be kept in groups of 32 elements.
+
+    They lie within the rows of dimension 0, so that a part of it has whole ones: it must be
+    outermost in memory, and the only one that is sharded.
+    """
+    shape, strides = tuple(param.shape), tuple(param.stride())
+    if param.numel() < _LEAST_ELEMENTS or len(shape) < 2 or math.prod(shape[1:]) % GROUP:
+        return False
+    if any(stride > strides[0] for stride, size in zip(strides, shape, strict=True) if size > 1):
+        return shape[0] == 1
+    if not is_dtensor(param):
+        return True
+    from torch.distributed.tensor import Shard
+
+    placements = param.placements  # type: ignore[attr-defined]
+    return all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in placements)
+
+
+def _all_formats(name: str) -> tuple[Format, ...]:
+    return (
+        Format(name, torch.float32),
+        *(Format(name, dtype, code) for code, dtype in _CODES.items()),
+    )
+
+
+def has_moment(state: Mapping[str, Any], name: str) -> bool:
+    """Returns whether a state has a moment in any format."""
+    return any(all(state.get(key) is not None for key in form.keys) for form in _all_formats(name))
+
+
+def is_key_of(key: str, names: Iterable[str]) -> bool:
+    """Returns whether a key is one of those of moments with these names."""
+    return any(key in form.keys for name in names for form in _all_formats(name))
+
+
+def whole_moments(
+    state: Mapping[str, Any], buffers: Iterable[tuple[str, str]], param: Tensor
+) -> dict[str, Tensor]:
+    """Returns the moments of a state as numbers, float32 where they are codes.
+
+    Args:
+        state: Of a parameter.
+        buffers: Name and role of each moment.
+        param: The parameter, as which decoded ones are laid out.
+    """
+    buffers = tuple(buffers)
+    local = {name: _local_moment(state, name) for name, role in buffers if role != "first moment"}
+    second = next((local[name] for name, role in buffers if role == "second moment"), None)
+    for name, role in buffers:
+        if role == "first moment":
+            local[name] = _local_moment(state, name, second)
+    whole = {}
+    for name, moment in local.items():
+        if moment is not None:
+            given = state.get(name)
+            whole[name] = given if given is not None else laid_out_as(param, moment)
+    return {name: whole[name] for name, _ in buffers if name in whole}
+
+
+def _local_moment(
+    state: Mapping[str, Any], name: str, second: Tensor | None = None
+) -> Tensor | None:
+    """Returns this rank's part of a moment as numbers, or None."""
+    for form in _all_formats(name):
+        tensors = [state.get(key) for key in form.keys]
+        if any(tensor is None for tensor in tensors):
+            continue
+        local = [local_tensor(tensor) for tensor in tensors]
+        if form.code is None:
+            return local[0]
+        if form.code != "q8r":
+            return ops.decode_groups(local[0], local[1], form.code)
+        if second is not None:
+            return ops.decode_ratios(local[0], second.to(local[0].device, torch.float32))
+    return None
+
+
+def made_moments(
+    state: Mapping[str, Any], formats: Iterable[Format], param: Tensor, roles: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Returns the moments of a parameter in these formats: those of a state, or zeros.
+
+    What the state has in the format that is wanted is taken as it is.
+
+    Args:
+        state: Of the parameter, in any formats, maybe with some moments or none.
+        formats: Of all moments that are wanted.
+        param: The parameter, whose device and layout they get.
+        roles: Of all moments by name.
+    """
+    formats = tuple(formats)
+    if all(_is_kept(state, form, param) for form in formats):
+        return {key: state[key] for form in formats for key in form.keys}
+    numbers = whole_moments(state, roles.items(), param)
+    made: dict[str, Tensor] = {}
+    second = None
+    # A ratio is to the second moment as it is stored.
+    for form in sorted(formats, key=lambda form: form.code == "q8r"):
+        made |= _encoded(numbers.get(form.name), form, param, second)
+        if roles[form.name] == "second moment":
+            second = _local_moment(made, form.name)
+    return {key: made[key] for form in formats for key in form.keys}
+
+
+def _is_kept(state: Mapping[str, Any], form: Format, param: Tensor) -> bool:
+    """Returns whether a state has a moment in a format on the device of its parameter."""
+    return all(
+        isinstance(state.get(key), Tensor)
+        and state[key].dtype == form.dtype_of(key)
+        and state[key].device == param.device
+        for key in form.keys
+    )
+
+
+def _encoded(
+    number: Tensor | None, form: Format, param: Tensor, second: Tensor | None
+) -> dict[str, Tensor]:
+    """Returns a moment in a format, by its keys; without a number, one of zeros."""
+    if form.code is None:
+        if number is None:
+            return {form.key: torch.zeros_like(param, dtype=form.dtype)}
+        return {form.key: number.to(param.device, form.dtype)}
+    local = local_tensor(param.detach())
+    if number is None:
+        moment = torch.zeros_like(local, dtype=torch.float32)
+    else:
+        moment = torch.empty_like(local, dtype=torch.float32).copy_(local_tensor(number))
+    if form.code == "q8r":
+        assert second is not None
+        return {form.key: laid_out_as(param, ops.encode_ratios(moment, second.float()))}
+    codes, exponents = ops.encode_groups(moment, form.code)
+    shape = form.shape_of(str(form.exponents_key), param)
+    return {
+        form.key: laid_out_as(param, codes),
+        str(form.exponents_key): laid_out_as(param, exponents, shape, (shape[1], 1)),
+    }
+
+
+def copied_moments(
+    saved: Mapping[str, Any], formats: Iterable[Format], param: Tensor, where: str
+) -> dict[str, Tensor]:
+    """Returns copies of the moments that a file has in codes, laid out as the parameter is.
+
+    Args:
+        saved: The state of the parameter in a file.
+        formats: Of all moments; by their names.
+        param: The parameter.
+        where: What messages say, with ``%s`` for the key.
+
+    Raises:
+        ValueError: If one is not of the dtype and the shape that the key says.
+    """
+    copies = {}
+    for form in formats:
+        for kept in _all_formats(form.name)[1:]:
+            for key in kept.keys:
+                if saved.get(key) is not None:
+                    copies[key] = _copy_of(saved[key], kept, key, param, where % key)
+    return copies
+
+
+def _copy_of(value: Any, form: Format, key: str, param: Tensor, where: str) -> Tensor:
+    dtype, shape = form.dtype_of(key), form.shape_of(key, param)
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{where} must be a tensor, got {type(value).__name__}")
+    if value.dtype != dtype or tuple(value.shape) != shape:
+        raise ValueError(
+            f"{where} must be {dtype} of shape {shape}, got {value.dtype} of {tuple(value.shape)}"
+        )
+    if value.layout != torch.strided or value.is_meta:
+        raise ValueError(f"{where} must be dense and hold its elements, got {value.layout}")
+    local = local_tensor(param.detach())
+    if key == form.exponents_key:
+        empty = local.new_empty((local.shape[0], shape[1]), dtype=dtype)
+        return laid_out_as(param, empty, shape, (shape[1], 1)).copy_(value)
+    return laid_out_as(param, torch.empty_like(local, dtype=dtype)).copy_(value)
