@@ -35,7 +35,8 @@ PRECISIONS: dict[str, tuple[torch.dtype, Options]] = {
 def optimizers() -> list[Kind]:
     """Returns the optimizers that the package exports."""
     exported = [getattr(amp_ext.optim, name) for name in amp_ext.optim.__all__]
-    return [each for each in exported if issubclass(each, FusedOptimizer)]
+    classes = [each for each in exported if isinstance(each, type)]
+    return [each for each in classes if issubclass(each, FusedOptimizer)]
 
 
 def made(kind: Kind, dtype: torch.dtype = torch.float32, **options: Any) -> FusedOptimizer:

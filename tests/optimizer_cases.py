@@ -66,7 +66,8 @@ def optimizers_named(*ids: str) -> list[Any]:
 CLASSES = [
     name
     for name in amp_ext.optim.__all__
-    if issubclass(getattr(amp_ext.optim, name), FusedOptimizer)
+    if isinstance(getattr(amp_ext.optim, name), type)
+    and issubclass(getattr(amp_ext.optim, name), FusedOptimizer)
 ]
 # One of each kind of state.
 FEW_OPTIMIZERS = optimizers_named("adam-amsgrad", "adamw", "lion", "dampening")

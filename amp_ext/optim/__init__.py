@@ -1,6 +1,7 @@
 """Optimizers with the constructors of torch.optim, one fused kernel each, and float32 masters."""
 
 from amp_ext.optim.adam import Adam, AdamW
+from amp_ext.optim.export import float32_state_dict
 from amp_ext.optim.lion import Lion
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_decay_scheduler import (
@@ -19,4 +20,5 @@ __all__ = [
     "Lion",
     "StepWeightDecay",
     "WeightDecayScheduler",
+    "float32_state_dict",
 ]

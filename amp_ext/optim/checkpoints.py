@@ -201,11 +201,11 @@ def _copied_state(
         )
     for name in optimizer._missing_from(group, saved):
         raise ValueError(f"{where % name} must be there, got {list(saved)}")
-    moments = _loaded_moments(optimizer, group, param, saved, where)
     names = dict(optimizer._description().buffers)
     state: dict[str, Any] = {}
     key = optimizer._master_key(group, param)
     masters = _saved_masters(param, saved, where)
+    moments = _loaded_moments(optimizer, group, param, saved, where)
     for name, value in saved.items():
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
