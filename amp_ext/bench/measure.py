@@ -209,11 +209,12 @@ def wanted_sides(row: Row, device: torch.device, effort: Effort) -> list[str]:
 def sides_that_fit(row: Row, sides: list[str], device: torch.device) -> list[str]:
     """Returns the first of some sides; none if one does not fit, or two where two are wanted."""
     work, elements, wanted, sides = row.work, row.shapes.elements, len(sides), list(sides)
-    held = 2 * work.dtype.itemsize + 2 * work.state_bytes + 4 * work.has_masters
+    held = work.bytes_stored
     extra = {
         "by_hand": 4,
         "by_hand_buffered": 4,
-        "foreach": 3 * held // 4,
+        "foreach": 3 * held / 4,
+        "in_float32": work.in_float32.bytes_stored - held,
         **dict.fromkeys(peers.PEERS, 24),
     }  # fp32 gradients; temporary tensors
     free = _ROOM * free_memory(device)
@@ -301,13 +302,15 @@ def measure_row(
         "dtype": DTYPES[work.dtype],
         "scaler": work.scaler,
         "clip": work.clip,
-        "masters": work.has_masters,
+        "masters": work.dtype != torch.float32 and work.masters,
+        "states": work.states.name,
         "featured": work in FEATURED,
         "many_small": shapes.many_small,
         "cold": shapes.cold,
         "tensors": len(shapes.sizes),
         "elements": shapes.elements,
         "bytes_per_element": work.bytes_per_element,
+        "bytes_stored": work.bytes_stored,
         "streaming_gb_per_s": streaming,
         "sides": figures,
         "ratios": {side: min(times[side]) / min(times["ours"]) for side in steps if side != "ours"},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from amp_ext.bench.work import BESIDE_PEERS, Work
+from amp_ext.bench.work import AS_TORCH, BESIDE_PEERS, Work
 
 # The same for everybody. Of what a package takes by itself, something differs each time.
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -57,7 +57,7 @@ class Peer:
 
 
 def _as_asked(work: Work, master: str = "none", by_hand: bool = False) -> Method:
-    states = "bf16" if work.narrow_states else "fp32"
+    states = "bf16" if work.states == AS_TORCH else "fp32"
     return Method(states, master, True, by_hand)
 
 
@@ -139,7 +139,7 @@ def _talking_to_stderr() -> Iterator[None]:
 
 def _deepspeed(params: list[Parameter], work: Work) -> torch.optim.Optimizer:
     module = importlib.import_module(PEERS["deepspeed"].module)
-    return module.DeepSpeedCPUAdam(params, **OPTIONS, fp32_optimizer_states=not work.narrow_states)
+    return module.DeepSpeedCPUAdam(params, **OPTIONS, fp32_optimizer_states=work.states != AS_TORCH)
 
 
 def _bitsandbytes(params: list[Parameter], work: Work) -> torch.optim.Optimizer:

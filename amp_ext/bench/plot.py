@@ -17,6 +17,7 @@ _COLOURS = {
     "foreach": "#8A9099",
     "by_hand": "#E69F00",
     "by_hand_buffered": "#F5D08A",
+    "in_float32": "#7FA8C9",
     "deepspeed": "#D55E00",
     "bitsandbytes": "#009E73",
     "torchao": "#CC79A7",
@@ -143,7 +144,7 @@ def _draw_panel(axes: Any, shapes: str, rows: list[dict[str, Any]]) -> None:
     place, ticks = 0.0, []
     for row in rows:
         middle = place + (len(row["sides"]) - 1) / 2
-        ticks.append((middle, f"{row['work']}\n{row['bytes_per_element']} B/element"))
+        ticks.append((middle, f"{row['work']}\n{row['bytes_per_element']:.4g} B/element"))
         for side, figures in row["sides"].items():
             value = factor * figures[figure]
             axes.barh(place, value, 0.92, color=_COLOURS[side])

@@ -19,7 +19,9 @@ _KEPT = "What each keeps, and its distance from float64"
 
 NOTE = (
     "Figures are amp_ext's; ÷ is torch's time divided by ours, each the least of runs in turns in "
-    "one process. B/elem. is what a step cannot avoid to read and write; GB/s counts no more. "
+    "one process; ÷ in float32 that of our own step with masters and moments in float32. B stored "
+    "is what an element takes between steps, with its gradient; B/elem. what a step cannot avoid "
+    "to read and write; GB/s counts no more. "
     "Streaming is measured in turns with each row and can be exceeded, for an in-place loop does "
     "not reach all that memory gives. ✓ and ✗: a target met or missed."
 )
@@ -89,7 +91,8 @@ def columns(rows: list[Row]) -> dict[str, list[str]]:
     """Returns the headings with the cells of all rows; empty columns are left out."""
     shown: dict[str, Callable[[Row], str]] = {
         "scaler.step + update": lambda row: row["work"],
-        "B/elem.": lambda row: str(row["bytes_per_element"]),
+        "B stored": lambda row: f"{row['bytes_stored']:.4g}" if "bytes_stored" in row else "",
+        "B/elem.": lambda row: f"{row['bytes_per_element']:.4g}",
         "ns/elem.": lambda row: f"{row['sides']['ours']['ns_per_element']:.3g}",
         "GB/s": lambda row: f"{row['sides']['ours']['gb_per_s']:.3g}",
         "of stream": _share,

@@ -47,9 +47,13 @@ class ShapeList:
 
 
 def uniform(count: int, size: int) -> ShapeList:
-    """Returns tensors of one size."""
+    """Returns tensors of one size, with rows of 32 where that divides it.
+
+    States in 8 bits have a scale for 32 neighbours in a row.
+    """
     short = f"{size // 10**6}M" if size >= 10**6 else f"{size // 1000}k" if size >= 1000 else size
-    return ShapeList(f"{count:,} × {short}", ((size,),) * count, size < 1000)
+    shape = (size // 32, 32) if size % 32 == 0 else (size,)
+    return ShapeList(f"{count:,} × {short}", (shape,) * count, size < 1000)
 
 
 def small_model(layers: int, width: int) -> ShapeList:

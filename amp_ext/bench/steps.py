@@ -52,6 +52,8 @@ def make_program(
     params = _make_params(shapes, work.dtype, device, spread)
     if side == "ours":
         return Program(params, _ours(work, params))
+    if side == "in_float32":
+        return Program(params, _ours(work.in_float32, params))
     if side in BY_HAND:
         masters = _make_masters(params)
         optimizer = _optimizer(torch.optim, work)(masters, fused=True)
@@ -100,13 +102,17 @@ def _started(scaler_class: type[torch.amp.GradScaler], device: torch.device) -> 
     return scaler
 
 
-def _ours(work: Work, params: list[Parameter]) -> Step:
+def make_ours(work: Work, params: list[Parameter]) -> torch.optim.Optimizer:
+    """Makes the optimizer of ours that does some work."""
     options: dict[str, Any] = {"max_grad_norm": MAX_NORM} if work.clip else {}
-    if not work.masters:
-        options |= {"master_weights": False, "rounding": "nearest"}  # as all others round
-    if work.narrow_states:
-        options["state_dtype"] = None
-    optimizer = _optimizer(amp_ext.optim, work)(params, **options)
+    options |= {"master_weights": work.masters, "state_dtype": work.states.state_dtype}
+    if work.is_wide:
+        options["rounding"] = "nearest"  # as all others round
+    return _optimizer(amp_ext.optim, work)(params, **options)
+
+
+def _ours(work: Work, params: list[Parameter]) -> Step:
+    optimizer = make_ours(work, params)
     if not work.scaler:
         return lambda: optimizer.step()
     scaler = _started(amp_ext.GradScaler, params[0].device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -12,8 +13,9 @@ from amp_ext.bench.shapes import LARGE, ShapeList
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 #: Everyone who does the work, and what the tables call them. By hand is a loop around float32
-#: masters that torch's fused optimizer steps; the buffered one keeps its gradients' memory. The
-#: rest are peers (``peers.py``), which take part with ``--peers`` only.
+#: masters that torch's fused optimizer steps; the buffered one keeps its gradients' memory. The one
+#: in float32 is ours again, with masters and moments in float32. The rest are peers (``peers.py``),
+#: which take part with ``--peers`` only.
 SIDES = {
     "ours": "amp_ext",
     "fused": "torch fused",
@@ -21,6 +23,7 @@ SIDES = {
     "default": "torch default",
     "by_hand": "by hand",
     "by_hand_buffered": "buffered",
+    "in_float32": "in float32",
     "deepspeed": "DeepSpeed",
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
@@ -36,6 +39,31 @@ SLOW = (
 
 
 @dataclass(frozen=True)
+class States:
+    """How moments are kept.
+
+    Attributes:
+        name: As the tables show it.
+        state_dtype: The option of ours.
+        element_bytes: Bytes of an element of Adam's first and second moment, and of a moment of an
+            optimizer that has no other.
+    """
+
+    name: str
+    state_dtype: Any
+    element_bytes: tuple[float, float, float]
+
+
+FLOAT32 = States("32-bit states", torch.float32, (4, 4, 4))
+AS_TORCH = States("16-bit states", None, (2, 2, 2))  # in the parameter's dtype, to nearest
+BFLOAT16 = States("bf16 states", torch.bfloat16, (2, 2, 2))  # dithered
+
+Masters = bool | Literal["split", "split8"]  # the option of ours
+#: The bytes of a master beside its 16-bit parameter.
+MASTER_BYTES: dict[Masters, int] = {True: 4, "split": 2, "split8": 1, False: 0}
+
+
+@dataclass(frozen=True)
 class Work:
     """One step of a scaler and an optimizer on gradients that are there.
 
@@ -44,31 +72,36 @@ class Work:
         dtype: Of parameters and gradients.
         scaler: Whether a gradient scaler does the step.
         clip: Whether gradients are clipped by their norm.
-        masters: Whether 16-bit parameters have float32 masters.
-        narrow_states: Whether moments have the dtype of 16-bit parameters, without masters.
+        masters: What 16-bit parameters have as masters: the option of ours.
+        states: How moments are kept.
     """
 
     optimizer: str
     dtype: torch.dtype
     scaler: bool = False
     clip: bool = False
-    masters: bool = True
-    narrow_states: bool = False
+    masters: Masters = True
+    states: States = FLOAT32
 
     @property
     def has_masters(self) -> bool:
         """Whether there is a float32 master of each parameter."""
-        return self.masters and self.dtype != torch.float32
+        return self.masters is True and self.dtype != torch.float32
 
     @property
     def is_wide(self) -> bool:
         """Whether 16-bit parameters have float32 moments but no masters."""
-        return self.dtype != torch.float32 and not (self.masters or self.narrow_states)
+        return self.dtype != torch.float32 and not self.masters and self.states == FLOAT32
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of a moment of an element."""
-        return self.dtype.itemsize if self.narrow_states else 4
+    def is_low(self) -> bool:
+        """Whether it keeps what no optimizer of torch keeps, to take less memory."""
+        return self.masters in ("split", "split8") or self.states not in (FLOAT32, AS_TORCH)
+
+    @property
+    def in_float32(self) -> Work:
+        """The same step with masters and moments in float32."""
+        return replace(self, masters=True, states=FLOAT32)
 
     @property
     def plain(self) -> Work:
@@ -82,30 +115,44 @@ class Work:
         parts = {
             "momentum": self.optimizer == "SGD",
             "master": self.has_masters,
+            "split": self.masters == "split",
+            "split8": self.masters == "split8",
             "scaler": self.scaler,
             "clip": self.clip,
-            "16-bit states": self.narrow_states,
-            "32-bit states": self.is_wide,
+            self.states.name: self.states != FLOAT32 or self.is_wide,
         }
         return " + ".join([plain, *(part for part, there in parts.items() if there)])
 
     @property
-    def bytes_per_element(self) -> int:
+    def bytes_kept(self) -> tuple[float, float]:
+        """Bytes of an element's master, or of what it has beside the parameter; of its moments."""
+        *adam, alone = self.states.element_bytes
+        master = 0 if self.dtype == torch.float32 else MASTER_BYTES[self.masters]
+        return master, sum(adam) if self.optimizer == "AdamW" else alone
+
+    @property
+    def bytes_stored(self) -> float:
+        """Bytes of an element between two steps: parameter, gradient, master and moments."""
+        return 2 * self.dtype.itemsize + sum(self.bytes_kept)
+
+    @property
+    def bytes_per_element(self) -> float:
         """The least that memory must move: each operand read or written once, and one look.
 
         The look at the gradients, for inf and NaN or for the norm, comes before the step and so
         reads them a second time.
         """
         param = grad = self.dtype.itemsize
-        states = 2 if self.optimizer == "AdamW" else 1
-        held = 4 + 4 + param if self.has_masters else param + param  # the last is only written
+        reads = 0 if self.has_masters else param  # a whole master stands for its parameter
         look = grad if self.scaler or self.clip else 0
-        return grad + held + 2 * states * self.state_bytes + look
+        return grad + reads + param + 2 * sum(self.bytes_kept) + look
 
     def sides(self, device_type: str) -> list[str]:
         """Returns who does the same work, the one that everything is compared with first."""
         if not hasattr(torch.optim, self.optimizer):
             return ["ours"]  # beside nothing but the bandwidth
+        if self.is_low:
+            return ["ours", "in_float32"]
         if self.is_wide:
             return ["ours"]  # torch's moments have the dtype of their parameters
         if self.has_masters:
@@ -133,13 +180,31 @@ EVERY = FEATURED + [
 ]
 # Moments in 16 bits and no masters, as torch does it. Not SGD: torch 2.13's fused one leaves most
 # 16-bit parameters on a CPU as they were.
-EVERY.append(Work("AdamW", torch.bfloat16, masters=False, narrow_states=True))
+EVERY.append(Work("AdamW", torch.bfloat16, masters=False, states=AS_TORCH))
+
+#: In less memory than float32 takes, beside which ours is then timed.
+NARROW_STATES = [BFLOAT16]
+LOW_MEMORY = [
+    work
+    for optimizer in ("AdamW", "SGD")
+    for work in (
+        Work(optimizer, torch.bfloat16, masters="split"),
+        *(
+            Work(optimizer, torch.bfloat16, masters=masters, states=states)
+            for states in NARROW_STATES
+            for masters in MASTER_BYTES
+            if masters is not True
+        ),
+        *(Work(optimizer, torch.float32, states=states) for states in NARROW_STATES),
+    )
+]
+EVERY += LOW_MEMORY
 
 #: What is timed beside the peers: everything that a step of AdamW may keep for bf16 parameters.
 BESIDE_PEERS = [
     Work("AdamW", torch.float32),
     Work("AdamW", torch.bfloat16, masters=False),
-    Work("AdamW", torch.bfloat16, masters=False, narrow_states=True),
+    Work("AdamW", torch.bfloat16, masters=False, states=AS_TORCH),
     Work("AdamW", torch.bfloat16),
 ]
 

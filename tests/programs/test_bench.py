@@ -15,8 +15,18 @@ pytest.importorskip("matplotlib")
 
 from amp_ext.bench import measure, report, shapes, surroundings
 from amp_ext.bench.__main__ import main
-from amp_ext.bench.steps import make_program
-from amp_ext.bench.work import EVERY, SIDES, Work, is_quick, target_ratios
+from amp_ext.bench.steps import make_ours, make_program
+from amp_ext.bench.work import (
+    AS_TORCH,
+    BESIDE_PEERS,
+    EVERY,
+    FLOAT32,
+    LOW_MEMORY,
+    SIDES,
+    Work,
+    is_quick,
+    target_ratios,
+)
 
 CPU = torch.device("cpu")
 TINY = ["--device=cpu", "--shrink=20000", "--rounds=1", "--seconds=1e-4"]
@@ -33,8 +43,10 @@ def test_all_sides_do_the_same_work(work: Work):
             program.step()
         assert all((p != b).any() for p, b in zip(program.params, before, strict=True)), side
         trained[side] = [param.detach() for param in program.params]
-    # With masters, by a rounding of the parameter at most; without, by one in each operation.
-    tolerance = 1e-6 if work.dtype == torch.float32 else 1e-2 if work.masters else 5e-2
+    # With masters, by a rounding of the parameter at most; without, by one in each operation. Of
+    # narrow states, by those of the moments.
+    rounded = work.states != FLOAT32 or not work.masters
+    tolerance = 5e-2 if rounded else 1e-6 if work.dtype == torch.float32 else 1e-2
     for side, params in trained.items():
         for param, ours in zip(params, trained["ours"], strict=True):
             limits = {"rtol": tolerance, "atol": tolerance / 100}
@@ -47,11 +59,35 @@ def test_the_floor_counts_each_operand_once():
     assert Work("AdamW", fp32, scaler=True, clip=True).bytes_per_element == 32
     assert Work("AdamW", fp16).bytes_per_element == 28
     assert Work("AdamW", bf16, clip=True).bytes_per_element == 30
-    assert Work("AdamW", bf16, masters=False, narrow_states=True).bytes_per_element == 14
+    assert Work("AdamW", bf16, masters=False, states=AS_TORCH).bytes_per_element == 14
     assert Work("AdamW", bf16, masters=False).bytes_per_element == 22
     assert Work("SGD", fp32).bytes_per_element == 20
     assert Work("Lion", fp16).bytes_per_element == 20
     assert Work("SGD", fp32, scaler=True).bytes_per_element == 24
+
+
+def test_less_is_moved_where_less_is_kept():
+    moved = {work.name: (work.bytes_stored, work.bytes_per_element) for work in LOW_MEMORY}
+    moved |= {work.name: (work.bytes_stored, work.bytes_per_element) for work in BESIDE_PEERS}
+    assert moved["AdamW bf16 + master"] == (16, 28)
+    assert moved["AdamW bf16 + split"] == (14, 26)
+    assert moved["AdamW bf16 + split + bf16 states"] == (10, 18)
+    assert moved["AdamW bf16 + split8 + bf16 states"] == (9, 16)
+    assert moved["AdamW bf16 + bf16 states"] == (8, 14)
+    assert moved["AdamW fp32"] == (16, 28)
+    assert moved["AdamW fp32 + bf16 states"] == (12, 20)
+    assert moved["SGD bf16 + momentum + split + bf16 states"] == (8, 14)
+
+
+@pytest.mark.parametrize("work", EVERY, ids=lambda work: work.name)
+def test_what_is_stored_is_what_the_optimizer_keeps(work: Work):
+    square = shapes.ShapeList("square", ((128, 128),))
+    (param,) = make_program("ours", work, square, CPU).params
+    optimizer = make_ours(work, [param])
+    optimizer.init_state()
+    kept = [param, param.grad, *optimizer.state[param].values()]
+    elements = sum(tensor.nbytes for tensor in kept if tensor.dim() > 0)
+    assert elements == work.bytes_stored * param.numel()
 
 
 def test_models_have_the_published_number_of_parameters():
@@ -130,7 +166,8 @@ def test_figures_that_were_stored_are_shown_and_chosen_again(measured, capsys):
     about, empty, heading, line, shape, *rows = capsys.readouterr().out.splitlines()
     assert result["surroundings"]["command"] in about
     assert empty == ""
-    assert heading.startswith("| scaler.step + update | B/elem. | ns/elem. | GB/s | of stream |")
+    title = "| scaler.step + update | B stored | B/elem. | ns/elem. | GB/s | of stream |"
+    assert heading.startswith(title)
     assert line.count("|") == heading.count("|") == shape.count("|")
     names = ["AdamW fp32 + scaler", "AdamW fp32 + scaler + clip"]
     assert [row.split("|")[1].strip() for row in rows] == names
@@ -150,6 +187,28 @@ def test_an_optimizer_that_torch_lacks_stands_alone(tmp_path, capsys):
         assert row["ratios"] == {}
         assert row["sides"]["ours"]["share_of_streaming"] > 0
     assert "÷" not in capsys.readouterr().out.partition("| scaler")[2]
+
+
+def test_what_takes_less_memory_stands_beside_our_step_in_float32(tmp_path, capsys):
+    command = [*TINY, "--filter=AdamW (bf16 . split|fp32) . bf16 states, 4 x", f"--json={tmp_path}"]
+    assert main([*command, "--markdown", f"--plot={tmp_path / 'bars.png'}"]) == 0
+    _, result = load(tmp_path)
+    rows = {row["work"]: row for row in result["rows"]}
+    assert list(rows) == ["AdamW bf16 + split + bf16 states", "AdamW fp32 + bf16 states"]
+    assert [row["masters"] for row in rows.values()] == ["split", False]
+    for row in rows.values():
+        assert list(row["sides"]) == ["ours", "in_float32"]
+        assert row["states"] == "bf16 states"
+        assert row["target_ratios"] == {}
+    assert "| AdamW bf16 + split + bf16 states | 10 | 18 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("work", LOW_MEMORY, ids=lambda work: work.name)
+def test_the_side_in_float32_keeps_all_in_float32(work: Work):
+    before = work.in_float32
+    assert before in EVERY
+    assert not before.is_low
+    assert before.bytes_stored > work.bytes_stored
 
 
 @pytest.mark.parametrize(("optimizer", "kept"), [("AdamW", 0), ("Lion", 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 from amp_ext.bench import agreement, measure, peers, plot, report, shapes
 from amp_ext.bench.__main__ import main
-from amp_ext.bench.work import BESIDE_PEERS, SIDES, Work
+from amp_ext.bench.work import BESIDE_PEERS, BFLOAT16, FLOAT32, LOW_MEMORY, SIDES
 
 CPU = torch.device("cpu")
 FP32, WIDE, NARROW, MASTER = BESIDE_PEERS
@@ -281,11 +282,25 @@ def test_every_side_has_a_colour():
 @pytest.mark.parametrize("scaler", [False, True], ids=["alone", "scaler"])
 @each_work
 def test_ours_and_torch_with_whole_arithmetic_do_what_float64_does(work, scaler):
-    with_scaler = Work(work.optimizer, work.dtype, scaler, False, work.masters, work.narrow_states)
+    with_scaler = replace(work, scaler=scaler)
     sides = [side for side in with_scaler.sides("cpu") if side not in ("foreach", "default")]
     for side in sides:
         found = agreement.compare(side, with_scaler)
         assert found["same"], found
+
+
+# How far the way may be off by what states are stored in: 1.5 times what was measured.
+OF_STATES = {FLOAT32: agreement.TOLERANCES[MASTER], BFLOAT16: 0.0065}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [work for work in LOW_MEMORY if work.optimizer == "AdamW"],
+    ids=lambda work: work.name,
+)
+def test_what_takes_less_memory_goes_where_float64_goes(work):
+    without_masters = agreement.TOLERANCES[WIDE] if not work.masters else 0.0
+    assert agreement.deviation("ours", work) <= OF_STATES[work.states] + without_masters
 
 
 def test_a_weight_decay_that_is_rounded_away_is_not_the_same():
