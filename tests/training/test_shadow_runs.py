@@ -9,6 +9,7 @@ import pytest
 import torch
 from gradient_streams import STREAMS, gradients
 from rows import rows
+from shadow_figure import MASTERS, STATES, draw, errors_of_updates, errors_of_weights
 from shadow_runs import (
     ADAM_BOUNDS,
     LARGEST_BIAS,
@@ -137,6 +138,27 @@ def test_lion_with_bfloat16_states_turns_few_signs(name):
     exact = OfLion(zeros(stream, torch.float64))
     (errors,) = shadow_run(stream, exact, {"": of_ours(Lion, stream)}).values()
     assert (errors.update / 2) ** 2 < LION_BOUNDS["dithered"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two decades", *FEW_STREAMS])
+def test_masters_end_where_float64_ends(name):
+    errors = errors_of_weights(gradients(name))
+    assert errors["split"] == errors["float32"] < 1e-5
+    assert errors["split8"] < 0.003
+    assert errors["none"] < 0.2
+    assert errors["none, to nearest"] > 2 * errors["none"]
+
+
+def test_the_figure_has_a_mark_for_each_way_to_store(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    stream = gradients("half a decade")[:50]
+    updates, weights = errors_of_updates(stream), errors_of_weights(stream)
+    assert updates.keys() == STATES.keys()
+    assert weights.keys() == MASTERS.keys()
+    draw({"half a decade": updates}, {"half a decade": weights}, tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
 
 
 def test_nearest_second_moments_freeze():

@@ -1,0 +1,115 @@
+"""Draws how far narrow states and masters are from float64: docs/update_errors.png.
+
+    PYTHONPATH=. python tests/shadow_figure.py            # half a minute
+    PYTHONPATH=. python tests/shadow_figure.py other.png
+
+Left: the error of an update by what the states are stored in, as ``shadow_runs`` measures it.
+Right: the error of the way of a parameter by what is kept of its master.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from gradient_streams import STREAMS, gradients
+from shadow_runs import Adam64, OptimizerScheme, shadow_run
+from torch import Tensor
+
+from amp_ext.optim import AdamW
+
+FIGURE = Path(__file__).resolve().parents[1] / "docs" / "update_errors.png"
+
+# What is told to AdamW, by what the figure calls it, and its colour and marker.
+NEAREST = {"rounding": "nearest"}
+STATES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bf16": ({"state_dtype": torch.bfloat16}, "#004D7A", "o"),
+    "bf16, to nearest": ({"state_dtype": torch.bfloat16, **NEAREST}, "#D55E00", "x"),
+}
+NO_MASTERS = {"master_weights": False, "state_dtype": torch.float32}
+MASTERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "float32": ({}, "#000000", "o"),
+    "split": ({"master_weights": "split"}, "#56B4E9", "."),
+    "split8": ({"master_weights": "split8"}, "#004D7A", "o"),
+    "none": (NO_MASTERS, "#E69F00", "o"),
+    "none, to nearest": ({**NO_MASTERS, **NEAREST}, "#D55E00", "x"),
+}
+LEARNING_RATE = 1e-3
+START = 0.1  # size of the weights
+
+Table = dict[str, dict[str, float]]  # by stream, then by what is stored
+
+
+def errors_of_updates(stream: Tensor) -> dict[str, float]:
+    """Root mean square of the difference of the updates, beside that of the updates."""
+    shape = stream.shape[1:]
+    schemes = {
+        states: OptimizerScheme(AdamW, shape, weight_decay=0.0, **options)
+        for states, (options, *_) in STATES.items()
+    }
+    found = shadow_run(stream, Adam64(shape), schemes)
+    return {states: errors.update for states, errors in found.items()}
+
+
+def errors_of_weights(stream: Tensor) -> dict[str, float]:
+    """How far bf16 parameters end from float64, masters included, beside how far they went."""
+    generator = torch.Generator().manual_seed(0)
+    start = (START * torch.randn(stream.shape[1:], generator=generator)).bfloat16()
+    end = trained(start.double(), torch.optim.AdamW, stream)
+    way = (end - start.double()).norm()
+    ends = {
+        masters: trained(start, AdamW, stream, **options)
+        for masters, (options, *_) in MASTERS.items()
+    }
+    return {masters: ((each - end).norm() / way).item() for masters, each in ends.items()}
+
+
+def trained(start: Tensor, kind: Any, stream: Tensor, **options: Any) -> Tensor:
+    """What an optimizer makes of ``start``, or what it keeps as its master."""
+    param = torch.nn.Parameter(start.clone())
+    optimizer = kind([param], lr=LEARNING_RATE, weight_decay=0.0, **options)
+    for grad in stream:
+        param.grad = grad.to(param.dtype)
+        optimizer.step()
+    (whole,) = optimizer.master_params() if kind is AdamW else [param.detach()]
+    return whole.double()
+
+
+def draw(updates: Table, weights: Table, path: Path) -> None:
+    """Draws a row for each stream, and a mark for each way to store."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    titles = "error of an update: states", "error of the way of a bf16 weight: master"
+    for axes, title, errors, kinds in zip(
+        panels, titles, (updates, weights), (STATES, MASTERS), strict=True
+    ):
+        for kind, (_, colour, marker) in kinds.items():
+            values = [100 * errors[name][kind] for name in errors]
+            axes.plot(values, range(len(values)), marker, color=colour, ms=8, label=kind)
+        axes.set_yticks(range(len(errors)), list(errors))
+        axes.set(title=title, xscale="log", xlabel="% of it in float64, root mean square")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5)
+    panels[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def show(title: str, errors: Table) -> None:
+    """Prints a line for each stream."""
+    for name, row in errors.items():
+        cells = "  ".join(f"{kind} {error:.3%}" for kind, error in row.items())
+        print(f"{title}, {name:14} {cells}")
+
+
+if __name__ == "__main__":
+    of_updates = {name: errors_of_updates(gradients(name)) for name in STREAMS}
+    of_weights = {name: errors_of_weights(gradients(name)) for name in STREAMS}
+    show("update", of_updates)
+    show("weight", of_weights)
+    draw(of_updates, of_weights, Path(sys.argv[1]) if len(sys.argv) > 1 else FIGURE)
