@@ -1,11 +1,14 @@
-"""The checkpoints of the example that fits a photograph."""
+"""The example that fits a photograph: its checkpoints, and what it becomes in less memory."""
 
 from __future__ import annotations
 
+import functools
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -56,3 +59,30 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
         refused = run(tmp_path, "--resume", file)
         assert refused.returncode == 2
         assert words in refused.stderr
+
+
+@functools.cache
+def low_memory() -> dict[str, Any]:
+    pytest.importorskip("rich")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PHOTO.parent)
+        return runpy.run_path(str(PHOTO.parent / "low_memory.py"))
+
+
+@functools.cache
+def psnrs(name: str) -> list[float]:
+    """Of the photograph with three seeds, in dB."""
+    example = low_memory()
+    (configuration,) = [each for each in example["CONFIGURATIONS"] if each.name == name]
+    settings = example["PHOTO"]
+    picture = example["photo"].load_photo(None, settings.size)
+    return [
+        example["train_photo"](configuration, picture, settings, seed, lambda **_: None)
+        for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize("name", ["bf16 + split, bf16 states"])
+def test_a_photograph_in_less_memory_is_as_good_as_with_float32_masters_and_states(name):
+    base = psnrs("bf16 + masters, fp32 states")
+    assert abs(mean(psnrs(name)) - mean(base)) <= 0.3

@@ -1,0 +1,334 @@
+"""Trains the photograph and the GPT of the other examples with less and less memory.
+
+    python examples/low_memory.py                             # under two minutes on one core
+    python examples/low_memory.py --seeds 3 --steps 2000      # the figures of docs/low_memory.md
+
+A step of AdamW needs a parameter, a gradient, a master and two moments: 16 bytes in float32. Here
+both networks are trained with fewer, down to 8, everything else being the same. The photograph is
+that of master_weights.py: parameters, gradients and matrix products in bf16. The GPT is a small one
+of char_gpt.py; its parameters and gradients are stored in bf16, its products computed in fp32, as
+there.
+
+Expect every way that dithers or splits to end as float32 masters and moments do, up to the noise
+between two seeds, and the last one, which rounds everything to nearest as torch does, clearly
+worse. Writes ``low_memory.png`` and prints a table. With the default settings it also says whether
+that holds, and returns 1 if it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import master_weights
+import matplotlib.pyplot as plt
+import photo
+import torch
+from char_gpt import GPT, LEARNING_RATE, Settings, Text, loss_of, warm_up_and_cosine
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from amp_ext.optim import AdamW
+from amp_ext.program import check_folder, run_program
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True, eq=False)
+class Configuration:
+    """What is told to the optimizer.
+
+    Attributes:
+        name: As the figure shows it.
+        dtype: Of the parameters, and so of the gradients.
+        options: Of AdamW.
+        is_judged: Whether it is to end as float32 masters and moments do.
+    """
+
+    name: str
+    dtype: torch.dtype
+    options: dict[str, Any]
+    is_judged: bool = True
+
+
+def in_bf16(name: str, **options: Any) -> Configuration:
+    """Returns a configuration with bf16 parameters."""
+    return Configuration(name, BF16, options)
+
+
+MASTERS = in_bf16("bf16 + masters, fp32 states")  # what everything is compared with
+AS_TORCH = Configuration(
+    "bf16, all to nearest, as torch",
+    BF16,
+    {"master_weights": False, "state_dtype": None},
+    is_judged=False,
+)
+CONFIGURATIONS = (
+    Configuration("fp32, fp32 states", torch.float32, {}),
+    Configuration("fp32, bf16 states", torch.float32, {"state_dtype": BF16}),
+    MASTERS,
+    in_bf16("bf16 + split, fp32 states", master_weights="split"),
+    in_bf16("bf16 + split, bf16 states", master_weights="split", state_dtype=BF16),
+    in_bf16("bf16 + split8, bf16 states", master_weights="split8", state_dtype=BF16),
+    in_bf16("bf16, no masters, bf16 states", master_weights=False, state_dtype=BF16),
+    AS_TORCH,
+)
+
+PHOTO = master_weights.DEFAULT
+SMALL_GPT = Settings(accumulation=1, width=64, layers=2, validate_every=100)
+QUICK_PHOTO = replace(PHOTO, steps=20, size=32, width=32)
+QUICK_GPT = replace(SMALL_GPT, steps=20, warm_up=2, context=32, width=32, validate_every=10)
+LARGEST_PSNR_GAP = 0.3  # dB of the photograph, in the mean over the seeds
+LARGEST_LOSS_GAP = 0.01  # nats of the GPT, likewise
+
+
+@dataclass
+class Run:
+    """One training of the GPT with one seed."""
+
+    validations: dict[int, float]  # nats per character, by the number of steps before
+    bytes: int  # stored for each parameter, gradient included
+
+
+def train_gpt(
+    configuration: Configuration,
+    text: Text,
+    settings: Settings,
+    seed: int,
+    report: Callable[..., None],
+) -> Run:
+    """Trains one GPT.
+
+    Args:
+        configuration: How it is stored.
+        text: What it is trained on.
+        settings: Its size, and how long.
+        seed: Fixes the first parameters and the pieces of text.
+        report: Called after each step with its loss.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT(len(text.alphabet), settings).to(configuration.dtype)
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, **configuration.options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(warm_up_and_cosine, settings=settings)
+    )
+    validations = {}
+    for step in range(settings.steps):
+        if step % settings.validate_every == 0:
+            validations[step] = validate(model, text, settings)
+        optimizer.zero_grad()
+        loss = loss_of(model, text.pieces(text.train, settings, generator))
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        report(loss=loss.item())
+    validations[settings.steps] = validate(model, text, settings)
+    return Run(validations, bytes_stored(model, optimizer))
+
+
+@torch.no_grad()
+def validate(model: GPT, text: Text, settings: Settings) -> float:
+    """Returns the mean loss of the same unseen pieces each time."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = [text.pieces(text.validation, settings, generator) for _ in range(32)]
+    return mean(loss_of(model, piece).item() for piece in pieces)
+
+
+def bytes_stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Counts the bytes that a parameter takes between two steps, rounded."""
+    params = list(model.parameters())
+    tensors = [tensor for param in params for tensor in optimizer.state[param].values()]
+    kept = sum(tensor.nbytes for tensor in tensors if tensor.dim() > 0)  # no step counters
+    held = sum(2 * param.nbytes for param in params)
+    return round((held + kept) / sum(param.numel() for param in params))
+
+
+def train_photo(
+    configuration: Configuration,
+    picture: Tensor,
+    settings: photo.Settings,
+    seed: int,
+    report: Callable[..., None],
+) -> float:
+    """Trains one network on the photograph, as ``master_weights.py`` does; returns its PSNR."""
+    optimizer = partial(AdamW, **configuration.options)
+    recipe = master_weights.Recipe(configuration.name, "", configuration.dtype, optimizer)
+    return master_weights.train(recipe, picture, settings, seed, "cpu", report).psnr
+
+
+@dataclass
+class Results:
+    """Both trainings of all configurations; a list holds a number or a run per seed."""
+
+    photos: dict[Configuration, list[float]]  # PSNR in dB
+    gpts: dict[Configuration, list[Run]]
+
+    def last_losses(self, configuration: Configuration) -> list[float]:
+        """Returns the validation losses at the end."""
+        return [list(run.validations.values())[-1] for run in self.gpts[configuration]]
+
+    def gaps(self, configuration: Configuration) -> list[float]:
+        """Returns them minus those with float32 masters and moments, in nats."""
+        pairs = zip(self.last_losses(configuration), self.last_losses(MASTERS), strict=True)
+        return [loss - base for loss, base in pairs]
+
+    def gains(self, configuration: Configuration) -> list[float]:
+        """Returns the PSNR minus that with float32 masters and moments, in dB."""
+        pairs = zip(self.photos[configuration], self.photos[MASTERS], strict=True)
+        return [psnr - base for psnr, base in pairs]
+
+    def bytes(self, configuration: Configuration) -> int:
+        """Returns the bytes stored for each parameter."""
+        return self.gpts[configuration][0].bytes
+
+
+def draw(results: Results, settings: Settings, path: Path) -> None:
+    """Draws losses, and a row for each configuration with a dot for each seed."""
+    figure = plt.figure(figsize=(13, 5.6))
+    figure.suptitle("A photograph and a GPT in 8 to 16 bytes a parameter", fontsize=15)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    loss_axes, photo_axes, gap_axes = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
+    places = range(len(CONFIGURATIONS))
+    for place, each in enumerate(CONFIGURATIONS):
+        colour = colour_of(each)
+        runs = results.gpts[each]
+        steps = [step for step in runs[0].validations if step >= settings.warm_up]
+        means = [mean(run.validations[step] for run in runs) for step in steps]
+        loss_axes.plot(steps, means, color=colour, lw=4 if each is MASTERS else 1.5)
+        dots: dict[str, Any] = {"color": colour, "ls": "", "marker": "o", "ms": 7, "alpha": 0.7}
+        photo_axes.plot(results.gains(each), [place] * len(runs), **dots)
+        gap_axes.plot(results.gaps(each), [place] * len(runs), **dots)
+    loss_axes.set(title="GPT: validation loss, nats", xlabel="step")
+    bytes_of = {each: results.bytes(each) for each in CONFIGURATIONS}
+    labels = [f"{each.name}: {bytes_of[each]} B" for each in CONFIGURATIONS]
+    photo_axes.set_yticks(places, [textwrap.fill(label, 24) for label in labels])
+    photo_axes.set(title="photograph: Δ PSNR, dB", xlabel="more is better")
+    gap_axes.set_yticks(places, [])
+    gap_axes.set(title="GPT: Δ validation loss, nats", xlabel="less is better")
+    for axes, largest in ((photo_axes, LARGEST_PSNR_GAP), (gap_axes, LARGEST_LOSS_GAP)):
+        axes.axvspan(-largest, largest, color="#EEEEEE", zorder=0)
+        axes.set_xscale("symlog", linthresh=largest, linscale=2)
+        axes.set_xticks([factor * largest for factor in (-10, -1, 0, 1, 10)])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlim(-14 * largest, 14 * largest)
+        axes.set_ylim(len(places) - 0.5, -0.5)
+        axes.axvline(0, color=colour_of(MASTERS), lw=1)
+    for axes in (loss_axes, photo_axes, gap_axes):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    seeds = len(results.photos[MASTERS])
+    caption = (
+        f"{'Curves: mean of the seeds. ' * (seeds > 1)}Δ: against bf16 parameters with float32 "
+        f"masters and states, the wide line, with the same seed; {seeds} of them. Grey: "
+        f"{LARGEST_PSNR_GAP} dB and {LARGEST_LOSS_GAP} nats, beyond which scales are logarithmic. "
+        "B: bytes of a parameter with gradient, master and states. AdamW; the photograph is "
+        "computed in bf16, the GPT in fp32 from what is stored."
+    )
+    figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def colour_of(configuration: Configuration) -> Any:
+    """Returns black for what others are compared with, and others by their place in the list."""
+    if configuration is MASTERS:
+        return "#000000"
+    if not configuration.is_judged:
+        return "#D55E00"
+    return plt.colormaps["viridis"](CONFIGURATIONS.index(configuration) / len(CONFIGURATIONS))
+
+
+def make_table(results: Results) -> Table:
+    """Sums the runs up for the terminal."""
+    title = "Means over the seeds; Δ: against the third row"
+    losses, psnrs = results.last_losses(MASTERS), results.photos[MASTERS]
+    between = None
+    if len(psnrs) > 1:
+        between = f"That row between its seeds: ± {stdev(psnrs):.2f} dB, ± {stdev(losses):.4f} nats"
+    table = Table(
+        title=title,
+        caption=between,
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("how it is stored", no_wrap=True)
+    for heading in ("B", "photo, dB", "Δ", "GPT, nats", "Δ"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in CONFIGURATIONS:
+        is_base = each is MASTERS
+        table.add_row(
+            each.name,
+            str(results.bytes(each)),
+            f"{mean(results.photos[each]):.2f}",
+            "" if is_base else f"{mean(results.gains(each)):+.2f}".replace("-", "−"),
+            f"{mean(results.last_losses(each)):.4f}",
+            "" if is_base else f"{mean(results.gaps(each)):+.4f}".replace("-", "−"),
+        )
+    return table
+
+
+def check(results: Results) -> dict[str, bool]:
+    """Compares the means over the seeds with what the example is to show."""
+    judged = [each for each in CONFIGURATIONS if each.is_judged and each is not MASTERS]
+    photos = max(abs(mean(results.gains(each))) for each in judged)
+    gpts = max(mean(results.gaps(each)) for each in judged)
+    return {
+        f"photographs within {LARGEST_PSNR_GAP} dB of float32 masters and states": photos
+        <= LARGEST_PSNR_GAP,
+        f"GPTs at most {LARGEST_LOSS_GAP} nats above": gpts <= LARGEST_LOSS_GAP,
+        "to nearest at least 1 dB worse": mean(results.gains(AS_TORCH)) <= -1,
+    }
+
+
+def main() -> int:
+    """Reads the command line, trains, and writes the figure and the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=photo.positive, default=1, help="how often each runs (1)")
+    parser.add_argument(
+        "--steps", type=photo.positive, help=f"optimizer steps of the GPT ({SMALL_GPT.steps})"
+    )
+    folder = Path("results/low_memory")
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
+    arguments = parser.parse_args()
+    check_folder(parser, "--out", arguments.out)
+    torch.set_num_threads(1)  # the matrices are too small to gain much from a second
+
+    console = Console()
+    of_photo, of_gpt = (QUICK_PHOTO, QUICK_GPT) if arguments.quick else (PHOTO, SMALL_GPT)
+    of_gpt = replace(of_gpt, steps=arguments.steps or of_gpt.steps)
+    picture, text = photo.load_photo(None, of_photo.size), Text("cpu")
+
+    def one_photo(configuration: Configuration, seed: int, report: Callable[..., None]) -> float:
+        return train_photo(configuration, picture, of_photo, seed, report)
+
+    def one_gpt(configuration: Configuration, seed: int, report: Callable[..., None]) -> Run:
+        return train_gpt(configuration, text, of_gpt, seed, report)
+
+    seeds, figures = arguments.seeds, {"loss": ".4f"}
+    photos = photo.run_all(CONFIGURATIONS, one_photo, seeds, of_photo.steps, figures, console)
+    gpts = photo.run_all(CONFIGURATIONS, one_gpt, seeds, of_gpt.steps, figures, console)
+    results = Results(photos, gpts)
+    console.print(make_table(results))
+    draw(results, of_gpt, arguments.out / "low_memory.png")
+    console.print(f"Written: {arguments.out / 'low_memory.png'}")
+    if of_gpt != SMALL_GPT:
+        return 0  # what holds for the defaults is not promised for other settings
+    for claim, true in check(results).items():
+        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
+    return 0 if all(check(results).values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
