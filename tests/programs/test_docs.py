@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import json
 import re
 import runpy
 import shlex
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import amp_ext
+from amp_ext.bench.work import BESIDE_PEERS, LOW_MEMORY
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -197,6 +199,29 @@ def test_the_table_of_memory_is_that_of_the_calculator():
         bytes_each = usage.bytes_per_parameter["total"]
         row = [usage.configuration.name, *sizes, str(bytes_each)]
         assert f"| {' | '.join(row)} |" in text
+
+
+ADAMW = [work for work in (*LOW_MEMORY, *BESIDE_PEERS) if work.optimizer == "AdamW"]
+
+
+@pytest.mark.parametrize("work", ADAMW, ids=lambda work: work.name)
+def test_the_table_of_less_memory_has_the_bytes_of_the_benchmark(work):
+    def cell(option: Any) -> str:
+        return f"`{json.dumps(option) if isinstance(option, str) else option}`"
+
+    is_fp32 = work.dtype == torch.float32
+    beginnings = [
+        "fp32" if is_fp32 else "16-bit",
+        "no masters" if is_fp32 else cell(work.masters),
+        cell(work.states.state_dtype),
+        f"{work.bytes_stored:.4g} ",
+        f"{work.bytes_per_element:.4g} ",
+    ]
+    text = (ROOT / "docs" / "low_memory.md").read_text()
+    rows = [line.split("| ")[1:] for line in text.splitlines() if line.startswith("| ")]
+    assert any(all(map(str.startswith, cells, beginnings)) for cells in rows if len(cells) > 5), (
+        beginnings
+    )
 
 
 def test_the_figure_shows_skips_and_growth(tmp_path, monkeypatch):
