@@ -26,6 +26,8 @@ FIGURE = Path(__file__).resolve().parents[1] / "docs" / "update_errors.png"
 NEAREST = {"rounding": "nearest"}
 STATES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bf16": ({"state_dtype": torch.bfloat16}, "#004D7A", "o"),
+    "8bit-bf16": ({"state_dtype": "8bit-bf16"}, "#56B4E9", "s"),
+    "8bit": ({"state_dtype": "8bit"}, "#E69F00", "D"),
     "bf16, to nearest": ({"state_dtype": torch.bfloat16, **NEAREST}, "#D55E00", "x"),
 }
 NO_MASTERS = {"master_weights": False, "state_dtype": torch.float32}
@@ -94,7 +96,7 @@ def draw(updates: Table, weights: Table, path: Path) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5)
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     panels[0].invert_yaxis()
     figure.savefig(path, dpi=110)
     plt.close(figure)

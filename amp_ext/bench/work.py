@@ -57,6 +57,9 @@ class States:
 FLOAT32 = States("32-bit states", torch.float32, (4, 4, 4))
 AS_TORCH = States("16-bit states", None, (2, 2, 2))  # in the parameter's dtype, to nearest
 BFLOAT16 = States("bf16 states", torch.bfloat16, (2, 2, 2))  # dithered
+# What has groups has an exponent for each 32 elements.
+EIGHT_BIT_FIRST = States("8bit-bf16 states", "8bit-bf16", (1, 2, 1 + 1 / 32))
+EIGHT_BIT = States("8bit states", "8bit", (1, 1 + 1 / 32, 1 + 1 / 32))
 
 Masters = bool | Literal["split", "split8"]  # the option of ours
 #: The bytes of a master beside its 16-bit parameter.
@@ -183,7 +186,7 @@ EVERY = FEATURED + [
 EVERY.append(Work("AdamW", torch.bfloat16, masters=False, states=AS_TORCH))
 
 #: In less memory than float32 takes, beside which ours is then timed.
-NARROW_STATES = [BFLOAT16]
+NARROW_STATES = [BFLOAT16, EIGHT_BIT_FIRST, EIGHT_BIT]
 LOW_MEMORY = [
     work
     for optimizer in ("AdamW", "SGD")
