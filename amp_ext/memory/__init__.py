@@ -5,16 +5,18 @@ Counted is what lives from one step to the next, to the byte. :data:`NOT_COUNTED
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from amp_ext.optim.moments import CODED_STATES, GROUP, has_groups
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +44,7 @@ NOT_COUNTED = (
     "temporary tensors within a step (torch's foreach optimizers make some)",
     "step counters (4 bytes a tensor) and the kernels' scratch space",
     "what the allocator rounds up or keeps in reserve",
+    "for a number instead of a model: what 8-bit states of small or odd parameters take more",
 )
 
 _LARGEST_COUNT = 10**18
@@ -53,7 +56,7 @@ _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _MASTER_BYTES = {True: 4, "split": 2, "split8": 1, False: 0}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Configuration:
     """In which dtypes a model is trained.
 
@@ -62,13 +65,14 @@ class Configuration:
         dtype: Of floating parameters, gradients and buffers; None leaves a model's as they are.
             bfloat16 stands for both 16-bit dtypes.
         master_weights: The option of amp_ext's optimizers.
-        state_dtype: Likewise; torch's optimizers do as ours without masters and with None.
+        state_dtype: Likewise; torch's optimizers do as ours without masters and with None. Those of
+            8 bits have no amsgrad.
     """
 
     name: str
     dtype: torch.dtype | None
     master_weights: bool | Literal["split", "split8"] = True
-    state_dtype: torch.dtype | None = torch.float32
+    state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32
 
     @property
     def options(self) -> str:
@@ -77,7 +81,7 @@ class Configuration:
         if self.master_weights is not True:
             given.append(f"master_weights={self.master_weights!r}")
         if self.state_dtype != torch.float32:
-            given.append(f"state_dtype={self.state_dtype}")
+            given.append(f"state_dtype={self.state_dtype!r}")
         return ", ".join(given)
 
 
@@ -88,17 +92,27 @@ CONFIGURATIONS = (
     Configuration("fp32", torch.float32),
     Configuration("fp32 under torch.amp", torch.float32),
     Configuration("fp32, bf16 states", torch.float32, True, torch.bfloat16),
+    Configuration("fp32, 8bit-bf16 states", torch.float32, True, "8bit-bf16"),
+    Configuration("fp32, 8bit states", torch.float32, True, "8bit"),
     Configuration("16-bit, 16-bit states", torch.bfloat16, False, None),
     Configuration("16-bit, fp32 states", torch.bfloat16, False),
+    Configuration("16-bit, 8bit-bf16 states", torch.bfloat16, False, "8bit-bf16"),
+    Configuration("16-bit, 8bit states", torch.bfloat16, False, "8bit"),
     Configuration("16-bit + masters, fp32 states", torch.bfloat16),
     Configuration("16-bit + masters, bf16 states", torch.bfloat16, True, torch.bfloat16),
     Configuration("16-bit + split masters, fp32 states", torch.bfloat16, "split"),
     Configuration("16-bit + split masters, bf16 states", torch.bfloat16, "split", torch.bfloat16),
+    Configuration("16-bit + split masters, 8bit-bf16 states", torch.bfloat16, "split", "8bit-bf16"),
+    Configuration("16-bit + split masters, 8bit states", torch.bfloat16, "split", "8bit"),
     Configuration("16-bit + split8 masters, bf16 states", torch.bfloat16, "split8", torch.bfloat16),
+    Configuration(
+        "16-bit + split8 masters, 8bit-bf16 states", torch.bfloat16, "split8", "8bit-bf16"
+    ),
+    Configuration("16-bit + split8 masters, 8bit states", torch.bfloat16, "split8", "8bit"),
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ElementCount:
     """How many elements a model has, by dtype.
 
@@ -106,14 +120,17 @@ class ElementCount:
         trainable: In parameters that require a gradient.
         frozen: In other parameters.
         buffers: In buffers.
+        grouped: In those parameters that require a gradient of which 8-bit states have groups of 32
+            elements.
     """
 
     trainable: Mapping[torch.dtype, int]
     frozen: Mapping[torch.dtype, int]
     buffers: Mapping[torch.dtype, int]
+    grouped: Mapping[torch.dtype, int] = dataclasses.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class MemoryUsage:
     """The bytes that one configuration takes.
 
@@ -191,9 +208,9 @@ def training_memory(
             says so itself.
 
     Returns:
-        One row for each of :data:`CONFIGURATIONS`: what the model would take if all its floating
-        parameters and buffers had that dtype. Before them, for a model, one row with its own
-        dtypes under amp_ext's optimizers.
+        One row for each of :data:`CONFIGURATIONS` that the optimizer has: what the model would take
+        if all its floating parameters and buffers had that dtype. Before them, for a model, one row
+        with its own dtypes under amp_ext's optimizers.
 
     Raises:
         ValueError: If the model has no parameters, or some without a shape yet, or a name or a
@@ -216,7 +233,7 @@ def training_memory(
                 f"themselves whether they require a gradient, got {trainable!r}"
             )
         count = count_elements(model)
-        return [_usage(row, optimizer, count) for row in (_AS_IT_IS, *CONFIGURATIONS)]
+        return [_usage(row, optimizer, count) for row in (_AS_IT_IS, *_configurations(optimizer))]
     parameters = parse_count(model)
     trained = parameters if trainable is None else parse_count(trainable)
     if trained > parameters:
@@ -224,8 +241,18 @@ def training_memory(
             f"training_memory: trainable must be at most the {parameters} parameters, got {trained}"
         )
     frozen = parameters - trained
-    count = ElementCount({torch.float32: trained}, {torch.float32: frozen}, {})
-    return [_usage(configuration, optimizer, count) for configuration in CONFIGURATIONS]
+    trainable_elements = {torch.float32: trained}
+    count = ElementCount(trainable_elements, {torch.float32: frozen}, {}, trainable_elements)
+    return [_usage(row, optimizer, count) for row in _configurations(optimizer)]
+
+
+def _configurations(optimizer: str) -> list[Configuration]:
+    """Returns those that an optimizer does not refuse: amsgrad's maximum has no code."""
+    return [
+        row
+        for row in CONFIGURATIONS
+        if optimizer != "amsgrad" or row.state_dtype not in CODED_STATES
+    ]
 
 
 def parse_count(text: int | float | str) -> int:
@@ -274,6 +301,7 @@ def count_elements(model: nn.Module) -> ElementCount:
         trainable=_by_dtype(param for param in params if param.requires_grad),
         frozen=_by_dtype(param for param in params if not param.requires_grad),
         buffers=_by_dtype(model.buffers()),
+        grouped=_by_dtype(param for param in params if param.requires_grad and has_groups(param)),
     )
 
 
@@ -295,12 +323,16 @@ def _usage(configuration: Configuration, optimizer: str, count: ElementCount) ->
 
     masters = states = 0
     for original, number in count.trainable.items():
-        dtype = state_dtype = stored(original)
+        dtype = stored(original)
+        state_dtype: torch.dtype | str = dtype
         if dtype in (*_SIXTEEN_BIT, torch.float32):
             state_dtype = configuration.state_dtype or dtype
         if dtype in _SIXTEEN_BIT:
             masters += number * _MASTER_BYTES[configuration.master_weights]
-        states += number * state_dtype.itemsize * OPTIMIZERS[optimizer]
+        if isinstance(state_dtype, torch.dtype):
+            states += number * state_dtype.itemsize * OPTIMIZERS[optimizer]
+        else:
+            states += _coded_bytes(state_dtype, optimizer, number, count.grouped.get(original, 0))
     trainable, frozen = sum(count.trainable.values()), sum(count.frozen.values())
     return MemoryUsage(
         configuration=configuration,
@@ -313,6 +345,14 @@ def _usage(configuration: Configuration, optimizer: str, count: ElementCount) ->
         states=states,
         buffers=size(count.buffers),
     )
+
+
+def _coded_bytes(state_dtype: str, optimizer: str, number: int, grouped: int) -> int:
+    """Returns the bytes of states in 8 bits, with an exponent for each group; else in bfloat16."""
+    in_groups = grouped + -(-grouped // GROUP) + 2 * (number - grouped)
+    if OPTIMIZERS[optimizer] < 2:
+        return OPTIMIZERS[optimizer] * in_groups
+    return number + (in_groups if state_dtype == "8bit" else 2 * number)
 
 
 def make_table(usages: Sequence[MemoryUsage]) -> Table:

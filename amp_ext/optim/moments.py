@@ -21,6 +21,7 @@ from amp_ext.sharding import is_dtensor, laid_out_as, local_tensor
 
 __all__ = [
     "CODED_STATES",
+    "GROUP",
     "Format",
     "copied_moments",
     "formats_of",
@@ -34,6 +35,7 @@ __all__ = [
 #: The options of ``state_dtype`` that name no dtype.
 CODED_STATES = ("8bit-bf16", "8bit")
 
+#: How many elements of a row have an exponent together.
 GROUP = 32
 # Of smaller tensors groups save nothing that counts.
 _LEAST_ELEMENTS = 4096
