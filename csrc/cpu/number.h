@@ -52,23 +52,30 @@ struct Rounding {
   }
 };
 
-AMP_EXT_INLINE void store_dithered(BFloat16* to, Vector<float> value, Vector<uint32_t> word) {
-  store_low_bits(&to->bits, dithered_to_upper_bits(value, word) >> 16);
+struct DitheredToUpperBits {
+  const Rounding& rounding;
+
+  AMP_EXT_INLINE Vector<uint32_t> operator()(Vector<float> value, int64_t index) const {
+    return dithered_to_upper_bits(value, rounding.words(index));
+  }
+};
+AMP_EXT_INLINE void round_dithered(const float* results, int64_t count, BFloat16* stored,
+                                   const Rounding& rounding) {
+  round_all_to_upper_bits(results, count, stored, DitheredToUpperBits{rounding});
 }
-AMP_EXT_INLINE void store_dithered(Half* to, Vector<float> value, Vector<uint32_t> word) {
-  store_low_bits(&to->bits, dithered_to_half_bits(value, word));
+AMP_EXT_INLINE void round_dithered(const float* results, int64_t count, Half* stored,
+                                   const Rounding& rounding) {
+  for (int64_t i = 0; i < count; i += kLanes<float>) {
+    const auto value = load<Vector<float>>(results + i);
+    store_low_bits(&stored[i].bits, dithered_to_half_bits(value, rounding.words(i)));
+  }
 }
 
 template <typename Storage, typename T>
 AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stored,
                                   const Rounding& rounding = {}) {
   if constexpr (sizeof(Storage) == 2) {
-    if (rounding.dithers()) {
-      for (int64_t i = 0; i < count; i += kLanes<T>) {
-        store_dithered(stored + i, load<Vector<T>>(results + i), rounding.words(i));
-      }
-      return;
-    }
+    if (rounding.dithers()) return round_dithered(results, count, stored, rounding);
   }
   if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
 }

@@ -252,9 +252,14 @@ AMP_EXT_INLINE void store(double* to, Vector<double> value) { store_bits(to, val
 AMP_EXT_INLINE void store(float* to, Vector<double> value) {
   store_bits(to, __builtin_convertvector(value, Converted<float, double>));
 }
-AMP_EXT_INLINE void store(BFloat16* to, Vector<float> value) {
+// `upper_bits` has them unless the value is NaN.
+AMP_EXT_INLINE void store_unless_nan(BFloat16* to, Vector<float> value,
+                                     Vector<uint32_t> upper_bits) {
   const Vector<uint32_t> nan = Vector<uint32_t>{} + 0x7fc00000u;
-  store_low_bits(&to->bits, select(value != value, nan, rounded_to_upper_bits(value)) >> 16);
+  store_low_bits(&to->bits, select(value != value, nan, upper_bits) >> 16);
+}
+AMP_EXT_INLINE void store(BFloat16* to, Vector<float> value) {
+  store_unless_nan(to, value, rounded_to_upper_bits(value));
 }
 AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
 #if AMP_EXT_VECTOR_X86 == 64
@@ -327,22 +332,39 @@ struct NanSeen {
 #endif
 };
 
-// Two vectors share their packing, and looking for NaN costs half of replacing it: if there is one,
-// all are rounded again.
-AMP_EXT_INLINE void round_all(const float* from, int64_t count, BFloat16* to) {
+#endif
+
+// Rounds `count` elements, a multiple of the lanes, to the upper half of upper_bits(value, index),
+// unless the value is NaN. Two vectors share their packing, and looking for NaN costs half of
+// replacing it: if there is one, all are rounded again.
+template <typename UpperBits>
+AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BFloat16* to,
+                                            const UpperBits& upper_bits) {
+  int64_t i = 0;
+#if AMP_EXT_VECTOR_X86 != 0
   constexpr int64_t kPair = 2 * kLanes<float>;
   NanSeen nan;
-  int64_t i = 0;
   for (; i + kPair <= count; i += kPair) {
     const auto first = load<Vector<float>>(from + i);
     const auto second = load<Vector<float>>(from + i + kLanes<float>);
     nan.add(first, second);
-    store_upper_bits(&to[i].bits, rounded_to_upper_bits(first), rounded_to_upper_bits(second));
+    store_upper_bits(&to[i].bits, upper_bits(first, i), upper_bits(second, i + kLanes<float>));
   }
   if (nan.yes()) i = 0;
-  for (; i < count; i += kLanes<float>) store(to + i, load<Vector<float>>(from + i));
-}
 #endif
+  for (; i < count; i += kLanes<float>) {
+    const auto value = load<Vector<float>>(from + i);
+    store_unless_nan(to + i, value, upper_bits(value, i));
+  }
+}
+struct RoundedToUpperBits {
+  AMP_EXT_INLINE Vector<uint32_t> operator()(Vector<float> value, int64_t /*index*/) const {
+    return rounded_to_upper_bits(value);
+  }
+};
+AMP_EXT_INLINE void round_all(const float* from, int64_t count, BFloat16* to) {
+  round_all_to_upper_bits(from, count, to, RoundedToUpperBits());
+}
 
 }  // namespace AMP_EXT_ISA
 }  // namespace amp_ext

@@ -16,7 +16,8 @@ struct Rounding {
 };
 
 __device__ __forceinline__ void store_dithered(float value, uint32_t word, BFloat16& stored) {
-  stored.bits = static_cast<uint16_t>(dithered_to_upper_bits(value, word) >> 16);
+  const uint32_t bits = value != value ? 0x7fc00000u : dithered_to_upper_bits(value, word);
+  stored.bits = static_cast<uint16_t>(bits >> 16);
 }
 __device__ __forceinline__ void store_dithered(float value, uint32_t word, Half& stored) {
   stored.bits = static_cast<uint16_t>(dithered_to_half_bits(value, word));

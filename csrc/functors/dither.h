@@ -38,12 +38,12 @@ AMP_EXT_INLINE U dither_phase(U low, U high) {
   return hash ^ (hash >> 16);
 }
 
-// The number as a bfloat16 in the upper 16 bits. `word` is the phase plus the stride times the
-// number of the step; its upper bits are what is added before the lower ones are cut off.
+// The upper 16 bits are the number as a bfloat16, unless it is NaN. `word` is the phase plus the
+// stride times the number of the step; its upper bits are what is added before the lower ones are
+// cut off.
 template <typename V, typename U>
 AMP_EXT_INLINE U dithered_to_upper_bits(V value, U word) {
-  const U rounded = (bits_of(value) + (word >> 16)) & 0xffff0000u;
-  return select(value != value, U{} + 0x7fc00000u, rounded);
+  return bits_of(value) + (word >> 16);
 }
 
 // The number as a float16 in the lower 16 bits.
