@@ -4,7 +4,7 @@
     python examples/low_memory.py --seeds 3 --steps 2000      # the figures of docs/low_memory.md
 
 A step of AdamW needs a parameter, a gradient, a master and two moments: 16 bytes in float32. Here
-both networks are trained with fewer, down to 8, everything else being the same. The photograph is
+both networks are trained with fewer, down to 7, everything else being the same. The photograph is
 that of master_weights.py: parameters, gradients and matrix products in bf16. The GPT is a small one
 of char_gpt.py; its parameters and gradients are stored in bf16, its products computed in fp32, as
 there.
@@ -79,6 +79,8 @@ CONFIGURATIONS = (
     in_bf16("bf16 + split, fp32 states", master_weights="split"),
     in_bf16("bf16 + split, bf16 states", master_weights="split", state_dtype=BF16),
     in_bf16("bf16 + split8, bf16 states", master_weights="split8", state_dtype=BF16),
+    in_bf16("bf16 + split, 8bit-bf16 states", master_weights="split", state_dtype="8bit-bf16"),
+    in_bf16("bf16 + split8, 8bit states", master_weights="split8", state_dtype="8bit"),
     in_bf16("bf16, no masters, bf16 states", master_weights=False, state_dtype=BF16),
     AS_TORCH,
 )
@@ -195,7 +197,9 @@ class Results:
 def draw(results: Results, settings: Settings, path: Path) -> None:
     """Draws losses, and a row for each configuration with a dot for each seed."""
     figure = plt.figure(figsize=(13, 5.6))
-    figure.suptitle("A photograph and a GPT in 8 to 16 bytes a parameter", fontsize=15)
+    sizes = [results.bytes(each) for each in CONFIGURATIONS]
+    title = f"A photograph and a GPT in {min(sizes)} to {max(sizes)} bytes a parameter"
+    figure.suptitle(title, fontsize=15)
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     loss_axes, photo_axes, gap_axes = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
     places = range(len(CONFIGURATIONS))
@@ -209,8 +213,7 @@ def draw(results: Results, settings: Settings, path: Path) -> None:
         photo_axes.plot(results.gains(each), [place] * len(runs), **dots)
         gap_axes.plot(results.gaps(each), [place] * len(runs), **dots)
     loss_axes.set(title="GPT: validation loss, nats", xlabel="step")
-    bytes_of = {each: results.bytes(each) for each in CONFIGURATIONS}
-    labels = [f"{each.name}: {bytes_of[each]} B" for each in CONFIGURATIONS]
+    labels = [f"{each.name}: {size} B" for each, size in zip(CONFIGURATIONS, sizes, strict=True)]
     photo_axes.set_yticks(places, [textwrap.fill(label, 24) for label in labels])
     photo_axes.set(title="photograph: Δ PSNR, dB", xlabel="more is better")
     gap_axes.set_yticks(places, [])

@@ -82,7 +82,7 @@ def psnrs(name: str) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("name", ["bf16 + split, bf16 states"])
+@pytest.mark.parametrize("name", ["bf16 + split, bf16 states", "bf16 + split, 8bit-bf16 states"])
 def test_a_photograph_in_less_memory_is_as_good_as_with_float32_masters_and_states(name):
     base = psnrs("bf16 + masters, fp32 states")
     assert abs(mean(psnrs(name)) - mean(base)) <= 0.3
