@@ -181,7 +181,7 @@ def join_master(param: Tensor, low: Tensor) -> Tensor:
 def encode_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
     """Returns first moments as codes of their ratios to the roots of the second moments.
 
-    A code c stands for the ratio c / (269.875 - 2 |c|), which is 8 for 127, rounded to nearest;
+    A code c >= 0 stands for the ratio c / (269.875 - 2 c), which is 8 for 127, rounded to nearest;
     -128 for what is not finite. Copies tensors of a GPU to the CPU and back.
 
     Args:

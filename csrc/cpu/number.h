@@ -87,8 +87,13 @@ inline void fill_phases(int64_t first, int64_t count, uint32_t* phases) {
   for (int i = 0; i < kLanes<uint32_t>; ++i) lanes[i] = i;
   const U begin = load_bits<U>(lanes) + static_cast<uint32_t>(first);
   const auto high = static_cast<uint32_t>(static_cast<uint64_t>(first) >> 32);
+  const bool carries = static_cast<uint64_t>(first + count) >> 32 != high;
   for (int64_t i = 0; i < count; i += kLanes<uint32_t>) {
     const U low = begin + static_cast<uint32_t>(i);
+    if (!carries) {
+      store_bits(phases + i, dither_phase(low, high));
+      continue;
+    }
     // A comparison that holds is -1: the lower half has passed its largest number.
     const U carry = bit_cast<U>(low < static_cast<uint32_t>(first));
     store_bits(phases + i, dither_phase(low, high - carry));

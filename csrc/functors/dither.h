@@ -29,9 +29,9 @@ constexpr uint32_t stride_of(BufferRole role) {
   return role == BufferRole::kFirstMoment ? kFirstMomentStride : kSecondMomentStride;
 }
 
-// Of an element, by the halves of its place in the whole tensor.
-template <typename U>
-AMP_EXT_INLINE U dither_phase(U low, U high) {
+// Of an element, by the halves of its place in the whole tensor; `high` is of type U or a number.
+template <typename U, typename High>
+AMP_EXT_INLINE U dither_phase(U low, High high) {
   U hash = (low ^ (high * 0x9E3779B9u)) * 0x9E3779B1u;
   hash = (hash ^ (hash >> 16)) * 0x85EBCA6Bu;
   hash = (hash ^ (hash >> 13)) * 0xC2B2AE35u;
