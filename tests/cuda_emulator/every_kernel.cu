@@ -1,4 +1,4 @@
-// Launches every kernel for every combination of dtypes that it is compiled for, on tensors of
+// Launches every kernel for every combination of numbers that it is compiled for, on tensors of
 // awkward sizes and places, without torch: what ThreadSanitizer is to look at.
 #include <algorithm>
 #include <cmath>
@@ -7,12 +7,26 @@
 #include "cuda/engine.h"
 #include "program.h"
 
+using amp_ext::BufferFormat;
 using amp_ext::DType;
+using amp_ext::kGroupSize;
+using amp_ext::Master;
 using amp_ext::OptimizerKernel;
 using amp_ext::StepLaunch;
 using amp_ext::TensorRecord;
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+constexpr Master kMasters[] = {Master::kNone, Master::kFloat32, Master::kLow16, Master::kLow8};
+// Of the first buffer, and of those behind it.
+constexpr BufferFormat kFormats[][2] = {
+    {BufferFormat::kFloat32, BufferFormat::kFloat32},
+    {BufferFormat::kFloat64, BufferFormat::kFloat64},
+    {BufferFormat::kFloat16, BufferFormat::kFloat16},
+    {BufferFormat::kBFloat16, BufferFormat::kBFloat16},
+    {BufferFormat::kRatio8, BufferFormat::kBFloat16},
+    {BufferFormat::kRatio8, BufferFormat::kGroup8},
+    {BufferFormat::kGroup8, BufferFormat::kGroup8},
+};
 constexpr int64_t kSizes[] = {0, 1, 7, 4096, 9001, 300};
 
 size_t size_of(DType dtype) {
@@ -21,13 +35,21 @@ size_t size_of(DType dtype) {
   return size;
 }
 
+size_t size_of(BufferFormat format) {
+  return amp_ext::is_code(format) ? 1 : size_of(static_cast<DType>(format));
+}
+
+size_t size_of(Master master) {
+  return master == Master::kFloat32 ? sizeof(float) : master == Master::kLow16 ? 2 : 1;
+}
+
 // Memory that all tensors are cut from, filled with zeros.
 class Memory {
  public:
   // `misaligned` starts one element behind a boundary of 16 bytes.
-  void* tensor(DType dtype, int64_t numel, bool misaligned) {
-    blocks_.emplace_back(numel * size_of(dtype) / sizeof(Block) + 2);
-    return reinterpret_cast<char*>(blocks_.back().data()) + (misaligned ? size_of(dtype) : 0);
+  void* tensor(size_t element_size, int64_t numel, bool misaligned) {
+    blocks_.emplace_back(numel * element_size / sizeof(Block) + 2);
+    return reinterpret_cast<char*>(blocks_.back().data()) + (misaligned ? element_size : 0);
   }
 
  private:
@@ -41,34 +63,54 @@ class Memory {
 template <typename Hyperparameters>
 const Hyperparameters kGroups[2] = {};
 
+// The number of combinations that a kernel is compiled for.
+template <template <typename> class Functor, int kBuffers, typename... Each>
+int count_compiled(amp_ext::Combinations<Each...>) {
+  using Hyperparameters = typename Functor<float>::Hyperparameters;
+  return (0 + ... + amp_ext::is_compiled<Each, Hyperparameters, kBuffers>());
+}
+template <template <typename> class Functor, int kBuffers, typename... Params>
+int count_compiled_for() {
+  return (0 + ... +
+          count_compiled<Functor, kBuffers>(typename amp_ext::CombinationsFor<Params>::Type()));
+}
+
 struct Kernel {
   OptimizerKernel kernel;
   int buffers;
+  int combinations;
   const void* groups;
 };
 
-// Two steps of tensors of all sizes. Returns whether the counters of steps have advanced; true if
-// there is no kernel for these dtypes.
-bool step_twice(const Kernel& kernel, DType param, DType grad, DType buffer, bool master,
-                bool& launched) {
+// Two steps of tensors of all sizes, the second dithered. Returns whether the counters of steps
+// have advanced; true if there is no kernel for these numbers.
+bool step_twice(const Kernel& kernel, DType param, DType grad, const BufferFormat (&formats)[2],
+                Master master, bool& launched) {
   Memory memory;
   std::vector<TensorRecord> records;
   std::vector<float> steps(std::size(kSizes) * 2, 0.0f);
+  const bool has_groups = formats[1] == BufferFormat::kGroup8;
   for (const bool misaligned : {false, true}) {
-    for (const int64_t numel : kSizes) {
+    for (const int64_t size : kSizes) {
+      const int64_t groups = (size + kGroupSize - 1) / kGroupSize;
+      const int64_t numel = has_groups ? groups * kGroupSize : size;
       TensorRecord record;
       record.param_dtype = param;
       record.grad_dtype = grad;
       record.numel = numel;
-      record.param = memory.tensor(param, numel, misaligned);
-      record.grad = memory.tensor(grad, numel, misaligned);
-      if (master) {
-        record.master_param = memory.tensor(DType::kFloat32, numel, misaligned);
-        record.master = amp_ext::Master::kFloat32;
+      record.param = memory.tensor(size_of(param), numel, misaligned);
+      record.grad = memory.tensor(size_of(grad), numel, misaligned);
+      record.master = master;
+      if (master != Master::kNone) {
+        record.master_param = memory.tensor(size_of(master), numel, misaligned);
       }
       for (int i = 0; i < kernel.buffers; ++i) {
-        record.buffers[i] = memory.tensor(buffer, numel, misaligned);
-        record.buffer_dtypes[i] = buffer;
+        const BufferFormat format = formats[i > 0];
+        record.buffers[i] = memory.tensor(size_of(format), numel, misaligned);
+        record.buffer_formats[i] = format;
+      }
+      if (has_groups) {
+        record.exponents = static_cast<uint8_t*>(memory.tensor(1, groups, misaligned));
       }
       record.step = &steps[records.size()];
       record.group = misaligned ? 1 : 0;
@@ -87,7 +129,8 @@ bool step_twice(const Kernel& kernel, DType param, DType grad, DType buffer, boo
   const auto is_launched = std::make_unique<bool[]>(records.size());
   launch.is_launched = is_launched.get();
   uint32_t block_counter = 0;
-  for (int i = 0; i < 2; ++i) {
+  for (const uint8_t dithered : {0x00, 0xff}) {
+    for (TensorRecord& record : records) record.dithered = dithered;
     if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
   }
   launched = true;
@@ -96,8 +139,11 @@ bool step_twice(const Kernel& kernel, DType param, DType grad, DType buffer, boo
 }
 
 bool step_all() {
-#define AMP_EXT_KERNEL(Functor, buffers) \
-  {OptimizerKernel::k##Functor##buffers, buffers, kGroups<amp_ext::Functor##Hyperparameters>},
+#define AMP_EXT_KERNEL(Functor, buffers)                                       \
+  {OptimizerKernel::k##Functor##buffers, buffers,                              \
+   count_compiled_for<amp_ext::Functor, buffers, float, double, amp_ext::Half, \
+                      amp_ext::BFloat16>(),                                    \
+   kGroups<amp_ext::Functor##Hyperparameters>},
   const Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
 #undef AMP_EXT_KERNEL
   bool right = true;
@@ -105,16 +151,18 @@ bool step_all() {
     int combinations = 0;
     for (const DType param : kDTypes) {
       for (const DType grad : kDTypes) {
-        for (const DType buffer : kDTypes) {
-          for (const bool master : {false, true}) {
+        for (const Master master : kMasters) {
+          for (const auto& formats : kFormats) {
             bool launched = false;
-            right &= step_twice(kernel, param, grad, buffer, master, launched);
+            right &= step_twice(kernel, param, grad, formats, master, launched);
             combinations += launched;
+            if (kernel.buffers == 0) break;  // they'd all be the same
           }
         }
       }
     }
-    right &= combinations >= 9;  // a param of each dtype, masters and gradients of float32
+    // With one buffer, ratios are refused and groups are alone; what the second has says nothing.
+    right &= combinations == kernel.combinations;
   }
   return right;
 }
@@ -129,7 +177,7 @@ bool run_gradients() {
         TensorRecord record;
         record.grad_dtype = dtype;
         record.numel = numel;
-        record.grad = memory.tensor(dtype, numel, misaligned);
+        record.grad = memory.tensor(size_of(dtype), numel, misaligned);
         record.group = static_cast<int32_t>(records.size());
         records.push_back(record);
       }
