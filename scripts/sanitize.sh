@@ -4,8 +4,9 @@
 #
 # AddressSanitizer sees accesses outside a tensor's memory, the other one misaligned accesses,
 # overflows and the like. The emulated kernels run in a random order, with the small arguments of
-# drivers before CUDA 12.1 but for split masters, which these don't take. ThreadSanitizer takes the threads of a block for threads: it sees a
-# missing barrier. Arguments go to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh
+# drivers before CUDA 12.1 but for split masters and moments in 8 bits, which these don't take.
+# ThreadSanitizer takes the threads of a block for threads: it sees a missing barrier. Arguments go
+# to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh
 # tests/programs/test_info.py); without any, the tests of both engines run side by side.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -70,9 +71,9 @@ if [ $# -gt 0 ]; then
   tests "$@"
 else
   tests -k 'not emulated' > cpu.log 2>&1 &
-  split_masters=("$root"/tests/{operations/test_{bit_equality,split_masters},optimizers/test_split_weights,programs/test_memory}.py)
-  tests -k emulated "${split_masters[@]/#/--ignore=}" || failed=1
-  CUDA_EMULATOR_DRIVER_VERSION=13000 tests -k emulated "${split_masters[@]}" || failed=1
+  large_arguments=("$root"/tests/{operations/test_{bit_equality,coded_moments,split_masters},optimizers/test_split_weights,programs/test_memory}.py)
+  tests -k emulated "${large_arguments[@]/#/--ignore=}" || failed=1
+  CUDA_EMULATOR_DRIVER_VERSION=13000 tests -k emulated "${large_arguments[@]}" || failed=1
   wait $! || failed=1
   cat cpu.log
   exit ${failed:-0}

@@ -2,135 +2,445 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from awkward import BF16, F16, F32, SHAPES, Dtypes
-from list_operations import Lists, Options, assert_same, build, run
+from awkward import (
+    BF16,
+    F16,
+    F32,
+    INF,
+    LAYOUT_SHAPE,
+    LAYOUTS,
+    NAN,
+    Dtypes,
+    misaligned,
+    neighbours_untouched,
+    placed,
+    threads,
+)
+from coded_lists import (
+    CODED_STEPS,
+    FIRST_STATES,
+    STARTS,
+    build_coded,
+    coded_steps,
+    decoded,
+    encode,
+    moved,
+    params,
+    shapes_of,
+)
+from list_operations import DECAY, Lists, Options, assert_same, build, run, spoil
 from number_codes import (
     GROUP,
+    IS_NAN,
+    RATIO_IS_NAN,
     decode_q8m,
-    decode_q8r,
     dither_words,
-    encode_q8m,
-    encode_q8r,
-    encode_q8v,
-    root_of,
     root_of_q8v,
-    round_bfloat16,
 )
+from reference import same_bits
 from rows import rows
 from torch import Tensor
 
-# By the operation, the list of first moments, and the codes of the moments.
-CODED_STEPS = rows(
-    {
-        "adam-q8r": ("adam_", {}, "q8r"),
-        "adamw-q8r-dither": ("adam_", {"decoupled_weight_decay": True, "dither": True}, "q8r"),
-        "adam-q8v": ("adam_", {}, "q8v"),
-        "adam-q8v-dither": ("adam_", {"dither": True, "beta2": 0.999}, "q8v"),
-        "lion": ("lion_", {}, "q8m"),
-        "lion-dither": ("lion_", {"beta2": 0.995, "dither": True}, "q8m"),
-        "momentum": ("sgd_", {"momentum": 0.7, "nesterov": True}, "q8m"),
-        "momentum-dither": ("sgd_", {"momentum": 0.995, "dither": True}, "q8m"),
-    }
-)
-coded_steps = pytest.mark.parametrize(("operation", "options", "code"), CODED_STEPS)
-params = pytest.mark.parametrize(
-    "dtypes",
-    rows(
-        {
-            "fp32": Dtypes(F32, F32, F32),
-            "bf16": Dtypes(BF16, BF16, F32),
-            "fp16": Dtypes(F16, F16, F32),
-            "bf16-master": Dtypes(BF16, BF16, F32, master=True),
-        }
-    ),
-)
+from amp_ext import ops
 
-# Whole groups, in tensors of less than a vector of them and more than a tile.
-GROUPED_SHAPES = [(GROUP,), (3, GROUP), (2, 4 * GROUP), (1, 4096), (5, 4096 + GROUP), (0, GROUP)]
-FIRST_STATES = {"adam_": "exp_avgs", "lion_": "exp_avgs", "sgd_": "momentum_buffers"}
-# Of each tensor; those of groups are whole groups.
-STARTS = [0, GROUP, 2**32 - GROUP, 2**40, GROUP * 77, 9 * GROUP] * 4
+IN_FLOAT = Dtypes(F32, F32, F32)
+SKIP = {"skip_nonfinite": True}
 
 
-def shapes_of(code: str) -> list[tuple[int, ...]]:
-    return SHAPES if code == "q8r" else GROUPED_SHAPES
+def coded_like(
+    exact: Lists, operation: str, options: Options, code: str, starts: list[int], step: int
+) -> Lists:
+    """The reference's codes of float32 moments, as a step with this number stores them."""
+
+    def words_of(index: int, stream: str) -> Tensor | None:
+        if "dither" not in options:
+            return None
+        param = exact["params"][index]
+        return dither_words(starts[index], param.numel(), step, stream).view(param.shape)
+
+    return encode(moved(exact, "cpu"), operation, code, words_of)
 
 
-def encode(lists: Lists, operation: str, code: str, words_of=lambda index, stream: None) -> Lists:
-    """The lists of a step in codes, of float32 ones; exponents are a list beside them."""
-    found, first = dict(lists), FIRST_STATES[operation]
-    if code == "q8m":
-        pairs = [
-            encode_q8m(moment, words_of(i, "first_moment")) for i, moment in enumerate(lists[first])
-        ]
-        return found | {
-            first: [codes for codes, _ in pairs],
-            "exponents": [exponents for _, exponents in pairs],
-        }
-    seconds = lists["exp_avg_sqs"]
-    if code == "q8v":
-        pairs = [encode_q8v(v, words_of(i, "second_moment")) for i, v in enumerate(seconds)]
-        found["exp_avg_sqs"] = [codes for codes, _ in pairs]
-        found["exponents"] = [exponents for _, exponents in pairs]
-        roots = [root_of_q8v(*pair) for pair in pairs]
-    else:
-        found["exp_avg_sqs"] = [
-            round_bfloat16(v, words_of(i, "second_moment")) for i, v in enumerate(seconds)
-        ]
-        roots = [root_of(v) for v in found["exp_avg_sqs"]]
-    found[first] = [
-        encode_q8r(moment, root, words_of(i, "first_moment"))
-        for i, (moment, root) in enumerate(zip(lists[first], roots, strict=True))
-    ]
-    return found
+def moments_of(lists: Lists) -> set[str]:
+    return lists.keys() - {"params", "grads", "master_params"}
 
 
-def decoded(lists: Lists, operation: str, code: str) -> Lists:
-    """The same numbers with float32 states."""
-    found, first = {name: list(tensors) for name, tensors in lists.items()}, FIRST_STATES[operation]
-    exponents = found.pop("exponents", None)
-    if code == "q8m":
-        found[first] = [decode_q8m(*pair) for pair in zip(lists[first], exponents, strict=True)]
-        return found
-    if code == "q8v":
-        roots = [root_of_q8v(*pair) for pair in zip(lists["exp_avg_sqs"], exponents, strict=True)]
-        found["exp_avg_sqs"] = [root * root for root in roots]
-    else:
-        found["exp_avg_sqs"] = [v.float() for v in lists["exp_avg_sqs"]]
-        roots = [root_of(v) for v in found["exp_avg_sqs"]]
-    found[first] = [decode_q8r(*pair) for pair in zip(lists[first], roots, strict=True)]
-    return found
-
-
-def build_coded(operation: str, options: Options, code: str, dtypes: Dtypes, **more) -> Lists:
-    lists = build(operation, options, shapes_of(code), dtypes, "cpu", **more)
-    return encode(lists, operation, code)
-
-
-def copied(lists: Lists, device: torch.device | str) -> Lists:
-    return {name: [t.clone().to(device) for t in tensors] for name, tensors in lists.items()}
+def assert_steps_as_the_reference(
+    operation: str, lists: Lists, options: Options, code: str, step: int, **more: Any
+) -> None:
+    """Takes a step, and one with float32 moments that the reference encodes."""
+    device = lists["params"][0].device
+    starts = STARTS[: len(lists["params"])]
+    exact = moved(decoded(moved(lists, "cpu"), operation, code), device)
+    run(operation, lists, **options, **more, first_elements=starts)
+    run(operation, exact, **options | {"dither": False}, **more)
+    wanted = coded_like(exact, operation, options, code, starts, step)
+    same = moments_of(lists) | {"grads"}
+    if "dither" not in options:
+        same |= lists.keys() & {"params", "master_params"}
+    assert_same({name: moved(lists, "cpu")[name] for name in same}, {n: wanted[n] for n in same})
 
 
 @coded_steps
 @params
 def test_codes_are_those_of_the_reference(device, operation, options, code, dtypes):
-    lists = build_coded(operation, options, code, dtypes, step=4)
-    exact = copied(decoded(lists, operation, code), device)
-    lists = copied(lists, device)
-    starts = STARTS[: len(lists["params"])]
+    lists = moved(build_coded(operation, options, code, dtypes, step=4), device)
     for step in (5, 6):
-        run(operation, lists, **options, first_elements=starts)
-        run(operation, exact, **options | {"dither": False})
+        assert_steps_as_the_reference(operation, lists, options, code, step)
 
-        def words_of(index: int, stream: str, step: int = step) -> Tensor | None:
-            if "dither" not in options:
-                return None
-            param = lists["params"][index]
-            return dither_words(starts[index], param.numel(), step, stream).view(param.shape)
 
-        wanted = encode(copied(exact, "cpu"), operation, code, words_of)
-        for name in lists.keys() - {"params", "grads"}:
-            assert_same({name: copied(lists, "cpu")[name]}, {name: wanted[name]})
-        exact = copied(decoded(wanted, operation, code), device)
+@pytest.mark.parametrize(
+    "limits",
+    rows(
+        {
+            "scale": {"grad_scale": 4.0},
+            "clip-value": {"clip_value": 0.25, "found_inf": 0.0},
+            "clip-norm": {"max_grad_norm": 3.0, "grad_scale": 4.0},
+            "write-back": {"max_grad_norm": 3.0, "grad_scale": 4.0, "write_back_grads": True},
+        }
+    ),
+)
+@coded_steps
+def test_gradients_are_unscaled_clipped_and_written_back(device, operation, options, code, limits):
+    on_device = {"grad_scale", "found_inf"}
+    limits = {
+        name: torch.tensor(value, device=device) if name in on_device else value
+        for name, value in limits.items()
+    }
+    for dtypes in (IN_FLOAT, Dtypes(BF16, BF16, F32, master=True), Dtypes(F32, BF16, F32)):
+        lists = moved(build_coded(operation, options, code, dtypes, step=4), device)
+        if lists["grads"][0].dtype == BF16 and dtypes.param == F32:
+            # What is read in float32 is unscaled in it too.
+            for grad in lists["grads"]:
+                grad.copy_(grad.float().sign())
+        assert_steps_as_the_reference(operation, lists, options, code, 5, **limits)
+
+
+@coded_steps
+@params
+def test_an_overflow_leaves_codes_and_exponents_alone(device, operation, options, code, dtypes):
+    lists = moved(build_coded(operation, options, code, dtypes), device)
+    before = moved(lists, device)
+    for overflow in ({"found_inf": 1.0}, {"grad_scale": 0.0}):
+        numbers = {name: torch.tensor(value, device=device) for name, value in overflow.items()}
+        run(operation, lists, **options, **numbers)
+        assert_same(lists, before)
+
+
+@coded_steps
+@params
+def test_finite_elements_step_where_others_are_skipped(device, operation, options, code, dtypes):
+    lists = build_coded(operation, options, code, dtypes, step=4)
+    spoil(lists["grads"])
+    lists = moved(lists, device)
+    assert_steps_as_the_reference(operation, lists, options, code, 5, **SKIP)
+    assert_steps_as_the_reference(operation, lists, options, code, 6, **SKIP, write_back_grads=True)
+
+
+@coded_steps
+def test_a_skipped_element_keeps_its_codes_in_a_group_of_the_same_exponent(
+    device, operation, options, code
+):
+    lists = build(operation, options, shapes_of(code), IN_FLOAT, "cpu")
+    for moment, grad in zip(lists[FIRST_STATES[operation]], lists["grads"], strict=True):
+        moment.mul_(0.1)  # ratios of all sizes
+        if code != "q8r":
+            grad.view(-1, GROUP)[::2].mul_(3.0)  # other exponents
+    lists = encode(lists, operation, code)
+    spoil(lists["grads"])
+    skipped = torch.cat([~grad.isfinite().view(-1) for grad in lists["grads"]])
+    before, lists = moved(lists, "cpu"), moved(lists, device)
+    run(operation, lists, **options, **SKIP)
+    after = moved(lists, "cpu")
+    for name in moments_of(lists) - {"steps", "exponents"}:
+        old, new = (torch.cat([t.view(-1) for t in side[name]]) for side in (before, after))
+        if code == "q8r":
+            assert same_bits(new[skipped], old[skipped])
+            continue
+        exponents = [
+            torch.cat([t.view(-1) for t in side["exponents"]]).repeat_interleave(GROUP)
+            for side in (before, after)
+        ]
+        same = exponents[0] == exponents[1]
+        assert same_bits(new[skipped & same], old[skipped & same])
+        assert (skipped & ~same).any()
+        assert (skipped & same).any()
+        if name == "exp_avgs" and code == "q8v":  # the same moment, by another root
+            assert (new.int() - old.int())[skipped].abs().max() <= 1
+
+
+@pytest.mark.parametrize("exponent_by", [-1, 0, 1])
+@pytest.mark.parametrize("code", ["q8v", "q8m"])
+def test_a_skipped_element_is_measured_anew_where_the_exponent_changes(device, code, exponent_by):
+    """The first element of the group has half its size, or twice that; the others are skipped."""
+    half = {"q8v": 192, "q8m": 96}[code]  # of the unit; all but the first are below it
+    codes = (torch.arange(4 * GROUP) * 2 % half).to(torch.uint8).view(4, GROUP)
+    codes[:, 0] = half + 10
+    exponents = torch.full((4, 1), 127, dtype=torch.uint8)
+    grad = torch.full((4, GROUP), NAN)
+    factor = 2.0**exponent_by
+    old = (decode_q8m if code == "q8m" else root_of_q8v)(codes, exponents)
+    grad[:, 0] = old[:, 0] * factor
+    found, found_exponents = codes.clone().to(device), exponents.clone().to(device)
+    param = torch.zeros(4, GROUP, device=device)
+    grads, beside = [grad.to(device)], {"exponents": [found_exponents]} | SKIP
+    if code == "q8m":
+        ops.lion_([param], grads, [found], lr=1.0, beta1=0.0, beta2=0.0, **beside)
+    else:
+        first = torch.zeros(4, GROUP, dtype=torch.int8, device=device)
+        numbers = {"lr": 1.0, "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "weight_decay": 0.0}
+        steps = [torch.zeros((), device=device)]
+        ops.adam_([param], grads, [first], [found], steps, **numbers, **beside)
+    assert (found_exponents.cpu() == 127 + exponent_by).all()
+    new = (decode_q8m if code == "q8m" else root_of_q8v)(found.cpu(), found_exponents.cpu())
+    assert torch.equal(new[:, 0], old[:, 0] * factor)
+    # Half of the places below an eighth: codes are equally far apart there.
+    half_a_place = factor * 2.0 ** (-10 if code == "q8v" else -9)
+    error = (new - old)[:, 1:].abs()
+    assert error.max().item() <= half_a_place * (2 if code == "q8v" else 1)
+    assert (error[old[:, 1:] >= half_a_place] <= half_a_place).all()
+    if exponent_by <= 0:
+        assert (error == 0).all()
+
+
+def twin(lists: Lists, device: torch.device) -> Lists:
+    """The same with a gradient of zero in place of each that is not finite."""
+    found = moved(lists, device)
+    found["grads"] = [grad.nan_to_num(0.0, 0.0, 0.0) for grad in found["grads"]]
+    return found
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@coded_steps
+def test_a_nonfinite_gradient_shows_in_its_moments_and_in_no_others(
+    device, operation, options, code, bad
+):
+    lists = build_coded(operation, options, code, IN_FLOAT, [(3, 4 * GROUP)])
+    lists["grads"][0][1, 2 * GROUP + 7] = bad
+    lists = moved(lists, device)
+    clean = twin(lists, device)
+    spoilt = torch.zeros(3, 4 * GROUP, dtype=torch.bool)
+    if code == "q8r":
+        spoilt[1, 2 * GROUP + 7] = True
+    else:
+        spoilt[1, 2 * GROUP : 3 * GROUP] = True
+    for _ in range(3):  # what follows doesn't make it finite again
+        run(operation, lists, **options)
+        run(operation, clean, **options)
+        lists["grads"] = [grad.nan_to_num(0.0, 0.0, 0.0) for grad in lists["grads"]]
+        found = decoded(moved(lists, "cpu"), operation, code)
+        for name in moments_of(clean) - {"steps", "exponents"}:
+            assert not found[name][0][spoilt].isfinite().any(), name
+            others = [side[name][0].cpu()[~spoilt] for side in (lists, clean)]
+            assert same_bits(*others), name
+            assert found[name][0][~spoilt].isfinite().all(), name
+        if code == "q8r":
+            assert (lists["exp_avgs"][0].cpu()[spoilt] == RATIO_IS_NAN).all()
+            continue
+        exponents = lists["exponents"][0].cpu()
+        assert exponents[1, 2] == IS_NAN
+        assert (exponents == IS_NAN).sum() == 1
+        assert same_bits(
+            exponents[exponents != IS_NAN], clean["exponents"][0].cpu()[exponents != IS_NAN]
+        )
+
+
+@coded_steps
+@params
+def test_parts_of_a_tensor_have_the_codes_of_the_whole(device, operation, options, code, dtypes):
+    shape = (40, 401) if code == "q8r" else (40, 7 * GROUP)
+    whole = moved(build_coded(operation, options, code, dtypes, [shape]), device)
+    rows_of_parts = [7, 0, 33]
+    parts = {
+        name: [part.clone() for part in tensors[0].split(rows_of_parts)]
+        for name, tensors in whole.items()
+        if name != "steps"
+    }
+    if "steps" in whole:
+        parts["steps"] = [whole["steps"][0].clone() for _ in rows_of_parts]
+    for _ in range(3):
+        run(operation, whole, **options)
+        run(operation, parts, **options, first_elements=[0, 7 * shape[1], 7 * shape[1]])
+    for name in whole.keys() - {"steps"}:
+        assert same_bits(torch.cat(parts[name]), whole[name][0]), name
+
+
+@coded_steps
+@params
+def test_any_number_of_threads_makes_the_same_codes(operation, options, code, dtypes):
+    sizes = (100_003, 1, 0, 40_000) if code == "q8r" else (100_000, GROUP, 0, 40_000)
+    lists = build_coded(operation, options, code, dtypes, [(size,) for size in sizes])
+    others = moved(lists, "cpu")
+    with threads(1):
+        run(operation, lists, **options)
+    with threads(3):
+        run(operation, others, **options)
+    assert_same(others, lists)
+
+
+@coded_steps
+@params
+def test_misaligned_memory_has_the_same_codes(device, operation, options, code, dtypes):
+    lists = moved(build_coded(operation, options, code, dtypes), device)
+    others = {
+        name: [placed(tensor, misaligned) if name != "steps" else tensor.clone() for tensor in all_]
+        for name, all_ in lists.items()
+    }
+    for _ in range(2):
+        run(operation, lists, **options)
+        run(operation, others, **options)
+    assert_same(others, lists)
+    for name in others.keys() - {"steps"}:
+        assert all(map(neighbours_untouched, others[name])), name
+
+
+@coded_steps
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_are_in_the_order_of_the_parameters_memory(device, operation, options, code, layout):
+    shape = LAYOUT_SHAPE if code == "q8r" else (3, 8, 12, 40)
+    strides = placed(torch.empty(shape), layout).stride()
+    order = sorted(range(4), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(4)]
+    in_order = build_coded(operation, options, code, IN_FLOAT, [tuple(shape[d] for d in order)])
+    in_order = moved(in_order, device)
+    others, dense = moved(in_order, device), moved(in_order, device)
+    for name in in_order.keys() - {"steps", "exponents"}:
+        permuted = in_order[name][0].permute(back)
+        others[name] = [placed(permuted, layout)]
+        # States that a step makes are dense where the parameter is not.
+        dense[name] = [
+            permuted.clone() if name in moments_of(in_order) else placed(permuted, layout)
+        ]
+    for _ in range(2):
+        for lists in (in_order, others, dense):
+            run(operation, lists, **options)
+    for lists in (others, dense):
+        for name in in_order.keys() - {"steps", "exponents"}:
+            assert same_bits(lists[name][0].permute(order), in_order[name][0]), name
+        assert_same(lists, {n: in_order[n] for n in in_order.keys() & {"steps", "exponents"}})
+    for name in others.keys() - {"steps", "exponents"}:
+        assert neighbours_untouched(others[name][0]), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low_bits"), [(BF16, 16), (BF16, 8), (F16, 16), (F16, 8)], ids=str
+)
+@pytest.mark.parametrize(("operation", "options", "code"), CODED_STEPS[::2])
+def test_codes_beside_a_split_master_are_those_of_its_float32(
+    device, operation, options, code, dtype, low_bits
+):
+    options = options | DECAY
+    lists = build_coded(operation, options, code, Dtypes(dtype, dtype, F32, master=True))
+    pairs = zip(lists["params"], lists["master_params"], strict=True)
+    lists["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
+    exact = moved(lists, device)
+    pairs = zip(exact["params"], exact.pop("master_params"), strict=True)
+    exact["params"] = [ops.join_master(*pair) for pair in pairs]
+    exact["grads"] = [grad.float() for grad in exact["grads"]]
+    lists = moved(lists, device)
+    run(operation, lists, **options)
+    run(operation, exact, **options)
+    assert_same(lists, {name: exact[name] for name in moments_of(lists)})
+    pairs = zip(lists["params"], lists["master_params"], exact["params"], strict=True)
+    for param, low, master in pairs:
+        assert same_bits(low, ops.split_master(param, master, low_bits))
+
+
+# What was loaded and is not changed: every element's gradient is NaN, and skipped.
+
+DITHER = {"dither": True}
+
+
+def assert_stays(operation: str, lists: Lists, wanted: Lists, **numbers: Any) -> None:
+    shape, device = (
+        lists[FIRST_STATES[operation]][0].shape,
+        lists[FIRST_STATES[operation]][0].device,
+    )
+    lists |= {
+        "params": [torch.zeros(shape, device=device)],
+        "grads": [torch.full(shape, NAN, device=device)],
+        "steps": [torch.zeros((), device=device)],
+    }
+    run(operation, lists, **SKIP, **numbers)
+    for _ in range(7):
+        run(operation, lists, **SKIP, **numbers, **DITHER)
+    assert_same(lists, wanted)
+    assert not any(param.any() for param in lists["params"])
+
+
+def test_every_ratio_beside_every_second_moment_stays(device):
+    second = torch.arange(0, 0x7F81, 37).short().view(BF16)
+    second = torch.cat([second, torch.tensor([0x7F80, 0x7FC0]).short().view(BF16)])
+    codes = torch.arange(-128, 128).to(torch.int8).expand(len(second), 256).contiguous()
+    second = second.view(-1, 1).expand(-1, 256).contiguous()
+    wanted = torch.where((second == 0) & (codes != RATIO_IS_NAN), 0, codes.int())
+    wanted = torch.where(second.isfinite(), wanted, RATIO_IS_NAN).to(torch.int8)
+    lists = {"exp_avgs": [codes.to(device)], "exp_avg_sqs": [second.clone().to(device)]}
+    expected = {"exp_avgs": [wanted.to(device)], "exp_avg_sqs": [second.to(device)]}
+    assert_stays("adam_", lists, expected)
+
+
+def every_group(exponents: range, largest: int) -> tuple[Tensor, Tensor]:
+    """All 256 codes beside one that every exponent needs to be that of its group."""
+    codes = torch.cat([torch.arange(256), torch.zeros(23, dtype=torch.long)]).view(-1, GROUP - 1)
+    codes = torch.cat([codes, torch.full((len(codes), 1), largest)], dim=1).to(torch.uint8)
+    each = torch.tensor([*exponents], dtype=torch.uint8)
+    return codes.repeat(len(each), 1), each.repeat_interleave(len(codes)).view(-1, 1)
+
+
+@pytest.mark.parametrize("operation", ["lion_", "sgd_"])
+def test_every_momentum_stays_with_every_exponent(device, operation):
+    codes, exponents = every_group(range(1, 254), 127)
+    lists = {FIRST_STATES[operation]: [codes.to(device)], "exponents": [exponents.to(device)]}
+    numbers = {"beta2": 0.999} if operation == "lion_" else {"momentum": 0.999}
+    assert_stays(operation, lists, moved(lists, device), **numbers)
+    assert (decode_q8m(codes, exponents).view(253, -1)[:, 4] != 0).all()
+
+
+def test_every_second_moment_stays_with_every_exponent(device):
+    # The roots of the smallest and the largest float32 that a code stands for.
+    codes, exponents = every_group(range(65, 192), 255)
+    first = torch.arange(codes.numel()).view_as(codes).to(torch.int8)
+    is_zero = root_of_q8v(codes, exponents).double() ** 2 < 2**-126
+    assert is_zero[exponents[:, 0] >= 73].sum() == (codes[exponents[:, 0] >= 73] == 0).sum()
+    wanted = {
+        # A ratio to zero is none.
+        "exp_avgs": [torch.where(is_zero & (first != RATIO_IS_NAN), 0, first.int()).to(torch.int8)],
+        "exp_avg_sqs": [torch.where(is_zero, 0, codes.int()).to(torch.uint8)],
+        "exponents": [exponents],
+    }
+    lists = {"exp_avgs": [first], "exp_avg_sqs": [codes], "exponents": [exponents]}
+    assert_stays("adam_", moved(lists, device), moved(wanted, device))
+
+
+def test_groups_of_zeros_and_of_nan_stay(device):
+    codes = torch.zeros(2, GROUP, dtype=torch.uint8)
+    exponents = torch.tensor([[1], [IS_NAN]], dtype=torch.uint8)
+    for operation in ("lion_", "sgd_"):
+        lists = {FIRST_STATES[operation]: [codes], "exponents": [exponents]}
+        numbers = {} if operation == "lion_" else {"momentum": 0.9}
+        assert_stays(operation, moved(lists, device), moved(lists, device), **numbers)
+    first = torch.tensor([0, RATIO_IS_NAN], dtype=torch.int8).view(-1, 1).repeat(1, GROUP)
+    lists = {"exp_avgs": [first], "exp_avg_sqs": [codes], "exponents": [exponents]}
+    assert_stays("adam_", moved(lists, device), moved(lists, device))
+
+
+def test_no_second_moment_beside_large_ones_becomes_zero(device):
+    """A small one that did would divide its first moment by eps alone at the next step."""
+    param = torch.zeros(4, GROUP, device=device)
+    grad = torch.full((4, GROUP), 1e-6, device=device)
+    grad[:, 0] = 1e3
+    codes = torch.zeros(4, GROUP, dtype=torch.uint8, device=device)
+    exponents = torch.ones(4, 1, dtype=torch.uint8, device=device)
+    first, steps = [torch.zeros_like(codes, dtype=torch.int8)], [torch.zeros((), device=device)]
+    numbers = {"lr": 1.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    for _ in range(20):
+        ops.adam_(
+            [param], [grad], first, [codes], steps, **numbers, **DITHER, exponents=[exponents]
+        )
+        assert (codes > 0).all()
+    assert param.abs().max().item() <= 20.1
