@@ -10,8 +10,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, LAYOUT_SHAPE, NAN, Dtypes
+from awkward import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    FEW_DTYPES,
+    INF,
+    LAYOUT_SHAPE,
+    NAN,
+    Dtypes,
+    misaligned,
+    placed,
+)
+from coded_lists import CODED_STEPS, encode
 from list_operations import DITHERED_STEPS, FEW_STEPS, STEPS, Lists, build, run
+from number_codes import GROUP
 from torch import Tensor
 
 from amp_ext import ops
@@ -19,6 +34,8 @@ from amp_ext import ops
 # Less than a vector, one and a tail, a tile, and more; each also misaligned.
 SHAPES = [(size + start,) for size in (1, 7, 37, 4096, 4111) for start in (0, 1)]
 STARTS = [0, 1] * 5
+# The same in whole groups.
+GROUPED_SHAPES = [(size * GROUP,) for size in (1, 2, 128, 131)]
 
 Results = dict[str, Tensor]
 
@@ -42,6 +59,51 @@ def numbers(dtype: torch.dtype, device: torch.device, bad: float = 0.0) -> list[
         drawn[torch.rand(shape) < bad / 2] = NAN
         tensors.append(drawn.to(dtype).to(device)[start:])
     return tensors
+
+
+def coded_steps_of(
+    operation: str,
+    options: dict[str, Any],
+    code: str,
+    dtypes: Dtypes,
+    device: torch.device,
+    low_bits: int = 0,
+) -> Lists:
+    """The same with moments in codes, from tensors that are aligned and some that are not."""
+    shapes = [(size + 5,) for (size,) in SHAPES] if code == "q8r" else GROUPED_SHAPES * 2
+    lists = build(operation, options, shapes, dtypes, "cpu", step=2)
+    for name, tensors in lists.items():
+        for tensor in tensors if name != "steps" else []:
+            tensor.mul_(torch.exp2(torch.empty(tensor.shape).uniform_(-12, 3)))
+    if dtypes.master:
+        lists["params"] = [master.to(dtypes.param) for master in lists["master_params"]]
+    lists = encode(lists, operation, code)
+    if low_bits:
+        pairs = zip(lists["params"], lists["master_params"], strict=True)
+        lists["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
+    halfway = len(shapes) // 2
+    for name, tensors in lists.items():
+        tensors = [tensor.to(device) for tensor in tensors]
+        moved = tensors[halfway:] if name == "steps" else map(one_element_on, tensors[halfway:])
+        lists[name] = [*tensors[:halfway], *moved]
+    scale = torch.tensor(3.0, device=device)
+    starts = [index * 2**31 + index * GROUP for index in range(len(shapes))]
+    for step in range(3):
+        for grad in lists["grads"]:
+            new = torch.randn(grad.shape) * torch.exp2(torch.empty(grad.shape).uniform_(-30, 9))
+            new[torch.rand(grad.shape) < 0.01] = INF if step == 1 else NAN
+            grad.copy_(new)
+        # In the last step what is not finite spoils codes, and groups as a whole.
+        skips = {"skip_nonfinite": step != 2, "write_back_grads": step == 1, "clip_value": 2.0}
+        run(operation, lists, **options, **skips, grad_scale=scale, first_elements=starts)
+    return lists
+
+
+def one_element_on(tensor: Tensor) -> Tensor:
+    """Moves a tensor off the boundaries of vectors; the lower halves of masters by two bytes."""
+    if tensor.dim() == 2:
+        return placed(tensor.view(torch.int16), misaligned).view(tensor.dtype)
+    return placed(tensor, misaligned)
 
 
 def gathered(tensors: list[Tensor]) -> Tensor:
@@ -132,6 +194,15 @@ def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B00
             lists = steps_of(operation, options | PARTS, dtypes, device, 0.1, low_bits)
             for name, tensors in lists.items():
                 found[f"{row.id} {dtype} {state} {low_bits} lower {name}"] = gathered(tensors)
+    for row in CODED_STEPS:
+        for dtype, low_bits in itertools.product((F32, BF16, F16), (None, 0, 16, 8)):
+            if dtype == F32 and low_bits is not None:
+                continue
+            operation, options, code = row.values
+            dtypes = Dtypes(dtype, dtype, F32, master=low_bits is not None)
+            lists = coded_steps_of(operation, options, code, dtypes, device, low_bits or 0)
+            for name, tensors in lists.items():
+                found[f"{row.id} {dtype} {low_bits} in codes {name}"] = gathered(tensors)
     for dtype in (F32, F64, F16, BF16):
         for inverse in (1 / 3, 2.0**-16, 2.0**-140, 1e30):
             grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)
