@@ -1,0 +1,230 @@
+"""Moments in codes of 8 bits that do not fit: named, before anything is written."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from awkward import BF16, F32, Dtypes
+from coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps, moved
+from list_operations import Lists, assert_same, run
+from number_codes import GROUP
+from rows import rows
+from torch import Tensor
+
+from amp_ext import ops
+
+IN_FLOAT = Dtypes(F32, F32, F32)
+
+
+def lists_of(operation: str, code: str) -> Lists:
+    options = {"momentum": 0.9} if operation == "sgd_" else {}
+    return build_coded(operation, options, code, IN_FLOAT, [(2 * GROUP,)] * 3)
+
+
+def assert_refused(operation: str, lists: Lists, words: str, **options: Any) -> None:
+    """Tells that an operation names what is wrong and leaves the tensors that hold elements."""
+    if operation == "sgd_":
+        options = {"momentum": 0.9} | options
+    before = {
+        name: [None if t.is_meta or t.is_sparse else t.clone() for t in all_]
+        for name, all_ in lists.items()
+    }
+    with pytest.raises(RuntimeError, match=f"^{operation}: {words}"):
+        run(operation, lists, **options)
+    for name, tensors in before.items():
+        kept = [
+            (old, new) for old, new in zip(tensors, lists[name], strict=True) if old is not None
+        ]
+        assert_same({name: [new for _, new in kept]}, {name: [old for old, _ in kept]})
+
+
+NARROW = "must be Float or BFloat16, got"
+BESIDE = "must be BFloat16 or Byte beside first moments of Char, got"
+SIZES = r"must be of sizes \[64\], got \[32\]"
+
+
+@pytest.mark.parametrize(
+    ("operation", "code", "name", "change", "words"),
+    rows(
+        {
+            "lion-ratio": ("lion_", "q8m", "exp_avgs", Tensor.char, f"{NARROW} Char"),
+            "sgd-ratio": ("sgd_", "q8m", "momentum_buffers", Tensor.char, f"{NARROW} Char"),
+            "sgd-size": ("sgd_", "q8m", "momentum_buffers", lambda t: t[:GROUP], SIZES),
+            "adam-group": ("adam_", "q8r", "exp_avgs", Tensor.byte, f"{NARROW} Byte"),
+            "adam-size": ("adam_", "q8v", "exp_avgs", lambda t: t[:GROUP], SIZES),
+            "second-ratio": ("adam_", "q8v", "exp_avg_sqs", Tensor.char, f"{BESIDE} Char"),
+            "second-float": ("adam_", "q8r", "exp_avg_sqs", Tensor.float, f"{BESIDE} Float"),
+            "second-half": ("adam_", "q8r", "exp_avg_sqs", Tensor.half, f"{BESIDE} Half"),
+        }
+    ),
+)
+def test_a_code_that_does_not_fit_is_named(operation, code, name, change, words):
+    lists = lists_of(operation, code)
+    lists[name][1] = change(lists[name][1])
+    assert_refused(operation, lists, rf"{name}\[1\] {words}")
+
+
+def test_second_moments_in_groups_beside_first_ones_in_float_are_named():
+    lists = lists_of("adam_", "q8v")
+    lists["exp_avgs"][1] = lists["exp_avgs"][1].float()
+    assert_refused("adam_", lists, rf"exp_avg_sqs\[1\] {NARROW} Byte")
+
+
+@pytest.mark.parametrize("code", ["q8r", "q8v"])
+def test_codes_beside_a_maximum_are_named(code):
+    lists = lists_of("adam_", code)
+    lists["max_exp_avg_sqs"] = [torch.zeros(2 * GROUP, dtype=BF16) for _ in lists["params"]]
+    assert_refused("adam_", lists, rf"exp_avgs\[0\] {NARROW} Char")
+
+
+with_groups = pytest.mark.parametrize(
+    ("operation", "code"), [("adam_", "q8v"), ("lion_", "q8m"), ("sgd_", "q8m")]
+)
+NOT_BYTES = "must be Byte and contiguous, got"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    rows(
+        {
+            "empty": (lambda t: t[:0], "must be of 2 elements, got 0"),
+            "size": (lambda t: t.repeat(2), "must be of 2 elements, got 4"),
+            "dtype": (Tensor.char, f"{NOT_BYTES} Char"),
+            "float": (Tensor.float, f"{NOT_BYTES} Float"),
+            "spread": (lambda t: t.repeat_interleave(2)[::2], f"{NOT_BYTES} Byte"),
+            "expanded": (lambda t: t[:1].expand(2), f"{NOT_BYTES} Byte"),
+            "device": (lambda t: t.to("meta"), "must be on cpu, got meta"),
+            "sparse": (Tensor.to_sparse, "must be .*[sS]parse"),
+        }
+    ),
+)
+@with_groups
+def test_exponents_that_do_not_fit_are_named(operation, code, change, words):
+    lists = lists_of(operation, code)
+    lists["exponents"][1] = change(lists["exponents"][1])
+    assert_refused(operation, lists, rf"exponents\[1\] {words}")
+
+
+@with_groups
+def test_missing_exponents_are_named(operation, code):
+    lists = lists_of(operation, code)
+    exponents = lists.pop("exponents")
+    assert_refused(operation, lists, r"exponents\[0\] must be of 2 elements, got 0")
+    lists["exponents"] = exponents[:2]
+    words = "exponents must have 3 tensors, one for each of params, got 2"
+    assert_refused(operation, lists, words)
+
+
+@with_groups
+def test_exponents_that_share_memory_are_named(operation, code):
+    for other in lists_of(operation, code).keys() - {"grads"}:
+        lists = lists_of(operation, code)
+        lists["exponents"][1] = lists[other][0].view(-1).view(torch.uint8)[:2]
+        one = rf"(exponents\[1\]|{other}\[0\])"
+        assert_refused(operation, lists, f"{one} is written and must not share memory with {one}")
+
+
+@with_groups
+def test_a_parameter_that_is_no_whole_number_of_groups_is_named(operation, code):
+    lists = lists_of(operation, code)
+    for name in lists.keys() - {"steps", "exponents"}:
+        lists[name][1] = torch.cat([lists[name][1], lists[name][1][:1]])
+    words = "must be of a multiple of 32 elements for moments in groups, got 65"
+    assert_refused(operation, lists, rf"params\[1\] {words}")
+
+
+@coded_steps
+def test_codes_of_a_float64_parameter_are_named(operation, options, code):
+    lists = lists_of(operation, code)
+    if "dither" in options:
+        lists["steps"] = [torch.zeros(()) for _ in lists["params"]]
+    for name in ("params", "grads"):
+        lists[name][1] = lists[name][1].double()
+    dtype = "Byte" if code == "q8m" else "Char"
+    words = rf"{FIRST_STATES[operation]}\[1\] must be Double, got {dtype}"
+    assert_refused(operation, lists, words, **options)
+
+
+def test_exponents_of_ratios_are_named():
+    lists = lists_of("adam_", "q8r")
+    lists["exponents"] = [torch.ones(2, dtype=torch.uint8) for _ in lists["params"]]
+    words = "must be None for moments without groups, got 2 elements"
+    assert_refused("adam_", lists, rf"exponents\[0\] {words}")
+
+
+def test_exponents_without_any_moments_are_named():
+    lists = {name: [torch.ones(2 * GROUP)] for name in ("params", "grads")}
+    lists["exponents"] = [torch.ones(2, dtype=torch.uint8)]
+    with pytest.raises(
+        RuntimeError, match=r"sgd_: exponents\[0\] must be None for moments without groups, got 2"
+    ):
+        run("sgd_", lists)
+    lists["exponents"] = [torch.ones(0, dtype=torch.uint8)]  # stands for none
+    run("sgd_", lists)
+
+
+@pytest.mark.parametrize(("operation", "options", "code"), CODED_STEPS[::2])
+def test_gradients_of_another_dtype_than_a_16_bit_parameter_are_named(operation, options, code):
+    dtypes = Dtypes(BF16, F32, F32)
+    lists = build_coded(operation, options, code, dtypes, [(2 * GROUP,)] * 3)
+    for index in (0, 2):
+        lists["grads"][index] = lists["grads"][index].bfloat16()
+    words = r"grads\[1\] must be of the parameter's dtype with moments in 8 bits, BFloat16, got"
+    assert_refused(operation, lists, f"{words} Float", **options)
+    lists["grads"][1] = lists["grads"][1].double()
+    assert_refused(operation, lists, f"{words} Double", **options)
+
+
+@pytest.mark.parametrize(("operation", "code"), [("lion_", "q8m"), ("sgd_", "q8m")])
+def test_a_dither_of_codes_asks_for_the_number_of_the_step(operation, code):
+    lists = lists_of(operation, code)
+    slow = {"beta2": 0.99} if operation == "lion_" else {"momentum": 0.99}
+    words = r"steps\[0\] must be there to dither, got None"
+    assert_refused(operation, lists, words, dither=True, **slow)
+
+
+@coded_steps
+def test_no_step_is_taken_after_one_that_was_refused(operation, options, code):
+    """What is wrong with the last parameter leaves the first one alone too, and can be mended."""
+    lists = build_coded(operation, options, code, IN_FLOAT, [(GROUP,), (2 * GROUP,)])
+    good = moved(lists, "cpu")
+    lists["grads"][1] = lists["grads"][1][:GROUP]
+    assert_refused(operation, lists, r"grads\[1\] must be of sizes \[64\], got \[32\]", **options)
+    lists["grads"][1] = good["grads"][1].clone()
+    run(operation, lists, **options)
+    run(operation, good, **options)
+    assert_same(lists, good)
+
+
+def refused_by_an_old_driver() -> list[str]:
+    """What the emulator's steps say, in the order of ``CODED_STEPS``."""
+    from conftest import emulated_cuda
+
+    messages = []
+    with emulated_cuda():
+        for row in CODED_STEPS:
+            operation, options, code = row.values
+            lists = build_coded(operation, options, code, IN_FLOAT, [(GROUP,), (2 * GROUP,)])
+            before = moved(lists, "cpu")
+            try:
+                run(operation, lists, **options)
+            except RuntimeError as error:
+                messages.append(str(error).splitlines()[0])
+            assert_same(lists, before)
+        ops.sgd_([torch.ones(3)], [torch.ones(3)], lr=1.0)
+    return messages
+
+
+def test_a_driver_of_small_arguments_is_named(under_isa, monkeypatch, emulated):
+    monkeypatch.setenv("CUDA_EMULATOR_DRIVER_VERSION", "12000")
+    _, messages = under_isa(refused_by_an_old_driver, None)
+    assert len(messages) == len(CODED_STEPS)
+    for row, message in zip(CODED_STEPS, messages, strict=True):
+        operation, _, code = row.values
+        name = "momentum_buffers" if operation == "sgd_" else "exp_avgs"
+        words = "must be Float with a driver older than that of CUDA 12.1, got"
+        dtype = "Byte" if code == "q8m" else "Char"
+        assert re.fullmatch(rf"{operation}: {name}\[0\] {words} {dtype}", message), message
