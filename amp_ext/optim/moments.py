@@ -122,14 +122,21 @@ def formats_of(
 def has_groups(param: Tensor) -> bool:
     """Returns whether moments of a parameter may be kept in groups of 32 elements.
 
-    They lie within the rows of dimension 0, so that a part of it has whole ones: it must be
-    outermost in memory, and the only one that is sharded.
+    They lie within the rows of dimension 0, so that a part of it has whole ones: it must be the
+    only one that is sharded. And the parameter must be contiguous: its groups are those of memory,
+    and codes that another layout, or a file that knows no strides, puts in another order would be
+    measured by the exponents of others.
     """
-    shape, strides = tuple(param.shape), tuple(param.stride())
+    shape = tuple(param.shape)
     if param.numel() < _LEAST_ELEMENTS or len(shape) < 2 or math.prod(shape[1:]) % GROUP:
         return False
-    if any(stride > strides[0] for stride, size in zip(strides, shape, strict=True) if size > 1):
-        return shape[0] == 1
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    is_contiguous = all(
+        stride == wanted or size == 1
+        for stride, wanted, size in zip(param.stride(), strides, shape, strict=True)
+    )
+    if not is_contiguous:
+        return False
     if not is_dtensor(param):
         return True
     from torch.distributed.tensor import Shard
@@ -270,7 +277,7 @@ def copied_moments(
         where: What messages say, with ``%s`` for the key.
 
     Raises:
-        ValueError: If one is not of the dtype and the shape that the key says.
+        ValueError: If one is not of the dtype and the shape that the key says, or lacks exponents.
     """
     copies = {}
     for form in formats:
@@ -278,6 +285,9 @@ def copied_moments(
             for key in kept.keys:
                 if saved.get(key) is not None:
                     copies[key] = _copy_of(saved[key], kept, key, param, where % key)
+            for missing in set(kept.keys) - copies.keys():
+                if kept.key in copies:
+                    raise ValueError(f"{where % missing} must be there, got {list(saved)}")
     return copies
 
 
@@ -295,4 +305,7 @@ def _copy_of(value: Any, form: Format, key: str, param: Tensor, where: str) -> T
     if key == form.exponents_key:
         empty = local.new_empty((local.shape[0], shape[1]), dtype=dtype)
         return laid_out_as(param, empty, shape, (shape[1], 1)).copy_(value)
-    return laid_out_as(param, torch.empty_like(local, dtype=dtype)).copy_(value)
+    # Contiguous, as groups are, also for a parameter that has none any more.
+    layout = torch.contiguous_format if form.exponents_key else torch.preserve_format
+    empty = torch.empty_like(local, dtype=dtype, memory_format=layout)
+    return laid_out_as(param, empty).copy_(value)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.optim.moments import CODED_STATES
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class StepPlan:
         self._kept_by_groups = _kept_by_groups(optimizer)
         self._states = optimizer.state
         self._state_count = len(optimizer.state)
+        # Of parameters with states in codes, whether they were contiguous, and so may have groups.
+        self._were_contiguous: dict[int, tuple[Tensor, bool]] = {}
 
     def take_params(self, optimizer: FusedOptimizer) -> bool:
         """Takes the parameters, if the optimizer still has these and their states."""
@@ -70,6 +73,7 @@ class StepPlan:
             self._states is optimizer.state
             and self._state_count == len(optimizer.state)
             and self._kept_by_groups == _kept_by_groups(optimizer)
+            and all(param.is_contiguous() == was for param, was in self._were_contiguous.values())
             and self._compiled.take_params([group["params"] for group in optimizer.param_groups])
         )
 
@@ -97,6 +101,8 @@ class StepPlan:
         optimizer._make_states((optimizer.param_groups[group], param) for group, param in places)
         for number, (group_index, param) in zip(numbers, places, strict=True):
             group, state = optimizer.param_groups[group_index], optimizer.state[param]
+            if group["state_dtype"] in CODED_STATES:
+                self._were_contiguous[number] = (param, param.is_contiguous())
             key, keeps_step = optimizer._master_key(group, param), optimizer._keeps_step(group)
             used = optimizer.buffer_names(group)
             formats = [form for form in optimizer._formats(group, param) if form.name in used]

@@ -1,0 +1,619 @@
+"""Moments in codes of 8 bits: the optimizers' option, and what becomes of it in files."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from awkward import BF16, F16, F32, F64
+from optimizer_cases import (
+    COPIES,
+    assert_refused,
+    assert_same_bits,
+    bits_of,
+    give_grads,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+    through_a_file,
+    train,
+    trained,
+    twins,
+)
+from reference import same_bits
+from rows import rows
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+
+Optimizer = torch.optim.Optimizer
+
+# With groups: of two, three and four dimensions and of one row. Without: small, of one dimension, a
+# scalar, nothing, and of rows that 32 does not divide.
+GROUPED = [(130, 32), (3, 5, 1024), (64, 32, 3, 3), (1, 4096)]
+UNGROUPED = [(127, 32), (4128,), (), (0, 32), (128, 33)]
+SHAPES = GROUPED + UNGROUPED
+CODED = ("8bit-bf16", "8bit")
+coded = pytest.mark.parametrize("state_dtype", CODED)
+
+# The class, its options, and the codes of its moments with groups by ``state_dtype``.
+_BOTH = {"8bit-bf16": {"exp_avg": "q8r"}, "8bit": {"exp_avg": "q8r", "exp_avg_sq": "q8v"}}
+_MOMENTUM = {name: {"momentum_buffer": "q8m"} for name in CODED}
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, str]]]] = {
+    "adam": ("Adam", {"weight_decay": 0.1}, _BOTH),
+    "adamw": ("AdamW", {"weight_decay": 0.5}, _BOTH),
+    "lion": ("Lion", {"weight_decay": 0.5}, {name: {"exp_avg": "q8m"} for name in CODED}),
+    "momentum": ("SGD", {"momentum": 0.9}, _MOMENTUM),
+    "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, _MOMENTUM),
+    "dampening": ("SGD", {"momentum": 0.9, "dampening": 0.5, "maximize": True}, _MOMENTUM),
+}
+each_setting = pytest.mark.parametrize(("name", "options", "codes"), rows(SETTINGS))
+FEW = {key: SETTINGS[key] for key in ("adamw", "lion", "dampening")}
+few_settings = pytest.mark.parametrize(("name", "options", "codes"), rows(FEW))
+
+# Parameters and how much of their masters is kept.
+FORMS = {
+    "fp32": (F32, True),
+    "bf16-master": (BF16, True),
+    "fp16-split": (F16, "split"),
+    "bf16-split": (BF16, "split"),
+    "bf16-split8": (BF16, "split8"),
+    "fp16-split8": (F16, "split8"),
+    "bf16-alone": (BF16, False),
+    "fp16-alone": (F16, False),
+}
+each_form = pytest.mark.parametrize(("dtype", "master_weights"), rows(FORMS))
+few_forms = pytest.mark.parametrize(
+    ("dtype", "master_weights"),
+    rows({key: FORMS[key] for key in ("fp32", "bf16-split", "fp16-split8", "bf16-alone")}),
+)
+
+
+def make(name: str, dtype: torch.dtype, device: Any = "cpu", **options: Any) -> Any:
+    return ours(name)(make_params(dtype, device, SHAPES), **options)
+
+
+def moments_of(optimizer: Any) -> list[dict[str, Tensor]]:
+    """Returns the moments of each parameter as numbers, as a float32 optimizer loads them."""
+    dtype = params_of(optimizer)[0].dtype
+    group = dict(optimizer.param_groups[0])
+    names = {key: group[key] for key in ("lr", "momentum", "dampening") if key in group}
+    whole = type(optimizer)(twins(optimizer), **names, state_dtype=F32)
+    whole.load_state_dict(optimizer.state_dict())
+    assert all(param.dtype == dtype for param in params_of(whole))
+    return [
+        {key: whole.state[param][key] for key in whole.buffer_names(group)}
+        for param in params_of(whole)
+    ]
+
+
+# Training.
+
+
+# How far a parameter may be from that of float32 states, beside the way that it has gone.
+LARGEST_WAY = {"Adam": 0.06, "AdamW": 0.06, "Lion": 0.25, "SGD": 0.03}
+
+
+@coded
+@each_form
+@each_setting
+def test_training_goes_as_with_float32_states(
+    name, options, codes, dtype, master_weights, state_dtype
+):
+    lr = 1e-3 if name != "SGD" else 1e-2
+    options = options | {"lr": lr, "weight_decay": 0.0, "master_weights": master_weights}
+    optimizer = make(name, dtype, **options, state_dtype=state_dtype)
+    exact = ours(name)(twins(optimizer, F32), **options)
+    before = [param.detach().float().clone() for param in params_of(optimizer)]
+    for _ in range(25):
+        give_grads(exact)
+        for param, twin in zip(params_of(optimizer), params_of(exact), strict=True):
+            param.grad = twin.grad.to(dtype)
+            twin.grad = param.grad.float()
+        optimizer.step()
+        exact.step()
+    unit = {F32: 0.0, BF16: 2.0**-8, F16: 2.0**-11}[dtype]
+    for old, param, twin in zip(before, params_of(optimizer), params_of(exact), strict=True):
+        if not param.numel():
+            continue
+        way, error = twin - old, param.float() - twin
+        # Besides, a parameter in 16 bits is rounded: once with a master, at each step without.
+        rounded = unit * twin.norm() * (1 if master_weights is not False else 3)
+        one_step = lr * param.numel() ** 0.5  # a scalar may have come back
+        assert error.norm() <= LARGEST_WAY[name] * (way.norm() + one_step) + rounded
+
+
+@coded
+@few_forms
+@each_setting
+def test_states_have_the_keys_dtypes_and_shapes_of_their_formats(
+    name, options, codes, dtype, master_weights, state_dtype
+):
+    options = options | {"state_dtype": state_dtype, "master_weights": master_weights}
+    optimizer = make(name, dtype, **options)
+    train([optimizer], 2)
+    buffers = optimizer.buffer_names(optimizer.param_groups[0])
+    for shape, param in zip(SHAPES, params_of(optimizer), strict=True):
+        wanted = {}
+        for buffer in buffers:
+            code = codes[state_dtype].get(buffer)
+            if code is None or (code != "q8r" and shape not in GROUPED):
+                wanted[buffer] = (BF16, shape)
+                continue
+            dtype_of_code = torch.int8 if code == "q8r" else torch.uint8
+            wanted[f"{buffer}_{code}"] = (dtype_of_code, shape)
+            if code != "q8r":
+                groups = (shape[0], torch.Size(shape[1:]).numel() // 32)
+                wanted[f"{buffer}_exp"] = (torch.uint8, groups)
+        found = {
+            key: (value.dtype, tuple(value.shape))
+            for key, value in optimizer.state[param].items()
+            if key != "step" and not key.startswith("master")
+        }
+        assert found == wanted
+        assert optimizer.state[param]["step"].item() == 2
+
+
+@coded
+def test_parameters_of_float64_keep_float64_states(state_dtype):
+    optimizer, plain = (make("AdamW", F64, state_dtype=each) for each in (state_dtype, F32))
+    for param, twin in zip(params_of(plain), params_of(optimizer), strict=True):
+        param.data.copy_(twin.data)
+    train([optimizer, plain], 3)
+    assert_same_bits(optimizer, plain)
+
+
+def weight_as(layout: str, values: Tensor) -> Parameter:
+    if layout == "channels_last":
+        return Parameter(values.contiguous(memory_format=torch.channels_last))
+    if layout == "transposed":
+        return Parameter(values.transpose(0, 1).contiguous().transpose(0, 1))
+    if layout == "with gaps":
+        wide = torch.zeros(*values.shape[:-1], 2 * values.shape[-1])
+        wide[..., ::2] = values
+        return Parameter(wide[..., ::2])
+    return Parameter(values.contiguous())
+
+
+LAYOUTS = ("contiguous", "channels_last", "transposed", "with gaps")
+
+
+@coded
+@pytest.mark.parametrize("layout", LAYOUTS)
+@few_settings
+def test_only_contiguous_parameters_have_groups(name, options, codes, layout, state_dtype):
+    values = torch.randn(64, 32, 3, 3)
+    optimizer = ours(name)([weight_as(layout, values)], **options, state_dtype=state_dtype)
+    train([optimizer])
+    (state,) = optimizer.state.values()
+    has_exponents = any(key.endswith("_exp") for key in state)
+    has_code_with_groups = any(code != "q8r" for code in codes[state_dtype].values())
+    assert has_exponents == (layout == "contiguous" and has_code_with_groups)
+
+
+def spread_grad(step: int) -> Tensor:
+    """Gradients of many sizes: moments beside the exponents of other groups would show."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = torch.logspace(-3, 0, 64 * 32 * 9).view(64, 32, 3, 3)
+    return torch.randn(64, 32, 3, 3, generator=generator) * sizes
+
+
+@coded
+@pytest.mark.parametrize("through", ["a conversion", "a file"])
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(LAYOUTS, 2)])
+@few_settings
+def test_another_layout_keeps_the_moments(
+    name, options, codes, first, second, through, state_dtype
+):
+    param = weight_as(first, torch.randn(64, 32, 3, 3))
+    optimizer = ours(name)([param], **options, state_dtype=state_dtype)
+    for step in range(3):
+        param.grad = spread_grad(step)
+        optimizer.step()
+    (before,) = moments_of(optimizer)
+    if through == "a file":
+        other = weight_as(second, param.detach())
+        saved, param = optimizer.state_dict(), other
+        optimizer = ours(name)([param], **options, state_dtype=state_dtype)
+        optimizer.load_state_dict(through_a_file(saved))
+    else:
+        param.data = weight_as(second, param.detach()).data
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    kept = param.detach().clone()
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert same_bits(param.detach(), kept)
+    (after,) = moments_of(optimizer)
+    beta = {"exp_avg": 0.99 if name == "Lion" else 0.9, "exp_avg_sq": 0.999, "momentum_buffer": 0.9}
+    for key, moment in before.items():
+        # A step without gradients, and a code's width.
+        assert (after[key] - moment * beta[key]).norm() <= 0.03 * moment.norm(), key
+
+
+# Checkpoints.
+
+
+@coded
+@few_forms
+@few_settings
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(
+    device, name, options, codes, dtype, master_weights, state_dtype
+):
+    options = options | {"master_weights": master_weights, "state_dtype": state_dtype}
+    straight = trained(make(name, dtype, device, **options))
+    resumed = ours(name)(twins(straight), **options)
+    resumed.load_state_dict(through_a_file(straight.state_dict()))
+    assert_same_bits(resumed, straight)
+    train([straight, resumed], 3)
+    assert_same_bits(resumed, straight)
+
+
+STATE_DTYPES = (F32, BF16, None, *CODED)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [*itertools.permutations(STATE_DTYPES, 2)])
+@few_settings
+def test_every_option_loads_what_every_other_has_saved(name, options, codes, saved, loaded):
+    optimizer = trained(make(name, F32, **options, state_dtype=saved))
+    wanted = moments_of(optimizer)
+    other = ours(name)(twins(optimizer), **options, state_dtype=loaded)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["state_dtype"] == (
+        loaded if loaded in (None, *CODED) else str(loaded)[6:]
+    )
+    ahead = ours(name)(twins(optimizer), **options, state_dtype=loaded)
+    ahead.init_state()
+    keys = [state.keys() for state in other.state.values()]
+    # A counter of a file stays where the options have no use for it.
+    assert [key - {"step"} for key in keys] == [s.keys() - {"step"} for s in ahead.state.values()]
+    for moments, got in zip(wanted, moments_of(other), strict=True):
+        for key, moment in moments.items():
+            if loaded in (F32, None):
+                assert same_bits(got[key], moment), key
+            elif moment.numel():
+                assert (got[key] - moment).norm() <= 0.03 * moment.norm(), key
+    train([other])
+
+
+@coded
+@few_settings
+def test_codes_that_were_numbers_in_between_are_themselves(name, options, codes, state_dtype):
+    optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
+    whole = ours(name)(twins(optimizer), **options, state_dtype=F32)
+    whole.load_state_dict(optimizer.state_dict())
+    back = ours(name)(twins(optimizer), **options, state_dtype=state_dtype)
+    back.load_state_dict(whole.state_dict())
+    assert_same_bits(back, optimizer)
+
+
+@coded
+@pytest.mark.parametrize(
+    ("name", "options", "codes"), rows({key: SETTINGS[key] for key in ("adam", "adamw")})
+)
+def test_torch_refuses_codes_at_its_first_step_and_its_own_files_load(
+    name, options, codes, state_dtype
+):
+    optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
+    other = theirs(name)(twins(optimizer), **options)
+    other.load_state_dict(optimizer.state_dict())
+    give_grads(other)
+    with pytest.raises(KeyError, match="exp_avg"):
+        other.step()
+    other = trained(theirs(name)(twins(optimizer), **options))
+    back = ours(name)(twins(other), **options, state_dtype=state_dtype)
+    back.load_state_dict(other.state_dict())
+    for param, moments in zip(params_of(other), moments_of(back), strict=True):
+        for key, moment in moments.items():
+            wanted = other.state[param][key]
+            assert (moment - wanted).norm() <= 0.03 * wanted.norm()
+    train([back])
+
+
+@coded
+@few_settings
+def test_a_number_beside_a_code_is_the_newer_one(name, options, codes, state_dtype):
+    """Whoever knows no codes gives them back as they were, beside what it trained."""
+    optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
+    old = copy.deepcopy(optimizer.state_dict()["state"])
+    other = ours(name)(twins(optimizer), **options, state_dtype=F32)
+    other.load_state_dict(optimizer.state_dict())
+    train([other], 2)
+    saved = other.state_dict()
+    for index, state in old.items():
+        for key in state.keys() - saved["state"][index].keys():
+            saved["state"][index][key] = state[key]
+    for loads in (state_dtype, F32):
+        last = ours(name)(twins(other), **options, state_dtype=loads)
+        last.load_state_dict(saved)
+        for wanted, got in zip(moments_of(other), moments_of(last), strict=True):
+            for key, moment in wanted.items():
+                limit = 0.03 * moment.norm() if loads != F32 else 0.0
+                assert (got[key] - moment).norm() <= limit, key
+        assert not any(
+            key.endswith(("_q8r", "_q8v", "_q8m")) and key.rpartition("_")[0] in state
+            for state in last.state.values()
+            for key in state
+        )
+
+
+def bad_files() -> dict[str, Any]:
+    first = "exp_avg_q8r", "exp_avg_sq_q8v", "exp_avg_sq_exp"
+    ratio, root, exponents = first
+    codes = torch.zeros(130, 32, dtype=torch.uint8)
+    return {
+        "no-tensor": (root, 3.0, rf"{root} of group 0, param 0 must be a tensor, got float"),
+        "ratios-unsigned": (
+            *(ratio, codes),
+            rf"{ratio} of group 0, param 0 must be torch.int8 of shape \(130, 32\), got "
+            r"torch.uint8 of \(130, 32\)",
+        ),
+        "roots-in-float": (
+            *(root, codes.float()),
+            rf"{root} of group 0, param 0 must be torch.uint8 of shape .*, got torch.float32",
+        ),
+        "another-shape": (
+            *(root, codes[:-1]),
+            rf"{root} of group 0, param 0 must be torch.uint8 of shape .*, got torch.uint8 of "
+            r"\(129, 32\)",
+        ),
+        "exponents-of-another-shape": (
+            *(exponents, codes[:, :2]),
+            rf"{exponents} of group 0, param 0 must be torch.uint8 of shape \(130, 1\), got "
+            r"torch.uint8 of \(130, 2\)",
+        ),
+        "sparse": (
+            *(root, codes.to_sparse()),
+            rf"{root} of group 0, param 0 must be dense and hold its elements, got "
+            "torch.sparse_coo",
+        ),
+        "meta": (
+            *(root, codes.to("meta")),
+            rf"{root} of group 0, param 0 must be dense and hold its elements",
+        ),
+        "no-exponents": (exponents, None, "exp_avg_sq of group 0, param 0 must be there, got"),
+        "no-ratios": (ratio, None, "exp_avg of group 0, param 0 must be there, got"),
+        "no-roots": (root, None, "exp_avg_sq of group 0, param 0 must be there, got"),
+    }
+
+
+@pytest.mark.parametrize(("key", "value", "words"), rows(bad_files()))
+@pytest.mark.parametrize("state_dtype", [F32, *CODED], ids=str)
+def test_a_file_that_does_not_fit_is_refused(key, value, words, state_dtype):
+    saved = copy.deepcopy(trained(make("AdamW", F32, state_dtype="8bit")).state_dict())
+    saved["state"][0][key] = value
+    if value is None:
+        del saved["state"][0][key]
+    optimizer = trained(make("AdamW", F32, state_dtype=state_dtype))
+    assert_refused(optimizer, saved, ValueError, f"^AdamW.load_state_dict: {words}")
+    train([optimizer])
+
+
+def test_a_momentum_without_exponents_is_refused():
+    """Without a momentum SGD would take the next step for its first."""
+    optimizer = trained(make("SGD", F32, momentum=0.9, state_dtype="8bit"))
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["momentum_buffer_exp"]
+    words = "SGD.load_state_dict: momentum_buffer_exp of group 0, param 0 must be there, got"
+    assert_refused(optimizer, saved, ValueError, words)
+
+
+@coded
+@few_settings
+@COPIES
+def test_a_copy_goes_on_as_the_original(copied, name, options, codes, state_dtype):
+    optimizer = trained(make(name, BF16, **options, state_dtype=state_dtype))
+    other = copied(optimizer)
+    assert_same_bits(other, optimizer)
+    train([optimizer, other], 2)
+    assert_same_bits(other, optimizer)
+
+
+# What a loop changes.
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations((F32, BF16, *CODED), 2)])
+@few_settings
+def test_a_loop_may_change_the_option(name, options, codes, first, second):
+    optimizer = trained(make(name, F32, **options, state_dtype=first))
+    resumed = ours(name)(twins(optimizer), **options, state_dtype=second)
+    resumed.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["state_dtype"] = resumed.param_groups[0]["state_dtype"]
+    train([optimizer, resumed], 2)
+    assert_same_bits(optimizer, resumed)
+
+
+@coded
+@few_settings
+def test_a_model_may_be_converted_in_mid_run(name, options, codes, state_dtype):
+    options = options | {"lr": 1e-3, "master_weights": "split"}
+    optimizer = trained(make(name, BF16, **options, state_dtype=state_dtype))
+    keys = [state.keys() for state in optimizer.state.values()]
+    moments = moments_of(optimizer)
+    for dtype in (F16, F32, F64, BF16):
+        for param in params_of(optimizer):
+            param.data = param.data.to(dtype)
+            param.grad = None
+        optimizer.init_state()
+        for wanted, got in zip(moments, moments_of(optimizer), strict=True):
+            for key, moment in wanted.items():
+                assert (got[key] - moment).norm() <= 1e-6 * moment.norm(), (dtype, key)
+        if dtype == F64:
+            buffers = optimizer.buffer_names(optimizer.param_groups[0])
+            assert all(s[key].dtype == F64 for s in optimizer.state.values() for key in buffers)
+    assert [state.keys() for state in optimizer.state.values()] == keys
+    train([optimizer], 2)
+    assert all(param.isfinite().all() for param in params_of(optimizer))
+
+
+def test_groups_may_differ():
+    embedding, *others = make_params(BF16, shapes=[(200, 32), (130, 32), (64, 128)])
+    wholes = [{"params": [embedding], "state_dtype": BF16}, {"params": others}]
+    together = ours("AdamW")(wholes, state_dtype="8bit", master_weights="split")
+    alone = [
+        ours("AdamW")(twins(params), state_dtype=dtype, master_weights="split")
+        for params, dtype in (([embedding], BF16), (others, "8bit"))
+    ]
+    for _ in range(4):
+        give_grads([embedding, *others], [p for optimizer in alone for p in params_of(optimizer)])
+        for optimizer in (together, *alone):
+            optimizer.step()
+    assert_same_bits(together, [*bits_of(alone[0]), *bits_of(alone[1])])
+    assert together.state[embedding]["exp_avg"].dtype == BF16
+    assert {"exp_avg_q8r", "exp_avg_sq_q8v"} < together.state[others[0]].keys()
+
+
+# With what stands around a step.
+
+
+@coded
+@few_settings
+def test_a_skipped_step_touches_no_code(device, name, options, codes, state_dtype):
+    options = options | {"state_dtype": state_dtype, "master_weights": "split"}
+    optimizer = make(name, F16, device, **options)
+    straight = ours(name)(twins(optimizer), **options)
+    scaler = amp_ext.GradScaler(device.type, init_scale=2.0**10)
+    for step in range(6):
+        give_grads(optimizer, straight)
+        scale = scaler.get_scale()
+        scaler.scale(torch.zeros((), device=device))
+        if step in (0, 3):
+            params_of(optimizer)[step].grad.view(-1)[5] = torch.inf
+            before = bits_of(optimizer)
+        else:
+            for param in params_of(optimizer):
+                param.grad = param.grad * scale / 2.0**10
+            for param, twin in zip(params_of(optimizer), params_of(straight), strict=True):
+                twin.grad = param.grad / scale
+                param.grad = twin.grad * scale
+            straight.step()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 3:
+            assert_same_bits(optimizer, before)
+    assert_same_bits(optimizer, straight)
+
+
+@coded
+@few_settings
+def test_clipping_in_the_step_is_that_of_the_norm(name, options, codes, state_dtype):
+    optimizer = make(name, F32, **options, state_dtype=state_dtype, max_grad_norm=0.5)
+    clipped = ours(name)(twins(optimizer), **options, state_dtype=state_dtype)
+    for _ in range(3):
+        give_grads(optimizer, clipped)
+        optimizer.step()
+        for param in params_of(clipped):
+            param.grad.mul_(0.5 / (optimizer.grad_norm + 1e-6))
+        clipped.step()
+    for wanted, got in zip(moments_of(clipped), moments_of(optimizer), strict=True):
+        for key, moment in wanted.items():
+            assert (got[key] - moment).norm() <= 1e-3 * moment.norm(), key
+
+
+@coded
+@few_settings
+def test_an_element_that_is_left_alone_keeps_its_moments(device, name, options, codes, state_dtype):
+    """Its code may change beside the exponent of others."""
+    options = options | {"state_dtype": state_dtype, "skip_nonfinite": True}
+    optimizer = trained(make(name, F32, device, **options))
+    before, old = moments_of(optimizer), bits_of(optimizer)
+    give_grads(optimizer)
+    for param in params_of(optimizer):
+        if param.dim():
+            param.grad[..., 1::2] = torch.nan
+    optimizer.step()
+    for was, now, moments, got in zip(
+        old, bits_of(optimizer), before, moments_of(optimizer), strict=True
+    ):
+        if was["param"].dim():
+            assert same_bits(now["param"][..., 1::2], was["param"][..., 1::2])
+            for key, moment in moments.items():
+                kept, left = moment[..., 1::2], got[key][..., 1::2]
+                assert left.isfinite().all()
+                assert (left - kept).norm() <= 0.05 * moment.norm(), key
+    train([optimizer])
+    assert all(
+        moment.isfinite().all() for each in moments_of(optimizer) for moment in each.values()
+    )
+
+
+# Refusals.
+
+AMSGRAD = "state_dtype.* must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum"
+
+
+@coded
+def test_amsgrad_is_refused_by_name(state_dtype):
+    with pytest.raises(ValueError, match=rf"^AdamW: {AMSGRAD} has no code, got '{state_dtype}'"):
+        make("AdamW", F32, amsgrad=True, state_dtype=state_dtype)
+    optimizer = trained(make("Adam", F32, state_dtype=state_dtype))
+    before = bits_of(optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    give_grads(optimizer)
+    with pytest.raises(ValueError, match=AMSGRAD):
+        optimizer.step()
+    assert_same_bits(optimizer, before)
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.step()
+    with pytest.raises(ValueError, match=AMSGRAD):
+        optimizer.add_param_group({"params": make_params(F32), "amsgrad": True})
+    saved = trained(make("Adam", F32, amsgrad=True)).state_dict()
+    assert_refused(optimizer, saved, ValueError, AMSGRAD)
+
+
+@pytest.mark.parametrize("wrong", ["8-bit", "8BIT", "int8", torch.int8, torch.uint8])
+def test_another_word_is_refused(wrong):
+    words = r"AdamW: state_dtype must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None"
+    with pytest.raises(ValueError, match=words):
+        make("AdamW", F32, state_dtype=wrong)
+
+
+@coded
+def test_a_flattened_parameter_is_refused(state_dtype):
+    param = Parameter(torch.ones(8192))
+    param._fsdp_flattened = True
+    param.grad = torch.ones_like(param)
+    optimizer = ours("AdamW")([param], state_dtype=state_dtype)
+    with pytest.raises(
+        ValueError, match=r"state_dtype must be .* FullyShardedDataParallel flattens"
+    ):
+        optimizer.step()
+    assert (param == 1).all()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("key", ["exp_avg_q8r", "exp_avg_sq_q8v", "exp_avg_sq_exp"])
+def test_a_code_that_is_no_tensor_is_named(key):
+    optimizer = trained(make("AdamW", F32, state_dtype="8bit"))
+    optimizer.state[params_of(optimizer)[0]][key] = 5.0
+    optimizer.rebuild()
+    give_grads(optimizer)
+    with pytest.raises(TypeError, match=f"AdamW: {key} of group 0, param 0 must be a tensor, got"):
+        optimizer.step()
+
+
+@coded
+def test_states_created_ahead_change_no_bit_of_the_training(state_dtype):
+    ahead = make("AdamW", BF16, state_dtype=state_dtype)
+    plain = ours("AdamW")(twins(ahead), state_dtype=state_dtype)
+    ahead.init_state()
+    assert {state["step"].item() for state in ahead.state.values()} == {0.0}
+    train([ahead, plain], 3)
+    assert_same_bits(ahead, plain)
+
+
+@coded
+def test_a_compiled_step_has_the_bits_of_a_plain_one(state_dtype):
+    optimizer = make("AdamW", F32, state_dtype=state_dtype)
+    plain = ours("AdamW")(twins(optimizer), state_dtype=state_dtype)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        give_grads(optimizer, plain)
+        compiled()
+        plain.step()
+    assert_same_bits(optimizer, plain)
