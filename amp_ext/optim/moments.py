@@ -76,7 +76,9 @@ class Format:
     def shape_of(self, key: str, param: Tensor) -> tuple[int, ...]:
         """Returns the shape of what stands under one of the keys."""
         shape = tuple(param.shape)
-        return (shape[0], math.prod(shape[1:]) // GROUP) if key == self.exponents_key else shape
+        if key != self.exponents_key:
+            return shape
+        return (*shape[:1], math.prod(shape[1:]) // GROUP)  # of a scalar, too, which has no rows
 
     def dtype_of(self, key: str) -> torch.dtype:
         """Returns the dtype of what stands under one of the keys."""
@@ -303,8 +305,8 @@ def _copy_of(value: Any, form: Format, key: str, param: Tensor, where: str) -> T
         raise ValueError(f"{where} must be dense and hold its elements, got {value.layout}")
     local = local_tensor(param.detach())
     if key == form.exponents_key:
-        empty = local.new_empty((local.shape[0], shape[1]), dtype=dtype)
-        return laid_out_as(param, empty, shape, (shape[1], 1)).copy_(value)
+        empty = local.new_empty((*local.shape[:1], shape[-1]), dtype=dtype)
+        return laid_out_as(param, empty, shape, (shape[-1], 1)).copy_(value)
     # Contiguous, as groups are, also for a parameter that has none any more.
     layout = torch.contiguous_format if form.exponents_key else torch.preserve_format
     empty = torch.empty_like(local, dtype=dtype, memory_format=layout)

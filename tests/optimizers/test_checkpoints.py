@@ -376,3 +376,11 @@ def test_a_file_of_another_kind_of_optimizer_is_refused(name):
         for package in (theirs,) if foreign in OTHERS else (ours, theirs):
             source = trained(package(foreign)(twins(params), **options.get(foreign, {})))
             cases.assert_refused(target, source.state_dict(), ValueError, words)
+
+
+def test_codes_of_a_scalar_in_groups_are_refused():
+    target = ours("Lion")([torch.ones((), requires_grad=True)])
+    file = target.state_dict() | {"state": {0: {"exp_avg_q8m": torch.zeros((), dtype=torch.uint8)}}}
+    file["state"][0]["exp_avg_exp"] = torch.zeros(1, dtype=torch.uint8)
+    words = r"exp_avg_exp of group 0, param 0 must be torch.uint8 of shape \(0,\), got .* \(1,\)"
+    cases.assert_refused(target, file, ValueError, words)
