@@ -2,13 +2,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <amp_ext/ops.h>
 #include <amp_ext/optim.h>
 #include <c10/util/Type.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <exception>
 #include <limits>
 #include <typeinfo>
@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "frontend/masters.h"
+#include "frontend/moments.h"
 #include "frontend/optimizer_impl.h"
 #include "tensor_memory.h"
 
@@ -50,6 +51,15 @@ bool have_same_tensors(const FusedParamState& a, const FusedParamState& b) {
                     are_same);
 }
 
+// As Python prints it.
+std::string shown(const StateDType& state_dtype) {
+  if (const auto* const dtype = std::get_if<at::ScalarType>(&state_dtype.value())) {
+    return python_name(*dtype);
+  }
+  const auto* const text = std::get_if<std::string>(&state_dtype.value());
+  return text == nullptr ? "None" : "'" + *text + "'";
+}
+
 // The options as the hyperparameters of a step.
 Numbers numbers_of(const std::vector<FusedOptions::Option>& options) {
   Numbers numbers;
@@ -78,10 +88,6 @@ std::string python_name(at::Layout layout) {
   return layout == at::kStrided ? "torch.strided" : c10::str(layout);
 }
 
-at::ScalarType buffer_dtype(std::optional<at::ScalarType> state_dtype, at::ScalarType param) {
-  return param == at::kDouble ? param : state_dtype.value_or(param);
-}
-
 void check_options(const std::string& operation, const OptimizerKind& kind,
                    const std::vector<FusedOptions::Option>& options,
                    const std::function<std::string()>& place_of_option) {
@@ -102,11 +108,14 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
       const auto [beta1, beta2] = **betas;
       check(name, !std::isnan(beta1) && !std::isnan(beta2), "two numbers", "(", beta1, ", ", beta2,
             ")");
-    } else if (auto* const* dtype = std::get_if<std::optional<at::ScalarType>*>(&place)) {
-      const at::ScalarType value = (*dtype)->value_or(at::kFloat);
-      check(name, value == at::kFloat || value == at::kBFloat16,
-            "torch.float32, torch.bfloat16 or None", python_name(value),
-            value == at::kHalf ? ", in which second moments of small gradients are 0" : "");
+    } else if (auto* const* state_dtype = std::get_if<StateDType*>(&place)) {
+      const StateDType& value = **state_dtype;
+      const bool fits = !value.has_value() || value == at::kFloat || value == at::kBFloat16;
+      check(name, fits || value.is_coded(),
+            "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None", shown(value),
+            value == at::kHalf || value == "float16"
+                ? ", in which second moments of small gradients are 0"
+                : "");
     } else if (auto* const* masters = std::get_if<MasterWeights*>(&place)) {
       const auto* const form = std::get_if<std::string>(&(*masters)->value());
       check(name, form == nullptr || *form == "split" || *form == "split8",
@@ -117,6 +126,25 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
             value, "'");
     }
   }
+}
+
+void check_group(const std::string& operation, const OptimizerKind& kind,
+                 const std::vector<FusedOptions::Option>& options,
+                 const std::function<std::string()>& place_of_option) {
+  check_options(operation, kind, options, place_of_option);
+  const auto place_of = [&](const char* name) {
+    const auto is_it = [&](const auto& option) { return std::strcmp(option.name, name) == 0; };
+    const auto found = std::find_if(options.begin(), options.end(), is_it);
+    return found == options.end() ? OptionPlace() : found->place;
+  };
+  const StateDType& state_dtype = *std::get<StateDType*>(place_of("state_dtype"));
+  if (!state_dtype.is_coded()) return;
+  const OptionPlace amsgrad = place_of("amsgrad");
+  const bool* const* const flag = std::get_if<bool*>(&amsgrad);
+  TORCH_CHECK(flag == nullptr || !**flag, operation, ": state_dtype", place_of_option(),
+              " must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum has no "
+              "code, got ",
+              shown(state_dtype));
 }
 
 // Options and states.
@@ -199,8 +227,7 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
     check_kind(*given, group);
     take_given(options, static_cast<FusedOptions&>(*given));
   }
-  check_options(name, impl_->kind, options.options(),
-                [&] { return c10::str(" of group ", group); });
+  check_group(name, impl_->kind, options.options(), [&] { return c10::str(" of group ", group); });
   std::unordered_set<const void*> others;
   for (const auto& other : param_groups_) {
     for (const at::Tensor& param : other.params()) others.insert(param.unsafeGetTensorImpl());
@@ -242,7 +269,7 @@ std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() 
   std::vector<std::vector<FusedOptions::Option>> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     groups.push_back(options_of(i).options());
-    check_options(name, impl_->kind, groups[i], [&] { return c10::str(" of group ", i); });
+    check_group(name, impl_->kind, groups[i], [&] { return c10::str(" of group ", i); });
   }
   return groups;
 }
@@ -295,7 +322,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
   };
   const auto float32 = param.options().dtype(at::kFloat).requires_grad(false);
   if (kind.keeps_step(options)) {
-    const bool counts = kind.counts_from_buffer && state->get(kind.buffer_names[0]).defined();
+    const bool counts = kind.counts_from_buffer && has_moment(*state, kind.buffers[0].name);
     want("step", at::kFloat, [&] { return at::full({}, counts ? 1.0 : 0.0, float32); });
   }
   const std::string master_key = key_of_master(options.master_weights_, param.scalar_type());
@@ -309,12 +336,19 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
   for (const char* const other : kMasterKeys) {
     if (other != master_key) state->erase(other);
   }
-  const at::ScalarType dtype = buffer_dtype(options.state_dtype_, param.scalar_type());
-  const int count = kind.buffer_count(options);
-  for (size_t i = 0; i < kind.buffer_names.size(); ++i) {
+  std::vector<MomentFormat> formats;
+  for (const MomentFormat& format : formats_of(options.state_dtype_, kind.buffers, param)) {
+    const bool is_used = formats.size() < static_cast<size_t>(kind.buffer_count(options));
     // Also buffers that the group keeps only with other options, to which a loop may change.
-    if (static_cast<int>(i) >= count && !state->get(kind.buffer_names[i]).defined()) continue;
-    want(kind.buffer_names[i], dtype, [&] { return at::zeros_like(param, float32.dtype(dtype)); });
+    if (is_used || has_moment(*state, format.name)) formats.push_back(format);
+  }
+  const Moments moments = moments_in(*state, kind.buffers);
+  const Moments made = made_moments(moments, formats, param);
+  for (const auto& [key, moment] : moments) {
+    if (made.count(key) == 0) state->erase(key);
+  }
+  for (const MomentFormat& format : formats) {
+    for (const std::string& key : format.keys()) state->set(key, made.at(key));
   }
   return state;
 }
@@ -478,8 +512,7 @@ void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
   const OptimizerKind& kind = impl_->kind;
   int buffers = 0;
   for (const KeptByGroup& group : kept) buffers = std::max(buffers, std::get<0>(group));
-  const auto first = kind.buffer_names.begin();
-  auto plan = std::make_unique<Plan>(kind.name, std::vector<std::string>(first, first + buffers));
+  auto plan = std::make_unique<Plan>(kind.name, kind.buffer_names(buffers));
   impl_->places.clear();
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
@@ -512,8 +545,11 @@ void FusedOptimizer::give_states() {
     const FusedParamState& state = *state_of(param);
     ParamState tensors;
     const int count = std::get<0>(impl_->kept[group]);
+    const auto formats = formats_of(std::get<3>(impl_->kept[group]), impl_->kind.buffers, param);
     for (int buffer = 0; buffer < count; ++buffer) {
-      tensors.buffers.push_back(state.get(impl_->kind.buffer_names[buffer]));
+      tensors.buffers.push_back(state.get(formats[buffer].key()));
+      if (tensors.exponents.defined()) continue;
+      tensors.exponents = state.get(formats[buffer].exponents_key());
     }
     tensors.master_param =
         state.get(key_of_master(std::get<2>(impl_->kept[group]), param.scalar_type()));

@@ -19,8 +19,8 @@
 
 namespace amp_ext::optim {
 
-// What decides which tensors the states of a group have: buffers, counter, masters, dtype.
-using KeptByGroup = std::tuple<int, bool, MasterWeights, std::optional<at::ScalarType>>;
+// What decides which tensors the states of a group have: buffers, counter, masters, moments.
+using KeptByGroup = std::tuple<int, bool, MasterWeights, StateDType>;
 
 struct FusedOptimizer::Impl {
   explicit Impl(const OptimizerKind& kind_of_optimizer) : kind(kind_of_optimizer) {}
@@ -38,14 +38,21 @@ struct FusedOptimizer::Impl {
   std::optional<std::thread::id> user;
 };
 
-// The dtype of a parameter's buffers.
-at::ScalarType buffer_dtype(std::optional<at::ScalarType> state_dtype, at::ScalarType param);
-
 // Throws if an option can't be used. `place` is asked for what stands behind its name then: " of
 // group 1".
 void check_options(const std::string& operation, const OptimizerKind& kind,
                    const std::vector<FusedOptions::Option>& options,
                    const std::function<std::string()>& place);
+
+// Likewise for those of a group, which have to go together as well.
+void check_group(const std::string& operation, const OptimizerKind& kind,
+                 const std::vector<FusedOptions::Option>& options,
+                 const std::function<std::string()>& place);
+
+// A copy of numbers in a saved state, laid out as their parameter. Throws if they are not of its
+// shape, or no numbers.
+at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
+                       const std::string& where);
 
 // A dtype or a layout as Python prints it: "torch.float32", "torch.strided".
 std::string python_name(at::ScalarType dtype);

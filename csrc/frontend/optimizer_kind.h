@@ -18,12 +18,12 @@ namespace amp_ext::optim {
 using Numbers = std::vector<std::pair<std::string, double>>;
 
 struct OptimizerKind {
-  const char* name = nullptr;             // in messages and state dicts: "AdamW"
-  const char* base_class = nullptr;       // that it extends in Python, or its own
-  std::vector<std::string> buffer_names;  // all that the formula may keep
-  std::vector<std::string> required;      // options that a state dict must have
-  std::vector<std::string> own_options;   // options that neither torch nor all of ours have
-  std::vector<std::string> not_of_torch;  // that stay where a state dict lacks them
+  const char* name = nullptr;              // in messages and state dicts: "AdamW"
+  const char* base_class = nullptr;        // that it extends in Python, or its own
+  std::vector<BufferDescription> buffers;  // all that the formula may keep
+  std::vector<std::string> required;       // options that a state dict must have
+  std::vector<std::string> own_options;    // options that neither torch nor all of ours have
+  std::vector<std::string> not_of_torch;   // that stay where a state dict lacks them
   std::vector<std::string> constants = {"differentiable"};  // that are false in any state dict
   bool counts_from_buffer = false;     // torch saves no counter: with a buffer it has taken a step
   const char* fixed_option = nullptr;  // that a state dict can't change either
@@ -35,6 +35,13 @@ struct OptimizerKind {
   // Throws, in torch's words, if an option of the optimizer is out of range.
   void (*check)(const FusedOptions&) = nullptr;
   void (*step)(Plan&, const std::vector<Numbers>& groups, const GradientOptions&) = nullptr;
+
+  // The keys of the first of the buffers where they are not coded.
+  std::vector<std::string> buffer_names(size_t count) const {
+    std::vector<std::string> names;
+    for (size_t i = 0; i < count; ++i) names.emplace_back(buffers[i].name);
+    return names;
+  }
 
   // Whether the states of a group count their steps: for the formula or for the dither.
   bool keeps_step(const FusedOptions& options) const {

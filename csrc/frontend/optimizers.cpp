@@ -2,6 +2,7 @@
 #include <amp_ext/optim.h>
 #include <c10/util/Exception.h>
 
+#include <iterator>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -43,9 +44,7 @@ template <typename Options, typename Hyperparameters>
 OptimizerKind kind_of(const char* name, std::vector<std::string> required) {
   OptimizerKind kind;
   kind.name = kind.base_class = name;
-  for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
-    kind.buffer_names.emplace_back(buffer.name);
-  }
+  kind.buffers.assign(std::begin(Hyperparameters::kBuffers), std::end(Hyperparameters::kBuffers));
   kind.required = std::move(required);
   kind.make_options = []() -> std::unique_ptr<FusedOptions> { return std::make_unique<Options>(); };
   kind.step = &step_plan<Hyperparameters>;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "frontend/masters.h"
+#include "frontend/moments.h"
 #include "frontend/optimizer_impl.h"
 #include "frontend/values.h"
 #include "writers.h"
@@ -40,9 +41,10 @@ c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* text = std::get_if<std::optional<std::string>*>(&place)) {
     return (*text)->has_value() ? c10::IValue(***text) : c10::IValue();
   }
-  const auto& dtype = *std::get<std::optional<at::ScalarType>*>(place);
-  if (!dtype.has_value()) return c10::IValue();
-  return c10::IValue(*dtype == at::kBFloat16 ? "bfloat16" : "float32");
+  const StateDType& state_dtype = *std::get<StateDType*>(place);
+  if (!state_dtype.has_value()) return c10::IValue();
+  if (state_dtype.is_coded()) return std::get<std::string>(state_dtype.value());
+  return c10::IValue(state_dtype == at::kBFloat16 ? "bfloat16" : "float32");
 }
 
 // A number as Python may save it: also a tensor of one element, and 0, 1 and None for flags.
@@ -97,18 +99,6 @@ at::Tensor read_step(const c10::IValue& value, const at::Device& device, const s
   TORCH_CHECK(*number >= 0.0 && *number <= std::numeric_limits<float>::max(), where,
               " must be finite and at least 0, got ", *number);
   return at::full({}, *number, at::TensorOptions(device).dtype(at::kFloat));
-}
-
-at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
-                       const std::string& where) {
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
-  const at::Tensor tensor = value.toTensor();
-  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", shape_of(param),
-              ", got ", shape_of(tensor));
-  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
-              " must be dense and floating, got ", python_name(tensor.layout()), ", ",
-              python_name(tensor.scalar_type()));
-  return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
 }
 
 // Copies of the masters in a saved state, in the parameter's layout. `where` has a key's place.
@@ -194,7 +184,7 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
               " must be False, got True: a fused kernel is "
               "not differentiable; set it to False in the state dict to go on without gradients "
               "through the steps");
-  check_options(operation, kind, places, [&] { return place; });
+  check_group(operation, kind, places, [&] { return place; });
   return options;
 }
 
@@ -238,6 +228,18 @@ Groups saved_groups(const std::string& operation, const Dict& state_dict) {
 }
 
 }  // namespace
+
+at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
+                       const std::string& where) {
+  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
+  const at::Tensor tensor = value.toTensor();
+  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", shape_of(param),
+              ", got ", shape_of(tensor));
+  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
+              " must be dense and floating, got ", python_name(tensor.layout()), ", ",
+              python_name(tensor.scalar_type()));
+  return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
+}
 
 c10::IValue FusedOptimizer::state_dict() const {
   const OptimizerKind& kind = checked("state_dict").kind;
@@ -291,7 +293,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   }
 
   const std::map<std::string, c10::IValue> saved = states_of(state_dict.toGenericDict());
-  std::vector<std::string> own = kind.buffer_names;
+  std::vector<std::string> own = kind.buffer_names(kind.buffers.size());
   for (const auto& [name, place] : kind.make_options()->options()) own.push_back(name);
   std::vector<Keys> group_keys;
   for (const Dict& group : groups) group_keys.push_back(keys_of(group));
@@ -364,13 +366,18 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
     return c10::str(kind.name, ".load_state_dict: ", name, place);
   };
   const int count = kind.counts_from_buffer ? 0 : kind.buffer_count(options);
-  std::vector<std::string> needed(kind.buffer_names.begin(), kind.buffer_names.begin() + count);
-  if (kind.needs_step(options) && !kind.counts_from_buffer) needed.push_back("step");
-  for (const std::string& name : needed) {
-    const auto value = find(saved, name);
-    TORCH_CHECK(value.has_value() && !value->isNone(), where(name), " must be there, got ",
-                all_keys(saved));
+  const auto check_there = [&](const std::string& name, bool is_there) {
+    TORCH_CHECK(is_there, where(name), " must be there, got ", all_keys(saved));
+  };
+  const auto has_key = [&](const std::string& key) {
+    return !find(saved, key).value_or(c10::IValue()).isNone();
+  };
+  for (const std::string& name : kind.buffer_names(count)) {
+    check_there(name, has_moment(has_key, name));
   }
+  if (kind.needs_step(options) && !kind.counts_from_buffer) check_there("step", has_key("step"));
+  const auto formats = formats_of(options.state_dtype_, kind.buffers, param);
+  const Moments moments = read_moments(saved, formats, param, where);
   const std::string master_key = key_of_master(options.master_weights_, param.scalar_type());
   const Masters masters = saved_masters(saved, param, where);
   auto state = std::make_unique<FusedParamState>(param);
@@ -378,19 +385,21 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
   for (const auto& entry : saved) {
     const c10::IValue value = entry.value();
     const std::string name = entry.key().isString() ? entry.key().toStringRef() : std::string();
-    const auto& buffers = kind.buffer_names;
-    const bool is_buffer = std::find(buffers.begin(), buffers.end(), name) != buffers.end();
     if (std::find(kMasterKeys.begin(), kMasterKeys.end(), name) != kMasterKeys.end()) {
       if (masters.empty() || master_key.empty() || state->get(master_key).defined()) continue;
       state->set(master_key, loaded_master(param, masters, master_key));  // in the file's order
       continue;
     }
-    if (value.isNone() && (name == "step" || is_buffer)) continue;
     if (name == "step") {
+      if (value.isNone()) continue;
       state->set(name, read_step(value, param.device(), where(name)));
-    } else if (is_buffer) {
-      const auto dtype = buffer_dtype(options.state_dtype_, param.scalar_type());
-      state->set(name, read_tensor(value, param, dtype, where(name)));
+    } else if (is_key_of_moment(name, kind.buffers)) {
+      for (const MomentFormat& format : formats) {
+        for (const std::string& key : format.keys()) {
+          const auto moment = moments.find(key);
+          if (moment != moments.end()) state->set(key, moment->second);
+        }
+      }
     } else if (entry.key().isString() && value.isTensor()) {
       state->set(name, value.toTensor().detach().clone());  // of somebody else
     } else {

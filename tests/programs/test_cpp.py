@@ -129,6 +129,12 @@ def written_in_a_loop() -> None:
     optimizer.step()
 
 
+def amsgrad_written_in_a_loop() -> None:
+    optimizer = Adam([parameter()], state_dtype="8bit")
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.init_state()
+
+
 def after_writing(method: str, **options: Any) -> Callable[[], None]:
     """Returns what writes options into a group and calls a method then."""
 
@@ -194,6 +200,10 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "negative floor": lambda: AdamW([parameter()], denominator_floor=-2.0),
     "state dtype": lambda: AdamW([parameter()], state_dtype=torch.float16),
     "state dtype of float64": lambda: Lion([parameter()], state_dtype=torch.float64),
+    "state dtype of no sense": lambda: SGD([parameter()], state_dtype="nonsense"),
+    "state dtype float16 by its name": lambda: Adam([parameter()], state_dtype="float16"),
+    "empty state dtype": lambda: Lion([parameter()], state_dtype=""),
+    "codes with amsgrad": lambda: Adam([parameter()], amsgrad=True, state_dtype="8bit"),
     "rounding": lambda: SGD([parameter()], rounding="up"),
     "master weights": lambda: AdamW([parameter()], master_weights="splat"),
     "empty master weights": lambda: SGD([parameter()], master_weights=""),
@@ -205,9 +215,13 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "norms differ": lambda: two_groups({"max_grad_norm": 2.0}, max_grad_norm=1.0).step(),
     "group option": lambda: two_groups({"clip_value": -1.0}),
     "master weights of a group": lambda: two_groups({"master_weights": "Split"}),
+    "state dtype of a group": lambda: two_groups({"state_dtype": "8Bit"}),
+    "amsgrad of a group with codes": lambda: two_groups({"amsgrad": True}, state_dtype="8bit-bf16"),
     "option written in a loop": written_in_a_loop,
     "master weights written in a loop": after_writing("step", master_weights="low"),
     "master weights written before any step": after_writing("init_state", master_weights="low"),
+    "state dtype written in a loop": after_writing("step", state_dtype="4bit"),
+    "amsgrad written in a loop": amsgrad_written_in_a_loop,
     "clip value written before any step": after_writing("master_params", clip_value=-1.0),
     "float16 states beside a split master": lambda: AdamW(
         [parameter(torch.float16)], master_weights="split", state_dtype=None
@@ -244,6 +258,9 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     ),
     "state dict of NAdam": loads(lambda d: d["param_groups"][0].update(momentum_decay=0.5)),
     "lr in a state dict": loads(lambda d: d["param_groups"][0].update(lr=math.nan), " must"),
+    "amsgrad in a state dict for codes": lambda: AdamW(
+        [parameter()], state_dtype="8bit"
+    ).load_state_dict(AdamW([parameter()], amsgrad=True).state_dict()),
     "missing moment": loads(lambda d: d["state"][0].pop("exp_avg_sq"), ", got"),
     "moment of another shape": loads(
         lambda d: d["state"][0].update(exp_avg=torch.ones(3)), " must"
@@ -293,6 +310,19 @@ def in_state(**entries: Any) -> Callable[[Saved], None]:
 
 def in_group(**entries: Any) -> Callable[[Saved], None]:
     return lambda saved: saved["param_groups"][1].update(entries)
+
+
+def coded(name: str, **entries: Any) -> Callable[[Saved], None]:
+    """Returns what writes entries in place of a moment."""
+
+    def change(saved: Saved) -> None:
+        del saved["state"][0][name]
+        saved["state"][0].update({f"{name}_{key}": value for key, value in entries.items()})
+
+    return change
+
+
+IN_BYTES = torch.ones(2, dtype=torch.uint8)
 
 
 def without_options(saved: Saved) -> None:
@@ -345,6 +375,20 @@ BAD_CHECKPOINTS: dict[str, Callable[[Saved], Saved | None]] = {
     "moment is a list": in_state(exp_avg=[0.5, 0.5]),
     "moment of another shape": in_state(exp_avg=torch.ones(1, 2)),
     "moment in 8 bits": in_state(exp_avg=torch.ones(2, dtype=torch.int8)),
+    "ratio of another dtype": coded("exp_avg", q8r=IN_BYTES),
+    "ratio of another shape": coded("exp_avg", q8r=torch.ones(1, 2, dtype=torch.int8)),
+    "ratio cast by torch": coded("exp_avg", q8r=torch.ones(2, dtype=torch.bfloat16)),
+    "ratio is a list": coded("exp_avg", q8r=[1, 2]),
+    "ratio is none": coded("exp_avg", q8r=None),
+    "ratio is bad beside the step": lambda saved: (
+        in_state(step=-1.0)(saved) or coded("exp_avg", q8r=IN_BYTES)(saved)
+    ),
+    "roots without exponents": coded("exp_avg_sq", q8v=IN_BYTES),
+    "exponents alone": coded("exp_avg_sq", exp=IN_BYTES),
+    "roots of another dtype": coded("exp_avg_sq", q8v=IN_BYTES.char(), exp=IN_BYTES),
+    "roots of another shape": coded("exp_avg_sq", q8v=torch.ones(3), exp=IN_BYTES),
+    "exponents of another shape": coded("exp_avg_sq", q8v=IN_BYTES, exp=IN_BYTES),
+    "roots of what has no rows": coded("exp_avg_sq", q8v=IN_BYTES, exp=torch.ones(2, 0).byte()),
     "lower halves of masters": in_state(master_param=torch.ones(2, dtype=torch.int16)),
     "lower part without its bytes": in_state(master_low_bf16=torch.ones(2, dtype=torch.uint8)),
     "lower part of another dtype": in_state(master_low_fp16=torch.ones(2, 2, dtype=torch.int8)),
@@ -373,7 +417,7 @@ def checkpoint_errors(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dic
         saved = optimizer.state_dict()
         file = change(saved) or saved
         torch.save(file, folder / f"{number}.pt")
-        with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+        with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)) as caught:
             optimizer.load_state_dict(file)
         texts[name] = [run("load", str(folder / f"{number}.pt")), str(caught.value)]
     return texts
@@ -394,6 +438,7 @@ STEPS = 200
 
 ADAM = {"lr": 0.01, "weight_decay": 0.1}
 BFLOAT16_STATES = {"state_dtype": "bfloat16"}  # by its name, which C++ reads
+WIDE = (64, 64)  # of which the first weight has groups, the second has none
 ROWS: dict[str, dict[str, Any]] = {
     "adamw float16 autocast": {"optimizer": "AdamW", "options": ADAM, "autocast": "float16"},
     "adamw bfloat16 autocast": {
@@ -473,6 +518,25 @@ ROWS: dict[str, dict[str, Any]] = {
         "options": {**ADAM, "master_weights": "split8", "rounding": "nearest"},
         "param_dtype": "bfloat16",
     },
+    "adamw moments in 8 bits": {
+        "optimizer": "AdamW",
+        "options": {**ADAM, "max_grad_norm": 0.5, "state_dtype": "8bit"},
+        "autocast": "bfloat16",
+        "unscale_steps": [7, 8, 50],
+        "widths": WIDE,
+    },
+    "lion float16 split masters momentum in 8 bits": {
+        "optimizer": "Lion",
+        "options": {"lr": 0.001, "master_weights": "split", "state_dtype": "8bit-bf16"},
+        "param_dtype": "float16",
+        "widths": WIDE,
+    },
+    "sgd bfloat16 momentum in 8 bits to nearest": {
+        "optimizer": "SGD",
+        "options": {"lr": 0.05, "momentum": 0.99, "state_dtype": "8bit", "rounding": "nearest"},
+        "param_dtype": "bfloat16",
+        "widths": WIDE,
+    },
 }
 
 
@@ -492,12 +556,14 @@ def plan_of(row: dict[str, Any]) -> dict[str, Any]:
         "resume": None,
         "dtypes_from": {},  # by step, to which the model is converted
         "options_from": {},  # by step, which the groups get
+        "widths": (16, 33),  # of the input and the hidden layer
         **row,
     }
     dtype = getattr(torch, plan["param_dtype"])
-    shapes = ((33, 16), (33,), (5, 33), (5,))
+    width, hidden = plan["widths"]
+    shapes = ((hidden, width), (hidden,), (5, hidden), (5,))
     plan["weights"] = [(draws(*shape) / 4).to(dtype) for shape in shapes]
-    plan["inputs"] = draws(STEPS, 8, 16)
+    plan["inputs"] = draws(STEPS, 8, width)
     plan["targets"] = draws(STEPS, 8, 5)
     return plan
 
@@ -642,6 +708,11 @@ def plan_with(form: Any, dtype: str, kind: str = "adam", **changes: Any) -> dict
     return plan_of({**row, "param_dtype": dtype, "options": options, "bad_steps": [3], **changes})
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns what is equal where NaN is as well."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def assert_same_checkpoint(cpp: dict[str, Any], python: dict[str, Any]) -> None:
     """Compares options, keys in their order, dtypes, shapes and bits."""
     assert cpp["optimizer"]["param_groups"] == python["optimizer"]["param_groups"]
@@ -652,7 +723,8 @@ def assert_same_checkpoint(cpp: dict[str, Any], python: dict[str, Any]) -> None:
         assert [*mine] == [*theirs]
         for key, wanted in theirs.items():
             assert mine[key].dtype == wanted.dtype, key
-            assert torch.equal(mine[key], wanted), f"{key} of param {number}"
+            assert mine[key].shape == wanted.shape, key
+            assert torch.equal(bytes_of(mine[key]), bytes_of(wanted)), f"{key} of param {number}"
     for mine, theirs in zip(cpp["masters"], python["masters"], strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
@@ -784,6 +856,172 @@ def test_a_loop_changes_the_form_as_in_python(
     python = train(plan)
     assert_same_steps(cpp, python)
     assert_same_checkpoint(checkpoint, python["checkpoint"])
+
+
+# Moments in all their forms.
+
+MOMENTS = ("float32", "bfloat16", None, "8bit-bf16", "8bit")
+CODED_KINDS = [kind for kind in KINDS if kind != "amsgrad"]
+coded_kinds = pytest.mark.parametrize("kind", CODED_KINDS)
+codes = pytest.mark.parametrize("form", ["8bit-bf16", "8bit"])
+# By optimizer and form: of a weight that has groups, and of another.
+CODED_KEYS = {
+    ("adam", "8bit-bf16"): (["exp_avg_q8r", "exp_avg_sq"], ["exp_avg_q8r", "exp_avg_sq"]),
+    ("adam", "8bit"): (
+        ["exp_avg_q8r", "exp_avg_sq_q8v", "exp_avg_sq_exp"],
+        ["exp_avg_q8r", "exp_avg_sq"],
+    ),
+    "sgd momentum": (["momentum_buffer_q8m", "momentum_buffer_exp"], ["momentum_buffer"]),
+    "lion": (["exp_avg_q8m", "exp_avg_exp"], ["exp_avg"]),
+}
+
+
+def plan_of_moments(form: Any, dtype: str, kind: str = "adam", **changes: Any) -> dict[str, Any]:
+    row = KINDS[kind]
+    row = {"options": {**row["options"], "state_dtype": form}, "optimizer": row["optimizer"]}
+    return plan_of({**row, "param_dtype": dtype, "widths": WIDE, "bad_steps": [3], **changes})
+
+
+@coded_kinds
+@pytest.mark.parametrize("dtype", ["float32", *SHORT])
+@codes
+def test_moments_in_8_bits_have_the_bits_of_python(
+    run: Run, kind: str, dtype: str, form: str, tmp_path: Path, one_thread: None
+) -> None:
+    plan = plan_of_moments(form, dtype, kind, steps=20)
+    cpp, checkpoint = train_in_cpp(run, plan, tmp_path)
+    python = train(plan)
+    assert_same_steps(cpp, python)
+    assert_same_checkpoint(checkpoint, python["checkpoint"])
+    state = checkpoint["optimizer"]["state"]
+    keys = CODED_KEYS.get((kind, form)) or CODED_KEYS[kind]
+    for number, wanted in zip((0, 2), keys, strict=True):
+        assert [key for key in state[number] if key not in ("step", "master_param")] == wanted
+        assert all(state[number][key].any() for key in wanted)
+        assert state[number]["step"] == 19
+
+
+def with_awkward_moments(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy whose moments have every code, inf, NaN and the least numbers."""
+    awkward = copy.deepcopy(checkpoint)
+    generator = torch.Generator().manual_seed(3)
+    for state in awkward["optimizer"]["state"].values():
+        for key in state.keys() - {"step", "master_param"}:
+            moment = state[key]
+            if not moment.is_floating_point():
+                moment.view(torch.uint8).random_(0, 256, generator=generator)
+            else:
+                moment.view(-1)[:4] = torch.tensor([math.inf, math.nan, 1e-30, 0.0])
+    return awkward
+
+
+@coded_kinds
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("saved", MOMENTS)
+def test_every_form_of_moments_loads_every_other_as_in_python(
+    run: Run, kind: str, dtype: str, saved: Any, tmp_path: Path, one_thread: None
+) -> None:
+    checkpoint = train(plan_of_moments(saved, dtype, kind, steps=3))["checkpoint"]
+    awkward = with_awkward_moments(checkpoint)
+    for form in MOMENTS:
+        plan = plan_of_moments(form, dtype, kind)
+        assert_loads_as_python(run, plan, checkpoint, tmp_path)
+        if dtype == "float32":
+            assert_loads_as_python(run, plan, awkward, tmp_path)
+
+
+def lacking(*names: str) -> Callable[[dict[str, Any]], None]:
+    def change(state: dict[str, Any]) -> None:
+        for key in [key for key in state if key.endswith(names)]:
+            del state[key]
+
+    return change
+
+
+ODD_MOMENTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "newer in float32": lambda state: state.update(
+        {key.rpartition("_")[0]: state[key] / 32.0 for key in state if "q8" in key}
+    ),
+    "keys of none beside codes": lambda state: state.update(
+        {key.rpartition("_")[0]: None for key in state if "q8" in key}
+    ),
+    "no exponents": lacking("_exp"),
+    "no elements": lacking("_q8r", "_q8v", "_q8m"),
+    "none at all": lacking("_q8r", "_q8v", "_q8m", "_exp", "_sq", "_avg", "_buffer"),
+    "another code": lambda state: state.update(
+        {
+            f"{key[:-4]}_q8m": state.pop(f"{key[:-4]}_q8v", state.get(f"{key[:-4]}_q8m"))
+            for key in [*state]
+            if key.endswith("_exp")
+        }
+    ),
+}
+
+
+@coded_kinds
+@pytest.mark.parametrize("name", ODD_MOMENTS)
+def test_odd_moments_are_read_or_refused_as_in_python(
+    run: Run, kind: str, name: str, tmp_path: Path, one_thread: None
+) -> None:
+    checkpoint = train(plan_of_moments("8bit", "float32", kind, steps=3))["checkpoint"]
+    for state in checkpoint["optimizer"]["state"].values():
+        ODD_MOMENTS[name](state)
+    for form in MOMENTS:
+        plan = plan_of_moments(form, "float32", kind)
+        plan |= {"steps": 3, "resume": str(tmp_path / "begin.pt")}
+        try:
+            train(plan, copy.deepcopy(checkpoint))
+        except ValueError as error:
+            torch.save(checkpoint, tmp_path / "begin.pt")
+            with pytest.raises(AssertionError, match=re.escape(str(error))):
+                train_in_cpp(run, plan, tmp_path)
+        else:
+            assert_loads_as_python(run, plan, checkpoint, tmp_path)
+
+
+@coded_kinds
+@codes
+def test_a_model_with_codes_is_converted_as_in_python(
+    run: Run, kind: str, form: str, tmp_path: Path, one_thread: None
+) -> None:
+    to = {4: "float16", 7: "float32", 9: "float64", 12: "bfloat16"}
+    plan = plan_of_moments(form, "bfloat16", kind, dtypes_from=to)
+    for steps in (6, 11, 15):  # the checkpoint after which tells the keys
+        part = {**plan, "steps": steps}
+        cpp, checkpoint = train_in_cpp(run, part, tmp_path)
+        python = train(part)
+        assert_same_steps(cpp, python)
+        assert_same_checkpoint(checkpoint, python["checkpoint"])
+
+
+@coded_kinds
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loop_changes_the_form_of_moments_as_in_python(
+    run: Run, kind: str, dtype: str, tmp_path: Path, one_thread: None
+) -> None:
+    forms = ("8bit", "8bit-bf16", "bfloat16", "8bit", "float32", "8bit-bf16", None, "8bit", None)
+    changes = {step: {"state_dtype": form} for step, form in enumerate(forms, 4)}
+    plan = plan_of_moments("float32", dtype, kind, steps=13, options_from=changes)
+    for steps in (9, 12, 13):
+        part = {**plan, "steps": steps}
+        cpp, checkpoint = train_in_cpp(run, part, tmp_path)
+        python = train(part)
+        assert_same_steps(cpp, python)
+        assert_same_checkpoint(checkpoint, python["checkpoint"])
+
+
+@codes
+def test_steps_behind_codes_are_counted_as_in_python(
+    run: Run, form: str, tmp_path: Path, one_thread: None
+) -> None:
+    changes = {6: {"rounding": "dither"}}
+    plan = plan_of_moments(form, "float32", "sgd momentum", steps=9, options_from=changes)
+    plan["options"]["rounding"] = "nearest"
+    cpp, checkpoint = train_in_cpp(run, plan, tmp_path)
+    python = train(plan)
+    assert_same_steps(cpp, python)
+    assert_same_checkpoint(checkpoint, python["checkpoint"])
+    assert [state["step"] for state in checkpoint["optimizer"]["state"].values()] == [4.0] * 4
 
 
 # What a class of Python says and one of C++ says again.

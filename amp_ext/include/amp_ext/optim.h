@@ -7,6 +7,7 @@
 #include <amp_ext/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <set>
@@ -43,10 +44,52 @@ class MasterWeights {
   std::variant<bool, std::string> value_;
 };
 
+// How moments are kept: in at::kFloat, at::kBFloat16, or, for std::nullopt, the parameter's dtype;
+// or in codes of 8 bits, "8bit-bf16" or "8bit". An optimizer refuses other dtypes and texts.
+class StateDType {
+ public:
+  using Value = std::variant<std::monostate, at::ScalarType, std::string>;
+
+  StateDType() = default;                              // none, as std::nullopt
+  StateDType(std::nullopt_t) {}                        // NOLINT: converts
+  StateDType(at::ScalarType dtype) : value_(dtype) {}  // NOLINT: likewise
+  StateDType(std::optional<at::ScalarType> dtype) {    // NOLINT: likewise
+    if (dtype.has_value()) value_ = *dtype;
+  }
+  // Also "float32" and "bfloat16", as Python keeps these dtypes.
+  StateDType(std::string name) {  // NOLINT: likewise
+    if (name == "float32") {
+      value_ = at::kFloat;
+    } else if (name == "bfloat16") {
+      value_ = at::kBFloat16;
+    } else {
+      value_ = std::move(name);
+    }
+  }
+  // Of literals, which would have to become a string first; a 0 is none.
+  StateDType(const char* name) : StateDType(std::string(name)) {}  // NOLINT: likewise
+  StateDType(std::nullptr_t) = delete;
+
+  const Value& value() const { return value_; }
+
+  // Whether it is not the parameter's dtype.
+  bool has_value() const { return !std::holds_alternative<std::monostate>(value_); }
+  bool is_coded() const {
+    const auto* const name = std::get_if<std::string>(&value_);
+    return name != nullptr && (*name == "8bit-bf16" || *name == "8bit");
+  }
+
+  friend bool operator==(const StateDType& a, const StateDType& b) { return a.value_ == b.value_; }
+  friend bool operator!=(const StateDType& a, const StateDType& b) { return !(a == b); }
+
+ private:
+  Value value_;
+};
+
 // Where an option is kept.
-using OptionPlace = std::variant<double*, bool*, MasterWeights*, std::tuple<double, double>*,
-                                 std::optional<double>*, std::optional<at::ScalarType>*,
-                                 std::optional<std::string>*>;
+using OptionPlace =
+    std::variant<double*, bool*, MasterWeights*, StateDType*, std::tuple<double, double>*,
+                 std::optional<double>*, std::optional<std::string>*>;
 
 // The options of a group that all optimizers have.
 class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
@@ -79,7 +122,7 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   bool maximize_ = false;
   bool decoupled_weight_decay_ = false;
   MasterWeights master_weights_ = true;
-  std::optional<at::ScalarType> state_dtype_ = at::kFloat;
+  StateDType state_dtype_ = at::kFloat;
   std::optional<std::string> rounding_;
   std::optional<double> max_grad_norm_;
   std::optional<double> clip_value_;
@@ -117,8 +160,13 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
   // with the parameter are the float32 (of float16 from 2^-16 on, to 2^-40 below); it follows a
   // parameter that is written from outside. "split8": of 8 more bits, within 2^-15 of the float32.
   AMP_EXT_OPTION(MasterWeights, master_weights)
-  // at::kFloat or at::kBFloat16, the dtype of the buffers, or none for the parameter's.
-  AMP_EXT_OPTION(std::optional<at::ScalarType>, state_dtype)
+  // at::kFloat or at::kBFloat16, the dtype of the buffers, or std::nullopt for the parameter's.
+  // "8bit-bf16": Adam's first moments in 8 bits, as ratios to the roots of the second, and these in
+  // bfloat16. "8bit": second moments in 8 bits as well, with an exponent for each 32 elements of a
+  // row; in bfloat16 where a parameter has less than 4096 elements, one dimension, or rows that 32
+  // does not divide. Both keep the moments of SGD and Lion in 8 bits with such exponents, or in
+  // bfloat16. Not with amsgrad.
+  AMP_EXT_OPTION(StateDType, state_dtype)
   // "nearest" or "dither": how numbers are rounded that are stored in fewer bits. None dithers what
   // would freeze otherwise, unless there is no state_dtype.
   AMP_EXT_OPTION(std::optional<std::string>, rounding)
@@ -234,7 +282,7 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
 #undef AMP_EXT_OPTION
 
 // The state of one parameter, by the keys of Python: "step", "master_param" or, split,
-// "master_low_bf16", "exp_avg", ...
+// "master_low_bf16", "exp_avg" or, in 8 bits, "exp_avg_q8r", ...
 class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
  public:
   explicit FusedParamState(at::Tensor param) : param_(std::move(param)) {}
@@ -313,8 +361,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   c10::IValue state_dict() const;
 
   // Takes state dicts of this class, of its namesakes in Python and in Python's torch.optim.
-  // Buffers get the configured dtype, masters the configured form, and options that torch does not
-  // have stay as configured.
+  // Moments and masters get the configured form, and options that torch does not have stay as
+  // configured.
   // Entries that this class does not know come back in `state_dict()`.
   // Masters that are missing are taken from the parameters: load the model first.
   void load_state_dict(const c10::IValue& state_dict);
@@ -344,8 +392,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   bool make_states(const std::vector<std::pair<size_t, at::Tensor>>& params);
   bool take_params();
   void take_plan();
-  void make_plan(
-      std::vector<std::tuple<int, bool, MasterWeights, std::optional<at::ScalarType>>> kept);
+  void make_plan(std::vector<std::tuple<int, bool, MasterWeights, StateDType>> kept);
   void give_states();
   std::vector<std::vector<FusedOptions::Option>> checked_groups();
   void check_shared_options();

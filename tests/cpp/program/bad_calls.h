@@ -99,6 +99,10 @@ inline Checks all() {
       {"negative floor", construct<AdamW>(AdamWOptions().denominator_floor(-2.0))},
       {"state dtype", construct<AdamW>(AdamWOptions().state_dtype(torch::kHalf))},
       {"state dtype of float64", construct<Lion>(LionOptions().state_dtype(torch::kDouble))},
+      {"state dtype of no sense", construct<SGD>(SGDOptions().state_dtype("nonsense"))},
+      {"state dtype float16 by its name", construct<Adam>(AdamOptions().state_dtype("float16"))},
+      {"empty state dtype", construct<Lion>(LionOptions().state_dtype(std::string()))},
+      {"codes with amsgrad", construct<Adam>(AdamOptions().amsgrad(true).state_dtype("8bit"))},
       {"rounding", construct<SGD>(SGDOptions().rounding("up"))},
       {"master weights", construct<AdamW>(AdamWOptions().master_weights("splat"))},
       {"empty master weights", construct<SGD>(SGDOptions().master_weights(""))},
@@ -138,6 +142,20 @@ inline Checks all() {
              std::make_unique<AdamWOptions>(AdamWOptions().master_weights("Split")));
          AdamW(groups, AdamWOptions());
        }},
+      {"state dtype of a group",
+       [] {
+         std::vector<torch::optim::OptimizerParamGroup> groups =
+             Saved::groups(parameter(), parameter());
+         groups[1].set_options(std::make_unique<AdamWOptions>(AdamWOptions().state_dtype("8Bit")));
+         AdamW(groups, AdamWOptions());
+       }},
+      {"amsgrad of a group with codes",
+       [] {
+         std::vector<torch::optim::OptimizerParamGroup> groups =
+             Saved::groups(parameter(), parameter());
+         groups[1].set_options(std::make_unique<AdamWOptions>(AdamWOptions().amsgrad(true)));
+         AdamW(groups, AdamWOptions().state_dtype("8bit-bf16"));
+       }},
       {"option written in a loop",
        [] {
          AdamW optimizer({parameter()}, AdamWOptions());
@@ -154,6 +172,18 @@ inline Checks all() {
        [] {
          Lion optimizer({parameter()}, LionOptions());
          static_cast<LionOptions&>(optimizer.param_groups()[0].options()).master_weights("low");
+         optimizer.init_state();
+       }},
+      {"state dtype written in a loop",
+       [] {
+         Lion optimizer({parameter()}, LionOptions());
+         static_cast<LionOptions&>(optimizer.param_groups()[0].options()).state_dtype("4bit");
+         optimizer.step();
+       }},
+      {"amsgrad written in a loop",
+       [] {
+         Adam optimizer({parameter()}, AdamOptions().state_dtype("8bit"));
+         static_cast<AdamOptions&>(optimizer.param_groups()[0].options()).amsgrad(true);
          optimizer.init_state();
        }},
       {"clip value written before any step",
@@ -276,6 +306,12 @@ inline Checks all() {
          saved.group(0).insert_or_assign("lr", std::numeric_limits<double>::quiet_NaN());
          const std::string error = error_of([&] { saved.load(); });
          TORCH_CHECK(false, error.substr(0, error.find(" must")));
+       }},
+      {"amsgrad in a state dict for codes",
+       [] {
+         AdamW source({parameter()}, AdamWOptions().amsgrad(true));
+         AdamW({parameter()}, AdamWOptions().state_dtype("8bit"))
+             .load_state_dict(source.state_dict());
        }},
       {"missing moment",
        [] {

@@ -137,21 +137,21 @@ inline void groups_keep_their_options() {
 }
 
 // Ten steps of a network, with an archive in between.
-inline std::vector<torch::Tensor> trained(const MasterWeights& masters, bool with_archive) {
+inline std::vector<torch::Tensor> trained(const AdamWOptions& own_options, bool with_archive) {
   torch::manual_seed(0);
-  torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::ReLU(), torch::nn::Linear(7, 3));
+  torch::nn::Sequential model(torch::nn::Linear(64, 64), torch::nn::ReLU(),
+                              torch::nn::Linear(64, 3));
   model->to(torch::kBFloat16);
-  const torch::Tensor inputs = torch::randn({10, 4, 5}).to(torch::kBFloat16);
-  auto optimizer = std::make_unique<AdamW>(
-      model->parameters(), AdamWOptions(0.01).amsgrad(true).master_weights(masters));
+  const torch::Tensor inputs = torch::randn({10, 4, 64}).to(torch::kBFloat16);
+  auto options = own_options;
+  auto optimizer = std::make_unique<AdamW>(model->parameters(), options.lr(0.01));
   auto scaler = std::make_unique<GradScaler>(cpu_scaler());
   for (int step = 0; step < 10; ++step) {
     if (step == 5 && with_archive) {
       std::stringstream of_optimizer, of_scaler;
       torch::save(*optimizer, of_optimizer);
       torch::save(*scaler, of_scaler);
-      optimizer =
-          std::make_unique<AdamW>(model->parameters(), AdamWOptions(7.0).master_weights(masters));
+      optimizer = std::make_unique<AdamW>(model->parameters(), options.lr(7.0).amsgrad(false));
       scaler = std::make_unique<GradScaler>(cpu_scaler(2.0));
       torch::load(*optimizer, of_optimizer);
       torch::load(*scaler, of_scaler);
@@ -168,14 +168,24 @@ inline std::vector<torch::Tensor> trained(const MasterWeights& masters, bool wit
 
 inline void archives_resume_with_the_same_bits() {
   for (const MasterWeights masters : {true, false}) {
-    const auto whole = trained(masters, false), resumed = trained(masters, true);
+    const auto options = AdamWOptions().amsgrad(true).master_weights(masters);
+    const auto whole = trained(options, false), resumed = trained(options, true);
     for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
   }
 }
 
 inline void archives_resume_split_masters_with_the_same_bits() {
   for (const char* const form : {"split", "split8"}) {
-    const auto whole = trained(form, false), resumed = trained(form, true);
+    const auto options = AdamWOptions().amsgrad(true).master_weights(form);
+    const auto whole = trained(options, false), resumed = trained(options, true);
+    for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
+  }
+}
+
+inline void archives_resume_moments_in_8_bits_with_the_same_bits() {
+  for (const char* const form : {"8bit-bf16", "8bit"}) {
+    const auto options = AdamWOptions().state_dtype(form);
+    const auto whole = trained(options, false), resumed = trained(options, true);
     for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
   }
 }
@@ -371,6 +381,95 @@ inline void states_of_a_split_master_keep_the_layout() {
       masters.push_back(other.master_params()[0]);
     }
     CHECK_THAT(same(masters[0], masters[1]));
+  }
+}
+
+inline void state_dtypes_are_named_by_dtypes_and_texts() {
+  const std::string text = "8bit-bf16";
+  CHECK_THAT(AdamWOptions().state_dtype() == at::kFloat);
+  CHECK_THAT(AdamWOptions().state_dtype(torch::kBFloat16).state_dtype() == at::kBFloat16);
+  CHECK_THAT(AdamWOptions().state_dtype("bfloat16").state_dtype() == at::kBFloat16);
+  CHECK_THAT(AdamWOptions().state_dtype("float32").state_dtype() == at::kFloat);
+  CHECK_THAT(SGDOptions().state_dtype(std::nullopt).state_dtype() == std::nullopt);
+  CHECK_THAT(SGDOptions().state_dtype({}).state_dtype() == std::nullopt);
+  CHECK_THAT(SGDOptions().state_dtype(std::optional(at::kFloat)).state_dtype() == at::kFloat);
+  CHECK_THAT(!SGDOptions().state_dtype(std::optional<at::ScalarType>()).state_dtype().has_value());
+  CHECK_THAT(LionOptions().state_dtype("8bit").state_dtype() == "8bit");
+  CHECK_THAT(LionOptions().state_dtype(text).state_dtype() == "8bit-bf16");
+  CHECK_THAT(LionOptions().state_dtype("").state_dtype() != std::nullopt);
+  CHECK_THAT(LionOptions().state_dtype("8bit").dithers());
+  CHECK_THAT(!LionOptions().state_dtype("8bit").rounding("nearest").dithers());
+  static_assert(!std::is_convertible_v<int, StateDType>, "which would be a dtype");
+  static_assert(!std::is_convertible_v<bool, StateDType>, "which would be a dtype");
+  static_assert(!std::is_convertible_v<std::nullptr_t, StateDType>, "which would be a text");
+}
+
+inline void moments_in_8_bits_have_keys_of_their_own() {
+  const torch::Tensor param = torch::zeros({64, 64}).requires_grad_(true);
+  AdamW optimizer({param}, AdamWOptions(0.5).weight_decay(0.0).state_dtype("8bit"));
+  param.mutable_grad() = torch::full({64, 64}, 2.0);
+  optimizer.step();
+  CHECK_THAT(std::abs(param[0][0].item<double>() + 0.5) < 1e-2);
+  const FusedParamState& state = state_of(optimizer, param);
+  CHECK_THAT(!state.get("exp_avg").defined() && !state.get("exp_avg_sq").defined());
+  CHECK_THAT(state.get("exp_avg_q8r").scalar_type() == torch::kChar);
+  CHECK_THAT(state.get("exp_avg_sq_q8v").scalar_type() == torch::kByte);
+  CHECK_THAT((state.get("exp_avg_sq_exp").sizes() == std::vector<int64_t>{64, 2}));
+  CHECK_THAT(state.get("step").item<double>() == 1.0);
+}
+
+inline void a_code_that_does_not_fit_changes_nothing() {
+  const torch::Tensor param = torch::zeros({64, 64}).requires_grad_(true);
+  Lion optimizer({param}, LionOptions(0.5).state_dtype("8bit"));
+  param.mutable_grad() = torch::ones({64, 64});
+  optimizer.step();
+  const Dict dict = optimizer.state_dict().toGenericDict();
+  const Dict state = dict.at("state").toGenericDict().at(0).toGenericDict();
+  for (const std::string key : {"exp_avg_q8m", "exp_avg_exp"}) {
+    const torch::Tensor kept = state_of(optimizer, param).get(key);
+    const torch::Tensor good = kept.clone();
+    const auto refused = [&](const c10::IValue& wrong) {
+      state.insert_or_assign(key, wrong);
+      const std::string error = error_of([&] { optimizer.load_state_dict(dict); });
+      CHECK_THAT(state_of(optimizer, param).get(key).is_same(kept) && same(kept, good));
+      return error;
+    };
+    const std::string where = "Lion.load_state_dict: " + key + " of group 0, param 0 must be ";
+    CHECK_THAT(contains(refused(good.to(torch::kChar)), where + "torch.uint8 of shape (64, "));
+    CHECK_THAT(contains(refused(good.to_sparse()), where + "dense and hold its elements, got"));
+    CHECK_THAT(contains(refused(good.to(torch::kMeta)),
+                        where + "dense and hold its elements, got torch.strided"));
+    CHECK_THAT(contains(refused(3), where + "a tensor, got int"));
+    state.insert_or_assign(key, good);
+  }
+  optimizer.load_state_dict(dict);
+  Lion of_scalar({torch::zeros({}).requires_grad_(true)}, LionOptions(0.5));
+  state.insert_or_assign("exp_avg_q8m", torch::zeros({}, torch::kByte));
+  CHECK_THAT(contains(error_of([&] { of_scalar.load_state_dict(dict); }),
+                      "exp_avg_exp of group 0, param 0 must be torch.uint8 of shape (0,), got"));
+}
+
+inline void codes_keep_the_layout_of_their_parameter() {
+  torch::Tensor weight = torch::randn({32, 32, 2, 2});
+  const torch::Tensor plain = weight.clone().requires_grad_(true);
+  weight = weight.contiguous(at::MemoryFormat::ChannelsLast).requires_grad_(true);
+  const torch::Tensor transposed = torch::randn({64, 128}).t().requires_grad_(true);
+  for (const torch::Tensor& param : {plain, weight, transposed}) {
+    SGD optimizer({param}, SGDOptions(0.125).momentum(0.5).state_dtype("8bit"));
+    for (int i = 0; i < 3; ++i) {
+      param.mutable_grad() = torch::full_like(param, 0.25).detach();
+      optimizer.step();
+    }
+    SGD other({param}, SGDOptions(0.125).momentum(0.5).state_dtype("8bit"));
+    other.load_state_dict(
+        amp_ext::state_from_bytes(amp_ext::state_to_bytes(optimizer.state_dict())));
+    // Groups lie within rows, which those of a transposed matrix do not.
+    const bool has_groups = !param.is_same(transposed);
+    const std::string key = has_groups ? "momentum_buffer_q8m" : "momentum_buffer";
+    const torch::Tensor before = state_of(optimizer, param).get(key);
+    const torch::Tensor loaded = state_of(other, param).get(key);
+    CHECK_THAT(same(before, loaded) && loaded.strides() == param.strides());
+    CHECK_THAT(before.strides() == param.strides());
   }
 }
 

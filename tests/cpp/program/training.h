@@ -49,9 +49,8 @@ inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue
           } else if constexpr (std::is_same_v<Type, std::tuple<double, double>>) {
             const auto& betas = value.toTupleRef().elements();
             *option = {betas[0].toDouble(), betas[1].toDouble()};
-          } else if constexpr (std::is_same_v<Type, std::optional<at::ScalarType>>) {
-            *option =
-                value.isNone() ? std::nullopt : std::optional(dtype_named(value.toStringRef()));
+          } else if constexpr (std::is_same_v<Type, amp_ext::optim::StateDType>) {
+            *option = value.isNone() ? Type() : Type(value.toStringRef());
           } else if constexpr (std::is_same_v<Type, std::optional<std::string>>) {
             *option = value.isNone() ? std::nullopt : std::optional(value.toStringRef());
           } else {
