@@ -11,8 +11,8 @@ A loop is a set of instructions of which each leads to every other; an innermost
 The main loops of a kernel are the innermost ones in which a thread moves 128 bits at once: as many
 as the table says, or one was compiled to narrower accesses, and maybe more, where the compiler has
 made two of one. In a main loop every access to global memory has 128 bits, but for one load and one
-store of the lower parts of masters where these have 8 bits, and there is none to local memory,
-where spilled registers are. Every other innermost loop goes over single elements, and has no more
+store of each array of 8 bits (the lower parts of masters, codes and their exponents), and there is
+none to local memory, where spilled registers are. Every other innermost loop goes over single elements, and has no more
 accesses than a main loop, unless it was unrolled or should have been one.
 
 Loads in flight are those of a thread before it uses what the first has brought. Instructions of an
@@ -211,21 +211,43 @@ def loads_in_flight(loop: list[Instruction]) -> int:
     return count
 
 
+def buffers_of(first: str, second: str, count: int) -> tuple[str, int]:
+    """Returns what buffers of these kinds are stored in, and their bytes of an element."""
+    if first == "Ratio":
+        return ("8bit-bf16", 3) if second.startswith("Plain") else ("8bit", 2)
+    if first.startswith("Grouped"):
+        return "8bit", count
+    dtype = first.removeprefix("Plain<").removesuffix(">")
+    return dtype, count * BYTES[dtype]
+
+
+def arrays_of_bytes(kernel: Kernel) -> int:
+    """Returns how many arrays of 8 bits a kernel loads and stores, by half packs or less."""
+    count = 1 if " split8" in kernel.name else 0
+    if " 8bit-bf16 buffers" in kernel.name:
+        return count + 1
+    if " 8bit buffers" in kernel.name:  # codes, and the exponents of groups
+        return count + (3 if " Adam2" in kernel.name else 2)
+    return count
+
+
 def name_of(signature: str) -> tuple[str, int, int]:
     """Returns a short name of a kernel, its threads and the bytes that it reads for an element."""
     text = re.sub(r"amp_ext::|cuda::|\(anonymous namespace\)::", "", signature)
     shape = re.search(r"\bShape<(\d+)", text)
     threads = int(shape[1]) if shape else 256
     plain = r"Plain<(\w+)>"
-    others = r"(?:, Plain<\w+>){2} ?"  # of the other buffers, which are like the first
-    kinds = rf"Combination<{plain}, (\w+)<(\w+)(?:, (\d+))?>, {plain}{others}>"
+    buffer = r"(Plain<\w+>|Ratio|Grouped<\w+>)"
+    maximum = rf", {buffer} ?"  # is like the second moment
+    kinds = rf"Combination<{plain}, (\w+)<(\w+)(?:, (\d+))?>, {buffer}, {buffer}{maximum}>"
     step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}, \w+, (\d)>", text)
     if step:
-        functor, grad, kind, param, low_bits, buffer, buffers = step.groups()
+        functor, grad, kind, param, low_bits, first, second, _, buffers = step.groups()
         kept = {"Plain": "", "Mastered": " master", "Split": f" split{low_bits}"}[kind]
         bytes_of_param = {"": BYTES[param], " master": 4, " split16": 4, " split8": 3}[kept]
-        name = f"step {functor}{buffers} {param}{kept}, {grad} grad, {buffer} buffers"
-        return name, threads, BYTES[grad] + bytes_of_param + int(buffers) * BYTES[buffer]
+        stored, bytes_of_buffers = buffers_of(first, second, int(buffers))
+        name = f"step {functor}{buffers} {param}{kept}, {grad} grad, {stored} buffers"
+        return name, threads, BYTES[grad] + bytes_of_param + bytes_of_buffers
     other = re.search(r"(look|multiply|count)_kernel<(\w+),", text)
     if other:
         kernel, grad = other.groups()
@@ -316,8 +338,7 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         yield f"128 bits are moved at once in {len(main)} innermost loops, not in {row.loops}"
     for loop in main:
         narrow = [each.opcode for each in loop if is_access(each) and not is_wide(each)]
-        # An array of bytes is loaded and stored by half packs.
-        if narrow and not (" split8" in kernel.name and len(narrow) <= 2):
+        if len(narrow) > 2 * arrays_of_bytes(kernel):
             yield f"a main loop moves less than 128 bits at once: {', '.join(narrow)}"
         local = [each.opcode for each in loop if each.is_local]
         if local:
