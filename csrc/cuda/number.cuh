@@ -258,6 +258,8 @@ struct Numbers<Grouped<Code>> {
       }
       const unsigned first = threadIdx.x % warpSize / kGroupThreads * kGroupThreads;
       const unsigned mask = (0xffffffffu >> (32 - kGroupThreads)) << first;
+      // All have loaded the exponent before one stores the next: shuffles order no memory.
+      __syncwarp(mask);
 #pragma unroll
       for (int distance = kGroupThreads / 2; distance > 0; distance /= 2) {
         largest = max(largest, __shfl_xor_sync(mask, largest, distance));
