@@ -271,9 +271,8 @@ void store_every_grouped(uint64_t stride, bool is_spread, bool dithers) {
     for (int64_t first = 0; first < kCount; first += kGroupSize) {
       bool is_finite = true;
       for (int64_t i = first; i < first + kGroupSize; ++i) {
-        // A second moment is never negative: what would be counts as 0.
-        const float measured = Code::measured(block.values[i]);
-        is_finite &= static_cast<bool>(std::isfinite(measured));
+        // A negative second moment, which no step makes, counts as 0.
+        is_finite &= std::isfinite(Code::measured(block.values[i]));
       }
       const uint8_t exponent = block.exponents[first / kGroupSize];
       for (int64_t i = first; i < first + kGroupSize; ++i) {
@@ -323,7 +322,7 @@ void load_every_grouped() {
       std::memcpy(again.values, block.loaded, sizeof again.values);
       again.store(repeat > 0 ? dithered(again) : Rounding{});
       for (int64_t i = 0; i < kCount; ++i) {
-        // Below the least second moment is 0, of which no code is in a group of these exponents.
+        // What is below 2^-126 counts as 0, as it does when it is stored.
         const int wanted = kIsRoot && block.loaded[i] < 0x1p-126f ? 0 : block.codes[i];
         if (again.codes[i] != wanted || again.exponents[i / kGroupSize] != exponent) {
           fail("loaded in a group", block.loaded[i], block.roots[i], block.codes[i],
