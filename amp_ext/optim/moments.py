@@ -137,8 +137,11 @@ def has_groups(param: Tensor) -> bool:
         stride == wanted or size == 1
         for stride, wanted, size in zip(param.stride(), strides, shape, strict=True)
     )
-    if not is_contiguous:
-        return False
+    return is_contiguous and _is_over_rows(param)
+
+
+def _is_over_rows(param: Tensor) -> bool:
+    """Returns whether the parts that ranks have of a parameter are rows of dimension 0."""
     if not is_dtensor(param):
         return True
     from torch.distributed.tensor import Shard
@@ -272,6 +275,8 @@ def copied_moments(
 ) -> dict[str, Tensor]:
     """Returns copies of the moments that a file has in codes, laid out as the parameter is.
 
+    They are codes as in the file, or numbers where a rank has no whole groups of its part.
+
     Args:
         saved: The state of the parameter in a file.
         formats: Of all moments; by their names.
@@ -281,19 +286,24 @@ def copied_moments(
     Raises:
         ValueError: If one is not of the dtype and the shape that the key says, or lacks exponents.
     """
-    copies = {}
+    copies: dict[str, Tensor] = {}
     for form in formats:
         for kept in _all_formats(form.name)[1:]:
+            given = {key: saved[key] for key in kept.keys if saved.get(key) is not None}
+            if kept.key not in given:
+                continue
             for key in kept.keys:
-                if saved.get(key) is not None:
-                    copies[key] = _copy_of(saved[key], kept, key, param, where % key)
-            for missing in set(kept.keys) - copies.keys():
-                if kept.key in copies:
-                    raise ValueError(f"{where % missing} must be there, got {list(saved)}")
+                if key not in given:
+                    raise ValueError(f"{where % key} must be there, got {list(saved)}")
+                _check_code(given[key], kept, key, param, where % key)
+            if kept.exponents_key is None or _is_over_rows(param):
+                copies |= {key: _copy_of(given[key], kept, key, param) for key in kept.keys}
+            else:  # the parts of the ranks cut groups
+                copies[kept.name] = _decoded_whole(kept, given, param)
     return copies
 
 
-def _copy_of(value: Any, form: Format, key: str, param: Tensor, where: str) -> Tensor:
+def _check_code(value: Any, form: Format, key: str, param: Tensor, where: str) -> None:
     dtype, shape = form.dtype_of(key), form.shape_of(key, param)
     if not isinstance(value, Tensor):
         raise ValueError(f"{where} must be a tensor, got {type(value).__name__}")
@@ -303,6 +313,25 @@ def _copy_of(value: Any, form: Format, key: str, param: Tensor, where: str) -> T
         )
     if value.layout != torch.strided or value.is_meta:
         raise ValueError(f"{where} must be dense and hold its elements, got {value.layout}")
+
+
+def _decoded_whole(form: Format, given: Mapping[str, Any], param: Any) -> Tensor:
+    """Returns a moment in groups as numbers, over ranks that have other parts than rows."""
+    from torch.distributed.tensor import Replicate
+
+    local = local_tensor(param.detach())
+    codes, exponents = (
+        (value.full_tensor() if is_dtensor(value) else value).to(local.device)
+        for value in (given[key] for key in form.keys)
+    )
+    whole = ops.decode_groups(codes.contiguous(), exponents, str(form.code))
+    everywhere = [Replicate()] * len(param.placements)
+    numbers = type(param.data).from_local(whole, param.device_mesh, everywhere, run_check=False)
+    return laid_out_as(param, torch.empty_like(local, dtype=torch.float32)).copy_(numbers)
+
+
+def _copy_of(value: Tensor, form: Format, key: str, param: Tensor) -> Tensor:
+    dtype, shape = form.dtype_of(key), form.shape_of(key, param)
     local = local_tensor(param.detach())
     if key == form.exponents_key:
         empty = local.new_empty((*local.shape[:1], shape[-1]), dtype=dtype)

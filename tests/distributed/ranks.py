@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from awkward import BF16, F16, F32
-from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, ours, theirs
+from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, optimizers_named, ours, theirs
 from reference import same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -135,6 +135,22 @@ class Model(torch.nn.Module):
         return self.second(self.first(x).relu()) * self.gain
 
 
+class WideModel(Model):
+    """Besides, it has parameters with groups of 32 elements, one of which is a single row."""
+
+    def __init__(self) -> None:
+        """Draws the parameters."""
+        super().__init__()
+        self.first = torch.nn.Sequential(
+            torch.nn.Linear(5, 32), torch.nn.Linear(32, 129), torch.nn.Linear(129, 7)
+        )
+        self.row = Parameter(torch.randn(1, 4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps 5 features to 3."""
+        return super().forward(x) + self.row.mean()
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """Returns the samples of all ranks."""
     generator = torch.Generator().manual_seed(step)
@@ -242,6 +258,8 @@ def layouts() -> list[list[tuple[Any, Any]]]:
 
 
 SHAPES = [(5, 3), (1, 4), (6, 7), (3, 2)]
+# With groups of 32 elements, but for the third; 2 ranks and 4 have uneven parts, and empty ones.
+GROUPED_SHAPES = [(129, 32), (1, 4096), (6, 7), (3, 5, 1024)]
 
 
 def sharded(values: list[Tensor], layout: list[Any]) -> list[Parameter]:
@@ -265,13 +283,19 @@ def give_exact_grads(params: list[Any], twins: list[Any], overflow: bool, step: 
 
 
 def assert_same_as_whole(
-    layout: list[Any], name: str, options: dict[str, Any], dtype=F32, scaled=True, reductions=None
+    layout: list[Any],
+    name: str,
+    options: dict[str, Any],
+    dtype=F32,
+    scaled=True,
+    reductions=None,
+    shapes=SHAPES,
 ) -> None:
     """Steps sharded and whole parameters of the same values and compares all bits.
 
     A scaled step takes so many reductions, if that is known.
     """
-    values = [torch.randn(shape).to(dtype) for shape in SHAPES[: len(layout)]]
+    values = [torch.randn(shape).to(dtype) for shape in shapes[: len(layout)]]
     params, twins = sharded(values, layout), [Parameter(value.clone()) for value in values]
     both = [ours(name)(side, **options) for side in (params, twins)]
     scalers = [small_scaler() for _ in both]
@@ -340,6 +364,61 @@ def dithered_dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
                 assert_same_as_whole(layout, name, options | own, dtype)
 
 
+CODED: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (F32, {"state_dtype": "8bit-bf16"}),
+    (F32, {"state_dtype": "8bit"}),
+    (BF16, {"state_dtype": "8bit", "master_weights": "split"}),
+    (F16, {"state_dtype": "8bit-bf16", "master_weights": "split8"}),
+    (BF16, {"state_dtype": "8bit", "master_weights": False}),
+]
+
+
+def coded_dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
+    for layout in over_rows():
+        for row in optimizers_named("adamw", "lion", "dampening"):
+            name, options = row.values
+            for dtype, own in CODED:
+                assert_same_as_whole(layout, name, options | own, dtype, shapes=GROUPED_SHAPES)
+
+
+def parts_of_columns_have_no_groups(rank: int) -> None:
+    """Whose parts could cut them; moments in bfloat16 take the place of codes."""
+    line = init_device_mesh("cpu", (2,))
+    values = torch.randn(64, 96)
+    for state_dtype in ("8bit-bf16", "8bit"):
+        for name in ("AdamW", "Lion"):
+            columns, rows, alone = (
+                Parameter(value)
+                for value in (
+                    distribute_tensor(values, line, [Shard(1)]),
+                    distribute_tensor(values, line, [Shard(0)]),
+                    values.clone(),
+                )
+            )
+            both = [ours(name)([param], state_dtype=state_dtype) for param in (columns, rows)]
+            exact = ours(name)([alone])
+            for step in range(STEPS):
+                for param in (columns, rows):
+                    give_exact_grads([param], [alone], False, step)
+                for optimizer in (*both, exact):
+                    optimizer.step()
+            keys = [optimizer.state[p].keys() for optimizer in both for p in optimizer.state]
+            moment = "exp_avg" if name == "Lion" else "exp_avg_sq"
+            assert both[0].state[columns][moment].dtype == BF16
+            assert (moment in keys[1]) == (name == "AdamW" and state_dtype == "8bit-bf16")
+            for param in (columns, rows):
+                error = whole(param.detach()) - alone.detach()
+                assert error.norm() <= 0.1 * (alone.detach() - values).norm()
+            # From rows to columns the codes become numbers, and back.
+            for saver, loader in (both, both[::-1]):
+                before = amp_ext.optim.float32_state_dict(saver)["state"][0]
+                loader.load_state_dict(saver.state_dict())
+                after = amp_ext.optim.float32_state_dict(loader)["state"][0]
+                for key, value in before.items():
+                    error = whole(after[key]) - whole(value)
+                    assert error.norm() <= 0.03 * whole(value).norm(), key
+
+
 def parts_begin_where_torch_says(rank: int) -> None:
     pairs = init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
     line = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -369,6 +448,8 @@ def a_mesh_of_two_dimensions_is_dithered_as_one(rank: int) -> None:
     layout = [(mesh, [Shard(0), Shard(0)])] * len(SHAPES)
     for dtype, own in NARROW:
         assert_same_as_whole(layout, "AdamW", own, dtype, scaled=False)
+    for dtype, own in CODED:
+        assert_same_as_whole(layout, "AdamW", own, dtype, scaled=False, shapes=GROUPED_SHAPES)
 
 
 def lower_parts_are_loaded_into_other_placements(rank: int) -> None:

@@ -27,6 +27,10 @@ CHECKS = {
         ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
         ranks.parameters_in_no_known_layout_are_refused,
     ],
+    "codes": [
+        ranks.coded_dtensors_step_with_the_bits_of_whole_tensors,
+        ranks.parts_of_columns_have_no_groups,
+    ],
     "fully_shard": [
         ranks.fully_sharded_models_train_as_in_one_process,
         ranks.fully_sharded_models_train_with_clipping_apart,

@@ -16,6 +16,7 @@ from reference import same_bits
 from rows import rows
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning")
 
@@ -152,6 +153,59 @@ def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, option
     for param, twin in zip(params_of(back[1]), params_of(mine[1]), strict=True):
         for key, tensor in back[1].state[param].items():
             assert same_bits(mine[1].state[twin][key], tensor), key
+
+
+# States in codes.
+
+
+def with_groups(**options: Any) -> tuple[nn.Module, Optimizer]:
+    model = nn.Sequential(nn.Linear(32, 130), nn.Linear(130, 2))
+    return model, ours("AdamW")(model.parameters(), **options)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("state_dtype", ["8bit-bf16", "8bit"])
+def test_codes_go_through_a_folder(tmp_path, processes, state_dtype, how):
+    model, optimizer = with_groups(state_dtype=state_dtype)
+    train_trainable([optimizer], 3)
+    model_state, state = of_torch.get_state_dict(model, optimizer, options=how)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
+    fresh_model, fresh = with_groups(state_dtype=state_dtype)
+    fresh.init_state()
+    model_state, state = of_torch.get_state_dict(fresh_model, fresh, options=how)
+    content = {"model": model_state, "optimizer": state}
+    load(content, tmp_path)
+    loaded = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+    of_torch.set_state_dict(fresh_model, fresh, **loaded, options=how)
+    train_trainable([optimizer, fresh], 2)
+    assert_same_bits(fresh, optimizer)
+
+
+STATE_DTYPES = {"float32": "exp_avg", "8bit-bf16": "exp_avg_sq", "8bit": "exp_avg_sq_q8v"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(a, b) for a in STATE_DTYPES for b in STATE_DTYPES if a != b]
+)
+def test_a_folder_with_other_states_is_refused_by_the_key_that_it_lacks(tmp_path, saved, loaded):
+    def option(name: str) -> Any:
+        return F32 if name == "float32" else name
+
+    model, optimizer = with_groups(state_dtype=option(saved))
+    train_trainable([optimizer], 2)
+    dcp.save({"state": of_torch.get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
+    fresh_model, fresh = with_groups(state_dtype=option(loaded))
+    fresh.init_state()
+    before = cases.bits_of(fresh)
+    content = {"state": of_torch.get_optimizer_state_dict(fresh_model, fresh)}
+    key = STATE_DTYPES[loaded]
+    if saved == "float32":
+        key = "exp_avg_q8r"  # the first that is looked for
+    with pytest.raises(CheckpointException) as error:
+        load(content, tmp_path)
+    (failure,) = error.value.failures.values()
+    assert f"Missing key in checkpoint state_dict: state.state.0.weight.{key}." in str(failure)
+    assert_same_bits(fresh, before)
 
 
 # States that are created ahead of the first step.

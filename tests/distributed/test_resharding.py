@@ -26,7 +26,8 @@ STEPS_OF_A_STAGE = 2
 
 def make(name: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
-    model = ranks.Model().to(dtype)
+    has_groups = options.get("state_dtype") in ("8bit-bf16", "8bit")
+    model = (ranks.WideModel if has_groups else ranks.Model)().to(dtype)
     if dist.get_world_size() > 1:
         fully_shard(model)
     return model, ours(name)(model.parameters(), **options), ranks.small_scaler(growth_interval=3)
@@ -68,6 +69,10 @@ class Stage:
                 self.run(f"{row.id}-{dtype}-narrow", name, narrow, dtype)
             for form in ("split", "split8"):
                 self.run(f"{row.id}-{form}", name, options | {"master_weights": form}, BF16)
+            for state_dtype in ("8bit-bf16", "8bit"):
+                small = options | {"state_dtype": state_dtype, "master_weights": "split"}
+                self.run(f"{row.id}-{state_dtype}", name, small, BF16)
+                self.run(f"{row.id}-{state_dtype}-{F32}", name, small, F32)
 
     def run(self, case: str, name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
         model, optimizer, scaler = make(name, options, dtype)
