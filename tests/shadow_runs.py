@@ -27,6 +27,9 @@ from number_codes import (
 )
 from torch import Tensor
 
+from amp_ext import optim
+from amp_ext.optim.fused_optimizer import FusedOptimizer
+
 BETA1, EPS = 0.9, 1e-8
 # Updates of the first steps, whose bias correction is large, do not count.
 FIRST_STEPS = 10
@@ -247,8 +250,10 @@ class OptimizerScheme:
 
     @property
     def second_moment(self) -> Tensor | None:
-        """By its name in torch; a state in codes has another one."""
+        """By its name in torch, under which codes are numbers."""
         state = self.optimizer.state[self.param]
+        if isinstance(self.optimizer, FusedOptimizer):
+            state = optim.float32_state_dict(self.optimizer)["state"][0]
         moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
         return None if moment is None else moment.float()
 
@@ -349,14 +354,12 @@ MOMENTUM_BOUNDS: dict[str, dict[float, float]] = {
 }
 
 # The share of signs that may differ at beta2 = 0.99, by kind, on any stream.
-LION_BOUNDS = {"nearest": 0.012, "dithered": 0.0031}
+LION_BOUNDS = {"nearest": 0.012, "dithered": 0.0031, "q8m dithered": 0.015}
 
 
 def print_errors_of_optimizers() -> None:
     """Prints how far the optimizers are from float64 with states in bfloat16, by their rounding."""
     from gradient_streams import STREAMS, gradients
-
-    from amp_ext import optim
 
     def run(name: str, kind: Any, exact: Scheme, stream: Tensor, **options: Any) -> None:
         options["state_dtype"] = torch.bfloat16

@@ -140,6 +140,64 @@ def test_lion_with_bfloat16_states_turns_few_signs(name):
     assert (errors.update / 2) ** 2 < LION_BOUNDS["dithered"]
 
 
+# The optimizers themselves, with states in 8 bits.
+
+CODES_OF_ADAM = {
+    "8bit-bf16": ("q8r dithered", "dithered"),
+    "8bit": ("q8r dithered", "q8v"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dtype", CODES_OF_ADAM)
+@pytest.mark.parametrize(
+    ("name", "beta2"), [(name, 0.999) for name in STREAMS] + [(name, 0.95) for name in FEW_STREAMS]
+)
+def test_adamw_with_states_in_8_bits_keeps_its_bounds(name, beta2, state_dtype):
+    stream, kinds = gradients(name), CODES_OF_ADAM[state_dtype]
+    scheme = OptimizerScheme(
+        AdamW, stream.shape[1:], state_dtype=state_dtype, betas=(0.9, beta2), weight_decay=0.0
+    )
+    (errors,) = shadow_run(stream, Adam64(stream.shape[1:], beta2), {"": scheme}).values()
+    assert_within(errors, ADAM_BOUNDS[kinds][beta2][name], what=f"{errors}")
+    assert beta2 < 0.999 or abs(errors.bias) < LARGEST_BIAS[kinds[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dtype", CODES_OF_ADAM)
+@pytest.mark.parametrize(("momentum", "kind"), [(0.9, "q8m"), (0.99, "q8m dithered")])
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_sgd_with_states_in_8_bits_keeps_its_bounds(name, momentum, kind, state_dtype):
+    stream = gradients(name)
+    exact = Momentum(zeros(stream, torch.float64), momentum)
+    scheme = OptimizerScheme(SGD, stream.shape[1:], state_dtype=state_dtype, momentum=momentum)
+    (errors,) = shadow_run(stream, exact, {"": scheme}).values()
+    assert errors.update < MOMENTUM_BOUNDS[kind][momentum], errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW_STREAMS)
+def test_lion_with_states_in_8_bits_turns_few_signs(name):
+    stream = gradients(name)
+    exact = OfLion(zeros(stream, torch.float64))
+    scheme = OptimizerScheme(Lion, stream.shape[1:], state_dtype="8bit")
+    (errors,) = shadow_run(stream, exact, {"": scheme}).values()
+    assert (errors.update / 2) ** 2 < LION_BOUNDS["q8m dithered"], errors
+
+
+MOMENTUM_CODES = rows({"to-nearest": (0.9, "q8m"), "dithered": (0.99, "q8m dithered")})
+
+
+@pytest.mark.parametrize(("momentum", "kind"), MOMENTUM_CODES)
+def test_the_codes_of_sgd_are_those_that_are_judged(momentum, kind):
+    """Its arithmetic is that of the reference, so not a bit is different."""
+    stream = gradients("half a decade")[:60]
+    reference = Momentum(zeros(stream), momentum, kind)
+    scheme = OptimizerScheme(SGD, stream.shape[1:], state_dtype="8bit", momentum=momentum)
+    for grad in stream:
+        assert torch.equal(scheme.step(grad), reference.step(grad))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two decades", *FEW_STREAMS])
 def test_masters_end_where_float64_ends(name):
