@@ -500,6 +500,9 @@ bool FusedOptimizer::take_params() {
     for (const at::Tensor& param : group.params()) {
       const void* const object = param.defined() ? param.unsafeGetTensorImpl() : nullptr;
       if (!plan.is_param(number, group_index, object)) return false;
+      const auto was = impl_->were_contiguous.find(number);
+      const bool is_coded = was != impl_->were_contiguous.end();
+      if (is_coded && was->second != param.is_contiguous()) return false;
       plan.take_param(number, param);
       ++number;
     }
@@ -514,6 +517,7 @@ void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
   for (const KeptByGroup& group : kept) buffers = std::max(buffers, std::get<0>(group));
   auto plan = std::make_unique<Plan>(kind.name, kind.buffer_names(buffers));
   impl_->places.clear();
+  impl_->were_contiguous.clear();
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
     for (size_t i = 0; i < params.size(); ++i) {
@@ -545,7 +549,9 @@ void FusedOptimizer::give_states() {
     const FusedParamState& state = *state_of(param);
     ParamState tensors;
     const int count = std::get<0>(impl_->kept[group]);
-    const auto formats = formats_of(std::get<3>(impl_->kept[group]), impl_->kind.buffers, param);
+    const StateDType& state_dtype = std::get<3>(impl_->kept[group]);
+    if (state_dtype.is_coded()) impl_->were_contiguous[numbers[i]] = param.is_contiguous();
+    const auto formats = formats_of(state_dtype, impl_->kind.buffers, param);
     for (int buffer = 0; buffer < count; ++buffer) {
       tensors.buffers.push_back(state.get(formats[buffer].key()));
       if (tensors.exponents.defined()) continue;

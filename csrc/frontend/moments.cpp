@@ -41,12 +41,12 @@ int64_t elements_of_row(const at::Tensor& param) {
   return param.dim() == 0 ? 1 : c10::multiply_integers(param.sizes().slice(1));
 }
 
-// Whether moments of a parameter may be kept in groups of 32 elements, which lie within the rows of
-// dimension 0. In another layout, codes that a file puts in another order would be measured by the
-// exponents of others.
+// Whether moments of a parameter may be kept in groups of 32 elements. They lie within the rows of
+// dimension 0, and are those of memory: codes in another order would be measured by the exponents
+// of others.
 bool has_groups(const at::Tensor& param) {
-  if (param.numel() < kLeastElements || param.dim() < 2) return false;
-  return elements_of_row(param) % kGroupSize == 0 && param.is_contiguous();
+  return param.numel() >= kLeastElements && param.dim() >= 2 &&
+         elements_of_row(param) % kGroupSize == 0 && param.is_contiguous();
 }
 
 std::vector<int64_t> sizes_of(const MomentFormat& format, const std::string& key,
@@ -118,8 +118,8 @@ at::Tensor read_code(const c10::IValue& value, const MomentFormat& format, const
               " must be dense and hold its elements, got ", python_name(saved.layout()));
   const auto options = param.options().dtype(dtype).requires_grad(false);
   // Contiguous, as groups are, also for a parameter that has none any more.
-  const bool has_groups = !format.exponents_key().empty();
-  return (has_groups ? at::empty(sizes, options) : at::empty_like(param, options)).copy_(saved);
+  const bool has_exponents = !format.exponents_key().empty();
+  return (has_exponents ? at::empty(sizes, options) : at::empty_like(param, options)).copy_(saved);
 }
 
 }  // namespace
@@ -235,6 +235,8 @@ Moments read_moments(const Dict& saved, const std::vector<MomentFormat>& formats
       for (const std::string& key : format.keys()) {
         const c10::IValue value = value_of(key);
         if (!value.isNone()) found[key] = read_code(value, format, key, param, where(key));
+        TORCH_CHECK(found.count(key) != 0 || found.count(format.key()) == 0, where(key),
+                    " must be there, got ", all_keys(saved));
       }
     }
   }

@@ -4,6 +4,7 @@
 #include <amp_ext/optim.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -30,7 +31,9 @@ struct FusedOptimizer::Impl {
   std::vector<KeptByGroup> kept;                  // when the plan was made
   std::vector<std::pair<size_t, size_t>> places;  // by number in the plan: group, index in it
   size_t state_count = 0;                         // likewise
-  std::shared_ptr<StepProgress> progress;         // of the last plan
+  // By number, of parameters whose states are in codes. Only contiguous ones have groups.
+  std::map<int64_t, bool> were_contiguous;
+  std::shared_ptr<StepProgress> progress;  // of the last plan
   at::Tensor grad_norm;
   std::vector<Dict> other_entries;  // by group, of the state dict that was loaded
   Dict other_states = new_dict();   // of it likewise, which belong to no parameter

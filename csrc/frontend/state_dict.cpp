@@ -376,10 +376,10 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
     check_there(name, has_moment(has_key, name));
   }
   if (kind.needs_step(options) && !kind.counts_from_buffer) check_there("step", has_key("step"));
-  const auto formats = formats_of(options.state_dtype_, kind.buffers, param);
-  const Moments moments = read_moments(saved, formats, param, where);
   const std::string master_key = key_of_master(options.master_weights_, param.scalar_type());
   const Masters masters = saved_masters(saved, param, where);
+  const auto formats = formats_of(options.state_dtype_, kind.buffers, param);
+  const Moments moments = read_moments(saved, formats, param, where);
   auto state = std::make_unique<FusedParamState>(param);
   auto others = new_dict();
   for (const auto& entry : saved) {

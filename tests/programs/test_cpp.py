@@ -533,7 +533,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "sgd bfloat16 momentum in 8 bits to nearest": {
         "optimizer": "SGD",
-        "options": {"lr": 0.05, "momentum": 0.99, "state_dtype": "8bit", "rounding": "nearest"},
+        "options": {"lr": 0.01, "momentum": 0.9, "state_dtype": "8bit", "rounding": "nearest"},
         "param_dtype": "bfloat16",
         "widths": WIDE,
     },

@@ -449,7 +449,7 @@ inline void a_code_that_does_not_fit_changes_nothing() {
                       "exp_avg_exp of group 0, param 0 must be torch.uint8 of shape (0,), got"));
 }
 
-inline void codes_keep_the_layout_of_their_parameter() {
+inline void codes_in_groups_are_of_contiguous_parameters() {
   torch::Tensor weight = torch::randn({32, 32, 2, 2});
   const torch::Tensor plain = weight.clone().requires_grad_(true);
   weight = weight.contiguous(at::MemoryFormat::ChannelsLast).requires_grad_(true);
@@ -463,13 +463,34 @@ inline void codes_keep_the_layout_of_their_parameter() {
     SGD other({param}, SGDOptions(0.125).momentum(0.5).state_dtype("8bit"));
     other.load_state_dict(
         amp_ext::state_from_bytes(amp_ext::state_to_bytes(optimizer.state_dict())));
-    // Groups lie within rows, which those of a transposed matrix do not.
-    const bool has_groups = !param.is_same(transposed);
-    const std::string key = has_groups ? "momentum_buffer_q8m" : "momentum_buffer";
+    const std::string key = param.is_contiguous() ? "momentum_buffer_q8m" : "momentum_buffer";
     const torch::Tensor before = state_of(optimizer, param).get(key);
     const torch::Tensor loaded = state_of(other, param).get(key);
     CHECK_THAT(same(before, loaded) && loaded.strides() == param.strides());
     CHECK_THAT(before.strides() == param.strides());
+  }
+}
+
+inline void codes_follow_a_parameter_that_changes_its_layout() {
+  torch::Tensor weight = torch::randn({32, 32, 2, 2}).requires_grad_(true);
+  const torch::Tensor plain = weight.detach().clone().requires_grad_(true);
+  const torch::Tensor grad = torch::randn({32, 32, 2, 2});
+  SGD coded({weight}, SGDOptions(0.125).momentum(0.5).state_dtype("8bit"));
+  SGD wide({plain}, SGDOptions(0.125).momentum(0.5));
+  for (const auto format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast,
+                            at::MemoryFormat::Contiguous}) {
+    weight.set_data(weight.detach().contiguous(format));
+    for (int i = 0; i < 2; ++i) {
+      weight.mutable_grad() = grad.contiguous(format);
+      plain.mutable_grad() = grad.clone();
+      coded.step();
+      wide.step();
+    }
+    const bool has_groups = format == at::MemoryFormat::Contiguous;
+    const FusedParamState& state = state_of(coded, weight);
+    CHECK_THAT(state.get("momentum_buffer_q8m").defined() == has_groups);
+    CHECK_THAT(state.get("momentum_buffer").defined() != has_groups);
+    CHECK_THAT((weight - plain).abs().max().item<double>() < 0.1);
   }
 }
 
