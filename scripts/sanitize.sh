@@ -71,7 +71,7 @@ if [ $# -gt 0 ]; then
   tests "$@"
 else
   tests -k 'not emulated' > cpu.log 2>&1 &
-  large_arguments=("$root"/tests/{operations/test_{bit_equality,coded_moments,split_masters},optimizers/test_split_weights,programs/test_memory}.py)
+  large_arguments=("$root"/tests/{operations/test_{bit_equality,coded_moments,split_masters},optimizers/test_{coded_states,split_weights},programs/test_memory}.py)
   tests -k emulated "${large_arguments[@]/#/--ignore=}" || failed=1
   CUDA_EMULATOR_DRIVER_VERSION=13000 tests -k emulated "${large_arguments[@]}" || failed=1
   wait $! || failed=1
