@@ -12,8 +12,8 @@ The main loops of a kernel are the innermost ones in which a thread moves 128 bi
 as the table says, or one was compiled to narrower accesses, and maybe more, where the compiler has
 made two of one. In a main loop every access to global memory has 128 bits, but for one load and one
 store of each array of 8 bits (the lower parts of masters, codes and their exponents), and there is
-none to local memory, where spilled registers are. Every other innermost loop goes over single elements, and has no more
-accesses than a main loop, unless it was unrolled or should have been one.
+none to local memory, where spilled registers are. Every other innermost loop goes over single
+elements, and has no more accesses than a main loop, unless it was unrolled or should have been one.
 
 Loads in flight are those of a thread before it uses what the first has brought. Instructions of an
 element are those of the main loop, whether all are run or not, without what it calls.

@@ -41,7 +41,7 @@ struct Streams {
     constexpr bool kHasNarrowBuffers = kBuffers > 0 && Buffer<0>::kMayDither;
     if (sizeof(T) == 8) return 2;
     if (kBuffers == 0) return Combination::kHasSplitMaster ? 3 : 4;
-    if (kPackSize == 4) return 4;
+    if (kPackSize == 4) return kHasNarrowBuffers && architecture >= 1000 ? 3 : 4;
     if (kBuffers == 3 && architecture >= 1000 &&
         (kMaster == Master::kLow8 || (kMaster != Master::kNone && kHasNarrowBuffers))) {
       return 1;
