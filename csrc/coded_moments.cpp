@@ -69,9 +69,10 @@ template <typename Code>
 void encode_group(const float* moments, uint8_t* codes, uint8_t& exponent) {
   uint32_t largest = 0;
   for (int i = 0; i < kGroupSize; ++i) {
-    largest = std::max(largest, bits_of(Code::measured(moments[i])) & 0x7fffffffu);
+    const uint32_t bits = bits_of(Code::measured(moments[i])) & 0x7fffffffu;
+    largest = std::max(largest, Code::Magnitude::lifted(bits, false, 0u));
   }
-  const GroupUnit unit = GroupUnit::above(largest);
+  const GroupUnit unit = GroupUnit::above(largest, Code::kLastUnit);
   exponent = static_cast<uint8_t>(unit.byte);
   for (int i = 0; i < kGroupSize; ++i) {
     const uint32_t code = Code::encode(Code::measured(moments[i]), unit.inverse(), false, 0u);

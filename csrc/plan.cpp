@@ -720,7 +720,7 @@ void Plan::fill_record(Row& row) {
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
     record.buffer_formats[i] = row.format(i);
     if (buffer.element_size() < 4) row.narrow |= kDithersBuffer0 << i;
-    if (row.format(i) == BufferFormat::kRatio8) row.dithers |= kDithersBuffer0 << i;
+    if (is_code(row.format(i))) row.dithers |= kDithersBuffer0 << i;
   }
   if (row.owned[kExponents].defined()) {
     record.exponents = row.owned[kExponents].mutable_data_ptr<uint8_t>();

@@ -197,16 +197,22 @@ IS_NAN = 255
 EIGHTH = 0x3E000000
 
 
-def group_exponents(value: Tensor) -> Tensor:
+def group_exponents(value: Tensor, added: int | Tensor, last: int) -> Tensor:
     """A byte for each group: that of the power of two above its largest member, as float32 has it.
+
+    Of the largest as it is rounded, by what is ``added`` to the bits: cut off at the last code
+    below that, what grows by less than a code in a step would stand still. Beyond the ``last`` byte
+    codes saturate.
 
     The shape is (shape[0], groups in one row), or (groups,) if there is one dimension.
     """
     rows = value.shape[:1] if value.dim() > 1 else ()
     shape = (*rows, math.prod(value.shape[len(rows) :]) // GROUP)
-    largest = (bits_of(value) & 0x7FFFFFFF).view(-1, GROUP).amax(-1).view(shape)
-    # Only a momentum can be so large that it saturates: the inverse of 2^127 is no normal number.
-    byte = ((largest >> 23) + 1).clamp(max=253)
+    bits = bits_of(value) & 0x7FFFFFFF
+    lifted = torch.where(bits < 1 << 23, bits, (bits + added).clamp(max=0x7F7FFFFF))
+    lifted = torch.where(bits >= 0x7F800000, bits, lifted)
+    largest = lifted.view(-1, GROUP).amax(-1).view(shape)
+    byte = ((largest >> 23) + 1).clamp(max=last)
     return torch.where(largest >= 0x7F800000, IS_NAN, byte).to(torch.uint8)
 
 
@@ -243,9 +249,10 @@ def encode_q8v(exp_avg_sq: Tensor, words: Tensor | None = None) -> tuple[Tensor,
     """
     is_zero = exp_avg_sq < 2**-126
     root = torch.where(is_zero, 0.0, root_of(exp_avg_sq))
-    exponents = group_exponents(root)
+    added = 1 << 16 if words is None else words >> 15
+    exponents = group_exponents(root, added, 191)  # the square of 2^64 is no number
     scaled = (root / scales(exponents, root.shape)).float().nan_to_num()
-    code = encode_magnitude(scaled, 6, 1 << 16 if words is None else words >> 15)
+    code = encode_magnitude(scaled, 6, added)
     code = torch.where(is_zero, code, code.clamp(min=1))
     return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
 
@@ -269,9 +276,11 @@ def root_of_q8v(code: Tensor, exponents: Tensor) -> Tensor:
 
 def encode_q8m(momentum: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Float32 momenta as sign and magnitude, and the exponents of the groups."""
-    exponents = group_exponents(momentum)
+    added = 1 << 17 if words is None else words >> 14
+    # The inverse of 2^127 is no normal number.
+    exponents = group_exponents(momentum, added, 253)
     scaled = (momentum.abs() / scales(exponents, momentum.shape)).float().nan_to_num()
-    code = encode_magnitude(scaled, 5, 1 << 17 if words is None else words >> 14)
+    code = encode_magnitude(scaled, 5, added)
     code = code | (bits_of(momentum) >> 31 << 7)
     return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
 
@@ -288,16 +297,17 @@ LARGEST_RATIO = 8.0
 # Brings 8 / 8.5 to code 127.
 RATIO_CODES = 127 * 17 / 16
 RATIO_IS_NAN = -128
-# Nearest codes freeze below 1 / (2 (1 - beta1)): 5 at beta1 = 0.9, 25 at 0.98.
-FIRST_NEAREST_PLACE = 32.0
+# Nearest codes freeze below 1 / (2 (1 - beta1)), 5 at beta1 = 0.9 and 25 at 0.98; and where they
+# are so far apart that a step of gradients that agree is less than half of that.
+FIRST_NEAREST_PLACE, LAST_NEAREST_PLACE = 32.0, 88.0
 
 
 def encode_q8r(exp_avg: Tensor, unit: Tensor, words: Tensor | None = None) -> Tensor:
     """Float32 first moments in units of the roots of the second as stored; 0 where that is 0.
 
-    With ``words`` the small ratios are dithered: to nearest, those of a row without gradients would
-    stop at code 4 and move the row in the direction of its last gradient until the next. Dither
-    on the large ones is only noise.
+    With ``words`` small and large ratios are dithered. To nearest, those of a row without gradients
+    would stop at code 4 and move the row in the direction of its last gradient until the next, and
+    large ones would stand still while gradients agree. Dither on the others is only noise.
     """
     limited = exp_avg.abs().minimum(LARGEST_RATIO * unit)
     place = (RATIO_CODES * limited / (limited + 0.5 * unit)).nan_to_num()
@@ -305,7 +315,8 @@ def encode_q8r(exp_avg: Tensor, unit: Tensor, words: Tensor | None = None) -> Te
     if words is not None:
         # From 2^-13 to 1 - 2^-13, so that a code which is decoded keeps its place.
         dither = (2 * (words >> 20) + 1).float() * 2**-13
-        added = torch.where(place < FIRST_NEAREST_PLACE, dither, added)
+        is_noise = (place >= FIRST_NEAREST_PLACE) & (place < LAST_NEAREST_PLACE)
+        added = torch.where(is_noise, added, dither)
     code = exp_avg.sign() * (place + added).floor()
     is_nan = ~(exp_avg.isfinite() & unit.isfinite())
     return code.masked_fill(is_nan, RATIO_IS_NAN).to(torch.int8)

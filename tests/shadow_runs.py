@@ -302,7 +302,7 @@ ADAM_BOUNDS: dict[tuple[str, str], AdamBounds] = {
             "permuted": Bound(0.031, 0.60),
             "tiny": Bound(0.031, 0.20),
             "sparse": Bound(0.034, 0.20),
-            "rare": Bound(0.032, 0.20),
+            "rare": Bound(0.035, 0.20),
             "model": Bound(0.035, 0.60, way=0.02),
         },
         0.95: {

@@ -230,12 +230,15 @@ def _loaded_moments(
     roles = dict(optimizer._description().buffers)
     formats = optimizer._formats(group, param)
     coded = [form for form in formats if saved.get(form.name) is None]
-    found = copied_moments(saved, coded, param, where)
+    codes = copied_moments(saved, coded, param, where)
+    found = dict(codes)
     for form in formats:
         value = saved.get(form.name)
         if value is not None:
             _check_tensor(value, param, where % form.name)
-            dtype = form.dtype if form.code is None else torch.float32
+            # The root of a second moment is the unit of a code: not to be rounded before.
+            is_exact = form.code is None and (not codes or form.dtype == torch.float64)
+            dtype = form.dtype if is_exact else torch.float32
             found[form.name] = torch.empty_like(param, dtype=dtype).copy_(value)
     present = [form for form in formats if has_moment(found, form.name)]
     return made_moments(found, present, param, roles)

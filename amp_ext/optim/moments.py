@@ -253,20 +253,42 @@ def _encoded(
     if form.code is None:
         if number is None:
             return {form.key: torch.zeros_like(param, dtype=form.dtype)}
-        return {form.key: number.to(param.device, form.dtype)}
+        moved = number.to(param.device, form.dtype)
+        if moved.stride() != param.stride():
+            moved = torch.empty_like(param, dtype=form.dtype).copy_(moved)
+        return {form.key: moved}
     local = local_tensor(param.detach())
     if number is None:
-        moment = torch.zeros_like(local, dtype=torch.float32)
-    else:
-        moment = torch.empty_like(local, dtype=torch.float32).copy_(local_tensor(number))
+        return _zeros(form, param, local)
+    moment = torch.empty_like(local, dtype=torch.float32).copy_(local_tensor(number))
     if form.code == "q8r":
         assert second is not None
         return {form.key: laid_out_as(param, ops.encode_ratios(moment, second.float()))}
     codes, exponents = ops.encode_groups(moment, form.code)
-    shape = form.shape_of(str(form.exponents_key), param)
+    return _laid_out(form, param, codes, exponents)
+
+
+# The exponent of a group of zeros.
+_OF_ZEROS = 1
+
+
+def _zeros(form: Format, param: Tensor, local: Tensor) -> dict[str, Tensor]:
+    """Returns the codes of zeros, made where the parameter is."""
+    codes = torch.zeros_like(local, dtype=form.dtype)
+    if form.exponents_key is None:
+        return {form.key: laid_out_as(param, codes)}
+    groups = form.shape_of(form.exponents_key, param)[1]
+    exponents = codes.new_full((local.shape[0], groups), _OF_ZEROS)
+    return _laid_out(form, param, codes, exponents)
+
+
+def _laid_out(form: Format, param: Tensor, codes: Tensor, exponents: Tensor) -> dict[str, Tensor]:
+    """Returns what this rank has of groups as its parameter is laid out over the ranks."""
+    key = str(form.exponents_key)
+    shape = form.shape_of(key, param)
     return {
         form.key: laid_out_as(param, codes),
-        str(form.exponents_key): laid_out_as(param, exponents, shape, (shape[1], 1)),
+        key: laid_out_as(param, exponents, shape, (shape[1], 1)),
     }
 
 

@@ -319,9 +319,13 @@ struct Numbers<Grouped<Code>> {
     Vector<int32_t> largest = {};
     for (int k = 0; k < kVectors; ++k) {
       measured[k] = Code::measured(amp_ext::load<V>(results + k * kLanes<float>));
-      largest = maximum(as_signed(bits_of(measured[k]) & 0x7fffffffu), largest);
+      const auto bits = bits_of(measured[k]) & 0x7fffffffu;
+      const auto words = rounding.words(first + k * kLanes<float>);
+      const auto lifted = Code::Magnitude::lifted(bits, rounding.dithers(), words);
+      largest = maximum(as_signed(lifted), largest);
     }
-    const GroupUnit unit = GroupUnit::above(static_cast<uint32_t>(largest_lane(largest)));
+    const GroupUnit unit =
+        GroupUnit::above(static_cast<uint32_t>(largest_lane(largest)), Code::kLastUnit);
     exponents[first / kGroupSize] = static_cast<uint8_t>(unit.byte);
     if (unit.is_nan()) {
       std::memset(codes + first, 0, kGroupSize);

@@ -249,12 +249,16 @@ struct Numbers<Grouped<Code>> {
     __device__ float load(int i) const { return Code::number(root(i)); }
 
     // Before the first of these moments is stored: all threads of the group come here.
-    __device__ void choose_unit(const float (&moments)[kCount]) {
+    // `rounding_of` gives that of each.
+    template <typename RoundingOf>
+    __device__ void choose_unit(const float (&moments)[kCount], const RoundingOf& rounding_of) {
       constexpr int kGroupThreads = kGroupSize / kCount;
       uint32_t largest = 0;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        largest = max(largest, bits_of(Code::measured(moments[i])) & 0x7fffffffu);
+        const uint32_t bits = bits_of(Code::measured(moments[i])) & 0x7fffffffu;
+        const Rounding rounding = rounding_of(i);
+        largest = max(largest, Code::Magnitude::lifted(bits, rounding.dithers, rounding.word));
       }
       const unsigned first = threadIdx.x % warpSize / kGroupThreads * kGroupThreads;
       const unsigned mask = (0xffffffffu >> (32 - kGroupThreads)) << first;
@@ -264,7 +268,7 @@ struct Numbers<Grouped<Code>> {
       for (int distance = kGroupThreads / 2; distance > 0; distance /= 2) {
         largest = max(largest, __shfl_xor_sync(mask, largest, distance));
       }
-      unit = GroupUnit::above(largest);
+      unit = GroupUnit::above(largest, Code::kLastUnit);
     }
     __device__ void store(float value, int i, const Rounding& rounding) {
       const uint32_t code =

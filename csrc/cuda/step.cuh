@@ -175,10 +175,15 @@ struct Streams {
       }
     }
     if constexpr (kHasGroups) {
+      constexpr int kGrouped = kHasRatio ? 1 : 0;
+      const auto rounding_of = [&](int i) {
+        return words_of<kDithers>(constants.step, index + i)
+            .of(kDithersBuffer0 << kGrouped, kStride<kGrouped>);
+      };
       if constexpr (kHasRatio) {
-        values.buffer1.choose_unit(moments[1]);
+        values.buffer1.choose_unit(moments[1], rounding_of);
       } else {
-        values.buffer0.choose_unit(moments[0]);
+        values.buffer0.choose_unit(moments[0], rounding_of);
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
 #include <amp_ext/ops.h>
 #include <c10/util/accumulate.h>
@@ -83,11 +84,22 @@ Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::
                 const at::Tensor& second) {
   const auto options = param.options().requires_grad(false);
   if (format.code.empty()) {
-    if (number.defined()) return {{format.key(), number.to(param.device(), format.dtype)}};
-    return {{format.key(), at::zeros_like(param, options.dtype(format.dtype))}};
+    if (!number.defined()) {
+      return {{format.key(), at::zeros_like(param, options.dtype(format.dtype))}};
+    }
+    const at::Tensor moved = number.to(param.device(), format.dtype);
+    if (moved.strides().equals(param.strides())) return {{format.key(), moved}};
+    return {{format.key(), at::empty_like(param, options.dtype(format.dtype)).copy_(moved)}};
   }
-  at::Tensor moment = at::zeros_like(param, options.dtype(at::kFloat));
-  if (number.defined()) moment.copy_(number);
+  if (!number.defined()) {  // made where the parameter is; a group of zeros has the exponent 1
+    Moments made{{format.key(), at::zeros_like(param, options.dtype(format.dtype))}};
+    const std::string key = format.exponents_key();
+    if (!key.empty()) {
+      made[key] = at::ones(sizes_of(format, key, param), options.dtype(at::kByte));
+    }
+    return made;
+  }
+  const at::Tensor moment = at::empty_like(param, options.dtype(at::kFloat)).copy_(number);
   if (format.code == "q8r") {
     return {{format.key(), encode_ratios(moment, second.to(at::kFloat))}};
   }
@@ -240,10 +252,13 @@ Moments read_moments(const Dict& saved, const std::vector<MomentFormat>& formats
       }
     }
   }
+  const bool has_codes = !found.empty();
   for (const MomentFormat& wanted : formats) {
     const c10::IValue value = value_of(wanted.name);
     if (value.isNone()) continue;
-    const auto dtype = wanted.code.empty() ? wanted.dtype : at::kFloat;
+    // The root of a second moment is the unit of a code: not to be rounded before.
+    const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
+    const auto dtype = is_exact ? wanted.dtype : at::kFloat;
     found[wanted.name] = read_tensor(value, param, dtype, where(wanted.name));
   }
   std::vector<MomentFormat> present;

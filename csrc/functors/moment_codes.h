@@ -1,9 +1,10 @@
 // Moments in 8 bits.
 //
-// A first moment beside a second one is a ratio to its root (RatioCode): at most 7.3 in Adam,
-// so that no group needs a scale, and an update errs by a bounded part of itself whatever its
-// neighbours do. A second moment (RootCode) and a momentum (MomentumCode) are measured in a power
-// of two for a group of 32 elements, as numbers of four ranges, of which the first is linear.
+// A first moment beside a second one is a ratio to its root (RatioCode): at most 7.3 with Adam's
+// betas, so that no group needs a scale, and an update errs by a bounded part of itself whatever
+// the first moments beside it are. A second moment (RootCode) and a momentum (MomentumCode) are
+// measured in a power of two for a group of 32 elements, as numbers of four ranges, of which the
+// first is linear.
 //
 // Nothing that is not finite gets lost: a ratio has a code for it, a group an exponent, by which
 // all 32 are NaN.
@@ -23,8 +24,10 @@ inline constexpr int kGroupSize = 32;
 
 struct RatioCode {
   static constexpr float kLargestRatio = 8.0f;
-  static constexpr float kCodes = 134.9375f;     // 127 * 8.5 / 8: the largest ratio has code 127
-  static constexpr float kFirstNearest = 32.0f;  // codes that are not dithered, as noise they'd be
+  static constexpr float kCodes = 134.9375f;  // 127 * 8.5 / 8: the largest ratio has code 127
+  // Places that are rounded to nearest, as dither would be noise alone.
+  static constexpr float kFirstNearest = 32.0f;
+  static constexpr float kLastNearest = 88.0f;
   static constexpr uint32_t kNan = 0x80u;
 
   template <typename V, typename U>
@@ -36,7 +39,8 @@ struct RatioCode {
   }
 
   // Without gradients a code that is rounded to nearest stops to fade at 4, and would move its
-  // parameter until the next gradient; so the small ones are dithered.
+  // parameter until the next gradient; so the small ones are dithered. So are the large ones, of
+  // gradients that agree: there codes are so far apart that a step is less than half of that.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, V unit, bool dithers, U word) {
     const V size = float_of(bits_of(moment) & 0x7fffffffu);
@@ -46,7 +50,9 @@ struct RatioCode {
     place = select(place < 128, place, V{});  // NaN: beside a unit that is 0, or not finite
     // From 2^-13 to 1 - 2^-13, so that a code that was decoded is itself under any word.
     const V dither = to_number(((word >> 20) << 1) + 1u) * 0x1p-13f;
-    const V added = select(dithers, select(place < kFirstNearest, dither, V{} + 0.5f), V{} + 0.5f);
+    const V if_large = select(place < kLastNearest, V{} + 0.5f, dither);
+    const V if_dithered = select(place < kFirstNearest, dither, if_large);
+    const V added = select(dithers, if_dithered, V{} + 0.5f);
     const U code = to_integer(place + added);
     const U sign = bits_of(moment) >> 31;
     const auto nothing = (moment - moment) + (unit - unit);
@@ -61,11 +67,11 @@ struct GroupUnit {
 
   uint32_t byte;
 
-  // `largest` are the bits of the largest magnitude.
-  static AMP_EXT_INLINE GroupUnit above(uint32_t largest) {
+  // `largest` are the bits of the largest magnitude, as it is rounded; `last` is the last unit that
+  // there is, above which codes saturate.
+  static AMP_EXT_INLINE GroupUnit above(uint32_t largest, uint32_t last) {
     const uint32_t exponent = (largest >> 23) + 1;
-    // The inverse of 2^127 is no normal number: a momentum of 2^126 and more saturates.
-    return {largest >= 0x7f800000u ? kNan : exponent < 253 ? exponent : 253};
+    return {largest >= 0x7f800000u ? kNan : exponent < last ? exponent : last};
   }
   AMP_EXT_INLINE bool is_nan() const { return byte == kNan; }
   AMP_EXT_INLINE float value() const { return float_of(byte << 23); }
@@ -86,15 +92,31 @@ struct MagnitudeCode {
     return select(as_signed(code) < static_cast<int32_t>(kRange), linear, octave);
   }
 
+  // The bits of a magnitude with what rounds it up, for the unit of its group: cut off at the last
+  // code below that, the largest could not grow by less than a code in a step.
+  template <typename U>
+  static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
+    const U sum = bits + added(dithers, word);
+    const U limited = select(as_signed(sum) < 0x7f800000, sum, U{} + 0x7f7fffffu);
+    const U finite = select(as_signed(bits) < 0x7f800000, limited, bits);
+    return select(as_signed(bits) < 0x00800000, bits, finite);  // the least unit has these
+  }
+
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V number, bool dithers, U word) {
     // With an eighth more, floats are linear there.
     const auto is_linear = number < 0.125f;
     const U bits = bits_of(select(is_linear, number + 0.125f, number)) - kEighth;
-    const U added = select(dithers, word >> (32 - kDropped), U{} + (1u << (kDropped - 1)));
-    const U code = ((bits + added) >> kDropped) + select(is_linear, U{}, U{} + kRange);
+    const U code =
+        ((bits + added(dithers, word)) >> kDropped) + select(is_linear, U{}, U{} + kRange);
     constexpr uint32_t kLargest = 4 * kRange - 1;
     return select(as_signed(code) < static_cast<int32_t>(kLargest), code, U{} + kLargest);
+  }
+
+ private:
+  template <typename U>
+  static AMP_EXT_INLINE U added(bool dithers, U word) {
+    return select(dithers, word >> (32 - kDropped), U{} + (1u << (kDropped - 1)));
   }
 };
 
@@ -102,6 +124,7 @@ struct MagnitudeCode {
 // divide its first moment by eps alone.
 struct RootCode {
   using Magnitude = MagnitudeCode<6>;
+  static constexpr uint32_t kLastUnit = 127 + 64;  // the square of which is no number
 
   template <typename V>
   static AMP_EXT_INLINE V measured(V moment) {
@@ -125,6 +148,7 @@ struct RootCode {
 // A momentum: sign and magnitude.
 struct MomentumCode {
   using Magnitude = MagnitudeCode<5>;
+  static constexpr uint32_t kLastUnit = 127 + 126;  // the inverse of 2^127 is no normal number
 
   template <typename V>
   static AMP_EXT_INLINE V measured(V momentum) {

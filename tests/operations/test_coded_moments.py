@@ -440,4 +440,4 @@ def test_no_second_moment_beside_large_ones_becomes_zero(device):
             [param], [grad], first, [codes], steps, **numbers, **DITHER, exponents=[exponents]
         )
         assert (codes > 0).all()
-    assert param.abs().max().item() <= 20.1
+    assert param.abs().max().item() <= 22  # a step is 1, within the distance of two ratios

@@ -443,7 +443,7 @@ def test_momenta_round_to_the_nearest_code():
     grid = decode_q8m(codes, torch.full((8, 1), 127, dtype=torch.uint8))[:, :16].reshape(-1)
     assert (grid.diff() > 0).all()
     value = torch.linspace(0, float(grid[-1]), 2**14).view(-1, 16)
-    together = torch.cat([value, torch.full((len(value), 16), 0.99)], dim=1)
+    together = torch.cat([value, torch.full((len(value), 16), float(grid[-1]))], dim=1)
     decoded = decode_q8m(*encode_q8m(together))[:, :16].reshape(-1)
     nearest = (value.view(-1, 1) - grid).abs().min(dim=1).values
     assert torch.allclose((decoded - value.view(-1)).abs(), nearest, rtol=0, atol=1e-7)

@@ -165,7 +165,7 @@ def test_adamw_with_states_in_8_bits_keeps_its_bounds(name, beta2, state_dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", CODES_OF_ADAM)
-@pytest.mark.parametrize(("momentum", "kind"), [(0.9, "q8m"), (0.99, "q8m dithered")])
+@pytest.mark.parametrize(("momentum", "kind"), [(0.9, "q8m dithered"), (0.99, "q8m dithered")])
 @pytest.mark.parametrize("name", FEW_STREAMS)
 def test_sgd_with_states_in_8_bits_keeps_its_bounds(name, momentum, kind, state_dtype):
     stream = gradients(name)
@@ -185,15 +185,17 @@ def test_lion_with_states_in_8_bits_turns_few_signs(name):
     assert (errors.update / 2) ** 2 < LION_BOUNDS["q8m dithered"], errors
 
 
-MOMENTUM_CODES = rows({"to-nearest": (0.9, "q8m"), "dithered": (0.99, "q8m dithered")})
+MOMENTUM_CODES = rows({"to-nearest": ("nearest", "q8m"), "dithered": (None, "q8m dithered")})
 
 
-@pytest.mark.parametrize(("momentum", "kind"), MOMENTUM_CODES)
-def test_the_codes_of_sgd_are_those_that_are_judged(momentum, kind):
+@pytest.mark.parametrize("momentum", [0.9, 0.99])
+@pytest.mark.parametrize(("rounding", "kind"), MOMENTUM_CODES)
+def test_the_codes_of_sgd_are_those_that_are_judged(rounding, kind, momentum):
     """Its arithmetic is that of the reference, so not a bit is different."""
     stream = gradients("half a decade")[:60]
     reference = Momentum(zeros(stream), momentum, kind)
-    scheme = OptimizerScheme(SGD, stream.shape[1:], state_dtype="8bit", momentum=momentum)
+    options = {"state_dtype": "8bit", "rounding": rounding, "momentum": momentum}
+    scheme = OptimizerScheme(SGD, stream.shape[1:], **options)
     for grad in stream:
         assert torch.equal(scheme.step(grad), reference.step(grad))
 
