@@ -39,8 +39,8 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 * ``skip_nonfinite``: Leaves every element alone whose gradient is inf or NaN, and leaves those out
   of the norm.
 * ``dither``: Rounds what would freeze otherwise in the right proportion of steps up and down: in 16
-  or 8 bits, parameters without a master, second moments, small ratios to them, and first moments
-  of a decay of 0.99 and more.
+  or 8 bits, parameters without a master, second moments, small and large ratios to them, momenta in
+  8 bits, and first moments of a decay of 0.99 and more.
   Asks for ``steps``, on whose number the rounding depends.
 * ``first_elements``: Where the first element of each parameter stands in the whole of which it is a
   part, for the dither to be that of the whole; None: each is the whole.

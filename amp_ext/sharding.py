@@ -14,6 +14,7 @@ __all__ = [
     "all_reduce_flags",
     "first_element",
     "is_dtensor",
+    "is_over_rows",
     "laid_out_as",
     "local_grad",
     "local_tensor",
@@ -33,6 +34,14 @@ def local_tensor(tensor: Any) -> Tensor:
     local = tensor._local_tensor
     # A collective that makes it may still be under way.
     return local.wait() if hasattr(local, "wait") else local
+
+
+def is_over_rows(param: Any) -> bool:
+    """Returns whether the parts that ranks have of a DTensor are rows of dimension 0, or all."""
+    from torch.distributed.tensor import Shard
+
+    # Not placements derived from Shard, by which parts lie in another order.
+    return all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in param.placements)
 
 
 def laid_out_as(
@@ -70,15 +79,11 @@ def first_element(param: Any) -> int:
     dimensions of the mesh, and dimension 0 is outermost in memory. Other parts count from 0, each
     for itself, and so does what every rank has whole.
     """
-    from torch.distributed.tensor import Shard
-
     mesh, placements = param.device_mesh, param.placements
     coordinate = mesh.get_coordinate()
-    # Not those derived from it, by which parts lie in another order.
-    is_over_rows = all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in placements)
     strides = [stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1]
     is_outermost = not strides or param.stride(0) >= max(strides)
-    if coordinate is None or not param.numel() or not is_over_rows or not is_outermost:
+    if coordinate is None or not param.numel() or not is_over_rows(param) or not is_outermost:
         return 0
     begin, rows = 0, param.shape[0] if param.ndim else 1
     for dim, placement in enumerate(placements):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from amp_ext.bench.shapes import LARGE, ShapeList
+from amp_ext.memory import MASTER_BYTES
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -62,8 +63,6 @@ EIGHT_BIT_FIRST = States("8bit-bf16 states", "8bit-bf16", (1, 2, 1 + 1 / 32))
 EIGHT_BIT = States("8bit states", "8bit", (1, 1 + 1 / 32, 1 + 1 / 32))
 
 Masters = bool | Literal["split", "split8"]  # the option of ours
-#: The bytes of a master beside its 16-bit parameter.
-MASTER_BYTES: dict[Masters, int] = {True: 4, "split": 2, "split8": 1, False: 0}
 
 
 @dataclass(frozen=True)

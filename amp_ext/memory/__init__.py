@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONFIGURATIONS",
+    "MASTER_BYTES",
     "NOT_COUNTED",
     "OPTIMIZERS",
     "Configuration",
@@ -52,8 +53,13 @@ _COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
-# Of a master, beside its 16-bit parameter.
-_MASTER_BYTES = {True: 4, "split": 2, "split8": 1, False: 0}
+#: Of an element of a master, beside its 16-bit parameter, by the option ``master_weights``.
+MASTER_BYTES: dict[bool | Literal["split", "split8"], int] = {
+    True: 4,
+    "split": 2,
+    "split8": 1,
+    False: 0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,7 +334,7 @@ def _usage(configuration: Configuration, optimizer: str, count: ElementCount) ->
         if dtype in (*_SIXTEEN_BIT, torch.float32):
             state_dtype = configuration.state_dtype or dtype
         if dtype in _SIXTEEN_BIT:
-            masters += number * _MASTER_BYTES[configuration.master_weights]
+            masters += number * MASTER_BYTES[configuration.master_weights]
         if isinstance(state_dtype, torch.dtype):
             states += number * state_dtype.itemsize * OPTIMIZERS[optimizer]
         else:

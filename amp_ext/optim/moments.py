@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.sharding import is_dtensor, laid_out_as, local_tensor
+from amp_ext.sharding import is_dtensor, is_over_rows, laid_out_as, local_tensor
 
 __all__ = [
     "CODED_STATES",
@@ -132,22 +132,12 @@ def has_groups(param: Tensor) -> bool:
     shape = tuple(param.shape)
     if param.numel() < _LEAST_ELEMENTS or len(shape) < 2 or math.prod(shape[1:]) % GROUP:
         return False
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    is_contiguous = all(
-        stride == wanted or size == 1
-        for stride, wanted, size in zip(param.stride(), strides, shape, strict=True)
-    )
-    return is_contiguous and _is_over_rows(param)
+    return param.is_contiguous() and _has_rows(param)
 
 
-def _is_over_rows(param: Tensor) -> bool:
-    """Returns whether the parts that ranks have of a parameter are rows of dimension 0."""
-    if not is_dtensor(param):
-        return True
-    from torch.distributed.tensor import Shard
-
-    placements = param.placements  # type: ignore[attr-defined]
-    return all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in placements)
+def _has_rows(param: Tensor) -> bool:
+    """Returns whether every rank has whole rows of a parameter, or all of it."""
+    return not is_dtensor(param) or is_over_rows(param)
 
 
 def _all_formats(name: str) -> tuple[Format, ...]:
@@ -318,7 +308,7 @@ def copied_moments(
                 if key not in given:
                     raise ValueError(f"{where % key} must be there, got {list(saved)}")
                 _check_code(given[key], kept, key, param, where % key)
-            if kept.exponents_key is None or _is_over_rows(param):
+            if kept.exponents_key is None or _has_rows(param):
                 copies |= {key: _copy_of(given[key], kept, key, param) for key in kept.keys}
             else:  # the parts of the ranks cut groups
                 copies[kept.name] = _decoded_whole(kept, given, param)

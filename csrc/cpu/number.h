@@ -288,9 +288,12 @@ struct Numbers<Grouped<Code>> {
 
   template <typename V>
   AMP_EXT_INLINE V load(int64_t index) const {
-    return Code::number(measured(index));
+    return Code::number(root(index));
   }
-  AMP_EXT_INLINE Vector<float> root(int64_t index) const { return measured(index); }
+  AMP_EXT_INLINE Vector<float> root(int64_t index) const {
+    const GroupUnit unit{exponents[index / kGroupSize]};
+    return Code::decode(load_wide(codes + index), unit.value());
+  }
   AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
   AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding& rounding) const {
     for (int64_t first = 0; first < count; first += kGroupSize) {
@@ -306,11 +309,6 @@ struct Numbers<Grouped<Code>> {
 
  private:
   using V = Vector<float>;
-
-  AMP_EXT_INLINE V measured(int64_t index) const {
-    const GroupUnit unit{exponents[index / kGroupSize]};
-    return Code::decode(load_wide(codes + index), unit.value());
-  }
 
   AMP_EXT_INLINE void round_group(const float* results, int64_t first,
                                   const Rounding& rounding) const {

@@ -9,7 +9,7 @@
 
 namespace amp_ext::cuda {
 
-// Whether the driver takes the arguments of kernels for split masters.
+// Whether the driver takes the arguments of kernels for split masters and moments in 8 bits.
 bool takes_large_arguments();
 
 // One launch for each combination of dtypes, as far as the tensors fit into a kernel's arguments.

@@ -830,18 +830,25 @@ def test_odd_masters_are_read_as_in_python(
         assert_loads_as_python(run, plan_with(loaded, dtype), checkpoint, tmp_path)
 
 
+def assert_trains_as_python(
+    run: Run, plan: dict[str, Any], ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Compares runs of so many steps, and the checkpoints after them, which tell the keys."""
+    for steps in ends:
+        part = {**plan, "steps": steps}
+        cpp, checkpoint = train_in_cpp(run, part, tmp_path)
+        python = train(part)
+        assert_same_steps(cpp, python)
+        assert_same_checkpoint(checkpoint, python["checkpoint"])
+
+
 @splits
 def test_a_model_is_converted_as_in_python(
     run: Run, form: str, tmp_path: Path, one_thread: None
 ) -> None:
     to = {4: "float16", 7: "float32", 9: "float16", 12: "bfloat16", 15: "float64"}
     plan = plan_with(form, "bfloat16", steps=18, dtypes_from=to)
-    for steps in (6, 14, 18):  # the checkpoint after which tells the keys
-        part = {**plan, "steps": steps}
-        cpp, checkpoint = train_in_cpp(run, part, tmp_path)
-        python = train(part)
-        assert_same_steps(cpp, python)
-        assert_same_checkpoint(checkpoint, python["checkpoint"])
+    assert_trains_as_python(run, plan, (6, 14, 18), tmp_path)
 
 
 @dtypes
@@ -986,12 +993,7 @@ def test_a_model_with_codes_is_converted_as_in_python(
 ) -> None:
     to = {4: "float16", 7: "float32", 9: "float64", 12: "bfloat16"}
     plan = plan_of_moments(form, "bfloat16", kind, dtypes_from=to)
-    for steps in (6, 11, 15):  # the checkpoint after which tells the keys
-        part = {**plan, "steps": steps}
-        cpp, checkpoint = train_in_cpp(run, part, tmp_path)
-        python = train(part)
-        assert_same_steps(cpp, python)
-        assert_same_checkpoint(checkpoint, python["checkpoint"])
+    assert_trains_as_python(run, plan, (6, 11, 15), tmp_path)
 
 
 @coded_kinds
@@ -1002,12 +1004,7 @@ def test_a_loop_changes_the_form_of_moments_as_in_python(
     forms = ("8bit", "8bit-bf16", "bfloat16", "8bit", "float32", "8bit-bf16", None, "8bit", None)
     changes = {step: {"state_dtype": form} for step, form in enumerate(forms, 4)}
     plan = plan_of_moments("float32", dtype, kind, steps=13, options_from=changes)
-    for steps in (9, 12, 13):
-        part = {**plan, "steps": steps}
-        cpp, checkpoint = train_in_cpp(run, part, tmp_path)
-        python = train(part)
-        assert_same_steps(cpp, python)
-        assert_same_checkpoint(checkpoint, python["checkpoint"])
+    assert_trains_as_python(run, plan, (9, 12, 13), tmp_path)
 
 
 @codes
