@@ -315,8 +315,9 @@ def encode_q8r(exp_avg: Tensor, unit: Tensor, words: Tensor | None = None) -> Te
     if words is not None:
         # From 2^-13 to 1 - 2^-13, so that a code which is decoded keeps its place.
         dither = (2 * (words >> 20) + 1).float() * 2**-13
-        is_noise = (place >= FIRST_NEAREST_PLACE) & (place < LAST_NEAREST_PLACE)
-        added = torch.where(is_noise, added, dither)
+        added = torch.where(place < FIRST_NEAREST_PLACE, dither, added)
+        # Nearer to 0.5, which is quieter, and moves hardly less.
+        added = torch.where(place >= LAST_NEAREST_PLACE, dither * 0.9375 + 0.03125, added)
     code = exp_avg.sign() * (place + added).floor()
     is_nan = ~(exp_avg.isfinite() & unit.isfinite())
     return code.masked_fill(is_nan, RATIO_IS_NAN).to(torch.int8)
