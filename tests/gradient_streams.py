@@ -32,6 +32,20 @@ def falling(decades: float, steps: int, generator: torch.Generator) -> Tensor:
     return noise(steps, generator) * scales(decades, generator) * factor
 
 
+def ending(steps: int, generator: torch.Generator) -> Tensor:
+    """All gradients are zero from half time on, as those of a part that is no longer used."""
+    gradients = noise(steps, generator) * scales(0.5, generator)
+    gradients[steps // 2 :] = 0
+    return gradients
+
+
+def leaning(steps: int, generator: torch.Generator) -> Tensor:
+    """Gradients whose mean is as large as their noise, as those of a weight that is on its way."""
+    sizes = scales(0.5, generator)
+    side = torch.randn(SHAPE, generator=generator).sign()
+    return (noise(steps, generator) + side) * sizes
+
+
 def permuted(steps: int, generator: torch.Generator) -> Tensor:
     """The neighbours in each row exchange their sizes at half time."""
     before = scales(1.5, generator)
@@ -102,6 +116,8 @@ def of_model(steps: int, generator: torch.Generator) -> Tensor:
 STREAMS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "two decades": functools.partial(falling, 2.0),
     "half a decade": functools.partial(falling, 0.5),
+    "ending": ending,
+    "leaning": leaning,
     "permuted": permuted,
     "tiny": tiny,
     "sparse": functools.partial(sparse, 51),

@@ -297,17 +297,16 @@ LARGEST_RATIO = 8.0
 # Brings 8 / 8.5 to code 127.
 RATIO_CODES = 127 * 17 / 16
 RATIO_IS_NAN = -128
-# Nearest codes freeze below 1 / (2 (1 - beta1)), 5 at beta1 = 0.9 and 25 at 0.98; and where they
-# are so far apart that a step of gradients that agree is less than half of that.
-FIRST_NEAREST_PLACE, LAST_NEAREST_PLACE = 32.0, 88.0
+FIRST_QUIET_PLACE = 32.0
 
 
 def encode_q8r(exp_avg: Tensor, unit: Tensor, words: Tensor | None = None) -> Tensor:
     """Float32 first moments in units of the roots of the second as stored; 0 where that is 0.
 
-    With ``words`` small and large ratios are dithered. To nearest, those of a row without gradients
-    would stop at code 4 and move the row in the direction of its last gradient until the next, and
-    large ones would stand still while gradients agree. Dither on the others is only noise.
+    With ``words`` they are dithered, from place 32 on by 0.89 of a code, which is quieter. To
+    nearest, those of a row without gradients would stop at code 4 and move the row in the direction
+    of its last gradient until the next; larger ones would stand still where beta1 is near to 1, or
+    while gradients agree.
     """
     limited = exp_avg.abs().minimum(LARGEST_RATIO * unit)
     place = (RATIO_CODES * limited / (limited + 0.5 * unit)).nan_to_num()
@@ -315,9 +314,7 @@ def encode_q8r(exp_avg: Tensor, unit: Tensor, words: Tensor | None = None) -> Te
     if words is not None:
         # From 2^-13 to 1 - 2^-13, so that a code which is decoded keeps its place.
         dither = (2 * (words >> 20) + 1).float() * 2**-13
-        added = torch.where(place < FIRST_NEAREST_PLACE, dither, added)
-        # Nearer to 0.5, which is quieter, and moves hardly less.
-        added = torch.where(place >= LAST_NEAREST_PLACE, dither * 0.9375 + 0.03125, added)
+        added = torch.where(place < FIRST_QUIET_PLACE, dither, dither * 0.890625 + 0.0546875)
     code = exp_avg.sign() * (place + added).floor()
     is_nan = ~(exp_avg.isfinite() & unit.isfinite())
     return code.masked_fill(is_nan, RATIO_IS_NAN).to(torch.int8)

@@ -30,7 +30,7 @@ from torch import Tensor
 from amp_ext import optim
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 
-BETA1, EPS = 0.9, 1e-8
+BETAS, EPS = (0.9, 0.999), 1e-8
 # Updates of the first steps, whose bias correction is large, do not count.
 FIRST_STEPS = 10
 
@@ -107,21 +107,24 @@ def error_of_root(moment: Tensor | None, exact: Tensor | None) -> list[float]:
 class Adam64:
     """Adam in float64, in the order in which torch computes it."""
 
-    def __init__(self, shape: torch.Size, beta2: float = 0.999, amsgrad: bool = False) -> None:
-        self.beta2, self.amsgrad, self.steps = beta2, amsgrad, 0
+    def __init__(
+        self, shape: torch.Size, betas: tuple[float, float] = BETAS, amsgrad: bool = False
+    ) -> None:
+        self.betas, self.amsgrad, self.steps = betas, amsgrad, 0
         self.exp_avg, self.exp_avg_sq, self.second_moment = torch.zeros(3, *shape).double()
 
     def step(self, grad: Tensor) -> Tensor:
         self.steps += 1
         grad = grad.double()
-        self.exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - BETA1)
-        self.exp_avg_sq = self.exp_avg_sq * self.beta2 + grad * grad * (1 - self.beta2)
+        beta1, beta2 = self.betas
+        self.exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - beta1)
+        self.exp_avg_sq = self.exp_avg_sq * beta2 + grad * grad * (1 - beta2)
         self.second_moment = (
             self.second_moment.maximum(self.exp_avg_sq) if self.amsgrad else self.exp_avg_sq
         )
-        correction = math.sqrt(1 - self.beta2**self.steps)
+        correction = math.sqrt(1 - beta2**self.steps)
         denominator = self.second_moment.sqrt() / correction + EPS
-        return self.exp_avg / denominator / (1 - BETA1**self.steps)
+        return self.exp_avg / denominator / (1 - beta1**self.steps)
 
 
 # What a number is after it was stored and loaded again.
@@ -154,22 +157,23 @@ class CodedAdam:
     def __init__(
         self,
         shape: torch.Size,
-        beta2: float,
+        betas: tuple[float, float],
         exp_avg: str,
         exp_avg_sq: str,
         maximum: str | None = None,
     ) -> None:
-        self.beta2, self.steps = beta2, 0
+        self.betas, self.steps = betas, 0
         self.kinds = exp_avg, exp_avg_sq, maximum
         self.exp_avg, self.exp_avg_sq, self.second_moment = torch.zeros(3, *shape)
 
     def step(self, grad: Tensor) -> Tensor:
         self.steps += 1
-        exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - BETA1)
-        exp_avg_sq = self.exp_avg_sq * self.beta2 + grad * grad * (1 - self.beta2)
+        beta1, beta2 = self.betas
+        exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - beta1)
+        exp_avg_sq = self.exp_avg_sq * beta2 + grad * grad * (1 - beta2)
         fresh = exp_avg_sq if self.kinds[2] is None else self.second_moment.maximum(exp_avg_sq)
-        correction = math.sqrt(1 - self.beta2**self.steps)
-        update = exp_avg / (fresh.sqrt() / correction + EPS) / (1 - BETA1**self.steps)
+        correction = math.sqrt(1 - beta2**self.steps)
+        update = exp_avg / (fresh.sqrt() / correction + EPS) / (1 - beta1**self.steps)
         self.store(exp_avg, exp_avg_sq, fresh)
         return update
 
@@ -220,7 +224,7 @@ class Lion:
 
     def step(self, grad: Tensor) -> Tensor:
         self.steps += 1
-        update = (self.exp_avg * BETA1 + grad * (1 - BETA1)).sign()
+        update = (self.exp_avg * BETAS[0] + grad * (1 - BETAS[0])).sign()
         exp_avg = self.exp_avg * self.beta2 + grad * (1 - self.beta2)
         self.exp_avg = stored(exp_avg, self.kind, self.steps, "first_moment")
         return update
@@ -271,71 +275,113 @@ class Bound:
     way: float | None = None
 
 
-AdamBounds = dict[float, dict[str, Bound]]
+AdamBounds = dict[tuple[float, float], dict[str, Bound]]
 
-# By the kinds of first and second moment, beta2 and stream.
+# By the kinds of first and second moment, betas and stream.
 ADAM_BOUNDS: dict[tuple[str, str], AdamBounds] = {
     ("nearest", "dithered"): {
-        0.999: {
+        (0.9, 0.999): {
             "two decades": Bound(0.013, 0.06),
             "half a decade": Bound(0.013, 0.06),
+            "ending": Bound(0.013, 0.06),
+            "leaning": Bound(0.015, 0.11, way=0.01),
             "permuted": Bound(0.014, 0.10),
             "tiny": Bound(0.015, 0.07),
             "sparse": Bound(0.008, 0.05),
             "rare": Bound(0.0065, 0.08),
             "model": Bound(0.013, 0.08),
         },
-        0.95: {
+        (0.9, 0.95): {
             "two decades": Bound(0.006, 0.02),
             "half a decade": Bound(0.006, 0.02),
+            "ending": Bound(0.006, 0.02),
+            "leaning": Bound(0.006, 0.04, way=0.0008),
             "permuted": Bound(0.006, 0.02),
             "tiny": Bound(0.006, 0.02),
             "sparse": Bound(0.008, 0.02),
             "rare": Bound(0.007, 0.01),
             "model": Bound(0.007, 0.05),
         },
+        (0.98, 0.999): {
+            "leaning": Bound(0.018, 0.1, way=0.01),
+            "rare": Bound(0.0105, 0.02),
+            "model": Bound(0.014, 0.04, way=0.009),
+        },
+        (0.9, 0.9999): {
+            "leaning": Bound(0.017, 0.12, way=0.011),
+            "rare": Bound(0.005, 0.05),
+            "model": Bound(0.0135, 0.08, way=0.0075),
+        },
     },
     ("q8r dithered", "dithered"): {
-        0.999: {
+        (0.9, 0.999): {
             "two decades": Bound(0.034, 0.20),
             "half a decade": Bound(0.034, 0.20),
+            "ending": Bound(0.034, 0.20),
+            "leaning": Bound(0.035, 0.50, way=0.011),
             "permuted": Bound(0.031, 0.60),
             "tiny": Bound(0.031, 0.20),
             "sparse": Bound(0.034, 0.20),
             "rare": Bound(0.035, 0.20),
             "model": Bound(0.035, 0.60, way=0.02),
         },
-        0.95: {
+        (0.9, 0.95): {
             "two decades": Bound(0.030, 0.07),
             "half a decade": Bound(0.030, 0.07),
+            "ending": Bound(0.030, 0.09),
+            "leaning": Bound(0.033, 0.17, way=0.003),
             "permuted": Bound(0.029, 0.07),
             "tiny": Bound(0.029, 0.07),
-            # The updates of most steps are small themselves.
-            "sparse": Bound(0.045, 0.05),
-            "rare": Bound(0.045, 0.04, way=0.03),
+            "sparse": Bound(0.035, 0.05),
+            "rare": Bound(0.035, 0.04, way=0.03),
             "model": Bound(0.031, 0.15, way=0.015),
+        },
+        (0.98, 0.999): {
+            "leaning": Bound(0.075, 0.5, way=0.018),
+            "rare": Bound(0.067, 0.09, way=0.048),
+            "model": Bound(0.092, 0.6, way=0.045),
+        },
+        # Ratios above 8 are too small.
+        (0.9, 0.9999): {
+            "leaning": Bound(0.105, 1.0, way=0.017),
+            "rare": Bound(0.16, 1.2),
+            "model": Bound(0.19, 1.3, way=0.11),
         },
     },
     # A member that is a hundredth of its group's largest has codes of 1 to 3, between which dither
     # wanders: few single updates are then off by their size and more.
     ("q8r dithered", "q8v"): {
-        0.999: {
+        (0.9, 0.999): {
             "two decades": Bound(0.12, 1.8),
             "half a decade": Bound(0.052, 0.4),
+            "ending": Bound(0.053, 0.25),
+            "leaning": Bound(0.06, 0.50, way=0.03),
             "permuted": Bound(0.068, 0.9),
             "tiny": Bound(0.064, 0.6),
             "sparse": Bound(0.038, 0.8),
             "rare": Bound(0.044, 2.5),
             "model": Bound(0.06, 1.0, way=0.035),
         },
-        0.95: {
+        (0.9, 0.95): {
             "two decades": Bound(0.11, 1.8),
             "half a decade": Bound(0.033, 0.1),
+            "ending": Bound(0.038, 0.1),
+            "leaning": Bound(0.036, 0.2, way=0.0035),
             "permuted": Bound(0.048, 0.45),
             "tiny": Bound(0.034, 0.1),
             "sparse": Bound(0.048, 0.9),
             "rare": Bound(0.1, 1.1),
             "model": Bound(0.06, 3.0, way=0.018),
+        },
+        (0.98, 0.999): {
+            "leaning": Bound(0.087, 0.6, way=0.032),
+            "rare": Bound(0.078, 0.5, way=0.06),
+            "model": Bound(0.097, 0.5, way=0.05),
+        },
+        (0.9, 0.9999): {
+            "leaning": Bound(0.113, 1.0, way=0.034),
+            "rare": Bound(0.16, 2.9),
+            "model": Bound(0.195, 1.3, way=0.11),
         },
     },
 }
@@ -377,10 +423,10 @@ def print_errors_of_optimizers() -> None:
     for name in STREAMS:
         stream = gradients(name)
         shape, zeros = stream.shape[1:], torch.zeros(stream.shape[1:], dtype=torch.float64)
-        for beta2 in (0.999, 0.95):
-            options = {"betas": (BETA1, beta2), "weight_decay": 0.0}
-            title = f"AdamW {beta2}, {name}"
-            run(title, optim.AdamW, Adam64(shape, beta2), stream, **options)
+        for betas in (BETAS, (0.9, 0.95)):
+            options = {"betas": betas, "weight_decay": 0.0}
+            title = f"AdamW {betas[1]}, {name}"
+            run(title, optim.AdamW, Adam64(shape, betas), stream, **options)
         amsgrad = {"amsgrad": True, "weight_decay": 0.0}
         exact = Adam64(shape, amsgrad=True)
         run(f"amsgrad, {name}", optim.AdamW, exact, stream, **amsgrad)

@@ -24,10 +24,8 @@ inline constexpr int kGroupSize = 32;
 
 struct RatioCode {
   static constexpr float kLargestRatio = 8.0f;
-  static constexpr float kCodes = 134.9375f;  // 127 * 8.5 / 8: the largest ratio has code 127
-  // Places that are rounded to nearest, as dither would be noise alone.
-  static constexpr float kFirstNearest = 32.0f;
-  static constexpr float kLastNearest = 88.0f;
+  static constexpr float kCodes = 134.9375f;   // 127 * 8.5 / 8: the largest ratio has code 127
+  static constexpr float kFirstQuiet = 32.0f;  // the first place that is dithered quietly
   static constexpr uint32_t kNan = 0x80u;
 
   template <typename V, typename U>
@@ -38,9 +36,10 @@ struct RatioCode {
     return select(code == kNan, V{} + float_of(0x7fc00000u), ratio * unit);
   }
 
-  // Without gradients a code that is rounded to nearest stops to fade at 4, and would move its
-  // parameter until the next gradient; so the small ones are dithered. So are the large ones, of
-  // gradients that agree: there codes are so far apart that a step is less than half of that.
+  // To nearest, a ratio stands still that changes by less than half a code in a step: a small one
+  // without gradients, which would move its parameter until the next; any, where beta1 is near to
+  // 1; that of gradients that agree. From kFirstQuiet on dither is nearer to 0.5: there codes are
+  // so far apart that it is noise above all.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, V unit, bool dithers, U word) {
     const V size = float_of(bits_of(moment) & 0x7fffffffu);
@@ -50,10 +49,7 @@ struct RatioCode {
     place = select(place < 128, place, V{});  // NaN: beside a unit that is 0, or not finite
     // From 2^-13 to 1 - 2^-13, so that a code that was decoded is itself under any word.
     const V dither = to_number(((word >> 20) << 1) + 1u) * 0x1p-13f;
-    // Nearer to 0.5, which is quieter, and moves hardly less.
-    const V if_far = dither * 0.9375f + 0.03125f;
-    const V if_large = select(place < kLastNearest, V{} + 0.5f, if_far);
-    const V if_dithered = select(place < kFirstNearest, dither, if_large);
+    const V if_dithered = select(place < kFirstQuiet, dither, dither * 0.890625f + 0.0546875f);
     const V added = select(dithers, if_dithered, V{} + 0.5f);
     const U code = to_integer(place + added);
     const U sign = bits_of(moment) >> 31;

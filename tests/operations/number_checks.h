@@ -135,9 +135,8 @@ void store_every_ratio(float unit, uint64_t stride, bool dithers) {
       } else if (std::isfinite(stored) && std::isfinite(unit)) {
         const double size = std::abs(static_cast<double>(stored));
         const double place = place_of(std::min(size / static_cast<double>(unit), 8.0));
-        // Small and large ratios are dithered, by less than a whole place.
-        const bool is_noise = place > 32.001 && place < 87.999;
-        const double most = (dithers && !is_noise ? 1.0 : 0.5) + 1e-4;
+        // Dithered by a whole place, or a little less.
+        const double most = (!dithers ? 0.5 : place > 32.001 ? 0.9453125 : 1.0) + 1e-4;
         const double least = ratio_of(std::max(place - most, 0.0)) * static_cast<double>(unit);
         const double largest = ratio_of(std::min(place + most, 127.0)) * static_cast<double>(unit);
         const double found = std::abs(static_cast<double>(loaded));
