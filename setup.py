@@ -28,7 +28,7 @@ INSTALL = (
 )
 
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
-BINDINGS = ["csrc/bindings.cpp"]
+BINDINGS = ["csrc/bindings.cpp"]  # all that needs Python
 
 
 def flags_of(kind: str) -> list[str]:
@@ -147,11 +147,13 @@ from torch.utils import cpp_extension  # noqa: E402
 
 define = ["-DAMP_EXT_WITH_CUDA=1"] if with_cuda else []
 flags = {"cxx": flags_of("cxx") + define, "nvcc": flags_of("nvcc") + define if with_cuda else []}
-include_dirs = [str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")]
+own_include_dirs = [str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")]
 device_type = "cuda" if with_cuda else "cpu"
+include_dirs = own_include_dirs + cpp_extension.include_paths(device_type)
+library_dirs = cpp_extension.library_paths(device_type)
 torch_folder = str(Path(torch.__file__).parent)
 
-# All that needs no Python. CMakeLists.txt takes the same files.
+# CMakeLists.txt takes the same files.
 core = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") + glob("csrc/frontend/*.cpp")
 core += glob("csrc/cuda/*.cu") if with_cuda else []
 core = sorted(set(core) - set(BINDINGS))
@@ -167,7 +169,7 @@ def architectures() -> list[str]:
 def digest() -> str:
     """Returns a hash of what the library and the module are compiled from."""
     text = hashlib.sha256(json.dumps([torch.__version__, flags, architectures()]).encode())
-    for folder in include_dirs:
+    for folder in own_include_dirs:
         for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
             text.update(file.read_bytes())
     return text.hexdigest()[:12]
@@ -234,7 +236,18 @@ class BuildExtension(cpp_extension.BuildExtension):
         return super().get_ext_filename(fullname)
 
     def build_extension(self, extension: setuptools.Extension) -> None:
-        """Adds what is known only now to what an extension is linked with."""
+        """Compiles all sources at once, and adds what is known only now to what is linked."""
+        for of_compiler in extension.extra_compile_args.values():
+            # PyTorch adds it, and no source asks for it: what is compiled for the one fits both.
+            of_compiler[:] = [flag for flag in of_compiler if "TORCH_EXTENSION_NAME" not in flag]
+        if self.use_ninja and extension.name == LIBRARY:
+            # Each extension has its own run of ninja, which finds then that all is done.
+            self.compiler.compile(
+                BINDINGS + core,  # the longest first
+                output_dir=self.build_temp,
+                include_dirs=extension.include_dirs,
+                extra_postargs=extension.extra_compile_args,
+            )
         if extension.name == MODULE:
             extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
         else:
@@ -280,8 +293,8 @@ class BuildWheel(bdist_wheel.bdist_wheel):
 library = setuptools.Extension(
     LIBRARY,
     core,
-    include_dirs=include_dirs + cpp_extension.include_paths(device_type),
-    library_dirs=cpp_extension.library_paths(device_type),
+    include_dirs=include_dirs,
+    library_dirs=library_dirs,
     libraries=["c10", "torch_cpu", "torch"]
     + (["c10_cuda", "torch_cuda", "cudart"] if with_cuda else []),
     extra_compile_args=dict(flags),
@@ -291,11 +304,12 @@ library = setuptools.Extension(
         "-Wl,-rpath,$ORIGIN/../../torch/lib",
     ],
 )
-module = cpp_extension.CppExtension(
+module = setuptools.Extension(
     MODULE,
     BINDINGS,
     include_dirs=include_dirs,
-    libraries=["amp_ext"],
+    library_dirs=library_dirs,
+    libraries=["amp_ext", "c10", "torch", "torch_cpu", "torch_python"],
     extra_compile_args=dict(flags),
     extra_link_args=["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN/lib:$ORIGIN/../torch/lib"],
 )
