@@ -29,7 +29,7 @@ CXX_FILES := $(shell find csrc amp_ext/include tests benchmarks examples \
     -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-cpp examples docs test test-quick test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes wheel clean
+.PHONY: help demo demo-cpp examples docs test test-quick test-numbers test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes wheel clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -56,6 +56,10 @@ test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
 
 test-quick: $(BUILT)  ## Runs those that take under a minute in all: no emulated rows, no programs
 	@$(PYTHON) -m pytest $(PARALLEL) -m 'not slow' -k 'not emulated' $(PYTEST_ARGS)
+
+test-numbers: $(BUILT)  ## Stores and loads every float32 as every engine does, over an hour
+	@AMP_EXT_NUMBER_STRIDE=1 $(PYTHON) -m pytest $(PARALLEL) --durations 4 tests/operations/test_vectors.py \
+	    -k numbers_come_back $(PYTEST_ARGS)
 
 fuzz: $(BUILT)  ## Looks for programs whose results differ from torch's; MINUTES=30, FUZZ_ARGS='--seed 1'
 	@$(PYTHON) scripts/fuzz.py --minutes $(MINUTES) $(FUZZ_ARGS)
