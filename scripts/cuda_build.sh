@@ -35,6 +35,10 @@ find_python() {
   fail "Python 3.10 or newer is needed: make cuda-build BASE_PYTHON=python3.12"
 }
 
+requirements() {
+  grep -E '^(hypothesis|ninja|numpy|pytest|pytest-xdist|rich|wheel)==' requirements.txt
+}
+
 # Complete or not at all. The wheels are unpacked and dropped, never cached.
 make_environment() {
   local base
@@ -44,11 +48,11 @@ make_environment() {
   trap 'rm -rf "$home"' EXIT
   mkdir -p "$home/tmp"
   "$base" -m venv "$home"
-  grep -E '^(hypothesis|ninja|numpy|pytest|rich|wheel)==' requirements.txt > "$home/tmp/requirements.txt"
+  requirements > "$home/tmp/requirements.txt"
   TMPDIR=$PWD/$home/tmp "$python" -m pip install -qq --no-cache-dir \
     "torch==$torch" 'setuptools>=77,<82' -r "$home/tmp/requirements.txt"
+  mv "$home/tmp/requirements.txt" "$home/.installed"
   rm -rf "$home/tmp"
-  touch "$home/.installed"
   trap - EXIT
 }
 
@@ -138,10 +142,11 @@ END
 
 # The rows of the CPU, with the binary that also holds the CUDA kernels; also from programs in C++.
 run_tests() {
-  (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat')
+  (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
+    -n auto --maxprocesses 8 --dist worksteal)
 }
 
-[ -e "$home/.installed" ] || make_environment
+[ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_environment
 digest=$({ echo "$torch" && find csrc amp_ext/include amp_ext/share tests/cpp setup.py scripts/cuda_build.sh -type f -print0 |
   LC_ALL=C sort -z | xargs -0 sha256sum; } | sha256sum)
 if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
