@@ -29,6 +29,8 @@ INSTALL = (
 
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
 BINDINGS = ["csrc/bindings.cpp"]  # all that needs Python
+# The sources of each are compiled as one: PyTorch's headers take longer than they do.
+UNITED = ("csrc", "csrc/frontend")
 
 
 def flags_of(kind: str) -> list[str]:
@@ -243,10 +245,13 @@ class BuildExtension(cpp_extension.BuildExtension):
         for of_compiler in extension.extra_compile_args.values():
             # PyTorch adds it, and no source asks for it: what is compiled for the one fits both.
             of_compiler[:] = [flag for flag in of_compiler if "TORCH_EXTENSION_NAME" not in flag]
+        if extension.name == LIBRARY:
+            extension.sources = [file for file in core if str(Path(file).parent) not in UNITED]
+            extension.sources += [self.unite(folder) for folder in UNITED]
         if self.use_ninja and extension.name == LIBRARY:
             # Each extension has its own run of ninja, which finds then that all is done.
             self.compiler.compile(
-                BINDINGS + core,  # the longest first
+                BINDINGS + extension.sources,
                 output_dir=self.build_temp,
                 include_dirs=extension.include_dirs,
                 extra_postargs=extension.extra_compile_args,
@@ -262,6 +267,17 @@ class BuildExtension(cpp_extension.BuildExtension):
             if self.in_place:  # PyTorch does not lie beside the sources
                 extension.extra_link_args.append(f"-Wl,-rpath,{torch_folder}/lib")
         super().build_extension(extension)
+
+    def unite(self, folder: str) -> str:
+        """Writes a source that includes those of a folder, and returns where."""
+        united = Path(self.build_temp, folder, "united.cpp")
+        text = "".join(
+            f'#include "{ROOT / file}"\n' for file in core if str(Path(file).parent) == folder
+        )
+        if not united.is_file() or united.read_text() != text:
+            united.parent.mkdir(parents=True, exist_ok=True)
+            united.write_text(text)
+        return str(united)
 
     def copy_extensions_to_source(self) -> None:
         """Makes the folder of the library, which the sources lack."""

@@ -18,8 +18,6 @@ namespace amp_ext {
 
 namespace {
 
-constexpr int64_t kGrain = 32768;
-
 // A tensor on the CPU without gaps, with its elements in the order of its memory.
 at::Tensor dense_on_cpu(const at::Tensor& tensor) {
   const at::Tensor here = tensor.detach().cpu();

@@ -15,8 +15,6 @@ namespace amp_ext {
 
 namespace {
 
-constexpr int64_t kGrain = 32768;
-
 // One element. The parameter has the bits that it is to keep.
 template <typename Storage, int kBits>
 struct Element {

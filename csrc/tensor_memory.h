@@ -15,6 +15,9 @@
 
 namespace amp_ext {
 
+// Elements that are worth a thread of the CPU.
+inline constexpr int64_t kGrain = 32768;
+
 // Null for a dtype that no kernel takes.
 std::optional<DType> dtype_of(at::ScalarType dtype);
 std::optional<DType> dtype_of(const at::Tensor& tensor);

@@ -23,7 +23,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-using Groups = std::vector<Dict>;
+using SavedGroups = std::vector<Dict>;
 
 // What Python gives for an option. Its optimizers keep a dtype by its name.
 c10::IValue value_of(const OptionPlace& place) {
@@ -207,7 +207,7 @@ std::string what_to_load(const Dict& dict) {
 }
 
 // The groups of a state dict, which has to have some.
-Groups saved_groups(const std::string& operation, const Dict& state_dict) {
+SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
   for (const char* const name : {"state", "param_groups"}) {
     TORCH_CHECK(find(state_dict, name).has_value(), operation, ": state_dict must have '", name,
                 "', got ", first_keys(state_dict), what_to_load(state_dict));
@@ -215,7 +215,7 @@ Groups saved_groups(const std::string& operation, const Dict& state_dict) {
   const c10::IValue state = *find(state_dict, "state"), list = *find(state_dict, "param_groups");
   TORCH_CHECK(state.isGenericDict(), operation, ": state must be a dict, got ", type_name(state));
   TORCH_CHECK(list.isList(), operation, ": param_groups must be a list, got ", type_name(list));
-  Groups groups;
+  SavedGroups groups;
   for (const c10::IValue& group : list.toListRef()) {
     const std::string where = c10::str(operation, ": param_groups[", groups.size(), "]");
     TORCH_CHECK(group.isGenericDict(), where, " must be a dict, got ", type_name(group));
@@ -283,7 +283,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   const std::string operation = c10::str(kind.name, ".load_state_dict");
   TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
               type_name(state_dict));
-  const Groups groups = saved_groups(operation, state_dict.toGenericDict());
+  const SavedGroups groups = saved_groups(operation, state_dict.toGenericDict());
   TORCH_CHECK(groups.size() == param_groups_.size(),
               "loaded state dict has a different number of parameter groups");
   for (size_t i = 0; i < groups.size(); ++i) {
