@@ -215,7 +215,8 @@ void store_every_grouped(uint64_t stride, bool is_spread, bool dithers) {
           const double distance = distance_at<Code>(scaled);
           // The largest code is a distance below 1, and the least of a root is no 0.
           const bool is_at_end = scaled > 1 - 2 * distance || (kIsRoot && scaled < distance);
-          const double most = (dithers || is_at_end ? 1.0 : 0.5) * distance * (1 + 1e-5);
+          // The root and its sum with 1/8 are rounded, by 2^-28 and 2^-27; half a code is 2^-10.
+          const double most = (dithers || is_at_end ? 1.0 : 0.5) * distance * (1 + 1.2e-5);
           const double error = std::abs(std::abs(static_cast<double>(root)) / unit - scaled);
           const bool saturates = !kIsRoot && wanted >= 0x1p126;
           is_right = saturates ? std::abs(root) == 0x1p126f * (1 - 0x1p-6f) : error <= most;
