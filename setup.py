@@ -7,6 +7,7 @@ Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on. CUDA_HOME, TORC
 MAX_JOBS and CXX mean what they mean to PyTorch.
 """
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -84,6 +85,7 @@ def find_cuda_home() -> str | None:
     return str(Path(top[1].strip()).resolve()) if top else None
 
 
+@functools.cache
 def toolkit_version(cuda_home: str) -> tuple[int, int]:
     """Returns the version of a CUDA toolkit."""
     text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True)
@@ -245,20 +247,19 @@ class BuildExtension(cpp_extension.BuildExtension):
         for of_compiler in extension.extra_compile_args.values():
             # PyTorch adds it, and no source asks for it: what is compiled for the one fits both.
             of_compiler[:] = [flag for flag in of_compiler if "TORCH_EXTENSION_NAME" not in flag]
-        if extension.name == LIBRARY:
-            extension.sources = [file for file in core if str(Path(file).parent) not in UNITED]
-            extension.sources += [self.unite(folder) for folder in UNITED]
-        if self.use_ninja and extension.name == LIBRARY:
-            # Each extension has its own run of ninja, which finds then that all is done.
-            self.compiler.compile(
-                BINDINGS + extension.sources,
-                output_dir=self.build_temp,
-                include_dirs=extension.include_dirs,
-                extra_postargs=extension.extra_compile_args,
-            )
         if extension.name == MODULE:
             extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
         else:
+            extension.sources = [file for file in core if str(Path(file).parent) not in UNITED]
+            extension.sources += [self.unite(folder) for folder in UNITED]
+            if self.use_ninja:
+                # Each extension has its own run of ninja, which finds then that all is done.
+                self.compiler.compile(
+                    BINDINGS + extension.sources,
+                    output_dir=self.build_temp,
+                    include_dirs=extension.include_dirs,
+                    extra_postargs=extension.extra_compile_args,
+                )
             exports = Path(self.build_temp, "exports.map")
             exports.parent.mkdir(parents=True, exist_ok=True)
             text = (ROOT / "csrc" / "exports.map.in").read_text()
