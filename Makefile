@@ -20,8 +20,8 @@ DOCS_INSTALLED := .venv/.docs-installed
 BUILT := .venv/.built
 endif
 # Tests run side by side where pytest-xdist is installed, which is asked when they are to start.
-PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && \
-    echo '-n auto --maxprocesses 8 --dist worksteal')
+WORKERS := -n auto --maxprocesses 8 --dist worksteal
+PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(WORKERS)')
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := setup.py $(shell find csrc amp_ext/include) $(wildcard amp_ext/share/cmake/amp_ext/*.in)
@@ -93,7 +93,7 @@ bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; R
 
 # Neither uses .venv: the one makes an environment, the other takes the present one.
 cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses
-	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/cuda_build.sh
+	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/cuda_build.sh $(WORKERS)
 
 wheel: $(INSTALLED)  ## Builds a wheel into dist/ and tries it in an empty environment
 	@PYTHON=$(PYTHON) scripts/wheel.sh

@@ -5,6 +5,8 @@
 #   TORCH=2.11.0        version of PyTorch; its environment, several GB, is made when it is missing
 #   BASE_PYTHON=python  makes it: by default Python 3.12 if there is one, else python3
 #
+# Arguments go to pytest.
+#
 # Ends at once if csrc/, the public headers, setup.py and this script are as they were when it last passed. Exit code 3:
 # the CUDA toolkit of this machine can't build for that PyTorch, so nothing was tested.
 set -euo pipefail
@@ -142,8 +144,7 @@ END
 
 # The rows of the CPU, with the binary that also holds the CUDA kernels; also from programs in C++.
 run_tests() {
-  (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
-    -n auto --maxprocesses 8 --dist worksteal)
+  (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' "$@")
 }
 
 [ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_environment
@@ -157,6 +158,6 @@ rm -f "$home/.passed"
 echo "Building for PyTorch $torch, sm_80 and sm_90 (log: $home/build.log)"
 build
 check
-run_tests
+run_tests "$@"
 echo "$digest" > "$home/.passed"
 echo "passed for PyTorch $torch in $SECONDS s"
