@@ -66,7 +66,7 @@ build() {
   tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
     --exclude=amp_extBuild.cmake \
     LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
-  export AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST='8.0;9.0'
+  export AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST='9.0+PTX'
   (cd "$source" && "$python" setup.py --name) > "$home/build.log" 2>&1 || {
     cat "$home/build.log" >&2
     fail "PyTorch $torch can't be tested on this machine" 3
@@ -95,7 +95,8 @@ assert info["torch"] == torch.__version__, info
 assert info["cuda"] == torch.version.cuda, info
 assert info["python"] == ".".join(map(str, sys.version_info[:3])), info
 assert info["backends"] == ["cpu", "cuda"], info
-assert info["arch_list"] == ["8.0", "9.0"], info
+assert info["arch_list"] == ["9.0+PTX"], info
+assert info["architectures"] == ["compute_90", "sm_90"], info
 print(f"built for torch {info['torch']}, CUDA {info['cuda']}, Python {info['python']}")
 
 # PyTorch's compiler brings cuobjdump.
@@ -104,11 +105,14 @@ if found is None:
     print("no cuobjdump: the architectures in the library were not looked at")
 else:
     library = folder / "lib" / "libamp_ext.so"
-    listed = subprocess.run([found, "--list-elf", library], capture_output=True, check=True)
-    names = [line.split()[-1] for line in listed.stdout.decode().splitlines() if line]
-    count = {arch: sum(arch in name for name in names) for arch in ("sm_80", "sm_90")}
-    assert count["sm_80"] == count["sm_90"] == len(names) // 2 > 0, names
-    print(f"the library, {library.stat().st_size >> 20} MiB, has {count}")
+    count = {}
+    for kind in ("elf", "ptx"):
+        listed = subprocess.run([found, f"--list-{kind}", library], capture_output=True, check=True)
+        names = [line.split()[-1] for line in listed.stdout.decode().splitlines() if line]
+        assert names and all("sm_90" in name for name in names), names
+        count[kind] = len(names)
+    assert count["elf"] == count["ptx"], count
+    print(f"the library, {library.stat().st_size >> 20} MiB, has {count} for sm_90")
 
 param = torch.ones(3, requires_grad=True)
 param.grad = torch.ones(3)
@@ -155,7 +159,7 @@ if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
   exit
 fi
 rm -f "$home/.passed"
-echo "Building for PyTorch $torch, sm_80 and sm_90 (log: $home/build.log)"
+echo "Building for PyTorch $torch, sm_90 and PTX (log: $home/build.log)"
 build
 check
 run_tests "$@"
