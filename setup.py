@@ -170,7 +170,7 @@ def architectures() -> list[str]:
     """Returns what the library holds for GPUs: sm_90 is machine code, compute_90 is PTX."""
     if not with_cuda:
         return []
-    return sorted(set(re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))))
+    return sorted(set(re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))))
 
 
 def digest() -> str:
