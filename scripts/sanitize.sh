@@ -47,12 +47,13 @@ checked() {
   ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
 }
 # Left out: what brings its own sanitizers, what starts compilers, or wants the library that this module
-# does not link, or Python in an environment without these, ranks, which have a minute each, and what
-# wants memory not to grow: AddressSanitizer keeps for a while what is freed.
+# does not link, or Python in an environment without these, ranks, which have a minute each, what
+# wants memory not to grow: AddressSanitizer keeps for a while what is freed, and what judges the errors of
+# thousands of steps, or codes in plain torch.
 tests() {
   local argument name paths=() options=()
   for name in cmake cpp cuda_emulator distributed import info libtorch_example machine_code \
-    resharding stress; do
+    number_codes resharding shadow_runs stress; do
     options+=(--ignore-glob "$root/tests/*/test_$name.py") # a relative one begins at this folder
   done
   for argument; do
