@@ -33,59 +33,6 @@ namespace {
 
 using torch::optim::Optimizer;
 
-enum class Stage { kReady, kUnscaled, kStepped };
-
-// Tells an optimizer from others: one of ours by what moves along with it, also from a later one at
-// the same address; another by its address alone.
-struct Identity {
-  const void* key;
-  std::optional<std::weak_ptr<const void>> token;
-
-  static Identity of(const Optimizer& optimizer, const char* operation) {
-    const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
-    if (ours == nullptr) return {&optimizer, {}};
-    const std::shared_ptr<const void> token = ours->identity();
-    TORCH_CHECK(token != nullptr, "GradScaler.", operation,
-                ": the optimizer must have its parameters, got one that was moved from");
-    return {token.get(), token};
-  }
-  bool is(const Identity& other) const {
-    return key == other.key && token.has_value() == other.token.has_value() &&
-           (!token.has_value() || !token->expired());
-  }
-};
-
-// What is known of an optimizer for good.
-struct Record {
-  Identity identity;
-  int64_t slot;  // of its report
-  std::vector<size_t> group_sizes = {};
-  std::vector<std::pair<at::Device, at::Tensor>> first_nonfinites = {};
-  std::vector<at::Tensor> of_last_look = {};  // which an update has not read and reset yet
-
-  void forget() {
-    for (const at::Tensor& first : of_last_look) first.fill_(kNoTensor);
-    of_last_look.clear();
-  }
-};
-
-// What is known of an optimizer since the last update.
-struct Iteration {
-  Iteration(Optimizer& its_optimizer, Identity its_identity)
-      : optimizer(&its_optimizer), identity(std::move(its_identity)) {}
-
-  Optimizer* optimizer;
-  Identity identity;
-  Record* record = nullptr;  // from the first look on
-  Stage stage = Stage::kReady;
-  bool may_have_stepped = false;       // in a step of somebody else that threw
-  std::vector<at::Tensor> found_infs;  // one for each device
-  std::vector<at::Tensor> first_nonfinites;
-  std::unordered_set<const void*> had_grad;  // parameters, when unscale_ looked
-  std::optional<MarkedGrads> in_part;        // gradients of an unscale_ that was refused amid it
-  std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
-};
-
 // However a step ends, it may have written parameters.
 struct ClearsCasts {
   ~ClearsCasts() { clear_autocast_cache(); }
@@ -157,6 +104,59 @@ std::optional<GradientLook> ScaledStep::look_at_gradients(const at::Tensor&, con
 }
 
 struct GradScaler::State {
+  enum class Stage { kReady, kUnscaled, kStepped };
+
+  // Tells an optimizer from others: one of ours by what moves along with it, also from a later one
+  // at the same address; another by its address alone.
+  struct Identity {
+    const void* key;
+    std::optional<std::weak_ptr<const void>> token;
+
+    static Identity of(const Optimizer& optimizer, const char* operation) {
+      const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+      if (ours == nullptr) return {&optimizer, {}};
+      const std::shared_ptr<const void> token = ours->identity();
+      TORCH_CHECK(token != nullptr, "GradScaler.", operation,
+                  ": the optimizer must have its parameters, got one that was moved from");
+      return {token.get(), token};
+    }
+    bool is(const Identity& other) const {
+      return key == other.key && token.has_value() == other.token.has_value() &&
+             (!token.has_value() || !token->expired());
+    }
+  };
+
+  // What is known of an optimizer for good.
+  struct Record {
+    Identity identity;
+    int64_t slot;  // of its report
+    std::vector<size_t> group_sizes = {};
+    std::vector<std::pair<at::Device, at::Tensor>> first_nonfinites = {};
+    std::vector<at::Tensor> of_last_look = {};  // which an update has not read and reset yet
+
+    void forget() {
+      for (const at::Tensor& first : of_last_look) first.fill_(kNoTensor);
+      of_last_look.clear();
+    }
+  };
+
+  // What is known of an optimizer since the last update.
+  struct Iteration {
+    Iteration(Optimizer& its_optimizer, Identity its_identity)
+        : optimizer(&its_optimizer), identity(std::move(its_identity)) {}
+
+    Optimizer* optimizer;
+    Identity identity;
+    Record* record = nullptr;  // from the first look on
+    Stage stage = Stage::kReady;
+    bool may_have_stepped = false;       // in a step of somebody else that threw
+    std::vector<at::Tensor> found_infs;  // one for each device
+    std::vector<at::Tensor> first_nonfinites;
+    std::unordered_set<const void*> had_grad;  // parameters, when unscale_ looked
+    std::optional<MarkedGrads> in_part;        // gradients of an unscale_ that was refused amid it
+    std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
+  };
+
   GradScalerOptions options;
   bool enabled;
   double init_scale;
@@ -505,26 +505,27 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
   TORCH_CHECK(closure == nullptr,
               "Closure use is not currently supported if GradScaler is enabled.");
   state.check_scale("step");
-  Iteration& iteration = state.iteration_of(optimizer, "step");
+  State::Iteration& iteration = state.iteration_of(optimizer, "step");
   state.check_in_part("step", iteration);
   state.look_after_failure(iteration);
-  if (iteration.stage == Stage::kUnscaled) state.check_unscaled(iteration);
-  TORCH_CHECK(iteration.stage != Stage::kStepped,
+  if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);
+  TORCH_CHECK(iteration.stage != State::Stage::kStepped,
               "step() has already been called since the last update().");
   auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
   const bool was_stepping = std::exchange(state.is_stepping, true);
   try {
     at::Tensor returned = scaled != nullptr ? state.step_scaled(iteration, *scaled, grad_mode)
                                             : state.step_unscaled(iteration, grad_mode);
-    iteration.stage = Stage::kStepped;
+    iteration.stage = State::Stage::kStepped;
     state.is_stepping = was_stepping;
     return returned;
   } catch (...) {
     state.is_stepping = was_stepping;
     // Others than ours may have written parameters: torch's do so behind their versions.
-    if (iteration.may_have_stepped) iteration.stage = Stage::kStepped;
+    if (iteration.may_have_stepped) iteration.stage = State::Stage::kStepped;
     // The next gradients are not unscaled as these are.
-    const bool is_unscaled = iteration.stage == Stage::kUnscaled && !iteration.found_infs.empty();
+    const bool is_unscaled =
+        iteration.stage == State::Stage::kUnscaled && !iteration.found_infs.empty();
     if (is_unscaled && !iteration.left_unscaled.has_value()) {
       iteration.left_unscaled.emplace(optimizer);
     }
@@ -590,7 +591,8 @@ std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bo
     if (report.updates == 0) return {};
     return report.consecutive_skips > 0;
   }
-  const Record* const record = state.find_record(Identity::of(*optimizer, "last_step_skipped"));
+  const State::Record* const record =
+      state.find_record(State::Identity::of(*optimizer, "last_step_skipped"));
   if (record == nullptr) return {};
   const OptimizerReport report = state.monitor->read_optimizer(record->slot);
   if (report.update == 0) return {};
