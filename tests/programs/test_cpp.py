@@ -23,28 +23,55 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "cpp" / "program"
 BUILD = ROOT / "build" / "cpp_program"
 
+END = "\x04"  # of what one command of a served program prints
+
 Run = Callable[..., str]
 
 
+class Program:
+    """The program, started once for many commands, and again after one that has ended it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
+                [BUILD / "program", "serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                # As one_thread says; checks of threads make their own.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        return self.process
+
+    def run(self, *command: str) -> str:
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\t".join(command) + "\n")
+        process.stdin.flush()
+        text = ""
+        for line in process.stdout:
+            if line.startswith(END):
+                assert line == f"{END}0\n", text
+                return text
+            text += line
+        raise AssertionError(f"{command} ended the program by {process.wait()}: {text}")
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
 @pytest.fixture(scope="module")
-def run(build_program) -> Run:
-    """Builds the program as a user of the package would; returns what runs it."""
+def run(build_program) -> Iterator[Run]:
+    """Builds the program as a user of the package would; returns what runs its commands."""
     build_program(SOURCE, BUILD, "Debug")
-
-    def run_it(*arguments: str) -> str:
-        # As one_thread says; checks of threads make their own.
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [BUILD / "program", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=variables,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run_it
+    program = Program()
+    yield program.run
+    program.end()
 
 
 CHECKS = [

@@ -1,8 +1,10 @@
 // Tests the C++ interface: `program checks` lists the checks, `program check NAME` runs one,
 // `program bad` prints the errors of bad calls, `program load FILE` that of a load of a file,
-// `program train FOLDER` trains as a file there says.
+// `program train FOLDER` trains as a file there says. `program serve` reads such commands, one a
+// line with a tab before the argument, and ends what each prints by a line of \4 and the exit code.
 #include <cstdio>
 #include <exception>
+#include <iostream>
 #include <string>
 
 #include "bad_calls.h"
@@ -70,11 +72,8 @@ const Checks& all_checks() {
   return checks;
 }
 
-}  // namespace
-
-int main(int count, char** arguments) {
-  const std::string command = count > 1 ? arguments[1] : "";
-  const std::string argument = count > 2 ? arguments[2] : "";
+// Runs one command; returns the exit code, and prints what went wrong to `errors`.
+int run(const std::string& command, const std::string& argument, std::FILE* errors) {
   try {
     if (command == "checks") {
       for (const auto& [name, check] : all_checks()) std::printf("%s\n", name.c_str());
@@ -89,15 +88,35 @@ int main(int count, char** arguments) {
     } else if (command == "train") {
       train(argument);
     } else {
-      std::fprintf(stderr, "usage: program checks | check NAME | bad | load FILE | train FOLDER\n");
+      std::fprintf(errors,
+                   "usage: program checks | check NAME | bad | load FILE | train FOLDER | serve\n");
       return 2;
     }
   } catch (const c10::Error& error) {
-    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
+    std::fprintf(errors, "%s\n", error.what_without_backtrace());
     return 1;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
+    std::fprintf(errors, "%s\n", error.what());
     return 1;
   }
   return 0;
+}
+
+int serve() {
+  for (std::string line; std::getline(std::cin, line);) {
+    const size_t tab = line.find('\t');
+    const std::string argument = tab == std::string::npos ? "" : line.substr(tab + 1);
+    const int code = run(line.substr(0, tab), argument, stdout);
+    std::printf("\4%d\n", code);
+    std::fflush(stdout);
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const std::string command = count > 1 ? arguments[1] : "";
+  if (command == "serve") return serve();
+  return run(command, count > 2 ? arguments[2] : "", stderr);
 }
