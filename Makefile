@@ -68,7 +68,7 @@ stress: $(BUILT)  ## Takes steps of unusual size and number, with 9 GB of memory
 	@$(PYTHON) scripts/stress.py $(STRESS_ARGS)
 
 sanitize: $(INSTALLED)  ## Runs them with sanitizers in the CPU engine and the emulated kernels
-	@PYTHON=$(PYTHON) scripts/sanitize.sh $(PYTEST_ARGS)
+	@PYTHON=$(PYTHON) WORKERS='$(PARALLEL)' scripts/sanitize.sh $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## Checks format, style, types and the direction of includes and imports
 	@$(PYTHON) -m ruff format --check --quiet

@@ -6,8 +6,10 @@
 # overflows and the like. The emulated kernels run in a random order, with the small arguments of
 # drivers before CUDA 12.1 but for split masters and moments in 8 bits, which these don't take.
 # ThreadSanitizer takes the threads of a block for threads: it sees a missing barrier. Arguments go
-# to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh
-# tests/programs/test_info.py); without any, the tests of both engines run side by side.
+# to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh tests/programs/test_info.py); without any, all
+# tests of both engines run.
+#
+#   WORKERS='-n 2'   pytest's, for pytest-xdist, where all run
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -71,11 +73,11 @@ if not ops._C.__file__.startswith(sys.argv[1]): sys.exit(f"another module is use
 if [ $# -gt 0 ]; then
   tests "$@"
 else
-  tests -k 'not emulated' > cpu.log 2>&1 &
+  read -ra workers <<< "${WORKERS:-}"
+  tests "${workers[@]}" -k 'not emulated' || failed=1
   large_arguments=("$root"/tests/{operations/test_{bit_equality,coded_moments,split_masters},optimizers/test_{coded_states,split_weights},programs/test_memory}.py)
-  tests -k emulated "${large_arguments[@]/#/--ignore=}" || failed=1
-  CUDA_EMULATOR_DRIVER_VERSION=13000 tests -k emulated "${large_arguments[@]}" || failed=1
-  wait $! || failed=1
-  cat cpu.log
+  tests "${workers[@]}" -k emulated "${large_arguments[@]/#/--ignore=}" || failed=1
+  export CUDA_EMULATOR_DRIVER_VERSION=13000
+  tests "${workers[@]}" -k emulated "${large_arguments[@]}" || failed=1
   exit ${failed:-0}
 fi
