@@ -36,6 +36,9 @@ class Stream {
     });
   }
 
+  // Codes of nothing yet.
+  explicit Stream(int64_t count) : dtype_(DType::kFloat32), memory_(count + 64) {}
+
   // At a multiple of 64 bytes.
   template <typename Storage = char>
   Storage* data() {
@@ -56,6 +59,20 @@ DType dtype_named(const std::string& name) {
   return DType::kFloat32;
 }
 
+Master master_named(const std::string& name) {
+  if (name == "float32") return Master::kFloat32;
+  if (name == "low16") return Master::kLow16;
+  return name == "low8" ? Master::kLow8 : Master::kNone;
+}
+
+// As the optimizers keep them under that `state_dtype`.
+BufferFormat format_named(const std::string& name, const std::string& operation, int index) {
+  const bool is_adam = operation.rfind("Adam", 0) == 0;
+  if (name == "8bit-bf16" && is_adam && index > 0) return BufferFormat::kBFloat16;
+  if (name.rfind("8bit", 0) != 0) return format_of(dtype_named(name));
+  return is_adam && index == 0 ? BufferFormat::kRatio8 : BufferFormat::kGroup8;
+}
+
 template <typename Run>
 double seconds_of(int64_t calls, const Run& run) {
   const auto start = std::chrono::steady_clock::now();
@@ -64,12 +81,13 @@ double seconds_of(int64_t calls, const Run& run) {
 }
 
 template <typename Hyperparameters>
-double seconds_of_steps(const cpu::Engine& engine, OptimizerKernel kernel,
-                        const TensorRecord& record, Hyperparameters hyperparameters,
-                        const std::string& option, int64_t calls) {
+double seconds_of_steps(const cpu::Engine& engine, OptimizerKernel kernel, TensorRecord record,
+                        Hyperparameters hyperparameters, const std::string& option, int64_t calls) {
   hyperparameters.lr = 1e-6;
   hyperparameters.timestep = 100;
   hyperparameters.write_back_grads = option == "write-back";
+  hyperparameters.dither = option == "dither";
+  record.dithered = dithered_numbers(hyperparameters);
   StepLaunch launch{kernel, &record, 1, &hyperparameters, {}, nullptr};
   launch.inputs.skip_nonfinite = option == "skip-nonfinite";
   const cpu::TileMap tiles(&record, 1);
@@ -83,30 +101,34 @@ double seconds_of_steps(const cpu::Engine& engine, OptimizerKernel kernel,
 // lacks the instructions.
 //
 // `operation` is a name of OptimizerKernel without its k, look, look-sums, count or multiply;
-// `option` write-back, skip-nonfinite or empty.
+// `buffer` a dtype, 8bit-bf16 or 8bit; `master` float32, low16, low8 or empty; `option` write-back,
+// skip-nonfinite, dither or empty.
 extern "C" __attribute__((visibility("default"))) double time_engine(
     const char* isa, const char* operation, const char* param, const char* grad, const char* buffer,
-    int has_master, const char* option, int64_t numel, int64_t calls) {
+    const char* master, const char* option, int64_t numel, int64_t calls) {
   setenv("AMP_EXT_CPU_ISA", isa, 1);
   const cpu::Engine* engine = cpu::select_engine();
   if (engine == nullptr) return -1.0;
   Stream params(dtype_named(param), numel, 1.0f);
   Stream grads(dtype_named(grad), numel, 0.125f);
-  Stream master(DType::kFloat32, numel, 1.0f);
-  std::vector<Stream> buffers(kMaxBuffers, Stream(dtype_named(buffer), numel, 0.125f));
+  Stream masters(DType::kFloat32, numel, 1.0f);
+  std::vector<Stream> buffers;
+  std::vector<uint8_t> exponents(numel / kGroupSize, 127);
   TensorRecord record;
   record.numel = numel;
   record.grad = grads.data();
   record.grad_dtype = grads.dtype();
   record.param = params.data();
   record.param_dtype = params.dtype();
-  if (has_master != 0) {
-    record.master_param = master.data();
-    record.master = Master::kFloat32;
-  }
+  record.master = master_named(master);
+  if (record.master != Master::kNone) record.master_param = masters.data();
+  record.exponents = exponents.data();
   for (int i = 0; i < kMaxBuffers; ++i) {
+    const BufferFormat format = format_named(buffer, operation, i);
+    record.buffer_formats[i] = format;
+    buffers.push_back(is_code(format) ? Stream(numel)
+                                      : Stream(static_cast<DType>(format), numel, 0.125f));
     record.buffers[i] = buffers[i].data();
-    record.buffer_dtypes[i] = buffers[i].dtype();
   }
 
   const std::string name = operation;

@@ -29,32 +29,41 @@ SECONDS = 2e-4  # of one measurement: shorter than the pauses of a busy machine 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An operation and the dtypes of its tensors."""
+    """An operation and the dtypes of its tensors, as ``time_engine`` in C++ names them."""
 
     name: str
     operation: str
     param: str = "float32"
     grad: str = "float32"
     buffer: str = "float32"
-    master: bool = False
+    master: str = ""
     option: str = ""
 
 
-F16, BF16, F64 = "float16", "bfloat16", "float64"
+F16, BF16, F32, F64 = "float16", "bfloat16", "float32", "float64"
 ROWS = [
     Row("AdamW fp32", "Adam2"),
-    Row("AdamW fp16 + master", "Adam2", F16, F16, master=True),
-    Row("AdamW bf16 + master", "Adam2", BF16, BF16, master=True),
+    Row("AdamW fp16 + master", "Adam2", F16, F16, master=F32),
+    Row("AdamW bf16 + master", "Adam2", BF16, BF16, master=F32),
     Row("AdamW bf16, fp32 states", "Adam2", BF16, BF16),
     Row("AdamW bf16, bf16 states", "Adam2", BF16, BF16, BF16),
     Row("AdamW fp64", "Adam2", F64, F64, F64),
     Row("AdamW fp32, skip_nonfinite", "Adam2", option="skip-nonfinite"),
-    Row("AdamW bf16 + master, write back", "Adam2", BF16, BF16, master=True, option="write-back"),
+    Row("AdamW bf16 + master, write back", "Adam2", BF16, BF16, master=F32, option="write-back"),
     Row("AMSGrad bf16, bf16 states", "Adam3", BF16, BF16, BF16),
+    Row("AdamW bf16 + split", "Adam2", BF16, BF16, master="low16"),
+    Row("AdamW bf16 + split, bf16 states", "Adam2", BF16, BF16, BF16, "low16", "dither"),
+    Row("AdamW bf16 + split8, bf16 states", "Adam2", BF16, BF16, BF16, "low8", "dither"),
+    Row("AdamW bf16, bf16 states, dithered", "Adam2", BF16, BF16, BF16, "", "dither"),
+    Row(
+        "AdamW bf16 + split, 8bit-bf16 states", "Adam2", BF16, BF16, "8bit-bf16", "low16", "dither"
+    ),
+    Row("AdamW bf16 + split, 8bit states", "Adam2", BF16, BF16, "8bit", "low16", "dither"),
+    Row("SGD bf16 + split, 8bit momentum", "Sgd1", BF16, BF16, "8bit", "low16", "dither"),
     Row("Lion fp32", "Lion1"),
-    Row("Lion bf16 + master", "Lion1", BF16, BF16, master=True),
+    Row("Lion bf16 + master", "Lion1", BF16, BF16, master=F32),
     Row("SGD momentum fp32", "Sgd1"),
-    Row("SGD momentum bf16 + master", "Sgd1", BF16, BF16, master=True),
+    Row("SGD momentum bf16 + master", "Sgd1", BF16, BF16, master=F32),
     Row("SGD fp32", "Sgd0"),
     *(Row(f"look {grad}", "look", grad=grad) for grad in ("float32", F16, BF16)),
     *(Row(f"look with sums {grad}", "look-sums", grad=grad) for grad in ("float32", BF16)),
@@ -85,11 +94,9 @@ def compiled(source: Path, folder: Path) -> ctypes.CDLL:
 
 def seconds(library: ctypes.CDLL, isa: str, row: Row, numel: int, calls: int) -> float:
     """Returns how long some calls take; negative if the library has no such instructions."""
-    strings = (isa, row.operation, row.param, row.grad, row.buffer)
+    texts = (isa, row.operation, row.param, row.grad, row.buffer, row.master, row.option)
     return library.time_engine(
-        *(text.encode() for text in strings),
-        ctypes.c_int(row.master),
-        row.option.encode(),
+        *(text.encode() for text in texts),
         ctypes.c_int64(numel),
         ctypes.c_int64(calls),
     )
