@@ -63,6 +63,7 @@ class Program:
     def end(self) -> None:
         if self.process is not None:
             self.process.communicate()
+            assert self.process.returncode == 0
 
 
 @pytest.fixture(scope="module")
