@@ -331,7 +331,11 @@ module = setuptools.Extension(
     library_dirs=library_dirs,
     libraries=["amp_ext", "c10", "torch", "torch_cpu", "torch_python"],
     extra_compile_args=dict(flags),
-    extra_link_args=["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN/lib:$ORIGIN/../torch/lib"],
+    extra_link_args=[
+        "-Wl,--version-script=csrc/bindings.map",
+        "-Wl,--enable-new-dtags",
+        "-Wl,-rpath,$ORIGIN/lib:$ORIGIN/../torch/lib",
+    ],
 )
 setuptools.setup(
     ext_modules=[library, module],

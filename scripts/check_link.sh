@@ -4,7 +4,8 @@
 #
 # Functions that it may share between a CPU engine and other sources: of two copies it takes any, and
 # one with AVX-512 in it would end the plain engine too. State of amp_ext in the module for Python: all
-# of it belongs to the library, of which a process has one.
+# of it belongs to the library, of which a process has one. Names that the module exports: some compilers
+# link their standard library into it, and a part of that must not be mixed with PyTorch's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -27,3 +28,10 @@ if nm -C --defined-only "$build/csrc/bindings.o" | grep ' [bBdD] .*amp_ext::' | 
   exit 1
 fi
 echo "the module for Python has no state"
+
+module=$(echo amp_ext/_C.*.so)
+if nm -D --defined-only "$module" | grep -v ' PyInit__C$'; then
+  echo "check_link.sh: $module exports more than PyInit__C" >&2
+  exit 1
+fi
+echo "the module for Python exports nothing but its start"
