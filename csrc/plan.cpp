@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -453,7 +454,7 @@ void Plan::finish_batch(const Batch& batch, std::exception_ptr failure) {
     Row& row = *batch.rows[i];
     mark_written(row);
     try {
-      if (copies) copy_back(row);
+      if (copies) copy_back(row, batch.inputs.pointers.skip_nonfinite);
     } catch (...) {
       copies = false;
       if (failure == nullptr) failure = std::current_exception();
@@ -783,9 +784,20 @@ void Plan::mark_written(Row& row) {
   row.master_is_fresh = true;
 }
 
-void Plan::copy_back(const Row& row) {
+// An element of a gradient that was skipped stays as it was, also where converting it to the dtype
+// of the dense copy and back would change it: the bits of NaN, and a number too large for that
+// dtype.
+void Plan::copy_back(const Row& row, bool skip_nonfinite) {
   for (const Staged& staged : row.staged) {
-    if (staged.written) staged.original.copy_(staged.dense);
+    if (!staged.written) continue;
+    const at::ScalarType dtype = staged.original.scalar_type();
+    if (skip_nonfinite && staged.original.is_same(row.grad()) &&
+        dtype != staged.dense.scalar_type()) {
+      const at::Tensor stepped = staged.original.to(staged.dense.scalar_type()).isfinite();
+      staged.original.copy_(at::where(stepped, staged.dense.to(dtype), staged.original));
+    } else {
+      staged.original.copy_(staged.dense);
+    }
   }
 }
 

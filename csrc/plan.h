@@ -296,7 +296,7 @@ class AMP_EXT_API Plan {
   bool reaches_written_memory(const at::Tensor& grad) const;
   static void fill_record(Row& row);
   static void mark_written(Row& row);
-  static void copy_back(const Row& row);
+  static void copy_back(const Row& row, bool skip_nonfinite);
   void remember_masters();
   static std::string low_name(const Row& row);
   std::string code_name(const Row& row, int buffer) const;

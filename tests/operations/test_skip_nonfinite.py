@@ -8,7 +8,7 @@ import list_operations as cases
 import optimizer_cases as classes
 import pytest
 import torch
-from awkward import DTYPES, F32, F64, FEW_DTYPES, INF, NAN, SHAPES
+from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES
 from optimizer_cases import each_class, give_grads, make_params, ours, params_of, twins
 from reference import assert_close, clipped, same_bits
 from torch import Tensor
@@ -67,6 +67,25 @@ def test_a_skipped_gradient_is_not_written_back(device, dtypes):
     cases.assert_is_the_formula("sgd_", lists, before, write_back_grads=True, **options)
     del plain["grads"]
     cases.assert_same(lists, plain)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [
+        pytest.param(F16, torch.tensor([0x7FC1, -0x3F, 0x7F80]).short().view(BF16), id="nan"),
+        pytest.param(BF16, torch.tensor([0x7E01, -0x1FF, 0x7C00]).short().view(F16), id="nan16"),
+        pytest.param(F32, torch.tensor([1e300, -1e39, NAN]).double(), id="too-large"),
+    ],
+)
+def test_a_skipped_gradient_keeps_what_a_conversion_would_change(device, dtype, bad):
+    """No kernel takes its dtype beside that of the parameter: a copy in float32 is stepped."""
+    grad = torch.cat([bad, torch.full((5,), 2.0, dtype=bad.dtype)]).to(device)
+    before, param = grad.cpu(), torch.ones(8, dtype=dtype, device=device)
+    scale = torch.tensor(4.0, device=device)
+    ops.sgd_([param], [grad], lr=0.5, grad_scale=scale, write_back_grads=True, **SKIP)
+    before[3:] = 0.5
+    assert same_bits(grad, before)
+    assert param.tolist() == [1.0] * 3 + [0.75] * 5
 
 
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
