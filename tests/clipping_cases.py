@@ -12,6 +12,7 @@ from awkward import BF16, F16, F32, F64
 from optimizer_cases import OPTIMIZERS, Optimizer, make_params, ours, params_of, twins
 from reference import tolerance
 from rows import rows
+from scaler_cases import takes
 from torch import Tensor
 
 import amp_ext
@@ -45,6 +46,12 @@ class Way:
         if self.scaler is None:
             return None
         return self.scaler(torch.device(device).type, scale, growth_interval=2)
+
+    def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Tells whether it is a way for gradients of this dtype."""
+        if self.unscale_first and dtype == F16:  # which are unscaled in the step alone
+            return False
+        return takes(self.scaler, dtype, device)
 
     def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         if scaler is None:
@@ -127,12 +134,13 @@ def assert_nearly(fused: Optimizer, expected: Optimizer, norm: Tensor, steps: in
 
 
 def of_all_dtypes(
-    name: str, options: dict[str, Any], device: Any, **clipping: Any
+    way: Way, name: str, options: dict[str, Any], device: torch.device, **clipping: Any
 ) -> tuple[Optimizer, Optimizer]:
-    """Returns an optimizer with groups of all dtypes that clips, and one that does not."""
+    """Returns an optimizer with groups of all dtypes of a way that clips, and one that does not."""
     groups = [
         {"params": make_params(dtype, device), "lr": 0.01 * (index + 1)}
         for index, dtype in enumerate([F32, F16, BF16, F64, F32])
+        if way.takes(dtype, device)
     ]
     copied: list[dict[str, Any]] = [group | {"params": twins(group["params"])} for group in groups]
     return ours(name)(groups, **options, **clipping), ours(name)(copied, **options)

@@ -104,7 +104,9 @@ def adam(
         denominator_floor: Least value of the corrected second moment; NaN stays NaN.
 
     Returns:
-        The new values under the names of the arguments, in float64.
+        The new values under the names of the arguments, in float64, and with a decay that is added
+        to the gradient ``doubt``: where the two cancel, so that rounding them, as float32 does,
+        decides the sign of a step that may be the first.
 
     Reference:
         Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay
@@ -114,13 +116,16 @@ def adam(
     exp_avg, exp_avg_sq, step = exp_avg.double(), exp_avg_sq.double(), step.double() + 1
     if maximize:
         grad = -grad
+    result = {}
     if decoupled_weight_decay:
         param = param * (1 - lr * weight_decay)
     elif weight_decay != 0:
+        parts = grad.abs() + (weight_decay * param).abs()
         grad = grad + weight_decay * param
+        result["doubt"] = (grad.abs() <= 1e-6 * parts) & (parts > 0) & parts.isfinite()
     exp_avg = beta1 * exp_avg + (1 - beta1) * grad
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
-    result = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": step}
+    result |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": step}
     second = exp_avg_sq
     if max_exp_avg_sq is not None:
         second = torch.maximum(max_exp_avg_sq.double(), exp_avg_sq)

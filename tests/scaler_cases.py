@@ -146,6 +146,23 @@ def filled(value: float, device: Any = "cpu", make: MakeOptimizer | None = None)
     return with_grads(torch.full((3,), value, device=device), make=make)
 
 
+def takes(scaler_class: type | None, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tells whether gradients of a dtype can be there under a scaler, or without one."""
+    return scaler_class is not TorchScaler or _torch_looks_at(dtype, device)
+
+
+@functools.cache
+def _torch_looks_at(dtype: torch.dtype, device: torch.device) -> bool:
+    """On a GPU torch's scaler refuses bfloat16."""
+    grad = torch.ones(1, dtype=dtype, device=device)
+    found_inf, inverse = (torch.full((), value, device=device) for value in (0.0, 1.0))
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inverse)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def grads_of(optimizer: Any) -> list[Tensor]:
     return [param.grad for param in params_of(optimizer) if param.grad is not None]
 

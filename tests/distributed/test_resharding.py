@@ -15,7 +15,6 @@ from awkward import BF16, F32
 from optimizer_cases import optimizers_named, ours
 from reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import amp_ext
 
@@ -29,7 +28,7 @@ def make(name: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, A
     has_groups = options.get("state_dtype") in ("8bit-bf16", "8bit")
     model = (ranks.WideModel if has_groups else ranks.Model)().to(dtype)
     if dist.get_world_size() > 1:
-        fully_shard(model)
+        ranks.fully_sharded(model)
     return model, ours(name)(model.parameters(), **options), ranks.small_scaler(growth_interval=3)
 
 

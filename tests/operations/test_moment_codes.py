@@ -70,9 +70,10 @@ def awkward_numbers(code: str) -> Tensor:
 @every_code
 def test_groups_of_awkward_numbers_are_those_of_the_reference(device, code):
     numbers = awkward_numbers(code)
-    codes, exponents = ops.encode_groups(numbers.to(device), code)
+    there = numbers.to(device)
+    codes, exponents = ops.encode_groups(there, code)
     wanted, wanted_exponents = ENCODERS[code](numbers)
-    assert codes.device == exponents.device == device
+    assert codes.device == exponents.device == there.device
     assert same_bits(exponents, wanted_exponents)
     assert same_bits(codes, wanted)
     assert 100 < (wanted_exponents == IS_NAN).sum() < wanted_exponents.numel() - 100
@@ -109,9 +110,10 @@ def test_awkward_ratios_are_those_of_the_reference(device):
     first = (root * torch.exp2(exponents).float()) * torch.randn(len(second)).sign()
     anything = awkward_numbers("q8m").view(-1)[torch.randperm(len(second) - 5)]
     for moment in (first, torch.cat([anything, torch.tensor([0.0, INF, NAN, -0.0, -INF])])):
-        codes = ops.encode_ratios(moment.to(device), second.to(device))
+        there = moment.to(device)
+        codes = ops.encode_ratios(there, second.to(device))
         wanted = encode_q8r(moment, root)
-        assert codes.device == device
+        assert codes.device == there.device
         assert same_bits(codes, wanted)
         found = ops.decode_ratios(codes, second.to(device)).cpu()
         expected = decode_q8r(wanted, root)

@@ -61,7 +61,7 @@ def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_round
     name, options, clipping, way, device
 ):
     """As if the gradients had been clipped in float32 (float64) and stored so."""
-    fused, apart = clipping_cases.of_all_dtypes(name, options, device, **clipping)
+    fused, apart = clipping_cases.of_all_dtypes(way, name, options, device, **clipping)
     scaler = way.make_scaler(device, 2.0**4)
     for param in params_of(apart):
         param.grad_dtype = None
@@ -85,9 +85,7 @@ def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_round
 def test_small_gradients_are_stepped_exactly_as_without_clipping(
     name, options, clipping, way, device
 ):
-    clips, plain = clipping_cases.of_all_dtypes(name, options, device, **clipping)
-    if way.unscale_first:  # gradients in float16 are unscaled in the step alone
-        del clips.param_groups[1], plain.param_groups[1]
+    clips, plain = clipping_cases.of_all_dtypes(way, name, options, device, **clipping)
     scalers = way.make_scaler(device, 2.0**4), way.make_scaler(device, 2.0**4)
     for _ in range(2):
         give_grads(clips, plain)

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,12 +79,20 @@ BuildProgram = Callable[[Path, Path, str], None]
 
 
 @pytest.fixture(scope="session")
-def build_program() -> BuildProgram:
-    """Builds a program in C++ in a folder, with CMake and the library of this package."""
-    if shutil.which("cmake") is None:
+def cmake_program() -> str:
+    """The path of CMake, which may be a package of this Python."""
+    folders = os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")
+    found = shutil.which("cmake", path=os.pathsep.join(folders))
+    if found is None:
         if os.environ.get("AMP_EXT_REQUIRE_CMAKE") == "1":
             pytest.fail("there is no CMake")
         pytest.skip("there is no CMake")
+    return found
+
+
+@pytest.fixture(scope="session")
+def build_program(cmake_program: str) -> BuildProgram:
+    """Builds a program in C++ in a folder, with CMake and the library of this package."""
     options, environment = [f"-Damp_ext_DIR={cmake.folder()}"], dict(os.environ)
     toolkit = json.loads((PACKAGE / "_build_info.json").read_text())["cuda_home"]
     if toolkit is not None:  # which torch's own files ask for; nvcc on the PATH may be a wrapper
@@ -98,7 +107,10 @@ def build_program() -> BuildProgram:
             (folder / "CMakeCache.txt").unlink(missing_ok=True)  # of another torch, maybe
             for command in (configure, ["--build", folder]):
                 done = subprocess.run(
-                    ["cmake", *map(str, command)], env=environment, capture_output=True, text=True
+                    [cmake_program, *map(str, command)],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
                 )
                 assert done.returncode == 0, done.stdout + done.stderr
 

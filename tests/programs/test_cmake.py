@@ -96,11 +96,11 @@ def packages(folder: Path, torch_version: str) -> None:
 
 
 @pytest.mark.slow
-def test_another_torch_ends_the_configuration_with_the_reason(build_program, tmp_path):
+def test_another_torch_ends_the_configuration_with_the_reason(cmake_program, tmp_path):
     packages(tmp_path, "2.3.1")
     torch_folder = tmp_path / "torch" / "share" / "cmake" / "Torch"
     options = [f"-Damp_ext_DIR={cmake.folder()}", f"-DTorch_DIR={torch_folder}"]
-    done = run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *options)
+    done = run(cmake_program, "-S", tmp_path, "-B", tmp_path / "build", *options)
     told = " ".join(done.stderr.split())
     assert done.returncode != 0
     built = f"this amp_ext was built for torch {torch.__version__}, but find_package(Torch) found"
@@ -110,12 +110,12 @@ def test_another_torch_ends_the_configuration_with_the_reason(build_program, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["lib/libamp_ext.so", "share/cmake/amp_ext/amp_extBuild.cmake"])
 def test_a_package_that_was_not_built_ends_the_configuration(
-    build_program, tmp_path, copy, monkeypatch, capsys, missing
+    cmake_program, tmp_path, copy, monkeypatch, capsys, missing
 ):
     packages(tmp_path, torch.__version__)
     (copy / missing).unlink()
     option = f"-Damp_ext_DIR={copy / 'share' / 'cmake' / 'amp_ext'}"
-    done = run("cmake", "-S", tmp_path, "-B", tmp_path / "build", option)
+    done = run(cmake_program, "-S", tmp_path, "-B", tmp_path / "build", option)
     assert done.returncode != 0
     assert "libamp_ext.so is not there, or what its build notes" in " ".join(done.stderr.split())
     monkeypatch.setattr(cmake, "_PACKAGE", copy)
@@ -135,14 +135,14 @@ VERSIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wanted", "fits"), rows(VERSIONS))
-def test_a_version_that_does_not_fit_is_not_taken(build_program, tmp_path, wanted, fits):
+def test_a_version_that_does_not_fit_is_not_taken(cmake_program, tmp_path, wanted, fits):
     script = tmp_path / "ask.cmake"
     script.write_text(
         f"set(PACKAGE_FIND_VERSION {wanted})\n"
         f'include("{cmake.folder()}/amp_extConfigVersion.cmake")\n'
         'message("${PACKAGE_VERSION} ${PACKAGE_VERSION_COMPATIBLE}")'
     )
-    told = run("cmake", "-P", script).stderr
+    told = run(cmake_program, "-P", script).stderr
     assert told == f"{amp_ext.__version__} {'TRUE' if fits else 'FALSE'}\n"
 
 
