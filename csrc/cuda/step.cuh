@@ -274,7 +274,6 @@ template <typename Constants>
 struct BlockState {
   Constants constants;
   bool skip;
-  bool is_last;
 };
 
 template <typename Functor, typename Streams, int kBytes, typename Shape>
@@ -337,9 +336,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 
   if (arguments.block_counter == nullptr) return;
-  if (threadIdx.x == 0) block.is_last = blocks_before == gridDim.x - 1;
-  __syncthreads();
-  if (!block.is_last) return;
+  if (!__syncthreads_or(threadIdx.x == 0 && blocks_before == gridDim.x - 1)) return;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
     if (table.step[i] != nullptr) *table.step[i] += 1.0f;
