@@ -101,21 +101,26 @@ struct WithMastersAndCodes {
   using Type = decltype(joined(Whole(), Parts()));
 };
 
-// Every combination that the engines are compiled for, by the dtype of the parameter.
+// The combinations of 16-bit parameters in parts, for each of which the CUDA engine has a source.
 template <typename Param>
-struct CombinationsFor;
-template <>
-struct CombinationsFor<BFloat16> {
-  using Others = decltype(joined(WithBuffers<BFloat16, Plain<float>>::Type(),
-                                 WithBuffers<BFloat16, Plain<BFloat16>>::Type()));
-  using Type = decltype(joined(Others(), WithMastersAndCodes<BFloat16>::Type()));
+using WithFloat32 = typename WithBuffers<Param, Plain<float>>::Type;
+template <typename Param>
+using WithBFloat16 = typename WithBuffers<Param, Plain<BFloat16>>::Type;
+template <typename Param>
+struct WithOthers {
+  using Type = typename WithMastersAndCodes<Param>::Type;
 };
 template <>
-struct CombinationsFor<Half> {
-  using Others = decltype(joined(WithBuffers<Half, Plain<float>>::Type(),
-                                 WithBuffers<Half, Plain<BFloat16>>::Type()));
-  using Plains = decltype(joined(Others(), WithBuffers<Half, Plain<Half>>::Whole()));
-  using Type = decltype(joined(Plains(), WithMastersAndCodes<Half>::Type()));
+struct WithOthers<Half> {
+  using Type =
+      decltype(joined(WithBuffers<Half, Plain<Half>>::Whole(), WithMastersAndCodes<Half>::Type()));
+};
+
+// Every combination that the engines are compiled for, by the dtype of the parameter.
+template <typename Param>
+struct CombinationsFor {
+  using Plains = decltype(joined(WithFloat32<Param>(), WithBFloat16<Param>()));
+  using Type = decltype(joined(Plains(), typename WithOthers<Param>::Type()));
 };
 template <>
 struct CombinationsFor<float> {

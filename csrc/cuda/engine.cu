@@ -3,6 +3,7 @@
 
 #include "cuda/engine.h"
 #include "cuda/gradients.cuh"
+#include "kernel_list.h"
 
 namespace amp_ext::cuda {
 
@@ -78,15 +79,18 @@ int for_each_dtype(const Run& run) {
 
 }  // namespace
 
-template <typename Param>
-int step_params(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
-                int64_t& launched);
+template <typename All>
+int step_all(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
+             int64_t& launched);
 
 int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream) {
   int64_t launched = 0;
-  for (const auto step_of_dtype :
-       {&step_params<float>, &step_params<double>, &step_params<Half>, &step_params<BFloat16>}) {
-    if (const int error = step_of_dtype(launch, block_counter, stream, launched)) return error;
+  for (const auto step_of_some :
+       {&step_all<CombinationsFor<float>::Type>, &step_all<CombinationsFor<double>::Type>,
+        &step_all<WithFloat32<Half>>, &step_all<WithBFloat16<Half>>,
+        &step_all<WithOthers<Half>::Type>, &step_all<WithFloat32<BFloat16>>,
+        &step_all<WithBFloat16<BFloat16>>, &step_all<WithOthers<BFloat16>::Type>}) {
+    if (const int error = step_of_some(launch, block_counter, stream, launched)) return error;
   }
   // A combination of dtypes that no kernel was compiled for.
   return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);

@@ -422,11 +422,10 @@ int step_combinations(Combinations<Each...>, const StepLaunch& launch, uint32_t*
   return error;
 }
 
-// Steps the records whose parameter has this dtype and adds their number to `launched`.
-template <typename Param>
-int step_params(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
-                int64_t& launched) {
-  using All = typename CombinationsFor<Param>::Type;
+// Steps the records that have one of these combinations and adds their number to `launched`.
+template <typename All>
+int step_all(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
+             int64_t& launched) {
   switch (launch.kernel) {
 #define AMP_EXT_CASE(Functor, buffers)       \
   case OptimizerKernel::k##Functor##buffers: \

@@ -1,8 +1,9 @@
-// The step kernels of float16 parameters. One file for each dtype: they compile side by side.
+// The step kernels of float16 parameters with float32 buffers. The sources of steps compile side by
+// side.
 #include "cuda/step.cuh"
 
 namespace amp_ext::cuda {
 
-template int step_params<Half>(const StepLaunch&, uint32_t*, cudaStream_t, int64_t&);
+template int step_all<WithFloat32<Half>>(const StepLaunch&, uint32_t*, cudaStream_t, int64_t&);
 
 }  // namespace amp_ext::cuda

@@ -1,0 +1,9 @@
+// The step kernels of float16 parameters with moments in 8 bits, and with float16 buffers. The
+// sources of steps compile side by side.
+#include "cuda/step.cuh"
+
+namespace amp_ext::cuda {
+
+template int step_all<WithOthers<Half>::Type>(const StepLaunch&, uint32_t*, cudaStream_t, int64_t&);
+
+}  // namespace amp_ext::cuda
