@@ -21,22 +21,24 @@ namespace amp_ext::cuda {
 
 // Threads, elements of a tile, blocks, packs, persistent. A look has twice as many blocks.
 #define AMP_EXT_FOR_EACH_SHAPE(X) \
+  X(256, 2048, 4, 1, false)       \
+  X(256, 2048, 3, 1, false)       \
+  X(256, 2048, 2, 1, false)       \
+  X(256, 1024, 4, 1, false)       \
   X(256, 4096, 4, 1, false)       \
   X(256, 4096, 3, 1, false)       \
-  X(256, 4096, 2, 1, false)       \
   X(256, 4096, 4, 2, false)       \
-  X(256, 4096, 3, 2, false)       \
   X(256, 4096, 2, 2, false)       \
-  X(256, 1024, 4, 1, false)       \
-  X(256, 2048, 4, 1, false)       \
   X(256, 8192, 4, 1, false)       \
+  X(256, 8192, 3, 1, false)       \
+  X(256, 8192, 2, 1, false)       \
   X(256, 8192, 3, 2, false)       \
+  X(256, 8192, 2, 4, false)       \
+  X(256, 16384, 3, 2, false)      \
+  X(256, 16384, 2, 4, false)      \
   X(512, 4096, 2, 1, false)       \
-  X(512, 8192, 2, 1, false)       \
-  X(256, 1024, 4, 1, true)        \
-  X(256, 4096, 4, 1, true)        \
-  X(256, 1024, 3, 2, true)        \
-  X(512, 2048, 2, 1, true)
+  X(128, 2048, 8, 1, false)       \
+  X(256, 4096, 4, 1, true)
 
 #define AMP_EXT_COUNT(...) +1
 constexpr int kShapes = 0 AMP_EXT_FOR_EACH_SHAPE(AMP_EXT_COUNT);
@@ -125,9 +127,15 @@ Tensors cut(const Memory& memory, const std::vector<int64_t>& sizes, const int (
     record.grad = places[0];
     record.param = places[1];
     record.master_param = places[2];
-    record.master = places[2] != nullptr ? Master::kFloat32 : Master::kNone;
-    record.buffers[0] = places[3];
-    record.buffers[1] = places[4];
+    record.master = bytes[2] == 4   ? Master::kFloat32
+                    : bytes[2] == 2 ? Master::kLow16
+                                    : Master::kNone;
+    for (int i = 0; i < 2; ++i) {
+      const bool is_narrow = bytes[3 + i] == 2;
+      record.buffers[i] = places[3 + i];
+      record.buffer_formats[i] = format_of(is_narrow ? DType::kBFloat16 : DType::kFloat32);
+      if (is_narrow) record.dithered |= kDithersBuffer0 << i;
+    }
     record.numel = numel;
     record.step = scratch.steps.at<float>(tensors.records.size() * sizeof(float));
     record.group = 0;
@@ -162,10 +170,11 @@ struct Variant {
   int (*run)(const Tensors& tensors, Scratch& scratch);
 };
 
-template <typename Param, bool kMaster>
+template <typename Combination>
 struct Step {
-  using Kind = std::conditional_t<kMaster, Mastered<Param>, Plain<Param>>;
-  using Each = Streams<Combination<Plain<Param>, Kind, Plain<float>>, AdamHyperparameters, 2>;
+  using Param = typename Combination::Param;
+  using Buffer = typename Combination::FirstMoment;
+  using Each = Streams<Combination, AdamHyperparameters, 2>;
   // The host does not know which blocks the GPU's kernel is compiled for.
   static Described present() {
     using Present = StepShape<Each>;
@@ -180,9 +189,17 @@ struct Step {
   }
   static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";
   static constexpr int kBlocksFactor = 1;
-  static constexpr int kBytes[5] = {sizeof(Param), sizeof(Param), kMaster ? 4 : 0, 4, 4};
-  // Of an element: all is read, and all but the gradient written.
-  static constexpr int kMoved = sizeof(Param) * 2 + (kMaster ? 8 : sizeof(Param)) + 16;
+  static constexpr int kParamBytes = sizeof(typename Param::Stored);
+  static constexpr int kBufferBytes = sizeof(typename Buffer::Stored);
+  static constexpr int kMasterBytes = Param::kMaster == Master::kFloat32 ? 4
+                                      : Param::kMaster == Master::kLow16 ? 2
+                                                                         : 0;
+  static constexpr int kBytes[5] = {kParamBytes, kParamBytes, kMasterBytes, kBufferBytes,
+                                    kBufferBytes};
+  // Of an element: the gradient is read, and all the rest read and written; a whole master is read
+  // for its parameter.
+  static constexpr int kMoved =
+      kParamBytes * (kMasterBytes == 4 ? 2 : 3) + 2 * kMasterBytes + 4 * kBufferBytes;
 
   template <typename Shape>
   static int run(const Tensors& tensors, Scratch& scratch) {
@@ -438,8 +455,11 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
 
 int run(bool small) {
   const Kernel kernels[] = {
-      in_all_shapes<Step<float, false>>("step float32"),
-      in_all_shapes<Step<BFloat16, true>>("step bfloat16 with masters"),
+      in_all_shapes<Step<Combination<Plain<float>, Plain<float>, Plain<float>>>>("step float32"),
+      in_all_shapes<Step<Combination<Plain<BFloat16>, Mastered<BFloat16>, Plain<float>>>>(
+          "step bfloat16 with masters"),
+      in_all_shapes<Step<Combination<Plain<BFloat16>, Split<BFloat16, 16>, Plain<BFloat16>>>>(
+          "step bfloat16 with split masters and bfloat16 states"),
       in_all_shapes<Look<float, false>>("look float32"),
       in_all_shapes<Look<BFloat16, false>>("look bfloat16"),
       in_all_shapes<Look<float, true>>("look and sum float32"),

@@ -5,8 +5,9 @@
 #
 #   scripts/gpu_check.sh [--dry-run] [FOLDER]     FOLDER is results/gpu_check unless given
 #
-#   PYTHON=python3   has a CUDA PyTorch, ninja, pytest, hypothesis, rich and matplotlib; nothing is
-#                    installed, and no setting of the GPU is changed
+#   PYTHON=python3       has a CUDA PyTorch, ninja, pytest, hypothesis, rich and matplotlib; nothing is
+#                        installed, and no setting of the GPU is changed
+#   SECONDS_IN_ALL=540   what all steps together may take
 #
 # Each step has its own limit; one that fails leaves the others alone. What is timed runs alone, tests
 # and sanitizers side by side. The exit code is 1 if one failed, 2 if there is nothing to check.
@@ -20,7 +21,7 @@ if [ "${1:-}" = --dry-run ]; then
 fi
 out=${1:-results/gpu_check}
 python=${PYTHON:-python3}
-seconds_in_all=540
+seconds_in_all=${SECONDS_IN_ALL:-540}
 
 # step NAME LIMIT COMMAND...
 step() {
@@ -64,21 +65,22 @@ export COMMIT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 AMP_EXT_REQUIRE_CUDA=1
 
 pytest=("$python" -m pytest -p no:cacheprovider)
 parallel=()
-workers=$(($(nproc) > 7 ? $(nproc) - 4 : 3)) # the sanitizers take four cores
-! "$python" -c 'import xdist' 2> /dev/null || parallel=(-n $workers --dist worksteal)
+! "$python" -c 'import xdist' 2> /dev/null || parallel=(-n "$(nproc)" --dist worksteal)
 # Without PyTorch's cache of memory each tensor is an allocation that the sanitizer knows.
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 sanitize=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9 --print-limit 20)
-benchmark=("$python" -m amp_ext.bench --quick --device cuda)
+benchmark=("$python" -m amp_ext.bench --device cuda)
 
 step build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$(nproc)" \
   "$python" setup.py build_ext --inplace
-# Graphs, streams, waiting, launches.
-step gpu-tests 100 "${pytest[@]}" tests/operations/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml"
 step tuning-build 120 make "$tuning"
 # Which constants of csrc/cuda this GPU would like better: the last lines of its log.
 step tuning 75 "$tuning"
-step benchmark 110 "${benchmark[@]}" --json "$out/benchmark.json" --plot "$out/benchmark.png"
+step benchmark 110 "${benchmark[@]}" --quick --json "$out/benchmark.json" --plot "$out/benchmark.png"
+step low-memory 75 "${benchmark[@]}" --filter 'AdamW.*(split|(bf16|8bit) states).*4 . 64M' \
+  --rounds 3 --seconds 0.05 --json "$out/low-memory.json"
+# Graphs, streams, waiting, launches.
+step gpu-tests 100 "${pytest[@]}" tests/operations/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml" &
 # What only the emulator runs needs no GPU.
 step suite 280 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" --junitxml "$out/suite.xml" \
   -k 'not emulat' --ignore tests/operations/test_gpu.py tests &

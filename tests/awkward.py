@@ -11,9 +11,9 @@ import torch
 from rows import rows
 from torch import Tensor
 
-# Nothing, a scalar, less than a vector, a vector and one more; a tile of CUDA less one and whole, a
-# tile of the CPU and one more; several tiles of both with a tail.
-SHAPES = [(0,), (), (1,), (3,), (4,), (5,), (4095,), (4096,), (8193,), (16385,)]
+# Nothing, a scalar, less than a vector, a vector and one more; a tile of CUDA's step less one and
+# whole, a tile of the CPU and of what CUDA rounds and one more; several of all with a tail.
+SHAPES = [(0,), (), (1,), (3,), (4,), (5,), (2047,), (2048,), (8193,), (16385,)]
 
 # Where a parameter of each shape begins in a whole of which it is a part, around 2^32 elements.
 FIRST_ELEMENTS = [0, 5, 2**32 - 1, 2**32, 2**32 - 3, 2**40 + 77, 0, 2**32 - 100, 1, 2**32 - 9000]

@@ -54,7 +54,7 @@ params = pytest.mark.parametrize(
 )
 
 # Whole groups, in tensors of less than a vector of them and more than a tile.
-GROUPED_SHAPES = [(GROUP,), (3, GROUP), (2, 4 * GROUP), (1, 4096), (5, 4096 + GROUP), (0, GROUP)]
+GROUPED_SHAPES = [(GROUP,), (3, GROUP), (2, 4 * GROUP), (1, 8192), (3, 4096 + GROUP), (0, GROUP)]
 FIRST_STATES = {"adam_": "exp_avgs", "lion_": "exp_avgs", "sgd_": "momentum_buffers"}
 # Of each tensor; those of groups are whole groups.
 STARTS = [0, GROUP, 2**32 - GROUP, 2**40, GROUP * 77, 9 * GROUP] * 4

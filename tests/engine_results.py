@@ -31,11 +31,11 @@ from torch import Tensor
 
 from amp_ext import ops
 
-# Less than a vector, one and a tail, a tile, and more; each also misaligned.
-SHAPES = [(size + start,) for size in (1, 7, 37, 4096, 4111) for start in (0, 1)]
+# Less than a vector, one and a tail, a tile, and more than one of every kernel; also misaligned.
+SHAPES = [(size + start,) for size in (1, 7, 37, 2048, 8207) for start in (0, 1)]
 STARTS = [0, 1] * 5
 # The same in whole groups.
-GROUPED_SHAPES = [(size * GROUP,) for size in (1, 2, 128, 131)]
+GROUPED_SHAPES = [(size * GROUP,) for size in (1, 2, 128, 259)]
 
 Results = dict[str, Tensor]
 

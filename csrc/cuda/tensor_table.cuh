@@ -24,9 +24,6 @@ struct Shape {
 
 inline constexpr int kThreads = 256;
 
-// A tensor of a million elements keeps all multiprocessors busy.
-inline constexpr int kTileSize = 4096;
-
 // Bytes of a kernel's arguments, on drivers of CUDA 12.1 and later and on older ones.
 inline constexpr int kLargeArguments = 32764;
 inline constexpr int kSmallArguments = 4096;
@@ -70,7 +67,7 @@ struct DitherColumns<false, kCapacity> {
 };
 
 // As many tensors of `kPointers` pointers each as fit into `kBytes`, cut into tiles.
-template <int kPointers, int kBytes, int kElementsOfTile = kTileSize, bool kMayDither = false>
+template <int kPointers, int kBytes, int kElementsOfTile, bool kMayDither = false>
 struct TensorTable {
   static constexpr int kBytesPerTensor = kPointers * sizeof(void*) + sizeof(float*) +
                                          sizeof(int64_t) + 2 * sizeof(int32_t) +
