@@ -676,9 +676,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Takes parameters that were changed behind their masters over into them, at once.
 
-        Needed only after a write through ``.data``: other writes (``model.load_state_dict``, an
-        in-place operation) are noticed by the next step. Masters that round to their parameter
-        keep their extra bits. Split masters need none of it.
+        Needed only after a write that torch does not count: through ``.data``, by a step of
+        torch's optimizers with ``fused=True``, by ``torch._foreach_lerp_`` on a GPU. Other writes
+        (``model.load_state_dict``, an in-place operation) are noticed by the next step. Masters
+        that round to their parameter keep their extra bits. Split masters need none of it.
         """
         pairs = [
             (param, self.state[param]["master_param"])

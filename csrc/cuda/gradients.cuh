@@ -15,7 +15,7 @@ template <typename Storage>
 inline constexpr int kPackSize = 16 / static_cast<int>(sizeof(Storage));
 
 // Four packs are under way at once. Large tiles have few sums of a block: on an H100 those of 4096
-// elements with a pack or two at once take up to 1.8 times as long.
+// elements with a pack or two at once take up to 1.7 times as long.
 template <typename Storage>
 using GradientShape = Shape<kThreads, 16384, 4, 4>;
 

@@ -38,7 +38,7 @@ struct Streams {
 
   // What is converted or dithered computes enough for the constants of a tensor to count: they are
   // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long;
-  // without such buffers those of 4096 take 1 % longer, and those of 1024 2 to 18 %.
+  // without such buffers those of 4096 take 1 % longer, and those of 1024 2 to 20 %.
   static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : 2048;
 
   // Blocks for which no kernel with these streams spills registers. Packs of 8 elements and what is
