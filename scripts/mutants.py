@@ -366,9 +366,11 @@ class Tests:
         return self.ordered(names)
 
     def of_files(self, files: str) -> list[str]:
-        """Returns the tests of some files, named without `test_` and `.py`."""
-        wanted = {f"tests/test_{file}.py" for file in files.split()}
-        return self.ordered(name for name in self.seconds if name.partition("::")[0] in wanted)
+        """Returns the tests of some files, named without folder, `test_` and `.py`."""
+        wanted = {f"test_{file}.py" for file in files.split()}
+        return self.ordered(
+            name for name in self.seconds if Path(name.partition("::")[0]).name in wanted
+        )
 
 
 @dataclasses.dataclass
