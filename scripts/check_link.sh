@@ -29,9 +29,10 @@ if nm -C --defined-only "$build/csrc/bindings.o" | grep ' [bBdD] .*amp_ext::' | 
 fi
 echo "the module for Python has no state"
 
-module=$(echo amp_ext/_C.*.so)
-if nm -D --defined-only "$module" | grep -v ' PyInit__C$'; then
-  echo "check_link.sh: $module exports more than PyInit__C" >&2
-  exit 1
-fi
+for module in amp_ext/_C.*.so; do
+  if nm -D --defined-only "$module" | grep -v ' PyInit__C$'; then
+    echo "check_link.sh: $module exports more than PyInit__C" >&2
+    exit 1
+  fi
+done
 echo "the module for Python exports nothing but its start"
