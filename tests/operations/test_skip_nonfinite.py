@@ -74,13 +74,13 @@ def test_a_skipped_gradient_is_not_written_back(device, dtypes):
     [
         pytest.param(F16, torch.tensor([0x7FC1, -0x3F, 0x7F80]).short().view(BF16), id="nan"),
         pytest.param(BF16, torch.tensor([0x7E01, -0x1FF, 0x7C00]).short().view(F16), id="nan16"),
-        pytest.param(F32, torch.tensor([1e300, -1e39, NAN]).double(), id="too-large"),
+        pytest.param(F32, torch.tensor([1e300, -1e39, NAN], dtype=F64), id="too-large"),
     ],
 )
 def test_a_skipped_gradient_keeps_what_a_conversion_would_change(device, dtype, bad):
     """No kernel takes its dtype beside that of the parameter: a copy in float32 is stepped."""
-    grad = torch.cat([bad, torch.full((5,), 2.0, dtype=bad.dtype)]).to(device)
-    before, param = grad.cpu(), torch.ones(8, dtype=dtype, device=device)
+    before = torch.cat([bad, torch.full((5,), 2.0, dtype=bad.dtype)])
+    grad, param = before.to(device, copy=True), torch.ones(8, dtype=dtype, device=device)
     scale = torch.tensor(4.0, device=device)
     ops.sgd_([param], [grad], lr=0.5, grad_scale=scale, write_back_grads=True, **SKIP)
     before[3:] = 0.5
