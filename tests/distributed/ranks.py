@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import time
@@ -65,12 +66,15 @@ def run_ranks(checks: list[Check], folder: Path, ranks: int = 2, seconds: float 
     late = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for rank in late:
         processes[rank].kill()
+    exits = [process.exitcode for process in processes]  # of a rank killed by a signal: -signal
     messages = [file.read_text() for file in sorted(folder.glob("failure_*"))]
     assert not late, f"ranks {late} took more than {seconds} s\n" + "\n".join(messages)
-    assert [process.exitcode for process in processes] == [0] * ranks, "\n".join(messages)
+    assert exits == [0] * ranks, f"ranks ended with {exits}\n" + "\n".join(messages)
 
 
 def _rank(rank: int, ranks: int, checks: list[Check], folder: Path) -> None:
+    crashes = (folder / f"failure_{rank}_crash").open("w")
+    faulthandler.enable(crashes)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     limit = timedelta(seconds=20)
