@@ -15,6 +15,14 @@ namespace amp_ext::cpu::AMP_EXT_ISA {
 // vector would wait behind the division of the next.
 constexpr int64_t kBlockSize = 512;
 
+// Elements are asked for this long before they are loaded: processors look ahead by themselves, but
+// not behind the end of a page, which all streams of a step reach together.
+template <typename T>
+constexpr int64_t kAhead = 2048 / sizeof(T);
+// So many at once: with more the requests wait for each other.
+template <typename T>
+constexpr int64_t kAskedFor = 256 / sizeof(T);
+
 // How the numbers of one tensor are dithered at one step.
 class Dither {
  public:
@@ -78,6 +86,14 @@ struct Streams {
     } else {
       return buffer0.template load<V>(index);
     }
+  }
+
+  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
+    grad.prefetch(index, count);
+    param.prefetch(index, count);
+    buffer0.prefetch(index, count);
+    buffer1.prefetch(index, count);
+    buffer2.prefetch(index, count);
   }
 
   // Where results are left before they are rounded.
@@ -149,10 +165,12 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
   }
 }
 
-// Updates `count` elements: whole vectors, up to kBlockSize unless the streams are native.
+// Updates `count` elements: whole vectors, up to kBlockSize unless the streams are native. The
+// tensor has `rest` elements from the first of them on.
 template <typename Streams, typename Functor, typename T>
 AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
-                                 const Streams& streams, const Dither& dither, int64_t count) {
+                                 const Streams& streams, const Dither& dither, int64_t count,
+                                 int64_t rest) {
   using V = Vector<T>;
   constexpr int kBuffers = Streams::kBuffers;
   alignas(64) T scratch[2 + kMaxBuffers][kBlockSize];
@@ -160,27 +178,31 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
   T* const params = streams.param.results_in(scratch[1]);
   T* buffers[kMaxBuffers];
   streams.results_in(scratch + 2, buffers);
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    const V old_grad = streams.grad.template load<V>(i);
-    const V old_param = streams.param.template load<V>(i);
-    const V old_elements[kMaxBuffers] = {streams.template load_buffer0<V>(i),
-                                         streams.buffer1.template load<V>(i),
-                                         streams.buffer2.template load<V>(i)};
-    V grad = constants.unscale_and_clip(old_grad);
-    V param = old_param;
-    V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
-    update_element<kBuffers>(constants, grad, param, elements[0], elements[1], elements[2]);
-    if (constants.skip_nonfinite) {
-      const auto is_updated = is_finite(old_grad);
-      grad = select(is_updated, grad, old_grad);
-      param = select(is_updated, param, old_param);
-      for (int k = 0; k < kBuffers; ++k) {
-        elements[k] = select(is_updated, elements[k], old_elements[k]);
+  for (int64_t begin = 0; begin < count; begin += kAskedFor<T>) {
+    if (begin + kAhead<T> < rest) streams.prefetch(begin + kAhead<T>, kAskedFor<T>);
+    const int64_t end = std::min(begin + kAskedFor<T>, count);
+    for (int64_t i = begin; i < end; i += kLanes<T>) {
+      const V old_grad = streams.grad.template load<V>(i);
+      const V old_param = streams.param.template load<V>(i);
+      const V old_elements[kMaxBuffers] = {streams.template load_buffer0<V>(i),
+                                           streams.buffer1.template load<V>(i),
+                                           streams.buffer2.template load<V>(i)};
+      V grad = constants.unscale_and_clip(old_grad);
+      V param = old_param;
+      V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
+      update_element<kBuffers>(constants, grad, param, elements[0], elements[1], elements[2]);
+      if (constants.skip_nonfinite) {
+        const auto is_updated = is_finite(old_grad);
+        grad = select(is_updated, grad, old_grad);
+        param = select(is_updated, param, old_param);
+        for (int k = 0; k < kBuffers; ++k) {
+          elements[k] = select(is_updated, elements[k], old_elements[k]);
+        }
       }
+      if (constants.write_back_grads) store(grads + i, grad);
+      store(params + i, param);
+      for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
     }
-    if (constants.write_back_grads) store(grads + i, grad);
-    store(params + i, param);
-    for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
   }
   if (constants.write_back_grads && constants.skip_nonfinite) {
     round_finite_results(grads, count, streams.grad.elements);
@@ -207,7 +229,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
       count = kLanes<T>;
     }
     if (!Streams::kIsNative) dither.begin(offset, count);
-    update_block(constants, streams, dither, count);
+    update_block(constants, streams, dither, count, tile.record.numel - offset);
     if (is_tail) tail.close(rest, constants.write_back_grads);
     offset += count;
   }
@@ -291,19 +313,26 @@ inline void step(const StepLaunch& launch, const TileMap& tiles, const GradientF
 
 // Calls visit(first, second) for all elements, as vectors of their bits as type T, with zeros
 // behind the last. In pairs, so that a result that waits for the one before waits half as often.
+// There are `rest` elements from the first on.
 template <typename T, typename Storage, typename Visit>
-AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, const Visit& visit) {
+AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_t rest,
+                                  const Visit& visit) {
   using V = Vector<T>;
   static_assert(sizeof(T) == sizeof(Storage));
   constexpr int64_t kPair = 2 * kLanes<T>;
   int64_t i = 0;
-  for (; i + kPair <= count; i += kPair) {
-    visit(load_bits<V>(elements + i), load_bits<V>(elements + i + kLanes<T>));
-  }
+  const auto visit_until = [&](int64_t end, int64_t ahead) __attribute__((always_inline)) {
+    for (; i + kPair <= end; i += kPair) {
+      prefetch(elements, i + ahead, kPair);
+      visit(load_bits<V>(elements + i), load_bits<V>(elements + i + kLanes<T>));
+    }
+  };
+  visit_until(std::min(count, rest - kAhead<T>), kAhead<T>);
+  visit_until(count, 0);
   if (i == count) return;
-  T rest[kPair] = {};
-  std::memcpy(rest, elements + i, (count - i) * sizeof(T));
-  visit(load_bits<V>(rest), load_bits<V>(rest + kLanes<T>));
+  T last[kPair] = {};
+  std::memcpy(last, elements + i, (count - i) * sizeof(T));
+  visit(load_bits<V>(last), load_bits<V>(last + kLanes<T>));
 }
 
 // The type in which the exponents of numbers can be compared: they are no NaN when all else is 0.
@@ -322,11 +351,11 @@ struct ExponentType<double> {
 
 // Whether any element is inf or NaN: the largest exponent tells.
 template <typename Storage>
-bool any_nonfinite(const Storage* elements, int64_t count) {
+bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
   using Exponents = Vector<typename ExponentType<Storage>::type>;
   Exponents largest = {};
-  for_each_pair<T>(elements, count, [&](Vector<T> first, Vector<T> second) {
+  for_each_pair<T>(elements, count, rest, [&](Vector<T> first, Vector<T> second) {
     const auto larger = maximum(bit_cast<Exponents>(first & kExponentMask<Storage>),
                                 bit_cast<Exponents>(second & kExponentMask<Storage>));
     largest = maximum(larger, largest);
@@ -336,11 +365,11 @@ bool any_nonfinite(const Storage* elements, int64_t count) {
 
 // The number of elements that are inf or NaN. `count` up to kTileSize, which 16 bits can hold.
 template <typename Storage>
-int64_t number_of_nonfinite(const Storage* elements, int64_t count) {
+int64_t number_of_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
   static_assert(kTileSize / kLanes<uint16_t> < std::numeric_limits<int16_t>::max());
   Vector<T> found = {};
-  for_each_pair<T>(elements, count, [&](Vector<T> first, Vector<T> second) {
+  for_each_pair<T>(elements, count, rest, [&](Vector<T> first, Vector<T> second) {
     // A comparison that holds is -1.
     found -= bit_cast<Vector<T>>((first & kExponentMask<Storage>) == kExponentMask<Storage>);
     found -= bit_cast<Vector<T>>((second & kExponentMask<Storage>) == kExponentMask<Storage>);
@@ -362,14 +391,16 @@ AMP_EXT_INLINE double to_double(Storage value) {
 // Elements of which squares are summed together.
 constexpr int64_t kSumSize = 1024;
 
-// Sums in one fixed order: 32 running sums, then pairwise. `count` up to kSumSize.
+// Sums in one fixed order: 32 running sums, then pairwise. `count` up to kSumSize. Asks for what is
+// `ahead` elements behind each.
 template <typename Storage>
-float sum_of_squares_in_float(const Storage* elements, int64_t count) {
+float sum_of_squares_in_float(const Storage* elements, int64_t count, int64_t ahead) {
   using V = Vector<float>;
   constexpr int kSums = 32 / kLanes<float>;
   V sums[kSums] = {};
   int64_t i = 0;
   for (; i + 32 <= count; i += 32) {
+    prefetch(elements, i + ahead, 32);
 #pragma GCC unroll 8
     for (int k = 0; k < kSums; ++k) {
       const V value = load<V>(elements + i + k * kLanes<float>);
@@ -405,12 +436,13 @@ constexpr float kSmallSum = 1e-20f;
 
 // Squares may be too large or too small for float32.
 template <typename Storage>
-double sum_of_squares(const Storage* elements, int64_t count) {
+double sum_of_squares(const Storage* elements, int64_t count, int64_t rest) {
   double sum = 0.0;
   for (int64_t i = 0; i < count; i += kSumSize) {
     const int64_t size = std::min(kSumSize, count - i);
     if constexpr (!std::is_same_v<Storage, double>) {
-      const float in_float = sum_of_squares_in_float(elements + i, size);
+      const int64_t ahead = i + size + kAhead<Storage> <= rest ? kAhead<Storage> : 0;
+      const float in_float = sum_of_squares_in_float(elements + i, size, ahead);
       if (in_float >= kSmallSum && is_finite(in_float)) {
         sum += in_float;
         continue;
@@ -432,11 +464,13 @@ double sum_of_finite_squares(const Storage* elements, int64_t count) {
   return sum;
 }
 
-// Calls visit(grad, count) with the elements of a tile.
+// Calls visit(grad, count, rest) with the elements of a tile, and how many there are from the first
+// of them on.
 template <typename Visit>
 AMP_EXT_INLINE void with_grad(const Tile& tile, const Visit& visit) {
   for_dtype(tile.record.grad_dtype, [&](auto element) {
-    visit(static_cast<decltype(element)*>(tile.record.grad) + tile.begin, tile.end - tile.begin);
+    visit(static_cast<decltype(element)*>(tile.record.grad) + tile.begin, tile.end - tile.begin,
+          tile.record.numel - tile.begin);
   });
 }
 
@@ -444,14 +478,14 @@ inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int
                     int64_t end) {
   int64_t first = kNoTensor;
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    with_grad(tile, [&](const auto* grad, int64_t count) {
+    with_grad(tile, [&](const auto* grad, int64_t count, int64_t rest) {
       if (sums != nullptr) {
-        const double sum = sum_of_squares(grad, count);
+        const double sum = sum_of_squares(grad, count, rest);
         sums[tile.number] = sum;
         // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
         if (is_finite(sum)) return;
       }
-      if (!any_nonfinite(grad, count)) return;
+      if (!any_nonfinite(grad, count, rest)) return;
       first = std::min<int64_t>(first, tile.record.group);
       if (sums != nullptr && skip_nonfinite) sums[tile.number] = sum_of_finite_squares(grad, count);
     });
@@ -462,8 +496,8 @@ inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int
 inline void count_nonfinite(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                             int64_t end) {
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    with_grad(tile, [&](const auto* grad, int64_t count) {
-      const int64_t found = number_of_nonfinite(grad, count);
+    with_grad(tile, [&](const auto* grad, int64_t count, int64_t rest) {
+      const int64_t found = number_of_nonfinite(grad, count, rest);
       if (found != 0) counts[tile.index].fetch_add(found, std::memory_order_relaxed);
     });
   });
@@ -503,7 +537,7 @@ bool multiply_elements(Storage* elements, int64_t count, float factor_in_float) 
 inline int64_t multiply(const TileMap& tiles, float factor, int64_t begin, int64_t end) {
   int64_t first = kNoTensor;
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    with_grad(tile, [&](auto* grad, int64_t count) {
+    with_grad(tile, [&](auto* grad, int64_t count, int64_t /*rest*/) {
       if (multiply_elements(grad, count, factor)) {
         first = std::min<int64_t>(first, tile.record.group);
       }

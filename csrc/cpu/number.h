@@ -116,6 +116,9 @@ struct Numbers<Plain<Storage>> {
   AMP_EXT_INLINE static Numbers at(void* elements, void* /*beside*/, int64_t offset) {
     return {static_cast<Storage*>(elements) + offset};
   }
+  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
+    amp_ext::prefetch(elements, index, count);
+  }
 
   template <typename V>
   AMP_EXT_INLINE V load(int64_t index) const {
@@ -154,6 +157,10 @@ struct Numbers<Mastered<Storage>> {
   AMP_EXT_INLINE static Numbers at(void* elements, void* masters, int64_t offset) {
     return {static_cast<Storage*>(elements) + offset, static_cast<float*>(masters) + offset};
   }
+  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
+    amp_ext::prefetch(elements, index, count);
+    amp_ext::prefetch(masters, index, count);
+  }
 
   template <typename V>
   AMP_EXT_INLINE V load(int64_t index) const {
@@ -191,6 +198,10 @@ struct Numbers<Split<Storage, kBits>> {
 
   AMP_EXT_INLINE static Numbers at(void* elements, void* lows, int64_t offset) {
     return {static_cast<Storage*>(elements) + offset, static_cast<Low*>(lows) + offset};
+  }
+  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
+    amp_ext::prefetch(elements, index, count);
+    amp_ext::prefetch(lows, index, count);
   }
 
   template <typename V>
@@ -245,6 +256,9 @@ struct Numbers<Ratio> {
   AMP_EXT_INLINE static Numbers at(void* codes, void* /*beside*/, int64_t offset) {
     return {static_cast<uint8_t*>(codes) + offset};
   }
+  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
+    amp_ext::prefetch(codes, index, count);
+  }
 
   // `second` are the second moments beside these, as they are stored.
   template <typename Second>
@@ -284,6 +298,9 @@ struct Numbers<Grouped<Code>> {
   AMP_EXT_INLINE static Numbers at(void* codes, void* exponents, int64_t offset) {
     return {static_cast<uint8_t*>(codes) + offset,
             static_cast<uint8_t*>(exponents) + offset / kGroupSize};
+  }
+  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
+    amp_ext::prefetch(codes, index, count);
   }
 
   template <typename V>
@@ -345,6 +362,7 @@ struct Numbers<Absent> {
   AMP_EXT_INLINE static Numbers at(void* /*elements*/, void* /*beside*/, int64_t /*offset*/) {
     return {};
   }
+  AMP_EXT_INLINE void prefetch(int64_t /*index*/, int64_t /*count*/) const {}
   template <typename V>
   AMP_EXT_INLINE V load(int64_t /*index*/) const {
     return V{};

@@ -31,6 +31,8 @@ using Vector = typename VectorOf<T, AMP_EXT_VECTOR_BYTES>::type;
 template <typename T>
 constexpr int kLanes = AMP_EXT_VECTOR_BYTES / static_cast<int>(sizeof(T));
 
+constexpr int64_t kLineSize = 64;  // bytes of a line of the caches
+
 // As many numbers of another size as a vector of From has lanes.
 template <typename To, typename From>
 using Converted = typename VectorOf<To, kLanes<From>* static_cast<int>(sizeof(To))>::type;
@@ -51,6 +53,16 @@ template <typename V>
 AMP_EXT_INLINE void store_bits(void* to, V value) {
   typedef V Anywhere __attribute__((aligned(1), may_alias));
   *static_cast<Anywhere*>(to) = value;
+}
+
+// Asks for elements [begin, begin + count) before they are needed; some may lie behind the last.
+template <typename T>
+AMP_EXT_INLINE void prefetch(const T* elements, int64_t begin, int64_t count) {
+  const auto first = reinterpret_cast<uintptr_t>(elements) + begin * sizeof(T);
+  const auto bytes = static_cast<int64_t>(count * sizeof(T));
+  for (int64_t line = 0; line < bytes; line += kLineSize) {
+    __builtin_prefetch(reinterpret_cast<const void*>(first + line));
+  }
 }
 
 // The smaller and the larger of two numbers, the second if one of them is NaN.
