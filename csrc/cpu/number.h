@@ -20,13 +20,13 @@ struct PaddedCopy {
   alignas(64) Storage elements[kLanes<float>];
   Storage* origin;
 
-  AMP_EXT_INLINE Storage* open(Storage* from, int64_t count) {
+  __attribute__((noinline)) Storage* open(Storage* from, int64_t count) {
     std::memset(elements, 0, sizeof elements);
     std::memcpy(elements, from, count * sizeof(Storage));
     origin = from;
     return elements;
   }
-  AMP_EXT_INLINE void close(int64_t count) {
+  __attribute__((noinline)) void close(int64_t count) {
     std::memcpy(origin, elements, count * sizeof(Storage));
   }
 };
