@@ -31,7 +31,7 @@ INSTALL = (
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
 BINDINGS = ["csrc/bindings.cpp"]  # all that needs Python
 # The sources of each are compiled as one: PyTorch's headers take longer than they do.
-UNITED = ("csrc", "csrc/frontend")
+UNITED = ("csrc/frontend", "csrc")
 
 
 def flags_of(kind: str) -> list[str]:
@@ -250,8 +250,10 @@ class BuildExtension(cpp_extension.BuildExtension):
         if extension.name == MODULE:
             extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
         else:
-            extension.sources = [file for file in core if str(Path(file).parent) not in UNITED]
-            extension.sources += [self.unite(folder) for folder in UNITED]
+            # What takes longest begins first, what is shortest ends last: no core waits long.
+            alone = [file for file in core if str(Path(file).parent) not in UNITED]
+            longest, shortest = map(self.unite, UNITED)
+            extension.sources = [longest, *alone, shortest]
             if self.use_ninja:
                 # Each extension has its own run of ninja, which finds then that all is done.
                 self.compiler.compile(
