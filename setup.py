@@ -31,6 +31,7 @@ INSTALL = (
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
 BINDINGS = ["csrc/bindings.cpp"]  # all that needs Python
 # The sources of each are compiled as one: PyTorch's headers take longer than they do.
+# The first takes longer than an engine of the CPU, the second shorter; the engines come between.
 UNITED = ("csrc/frontend", "csrc")
 
 
@@ -250,10 +251,10 @@ class BuildExtension(cpp_extension.BuildExtension):
         if extension.name == MODULE:
             extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
         else:
-            # What takes longest begins first, what is shortest ends last: no core waits long.
+            # So that no core waits long for another at the end.
             alone = [file for file in core if str(Path(file).parent) not in UNITED]
-            longest, shortest = map(self.unite, UNITED)
-            extension.sources = [longest, *alone, shortest]
+            longer, shorter = map(self.unite, UNITED)
+            extension.sources = [longer, *alone, shorter]
             if self.use_ninja:
                 # Each extension has its own run of ninja, which finds then that all is done.
                 self.compiler.compile(

@@ -14,7 +14,8 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Copies of less than a vector of elements, with zeros behind them.
+// Copies of less than a vector of elements, with zeros behind them. Made out of line: each kernel
+// has up to five, for the last elements of a tensor alone.
 template <typename Storage>
 struct PaddedCopy {
   alignas(64) Storage elements[kLanes<float>];
