@@ -253,7 +253,8 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
 
 // Somebody may have set other ones.
 void FusedOptimizer::check_kind(const torch::optim::OptimizerOptions& options, size_t group) const {
-  TORCH_CHECK(typeid(options) == typeid(*defaults_), impl_->kind.name, ": options of group ", group,
+  const torch::optim::OptimizerOptions& defaults = *defaults_;
+  TORCH_CHECK(typeid(options) == typeid(defaults), impl_->kind.name, ": options of group ", group,
               " must be amp_ext::optim::", impl_->kind.name,
               "Options, got those of another optimizer");
 }

@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -66,7 +67,8 @@ void step_plan(Plan& plan, const std::vector<Numbers>& groups, const GradientOpt
     group.lr = number_of(numbers, "lr", group.lr);
     group.clip_value = number_of(numbers, "clip_value", group.clip_value);
     Hyperparameters::for_each_field([&](const char* name, auto member) {
-      group.*member = number_of(numbers, name, group.*member);
+      auto& field = group.*member;
+      field = static_cast<std::decay_t<decltype(field)>>(number_of(numbers, name, field));
     });
     hyperparameters.push_back(std::move(group));
   }
