@@ -3,17 +3,22 @@
 // operators.
 //
 // Read before the functors: vectors have no namespace in which a functor's call could find the
-// functions below later. Whatever is no operator is here, and no other file has an intrinsic. Where
-// there is none (on other processors) the plain text below makes the same bits.
+// functions below later. Whatever is no operator is here, and no other file has an intrinsic: those
+// of x86-64 and of 64-bit Arm. Where there is none the plain text below makes the same bits.
 #pragma once
 
 #include "functors/numeric.h"
 #include "storage.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(AMP_EXT_NO_INTRINSICS)
 #define AMP_EXT_VECTOR_X86 AMP_EXT_VECTOR_BYTES
 #else
 #define AMP_EXT_VECTOR_X86 0
+#endif
+#if defined(__AARCH64EL__) && !defined(AMP_EXT_NO_INTRINSICS)
+#define AMP_EXT_VECTOR_ARM AMP_EXT_VECTOR_BYTES
+#else
+#define AMP_EXT_VECTOR_ARM 0
 #endif
 
 namespace amp_ext {
@@ -117,6 +122,8 @@ AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
   return _mm256_sqrt_ps(value);
 #elif AMP_EXT_VECTOR_X86 == 16
   return _mm_sqrt_ps(value);
+#elif AMP_EXT_VECTOR_ARM == 16
+  return (Vector<float>)vsqrtq_f32((float32x4_t)value);
 #else
   for (int i = 0; i < kLanes<float>; ++i) value[i] = std::sqrt(value[i]);
   return value;
@@ -130,6 +137,8 @@ AMP_EXT_INLINE Vector<double> square_root(Vector<double> value) {
   return _mm256_sqrt_pd(value);
 #elif AMP_EXT_VECTOR_X86 == 16
   return _mm_sqrt_pd(value);
+#elif AMP_EXT_VECTOR_ARM == 16
+  return (Vector<double>)vsqrtq_f64((float64x2_t)value);
 #else
   for (int i = 0; i < kLanes<double>; ++i) value[i] = std::sqrt(value[i]);
   return value;
@@ -180,6 +189,9 @@ AMP_EXT_INLINE void store_low_bits(uint8_t* to, Vector<uint32_t> value) {
   const auto low = (__m128i)(value & 0xffu);
   const __m128i words = _mm_packs_epi32(low, low);
   store_bits(to, _mm_cvtsi128_si32(_mm_packus_epi16(words, words)));
+#elif AMP_EXT_VECTOR_ARM == 16
+  const uint16x4_t words = vmovn_u32((uint32x4_t)value);
+  store_bits(to, vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0));
 #else
   store_bits(to, __builtin_convertvector(value, Converted<uint8_t, uint32_t>));
 #endif
@@ -196,6 +208,9 @@ AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint8_t* from) {
   const __m128i bytes = _mm_cvtsi32_si128(load_bits<int32_t>(from));
   const __m128i words = _mm_unpacklo_epi8(bytes, _mm_setzero_si128());
   return (Vector<uint32_t>)_mm_unpacklo_epi16(words, _mm_setzero_si128());
+#elif AMP_EXT_VECTOR_ARM == 16
+  const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(load_bits<uint32_t>(from)));
+  return (Vector<uint32_t>)vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
 #else
   return __builtin_convertvector(load_bits<Converted<uint8_t, uint32_t>>(from), Vector<uint32_t>);
 #endif
@@ -208,6 +223,8 @@ AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint16_t* from) {
 #elif AMP_EXT_VECTOR_X86 == 16
   const __m128i words = _mm_loadl_epi64(reinterpret_cast<const __m128i_u*>(from));
   return (Vector<uint32_t>)_mm_unpacklo_epi16(words, _mm_setzero_si128());
+#elif AMP_EXT_VECTOR_ARM == 16
+  return (Vector<uint32_t>)vmovl_u16(vld1_u16(from));
 #else
   return __builtin_convertvector(load_bits<Converted<uint16_t, uint32_t>>(from), Vector<uint32_t>);
 #endif
@@ -236,6 +253,8 @@ AMP_EXT_INLINE V load(const Half* from) {
   return _mm512_maskz_cvtph_ps(0xffff, load_bits<__m256i>(from));
 #elif AMP_EXT_VECTOR_X86 == 32
   return _mm256_cvtph_ps(load_bits<__m128i>(from));
+#elif AMP_EXT_VECTOR_ARM == 16
+  return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
   using Bits = Vector<uint32_t>;  // as to_float of storage.h
   const Bits bits = load_wide(&from->bits);
@@ -278,6 +297,8 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
   store_bits(to, _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT));
 #elif AMP_EXT_VECTOR_X86 == 32
   store_bits(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#elif AMP_EXT_VECTOR_ARM == 16
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value)));
 #else
   using Bits = Vector<uint32_t>;  // as from_float of storage.h
   const Bits sign = (bit_cast<Bits>(value) >> 16) & 0x8000u;
@@ -302,7 +323,7 @@ AMP_EXT_INLINE void round_all(const T* from, int64_t count, Storage* to) {
   for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, load<Vector<T>>(from + i));
 }
 
-#if AMP_EXT_VECTOR_X86 != 0
+#if AMP_EXT_VECTOR_X86 != 0 || AMP_EXT_VECTOR_ARM != 0
 // Stores the upper 16 bits of each lane of two vectors.
 AMP_EXT_INLINE void store_upper_bits(uint16_t* to, Vector<uint32_t> first,
                                      Vector<uint32_t> second) {
@@ -315,6 +336,8 @@ AMP_EXT_INLINE void store_upper_bits(uint16_t* to, Vector<uint32_t> first,
 #elif AMP_EXT_VECTOR_X86 == 32
   const __m256i packed = _mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16));
   store_bits(to, _mm256_permute4x64_epi64(packed, 0xd8));
+#elif AMP_EXT_VECTOR_ARM == 16
+  vst1q_u16(to, vuzp2q_u16((uint16x8_t)first, (uint16x8_t)second));
 #else
   store_bits(
       to, _mm_packs_epi32(_mm_srai_epi32((__m128i)first, 16), _mm_srai_epi32((__m128i)second, 16)));
@@ -335,6 +358,12 @@ struct NanSeen {
     lanes = _mm256_or_ps(lanes, _mm256_cmp_ps(first, second, _CMP_UNORD_Q));
   }
   AMP_EXT_INLINE bool yes() const { return _mm256_movemask_ps(lanes) != 0; }
+#elif AMP_EXT_VECTOR_ARM == 16
+  Vector<int32_t> lanes = {};
+  AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
+    lanes |= (first != first) | (second != second);
+  }
+  AMP_EXT_INLINE bool yes() const { return any(lanes); }
 #else
   __m128 lanes = {};
   AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
@@ -353,7 +382,7 @@ template <typename UpperBits>
 AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BFloat16* to,
                                             const UpperBits& upper_bits) {
   int64_t i = 0;
-#if AMP_EXT_VECTOR_X86 != 0
+#if AMP_EXT_VECTOR_X86 != 0 || AMP_EXT_VECTOR_ARM != 0
   constexpr int64_t kPair = 2 * kLanes<float>;
   NanSeen nan;
   for (; i + kPair <= count; i += kPair) {
