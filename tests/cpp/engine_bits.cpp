@@ -1,0 +1,283 @@
+// Runs the kernels of a CPU engine alone, without torch, and prints a hash of what each wrote:
+// every kernel for all numbers that it is compiled for, on tensors of awkward sizes. Whatever the
+// compiler and the processor, the hashes must be the same (scripts/other_compilers.sh).
+//
+//   engine_bits ENGINE    as AMP_EXT_CPU_ISA names it; exits with 3 where the processor lacks it
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "cpu/engine.h"
+#include "cpu/tile_map.h"
+#include "element.h"
+#include "kernel_list.h"
+#include "launches.h"
+#include "storage.h"
+
+using namespace amp_ext;  // NOLINT(build/namespaces)
+
+constexpr int kSteps = 3;
+constexpr int64_t kSizes[] = {1, 7, 300, 9001};
+constexpr int64_t kSizesOfGroups[] = {kGroupSize, 11 * kGroupSize, 257 * kGroupSize};
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+constexpr Master kMasters[] = {Master::kNone, Master::kFloat32, Master::kLow16, Master::kLow8};
+// Of the first buffer, and of those behind it.
+constexpr BufferFormat kFormats[][2] = {
+    {BufferFormat::kFloat32, BufferFormat::kFloat32},
+    {BufferFormat::kFloat64, BufferFormat::kFloat64},
+    {BufferFormat::kFloat16, BufferFormat::kFloat16},
+    {BufferFormat::kBFloat16, BufferFormat::kBFloat16},
+    {BufferFormat::kRatio8, BufferFormat::kBFloat16},
+    {BufferFormat::kRatio8, BufferFormat::kGroup8},
+    {BufferFormat::kGroup8, BufferFormat::kGroup8},
+};
+
+struct Option {
+  const char* name;
+  bool dither, skip_nonfinite, write_back;
+};
+constexpr Option kOptions[] = {{"", false, false, false},
+                               {" dithered", true, false, false},
+                               {" writing back", false, false, true},
+                               {" skipping", true, true, true}};
+
+// FNV-1a.
+class Hash {
+ public:
+  void add(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001b3ull; }
+  unsigned long long value() const { return hash_; }
+
+ private:
+  uint64_t hash_ = 0xcbf29ce484222325ull;
+};
+
+// Numbers of both signs from 2^-24 to 4, and some between them that are special.
+float number(int64_t index, uint32_t word, bool is_finite) {
+  constexpr float kFinite[] = {0.0f, -0.0f, 1e-41f, 6e-8f, -3e-5f, 65519.0f, 70000.0f, 3e38f};
+  constexpr uint32_t kNonfinite[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffffffffu};
+  // So far apart that most blocks have one. Rounded like a number, the last NaN would become 0.
+  if (!is_finite && index % 1031 == 5) return float_of(kNonfinite[index / 1031 % 4]);
+  if (index % 41 == 6) return kFinite[index / 41 % 8];
+  return float_of((word & 0x807fffffu) | (127 - 24 + (word >> 23) % 26) << 23);
+}
+
+// The numbers of one array of a parameter: of a dtype, or bits that mean nothing alone. They start
+// one element behind a boundary of 16 bytes.
+class Array {
+ public:
+  Array(DType dtype, int64_t numel, uint32_t seed, bool is_finite, bool is_positive)
+      : dtype_(dtype), numel_(numel) {
+    for_dtype(dtype, [&](auto element) {
+      using Storage = decltype(element);
+      reserve(sizeof(Storage));
+      uint64_t state = seed;
+      for (int64_t i = 0; i < numel; ++i) {
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        float value = number(i, static_cast<uint32_t>(state >> 32), is_finite);
+        if (is_positive) value = float_of(bits_of(value) & 0x7fffffffu);
+        if constexpr (std::is_same_v<Storage, double>) {
+          elements<Storage>()[i] = value;
+        } else {
+          from_float(value, elements<Storage>()[i]);
+        }
+      }
+    });
+  }
+  Array(size_t size, int64_t numel) : is_bits_(true), numel_(size * numel) { reserve(size); }
+
+  void* data() { return elements<char>(); }
+
+  // A NaN is a NaN, whatever its bits.
+  void add_to(Hash& hash) {
+    if (is_bits_) {
+      for (int64_t i = 0; i < numel_; ++i) hash.add(elements<uint8_t>()[i]);
+      return;
+    }
+    for_dtype(dtype_, [&](auto element) {
+      using Storage = decltype(element);
+      using Bits = typename BitPattern<Storage>::type;
+      for (int64_t i = 0; i < numel_; ++i) {
+        Bits bits;
+        std::memcpy(&bits, elements<Storage>() + i, sizeof bits);
+        const auto magnitude = static_cast<Bits>(bits << 1) >> 1;
+        hash.add(magnitude > kExponentMask<Storage> ? kExponentMask<Storage> + 1 : bits);
+      }
+    });
+  }
+
+ private:
+  void reserve(size_t size) {
+    size_ = size;
+    memory_.resize(numel_ * size + size + 16);
+  }
+  template <typename T>
+  T* elements() {
+    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+    return reinterpret_cast<T*>((address + 15) / 16 * 16 + size_);
+  }
+
+  DType dtype_ = DType::kFloat32;
+  bool is_bits_ = false;
+  int64_t numel_;
+  size_t size_ = 1;
+  std::vector<char> memory_;
+};
+
+struct Numbers {
+  DType param, grad;
+  Master master;
+  const BufferFormat (&formats)[2];
+};
+
+struct Kernel {
+  OptimizerKernel kernel;
+  const char* name;
+  int buffers;
+  bool (*take_steps)(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers,
+                     const Option& option, int64_t numel, Hash& hash);
+};
+
+// Some steps of one tensor. Returns whether there is a kernel that has taken them.
+template <typename Hyperparameters>
+bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers,
+                const Option& option, int64_t numel, Hash& hash) {
+  // A NaN of a split master leaves bits that mean nothing.
+  const bool is_split = numbers.master == Master::kLow16 || numbers.master == Master::kLow8;
+  std::vector<Array> arrays;
+  arrays.emplace_back(numbers.grad, numel, 1, is_split && !option.skip_nonfinite, false);
+  arrays.emplace_back(numbers.param, numel, 2, true, false);
+  if (numbers.master == Master::kFloat32)
+    arrays.emplace_back(DType::kFloat32, numel, 2, true, false);
+  if (is_split) arrays.emplace_back(numbers.master == Master::kLow16 ? 2 : 1, numel);
+  for (int i = 0; i < kernel.buffers; ++i) {
+    const BufferFormat format = numbers.formats[i > 0];
+    if (is_code(format)) {
+      arrays.emplace_back(1, numel);
+    } else {
+      arrays.emplace_back(static_cast<DType>(format), numel, 3 + i, true, i > 0);
+    }
+  }
+  arrays.emplace_back(1, numel / kGroupSize);
+
+  Hyperparameters hyperparameters;
+  hyperparameters.lr = 0.01;
+  hyperparameters.weight_decay = 0.1;
+  hyperparameters.clip_value = 3.0;
+  hyperparameters.dither = option.dither;
+  hyperparameters.write_back_grads = option.write_back;
+  float step = 0.0f;
+  TensorRecord record;
+  record.numel = numel;
+  record.grad_dtype = numbers.grad;
+  record.param_dtype = numbers.param;
+  record.master = numbers.master;
+  record.dithered = dithered_numbers(hyperparameters);
+  record.step = &step;
+  size_t next = 0;
+  record.grad = arrays[next++].data();
+  record.param = arrays[next++].data();
+  if (record.master != Master::kNone) record.master_param = arrays[next++].data();
+  for (int i = 0; i < kernel.buffers; ++i) {
+    record.buffers[i] = arrays[next++].data();
+    record.buffer_formats[i] = numbers.formats[i > 0];
+  }
+  record.exponents = static_cast<uint8_t*>(arrays[next].data());
+
+  Hash before, after;
+  arrays[1].add_to(before);
+  const StepLaunch launch{
+      kernel.kernel, &record, 1, &hyperparameters, {.skip_nonfinite = option.skip_nonfinite},
+      nullptr,       nullptr};
+  const cpu::TileMap tiles(&record, 1);
+  const GradientFactor factor = GradientFactor::read(launch.inputs);
+  for (; step < kSteps; ++step) engine.step(launch, tiles, factor, 0, tiles.total_cost());
+  arrays[1].add_to(after);
+  for (Array& array : arrays) array.add_to(hash);
+  return before.value() != after.value();
+}
+
+#define AMP_EXT_KERNEL(Functor, buffers)                             \
+  {OptimizerKernel::k##Functor##buffers, #Functor #buffers, buffers, \
+   take_steps<Functor##Hyperparameters>},
+constexpr Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
+#undef AMP_EXT_KERNEL
+
+void step_all(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers) {
+  const bool has_groups = kernel.buffers > 0 && numbers.formats[1] == BufferFormat::kGroup8;
+  for (const Option& option : kOptions) {
+    Hash hash;
+    bool is_stepped = false;
+    const auto step = [&](int64_t numel) {
+      is_stepped = kernel.take_steps(engine, kernel, numbers, option, numel, hash);
+    };
+    if (has_groups) {
+      for (const int64_t numel : kSizesOfGroups) step(numel);
+    } else {
+      for (const int64_t numel : kSizes) step(numel);
+    }
+    if (!is_stepped) return;  // by the largest: there is no such kernel
+    std::printf("%s param %d grad %d master %d buffers %d %d%s: %016llx\n", kernel.name,
+                static_cast<int>(numbers.param), static_cast<int>(numbers.grad),
+                static_cast<int>(numbers.master), static_cast<int>(numbers.formats[0]),
+                static_cast<int>(numbers.formats[1]), option.name, hash.value());
+  }
+}
+
+uint64_t pattern_of(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+void look_and_multiply(const cpu::Engine& engine, DType dtype, bool is_finite) {
+  Hash hash;
+  for (const int64_t numel : kSizes) {
+    Array array(dtype, numel, 1, is_finite, false);
+    TensorRecord record;
+    record.numel = numel;
+    record.grad = array.data();
+    record.grad_dtype = dtype;
+    const cpu::TileMap tiles(&record, 1);
+    const int64_t end = tiles.total_cost();
+    std::vector<double> sums(tiles.number_of_tiles());
+    std::atomic<int64_t> count{0};
+    hash.add(engine.look(tiles, nullptr, false, 0, end));
+    for (const bool skip_nonfinite : {false, true}) {
+      hash.add(engine.look(tiles, sums.data(), skip_nonfinite, 0, end));
+      // Sums of what is not finite may be inf or NaN.
+      for (const double sum : sums) hash.add(std::isfinite(sum) ? pattern_of(sum) : 1);
+    }
+    engine.count_nonfinite(tiles, &count, 0, end);
+    hash.add(count.load());
+    hash.add(engine.multiply(tiles, 0.3f, 0, end));
+    array.add_to(hash);
+  }
+  std::printf("gradients of dtype %d, %s: %016llx\n", static_cast<int>(dtype),
+              is_finite ? "finite" : "not finite", hash.value());
+}
+
+int main(int argc, char** argv) {
+  if (argc != 2) return 2;
+  setenv("AMP_EXT_CPU_ISA", argv[1], 1);
+  const cpu::Engine* engine = cpu::select_engine();
+  if (engine == nullptr) return 3;
+  for (const Kernel& kernel : kKernels) {
+    for (const DType param : kDTypes) {
+      for (const DType grad : kDTypes) {
+        for (const Master master : kMasters) {
+          for (const auto& formats : kFormats) {
+            step_all(*engine, kernel, {param, grad, master, formats});
+            if (kernel.buffers == 0) break;  // they'd all be the same
+          }
+        }
+      }
+    }
+  }
+  for (const DType dtype : kDTypes) {
+    for (const bool is_finite : {true, false}) look_and_multiply(*engine, dtype, is_finite);
+  }
+}
