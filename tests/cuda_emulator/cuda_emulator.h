@@ -89,7 +89,7 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads,
   using Copies = std::tuple<std::decay_t<Parameters>...>;
   const Copies copies(arguments...);
   const auto call = [](const void* function, const void* values) {
-    std::apply(reinterpret_cast<void (*)(Parameters...)>(function),
+    std::apply(reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(function)),
                *static_cast<const Copies*>(values));
   };
   const size_t bytes = (size_t{0} + ... + sizeof(std::decay_t<Parameters>));
