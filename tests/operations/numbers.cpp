@@ -85,3 +85,5 @@ struct GroupBlock {
 #include "number_checks.h"
 
 int main(int count, char** arguments) { return LACKS_INSTRUCTIONS ? 77 : run(count, arguments); }
+
+AMP_EXT_END_TARGET

@@ -190,7 +190,6 @@ void check_formula(const char* name) {
 }  // namespace
 
 int main() {
-  __builtin_cpu_init();
   if (LACKS_INSTRUCTIONS) return 77;
   check_16_bit_type<BFloat16>("bfloat16");
   check_16_bit_type<Half>("float16");
@@ -203,3 +202,5 @@ int main() {
   AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CHECK)
   return differences == 0 ? 0 : 1;
 }
+
+AMP_EXT_END_TARGET

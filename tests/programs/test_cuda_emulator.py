@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -19,7 +20,10 @@ from torch.nn import Parameter
 import amp_ext
 from amp_ext import ops
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the CUDA emulator needs x86-64"),
+]
 
 SEEDS = (None, 0, 1, 2)
 OLD_DRIVER = "12000"  # takes 4096 bytes of arguments
