@@ -150,8 +150,9 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
   std::vector<Array> arrays;
   arrays.emplace_back(numbers.grad, numel, 1, is_split && !option.skip_nonfinite, false);
   arrays.emplace_back(numbers.param, numel, 2, true, false);
-  if (numbers.master == Master::kFloat32)
+  if (numbers.master == Master::kFloat32) {
     arrays.emplace_back(DType::kFloat32, numel, 2, true, false);
+  }
   if (is_split) arrays.emplace_back(numbers.master == Master::kLow16 ? 2 : 1, numel);
   for (int i = 0; i < kernel.buffers; ++i) {
     const BufferFormat format = numbers.formats[i > 0];
@@ -169,6 +170,10 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
   hyperparameters.clip_value = 3.0;
   hyperparameters.dither = option.dither;
   hyperparameters.write_back_grads = option.write_back;
+  if constexpr (std::is_same_v<Hyperparameters, SgdHyperparameters>) {
+    hyperparameters.momentum = 0.99;
+    hyperparameters.nesterov = true;
+  }
   float step = 0.0f;
   TensorRecord record;
   record.numel = numel;
