@@ -39,7 +39,7 @@ failed=0
 check() { # NAME ENGINE EMULATOR...
   local rc=0 expected=$folder/gcc-plain.txt hashes=$folder/$1-$2.txt
   "${@:3}" "$folder/$1" "$2" > "$hashes" || rc=$?
-  if [ "$rc" = 3 ] && [ "$(tr ' ' '\n' < /proc/cpuinfo | grep -c -x -m 1 "${2/%512/512f}")" = 0 ]; then
+  if [ "$rc" = 3 ] && [ "$2" != plain ] && ! grep -q -w "${2/512/512f}" /proc/cpuinfo; then
     echo "$1, $2: skipped, this processor has none"
   elif [ "$rc" != 0 ] || ! diff "$expected" "$hashes"; then
     echo "$1, $2: DIFFERS from gcc, plain (exit status $rc)"
