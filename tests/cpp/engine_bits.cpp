@@ -13,6 +13,7 @@
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
+#include "every_number.h"
 #include "kernel_list.h"
 #include "launches.h"
 #include "storage.h"
@@ -21,20 +22,6 @@ using namespace amp_ext;  // NOLINT(build/namespaces)
 
 constexpr int kSteps = 3;
 constexpr int64_t kSizes[] = {1, 7, 300, 9001};
-constexpr int64_t kSizesOfGroups[] = {kGroupSize, 11 * kGroupSize, 257 * kGroupSize};
-
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
-constexpr Master kMasters[] = {Master::kNone, Master::kFloat32, Master::kLow16, Master::kLow8};
-// Of the first buffer, and of those behind it.
-constexpr BufferFormat kFormats[][2] = {
-    {BufferFormat::kFloat32, BufferFormat::kFloat32},
-    {BufferFormat::kFloat64, BufferFormat::kFloat64},
-    {BufferFormat::kFloat16, BufferFormat::kFloat16},
-    {BufferFormat::kBFloat16, BufferFormat::kBFloat16},
-    {BufferFormat::kRatio8, BufferFormat::kBFloat16},
-    {BufferFormat::kRatio8, BufferFormat::kGroup8},
-    {BufferFormat::kGroup8, BufferFormat::kGroup8},
-};
 
 struct Option {
   const char* name;
@@ -127,12 +114,6 @@ class Array {
   std::vector<char> memory_;
 };
 
-struct Numbers {
-  DType param, grad;
-  Master master;
-  const BufferFormat (&formats)[2];
-};
-
 struct Kernel {
   OptimizerKernel kernel;
   const char* name;
@@ -212,17 +193,14 @@ constexpr Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)
 #undef AMP_EXT_KERNEL
 
 void step_all(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers) {
-  const bool has_groups = kernel.buffers > 0 && numbers.formats[1] == BufferFormat::kGroup8;
+  const bool has_groups = kernel.buffers > 0 && numbers.have_groups();
   for (const Option& option : kOptions) {
     Hash hash;
     bool is_stepped = false;
-    const auto step = [&](int64_t numel) {
+    for (const int64_t size : kSizes) {
+      const int64_t groups = (size + kGroupSize - 1) / kGroupSize;
+      const int64_t numel = has_groups ? groups * kGroupSize : size;
       is_stepped = kernel.take_steps(engine, kernel, numbers, option, numel, hash);
-    };
-    if (has_groups) {
-      for (const int64_t numel : kSizesOfGroups) step(numel);
-    } else {
-      for (const int64_t numel : kSizes) step(numel);
     }
     if (!is_stepped) return;  // by the largest: there is no such kernel
     std::printf("%s param %d grad %d master %d buffers %d %d%s: %016llx\n", kernel.name,
@@ -271,16 +249,8 @@ int main(int argc, char** argv) {
   const cpu::Engine* engine = cpu::select_engine();
   if (engine == nullptr) return 3;
   for (const Kernel& kernel : kKernels) {
-    for (const DType param : kDTypes) {
-      for (const DType grad : kDTypes) {
-        for (const Master master : kMasters) {
-          for (const auto& formats : kFormats) {
-            step_all(*engine, kernel, {param, grad, master, formats});
-            if (kernel.buffers == 0) break;  // they'd all be the same
-          }
-        }
-      }
-    }
+    for_each_numbers(kernel.buffers,
+                     [&](const Numbers& numbers) { step_all(*engine, kernel, numbers); });
   }
   for (const DType dtype : kDTypes) {
     for (const bool is_finite : {true, false}) look_and_multiply(*engine, dtype, is_finite);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 
+#include "../cpp/every_number.h"
 #include "cuda/engine.h"
 #include "program.h"
 
@@ -15,18 +16,6 @@ using amp_ext::OptimizerKernel;
 using amp_ext::StepLaunch;
 using amp_ext::TensorRecord;
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
-constexpr Master kMasters[] = {Master::kNone, Master::kFloat32, Master::kLow16, Master::kLow8};
-// Of the first buffer, and of those behind it.
-constexpr BufferFormat kFormats[][2] = {
-    {BufferFormat::kFloat32, BufferFormat::kFloat32},
-    {BufferFormat::kFloat64, BufferFormat::kFloat64},
-    {BufferFormat::kFloat16, BufferFormat::kFloat16},
-    {BufferFormat::kBFloat16, BufferFormat::kBFloat16},
-    {BufferFormat::kRatio8, BufferFormat::kBFloat16},
-    {BufferFormat::kRatio8, BufferFormat::kGroup8},
-    {BufferFormat::kGroup8, BufferFormat::kGroup8},
-};
 constexpr int64_t kSizes[] = {0, 1, 7, 4096, 9001, 300};
 
 size_t size_of(DType dtype) {
@@ -84,28 +73,27 @@ struct Kernel {
 
 // Two steps of tensors of all sizes, the second dithered. Returns whether the counters of steps
 // have advanced; true if there is no kernel for these numbers.
-bool step_twice(const Kernel& kernel, DType param, DType grad, const BufferFormat (&formats)[2],
-                Master master, bool& launched) {
+bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   Memory memory;
   std::vector<TensorRecord> records;
   std::vector<float> steps(std::size(kSizes) * 2, 0.0f);
-  const bool has_groups = formats[1] == BufferFormat::kGroup8;
+  const bool has_groups = numbers.have_groups();
   for (const bool misaligned : {false, true}) {
     for (const int64_t size : kSizes) {
       const int64_t groups = (size + kGroupSize - 1) / kGroupSize;
       const int64_t numel = has_groups ? groups * kGroupSize : size;
       TensorRecord record;
-      record.param_dtype = param;
-      record.grad_dtype = grad;
+      record.param_dtype = numbers.param;
+      record.grad_dtype = numbers.grad;
       record.numel = numel;
-      record.param = memory.tensor(size_of(param), numel, misaligned);
-      record.grad = memory.tensor(size_of(grad), numel, misaligned);
-      record.master = master;
-      if (master != Master::kNone) {
-        record.master_param = memory.tensor(size_of(master), numel, misaligned);
+      record.param = memory.tensor(size_of(numbers.param), numel, misaligned);
+      record.grad = memory.tensor(size_of(numbers.grad), numel, misaligned);
+      record.master = numbers.master;
+      if (numbers.master != Master::kNone) {
+        record.master_param = memory.tensor(size_of(numbers.master), numel, misaligned);
       }
       for (int i = 0; i < kernel.buffers; ++i) {
-        const BufferFormat format = formats[i > 0];
+        const BufferFormat format = numbers.formats[i > 0];
         record.buffers[i] = memory.tensor(size_of(format), numel, misaligned);
         record.buffer_formats[i] = format;
       }
@@ -149,18 +137,11 @@ bool step_all() {
   bool right = true;
   for (const Kernel& kernel : kKernels) {
     int combinations = 0;
-    for (const DType param : kDTypes) {
-      for (const DType grad : kDTypes) {
-        for (const Master master : kMasters) {
-          for (const auto& formats : kFormats) {
-            bool launched = false;
-            right &= step_twice(kernel, param, grad, formats, master, launched);
-            combinations += launched;
-            if (kernel.buffers == 0) break;  // they'd all be the same
-          }
-        }
-      }
-    }
+    for_each_numbers(kernel.buffers, [&](const Numbers& numbers) {
+      bool launched = false;
+      right &= step_twice(kernel, numbers, launched);
+      combinations += launched;
+    });
     // With one buffer, ratios are refused and groups are alone; what the second has says nothing.
     right &= combinations == kernel.combinations;
   }
