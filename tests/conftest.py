@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import inspect
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 import torch
+from cuda_emulator import build
 
 TESTS = Path(__file__).resolve().parent
 
@@ -51,17 +51,9 @@ def why_no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
-def why_no_emulator() -> str | None:
-    """The emulator changes stacks in assembly."""
-    machine = platform.machine()
-    return None if machine == "x86_64" else f"the CUDA emulator needs x86-64, not {machine}"
-
-
 @functools.cache
 def emulated_binary() -> ModuleType | RuntimeError:
     """Builds the CUDA kernels for the emulator and loads them; returns the error if that fails."""
-    from cuda_emulator import build
-
     try:
         path = build.build_emulated(os.environ.get("CUDA_EMULATOR_SANITIZERS", ""))
     except RuntimeError as error:
@@ -89,7 +81,7 @@ def emulated_cuda() -> Iterator[None]:
 
 ROWS = [
     Row("cpu", "cpu"),
-    Row("emulated", "cpu", why_no_emulator, emulated_cuda),
+    Row("emulated", "cpu", build.why_no_emulator, emulated_cuda),
     Row("cuda", "cuda", why_no_gpu),
 ]
 

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -44,6 +45,12 @@ WATCHED = ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
 
 Command = list[str]
 Job = TypeVar("Job")
+
+
+def why_no_emulator() -> str | None:
+    """The emulator changes stacks in assembly."""
+    machine = platform.machine()
+    return None if machine == "x86_64" else f"the CUDA emulator needs x86-64, not {machine}"
 
 
 def sanitizer_flags(sanitizers: str) -> Command:

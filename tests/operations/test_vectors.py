@@ -34,7 +34,7 @@ def test_vectors_and_formulas_on_them_give_the_bits_of_numbers(isa, size, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the CUDA emulator needs x86-64")
+@pytest.mark.skipif(bool(build.why_no_emulator()), reason=str(build.why_no_emulator()))
 def test_numbers_come_back_as_kernels_have_stored_them():
     (program,) = build.build_programs([([build.EMULATOR / "numbers.cu"], "")])
     stride = os.environ.get("AMP_EXT_NUMBER_STRIDE", "4001")

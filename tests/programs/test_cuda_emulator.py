@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from amp_ext import ops
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the CUDA emulator needs x86-64"),
+    pytest.mark.skipif(bool(build.why_no_emulator()), reason=str(build.why_no_emulator())),
 ]
 
 SEEDS = (None, 0, 1, 2)
