@@ -19,9 +19,10 @@ constexpr int64_t kBlockSize = 512;
 // not behind the end of a page, which all streams of a step reach together.
 template <typename T>
 constexpr int64_t kAhead = 2048 / sizeof(T);
-// So many at once: with more the requests wait for each other.
-template <typename T>
-constexpr int64_t kAskedFor = 256 / sizeof(T);
+// So many at once, a line of each stream: with more the requests wait for each other. Of 16 bits a
+// line has twice as many.
+template <typename T, bool kIsNative>
+constexpr int64_t kAskedFor = (kIsNative ? 1 : 2) * kLineSize / static_cast<int64_t>(sizeof(T));
 
 // How the numbers of one tensor are dithered at one step.
 class Dither {
@@ -189,31 +190,29 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
   T* const params = streams.param.results_in(scratch[1]);
   T* buffers[kMaxBuffers];
   streams.results_in(scratch + 2, buffers);
-  for (int64_t begin = 0; begin < count; begin += kAskedFor<T>) {
-    if (begin + kAhead<T> < rest) streams.prefetch(begin + kAhead<T>, kAskedFor<T>);
-    const int64_t end = std::min(begin + kAskedFor<T>, count);
-    for (int64_t i = begin; i < end; i += kLanes<T>) {
-      const V old_grad = streams.grad.template load<V>(i);
-      const V old_param = streams.param.template load<V>(i);
-      const V old_elements[kMaxBuffers] = {streams.template load_buffer0<V>(i),
-                                           streams.buffer1.template load<V>(i),
-                                           streams.buffer2.template load<V>(i)};
-      V grad = constants.unscale_and_clip(old_grad);
-      V param = old_param;
-      V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
-      update_element<kBuffers>(constants, grad, param, elements[0], elements[1], elements[2]);
-      if (constants.skip_nonfinite) {
-        const auto is_updated = is_finite(old_grad);
-        grad = select(is_updated, grad, old_grad);
-        param = select(is_updated, param, old_param);
-        for (int k = 0; k < kBuffers; ++k) {
-          elements[k] = select(is_updated, elements[k], old_elements[k]);
-        }
+  constexpr int64_t kAsked = kAskedFor<T, Streams::kIsNative>;
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    if (i % kAsked == 0 && i + kAhead<T> < rest) streams.prefetch(i + kAhead<T>, kAsked);
+    const V old_grad = streams.grad.template load<V>(i);
+    const V old_param = streams.param.template load<V>(i);
+    const V old_elements[kMaxBuffers] = {streams.template load_buffer0<V>(i),
+                                         streams.buffer1.template load<V>(i),
+                                         streams.buffer2.template load<V>(i)};
+    V grad = constants.unscale_and_clip(old_grad);
+    V param = old_param;
+    V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
+    update_element<kBuffers>(constants, grad, param, elements[0], elements[1], elements[2]);
+    if (constants.skip_nonfinite) {
+      const auto is_updated = is_finite(old_grad);
+      grad = select(is_updated, grad, old_grad);
+      param = select(is_updated, param, old_param);
+      for (int k = 0; k < kBuffers; ++k) {
+        elements[k] = select(is_updated, elements[k], old_elements[k]);
       }
-      if (constants.write_back_grads) store(grads + i, grad);
-      store(params + i, param);
-      for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
     }
+    if (constants.write_back_grads) store(grads + i, grad);
+    store(params + i, param);
+    for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
   }
   if (constants.write_back_grads && constants.skip_nonfinite) {
     round_finite_results(grads, count, streams.grad.elements);
