@@ -1,5 +1,5 @@
 # Types of the compiled module; what the functions do stands in amp_ext.ops.
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -112,6 +112,10 @@ class ScalerMonitor:
 
 class StepProgress:
     def __bool__(self) -> bool: ...
+
+class KeptStates:
+    def keep(self, states: Mapping[Any, Any], keys: set[str]) -> None: ...
+    def are_in(self, states: Mapping[Any, Any]) -> bool: ...
 
 class Plan:
     progress: StepProgress

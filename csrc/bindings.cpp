@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "kept_states.h"
 #include "plan.h"
 #include "scaler_monitor.h"
 #include "writers.h"
@@ -351,6 +352,11 @@ PYBIND11_MODULE(_C, module) {
   py::class_<StepProgress, std::shared_ptr<StepProgress>>(module, "StepProgress")
       .def("__bool__", [](const StepProgress& progress) { return progress.has_failed; })
       .def("__str__", &StepProgress::text);
+
+  py::class_<KeptStates>(module, "KeptStates")
+      .def(py::init<>())
+      .def("keep", &KeptStates::keep, py::arg("states"), py::arg("keys"))
+      .def("are_in", &KeptStates::are_in, py::arg("states"));
 
   auto plan = py::class_<Plan>(module, "Plan");
   plan.def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),

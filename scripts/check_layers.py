@@ -18,6 +18,7 @@ PUBLIC = ROOT / "amp_ext" / "include"
 
 CXX = {".h", ".cuh", ".cpp", ".cu"}
 FUNCTORS, ENGINES, OPERATIONS, FRONTEND, BINDINGS = range(5)
+OF_BINDINGS = ("bindings.cpp", "kept_states.h")  # which alone know Python
 # Public headers that the operations share with programs; others are torch-free or of the front end.
 OF_OPERATIONS = ("autocast.h", "options.h", "ops.h")
 
@@ -45,7 +46,7 @@ def layer(path: Path) -> int:
             return OPERATIONS
         return FRONTEND if any(TORCH.match(name) for name in all_included(path)) else FUNCTORS
     inside = path.relative_to(CSRC)
-    if inside.name == "bindings.cpp":
+    if inside.name in OF_BINDINGS:
         return BINDINGS
     if inside.parts[0] == "frontend":
         return FRONTEND
@@ -127,7 +128,7 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
             if TORCH.match(name) and folder in ("functors", "cpu", "cuda"):
                 yield path, line, f"<{name}>: no PyTorch header in {folder}"
             if PYTHON.match(name) and mine != BINDINGS:
-                yield path, line, f"<{name}> belongs to bindings.cpp"
+                yield path, line, f"<{name}> belongs to the bindings"
             elif name.startswith("torch/") and mine < FRONTEND:
                 yield path, line, f"<{name}> belongs to the front end: ATen and c10 serve here"
             if CUDA.match(name) and folder != "cuda":

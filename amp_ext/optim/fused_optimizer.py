@@ -70,8 +70,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes nothing at all,
     without a look from the host. :mod:`amp_ext.hand_over` says how.
 
-    In-place writes to states are always seen. A state tensor that was replaced by another is seen
-    after ``load_state_dict``, ``add_param_group`` or :meth:`rebuild`.
+    A state that was written in place or replaced by another tensor is always seen.
 
     Options of a step, by which the groups of all optimizers may differ:
 
@@ -358,7 +357,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         made = {}
         for group, param in params:
             state, before = self._whole_state(group, param), self.state.get(param, {})
-            if state.keys() != before.keys() or any(state[key] is not before[key] for key in state):
+            is_whole = isinstance(before, dict) and state.keys() == before.keys()
+            if not is_whole or any(state[key] is not before[key] for key in state):
                 made[param] = state
         self.state.update(made)  # at once
         return bool(made)
@@ -410,7 +410,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The plan.
 
     def rebuild(self) -> None:
-        """Makes the next step look up all states again, after some were replaced by hand."""
+        """Forgets all parameters and states until the next step, which looks them up again.
+
+        A step notices by itself what was replaced; this frees at once what was, such as states that
+        were moved to another device to make room.
+        """
         self._plan = None
 
     def _take_plan(self, operation: str) -> StepPlan:
@@ -423,7 +427,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             operation: What the plan is for, for the error.
 
         Raises:
-            RuntimeError: If another thread has it, or the last step failed amid its launches.
+            RuntimeError: If another thread has it, the last step failed amid its launches, or the
+                params of a group can't be read twice.
         """
         thread = threading.get_ident()
         user = self.__dict__.setdefault("_thread_in_plan", thread)  # at once, for other threads
@@ -442,7 +447,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._plan = None
                 self._check_groups()
                 plan = StepPlan(self)
-                plan.take_params(self)
+                if not plan.take_params(self):  # it would step none
+                    raise RuntimeError(
+                        f"{type(self).__name__}.{operation}: params of each group must be a list, "
+                        "got other parameters when they were read again"
+                    )
                 self._progress = plan.progress  # before: an interrupt may come
                 self._plan = plan
         except BaseException:

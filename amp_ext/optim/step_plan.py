@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.optim.masters import MASTER_KEYS
 from amp_ext.optim.moments import CODED_STATES
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
@@ -62,16 +63,15 @@ class StepPlan:
         #: The first parameter of all, None if there is none. Its device may change.
         self.first_param = self._places[0][1] if self._places else None
         self._kept_by_groups = _kept_by_groups(optimizer)
-        self._states = optimizer.state
-        self._state_count = len(optimizer.state)
+        self._states = ops.KeptStates()
+        self._state_keys: set[str] = set()
         # Of parameters with states in codes, whether they were contiguous, and so may have groups.
         self._were_contiguous: dict[int, tuple[Tensor, bool]] = {}
 
     def take_params(self, optimizer: FusedOptimizer) -> bool:
         """Takes the parameters, if the optimizer still has these and their states."""
         return (
-            self._states is optimizer.state
-            and self._state_count == len(optimizer.state)
+            self._states.are_in(optimizer.state)
             and self._kept_by_groups == _kept_by_groups(optimizer)
             and all(param.is_contiguous() == was for param, was in self._were_contiguous.values())
             and self._compiled.take_params([group["params"] for group in optimizer.param_groups])
@@ -107,6 +107,8 @@ class StepPlan:
             used = optimizer.buffer_names(group)
             formats = [form for form in optimizer._formats(group, param) if form.name in used]
             exponents = [form.exponents_key for form in formats if form.exponents_key is not None]
+            self._state_keys.update(form.key for form in formats)
+            self._state_keys.update(exponents)
             compiled.set_state(
                 number,
                 [local_tensor(state[form.key]) for form in formats],
@@ -114,7 +116,7 @@ class StepPlan:
                 local_tensor(state["step"]) if keeps_step else None,
                 local_tensor(state[exponents[0]]) if exponents else None,
             )
-        self._state_count = len(optimizer.state)
+        self._states.keep(optimizer.state, {"step", *MASTER_KEYS, *self._state_keys})
         return compiled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import gc
@@ -49,7 +50,6 @@ def stepped_anew(optimizer: Optimizer, found_inf: float = 0.0) -> list[dict[str,
                 name: value.clone(memory_format=torch.contiguous_format)
                 for name, value in optimizer.state[original].items()
             }
-    fresh.rebuild()
     fresh.found_inf = torch.full((), found_inf, device=params_of(fresh)[0].device)
     fresh.step()
     return cases.bits_of(fresh)
@@ -177,11 +177,42 @@ def change_one_state_deleted(optimizer, chance):
     optimizer.state.pop(chance.choice(params_of(optimizer)), None)
 
 
+def other_state(state):
+    """Returns a copy of the state of a parameter whose moments are others."""
+    kept = ("step", "master_param")
+    return {name: value * (1 if name in kept else 0.5) for name, value in state.items()}
+
+
 def change_states_replaced(optimizer, chance):
     for state in optimizer.state.values():
-        for name, value in state.items():
-            state[name] = value.clone() * (1 if name in ("step", "master_param") else 0.5)
-    optimizer.rebuild()
+        for name, value in other_state(state).items():
+            state[name] = value
+
+
+def change_one_tensor_of_a_state_replaced(optimizer, chance):
+    for state in chance.sample(list(optimizer.state.values()), min(1, len(optimizer.state))):
+        if state:
+            name = chance.choice(list(state))
+            state[name] = other_state(state)[name]
+
+
+def change_a_state_replaced(optimizer, chance):
+    param = chance.choice(list(optimizer.state) or params_of(optimizer))
+    optimizer.state[param] = other_state(optimizer.state[param])
+
+
+def change_all_of_the_state_replaced(optimizer, chance):
+    states = {param: other_state(state) for param, state in optimizer.state.items()}
+    optimizer.state = collections.defaultdict(dict, states)
+
+
+def change_states_of_two_exchanged(optimizer, chance):
+    first = chance.choice(list(optimizer.state) or params_of(optimizer))
+    for second in optimizer.state:
+        states = optimizer.state[first], optimizer.state[second]
+        if first.shape == second.shape and states[0].keys() == states[1].keys():
+            for name in states[0].keys() - {"master_param"}:
+                states[0][name], states[1][name] = states[1][name], states[0][name]
 
 
 def change_states_in_place(optimizer, chance):

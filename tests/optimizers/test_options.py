@@ -287,13 +287,29 @@ def test_a_counter_that_is_no_tensor_is_named(value, got):
     optimizer = ours("Adam")([{"params": params[:1]}, {"params": params[1:]}])
     cases.train([optimizer])
     optimizer.state[params[1]]["step"] = value
-    optimizer.rebuild()
     start = [param.detach().clone() for param in params]
     with pytest.raises(
         TypeError, match=f"^Adam: step of group 1, param 0 must be a tensor, got {got}"
     ):
         optimizer.step()
     assert all(map(same_bits, params, start))
+
+
+# Groups.
+
+
+def test_params_that_can_be_read_only_once_are_refused():
+    optimizer = ours("AdamW")(make_params(F32, shapes=[(2,), (3,)]))
+    params = params_of(optimizer)
+    give_grads(optimizer)
+    start = [param.detach().clone() for param in params]
+    optimizer.param_groups[0]["params"] = iter(params)
+    with pytest.raises(RuntimeError, match=r"AdamW\.step: params of each group must be a list"):
+        optimizer.step()
+    assert all(map(same_bits, params, start))
+    optimizer.param_groups[0]["params"] = tuple(params)
+    optimizer.step()
+    assert not any(map(same_bits, params, start))
 
 
 # List operations.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +161,111 @@ def test_states_follow_a_converted_model_of_dtensors(name, options, shard, mesh)
                 optimizer.step()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert same_bits(param.full_tensor().detach(), other.detach())
+
+
+# States that are replaced by hand.
+
+
+def replace_states(optimizer: Any, name: str | None = None) -> None:
+    """Puts copies in the place of all states, or of those of a name."""
+    for state in optimizer.state.values():
+        for key in [name] if name else list(state):
+            state[key] = state[key].clone()
+
+
+@each_class
+def test_a_state_that_is_replaced_is_freed(name, options, device) -> None:
+    optimizer = cases.ours(name)(make_params(BF16, device), **options)
+    cases.train([optimizer])
+    for free in (optimizer.rebuild, optimizer.step):
+        replaced = [value for state in optimizer.state.values() for value in state.values()]
+        alive = [weakref.ref(value) for value in replaced]
+        replace_states(optimizer)
+        give_grads(optimizer)
+        replaced.clear()
+        free()
+        assert [reference() for reference in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("shard", [distributed, fully_sharded])
+def test_replaced_states_of_dtensors_are_stepped(shard, mesh) -> None:
+    plain = torch.nn.Linear(4, 3)
+    model = shard(copy.deepcopy(plain), mesh)
+    give_grads(list(plain.parameters()))
+    optimizers = [amp_ext.optim.AdamW(one.parameters(), lr=0.1) for one in (model, plain)]
+    for factor in (1.0, 0.25, 4.0):
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            param.grad = distribute_tensor(other.grad, mesh, param.placements)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"] * factor
+            optimizer.step()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(param.full_tensor().detach(), other.detach())
+
+
+@each_class
+def test_a_state_replaced_between_the_look_and_the_step_is_stepped(name, options) -> None:
+    optimizer = optimizer_of(name, options, BF16)
+    other = cases.ours(name)(cases.twins(params_of(optimizer)), **options)
+    other.load_state_dict(optimizer.state_dict())
+    for param, twin in zip(params_of(optimizer), params_of(other), strict=True):
+        twin.grad = param.grad.clone()
+    for one in (optimizer, other):
+        scaler = amp_ext.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(1))
+        scaler.unscale_(one)
+        if one is optimizer:
+            replace_states(one)
+        scaler.step(one)
+    cases.assert_same_bits(optimizer, cases.bits_of(other))
+
+
+def test_a_replaced_state_that_does_not_fit_is_refused_before_anything_is_written() -> None:
+    optimizer = optimizer_of("AdamW", {"lr": 0.1})
+    param = params_of(optimizer)[-1]
+    optimizer.state[param]["exp_avg"] = torch.zeros(7, 7, 7)
+    before = cases.bits_of(optimizer)
+    place = len(params_of(optimizer)) - 1
+    with pytest.raises(RuntimeError, match=rf"exp_avg of group 0, param {place} .*7, 7, 7"):
+        optimizer.step()
+    cases.assert_same_bits(optimizer, before)
+
+
+def test_what_others_keep_in_a_state_makes_no_new_plan() -> None:
+    optimizer = optimizer_of("AdamW", {"lr": 0.1})
+    optimizer.step()
+    plan = optimizer._plan
+    for index in range(3):
+        for state in optimizer.state.values():
+            state["of mine"] = torch.ones(index)
+            state[index] = state
+        optimizer.state["of all"] = {"exp_avg": torch.ones(())}
+        optimizer.step()
+        assert optimizer._plan is plan
+    replace_states(optimizer, "exp_avg")
+    optimizer.step()
+    assert optimizer._plan is not plan
+
+
+@pytest.mark.parametrize("of_all", [True, False])
+def test_states_in_mappings_that_are_no_dicts_are_stepped(of_all: bool) -> None:
+    optimizer, other = (optimizer_of("AdamW", {"lr": 0.1}) for _ in range(2))
+    other.load_state_dict(optimizer.state_dict())
+    for param, twin in zip(params_of(optimizer), params_of(other), strict=True):
+        with torch.no_grad():
+            twin.copy_(param)
+    if of_all:
+        optimizer.state = collections.UserDict(optimizer.state)
+    else:
+        states = {param: collections.UserDict(state) for param, state in optimizer.state.items()}
+        optimizer.state.update(states)
+    for _ in range(2):
+        give_grads(optimizer, other)
+        replace_states(optimizer, "exp_avg")
+        optimizer.step()
+        other.step()
+    cases.assert_same_bits(optimizer, cases.bits_of(other))
 
 
 @few_optimizers

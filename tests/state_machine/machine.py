@@ -262,7 +262,6 @@ class Machine(Loops):
             buffer.copy_(state[name])
             self.did("write_state")
         if how == "replaced":
-            sides.mine.rebuild()
             sides.forget_versions()
 
     @rule(which=number)

@@ -1,0 +1,61 @@
+// The tensors in `state` of an optimizer of Python, so that one that was replaced is noticed.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+namespace amp_ext {
+
+// Those that a plan updates. Each step compares them with what `state` has by then: a walk through
+// its dicts, in their order, that looks up nothing and calls nothing.
+class KeptStates {
+ public:
+  // Keeps what `states`, a dict of each parameter's dict, has under these keys. What is no dict
+  // can't be walked, and counts as replaced.
+  void keep(const pybind11::object& states, const pybind11::set& keys) {
+    kept_.clear();
+    is_dict_ = PyDict_Check(states.ptr());
+    visit(states, [&](PyObject* param, PyObject* key, PyObject* value) {
+      if (!PyUnicode_CheckExact(key) || !keys.contains(pybind11::handle(key))) return;
+      kept_.push_back({param, pybind11::reinterpret_borrow<pybind11::object>(key),
+                       pybind11::reinterpret_borrow<pybind11::object>(value)});
+    });
+  }
+
+  // Whether they are still there, each under its key and for its parameter.
+  bool are_in(const pybind11::object& states) const {
+    auto next = kept_.begin();
+    visit(states, [&](PyObject* param, PyObject* key, PyObject* value) {
+      if (next != kept_.end() && next->param == param && next->key.ptr() == key &&
+          next->value.ptr() == value) {
+        ++next;
+      }
+    });
+    return is_dict_ && next == kept_.end();
+  }
+
+ private:
+  struct Entry {
+    const PyObject* param;  // only where it is: it belongs to others
+    pybind11::object key;
+    pybind11::object value;
+  };
+
+  template <typename Visit>
+  static void visit(const pybind11::object& states, const Visit& visit_entry) {
+    if (!PyDict_Check(states.ptr())) return;
+    PyObject *param, *state, *key, *value;
+    for (Py_ssize_t place = 0; PyDict_Next(states.ptr(), &place, &param, &state);) {
+      if (!PyDict_Check(state)) continue;
+      for (Py_ssize_t inner = 0; PyDict_Next(state, &inner, &key, &value);) {
+        visit_entry(param, key, value);
+      }
+    }
+  }
+
+  std::vector<Entry> kept_;
+  bool is_dict_ = true;
+};
+
+}  // namespace amp_ext
