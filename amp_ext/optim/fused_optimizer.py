@@ -138,6 +138,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     #: later steps write anew: clone it to keep it. None without ``max_grad_norm``.
     grad_norm: Tensor | None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lets scalers unscale the gradients before a step that a class has written itself.
+
+        It would read them scaled, and need not skip what overflowed. A class whose step does both,
+        say by that of its parent alone, sets ``_step_supports_amp_scaling`` itself. A wrapper that
+        is mixed in, as Lightning's, hands over to the step of the optimizer that it wraps.
+        """
+        super().__init_subclass__(**kwargs)
+        if "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
+            cls._step_supports_amp_scaling = False
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         """Checks the options and adds the parameters.
 

@@ -284,6 +284,62 @@ def test_an_optimizer_that_takes_the_scaler_gets_it(scaler_class, value, device)
     return returned, params_of(optimizer), scaler.state_dict()
 
 
+def updating_itself(base: Any) -> Any:
+    class UpdatesItself(base):
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for param in params_of(self):
+                    param -= 0.5 * param.grad
+
+    return UpdatesItself
+
+
+def adding_to_gradients(base: Any) -> Any:
+    class AddsToGradients(base):
+        def step(self, closure: Any = None) -> Any:
+            for param in params_of(self):
+                param.grad += 2.0
+            return super().step(closure)
+
+    return AddsToGradients
+
+
+@cases.clean_or_overflow
+@pytest.mark.parametrize("derived", [updating_itself, adding_to_gradients])
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, amp_ext.GradScaler])
+def test_a_step_that_a_class_has_written_itself_sees_what_torchs_would(
+    scaler_class, derived, value, device
+):
+    results = []
+    for base in (torch.optim.SGD, amp_ext.optim.SGD):
+        theirs = derived(base)
+        of_theirs = type("OfTheirs", (theirs,), {})
+        for kind in (theirs, of_theirs):
+            optimizer = filled(value, device, lambda params, kind=kind: kind(params, 0.5))
+            scaler = ready(device, scaler_class)
+            scaler.step(optimizer)
+            scaler.update()
+            results.append([params_of(optimizer)[0].tolist(), scaler.get_scale()])
+    assert results == [results[0]] * 4
+
+
+def test_a_class_may_promise_that_its_step_leaves_scales_to_its_parent(device):
+    class Logs(amp_ext.optim.SGD):
+        _step_supports_amp_scaling = True
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            return super().step(closure)
+
+    optimizer, scaler = filled(4.0, device, lambda params: Logs(params, 0.5)), ready(device)
+    kept = grads_of(optimizer)[0].clone()
+    scaler.step(optimizer)
+    assert optimizer.steps == 1
+    assert params_of(optimizer)[0].tolist() != [1.0] * 3
+    assert same_bits(grads_of(optimizer)[0], kept)
+
+
 @cases.clean_or_overflow
 @pytest.mark.parametrize("supports_scaling", [False, True])
 @as_torch
