@@ -64,7 +64,7 @@ class StepPlan:
         self.first_param = self._places[0][1] if self._places else None
         self._kept_by_groups = _kept_by_groups(optimizer)
         self._states = ops.KeptStates()
-        self._state_keys: set[str] = set()
+        self._state_keys = {"step", *MASTER_KEYS}
         # Of parameters with states in codes, whether they were contiguous, and so may have groups.
         self._were_contiguous: dict[int, tuple[Tensor, bool]] = {}
 
@@ -107,8 +107,7 @@ class StepPlan:
             used = optimizer.buffer_names(group)
             formats = [form for form in optimizer._formats(group, param) if form.name in used]
             exponents = [form.exponents_key for form in formats if form.exponents_key is not None]
-            self._state_keys.update(form.key for form in formats)
-            self._state_keys.update(exponents)
+            self._state_keys.update([form.key for form in formats], exponents)
             compiled.set_state(
                 number,
                 [local_tensor(state[form.key]) for form in formats],
@@ -116,7 +115,7 @@ class StepPlan:
                 local_tensor(state["step"]) if keeps_step else None,
                 local_tensor(state[exponents[0]]) if exponents else None,
             )
-        self._states.keep(optimizer.state, {"step", *MASTER_KEYS, *self._state_keys})
+        self._states.keep(optimizer.state, self._state_keys)
         return compiled
 
 
