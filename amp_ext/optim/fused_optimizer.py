@@ -70,7 +70,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes nothing at all,
     without a look from the host. :mod:`amp_ext.hand_over` says how.
 
-    A state that was written in place or replaced by another tensor is always seen.
+    A state that was written in place or replaced by another tensor is always seen. A master that
+    was replaced loses against a parameter to which it does not round.
 
     Options of a step, by which the groups of all optimizers may differ:
 
