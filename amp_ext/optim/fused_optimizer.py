@@ -233,9 +233,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         rounding = group.get("rounding")  # pickles of earlier releases lack it
         return rounding == "dither" or (rounding is None and state_dtype is not None)
 
-    def _initial_step(self, state: dict[str, Any]) -> float:
-        """Returns the number of steps behind a state that has no counter."""
-        return 0.0
+    def _steps_behind(self, group: dict[str, Any], state: dict[str, Any]) -> float | None:
+        """Returns the number of steps behind a state, None where its counter says so."""
+        return 0.0 if state.get("step") is None else None
 
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
         """Returns the keys that a saved state would need and does not have."""
@@ -328,9 +328,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         wanted = {}
         if self._keeps_step(group):
             wanted["step"] = torch.float32
-            if state.get("step") is None:
-                initial = self._initial_step(state)
-                state["step"] = torch.full((), initial, dtype=torch.float32, device=param.device)
+            steps = self._steps_behind(group, state)
+            if steps is not None:
+                state["step"] = torch.full((), steps, dtype=torch.float32, device=param.device)
         key = self._master_key(group, param)
         if key == "master_param":
             wanted["master_param"] = torch.float32

@@ -83,8 +83,11 @@ class SGD(FusedOptimizer):
         # Only dampening tells the first step from the others.
         return (group["momentum"] != 0 and group["dampening"] != 0) or self._dithers(group)
 
-    def _initial_step(self, state: dict[str, Any]) -> float:
-        return 1.0 if has_moment(state, "momentum_buffer") else 0.0  # torch keeps no counter
+    def _steps_behind(self, group: dict[str, Any], state: dict[str, Any]) -> float | None:
+        # By the buffer, as torch, which keeps no counter: without it the next step is the first.
+        if not has_moment(state, "momentum_buffer"):
+            return 0.0 if self.buffer_names(group) else super()._steps_behind(group, state)
+        return 1.0 if state.get("step") is None else None
 
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
         return []  # without momentum_buffer the next step is the first

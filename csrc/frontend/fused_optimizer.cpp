@@ -324,6 +324,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
   const auto float32 = param.options().dtype(at::kFloat).requires_grad(false);
   if (kind.keeps_step(options)) {
     const bool counts = kind.counts_from_buffer && has_moment(*state, kind.buffers[0].name);
+    if (kind.counts_from_buffer && !counts && kind.buffer_count(options) > 0) state->erase("step");
     want("step", at::kFloat, [&] { return at::full({}, counts ? 1.0 : 0.0, float32); });
   }
   const std::string master_key = key_of_master(options.master_weights_, param.scalar_type());

@@ -26,7 +26,7 @@ struct OptimizerKind {
   std::vector<std::string> own_options;    // options that neither torch nor all of ours have
   std::vector<std::string> not_of_torch;   // that stay where a state dict lacks them
   std::vector<std::string> constants = {"differentiable"};  // that are false in any state dict
-  bool counts_from_buffer = false;     // torch saves no counter: with a buffer it has taken a step
+  bool counts_from_buffer = false;     // torch has no counter: the first step is without a buffer
   const char* fixed_option = nullptr;  // that a state dict can't change either
   // How many of the buffers a group keeps, and whether the formula needs the number of the step; a
   // state dict must have it then.

@@ -232,6 +232,46 @@ def test_a_replaced_state_that_does_not_fit_is_refused_before_anything_is_writte
     cases.assert_same_bits(optimizer, before)
 
 
+def popped(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        del state["momentum_buffer"]
+
+
+def made_none(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = None
+
+
+def missing_in_a_file(optimizer: Any) -> None:
+    popped(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("drop", [popped, made_none, missing_in_a_file])
+def test_the_first_step_without_a_momentum_buffer_is_not_dampened(drop, device) -> None:
+    mine = cases.ours("SGD")(make_params(F64, device), momentum=0.9, dampening=0.5, lr=0.1)
+    twin = torch.optim.SGD(cases.twins(mine), momentum=0.9, dampening=0.5, lr=0.1)
+    for steps in (2, 3, 1):
+        for _ in range(steps):
+            give_grads(mine, twin)
+            mine.step()
+            twin.step()
+        for param, other in zip(params_of(mine), params_of(twin), strict=True):
+            torch.testing.assert_close(param, other, rtol=1e-12, atol=1e-12)
+        drop(mine)
+        drop(twin)
+
+
+def test_the_first_step_with_momentum_is_not_dampened_whatever_has_been_counted() -> None:
+    param = Parameter(torch.zeros(3))
+    optimizer = cases.ours("SGD")([param], lr=1.0, dampening=0.5, state_dtype=BF16)
+    for momentum, wanted in ((0.0, -1.0), (0.0, -2.0), (0.5, -3.0), (0.5, -4.0), (0.5, -5.0)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        param.grad = torch.ones(3)
+        optimizer.step()
+        assert torch.equal(param.detach(), torch.full((3,), wanted))
+
+
 def test_what_others_keep_in_a_state_makes_no_new_plan() -> None:
     optimizer = optimizer_of("AdamW", {"lr": 0.1})
     optimizer.step()

@@ -296,6 +296,18 @@ inline const FusedParamState& state_of(const FusedOptimizer& optimizer,
   return static_cast<const FusedParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
 }
 
+inline void a_first_step_with_momentum_is_not_dampened() {
+  torch::Tensor param = parameter({0.0}, torch::kFloat);
+  SGD optimizer({param}, SGDOptions(1.0).dampening(0.5).state_dtype(at::kBFloat16));
+  for (const double momentum : {0.0, 0.0, 0.5, 0.5}) {  // the first two count for the dither
+    static_cast<SGDOptions&>(optimizer.param_groups()[0].options()).momentum(momentum);
+    const double before = param.item<double>();
+    param.mutable_grad() = torch::ones({1});
+    optimizer.step();
+    CHECK_THAT(param.item<double>() == before - 1.0);
+  }
+}
+
 inline void masters_are_named_by_flags_and_texts() {
   const std::string split = "split";
   CHECK_THAT(AdamWOptions().master_weights() == true);
