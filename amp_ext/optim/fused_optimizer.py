@@ -238,7 +238,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return 0.0 if state.get("step") is None else None
 
     def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
-        """Returns the keys that a saved state would need and does not have."""
+        """Returns the names of what a state would need and does not have."""
         missing = [name for name in self.buffer_names(group) if not has_moment(state, name)]
         return missing + (["step"] if self._keeps_step(group) and state.get("step") is None else [])
 
@@ -318,6 +318,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         state: dict[str, Any] = dict(self.state.get(param, {}))
         roles = dict(self._description().buffers)
+        moments = [name for name in state if is_key_of(name, roles)]
+        if any(state.get(name) is not None for name in ("step", *moments)):
+            self._check_nothing_is_missing(group, param, state)
         used = self.buffer_names(group)
         # Also buffers that the group keeps only with other options, to which a loop may change.
         formats = [
@@ -334,7 +337,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         key = self._master_key(group, param)
         if key == "master_param":
             wanted["master_param"] = torch.float32
-        moments = [name for name in state if is_key_of(name, roles)]
         for name in (*moments, *wanted, *MASTER_KEYS):
             if state.get(name) is not None and not isinstance(state[name], Tensor):
                 raise TypeError(
@@ -356,6 +358,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name not in made:
                 del state[name]
         return state | made
+
+    def _check_nothing_is_missing(
+        self, group: dict[str, Any], param: Tensor, state: dict[str, Any]
+    ) -> None:
+        """Refuses what is left of a state: new moments beside a late counter belong to no step.
+
+        AMSGrad's maximum may be missing, as it does where a loop switches AMSGrad on.
+        """
+        roles = dict(self._description().buffers)
+        for name in self._missing_from(group, state):
+            if roles.get(name) != "maximum":
+                raise ValueError(
+                    f"{type(self).__name__}: {name} of {self._place_of(param)} must be there, got "
+                    f"{list(state)}"
+                )
 
     def _make_states(self, params: Iterable[tuple[dict[str, Any], Tensor]]) -> bool:
         """Makes the states of parameters whole: all of them, or none if one can't be made.
@@ -396,7 +413,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If a step would refuse the dtype or the device of a parameter, or one is
                 lazy and has no shape yet. Nothing has been created then.
-            TypeError, ValueError: If a group has an option that a step would refuse; likewise.
+            TypeError, ValueError: If a step would refuse an option of a group, or what is left of a
+                state; likewise.
         """
         self._check_groups()
         trainable = [
@@ -521,6 +539,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 written then. If a launch is refused, with a note on how many parameters have been
                 stepped: each of them with its states and its master. Unless it is none, later steps
                 are refused until ``load_state_dict``.
+            ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If nothing had a gradient when a scaler looked, and something has now.
         """
         loss = None

@@ -391,6 +391,43 @@ def test_a_parameter_that_moves_to_the_next_group_follows_its_options() -> None:
     assert [param.item() for param in params] == [-2.0, -1.25, -0.5]
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"], ids=str)
+@pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("erases", [True, False], ids=["erased", "none"])
+def test_what_is_left_of_a_state_is_refused_as_by_torch(erases, name, state_dtype) -> None:
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
+    mine = ours("AdamW")(params, lr=0.5, state_dtype=state_dtype)
+    twin = torch.optim.AdamW([nn.Parameter(torch.ones(64, 64))], lr=0.5)
+    for optimizer in (mine, twin):
+        give_grads(optimizer)
+        optimizer.step()
+    for state in (mine.state[params[1]], *twin.state.values()):
+        for key in [key for key in state if key.removesuffix("_q8r").removesuffix("_q8v") == name]:
+            state[key] = None
+            if erases:
+                del state[key]
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(ValueError, match=rf"AdamW: {name} of group 0, param 1 must be there, got"):
+        mine.step()
+    assert all(map(same_bits, params, before))
+    assert mine.state[params[0]]["step"].item() == 1.0
+    with pytest.raises((KeyError, AttributeError, TypeError, AssertionError, RuntimeError)):
+        twin.step()
+    del mine.state[params[1]]
+    mine.step()
+    assert [mine.state[param]["step"].item() for param in params] == [2.0, 1.0]
+
+
+def test_amsgrad_can_be_switched_on_in_a_loop() -> None:
+    optimizer = ours("Adam")([nn.Parameter(torch.ones(3))], lr=0.5)
+    for amsgrad in (False, True):
+        optimizer.param_groups[0]["amsgrad"] = amsgrad
+        give_grads(optimizer)
+        optimizer.step()
+    (state,) = optimizer.state.values()
+    assert torch.equal(state["max_exp_avg_sq"], state["exp_avg_sq"])
+
+
 def test_a_state_that_was_erased_is_made_anew_by_init_state() -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer = ours("Adam")([param], lr=0.5)
