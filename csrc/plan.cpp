@@ -531,7 +531,8 @@ bool Plan::leave_lazy_clone(Row& row, int list) {
 bool Plan::take_fingerprint(Row& row, int list) {
   const at::Tensor& tensor = row.tensor(list);
   if (!tensor.defined()) return false;
-  const Fingerprint fingerprint = Fingerprint::of(tensor);
+  Fingerprint fingerprint = Fingerprint::of(tensor);
+  if (list == kParam) fingerprint.take_sizes(tensor);
   if (fingerprint == row.fingerprints[list]) return false;
   row.fingerprints[list] = fingerprint;
   return true;

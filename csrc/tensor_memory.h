@@ -98,6 +98,7 @@ struct Fingerprint {
   uint64_t keys = 0;
   caffe2::TypeMeta dtype;
   bool contiguous = false;
+  uint64_t sizes = 0;  // in one number, where they are taken
 
   static Fingerprint of(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -109,9 +110,16 @@ struct Fingerprint {
             impl.dtype(),
             impl.is_contiguous()};
   }
+  // Those of a parameter are enough: it is compared with all others when it has changed.
+  void take_sizes(const at::Tensor& tensor) {
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    if (impl.has_symbolic_sizes_strides()) return;  // as no plain tensor has
+    for (const int64_t size : impl.sizes_default()) sizes = sizes * 0x9E3779B97F4A7C15 + size + 1;
+  }
   bool operator==(const Fingerprint& other) const {
     return storage == other.storage && offset == other.offset && numel == other.numel &&
-           keys == other.keys && dtype == other.dtype && contiguous == other.contiguous;
+           keys == other.keys && dtype == other.dtype && contiguous == other.contiguous &&
+           sizes == other.sizes;
   }
 };
 

@@ -232,6 +232,28 @@ def test_a_replaced_state_that_does_not_fit_is_refused_before_anything_is_writte
     cases.assert_same_bits(optimizer, before)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_parameter_of_another_shape_is_refused_with_its_old_states(dtype, device) -> None:
+    param = Parameter(torch.ones(4, 6, dtype=dtype, device=device))
+    optimizer = cases.ours("AdamW")([param], lr=0.1)
+    for shape in ((4, 6), (6, 4), (24,), (2, 2, 6)):
+        param.grad = None
+        param.data = param.data.view(shape)
+        give_grads(optimizer)
+        before = param.detach().clone()
+        if shape == (4, 6):
+            optimizer.step()
+            continue
+        name = "exp_avg" if dtype == F32 else "master_param"
+        sizes = rf"of sizes \[{', '.join(map(str, shape))}\], got \[4, 6\]"
+        with pytest.raises(RuntimeError, match=rf"{name} of group 0, param 0 must be {sizes}"):
+            optimizer.step()
+        assert same_bits(param.detach(), before)
+    optimizer.state.clear()
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].shape == (2, 2, 6)
+
+
 def popped(optimizer: Any) -> None:
     for state in optimizer.state.values():
         del state["momentum_buffer"]
