@@ -358,6 +358,8 @@ PYBIND11_MODULE(_C, module) {
       .def("keep", &KeptStates::keep, py::arg("states"), py::arg("keys"))
       .def("are_in", &KeptStates::are_in, py::arg("states"));
 
+  py::class_<RoundedParams> rounded_params(module, "RoundedParams");
+
   auto plan = py::class_<Plan>(module, "Plan");
   plan.def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
            py::arg("buffer_names"))
@@ -393,6 +395,8 @@ PYBIND11_MODULE(_C, module) {
       .def("set_first_element", &Plan::set_first_element, py::arg("number"),
            py::arg("first_element"))
       .def("take_params", &take_params, py::arg("groups"))
+      .def("set_rounded_params", &Plan::set_rounded_params, py::arg("rounded"))
+      .def("rounded_params", &Plan::rounded_params)
       .def_property_readonly("progress", &Plan::progress)
       .def("read_grads", &Plan::read_grads)
       .def("let_go", &Plan::let_go)

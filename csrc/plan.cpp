@@ -120,9 +120,26 @@ void Plan::set_state(int64_t number, ParamState state) {
   row.state_dtype = row.param().scalar_type();
   row.state_device = row.param().device();
   row.kernel.reset();
-  row.param_of_master.reset();
   row.record_is_current = false;
   memory_is_checked_ = false;
+}
+
+void Plan::set_rounded_params(const RoundedParams& rounded) {
+  for (Row& row : rows_) {
+    const auto found = rounded.entries.find(row.object);
+    if (found == rounded.entries.end()) continue;
+    row.param_of_master = found->second.param;
+    row.fingerprints[kParam] = found->second.fingerprint;
+  }
+}
+
+RoundedParams Plan::rounded_params() const {
+  RoundedParams rounded;
+  for (const Row& row : rows_) {
+    if (!row.param_of_master.has_value()) continue;
+    rounded.entries.insert({row.object, {*row.param_of_master, row.fingerprints[kParam]}});
+  }
+  return rounded;
 }
 
 std::vector<int64_t> Plan::read_grads() {

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -56,6 +57,35 @@ struct ParamState {
 // optimizer.
 enum class Naming { kLists, kGroups };
 
+// A tensor at some time, without a reference to it. That to its storage keeps another from taking
+// its place in memory unnoticed, but not its elements alive.
+struct SeenTensor {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  int64_t version;
+
+  static void remember(std::optional<SeenTensor>& seen, const at::Tensor& tensor, int64_t version) {
+    if (seen.has_value() && seen->storage._unsafe_get_target() == storage_of(tensor)) {
+      seen->version = version;
+    } else {
+      seen = {tensor.storage().getWeakStorageImpl(), version};
+    }
+  }
+  bool is(const at::Tensor& tensor, int64_t version_now) const {
+    return storage._unsafe_get_target() == storage_of(tensor) && version == version_now;
+  }
+};
+
+// The parameters of a plan as they were when their masters were last rounded to them, by what their
+// owner knows them by. It outlives the plan: who writes a master has written what comes next, also
+// where another plan takes it.
+struct RoundedParams {
+  struct Entry {
+    SeenTensor param;
+    Fingerprint fingerprint;
+  };
+  std::unordered_map<const void*, Entry> entries;
+};
+
 // Where the master does not round to its parameter, the parameter has been changed behind it: there
 // the master becomes the parameter. Returns what it becomes.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
@@ -97,6 +127,10 @@ class AMP_EXT_API Plan {
 
   // Hands over the state of a parameter, which later steps update in place.
   void set_state(int64_t number, ParamState state);
+
+  // What a plan of the same parameters has left, and what this one leaves to the next.
+  void set_rounded_params(const RoundedParams& rounded);
+  RoundedParams rounded_params() const;
 
   // Reads the gradients, while nothing else replaces them; the next operation works on these.
   // Returns the parameters that have one but no state yet, or changed their dtype or device since
@@ -147,27 +181,6 @@ class AMP_EXT_API Plan {
     at::Tensor original;
     at::Tensor dense;
     bool written;
-  };
-
-  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-
-  // A tensor at some time, without a reference to it. That to its storage keeps another from taking
-  // its place in memory unnoticed, but not its elements alive.
-  struct SeenTensor {
-    WeakStorage storage;
-    int64_t version;
-
-    static void remember(std::optional<SeenTensor>& seen, const at::Tensor& tensor,
-                         int64_t version) {
-      if (seen.has_value() && seen->storage._unsafe_get_target() == storage_of(tensor)) {
-        seen->version = version;
-      } else {
-        seen = {tensor.storage().getWeakStorageImpl(), version};
-      }
-    }
-    bool is(const at::Tensor& tensor, int64_t version_now) const {
-      return storage._unsafe_get_target() == storage_of(tensor) && version == version_now;
-    }
   };
 
   struct Row {

@@ -70,8 +70,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes nothing at all,
     without a look from the host. :mod:`amp_ext.hand_over` says how.
 
-    A state that was written in place or replaced by another tensor is always seen. A master that
-    was replaced loses against a parameter to which it does not round.
+    A state that was written in place or replaced by another tensor is always seen. Steps go on from
+    a master that was, unless its parameter was written, too: then the parameter goes before it
+    wherever it is not the master, rounded.
 
     Options of a step, by which the groups of all optimizers may differ:
 
@@ -127,6 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _not_negative: ClassVar[tuple[str, ...]] = ("max_grad_norm", "clip_value")
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: StepPlan | None = None
+    _rounded_params: Any = None  # of the last plan, for the next one
     _hand_over: HandOver | None = None  # of the scaler whose step this is
     # True if the last step failed amid its launches, and then says how far it came: that of the
     # plan, which sets it, or a text in a copy of such an optimizer.
@@ -443,9 +445,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Forgets all parameters and states until the next step, which looks them up again.
 
         A step notices by itself what was replaced; this frees at once what was, such as states that
-        were moved to another device to make room.
+        were moved to another device to make room. It is remembered which parameters were written
+        since their masters were.
         """
-        self._plan = None
+        if self._plan is not None:
+            self._rounded_params, self._plan = self._plan.rounded_params(), None
 
     def _take_plan(self, operation: str) -> StepPlan:
         """Returns the plan for the groups and states as they are, which has their parameters.
@@ -474,7 +478,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"them, got a step that failed: {self._progress}; {_HOW_TO_GO_ON}"
                 )
             if self._plan is None or not self._plan.take_params(self):
-                self._plan = None
+                self.rebuild()
                 self._check_groups()
                 plan = StepPlan(self)
                 if not plan.take_params(self):  # it would step none
@@ -709,7 +713,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if last.is_spent:
             drop_handed(self)  # a scale that was set before is in the product
         elif last.look is not None:
-            self._plan = None  # which remembers a look that no step has used
+            self.rebuild()  # it remembers a look that no step has used
 
     # Masters.
 
@@ -774,7 +778,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, value in state.get("defaults", vars(self).get("defaults", {})).items():
                 group.setdefault(name, value)
         # torch takes all of it in one assignment, which no interrupt divides.
-        super().__setstate__({"_progress": None, **state, "_plan": None, "grad_norm": None})
+        forgotten = {"_plan": None, "_rounded_params": None, "grad_norm": None}
+        super().__setstate__({"_progress": None, **state, **forgotten})
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

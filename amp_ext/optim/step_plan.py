@@ -62,6 +62,8 @@ class StepPlan:
                 self._places.append((group_index, param))
         #: The first parameter of all, None if there is none. Its device may change.
         self.first_param = self._places[0][1] if self._places else None
+        if optimizer._rounded_params is not None:
+            self._compiled.set_rounded_params(optimizer._rounded_params)
         self._kept_by_groups = _kept_by_groups(optimizer)
         self._states = ops.KeptStates()
         self._state_keys = {"step", *MASTER_KEYS}
@@ -76,6 +78,10 @@ class StepPlan:
             and all(param.is_contiguous() == was for param, was in self._were_contiguous.values())
             and self._compiled.take_params([group["params"] for group in optimizer.param_groups])
         )
+
+    def rounded_params(self) -> Any:
+        """Returns what the next plan needs to know of the parameters: which masters are theirs."""
+        return self._compiled.rounded_params()
 
     def let_go(self) -> None:
         """Drops what refers to parameters and gradients."""

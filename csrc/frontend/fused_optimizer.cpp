@@ -427,7 +427,12 @@ void FusedOptimizer::refresh_masters() {
 
 // The plan.
 
-void FusedOptimizer::rebuild() { checked("rebuild").plan.reset(); }
+void FusedOptimizer::rebuild() {
+  Impl& impl = checked("rebuild");
+  if (impl.plan == nullptr) return;
+  impl.rounded_params = impl.plan->rounded_params();
+  impl.plan.reset();
+}
 
 // The time in which this thread has the plan, which is that of the groups and states as they are.
 class FusedOptimizer::InPlan {
@@ -458,7 +463,7 @@ class FusedOptimizer::InPlan {
   }
   ~InPlan() {
     // Of a step that has failed, the plan may remember a look that no step has used.
-    if (std::uncaught_exceptions() > exceptions_) optimizer_.impl_->plan.reset();
+    if (std::uncaught_exceptions() > exceptions_) optimizer_.rebuild();
     let_go();
   }
   InPlan(const InPlan&) = delete;
@@ -514,6 +519,7 @@ bool FusedOptimizer::take_params() {
 }
 
 void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
+  rebuild();
   const OptimizerKind& kind = impl_->kind;
   int buffers = 0;
   for (const KeptByGroup& group : kept) buffers = std::max(buffers, std::get<0>(group));
@@ -530,6 +536,7 @@ void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
       impl_->places.emplace_back(group, i);
     }
   }
+  plan->set_rounded_params(impl_->rounded_params);
   impl_->progress = plan->progress();
   impl_->plan = std::move(plan);
   impl_->kept = std::move(kept);

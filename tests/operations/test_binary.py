@@ -27,7 +27,8 @@ def members_of_stub() -> dict[str, Any]:
     members: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            own = {getattr(n, "name", None) or n.target.id: n for n in node.body}
+            defined = [n for n in node.body if not isinstance(n, ast.Expr)]  # "..." of none
+            own = {getattr(n, "name", None) or n.target.id: n for n in defined}
             for base in node.bases:
                 own = {**members[base.id], **own}
             members[node.name] = own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import optimizer_cases as cases
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_ext import ops
+from amp_ext.hand_over import HandOver
 from amp_ext.optim.step_plan import StepPlan
 
 
@@ -220,6 +223,107 @@ def test_a_trip_through_torch_leaves_no_stale_masters(dtype, name, options):
     still_step(second)
     assert_same_bits(params_of(second), params_of(other))
     assert_same_bits(masters_of(second), [param.detach().float() for param in params_of(other)])
+
+
+# Masters that are written or replaced by hand, and what makes another plan after that.
+
+
+def fill_masters(optimizer: cases.Optimizer) -> None:
+    for master in optimizer.master_params(params_of(optimizer)[:1]):
+        master.fill_(3.0)
+
+
+def replace_masters(optimizer: cases.Optimizer) -> None:
+    state = optimizer.state[params_of(optimizer)[0]]
+    state["master_param"] = torch.full_like(state["master_param"], 3.0)
+
+
+def add_a_group(optimizer: cases.Optimizer) -> None:
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+
+
+def drop_a_look(optimizer: cases.Optimizer) -> None:
+    found_inf = torch.zeros(())
+    look = optimizer.look_at_gradients(found_inf)
+    optimizer.accept_hand_over(HandOver(None, found_inf, look))
+    optimizer.accept_hand_over(None)
+
+
+def keep_other_moments(optimizer: cases.Optimizer) -> None:
+    optimizer.param_groups[0]["state_dtype"] = "bfloat16"
+
+
+def replace_moments(optimizer: cases.Optimizer) -> None:
+    state = optimizer.state[params_of(optimizer)[0]]
+    state["momentum_buffer"] = state["momentum_buffer"].clone()
+
+
+NEW_PLANS = {
+    "none": lambda optimizer: None,
+    "group": add_a_group,
+    "rebuild": lambda optimizer: optimizer.rebuild(),
+    "moments": replace_moments,
+    "option": keep_other_moments,
+    "look": drop_a_look,
+    "two": lambda optimizer: (optimizer.rebuild(), add_a_group(optimizer), drop_a_look(optimizer)),
+}
+
+
+def stepped_once(dtype: torch.dtype, device: torch.device) -> tuple[Parameter, cases.Optimizer]:
+    param = Parameter(torch.ones(5, dtype=dtype, device=device))
+    optimizer = ours("SGD")([param], lr=0.5, momentum=0.5)
+    step_by_zeros(optimizer)
+    return param, optimizer
+
+
+def step_by_zeros(optimizer: cases.Optimizer) -> None:
+    for param in params_of(optimizer):
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make_new_plan", NEW_PLANS.values(), ids=NEW_PLANS)
+@pytest.mark.parametrize("write", [fill_masters, replace_masters])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_master_that_is_written_is_what_steps_go_on_from(dtype, write, make_new_plan, device):
+    param, optimizer = stepped_once(dtype, device)
+    for _ in range(2):
+        write(optimizer)
+        make_new_plan(optimizer)
+        step_by_zeros(optimizer)
+        assert torch.equal(param.detach(), torch.full_like(param, 3.0))
+        assert torch.equal(optimizer.state[param]["master_param"], param.detach().float())
+
+
+@pytest.mark.parametrize("write", [fill_masters, replace_masters])
+@pytest.mark.parametrize("changes", ["numbers", "memory", "strides"])
+def test_a_parameter_that_is_written_too_goes_before_its_master(changes, write, device):
+    param = Parameter(torch.arange(6.0, dtype=BF16, device=device).view(2, 3))
+    optimizer = ours("SGD")([param], lr=0.5)
+    step_by_zeros(optimizer)
+    write(optimizer)
+    optimizer.rebuild()
+    if changes == "numbers":
+        param.detach().mul_(2.0)
+    elif changes == "memory":
+        param.data = param.detach() * 2.0
+    else:
+        param.data = param.detach().t().contiguous().t()
+    wanted = param.detach().clone()
+    step_by_zeros(optimizer)
+    assert torch.equal(param.detach(), wanted)
+
+
+@pytest.mark.parametrize("write", [fill_masters, replace_masters])
+def test_masters_of_a_file_or_a_copy_do_not_move_their_parameters(write, device):
+    param, optimizer = stepped_once(F16, device)
+    write(optimizer)
+    copied = copy.deepcopy(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for one in (copied, optimizer):
+        step_by_zeros(one)
+        (param,) = params_of(one)
+        assert torch.equal(param.detach(), torch.ones_like(param))
 
 
 # What masters are for.

@@ -311,7 +311,8 @@ struct OptimizerKind;
 // is written.
 //
 // Groups take the options that they do not set themselves from the optimizer. In-place writes to
-// states are always seen; a state tensor that was replaced by another is seen after `rebuild()`.
+// states are always seen. Steps go on from a master that was written, unless its parameter was
+// written, too: then the parameter goes before it wherever it is not the master, rounded.
 class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
   ~FusedOptimizer() override;
@@ -345,7 +346,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   // Creates every state that a first step would create, and does not step.
   void init_state();
 
-  // Makes the next step look up all states again, after some were replaced by hand.
+  // Makes the next step look up all states again. It is remembered which parameters were written
+  // since their masters were.
   void rebuild();
 
   // The float32 master of every parameter, and parameters that have none themselves. Split masters

@@ -308,6 +308,31 @@ inline void a_first_step_with_momentum_is_not_dampened() {
   }
 }
 
+inline void a_master_that_is_written_is_what_steps_go_on_from() {
+  torch::Tensor param = parameter({1.0}, torch::kBFloat16);
+  AdamW optimizer({param}, AdamWOptions(0.0));
+  const auto step = [&] {
+    param.mutable_grad() = torch::ones({1}, torch::kBFloat16);
+    optimizer.step();
+  };
+  step();
+  const torch::Tensor master = optimizer.master_params()[0];
+  master.fill_(3.0);
+  optimizer.rebuild();
+  optimizer.add_param_group({{parameter({1.0}, torch::kFloat)}});
+  step();
+  CHECK_THAT(param.item<double>() == 3.0 && master.item<double>() == 3.0);
+  master.fill_(5.0);
+  param.detach().fill_(7.0);
+  optimizer.rebuild();
+  step();
+  CHECK_THAT(param.item<double>() == 7.0 && master.item<double>() == 7.0);
+  master.fill_(9.0);
+  optimizer.load_state_dict(optimizer.state_dict());
+  step();
+  CHECK_THAT(param.item<double>() == 7.0 && optimizer.master_params()[0].item<double>() == 7.0);
+}
+
 inline void masters_are_named_by_flags_and_texts() {
   const std::string split = "split";
   CHECK_THAT(AdamWOptions().master_weights() == true);

@@ -31,6 +31,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(conversions_and_new_gradients_are_followed),
       AMP_EXT_CHECK(masters_keep_what_16_bits_lose),
       AMP_EXT_CHECK(a_first_step_with_momentum_is_not_dampened),
+      AMP_EXT_CHECK(a_master_that_is_written_is_what_steps_go_on_from),
       AMP_EXT_CHECK(masters_are_named_by_flags_and_texts),
       AMP_EXT_CHECK(split_masters_lie_below_their_parameters),
       AMP_EXT_CHECK(a_lower_part_that_does_not_fit_changes_nothing),
