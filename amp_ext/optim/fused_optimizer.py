@@ -321,7 +321,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = dict(self.state.get(param, {}))
         roles = dict(self._description().buffers)
         moments = [name for name in state if is_key_of(name, roles)]
-        if any(state.get(name) is not None for name in ("step", *moments)):
+        own = [*moments, "step"] if self._keeps_step(group) else moments
+        if any(state.get(name) is not None for name in own):
             self._check_nothing_is_missing(group, param, state)
         used = self.buffer_names(group)
         # Also buffers that the group keeps only with other options, to which a loop may change.

@@ -13,7 +13,15 @@ import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64
-from optimizer_cases import assert_same_bits, give_grads, make_params, ours, params_of, theirs
+from optimizer_cases import (
+    assert_same_bits,
+    each_class,
+    give_grads,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+)
 from reference import assert_close, same_bits
 from rows import rows
 from torch import Tensor, nn
@@ -416,6 +424,18 @@ def test_what_is_left_of_a_state_is_refused_as_by_torch(erases, name, state_dtyp
     del mine.state[params[1]]
     mine.step()
     assert [mine.state[param]["step"].item() for param in params] == [2.0, 1.0]
+
+
+@each_class
+def test_others_may_write_into_a_state_before_the_first_step(name, options) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = ours(name)([param], **options)
+    optimizer.state[param]["slow"] = torch.ones(3)
+    if not optimizer._keeps_step(optimizer.param_groups[0]):
+        optimizer.state[param]["step"] = 0  # theirs: neither read nor written
+    give_grads(optimizer)
+    optimizer.step()
+    assert optimizer.state[param].get("step") in (0, torch.tensor(1.0))
 
 
 def test_amsgrad_can_be_switched_on_in_a_loop() -> None:
