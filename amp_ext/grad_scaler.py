@@ -358,7 +358,8 @@ class GradScaler(torch.amp.GradScaler):
                 with contextlib.suppress(AttributeError):  # the optimizer has deleted it
                     del optimizer.grad_scale
             again = None if hand_over.look is look else hand_over.look
-            if again is not None and self._reduces_over() is None:  # ranks agreed on the first
+            # Ranks agreed on the first look, and a hook may have taken all gradients away since.
+            if again is not None and again.found_infs and self._reduces_over() is None:
                 state["found_inf_per_device"] = dict(again.found_infs)
         state["stage"] = OptState.STEPPED
         return returned

@@ -186,12 +186,15 @@ def test_an_overflow_before_a_hook_skips_the_step_whatever_the_hook_does(device)
     assert scaler.get_scale() == 2.0
 
 
-def test_a_hook_may_take_all_gradients_away(device):
-    optimizer, scaler = filled(4.0, device, cases.our_adamw_with_norm), ready(device)
+@bad_or_good
+def test_a_hook_may_take_all_gradients_away(value, device):
+    optimizer, scaler = filled(value, device, cases.our_adamw_with_norm), ready(device)
     optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
     scaler.step(optimizer)
+    scaler.update()
     assert values(optimizer) == [1.0] * 3
     assert optimizer.grad_norm.item() == 0.0
+    assert scaler.get_scale() == (2.0 if value == INF else 4.0)
 
 
 @pytest.mark.parametrize("hook", ["none", "pre", "post"])
