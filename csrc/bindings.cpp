@@ -400,6 +400,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("progress", &Plan::progress)
       .def("read_grads", &Plan::read_grads)
       .def("let_go", &Plan::let_go)
+      .def("gradients_were_written", &Plan::gradients_were_written)
       .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),
            py::arg("sum_squares"), py::arg("skip_nonfinite"));
 

@@ -270,6 +270,14 @@ bool Plan::gradients_are_as_seen() const {
   });
 }
 
+bool Plan::gradients_were_written() {
+  read_grads();
+  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) {
+    return row.has_grad() && row.seen_grad.has_value() &&
+           !row.seen_grad->is(row.grad(), version_of(row.grad()));
+  });
+}
+
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
 void Plan::run_step(GroupTable& table, const GradientOptions& options) {
   const at::NoGradGuard no_grad;

@@ -151,6 +151,9 @@ class AMP_EXT_API Plan {
                                        const OptionalTensor& grad_scale, bool sum_squares,
                                        bool skip_nonfinite);
 
+  // Whether one of the gradients that the last look saw was written or replaced since.
+  bool gradients_were_written();
+
   // One step of every parameter that has a gradient, with the hyperparameters of its group. With a
   // found_inf other than 0 nothing is written at all. A gradient that changed since `check_finite`
   // is looked at again.

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -129,6 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: StepPlan | None = None
     _rounded_params: Any = None  # of the last plan, for the next one
+    _has_warned_of_hooks = False
     _hand_over: HandOver | None = None  # of the scaler whose step this is
     # True if the last step failed amid its launches, and then says how far it came: that of the
     # plan, which sets it, or a text in a copy of such an optimizer.
@@ -582,14 +584,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         grad_scale, look = hand_over.grad_scale, hand_over.look
         if max_grad_norm is not None and not max_grad_norm >= 0.0:
             self._check_groups()
+        has_hooks = look is not None and self._has_step_pre_hooks()
+        if has_hooks and grad_scale is not None and plan.with_shards().gradients_were_written():
+            self._warn_of_hooks()
         if look is not None and not look.found_infs:
             self._check_no_grads()
-        elif (
-            look is not None
-            and isinstance(found_inf, Tensor)
-            and self._has_step_pre_hooks()
-            and not plan.sharded_over
-        ):
+        elif has_hooks and isinstance(found_inf, Tensor) and not plan.sharded_over:
             # A hook may have written gradients, and no version shows a write through ``.data``.
             hand_over.look = self._look(plan, found_inf, grad_scale)
             if hand_over.look.found_infs:
@@ -641,6 +641,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _has_step_pre_hooks(self) -> bool:
         """Returns whether a hook has run before this step, one of its own or of all optimizers."""
         return bool(self._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+    def _warn_of_hooks(self) -> None:
+        """Warns once: no default class of torch shows scaled gradients to its hooks."""
+        if not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = True
+            warnings.warn(
+                f"{type(self).__name__}: a hook before the step has written gradients that carry "
+                "the scale of the gradient scaler; set optimizer._step_supports_amp_scaling = "
+                "False to have them unscaled before it, as for torch's optimizers without fused",
+                stacklevel=2,
+            )
 
     def _check_no_grads(self) -> None:
         """Refuses gradients that came after a scaler has looked and found none: nobody checked."""

@@ -177,6 +177,64 @@ def test_what_a_hook_brings_in_through_data_skips_the_step_and_lowers_the_scale(
     assert not scaler.last_step_skipped(optimizer, wait=True)
 
 
+def clip(optimizer: Any, *_: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(params_of(optimizer), 0.5)
+
+
+def replace_grads(optimizer: Any, *_: Any) -> None:
+    for param in params_of(optimizer):
+        param.grad = param.grad * 2.0
+
+
+WRITES_SCALED = "SGD: a hook before the step has written gradients that carry the scale of the gr"
+
+
+@pytest.mark.parametrize("hook", [clip, replace_grads])
+def test_a_hook_that_writes_scaled_gradients_is_told_of_once(hook, device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    optimizer.register_step_pre_hook(hook)
+    with pytest.warns(UserWarning, match=WRITES_SCALED):
+        scaler.step(optimizer)
+    scaler.update()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        give(optimizer, 4.0)
+        scaler.step(optimizer)
+
+
+def freeze(optimizer: Any, *_: Any) -> None:
+    params_of(optimizer)[0].grad = None
+
+
+def replace_states(optimizer: Any, *_: Any) -> None:
+    for state in optimizer.state.values():
+        state.update({name: tensor.clone() for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize("hook", [lambda *_: None, freeze, replace_states])
+def test_a_hook_that_writes_no_gradient_is_not_warned_of(hook, device):
+    optimizer, scaler = filled(4.0, device, cases.our_adam), ready(device)
+    optimizer.register_step_pre_hook(hook)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            scaler.step(optimizer)
+            scaler.update()
+            give(optimizer, 4.0)
+
+
+def test_a_hook_before_a_step_that_is_told_so_finds_unscaled_gradients(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    optimizer._step_supports_amp_scaling = False
+    found = []
+    optimizer.register_step_pre_hook(lambda opt, *_: found.append(params_of(opt)[0].grad.clone()))
+    optimizer.register_step_pre_hook(clip)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.step(optimizer)
+    assert set(found[0].tolist()) == {1.0}
+
+
 def test_an_overflow_before_a_hook_skips_the_step_whatever_the_hook_does(device):
     optimizer, scaler = filled(INF, device, plain_sgd), ready(device)
     optimizer.register_step_pre_hook(lambda optimizer, *_: give(optimizer, 4.0))
