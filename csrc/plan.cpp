@@ -262,19 +262,14 @@ bool Plan::is_partitioned() const {
 
 bool Plan::gradients_are_as_seen() const {
   return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    if (!row.has_grad() || !row.seen_grad.has_value()) {
-      return row.has_grad() == row.seen_grad.has_value();
-    }
-    return row.seen_grad->is(row.grad(), version_of(row.grad())) &&
-           row.seen_grad_data == row.grad().const_data_ptr();
+    return row.has_grad() ? row.grad_is_as_seen() : !row.seen_grad.has_value();
   });
 }
 
 bool Plan::gradients_were_written() {
   read_grads();
   return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    return row.has_grad() && row.seen_grad.has_value() &&
-           !row.seen_grad->is(row.grad(), version_of(row.grad()));
+    return row.has_grad() && row.seen_grad.has_value() && !row.grad_is_as_seen();
   });
 }
 
@@ -799,6 +794,11 @@ BufferFormat Plan::Row::format(int buffer) const {
 
 bool Plan::Row::has_fresh_master() const {
   return param_of_master.has_value() && param_of_master->is(param(), version());
+}
+
+bool Plan::Row::grad_is_as_seen() const {
+  return seen_grad.has_value() && seen_grad->is(grad(), version_of(grad())) &&
+         seen_grad_data == grad().const_data_ptr();
 }
 
 void Plan::mark_written(Row& row) {

@@ -227,6 +227,8 @@ class AMP_EXT_API Plan {
       return master() == Master::kLow16 || master() == Master::kLow8;
     }
     bool has_fresh_master() const;
+    // Whether the gradient is the one that the last look saw, and was not written since.
+    bool grad_is_as_seen() const;
     // Of a buffer, by its dtype; that of the parameter for one that there is not.
     BufferFormat format(int buffer) const;
     bool has_codes() const { return is_code(format(0)); }

@@ -323,7 +323,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = dict(self.state.get(param, {}))
         roles = dict(self._description().buffers)
         moments = [name for name in state if is_key_of(name, roles)]
-        own = [*moments, "step"] if self._keeps_step(group) else moments
+        keeps_step = self._keeps_step(group)
+        own = [*moments, "step"] if keeps_step else moments
         if any(state.get(name) is not None for name in own):
             self._check_nothing_is_missing(group, param, state)
         used = self.buffer_names(group)
@@ -334,7 +335,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if form.name in used or has_moment(state, form.name)
         ]
         wanted = {}
-        if self._keeps_step(group):
+        if keeps_step:
             wanted["step"] = torch.float32
             steps = self._steps_behind(group, state)
             if steps is not None:
