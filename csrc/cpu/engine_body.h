@@ -19,6 +19,10 @@ constexpr int64_t kBlockSize = 512;
 // not behind the end of a page, which all streams of a step reach together.
 template <typename T>
 constexpr int64_t kAhead = 2048 / sizeof(T);
+// Streams that begin at the same place of a page would all turn to the next one at once: each is
+// asked for this much farther ahead than the one before.
+template <typename T>
+constexpr int64_t kApart = 512 / sizeof(T);
 // So many at once, a line of each stream: with more the requests wait for each other. Of 16 bits a
 // line has twice as many.
 template <typename T, bool kIsNative>
@@ -100,12 +104,15 @@ struct Streams {
     }
   }
 
-  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
+  // Asks for `count` elements of each stream, up to kFarthest behind the index.
+  static constexpr int64_t kFarthest = kAhead<T> + (kBuffers + 1) * kApart<T>;
+  AMP_EXT_INLINE void prefetch_ahead(int64_t index, int64_t count) const {
+    index += kAhead<T>;
     grad.prefetch(index, count);
-    param.prefetch(index, count);
-    buffer0.prefetch(index, count);
-    buffer1.prefetch(index, count);
-    buffer2.prefetch(index, count);
+    param.prefetch(index + kApart<T>, count);
+    buffer0.prefetch(index + 2 * kApart<T>, count);
+    buffer1.prefetch(index + 3 * kApart<T>, count);
+    buffer2.prefetch(index + 4 * kApart<T>, count);
   }
 
   // Where results are left before they are rounded.
@@ -192,7 +199,7 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
   streams.results_in(scratch + 2, buffers);
   constexpr int64_t kAsked = kAskedFor<T, Streams::kIsNative>;
   for (int64_t i = 0; i < count; i += kLanes<T>) {
-    if (i % kAsked == 0 && i + kAhead<T> < rest) streams.prefetch(i + kAhead<T>, kAsked);
+    if (i % kAsked == 0 && i + Streams::kFarthest < rest) streams.prefetch_ahead(i, kAsked);
     const V old_grad = streams.grad.template load<V>(i);
     const V old_param = streams.param.template load<V>(i);
     const V old_elements[kMaxBuffers] = {streams.template load_buffer0<V>(i),
