@@ -1,0 +1,199 @@
+"""Times what the host does in a step, beside the same of a commit: many small tensors, one thread.
+
+    python scripts/time_host.py --against main          # builds it into build/time_host/, once
+    python scripts/time_host.py --installed FOLDER      # beside what is built there already
+    python scripts/time_host.py --against main --quick --rows 'AdamW, 6 ' --output times.md
+
+Steps of AdamW, and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`,
+and under a scaler, ours or torch's, where `scale`, `step` and `update` are timed. Every step finds
+new gradients, as after `zero_grad` and `backward`, which are not timed. "cold": before each step a
+walk over 64 MB has thrown code and data out of the caches. And how long importing amp_ext takes
+beside torch, whose files the system has in memory.
+
+Each package runs in two processes, which take turns with the others at every row and are started
+anew many times; the least time of each counts. "itself" is how far apart the two of one package
+are, the larger of both packages: what is slower by less is not known to be slower.
+The present package is the one that is built in place: `make build` comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIMIZERS = {"AdamW": {"lr": 1e-3}, "SGD": {"lr": 1e-3, "momentum": 0.9}}
+COUNTS = (2, 6, 20, 1000)
+FORMS = ("plain", "clipping", "our scaler", "torch's scaler")
+ROWS = [
+    f"{optimizer}, {count} tensors, {form}{cold}"
+    for optimizer, count, form, cold in product(OPTIMIZERS, COUNTS, FORMS, ("", ", cold"))
+]
+NUMEL = 64
+SWEPT = 16_000_000  # float32
+HEADINGS = ("before", "after", "ratio", "itself")
+SIDES = ("before", "after", "before again", "after again")
+
+
+def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
+    """Returns what takes one step of a row and returns its microseconds."""
+    import amp_ext
+
+    name, size, form, *cold = row.split(", ")
+    params = [torch.nn.Parameter(torch.ones(NUMEL)) for _ in range(int(size.split()[0]))]
+    source = [torch.randn(NUMEL) for _ in params]
+    options: dict[str, Any] = {"max_grad_norm": 1.0} if form == "clipping" else {}
+    optimizer = getattr(amp_ext.optim, name)(params, **OPTIMIZERS[name], **options)
+    loss = torch.ones(())
+    scaler_class = amp_ext.GradScaler if form == "our scaler" else torch.amp.GradScaler
+    scaler = scaler_class("cpu", init_scale=1.0, growth_interval=2**30)
+
+    def step() -> None:
+        scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
+
+    timed = step if "scaler" in form else optimizer.step
+
+    def take() -> float:
+        optimizer.zero_grad()
+        for param, grad in zip(params, torch._foreach_add(source, 0.0), strict=True):
+            param.grad = grad
+        if cold:
+            swept.add_(1.0)
+        start = perf_counter_ns()
+        timed()
+        return (perf_counter_ns() - start) / 1e3
+
+    return take
+
+
+def serve() -> None:
+    """Says where amp_ext lies, then answers rows, one a line, with the microseconds of a step."""
+    torch.set_num_threads(1)
+    start = perf_counter_ns()
+    import amp_ext
+
+    imported = (perf_counter_ns() - start) / 1e3
+    print(Path(amp_ext.__file__).parent.parent, flush=True)
+    steps, swept = {}, torch.zeros(SWEPT)
+    for line in sys.stdin:
+        row = line.rstrip("\n")
+        if row == "import amp_ext":
+            print(imported, flush=True)
+            continue
+        if row not in steps:
+            steps[row] = make_step(row, swept)
+        # Short, as pauses of a busy machine are. Another process had the caches: the first warms.
+        number = 3 if row.endswith("cold") else max(2, 40 // int(row.split()[1]))
+        steps[row]()
+        print(sum(steps[row]() for _ in range(number)) / number, flush=True)
+
+
+def build(commit: str) -> Path:
+    """Returns the folder that a commit is built in, in place."""
+    ask = ["git", "rev-parse", "--verify", f"{commit}^{{commit}}"]
+    name = subprocess.run(ask, cwd=ROOT, stdout=-1, text=True, check=True).stdout.strip()
+    folder = ROOT / "build" / "time_host" / name
+    if not (folder / "amp_ext" / "_build_info.json").is_file():  # which a build writes last
+        folder.mkdir(parents=True, exist_ok=True)
+        archive = subprocess.run(["git", "archive", name], cwd=ROOT, stdout=-1, check=True)
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        print(f"building {name[:12]} in {folder}", flush=True)
+        with (folder / "build.log").open("w") as log:
+            command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+            if subprocess.run(command, cwd=folder, stdout=log, stderr=log).returncode:
+                sys.exit(f"time_host.py: {commit} does not build: {log.name}")
+    return folder
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Starts a process that serves the package in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--serve"]
+    server = subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True)
+    found = answer(server)
+    if Path(found).resolve() != folder.resolve():
+        sys.exit(f"time_host.py: amp_ext of {folder} was asked for, and {found} was imported")
+    return server
+
+
+def answer(server: subprocess.Popen[str], row: str = "") -> str:
+    """Returns the next line of a server, after it was told a row."""
+    if row:
+        server.stdin.write(f"{row}\n")
+        server.stdin.flush()
+    return server.stdout.readline().rstrip("\n") or sys.exit(
+        "time_host.py: a package fails, see above"
+    )
+
+
+def measure(before: Path, rows: list[str], rounds: int, turns: int) -> dict[str, dict[str, float]]:
+    """Returns the least microseconds of each side for each row."""
+    best = {row: dict.fromkeys(SIDES, math.inf) for row in rows}
+    for number in range(rounds):
+        order = SIDES[number % 4 :] + SIDES[: number % 4]
+        servers = {side: start(before if "before" in side else ROOT) for side in order}
+        for row in rows * turns:
+            for side, server in servers.items():
+                best[row][side] = min(best[row][side], float(answer(server, row)))
+        for server in servers.values():
+            server.communicate()
+    return best
+
+
+def compare(times: dict[str, float]) -> dict[str, float]:
+    """Returns what the table shows of a row."""
+    before, after, *again = (times[side] for side in SIDES)
+    least = [min(pair) for pair in zip((before, after), again, strict=True)]
+    itself = max(max(pair) / min(pair) for pair in zip((before, after), again, strict=True))
+    return dict(zip(HEADINGS, (*least, least[1] / least[0], itself), strict=True))
+
+
+def main() -> None:
+    """Builds, times, and prints a row for each kind of step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", metavar="COMMIT", default="HEAD", help="builds and times it")
+    parser.add_argument("--installed", metavar="FOLDER", type=Path, help="times this one instead")
+    parser.add_argument("--rows", default="", help="regular expression that a row's name matches")
+    parser.add_argument("--rounds", type=int, default=10, help="processes of each side")
+    parser.add_argument("--turns", type=int, default=10, help="measurements of a row in each")
+    parser.add_argument("--quick", action="store_true", help="one round of three turns")
+    parser.add_argument("--output", type=Path, help="also writes the table: .md, or .json")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        return serve()
+    rows = [row for row in ["import amp_ext", *ROWS] if re.search(arguments.rows, row)]
+    effort = (1, 3) if arguments.quick else (arguments.rounds, arguments.turns)
+    times = measure(arguments.installed or build(arguments.against), rows, *effort)
+    found = {row: compare(of_row) for row, of_row in times.items()}
+    table = Table("µs a step", *(Column(name, justify="right") for name in HEADINGS), box=None)
+    lines = [f"| {' | '.join(['µs a step', *HEADINGS])} |", "|---|---|---|---|---|"]
+    for row, of_row in found.items():
+        before, after, ratio, itself = of_row.values()
+        cells = (row, f"{before:.1f}", f"{after:.1f}", f"{ratio:.3f}", f"{itself:.3f}")
+        table.add_row(*cells, style="red" if ratio > max(1.02, itself) else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    Console(width=None if sys.stdout.isatty() else 100, highlight=False).print(table)
+    if arguments.output:
+        text = "\n".join(lines) if arguments.output.suffix == ".md" else json.dumps(found, indent=2)
+        arguments.output.write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The program that times the host beside a commit: its table, of the present package twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "scripts" / "time_host.py"
+ROWS = "import|SGD, 20* tensors, (plain|our scaler)"
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPT, "--quick", "--rows", ROWS, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_a_row_has_the_times_of_both_packages_and_how_far_each_is_from_itself(tmp_path):
+    done = run("--installed", ROOT, "--output", tmp_path / "times.json")
+    assert done.returncode == 0, done.stderr
+    times = json.loads((tmp_path / "times.json").read_text())
+    forms = ("plain", "plain, cold", "our scaler", "our scaler, cold")
+    rows = [f"SGD, {count} tensors, {form}" for count in (2, 20) for form in forms]
+    assert list(times) == ["import amp_ext", *rows]
+    for row, found in times.items():
+        assert f" {row} " in done.stdout
+        assert found["ratio"] == pytest.approx(found["after"] / found["before"])
+        assert found["itself"] >= 1
+    plain, cold, ours, *_ = (times[row]["after"] for row in rows)
+    assert 0 < plain < min(cold, ours)
+
+
+def test_a_package_from_elsewhere_is_not_timed(tmp_path):
+    done = run("--installed", tmp_path)
+    assert done.returncode == 1
+    assert "time_host.py: " in done.stderr
+    assert done.stdout == ""
