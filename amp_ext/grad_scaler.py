@@ -26,6 +26,7 @@ from amp_ext.hand_over import (
     sum_of_flags,
     unscaling_optimizer,
 )
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.interrupts import (
     MarkedGrads,
     marked_in_part,
@@ -170,6 +171,7 @@ class GradScaler(torch.amp.GradScaler):
         self._warn_after = warn_after
         self._reports = ScalerReports(warn_after)
 
+    @outside_inference_mode()
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._no_overflow = torch.zeros((), dtype=torch.float32, device=dev)

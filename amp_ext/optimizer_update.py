@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.plain_numbers import is_count, plain
 
 __all__ = ["OptimizerType", "OptimizerWorkspace", "optimizer_update_"]
@@ -40,7 +41,8 @@ class OptimizerWorkspace:
     def _grad_norm_on(self, device: torch.device) -> Tensor:
         """Returns the norm's memory, which becomes ``grad_norm`` when an update has written it."""
         if self.grad_norm is None or self.grad_norm.device != device:
-            return torch.zeros((), dtype=torch.float32, device=device)
+            with outside_inference_mode():
+                return torch.zeros((), dtype=torch.float32, device=device)
         return self.grad_norm
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 
@@ -40,9 +41,10 @@ class OptimizerRecord:
     def first_nonfinite(self, device: torch.device) -> Tensor:
         """Returns one int64 on a device for looks to lower."""
         if device not in self.first_nonfinites:
-            self.first_nonfinites[device] = torch.full(
-                (), ops.NO_TENSOR, dtype=torch.int64, device=device
-            )
+            with outside_inference_mode():
+                self.first_nonfinites[device] = torch.full(
+                    (), ops.NO_TENSOR, dtype=torch.int64, device=device
+                )
         return self.first_nonfinites[device]
 
     def forget(self) -> None:

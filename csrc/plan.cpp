@@ -187,6 +187,7 @@ at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
   for (const at::Tensor& first : first_nonfinites_) {
     if (first.device() == device) return first;
   }
+  const OutsideInferenceMode normal;
   const auto options = at::TensorOptions(device).dtype(at::kLong);
   first_nonfinites_.push_back(at::full({}, kNoTensor, options));
   return first_nonfinites_.back();

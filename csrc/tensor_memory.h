@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/COWDeleter.h>
 
 #include <cstdint>
@@ -88,6 +90,14 @@ inline int64_t version_of(const at::Tensor& tensor) {
 inline void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
+
+// Lets tensors be made normal ones, without autograd: those that are made in inference mode can't
+// be written after it, nor saved for a backward pass. Nothing of the caller's is to be written
+// here.
+struct OutsideInferenceMode {
+  const c10::InferenceMode off{false};  // switches autograd on
+  const at::NoGradGuard no_grad;
+};
 
 // What tells that a plain tensor's memory is where it was, and as it was. Read at every step for
 // every tensor: it touches the tensor and its storage and calls nothing.

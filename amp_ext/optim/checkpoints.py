@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.masters import MASTER_KEYS, loaded_master, read_lower_part
 from amp_ext.optim.moments import copied_moments, has_moment, is_key_of, made_moments
 from amp_ext.optim.writers import options_since, other_writer
@@ -25,6 +26,7 @@ Options = dict[str, Any]
 _LARGEST = torch.finfo(torch.float32).max
 
 
+@outside_inference_mode()
 def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Builds what an optimizer has after a load; writes nothing.
 
@@ -165,7 +167,6 @@ def _check_groups(optimizer: FusedOptimizer, groups: Sequence[Options]) -> None:
         optimizer._check_options(group, f"{_operation(optimizer)}: %s of param_groups[{index}]")
 
 
-@torch.no_grad()
 def _copied_states(
     optimizer: FusedOptimizer,
     saved_groups: Sequence[Options],

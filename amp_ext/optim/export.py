@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.masters import MASTER_KEYS, whole_master
 from amp_ext.optim.moments import is_key_of, whole_moments
@@ -15,7 +16,7 @@ from amp_ext.optim.moments import is_key_of, whole_moments
 __all__ = ["float32_state_dict"]
 
 
-@torch.no_grad()
+@outside_inference_mode()
 def float32_state_dict(optimizer: FusedOptimizer) -> dict[str, Any]:
     """Returns the state dict of an optimizer with all its masters and moments as float32 numbers.
 

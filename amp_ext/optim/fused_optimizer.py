@@ -26,6 +26,7 @@ from amp_ext.hand_over import (
     handed_by_attributes,
     sum_of_flags,
 )
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.checkpoints import read_state_dict
 from amp_ext.optim.masters import MASTER_KEYS, key_of_master, made_master, whole_master
 from amp_ext.optim.moments import Format, formats_of, has_moment, is_key_of, made_moments
@@ -380,6 +381,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{list(state)}"
                 )
 
+    @outside_inference_mode()
     def _make_states(self, params: Iterable[tuple[dict[str, Any], Tensor]]) -> bool:
         """Makes the states of parameters whole: all of them, or none if one can't be made.
 
@@ -607,8 +609,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if max_grad_norm is None:
             self.grad_norm = None
         elif self.grad_norm is None and plan.first_param is not None:
-            device = plan.first_param.device
-            self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+            with outside_inference_mode():
+                device = plan.first_param.device
+                self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
@@ -749,6 +752,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             [local_tensor(master) for _, master in pairs],
         )
 
+    @outside_inference_mode()
     def master_params(self, params: Iterable[Tensor] | None = None) -> list[Tensor]:
         """Returns the float32 master of every parameter, and parameters that have none themselves.
 

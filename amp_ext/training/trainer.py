@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.interrupts import may_have_stepped, version_of, versions_of_params
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
@@ -142,9 +143,10 @@ class MixedPrecisionTrainer:
         self._accumulated = 0  # batches since the last step
         self._scheduler_is_due = False
         # What the metrics show without a scaler.
-        self._no_scale = torch.ones((), device=params[0].device)
-        self._not_skipped = torch.zeros((), dtype=torch.bool, device=params[0].device)
-        self._no_loss = torch.full((), torch.nan, device=params[0].device)
+        with outside_inference_mode():
+            self._no_scale = torch.ones((), device=params[0].device)
+            self._not_skipped = torch.zeros((), dtype=torch.bool, device=params[0].device)
+            self._no_loss = torch.full((), torch.nan, device=params[0].device)
         self._loss = self._no_loss  # of the last batch
 
     # Training.
@@ -427,7 +429,8 @@ class MixedPrecisionTrainer:
         """
         operation = "MixedPrecisionTrainer.load"
         self._check_not_sharded(operation)
-        content = read_checkpoint(path)
+        with outside_inference_mode():
+            content = read_checkpoint(path)
         check_dict(f"{operation}: the file's content", content)
         missing = [name for name in ("model", "trainer", "random", "extra") if name not in content]
         if missing:
@@ -469,9 +472,10 @@ class MixedPrecisionTrainer:
         """Takes over a state, with those of the model and the generators if they are given."""
         self._check_entries(operation, state_dict)
         params = params_of(self.optimizer)
-        gradients = self._copied_gradients(operation, state_dict, params)
-        loss = self._copied_loss(operation, state_dict)
-        schedule = copy.deepcopy(state_dict["scheduler"])  # torch's take entries out meanwhile
+        with outside_inference_mode():
+            gradients = self._copied_gradients(operation, state_dict, params)
+            loss = self._copied_loss(operation, state_dict)
+            schedule = copy.deepcopy(state_dict["scheduler"])  # torch's take entries out meanwhile
         written, tensors = [vars(self), vars(self.optimizer)], []
         if self.scaler is not None:
             written.append(vars(self.scaler))

@@ -357,7 +357,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
 
 // All of them, or none if one can't be made. Returns whether a tensor is another one now.
 bool FusedOptimizer::make_states(const std::vector<std::pair<size_t, at::Tensor>>& params) {
-  const at::NoGradGuard no_grad;
+  const OutsideInferenceMode normal;
   std::vector<std::unique_ptr<FusedParamState>> states;
   for (const auto& [group, param] : params) {
     states.push_back(whole_state(options_of(group), param));
@@ -400,6 +400,7 @@ void FusedOptimizer::init_state() {
 std::vector<at::Tensor> FusedOptimizer::master_params() {
   checked("master_params");
   init_state();
+  const OutsideInferenceMode normal;
   std::vector<at::Tensor> masters;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
@@ -604,6 +605,7 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   if (!first.max_grad_norm_.has_value()) {
     impl_->grad_norm.reset();
   } else if (!impl_->grad_norm.defined() && !impl_->places.empty()) {
+    const OutsideInferenceMode normal;
     const auto [group, index] = impl_->places[0];
     const at::Tensor& param = param_groups_[group].params()[index];
     impl_->grad_norm = at::zeros({}, at::TensorOptions(param.device()).dtype(at::kFloat));

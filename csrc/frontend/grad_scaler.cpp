@@ -26,6 +26,7 @@
 #include "frontend/marked_grads.h"
 #include "frontend/values.h"
 #include "scaler_monitor.h"
+#include "tensor_memory.h"
 
 namespace amp_ext {
 
@@ -173,6 +174,7 @@ struct GradScaler::State {
 
   void make_scale(const at::Device& device) {
     if (scale.defined()) return;
+    const OutsideInferenceMode normal;
     const auto on_device = at::TensorOptions(device);
     growth_tracker = at::full({}, init_growth_tracker, on_device.dtype(at::kInt));
     if (options.hysteresis() != 1) {
@@ -223,6 +225,7 @@ struct GradScaler::State {
     for (const auto& [other, first] : record.first_nonfinites) {
       if (other == device) return first;
     }
+    const OutsideInferenceMode normal;
     const auto on_device = at::TensorOptions(device).dtype(at::kLong);
     return record.first_nonfinites.emplace_back(device, at::full({}, kNoTensor, on_device)).second;
   }

@@ -1,6 +1,5 @@
 // The state dicts of optimizers, in Python's layout.
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
@@ -17,6 +16,7 @@
 #include "frontend/moments.h"
 #include "frontend/optimizer_impl.h"
 #include "frontend/values.h"
+#include "tensor_memory.h"
 #include "writers.h"
 
 namespace amp_ext::optim {
@@ -279,7 +279,7 @@ c10::IValue FusedOptimizer::state_dict() const {
 
 void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   const OptimizerKind& kind = checked("load_state_dict").kind;
-  const at::NoGradGuard no_grad;
+  const OutsideInferenceMode normal;
   const std::string operation = c10::str(kind.name, ".load_state_dict");
   TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
               type_name(state_dict));

@@ -683,6 +683,47 @@ inline void optimizers_can_be_moved() {
   CHECK_THAT(state.get("step").item<double>() == 2.0);
 }
 
+inline void training_goes_on_from_what_was_made_in_inference_mode() {
+  for (const bool loads : {false, true}) {
+    for (const MasterWeights& masters : {MasterWeights(true), MasterWeights("split")}) {
+      torch::Tensor param = parameter({1.0, 2.0}, torch::kBFloat16);
+      AdamW optimizer(
+          {param},
+          AdamWOptions(0.5).master_weights(masters).state_dtype("8bit-bf16").max_grad_norm(1.0));
+      GradScaler scaler(GradScalerOptions().device(torch::kCPU).init_scale(4.0).hysteresis(2));
+      {
+        const c10::InferenceMode guard;
+        scaler.scale(torch::ones({}));
+        param.mutable_grad() = torch::ones_like(param);
+        optimizer.init_state();
+        if (loads) optimizer.load_state_dict(optimizer.state_dict());
+        for (const torch::Tensor& master : optimizer.master_params()) {
+          CHECK_THAT(!master.is_inference());
+        }
+        scaler.step(optimizer);
+        scaler.update();
+      }
+      const auto* const state =
+          static_cast<FusedParamState*>(optimizer.state().at(param.unsafeGetTensorImpl()).get());
+      for (const auto& [name, tensor] : state->tensors()) CHECK_THAT(!tensor.is_inference());
+      CHECK_THAT(!optimizer.grad_norm().is_inference());
+      for (const double value : std::vector<double>{INFINITY, 1.0}) {
+        give_grad(param, scaler, value);
+        scaler.step(optimizer);
+        scaler.update();
+      }
+      {
+        const torch::NoGradGuard no_grad;
+        param.mul_(0.5);
+      }
+      optimizer.refresh_masters();
+      optimizer.step();
+      scaler.load_state_dict(scaler.state_dict());
+      CHECK_THAT(scaler.stats().skips == 1);
+    }
+  }
+}
+
 inline void values_survive_a_file() {
   Dict dict = new_dict();
   dict.insert("tensor", torch::arange(6).view({2, 3}).t());

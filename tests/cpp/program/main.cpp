@@ -51,6 +51,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(bad_gradients_are_named),
       AMP_EXT_CHECK(the_scale_keeps_its_limits),
       AMP_EXT_CHECK(optimizers_can_be_moved),
+      AMP_EXT_CHECK(training_goes_on_from_what_was_made_in_inference_mode),
       AMP_EXT_CHECK(values_survive_a_file),
       AMP_EXT_CHECK(list_operations_are_there),
       AMP_EXT_CHECK(groups_follow_parameters_that_move),

@@ -1,0 +1,175 @@
+"""What is made inside torch.inference_mode(): states, masters, scalers; and training after it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import scaler_cases
+import torch
+import trainer_cases
+from awkward import BF16, F16, F32, F64
+from optimizer_cases import (
+    assert_same_bits,
+    make_params,
+    ours,
+    params_of,
+    train,
+    trained,
+)
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import amp_ext
+
+KINDS = [
+    pytest.param(name, dtype, {"lr": 0.05, **options}, id=row_id)
+    for row_id, name, dtype, options in (
+        ("fp32", "AdamW", F32, {"max_grad_norm": 1.0}),
+        ("fp64-amsgrad", "Adam", F64, {"amsgrad": True}),
+        ("master-fp16", "AdamW", F16, {"max_grad_norm": 1.0}),
+        ("master-bf16", "Lion", BF16, {}),
+        ("split", "AdamW", BF16, {"master_weights": "split"}),
+        ("split8", "SGD", F16, {"master_weights": "split8", "momentum": 0.9}),
+        ("no-master", "SGD", BF16, {"master_weights": False, "momentum": 0.9, "dampening": 0.5}),
+        ("bf16-states", "AdamW", BF16, {"state_dtype": BF16}),
+        ("8bit", "AdamW", F16, {"state_dtype": "8bit"}),
+        ("8bit-momentum", "SGD", F32, {"state_dtype": "8bit", "momentum": 0.9}),
+    )
+]
+SHAPES = [(64, 64), (7,), ()]
+
+
+def load(optimizer: Any) -> None:
+    optimizer.load_state_dict(trained(copy.deepcopy(optimizer)).state_dict())
+
+
+def convert(optimizer: Any) -> None:
+    optimizer.param_groups[0].update(state_dtype=None, master_weights=False)
+    trained(optimizer)
+    optimizer.param_groups[0].update(
+        {name: optimizer.defaults[name] for name in ("state_dtype", "master_weights")}
+    )
+    optimizer.init_state()
+
+
+def step(optimizer: Any) -> None:
+    trained(optimizer, 1)
+
+
+def refresh(optimizer: Any) -> None:
+    optimizer.init_state()
+    for param in params_of(optimizer):
+        param.data.mul_(0.5)
+    optimizer.refresh_masters()
+
+
+CALLS = {
+    "init_state": lambda optimizer: optimizer.init_state(),
+    "master_params": lambda optimizer: optimizer.master_params(),
+    "float32_state_dict": lambda optimizer: amp_ext.optim.float32_state_dict(trained(optimizer)),
+    "load": load,
+    "convert": convert,
+    "step": step,
+    "refresh": refresh,
+}
+
+
+def inference_tensors(*values: Any) -> list[Tensor]:
+    found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    assert found
+    return [tensor for tensor in found if tensor.is_inference()]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("name", "dtype", "options"), KINDS)
+def test_training_goes_on_from_what_was_made_in_inference_mode(name, dtype, options, call, device):
+    sides = []
+    for is_on in (True, False):
+        torch.manual_seed(0)
+        optimizer = ours(name)(make_params(dtype, device, SHAPES), **options)
+        with torch.inference_mode(is_on):
+            made = CALLS[call](optimizer)
+        assert inference_tensors(made, dict(optimizer.state), optimizer.grad_norm) == []
+        train([optimizer], 2)
+        optimizer.refresh_masters()
+        train([optimizer])
+        sides.append(optimizer)
+    assert_same_bits(*sides)
+
+
+# Scalers.
+
+# What an iteration calls inside the mode; the rest of it comes after.
+ITERATION = {
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "update": lambda scaler, optimizer: scaler.update(),
+    "load": lambda scaler, optimizer: scaler.load_state_dict(scaler.state_dict()),
+}
+
+
+def give_scaled_grads(scaler: Any, optimizer: Any, value: float) -> None:
+    for param in params_of(optimizer):
+        param.grad = None
+    with torch.enable_grad():
+        scaler.scale(sum(param.sum() for param in params_of(optimizer)) * value).backward()
+
+
+@scaler_cases.over([scaler_cases.our_adamw_with_norm, scaler_cases.our_sgd, scaler_cases.Duck])
+@pytest.mark.parametrize("inside", range(len(ITERATION) + 1))
+def test_scalers_go_on_after_inference_mode(make, inside, device):
+    sides = []
+    for is_on in (True, False):
+        optimizer = make(scaler_cases.new_params(device))
+        scaler = amp_ext.GradScaler(device.type, init_scale=4.0, hysteresis=2)
+        with torch.inference_mode(is_on):
+            scaler.scale(torch.ones((), device=device))
+        give_scaled_grads(scaler, optimizer, 2.0)
+        for number, call in enumerate(ITERATION.values()):
+            with torch.inference_mode(is_on and number < inside):
+                call(scaler, optimizer)
+        records = [record.first_nonfinites for record in scaler._reports._records.values()]
+        assert inference_tensors(list(vars(scaler).values()), records) == []
+        for value in (2.0, torch.inf, torch.inf, 3.0):
+            give_scaled_grads(scaler, optimizer, value)
+            scaler.step(optimizer)
+            scaler.update()
+        sides.append((params_of(optimizer), scaler.state_dict(), scaler.stats()))
+    assert_same_bits(sides[0][0], sides[1][0])
+    assert sides[0][1:] == sides[1][1:]
+
+
+@pytest.mark.parametrize("precision", trainer_cases.PRECISIONS)
+def test_a_trainer_trains_on_after_a_load_in_inference_mode(precision, tmp_path):
+    make = lambda params: amp_ext.optim.AdamW(params, lr=torch.tensor(0.05))  # noqa: E731
+    options = {"optimizer": make, "scheduler": trainer_cases.halving}
+    data = trainer_cases.batches(count=3)
+    sides = []
+    for is_on in (True, False):
+        first = trainer_cases.new_trainer(precision, gradient_accumulation_steps=2, **options)
+        trainer_cases.train_on(first, data)
+        first.save(tmp_path / "file", extra=torch.ones(2))
+        second = trainer_cases.new_trainer(precision, gradient_accumulation_steps=2, **options)
+        for _ in range(2):
+            with torch.inference_mode(is_on):
+                extra = second.load(tmp_path / "file")
+            parts = (second, second.scheduler, second.scaler)
+            kept = [vars(part) for part in parts if part is not None]
+            grads = [param.grad for param in second.model.parameters()]
+            assert inference_tensors(extra, grads, second.state_dict(), kept) == []
+            trainer_cases.train_on(second, data)
+        second.load(tmp_path / "file")
+        trainer_cases.train_on(second, data)
+        sides.append(trainer_cases.params_of(second))
+    trainer_cases.assert_same(*sides)
+
+
+def test_a_parameter_of_inference_mode_stays_what_it_is(device):
+    """Whoever makes a model there steps and loads it there."""
+    with torch.inference_mode():
+        optimizer = trained(ours("AdamW")(make_params(BF16, device, SHAPES)))
+        load(optimizer)
+        trained(optimizer)
+    assert all(param.is_inference() for param in params_of(optimizer))
