@@ -102,8 +102,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def __getattr__(name: str) -> Any:
     """Gives the scaler and the optimizers what they need of the binary beside the operations."""
-    others = ("KeptStates", "NO_TENSOR", "Plan", "ScalerMonitor", "other_writer")
-    if name in others or name.endswith("Hyperparameters"):
+    others = ("KeptStates", "NO_TENSOR", "Plan", "ScalerMonitor")
+    if name in (*others, "configured_options", "other_writer") or name.endswith("Hyperparameters"):
         return getattr(_C, name)
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 

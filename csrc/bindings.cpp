@@ -465,6 +465,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("decode_groups", &decode_groups, release_gil(), py::arg("codes"), py::arg("exponents"),
              py::arg("code"));
   module.def("cpu_isa", &cpu_isa);
+  module.def("configured_options", &configured_options);
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
              py::arg("groups"), py::arg("states"));
   module.def("is_profiled", &at::hasCallbacks);

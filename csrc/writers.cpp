@@ -1,4 +1,4 @@
-// The keys of groups and of states that one optimizer has and others have not.
+// The keys of groups and of states that some optimizers have and others have not.
 #include "writers.h"
 
 #include <algorithm>
@@ -60,6 +60,13 @@ std::string near_radam(const std::vector<Keys>& groups) {
 }
 
 }  // namespace
+
+const Keys& configured_options() {
+  static const Keys options = {"master_weights", "state_dtype",      "rounding",
+                               "max_grad_norm",  "clip_value",       "write_back_grads",
+                               "skip_nonfinite", "denominator_floor"};
+  return options;
+}
 
 std::string other_writer(const std::vector<std::string>& classes, const Keys& own_keys,
                          const std::vector<Keys>& groups, const Keys& states) {

@@ -37,7 +37,6 @@ class Adam(FusedOptimizer):
     """
 
     _hyperparameters_class = "AdamHyperparameters"
-    _own_options = ("denominator_floor",)
     _not_negative = (*FusedOptimizer._not_negative, "denominator_floor")
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 

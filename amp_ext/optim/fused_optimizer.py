@@ -46,17 +46,6 @@ _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 _HOW_TO_GO_ON = "load a checkpoint into the model, and into the optimizer with load_state_dict()"
 
-# Options of a step that torch does not have. A checkpoint never changes how they were configured.
-_CONFIGURED = (
-    "master_weights",
-    "state_dtype",
-    "rounding",
-    "max_grad_norm",
-    "clip_value",
-    "write_back_grads",
-    "skip_nonfinite",
-)
-
 
 class FusedOptimizer(torch.optim.Optimizer):
     """Steps all parameters of all groups in one fused launch.
@@ -124,8 +113,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # The class of the compiled module that takes a group's hyperparameters and names the formula.
     _hyperparameters_class: ClassVar[str]
-    # Options of a subclass that torch does not have.
-    _own_options: ClassVar[tuple[str, ...]] = ()
     # Numbers among these and those that all optimizers have which must be 0 or more.
     _not_negative: ClassVar[tuple[str, ...]] = ("max_grad_norm", "clip_value")
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
@@ -831,7 +818,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _configured(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a group's options that no checkpoint changes."""
-        return {name: group[name] for name in (*_CONFIGURED, *self._own_options) if name in group}
+        return {name: group[name] for name in ops.configured_options() if name in group}
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -95,10 +95,11 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
     TORCH_CHECK(fits, operation, ": ", name, place_of_option(), " must be ", wanted, ", got ",
                 got...);
   };
-  const auto& own = kind.own_options;
+  const auto& not_negative = kind.not_negative;
   for (const auto& [name, place] : options) {
     if (auto* const* number = std::get_if<double*>(&place)) {
-      const bool has_floor = std::find(own.begin(), own.end(), name) != own.end();
+      const bool has_floor =
+          std::find(not_negative.begin(), not_negative.end(), name) != not_negative.end();
       check(name, has_floor ? **number >= 0.0 : !std::isnan(**number),
             has_floor ? "a number of at least 0" : "a number", **number);
     } else if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {

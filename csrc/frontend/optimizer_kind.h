@@ -23,7 +23,7 @@ struct OptimizerKind {
   const char* base_class = nullptr;        // that it extends in Python, or its own
   std::vector<BufferDescription> buffers;  // all that the formula may keep
   std::vector<std::string> required;       // options that a state dict must have
-  std::vector<std::string> own_options;    // options that neither torch nor all of ours have
+  std::vector<std::string> not_negative;   // numbers among its own options
   std::vector<std::string> not_of_torch;   // that stay where a state dict lacks them
   std::vector<std::string> constants = {"differentiable"};  // that are false in any state dict
   bool counts_from_buffer = false;     // torch has no counter: the first step is without a buffer

@@ -55,7 +55,7 @@ template <typename Options>
 OptimizerKind any_adam(const char* name) {
   auto kind = kind_of<Options, AdamHyperparameters>(name, {"lr", "betas", "eps", "weight_decay"});
   kind.base_class = "Adam";
-  kind.own_options = {"denominator_floor"};
+  kind.not_negative = {"denominator_floor"};
   kind.constants.push_back("capturable");
   kind.buffer_count = [](const FusedOptions& options) {
     return static_cast<const Options&>(options).amsgrad() ? 3 : 2;

@@ -25,6 +25,10 @@ namespace {
 
 using SavedGroups = std::vector<Dict>;
 
+bool has(const Keys& keys, const std::string& key) {
+  return std::find(keys.begin(), keys.end(), key) != keys.end();
+}
+
 // What Python gives for an option. Its optimizers keep a dtype by its name.
 c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* number = std::get_if<double*>(&place)) return **number;
@@ -53,16 +57,6 @@ std::optional<double> plain_number(const c10::IValue& value) {
   if (is_number(value)) return number_in(value);
   if (!value.isTensor() || value.toTensor().numel() != 1) return {};
   return value.toTensor().item().toDouble();
-}
-
-// Options that a state dict never changes: those that torch does not have.
-bool is_configured(const OptimizerKind& kind, const std::string& name) {
-  static const char* const kConfigured[] = {"master_weights", "state_dtype", "rounding",
-                                            "max_grad_norm",  "clip_value",  "write_back_grads",
-                                            "skip_nonfinite"};
-  const auto& own = kind.own_options;
-  return std::find(std::begin(kConfigured), std::end(kConfigured), name) != std::end(kConfigured) ||
-         std::find(own.begin(), own.end(), name) != own.end();
 }
 
 // Takes an option out of a saved group.
@@ -163,10 +157,8 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
     const auto& [name, option] = places[i];
     const bool is_fixed = kind.fixed_option != nullptr && name == std::string(kind.fixed_option);
     const auto value = find(saved, name);
-    const auto& not_of_torch = kind.not_of_torch;
-    const bool stays = !value.has_value() && std::find(not_of_torch.begin(), not_of_torch.end(),
-                                                       name) != not_of_torch.end();
-    if (is_configured(kind, name) || stays) {
+    const bool stays = !value.has_value() && has(kind.not_of_torch, name);
+    if (has(configured_options(), name) || stays) {
       std::visit([&](auto* to) { *to = *std::get<decltype(to)>(kept[i].place); }, option);
     } else if (value.has_value() && !is_fixed) {
       read_option(option, *value, c10::str(operation, ": ", name, place));

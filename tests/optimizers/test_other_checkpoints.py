@@ -251,6 +251,11 @@ def test_options_that_an_old_file_lacks_are_what_torch_takes_them_for(name, lack
         assert_close(param, twin, steps=2)
 
 
+def test_configured_are_the_options_that_torch_does_not_have():
+    own, of_torch = (make("AdamW")(make_params(torch.float32)).defaults for make in (ours, theirs))
+    assert own.keys() - of_torch.keys() == set(amp_ext.ops.configured_options())
+
+
 def test_options_that_torch_does_not_have_stay_as_their_group_was_configured():
     params = make_params(torch.float32, shapes=SHAPES)
     target = ours("SGD")(
