@@ -14,6 +14,8 @@ __all__ = [
     "all_reduce_flags",
     "first_element",
     "is_dtensor",
+    "is_flat",
+    "is_flattened",
     "is_over_rows",
     "laid_out_as",
     "local_grad",
@@ -25,6 +27,16 @@ def is_dtensor(tensor: Any) -> bool:
     """Returns whether a tensor is a DTensor; there is none before its module is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Returns whether FullyShardedDataParallel keeps a parameter in a flat one, or it is one."""
+    return hasattr(param, "_fsdp_flattened")
+
+
+def is_flat(param: Tensor) -> bool:
+    """Returns whether it is the flat parameter, as all are without ``use_orig_params=True``."""
+    return getattr(param, "_is_flat_param", False)
 
 
 def local_tensor(tensor: Any) -> Tensor:

@@ -19,11 +19,23 @@ from amp_ext.optim.writers import options_since, other_writer
 if TYPE_CHECKING:
     from amp_ext.optim.fused_optimizer import FusedOptimizer
 
-__all__ = ["read_state_dict"]
+__all__ = ["in_one_dtype", "read_state_dict"]
 
 Options = dict[str, Any]
 
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _LARGEST = torch.finfo(torch.float32).max
+
+
+@outside_inference_mode()
+def in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state whose 16-bit tensors are float32, which has all their values."""
+    return {
+        name: value.float()
+        if isinstance(value, Tensor) and value.dim() and value.dtype in _SIXTEEN_BIT
+        else value
+        for name, value in state.items()
+    }
 
 
 @outside_inference_mode()

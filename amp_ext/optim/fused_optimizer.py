@@ -27,12 +27,12 @@ from amp_ext.hand_over import (
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.optim.checkpoints import read_state_dict
+from amp_ext.optim.checkpoints import in_one_dtype, read_state_dict
 from amp_ext.optim.masters import MASTER_KEYS, key_of_master, made_master, whole_master
 from amp_ext.optim.moments import Format, formats_of, has_moment, is_key_of, made_moments
 from amp_ext.optim.options import check_types, check_values
 from amp_ext.optim.step_plan import StepPlan
-from amp_ext.sharding import local_tensor
+from amp_ext.sharding import is_flat, is_flattened, local_tensor
 
 __all__ = ["FusedOptimizer"]
 
@@ -254,6 +254,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             group = self.param_groups[-1]
             self._check_options(group, f"{type(self).__name__}: %s of group {count}")
             self._check_unique(group["params"], count)
+            for param in filter(is_flattened, group["params"]):
+                self._formats(group, param)
+                self._master_key(group, param)
         except BaseException:  # also an interrupt, after which a notebook goes on
             del self.param_groups[count:]
             raise
@@ -283,7 +286,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _formats(self, group: dict[str, Any], param: Tensor) -> tuple[Format, ...]:
         """Returns how a parameter keeps each buffer, also those that its group does not keep."""
         formats = formats_of(group["state_dtype"], self._description().buffers, param)
-        if any(form.code for form in formats) and hasattr(param, "_fsdp_flattened"):
+        if any(form.code for form in formats) and is_flattened(param):
             raise ValueError(
                 f"{type(self).__name__}: state_dtype must be torch.float32, torch.bfloat16 or None "
                 "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
@@ -294,7 +297,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _master_key(self, group: dict[str, Any], param: Tensor) -> str | None:
         """Returns the key of the master that a parameter has in its state, or None."""
         key = key_of_master(group["master_weights"], param.dtype)
-        if key not in (None, "master_param") and hasattr(param, "_fsdp_flattened"):
+        if key not in (None, "master_param") and is_flattened(param):
             raise ValueError(
                 f"{type(self).__name__}: master_weights must be True or False for parameters that "
                 "FullyShardedDataParallel flattens, which can't save the lower parts of masters, "
@@ -784,6 +787,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         # torch takes all of it in one assignment, which no interrupt divides.
         forgotten = {"_plan": None, "_rounded_params": None, "grad_norm": None}
         super().__setstate__({"_progress": None, **state, **forgotten})
+
+    @_disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states and the groups in torch's layout, as of torch.optim.Optimizer.
+
+        Parameters that FullyShardedDataParallel flattens with ``use_orig_params=True`` have all
+        16-bit states as float32 in it, since FSDP saves the tensors of a state in one dtype. A load
+        restores their bits.
+        """
+        state_dict = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in enumerate(params):
+            if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:
+                state_dict["state"][key] = in_one_dtype(state_dict["state"][key])
+        return state_dict
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

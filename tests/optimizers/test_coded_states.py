@@ -577,12 +577,13 @@ def test_another_word_is_refused(wrong):
 @coded
 def test_a_flattened_parameter_is_refused(state_dtype):
     param = Parameter(torch.ones(8192))
+    optimizer = ours("AdamW")([param], state_dtype=state_dtype)
     param._fsdp_flattened = True
     param.grad = torch.ones_like(param)
-    optimizer = ours("AdamW")([param], state_dtype=state_dtype)
-    with pytest.raises(
-        ValueError, match=r"state_dtype must be .* FullyShardedDataParallel flattens"
-    ):
+    words = r"state_dtype must be .* FullyShardedDataParallel flattens"
+    with pytest.raises(ValueError, match=words):
+        ours("AdamW")([param], state_dtype=state_dtype)
+    with pytest.raises(ValueError, match=words):
         optimizer.step()
     assert (param == 1).all()
     assert not optimizer.state

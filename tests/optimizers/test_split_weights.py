@@ -168,9 +168,11 @@ def test_a_float32_master_beside_a_lower_part_is_the_newer_one(device):
 
 def test_a_flattened_parameter_is_refused(device):
     param = nn.Parameter(torch.ones(3, dtype=BF16, device=device))
+    optimizer = AdamW([param], master_weights="split")
     param._fsdp_flattened = True
     param.grad = torch.ones_like(param)
-    optimizer = AdamW([param], master_weights="split")
+    with pytest.raises(ValueError, match="FullyShardedDataParallel flattens"):
+        AdamW([param], master_weights="split")
     with pytest.raises(ValueError, match="FullyShardedDataParallel flattens"):
         optimizer.step()
     assert (param == 1).all()
