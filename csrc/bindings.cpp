@@ -359,6 +359,7 @@ PYBIND11_MODULE(_C, module) {
       .def("are_in", &KeptStates::are_in, py::arg("states"));
 
   py::class_<RoundedParams> rounded_params(module, "RoundedParams");
+  py::class_<ScaledGrads> scaled_grads(module, "ScaledGrads");
 
   auto plan = py::class_<Plan>(module, "Plan");
   plan.def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
@@ -397,6 +398,8 @@ PYBIND11_MODULE(_C, module) {
       .def("take_params", &take_params, py::arg("groups"))
       .def("set_rounded_params", &Plan::set_rounded_params, py::arg("rounded"))
       .def("rounded_params", &Plan::rounded_params)
+      .def("set_scaled_grads", &Plan::set_scaled_grads, py::arg("scaled"))
+      .def("scaled_grads", &Plan::scaled_grads)
       .def_property_readonly("progress", &Plan::progress)
       .def("read_grads", &Plan::read_grads)
       .def("let_go", &Plan::let_go)

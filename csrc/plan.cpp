@@ -142,6 +142,25 @@ RoundedParams Plan::rounded_params() const {
   return rounded;
 }
 
+void Plan::set_scaled_grads(const ScaledGrads& scaled) {
+  for (Row& row : rows_) {
+    const auto found = scaled.entries.find(row.object);
+    if (found == scaled.entries.end()) continue;
+    row.seen_grad = found->second.grad;
+    row.seen_grad_data = found->second.data;
+    row.seen_grad_is_scaled = true;
+  }
+}
+
+ScaledGrads Plan::scaled_grads() const {
+  ScaledGrads scaled;
+  for (const Row& row : rows_) {
+    if (!row.seen_grad.has_value() || !row.seen_grad_is_scaled) continue;
+    scaled.entries.insert({row.object, {*row.seen_grad, row.seen_grad_data}});
+  }
+  return scaled;
+}
+
 std::vector<int64_t> Plan::read_grads() {
   std::vector<int64_t> without_state;
   for (size_t i = 0; i < rows_.size(); ++i) {
@@ -207,8 +226,7 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
     }
     check_grad(row);
     Look& look = look_of(looks, row, found_inf, sum_squares);
-    SeenTensor::remember(row.seen_grad, row.grad(), version_of(row.grad()));
-    row.seen_grad_data = row.grad().const_data_ptr();
+    row.see_grad();
     at::Tensor dense = row.grad();
     if (!dense.is_non_overlapping_and_dense()) {
       dense = dense.contiguous();
@@ -307,6 +325,7 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
       }
     }
     remember_masters();
+    if (options.grad_scale.has_value() && naming_ == Naming::kGroups) remember_scaled_grads();
   } catch (...) {
     progress.has_failed = progress.stepped + progress.stepped_in_part > 0;
     throw;
@@ -319,11 +338,25 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   check_scalar(operation_, "grad_scale", options.grad_scale);
   check_scalar(operation_, "found_inf", options.found_inf);
   check_scalar(operation_, "sum_of_squares", options.sum_of_squares);
+  // After unscale_ a scaler gives no scale, but what it has found.
+  const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
   for (Row& row : rows_) {
-    if (row.has_grad()) check_row(row, table);
+    if (row.has_grad()) {
+      check_row(row, table);
+      if (!is_of_scaler) check_carries_no_scale(row);
+    }
     row.master_is_fresh = row.has_fresh_master();
   }
   if (!memory_is_checked_) check_memory();
+}
+
+void Plan::check_carries_no_scale(const Row& row) const {
+  TORCH_CHECK(!row.seen_grad_is_scaled || !row.grad_is_as_seen(), operation_, ": ",
+              name_of(row, kGrad),
+              " must be new or unscaled in a step without a scale, got the one of a step with a "
+              "scale, which it still carries: step by the gradient scaler, or call zero_grad() and "
+              "backward anew; where it was unscaled in a way that torch does not count, such as "
+              "through .data, let an in-place operation follow that torch counts: grad.mul_(1)");
 }
 
 // The looks that belong to a step: those of check_finite, or new ones.
@@ -797,9 +830,22 @@ bool Plan::Row::has_fresh_master() const {
   return param_of_master.has_value() && param_of_master->is(param(), version());
 }
 
+// A write to a sharded gradient shows there; one to its shard, here.
+int64_t Plan::Row::grad_version() const {
+  const at::Tensor* const whole = is_sharded ? &shard_of->grad() : nullptr;
+  return version_of(grad()) + (whole != nullptr && whole->defined() ? version_of(*whole) : 0);
+}
+
 bool Plan::Row::grad_is_as_seen() const {
-  return seen_grad.has_value() && seen_grad->is(grad(), version_of(grad())) &&
+  return seen_grad.has_value() && seen_grad->is(grad(), grad_version()) &&
          seen_grad_data == grad().const_data_ptr();
+}
+
+void Plan::Row::see_grad() {
+  if (grad_is_as_seen()) return;
+  SeenTensor::remember(seen_grad, grad(), grad_version());
+  seen_grad_data = grad().const_data_ptr();
+  seen_grad_is_scaled = false;
 }
 
 void Plan::mark_written(Row& row) {
@@ -833,6 +879,16 @@ void Plan::remember_masters() {
   for (Row& row : rows_) {
     if (row.master() != Master::kFloat32 || !row.master_is_fresh) continue;
     SeenTensor::remember(row.param_of_master, row.param(), row.version());
+  }
+}
+
+// Gradients that were written back are unscaled, unless the step was skipped, which only the device
+// knows.
+void Plan::remember_scaled_grads() {
+  for (Row& row : rows_) {
+    if (!row.has_grad()) continue;
+    row.see_grad();
+    row.seen_grad_is_scaled = !row.writes_grad;
   }
 }
 

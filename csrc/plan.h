@@ -86,6 +86,16 @@ struct RoundedParams {
   std::unordered_map<const void*, Entry> entries;
 };
 
+// The gradients that steps with a scale took, by what the owner of their parameters knows these by.
+// They carry the scale until somebody writes them. It outlives the plan as well.
+struct ScaledGrads {
+  struct Entry {
+    SeenTensor grad;
+    const void* data;
+  };
+  std::unordered_map<const void*, Entry> entries;
+};
+
 // Where the master does not round to its parameter, the parameter has been changed behind it: there
 // the master becomes the parameter. Returns what it becomes.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
@@ -131,6 +141,8 @@ class AMP_EXT_API Plan {
   // What a plan of the same parameters has left, and what this one leaves to the next.
   void set_rounded_params(const RoundedParams& rounded);
   RoundedParams rounded_params() const;
+  void set_scaled_grads(const ScaledGrads& scaled);
+  ScaledGrads scaled_grads() const;
 
   // Reads the gradients, while nothing else replaces them; the next operation works on these.
   // Returns the parameters that have one but no state yet, or changed their dtype or device since
@@ -156,7 +168,8 @@ class AMP_EXT_API Plan {
 
   // One step of every parameter that has a gradient, with the hyperparameters of its group. With a
   // found_inf other than 0 nothing is written at all. A gradient that changed since `check_finite`
-  // is looked at again.
+  // is looked at again. A step that neither has a scale nor comes from a scaler refuses gradients
+  // that an earlier one took with a scale, and that were not written since.
   //
   // Where this throws before the first launch, nothing has been written. Where it throws later,
   // each parameter has been stepped with its state and counter, or neither.
@@ -203,8 +216,9 @@ class AMP_EXT_API Plan {
     std::optional<OptimizerKernel> kernel;
     std::array<Fingerprint, kLists> fingerprints;
     TensorRecord record;
-    std::optional<SeenTensor> seen_grad;  // the one that the last look saw
+    std::optional<SeenTensor> seen_grad;  // the one that the last look or step with a scale saw
     const void* seen_grad_data = nullptr;
+    bool seen_grad_is_scaled = false;  // a step took it with a scale, and left it as it was
     std::vector<Staged> staged;
     at::Tensor refreshed_master;  // what a master becomes that its parameter has left behind
     at::Tensor explicit_grad;
@@ -222,13 +236,15 @@ class AMP_EXT_API Plan {
     const at::Tensor& master_param() const { return owned[kMaster]; }
     bool has_grad() const { return grad().defined(); }
     int64_t version() const;
+    int64_t grad_version() const;
     Master master() const;
     bool has_split_master() const {
       return master() == Master::kLow16 || master() == Master::kLow8;
     }
     bool has_fresh_master() const;
-    // Whether the gradient is the one that the last look saw, and was not written since.
+    // Whether the gradient is the one that was seen, and was not written since.
     bool grad_is_as_seen() const;
+    void see_grad();
     // Of a buffer, by its dtype; that of the parameter for one that there is not.
     BufferFormat format(int buffer) const;
     bool has_codes() const { return is_code(format(0)); }
@@ -283,6 +299,7 @@ class AMP_EXT_API Plan {
 
   void run_step(GroupTable& table, const GradientOptions& options);
   void check_step(const GroupTable& table, const GradientOptions& options);
+  void check_carries_no_scale(const Row& row) const;
   std::vector<Look> looks_for_step(const GradientOptions& options, StepScratch& scratch,
                                    bool& is_new);
   bool needs_look(const GradientOptions& options) const;
@@ -316,6 +333,7 @@ class AMP_EXT_API Plan {
   static void mark_written(Row& row);
   static void copy_back(const Row& row, bool skip_nonfinite);
   void remember_masters();
+  void remember_scaled_grads();
   static std::string low_name(const Row& row);
   std::string code_name(const Row& row, int buffer) const;
   std::string name_of(const Row& row, int list) const;

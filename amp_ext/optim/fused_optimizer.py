@@ -118,6 +118,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: StepPlan | None = None
     _rounded_params: Any = None  # of the last plan, for the next one
+    _scaled_grads: Any = None  # likewise
     _has_warned_of_hooks = False
     _hand_over: HandOver | None = None  # of the scaler whose step this is
     # True if the last step failed amid its launches, and then says how far it came: that of the
@@ -445,7 +446,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         since their masters were.
         """
         if self._plan is not None:
-            self._rounded_params, self._plan = self._plan.rounded_params(), None
+            rounded_params, scaled_grads = self._plan.rounded_params(), self._plan.scaled_grads()
+            self._rounded_params, self._scaled_grads = rounded_params, scaled_grads
+            self._plan = None
 
     def _take_plan(self, operation: str) -> StepPlan:
         """Returns the plan for the groups and states as they are, which has their parameters.
@@ -830,7 +833,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
-        self.__setstate__(read_state_dict(self, state_dict))
+        state = read_state_dict(self, state_dict)
+        self.rebuild()  # a file is of states alone: gradients stay what they are
+        self.__setstate__(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -64,6 +64,8 @@ class StepPlan:
         self.first_param = self._places[0][1] if self._places else None
         if optimizer._rounded_params is not None:
             self._compiled.set_rounded_params(optimizer._rounded_params)
+        if optimizer._scaled_grads is not None:
+            self._compiled.set_scaled_grads(optimizer._scaled_grads)
         self._kept_by_groups = _kept_by_groups(optimizer)
         self._states = ops.KeptStates()
         self._state_keys = {"step", *MASTER_KEYS}
@@ -82,6 +84,10 @@ class StepPlan:
     def rounded_params(self) -> Any:
         """Returns what the next plan needs to know of the parameters: which masters are theirs."""
         return self._compiled.rounded_params()
+
+    def scaled_grads(self) -> Any:
+        """Returns what it needs to know of gradients: which ones carry the scale of a step."""
+        return self._compiled.scaled_grads()
 
     def let_go(self) -> None:
         """Drops what refers to parameters and gradients."""

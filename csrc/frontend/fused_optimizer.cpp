@@ -433,6 +433,7 @@ void FusedOptimizer::rebuild() {
   Impl& impl = checked("rebuild");
   if (impl.plan == nullptr) return;
   impl.rounded_params = impl.plan->rounded_params();
+  impl.scaled_grads = impl.plan->scaled_grads();
   impl.plan.reset();
 }
 
@@ -539,6 +540,7 @@ void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
     }
   }
   plan->set_rounded_params(impl_->rounded_params);
+  plan->set_scaled_grads(impl_->scaled_grads);
   impl_->progress = plan->progress();
   impl_->plan = std::move(plan);
   impl_->kept = std::move(kept);

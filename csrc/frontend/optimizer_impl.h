@@ -29,6 +29,7 @@ struct FusedOptimizer::Impl {
   const OptimizerKind& kind;
   std::unique_ptr<Plan> plan;
   RoundedParams rounded_params;                   // of the last plan, for the next one
+  ScaledGrads scaled_grads;                       // likewise
   std::vector<KeptByGroup> kept;                  // when the plan was made
   std::vector<std::pair<size_t, size_t>> places;  // by number in the plan: group, index in it
   size_t state_count = 0;                         // likewise

@@ -342,7 +342,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   }
   impl_->other_entries = std::move(other_entries);
   impl_->other_states = std::move(other_states);
-  impl_->plan.reset();
+  rebuild();
   impl_->rounded_params = {};
   impl_->progress.reset();
   impl_->grad_norm.reset();

@@ -464,8 +464,7 @@ def test_a_look_serves_one_step_only(device):
     give_grads(fused, apart)
     fused_step(fused, way, way.make_scaler(device))
     step_apart(apart, None, {"max_grad_norm": 3.0})
-    fused.step()  # without the scaler: as the gradients are
     for grad in grads_of(fused):
         grad.zero_()
-    fused.step()
+    fused.step()  # without the scaler: as the gradients are
     assert fused.grad_norm.item() == 0

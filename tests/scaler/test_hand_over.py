@@ -55,6 +55,117 @@ def has_leftovers(optimizer: Any) -> bool:
     return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
 
 
+# Gradients that a step has left with their scale.
+
+CARRIES_A_SCALE = (
+    r"^%s: grad of group 0, param 1 must be new or unscaled in a step without a scale, got the one "
+    r"of a step with a scale, which it still carries: step by the gradient scaler, or call "
+    r"zero_grad\(\) and backward anew; where it was unscaled in a way that torch does not count, "
+    r"such as through \.data, let an in-place operation follow that torch counts: grad\.mul_\(1\)$"
+)
+
+
+def load_own_state(optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def change_options(optimizer: Any) -> None:
+    """One that makes another plan."""
+    optimizer.param_groups[0]["rounding"] = "nearest"
+
+
+def move_to_another_group(optimizer: Any) -> None:
+    *optimizer.param_groups[0]["params"], moved = params_of(optimizer)
+    optimizer.add_param_group({"params": [moved]})
+
+
+@both_scalers
+@bad_or_good
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: None,
+        lambda optimizer: optimizer.rebuild(),
+        lambda optimizer: optimizer.add_param_group({"params": [Parameter(torch.ones(1))]}),
+        move_to_another_group,
+        change_options,
+        load_own_state,
+        lambda optimizer: params_of(optimizer)[1].grad.data.div_(4.0),
+    ],
+    ids=["as it was", "rebuilt", "group", "moved", "option", "loaded", "through .data"],
+)
+@cases.our_optimizers
+def test_a_gradient_that_carries_the_scale_of_a_step_is_refused(
+    make, change, value, scaler_class, device
+):
+    optimizer, scaler = make(cases.new_params(device, 3)), ready(device, scaler_class)
+    give(optimizer, value)
+    params_of(optimizer)[0].grad = None
+    scaler.step(optimizer)
+    scaler.update()
+    params_of(optimizer)[0].grad = torch.ones_like(params_of(optimizer)[0])
+    change(optimizer)
+    before = values(optimizer)
+    with pytest.raises(RuntimeError, match=CARRIES_A_SCALE % type(optimizer).__name__):
+        optimizer.step()
+    assert values(optimizer) == before
+    scaler.step(optimizer)  # has a scale
+
+
+@both_scalers
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({}, lambda optimizer: give(optimizer, 1.0)),
+        ({}, lambda optimizer: [param.grad.div_(4.0) for param in params_of(optimizer)]),
+        ({}, lambda optimizer: optimizer.zero_grad(set_to_none=False)),
+        ({"write_back_grads": True}, lambda optimizer: None),
+        ({}, lambda optimizer: optimizer.register_step_pre_hook(lambda *_: give(optimizer, 1.0))),
+    ],
+    ids=["new", "unscaled", "zero", "written back", "by a hook"],
+)
+def test_gradients_that_carry_no_scale_are_stepped(options, change, scaler_class, device):
+    optimizer = filled(4.0, device, lambda params: amp_ext.optim.SGD(params, lr=0.5, **options))
+    scaler = ready(device, scaler_class)
+    scaler.step(optimizer)
+    change(optimizer)
+    optimizer.step()
+    grad = params_of(optimizer)[0].grad[0].item()
+    assert values(optimizer) == [0.5 - 0.5 * grad] * 3
+
+
+@both_scalers
+def test_gradients_that_are_unscaled_after_a_step_are_stepped_by_the_scaler(scaler_class, device):
+    """torch's ``unscale_`` is not counted, but its step tells."""
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device, scaler_class)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0] * 3
+
+
+def test_gradients_in_one_buffer_are_told_apart(device):
+    first, second = filled(4.0, device, plain_sgd), filled(4.0, device, plain_sgd)
+    flat, scaler = torch.full((6,), 4.0, device=device), ready(device)
+    params_of(first)[0].grad, params_of(second)[0].grad = flat[:3], flat[3:]
+    scaler.step(first)
+    second.step()  # has taken none of them
+    with pytest.raises(RuntimeError, match="which it still carries"):
+        first.step()
+    flat.div_(4.0)
+    first.step()
+    assert values(first) == [0.0] * 3
+
+
+def test_a_step_of_torchs_older_way_leaves_gradients_unscaled(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    optimizer._step_supports_amp_scaling = False
+    scaler.step(optimizer)
+    optimizer.step()
+    assert values(optimizer) == [0.0] * 3
+
+
 # Gradients that come after a look.
 
 

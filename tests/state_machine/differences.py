@@ -15,6 +15,7 @@ MODELLED = {
     "step hooks when a step is skipped": "called",
     "inf and NaN that come after the look of a scaler": "skipped where a step looks for itself",
     "a gradient that comes between `unscale_` and `step`": "refused by our scaler",
+    "`optimizer.step()` with gradients that `scaler.step` took": "refused, and nothing is written",
     "`scaler.step` raises, or is interrupted, in a fused optimizer": "the next one looks anew",
     "a gradient that overlaps its parameter": "refused, and nothing is written",
     "`differentiable=True`, sparse or complex gradients": "refused, and nothing is written",

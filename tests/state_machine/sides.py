@@ -15,6 +15,7 @@ from awkward import BF16, F16, F32, F64
 from optimizer_cases import OPTIMIZERS, ours, theirs
 from reference import TOLERANCES, refreshed_master
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import amp_ext
@@ -71,6 +72,11 @@ def assert_near(
     assert near.all(), f"{what}: {actual.tolist()} instead of {expected.tolist()}, {size.tolist()}"
 
 
+def written(grad: Tensor) -> tuple[Any, ...]:
+    """Returns what changes when a gradient is written or replaced; keeps its place, not it."""
+    return StorageWeakRef(grad.untyped_storage()), grad.storage_offset(), grad._version
+
+
 @dataclasses.dataclass(eq=False)
 class Pair:
     """A parameter of ours and its twin in float64, which holds the number behind it.
@@ -105,6 +111,7 @@ class Sides:
         handle: What a user has of our optimizer: it, or an object that delegates to it.
         scaler: Number of the scaler that it is used with.
         unscaled: The parameters that had a gradient at the last ``unscale_``.
+        scaled: The gradients that the last step with a scale took, as :func:`written` tells them.
         left: After an error in the step of unscaled gradients what was there then: torch's state of
             this optimizer, the gradients with their versions, and the parameters.
     """
@@ -132,6 +139,7 @@ class Sides:
     @mine.setter
     def mine(self, optimizer: Optimizer) -> None:
         self._mine = optimizer
+        self.scaled: dict[Pair, Any] = {}
         self.handle = self.wrap(optimizer)
         self.forget_versions()
 

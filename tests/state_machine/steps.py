@@ -21,6 +21,7 @@ from sides import (
     assert_near,
     doubled,
     error_of,
+    written,
 )
 from torch import Tensor
 
@@ -96,11 +97,16 @@ class Step:
         self.stage = READY if state is None else state["stage"]
         self.was_ready = self.stage is READY
         self.inverse = 1.0 / (self.plan.preset or 1.0)
+        self.has_scale = self.plan.preset is not None or (
+            self.scalers is not None and self.was_ready
+        )
         if self.scalers is not None and self.was_ready and self.scalers.twin._scale is not None:
             self.inverse *= self.scalers.inverse()
         error = self._step_ours()
         expected = self._step_torchs(error)
         result = self._result(error, expected)
+        if self.has_scale and result in ("stepped", "skipped", "interrupted"):
+            self._remember_scaled_grads()
         if error is not None:
             self._remember_what_is_left()
         if result == "stepped" or (result == "interrupted" and self._has_stepped()):
@@ -115,6 +121,23 @@ class Step:
 
     def _has_stepped(self) -> bool:
         return self.plan.interrupted == "after" and not self.is_skipped
+
+    # Gradients that a step left as they were, with their scale.
+
+    def _remember_scaled_grads(self) -> None:
+        if self.plan.interrupted == "before":
+            return
+        for group, pair in self.with_grads:
+            self.sides.scaled.pop(pair, None)
+            if not group["write_back_grads"]:
+                self.sides.scaled[pair] = written(pair.mine.grad)
+
+    def _meets_scaled_grads(self) -> bool:
+        """Returns whether our side refuses this step, which neither has a scale nor a scaler."""
+        if self.scalers is not None or self.has_scale or self.plan.interrupted == "before":
+            return False
+        scaled = self.sides.scaled
+        return any(scaled.get(pair) == written(pair.mine.grad) for _, pair in self.with_grads)
 
     # An error in the step of gradients that were unscaled.
 
@@ -206,6 +229,9 @@ class Step:
     def _step_torchs(self, error: BaseException | None) -> BaseException | None:
         sides, scalers = self.sides, self.scalers
         if self.is_refused:
+            return RuntimeError("refused by our side alone")
+        if self._meets_scaled_grads():
+            self.differs("`optimizer.step()` with gradients that `scaler.step` took")
             return RuntimeError("refused by our side alone")
         if scalers is not None and not self.with_grads and not isinstance(error, Exception):
             state = scalers.state_of(sides)

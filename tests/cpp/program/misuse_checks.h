@@ -43,6 +43,24 @@ inline void groups_follow_parameters_that_move() {
   CHECK_THAT(params[1].item<double>() == -1.75);
 }
 
+inline void gradients_that_carry_a_scale_are_refused() {
+  torch::Tensor param = parameter({0.0});
+  SGD optimizer({param}, SGDOptions(1.0));
+  GradScaler scaler = cpu_scaler();
+  const auto refusal = [&] { return error_of([&] { optimizer.step(); }); };
+  const std::string wanted =
+      "SGD: grad of group 0, param 0 must be new or unscaled in a step without a scale, got the "
+      "one of a step with a scale, which it still carries";
+  give_grad(param, scaler, 1.0);
+  scaler.step(optimizer);
+  CHECK_THAT(contains(refusal(), wanted));
+  optimizer.rebuild();
+  optimizer.load_state_dict(optimizer.state_dict());
+  CHECK_THAT(contains(refusal(), wanted) && param.item<double>() == -1.0);
+  param.mutable_grad().div_(1024.0);
+  CHECK_THAT(refusal().empty() && param.item<double>() == -2.0);
+}
+
 inline void groups_of_another_optimizer_keep_their_options() {
   SGD first({parameter({0.0})}, SGDOptions(0.5).momentum(0.25));
   SGD second(first.param_groups(), SGDOptions(0.125));
