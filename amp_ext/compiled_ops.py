@@ -2,14 +2,15 @@
 
 ``operation`` makes an operator of a function of :mod:`amp_ext.ops`, by its signature, as
 ``torch.ops.amp_ext.adam``. Inside a compiled region the function calls its operator; elsewhere it
-runs directly, which costs 40 µs less. An absent list is an empty one in an operator, for a schema
-has no optional lists that are written, and a learning rate is two arguments, a number and a tensor.
+runs directly, which costs 40 µs less. A schema has no optional lists that are written: whether one
+is given is an argument of its own. A learning rate is two as well, a number and a tensor.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "Tensor | None": {"": Tensor | None},
     "Sequence[Tensor]": {"": Sequence[Tensor]},
     "Sequence[int] | None": {"": Sequence[int] | None},
-    _LIST: {"": Sequence[Tensor]},
+    _LIST: {"": Sequence[Tensor], "_given": bool},
     _NUMBER_OR_TENSOR: {"": float, "_tensor": Tensor | None},
     "float | None": {"": float | None},
     "float": {"": float},
@@ -48,15 +49,17 @@ def __getattr__(name: str) -> Any:
 
 
 def named_arguments(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Returns what makes one dict of the arguments of a call, defaults included."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters]
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    """Returns a function of the same signature that returns its arguments by name.
 
-    def by_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-    return by_name
+    So Python itself checks a call, in its own words, which name the function.
+    """
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    head = inspect.Signature(bare)
+    body = ", ".join(f"{parameter.name!r}: {parameter.name}" for parameter in bare)
+    namespace: dict[str, Any] = {"inf": math.inf}  # a default
+    exec(f"def {function.__name__}{head}: return {{{body}}}", namespace)
+    return namespace[function.__name__]
 
 
 def operation(
@@ -79,9 +82,23 @@ def operation(
         types = {argument: type_ for argument, type_ in types.items() if argument not in without}
         by_name = named_arguments(function)
 
+        def refusal(count: int, names: tuple[str, ...]) -> str:
+            """Returns why Python refuses a call with so many arguments and these names, or ""."""
+            try:
+                by_name(*range(count), **dict.fromkeys(names))
+            except TypeError as error:
+                return str(error)
+            return ""
+
+        # Called and not traced, as by `torch.compiler.assume_constant_result`, which would import
+        # dynamo for a second. Traced, a wrong call is refused too, but in dynamo's words.
+        refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                if refused := refusal(len(args), tuple(kwargs)):
+                    raise TypeError(refused)
                 arguments = by_name(*args, **kwargs)
                 if all(arguments[argument] is None for argument in without):
                     flat = [v for argument in types for v in _flat(types, argument, arguments)]
@@ -120,7 +137,9 @@ def _flat(types: dict[str, str], argument: str, arguments: dict[str, Any]) -> li
     value, type_ = arguments[argument], types[argument]
     if type_ == _NUMBER_OR_TENSOR:
         return [0.0, value] if isinstance(value, Tensor) else [value, None]
-    return [[] if type_ == _LIST and value is None else value]
+    if type_ == _LIST:
+        return [[], False] if value is None else [value, True]
+    return [value]
 
 
 def _deep(types: dict[str, str], values: Any) -> dict[str, Any]:
@@ -130,6 +149,8 @@ def _deep(types: dict[str, str], values: Any) -> dict[str, Any]:
         if type_ == _NUMBER_OR_TENSOR:
             tensor = next(values)
             arguments[argument] = value if tensor is None else tensor
+        elif type_ == _LIST:
+            arguments[argument] = value if next(values) else None
         else:
-            arguments[argument] = None if type_ == _LIST and not value else value
+            arguments[argument] = value
     return arguments

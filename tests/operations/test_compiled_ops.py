@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,7 +39,7 @@ def adam_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
     squares = [t.square() for t in tensors(3, device=device)]
     return (
         *(tensors(0, dtype, device), tensors(1, dtype, device), tensors(2, device=device)),
-        *(squares, counters(device), [s + 1 for s in squares], masters),
+        *(squares, counters(device), [s + 1 for s in squares], True, masters, bool(masters)),
         *(0.1, None, 0.9, 0.99, 1e-8, 0.01, False, True),
         *(number(2.0, device=device), number(0.0, device=device), 0.5, 1.0, None),
         *(number(0.0, device=device), False, False, 0.0),
@@ -47,8 +49,8 @@ def adam_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
 def sgd_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
     masters = [p.float() for p in tensors(0, dtype, device)] if dtype == FP16 else []
     return (
-        *(tensors(0, dtype, device), tensors(1, dtype, device), tensors(2, device=device)),
-        *(counters(device), masters, 0.0, number(0.1, device=device)),
+        *(tensors(0, dtype, device), tensors(1, dtype, device), tensors(2, device=device), True),
+        *(counters(device), True, masters, bool(masters), 0.0, number(0.1, device=device)),
         *(0.9, 0.1, 0.01, False, False, False, None, None, None, None, None, None, True, False),
     )
 
@@ -104,6 +106,96 @@ def test_compiled_and_plain_calls_give_the_same_bits(name: str, device) -> None:
     got, wanted = tensors_in([compiled, compiled_result]), tensors_in([plain, result])
     assert len(got) == len(wanted) > 0
     assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+# A right call of each operation: all that has no default.
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "check_finite_": ((tensors(0), number(0.0)), {}),
+    "count_nonfinite": ((tensors(0),), {}),
+    "clip_grads_": ((tensors(0), number(4.0)), {"max_norm": 1.0}),
+    "unscale_": ((tensors(0), number(0.5), number(0.0)), {}),
+    "update_scale_": (
+        (number(8.0), number(0, torch.int32), [number(0.0)]),
+        {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1},
+    ),
+    "adam_": (
+        (*map(tensors, range(3)), [t.square() for t in tensors(3)], counters()),
+        {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0},
+    ),
+    "lion_": (tuple(map(tensors, range(3))), {"lr": 0.1, "beta1": 0.9, "beta2": 0.99}),
+    "sgd_": (tuple(map(tensors, range(2))), {"lr": 0.1}),
+    "refresh_masters_": ((tensors(0, FP16), tensors(1)), {}),
+}
+
+
+def wrong_calls() -> Iterator[Any]:
+    """Yields operation, positional arguments, the others, exception and a part of its text."""
+    for name, (args, options) in CALLS.items():
+        first = next(iter(inspect.signature(getattr(ops, name)).parameters))
+        takes = f"takes {len(args)} positional argument"
+        for kind, *call, text in (
+            ("misspelled", args, {"colour": 1}, r"got an unexpected keyword argument 'colour'"),
+            ("doubled", args, {first: args[0]}, f"got multiple values for argument '{first}'"),
+            ("surplus", (*args, 1), {}, takes),
+            ("missing", args[:-1], {}, "missing 1 required positional argument"),
+        ):
+            call[1] = {**options, **call[1]}
+            yield pytest.param(name, *call, TypeError, f"{name}() {text}", id=f"{name}-{kind}")
+        if options:
+            text = f"{name}() missing {len(options)} required keyword-only argument"
+            yield pytest.param(name, args, {}, TypeError, text, id=f"{name}-without-options")
+    wanted = "must have 3 tensors, one for each of params, got 0"
+    for name, lists in {
+        "adam_": ("max_exp_avg_sqs", "master_params"),
+        "lion_": ("steps", "master_params"),
+        "sgd_": ("steps", "master_params", "momentum_buffers"),
+    }.items():
+        for argument in lists:
+            args, options = CALLS[name]
+            options = {**options, argument: []}
+            if argument == "momentum_buffers":
+                options["momentum"] = 0.9
+            text = f"{name}: {argument} {wanted}"
+            yield pytest.param(name, args, options, RuntimeError, text, id=f"{name}-no-{argument}")
+    args, options = CALLS["sgd_"]
+    text = "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum 0.0"
+    options = {**options, "momentum_buffers": []}
+    yield pytest.param("sgd_", args, options, RuntimeError, text, id="sgd_-buffers-of-no-momentum")
+
+
+def run_both(name: str, args: Any, options: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+    """Yields a call, and the same one as a compiled function."""
+    call = partial(getattr(ops, name), *copy.deepcopy(args), **copy.deepcopy(options))
+    yield call
+    torch._dynamo.reset()
+    yield torch.compile(lambda: call(), backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize(("name", "args", "options", "kind", "text"), list(wrong_calls()))
+def test_a_wrong_call_is_refused_in_the_same_words_when_compiled(name, args, options, kind, text):
+    eager, compiled = run_both(name, args, options)
+    with pytest.raises(kind, match=re.escape(text)) as told:
+        eager()
+    assert type(told.value) is kind
+    with pytest.raises(RuntimeError) as of_compiled:  # dynamo's own, which quotes a TypeError
+        compiled()
+    assert type(of_compiled.value) is kind or repr(told.value) in str(of_compiled.value)
+    assert str(told.value) in str(of_compiled.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("adam_", {"max_exp_avg_sqs": [], "master_params": []}, id="adam"),
+        pytest.param("lion_", {"steps": [], "master_params": []}, id="lion"),
+        pytest.param("sgd_", {}, id="sgd"),
+        pytest.param("sgd_", {"momentum": 0.9, "momentum_buffers": []}, id="momentum"),
+    ],
+)
+def test_no_parameters_at_all_are_stepped_with_lists_as_empty(name, options):
+    args, needed = CALLS[name]
+    for call in run_both(name, [[] for _ in args], {**needed, **options}):
+        assert call() is None
 
 
 def all_operations(grads: list[Tensor], params: list[Tensor], state: dict[str, Any]) -> Tensor:
