@@ -66,7 +66,8 @@ def run_program(main: Callable[[], int]) -> int:
 def make_console() -> Console:
     """Returns rich's console for tables, which are not squeezed into 80 columns of a file or pipe.
 
-    To be called where rich is installed.
+    Texts are shown as they are: paths and names may look like rich's markup. To be called where
+    rich is installed.
     """
     from rich.console import Console
 
@@ -74,7 +75,8 @@ def make_console() -> Console:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # for `run_program`: rich would exit with 1
 
-    return _Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    width = None if sys.stdout.isatty() else 150
+    return _Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def check_output(parser: argparse.ArgumentParser, option: str, path: Path) -> None:

@@ -392,7 +392,7 @@ def make_table(usages: Sequence[MemoryUsage]) -> Table:
     table.add_column("options", overflow="fold")
     for optimizer, rows in itertools.groupby(usages, lambda usage: usage.optimizer):
         table.add_section()
-        table.add_row(f"[bold]{optimizer}")
+        table.add_row(optimizer, style="bold")
         for row in rows:
             shares = [f"{row.bytes_per_parameter[name]:.3g}" for name in names]
             table.add_row(

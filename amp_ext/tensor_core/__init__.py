@@ -193,8 +193,8 @@ def make_table(advice: Sequence[Advice]) -> Table:
         ImportError: If rich is missing: ``pip install rich``.
     """
     from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("dimension", overflow="fold")
@@ -203,7 +203,7 @@ def make_table(advice: Sequence[Advice]) -> Table:
     for row in advice:
         extra, percent = row.extra_parameters, row.extra_percent
         table.add_row(
-            escape(row.dimension),
+            Text(row.dimension),  # not markup
             *(f"{number:,}" for number in (row.layers, row.size, row.multiple, row.padded)),
             "unknown" if extra is None else f"{extra:,}",
             "" if percent is None else f"{percent:.3g}",

@@ -70,8 +70,10 @@ class PrecisionBenchmark:
     def __rich__(self) -> Table:
         """Returns the table for rich's own print."""
         from rich.table import Table
+        from rich.text import Text
 
-        title = f"{self.device}, {self.samples or '?'} samples a step"
+        # Text, since a device and an error may have what looks like markup.
+        title = Text(f"{self.device}, {self.samples or '?'} samples a step", "table.title")
         table = Table(title=title, title_justify="left")
         for column in ("precision", "ms a step", "samples/s", "speed-up", "peak memory, MiB"):
             table.add_column(column, justify="left" if column == "precision" else "right")
@@ -89,7 +91,7 @@ class PrecisionBenchmark:
                 "-" if memory is None else f"{memory / 2**20:,.1f}",
             )
         errors = [f"{row.precision}: {row.error}" for row in self.rows if row.error]
-        table.caption = "\n".join(errors) or None
+        table.caption = Text("\n".join(errors), "table.caption") if errors else None
         table.caption_justify = "left"
         return table
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import amp_ext
-from amp_ext.program import run_program
+from amp_ext.program import make_console, run_program
+from amp_ext.tensor_core import Advice, make_table
 
 pytest.importorskip("rich")
 
@@ -52,6 +53,12 @@ def test_a_name_that_no_encoding_has_is_shown(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "utf-8"))
     assert run_program(lambda: sys.stdout.write("a folder\udcff, →") * 0) == 0
     assert written.getvalue().decode() == "a folder?, →"
+
+
+def test_paths_and_names_are_not_read_as_markup(capsys):
+    name = "Written: runs[a]/[/b]/:x:"
+    make_console().print(name, make_table([Advice(name, 1, 3, 8, 8, 0, 0.0)]))
+    assert capsys.readouterr().out.count(name) == 2
 
 
 @each_program
