@@ -127,10 +127,13 @@ class Loops(RuleBasedStateMachine):
         growth_interval=st.integers(1, 3),
         row=st.sampled_from(sorted(ROWS)),
         dtype=dtypes,
+        own=st.sampled_from(sorted(OWN_OF)),
     )
-    def begin(self, kind: str, scale: float, growth_interval: int, row: str, dtype: str) -> None:
+    def begin(
+        self, kind: str, scale: float, growth_interval: int, row: str, dtype: str, own: str
+    ) -> None:
         self.add_scaler(kind, scale, growth_interval)
-        self.add_optimizer(row, [dtype], "separate", "nothing", 0, False, 0)
+        self.add_optimizer(row, [dtype], "separate", own, 0, False, 0, True)
 
     @precondition(lambda self: len(self.scalers) < 2)
     @rule(
@@ -152,6 +155,7 @@ class Loops(RuleBasedStateMachine):
         scaler=number,
         delegate=st.booleans(),
         seed=seeds,
+        stepped=st.booleans(),
     )
     def add_optimizer(
         self,
@@ -162,6 +166,7 @@ class Loops(RuleBasedStateMachine):
         scaler: int,
         delegate: bool,
         seed: int,
+        stepped: bool,
     ) -> None:
         if self.leaves_out("views of one buffer") and layout == "views of one buffer":
             layout = "separate"
@@ -175,6 +180,8 @@ class Loops(RuleBasedStateMachine):
         wrap = Delegate if delegate else lambda optimizer: optimizer
         self.all.append(Sides(row, groups, chosen, wrap, **OWN_OF[own]))
         self.did("add_optimizer")
+        if stepped:
+            self.iteration(len(self.all) - 1, seed, None)
 
     # Gradients.
 

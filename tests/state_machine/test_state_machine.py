@@ -14,7 +14,7 @@ from machine import Machine
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 short = settings(
-    max_examples=100,
+    max_examples=400,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
