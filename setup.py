@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -73,9 +74,14 @@ def find_cuda_home() -> str | None:
     ``nvcc`` on the PATH may be a wrapper script, so it is asked for its folder. PyTorch would take
     the folder that the wrapper lies in.
     """
-    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if given:
-        return given if os.access(f"{given}/bin/nvcc", os.X_OK) else None
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if given := os.environ.get(name):
+            if not os.access(f"{given}/bin/nvcc", os.X_OK):
+                fail(
+                    f"{name} is {given}, which has no bin/nvcc. Set it to the folder of a CUDA\n"
+                    "toolkit, unset it, or set AMP_EXT_CUDA=0 to build for the CPU alone."
+                )
+            return given
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if nvcc is None:
         return None
@@ -112,7 +118,7 @@ def choose_cuda() -> bool:
     if cuda_home is None:
         missing = (
             f"PyTorch {torch.__version__} uses CUDA {torch.version.cuda}, but no nvcc of its "
-            f"toolkit is found (CUDA_HOME={os.environ.get('CUDA_HOME', 'not set')})"
+            "toolkit is found (CUDA_HOME is not set)"
         )
         if choice == "1":
             fail(f"AMP_EXT_CUDA=1. {missing}.")
@@ -133,10 +139,41 @@ def choose_cuda() -> bool:
     return True
 
 
-def bound_jobs() -> None:
+def numbers_in(file: Path) -> list[float]:
+    """Returns the numbers in a file of a control group, none if it is not there."""
+    words = file.read_text().split() if file.is_file() else []
+    return [math.inf if word in ("max", "-1") else int(word) for word in words]
+
+
+def limits_of_groups(root: Path) -> tuple[float, float]:
+    """Returns the memory and the cores that control groups leave to this process.
+
+    Args:
+        root: The folder that has ``proc`` and ``sys``.
+    """
+    memory = cores = math.inf
+    listed = root / "proc/self/cgroup"
+    for line in listed.read_text().splitlines() if listed.is_file() else ():
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        for controller in controllers.split(","):
+            # In a container this may be the group itself, while the path is that of the host.
+            group = root / "sys/fs/cgroup" / controller
+            for part in path.split("/"):
+                group /= part
+                for name in ("memory.max", "memory.limit_in_bytes"):
+                    memory = min([memory, *numbers_in(group / name)])
+                period = numbers_in(group / "cpu.cfs_period_us")
+                quota = numbers_in(group / "cpu.max") or numbers_in(group / "cpu.cfs_quota_us")
+                if quota:
+                    cores = min(cores, quota[0] / [*quota, *period][1])
+    return memory, cores
+
+
+def bound_jobs(root: Path = Path("/")) -> None:
     """Sets MAX_JOBS, unless given: a job per core, and 2 GiB of memory for each."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    jobs = max(1, min(len(os.sched_getaffinity(0)), memory // 2**31))
+    memory, cores = limits_of_groups(root)
+    memory = min(memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    jobs = max(1, int(min(len(os.sched_getaffinity(0)), cores, memory // 2**31)))
     os.environ.setdefault("MAX_JOBS", str(jobs))
 
 
@@ -226,7 +263,13 @@ class BuildExtension(cpp_extension.BuildExtension):
         version = self.distribution.get_version().split("+")[0]  # that of a wheel has more
         release = torch.__version__.split("+")[0]
         self.build_name = f"AMP_EXT_{version}_torch_{release}_{digest()}"
-        super().run()
+        try:
+            super().run()
+        except Exception as error:
+            raise RuntimeError(
+                f"{error}\n\namp_ext: if the compiler was killed, there was too little memory for "
+                f"MAX_JOBS={os.environ['MAX_JOBS']} compilers at once: set MAX_JOBS to fewer."
+            ) from error
         package = Path(self.get_ext_fullpath(MODULE)).parent
         info = describe(self.build_name, version, torch_folder if self.in_place else None)
         (package / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
