@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,16 +42,41 @@ def _build_info() -> dict[str, Any]:
     return info if isinstance(info, dict) else {}
 
 
+def _interface(version: str) -> str:
+    """Returns by what of a version torch's C++ interface differs: by the minor release.
+
+    What is not a release, as a nightly build, fits itself alone.
+    """
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", version)
+    return release[1] if release else version
+
+
+def _fits(built: dict[str, Any]) -> bool:
+    """Whether the torch that runs has the C++ interface and the CUDA of a build."""
+    cuda = built.get("cuda") and built["cuda"].split(".")[0]
+    found = torch.version.cuda and torch.version.cuda.split(".")[0]
+    version = built.get("torch", torch.__version__)
+    return _interface(version) == _interface(torch.__version__) and cuda in (None, found)
+
+
 def load_binary() -> Any:
     """Imports the compiled module, unless it was built for another torch."""
     built = _build_info()
     built_for = f"torch {built.get('torch')} and Python {built.get('python')}"
     running = f"torch {torch.__version__} and Python {platform.python_version()}"
-    if built.get("torch", torch.__version__) != torch.__version__:
+    if not _fits(built):
         return _BrokenBinary(
             f"amp_ext was built for {built_for}; you run {running}. Rebuild: {_REBUILD}"
         )
     if importlib.util.find_spec("amp_ext._C") is None:
+        package = Path(__file__).parent
+        if (package.parent / "setup.py").is_file() and not any(package.glob("_C.*.so")):
+            sources, python = map(shlex.quote, (str(package.parent), sys.executable))
+            return _BrokenBinary(
+                f"amp_ext's sources at {package.parent} are imported, which are not built, and "
+                "hide an installed amp_ext: start Python in another folder, or build in place. "
+                f"Build it: cd {sources} && {python} setup.py build_ext --inplace"
+            )
         return _BrokenBinary(
             "amp_ext's compiled module amp_ext._C is not there for this Python "
             f"({running}{f'; it was built for {built_for}' if built else ''}). Build it: {_REBUILD}"

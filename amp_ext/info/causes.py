@@ -59,6 +59,11 @@ CAUSES = (
         f"{ISA_VARIABLE} must be",
         command=f"unset {ISA_VARIABLE}",
     ),
+    Cause(
+        "sources",
+        "sources that are not built hide an installed amp_ext: start elsewhere, or",
+        r"^amp_ext's sources at .* are imported",
+    ),
     Cause("missing", "the compiled module is not there", "no compiled module lies"),
     Cause(
         "other-python",

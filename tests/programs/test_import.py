@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -79,6 +82,53 @@ def test_a_bad_library_is_explained_at_first_use(copy, run_module, tmp_path, ver
     explained = done.stdout.splitlines()[1]
     assert wanted in explained
     assert "Rebuild: pip install --no-build-isolation" in explained
+
+
+@pytest.mark.slow
+def test_sources_that_hide_an_installed_package_are_named(copy, run_module):
+    (binary,) = copy.glob("_C.*.so")
+    binary.unlink()
+    (copy / "_build_info.json").unlink()
+    (copy.parent / "setup.py").touch()
+    (copy.parent / "use.py").write_text(IMPORT_AND_USE)
+    explained = run_module("use", folder=copy.parent).stdout.splitlines()[1]
+    assert explained == (
+        f"explained: amp_ext's sources at {copy.parent} are imported, which are not built, and "
+        "hide an installed amp_ext: start Python in another folder, or build in place. "
+        f"Build it: cd {copy.parent} && {sys.executable} setup.py build_ext --inplace"
+    )
+
+
+# The torch and the CUDA of a build, those that run, and whether they fit.
+VERSIONS = {
+    "the-same": (("2.13.0+cpu", None), ("2.13.0+cpu", None), True),
+    "a-patch": (("2.13.0", None), ("2.13.1", None), True),
+    "another-package": (("2.13.0+cpu", None), ("2.13.1+cu130", "13.0"), True),
+    "minor-cuda": (("2.13.0+cu130", "13.0"), ("2.13.0+cu132", "13.2"), True),
+    "another-cuda": (("2.13.0+cu126", "12.6"), ("2.13.0+cu130", "13.0"), False),
+    "no-cuda": (("2.13.0+cu130", "13.0"), ("2.13.0+cpu", None), False),
+    "a-minor-release": (("2.13.0", None), ("2.14.0", None), False),
+    "a-major-release": (("2.13.0", None), ("3.13.0", None), False),
+    "a-nightly-build": (("2.13.0", None), ("2.13.0.dev20260601", None), False),
+    "from-sources": (("2.13.0a0+git1", None), ("2.13.0a0+git2", None), False),
+}
+
+
+@pytest.mark.parametrize(("built", "running", "fits"), rows(VERSIONS))
+def test_what_is_built_fits_a_minor_release(tmp_path, monkeypatch, built, running, fits):
+    note = {"torch": built[0], "cuda": built[1], "python": "3.4.5"}
+    (tmp_path / "_build_info.json").write_text(json.dumps(note))
+    monkeypatch.setattr(binary, "__file__", str(tmp_path / "binary.py"))
+    monkeypatch.setattr(torch, "__version__", running[0])
+    monkeypatch.setattr(torch.version, "cuda", running[1])
+    loaded = binary.load_binary()
+    if fits:
+        assert loaded is amp_ext._C
+        return
+    with pytest.raises(
+        ImportError, match=re.escape(f"built for torch {built[0]} and Python 3.4.5")
+    ):
+        loaded.cpu_isa()
 
 
 @pytest.mark.parametrize("note", ["", "{", "[]", '{"cuda": null}'])

@@ -126,6 +126,14 @@ def use_copy(copy, monkeypatch) -> Callable[[Callable[[Path], object]], Path]:
     return use
 
 
+def unbuilt_sources(binary: Path) -> None:
+    binary.unlink()
+    (binary.parents[1] / "setup.py").touch()
+
+
+BROKEN.append((unbuilt_sources, "sources", "start Python in another folder"))
+
+
 @pytest.mark.parametrize(("change", "key", "wanted"), BROKEN)
 def test_a_broken_binary_is_explained(use_copy, info, change, key: str, wanted: str):
     use_copy(change)
