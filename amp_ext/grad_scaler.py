@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import sys
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -35,8 +33,8 @@ from amp_ext.interrupts import (
     versions_of_params,
 )
 from amp_ext.nonfinite import name_of_param, params_of
-from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.put_back import Before
+from amp_ext.scaler_ranges import as_number, check_range, checked
 from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
@@ -119,57 +117,57 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If a factor is out of range.
-            ValueError: If the limits do not enclose ``init_scale``, a count is not an int of at
-                least 1, or another type of device is to keep limits.
+            ValueError: If another number is out of range, the limits do not enclose
+                ``init_scale``, or another type of device is to keep limits.
             TypeError: If a number is none, or ``process_group`` is none or not one that this
                 process is a member of.
         """
         _check_process_group(process_group)
-        init_scale = _number("init_scale", init_scale)
-        growth_factor = _number("growth_factor", growth_factor)
-        backoff_factor = _number("backoff_factor", backoff_factor)
-        growth_interval, hysteresis, warn_after = map(
-            plain, (growth_interval, hysteresis, warn_after)
-        )
-        smallest = 0.0 if min_scale is None else _number("min_scale", min_scale)
-        largest = math.inf if max_scale is None else _number("max_scale", max_scale)
-        if enabled and not 0.0 <= smallest <= init_scale <= largest:
-            raise ValueError(
-                "GradScaler: init_scale must lie between min_scale and max_scale, got "
-                f"init_scale={init_scale}, min_scale={min_scale}, max_scale={max_scale}"
-            )
-        if not isinstance(growth_interval, int):
-            raise TypeError(f"GradScaler: growth_interval must be an int, got {growth_interval!r}")
-        for name, count in (("hysteresis", hysteresis), ("warn_after", warn_after)):
-            if not is_count(count):
-                raise ValueError(f"GradScaler: {name} must be an int of at least 1, got {count!r}")
-        has_options = (smallest, largest, dynamic, hysteresis) != (0.0, math.inf, True, 1)
-        if has_options and device not in _DEVICE_TYPES:
-            raise ValueError(
-                "GradScaler: min_scale, max_scale, dynamic and hysteresis need device 'cuda' or "
-                f"'cpu', got {device!r}"
-            )
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        options: dict[str, Any] = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "min_scale": 0.0 if min_scale is None else min_scale,
+            "max_scale": math.inf if max_scale is None else max_scale,
+            "hysteresis": hysteresis,
+            "warn_after": warn_after,
+        }
+        if enabled:
+            options = {name: as_number("GradScaler", name, each) for name, each in options.items()}
+        of_torch = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+        super().__init__(device, **{name: options[name] for name in of_torch}, enabled=enabled)
+        if self._enabled:
+            self._check_options(options, dynamic)
         self.process_group = process_group
         if not self._enabled:  # torch leaves these out, and its getters fail then
             self._scale = None
-            self._growth_factor = growth_factor
-            self._backoff_factor = backoff_factor
-            self._growth_interval = growth_interval
-        self._min_scale = smallest
-        self._max_scale = largest
+            self._growth_factor = options["growth_factor"]
+            self._backoff_factor = options["backoff_factor"]
+            self._growth_interval = options["growth_interval"]
+        self._min_scale = options["min_scale"]
+        self._max_scale = options["max_scale"]
         self._dynamic = dynamic
-        self._hysteresis = hysteresis
-        self._init_hysteresis_tracker = hysteresis
-        self._warn_after = warn_after
-        self._reports = ScalerReports(warn_after)
+        self._hysteresis = self._init_hysteresis_tracker = options["hysteresis"]
+        self._warn_after = options["warn_after"]
+        self._reports = ScalerReports(self._warn_after)
+
+    def _check_options(self, options: dict[str, Any], dynamic: bool) -> None:
+        """Checks ranges; those of the factors that torch knows were checked by its constructor."""
+        for name, option in options.items():
+            check_range("GradScaler", name, option)
+        smallest, largest = options["min_scale"], options["max_scale"]
+        if not smallest <= options["init_scale"] <= largest:
+            raise ValueError(
+                "GradScaler: init_scale must lie between min_scale and max_scale, got "
+                f"init_scale={options['init_scale']}, min_scale={smallest}, max_scale={largest}"
+            )
+        has_options = (smallest, largest, dynamic, options["hysteresis"]) != (0, math.inf, True, 1)
+        if has_options and self._device not in _DEVICE_TYPES:
+            raise ValueError(
+                "GradScaler: min_scale, max_scale, dynamic and hysteresis need device 'cuda' or "
+                f"'cpu', got {self._device!r}"
+            )
 
     @outside_inference_mode()
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -438,7 +436,10 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If nothing was scaled, or no step or ``unscale_`` looked at gradients,
-                or ``new_scale`` does not fit.
+                or a tensor is not one that torch takes.
+            ValueError: If ``new_scale`` is negative, NaN, or too large for float32. A tensor on a
+                GPU is not read.
+            TypeError: If it is no number. The iteration is as it was after any of these.
         """
         if not self._enabled:
             return
@@ -452,8 +453,10 @@ class GradScaler(torch.amp.GradScaler):
                 or new_scale.requires_grad
             ):
                 super().update(new_scale)  # raises, before anything is changed
+            if new_scale.is_cpu:
+                checked("GradScaler.update", "new_scale", new_scale)
         elif new_scale is not None:
-            new_scale = float(new_scale)
+            new_scale = float(checked("GradScaler.update", "new_scale", new_scale))
         states = self._per_optimizer_states.values()
         if any(state["found_inf_per_device"] for state in states):
             self._update_from_looks(follows=new_scale is None)
@@ -464,6 +467,46 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if scale.is_cpu:
             self._warn_of_scale(scale.item())
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor of growth, in the range of the constructor.
+
+        Args:
+            new_factor: Above 1.
+
+        Raises:
+            ValueError: If it is out of range.
+            TypeError: If it is no number.
+        """
+        super().set_growth_factor(self._checked("growth_factor", new_factor))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor after an overflow, in the range of the constructor.
+
+        Args:
+            new_factor: Above 0 and below 1.
+
+        Raises:
+            ValueError: If it is out of range.
+            TypeError: If it is no number.
+        """
+        super().set_backoff_factor(self._checked("backoff_factor", new_factor))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the number of clean iterations until the scale grows.
+
+        Args:
+            new_interval: 1 or more.
+
+        Raises:
+            ValueError: If it is out of range.
+            TypeError: If it is no int.
+        """
+        super().set_growth_interval(self._checked("growth_interval", new_interval))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Returns what a setter sets; one that is disabled takes anything, as torch's."""
+        return checked(f"GradScaler.set_{name}", name, value) if self._enabled else value
 
     def _has_followed(self, scale: Tensor) -> bool:
         """Returns whether the scale followed in an update that was interrupted: this finishes it.
@@ -649,15 +692,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
-# The entries of a state dict: the largest values, whose type tells the kind.
-_LARGEST_ENTRIES: dict[str, Any] = {
-    "scale": torch.finfo(torch.float32).max,
-    "growth_factor": sys.float_info.max,
-    "backoff_factor": sys.float_info.max,
-    "growth_interval": 2**63 - 1,
-    "_growth_tracker": 2**31 - 1,
-    "_hysteresis_tracker": 2**31 - 1,
-}
+_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 # What tells an override, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
@@ -831,31 +866,12 @@ def _flags(
 
 def _checked_entries(state_dict: dict[str, Any], hysteresis: int) -> dict[str, Any]:
     """Returns the entries of a state dict as numbers that fit the tensors of a scaler."""
-    entries: dict[str, Any] = {}
-    for name, limit in _LARGEST_ENTRIES.items():
-        if name == "_hysteresis_tracker":  # torch's scaler has none
-            value = state_dict.get(name, hysteresis)
-        else:
-            value = state_dict[name]
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        kind: Any = Real if isinstance(limit, float) else Integral
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= limit:
-            wanted = "a number" if kind is Real else "an int"
-            raise ValueError(
-                f"GradScaler.load_state_dict: {name} must be {wanted} from 0 to {limit:.3g}, got "
-                f"{value!r}"
-            )
-        entries[name] = type(limit)(value)
+    entries = {name: state_dict[name] for name in _ENTRIES}
+    entries["_hysteresis_tracker"] = state_dict.get("_hysteresis_tracker", hysteresis)
+    for name, value in entries.items():
+        value = checked("GradScaler.load_state_dict", name, value, wrong_type=ValueError)
+        entries[name] = float(value) if name in _ENTRIES[:3] else value
     return entries
-
-
-def _number(name: str, value: Any) -> Any:
-    """Returns a number, which torch may give as a tensor, as Python has it."""
-    value = plain(value)
-    if not isinstance(value, (bool, Tensor)) and not is_number(value):
-        raise TypeError(f"GradScaler: {name} must be a number, got {value!r}")
-    return value
 
 
 def _check_process_group(group: Any) -> None:

@@ -102,8 +102,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def __getattr__(name: str) -> Any:
     """Gives the scaler and the optimizers what they need of the binary beside the operations."""
-    others = ("KeptStates", "NO_TENSOR", "Plan", "ScalerMonitor")
-    if name in (*others, "configured_options", "other_writer") or name.endswith("Hyperparameters"):
+    classes = ("KeptStates", "NO_TENSOR", "Plan", "ScalerMonitor")
+    policies = ("configured_options", "other_writer", "wanted_of_scaler")
+    if name in (*classes, *policies) or name.endswith("Hyperparameters"):
         return getattr(_C, name)
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 

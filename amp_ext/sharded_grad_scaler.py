@@ -55,8 +55,8 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
 
         Raises:
             AssertionError: If a factor is out of range.
-            ValueError: If the limits do not enclose ``init_scale``, or a count is below 1.
-            TypeError: If ``process_group`` is none, or not one that this process is a member of.
+            ValueError: Where :class:`GradScaler` raises it.
+            TypeError: Likewise.
         """
         super().__init__(
             device,

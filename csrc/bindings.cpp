@@ -19,6 +19,7 @@
 #include "kept_states.h"
 #include "plan.h"
 #include "scaler_monitor.h"
+#include "scaler_ranges.h"
 #include "writers.h"
 
 namespace py = pybind11;
@@ -471,6 +472,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("configured_options", &configured_options);
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
              py::arg("groups"), py::arg("states"));
+  module.def("wanted_of_scaler", &wanted_of_scaler, py::arg("name"), py::arg("value"));
   module.def("is_profiled", &at::hasCallbacks);
   module.def(
       "complement_of_power",

@@ -64,7 +64,8 @@ class MixedPrecisionConfig:
         scale = self.initial_loss_scale
         is_text = isinstance(self.precision, str)
         yield "precision", is_text and self.precision in DTYPES, "'fp32', 'bf16' or 'fp16'"
-        yield "initial_loss_scale", _is_positive(scale), "positive and finite"
+        fits = _is_positive(scale) and scale <= torch.finfo(torch.float32).max
+        yield "initial_loss_scale", fits, "positive and finite in float32"
         yield "growth_interval", is_count(self.growth_interval), "an int of 1 or more"
         growth = self.growth_factor
         yield "growth_factor", _is_positive(growth) and growth > 1, "above 1 and finite"

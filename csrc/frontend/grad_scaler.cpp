@@ -14,10 +14,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <deque>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <unordered_set>
 #include <utility>
@@ -26,6 +24,7 @@
 #include "frontend/marked_grads.h"
 #include "frontend/values.h"
 #include "scaler_monitor.h"
+#include "scaler_ranges.h"
 #include "tensor_memory.h"
 
 namespace amp_ext {
@@ -39,23 +38,30 @@ struct ClearsCasts {
   ~ClearsCasts() { clear_autocast_cache(); }
 };
 
-void check_counts(const GradScalerOptions& options) {
+template <typename Number>
+void check_range(const char* operation, const char* name, Number value) {
+  const std::string wanted = wanted_of_scaler(name, static_cast<double>(value));
+  TORCH_CHECK(wanted.empty(), operation, ": ", name, " must be ", wanted, ", got ", value);
+}
+
+void check_options(const GradScalerOptions& options) {
+  const char* const operation = "GradScaler";
+  TORCH_CHECK(!(options.growth_factor() <= 1.0), "The growth factor must be > 1.0.");
+  TORCH_CHECK(!(options.backoff_factor() >= 1.0), "The backoff factor must be < 1.0.");
   const double smallest = options.min_scale(), largest = options.max_scale();
-  TORCH_CHECK(
-      0.0 <= smallest && smallest <= options.init_scale() && options.init_scale() <= largest,
-      "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=",
-      options.init_scale(), ", min_scale=", smallest, ", max_scale=", largest);
-  const int64_t hysteresis = options.hysteresis();
-  TORCH_CHECK(hysteresis >= 1, "GradScaler: hysteresis must be an int of at least 1, got ",
-              hysteresis);
-  TORCH_CHECK(hysteresis <= std::numeric_limits<int32_t>::max(),
-              "GradScaler: hysteresis must be an int32, got ", hysteresis);
-  TORCH_CHECK(options.warn_after() >= 1,
-              "GradScaler: warn_after must be an int of at least 1, got ", options.warn_after());
+  check_range(operation, "init_scale", options.init_scale());
+  check_range(operation, "growth_factor", options.growth_factor());
+  check_range(operation, "backoff_factor", options.backoff_factor());
+  check_range(operation, "growth_interval", options.growth_interval());
+  check_range(operation, "min_scale", smallest);
+  check_range(operation, "max_scale", largest);
+  check_range(operation, "hysteresis", options.hysteresis());
+  check_range(operation, "warn_after", options.warn_after());
+  TORCH_CHECK(smallest <= options.init_scale() && options.init_scale() <= largest,
+              "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=",
+              options.init_scale(), ", min_scale=", smallest, ", max_scale=", largest);
   TORCH_CHECK(options.device() == at::kCPU || options.device() == at::kCUDA,
               "GradScaler: device must be cuda or cpu, got ", options.device());
-  TORCH_CHECK(options.growth_factor() > 1.0, "The growth factor must be > 1.0.");
-  TORCH_CHECK(options.backoff_factor() < 1.0, "The backoff factor must be < 1.0.");
 }
 
 // A new tensor with the sum of all devices' flags.
@@ -66,6 +72,22 @@ at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& 
     sum = sum.defined() ? sum + here : here.clone();
   }
   return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+}
+
+// Where the parameter of this number among those of all groups stands.
+std::string place_in(const std::vector<size_t>& group_sizes, int64_t number) {
+  for (size_t group = 0; group < group_sizes.size(); ++group) {
+    const auto size = static_cast<int64_t>(group_sizes[group]);
+    if (number < size) return c10::str("group ", group, ", param ", number);
+    number -= size;
+  }
+  return {};
+}
+
+std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
+  std::vector<size_t> sizes;
+  for (const auto& group : optimizer.param_groups()) sizes.push_back(group.params().size());
+  return sizes;
 }
 
 // For each device that holds one the gradients of all parameters, so that the index tells which it
@@ -214,10 +236,7 @@ struct GradScaler::State {
     if (record == nullptr) {
       record = &records.emplace_back(Record{iteration.identity, monitor->add_optimizer()});
     }
-    record->group_sizes.clear();
-    for (const auto& group : iteration.optimizer->param_groups()) {
-      record->group_sizes.push_back(group.params().size());
-    }
+    record->group_sizes = group_sizes_of(*iteration.optimizer);
     return *record;
   }
 
@@ -293,7 +312,7 @@ struct GradScaler::State {
       const void* const key = param.unsafeGetTensorImpl();
       if (!param.grad().defined() || iteration.had_grad.count(key) != 0) return;
       TORCH_CHECK(!iteration.found_infs.empty(), "No inf checks were recorded for this optimizer.");
-      TORCH_CHECK(false, "GradScaler: the gradient of ", name_of(record, number),
+      TORCH_CHECK(false, "GradScaler: the gradient of ", place_in(record.group_sizes, number),
                   " must be there when unscale_() is called, got it later: it may still be scaled");
     });
   }
@@ -314,18 +333,10 @@ struct GradScaler::State {
     iteration = Iteration(*iteration.optimizer, iteration.identity);
   }
 
-  static std::string name_of(const Record& record, int64_t number) {
-    for (size_t group = 0; group < record.group_sizes.size(); ++group) {
-      const auto size = static_cast<int64_t>(record.group_sizes[group]);
-      if (number < size) return c10::str("group ", group, ", param ", number);
-      number -= size;
-    }
-    return {};
-  }
-
   std::string name_of_nonfinite(const ScalerSummary& report) const {
     for (const Record& record : records) {
-      if (record.slot == report.nonfinite_slot) return name_of(record, report.nonfinite_number);
+      if (record.slot != report.nonfinite_slot) continue;
+      return place_in(record.group_sizes, report.nonfinite_number);
     }
     return {};
   }
@@ -461,7 +472,7 @@ GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<Stat
     TORCH_WARN("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.");
     state_->enabled = false;
   }
-  if (state_->enabled) check_counts(options);
+  if (state_->enabled) check_options(options);
   state_->init_scale = options.init_scale();
   state_->init_hysteresis_tracker = options.hysteresis();
   state_->options = std::move(options);
@@ -543,7 +554,10 @@ void GradScaler::update() {
 
 void GradScaler::update(double new_scale) {
   State& state = checked("update");
-  if (state.enabled) state.update([&] { state.scale.fill_(new_scale); });
+  if (!state.enabled) return;
+  state.check_scale("update");
+  check_range("GradScaler.update", "new_scale", new_scale);
+  state.update([&] { state.scale.fill_(new_scale); });
 }
 
 void GradScaler::update(const at::Tensor& new_scale) {
@@ -553,6 +567,11 @@ void GradScaler::update(const at::Tensor& new_scale) {
                   new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False.");
+  if (new_scale.is_cpu()) {
+    TORCH_CHECK(!new_scale.is_complex(), "GradScaler.update: new_scale must be a number, got ",
+                new_scale.scalar_type());
+    check_range("GradScaler.update", "new_scale", new_scale.item().toDouble());
+  }
   state.update([&] { state.scale.copy_(new_scale.reshape({})); });
 }
 
@@ -569,19 +588,25 @@ double GradScaler::get_growth_factor() const {
   return checked("get_growth_factor").options.growth_factor();
 }
 void GradScaler::set_growth_factor(double factor) {
-  checked("set_growth_factor").options.growth_factor(factor);
+  State& state = checked("set_growth_factor");
+  if (state.enabled) check_range("GradScaler.set_growth_factor", "growth_factor", factor);
+  state.options.growth_factor(factor);
 }
 double GradScaler::get_backoff_factor() const {
   return checked("get_backoff_factor").options.backoff_factor();
 }
 void GradScaler::set_backoff_factor(double factor) {
-  checked("set_backoff_factor").options.backoff_factor(factor);
+  State& state = checked("set_backoff_factor");
+  if (state.enabled) check_range("GradScaler.set_backoff_factor", "backoff_factor", factor);
+  state.options.backoff_factor(factor);
 }
 int64_t GradScaler::get_growth_interval() const {
   return checked("get_growth_interval").options.growth_interval();
 }
 void GradScaler::set_growth_interval(int64_t interval) {
-  checked("set_growth_interval").options.growth_interval(interval);
+  State& state = checked("set_growth_interval");
+  if (state.enabled) check_range("GradScaler.set_growth_interval", "growth_interval", interval);
+  state.options.growth_interval(interval);
 }
 
 std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bool wait) const {
@@ -644,41 +669,35 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   TORCH_CHECK(!dict.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
               "instance of GradScaler.");
-  constexpr double kLargest = std::numeric_limits<double>::max();
-  constexpr auto kLargestInt = static_cast<double>(std::numeric_limits<int32_t>::max());
-  const auto entry = [&](const char* name, double largest, bool is_int) {
+  const auto entry = [&](const char* name) {
     auto value = find(dict, name);
     TORCH_CHECK(value.has_value(), "GradScaler.load_state_dict: state_dict must have '", name,
                 "', got ", first_keys(dict));
     if (value->isTensor() && value->toTensor().numel() == 1) {
       value = c10::IValue(value->toTensor().item());
     }
-    const bool is_kind = value->isInt() || (value->isDouble() && !is_int);
-    const double number = is_kind ? number_in(*value) : -1.0;
-    char limit[32];
-    std::snprintf(limit, sizeof limit, "%.3g", largest);
-    TORCH_CHECK(number >= 0.0 && number <= largest, "GradScaler.load_state_dict: ", name,
-                " must be ", is_int ? "an int" : "a number", " from 0 to ", limit, ", got ",
+    const bool is_count = name[0] == '_' || name == std::string("growth_interval");
+    const bool is_kind = value->isInt() || (value->isDouble() && !is_count);
+    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(*value) : NAN);
+    TORCH_CHECK(wanted.empty(), "GradScaler.load_state_dict: ", name, " must be ", wanted, ", got ",
                 repr(*value));
-    return number;
+    return *value;
   };
-  const double scale = entry("scale", std::numeric_limits<float>::max(), false);
-  const double growth_factor = entry("growth_factor", kLargest, false);
-  const double backoff_factor = entry("backoff_factor", kLargest, false);
-  entry("growth_interval", 0x1p63, true);
-  const c10::IValue interval = *find(dict, "growth_interval");
-  const double growth_tracker = entry("_growth_tracker", kLargestInt, true);
-  double hysteresis = static_cast<double>(state.options.hysteresis());
+  const double scale = number_in(entry("scale"));
+  const double growth_factor = number_in(entry("growth_factor"));
+  const double backoff_factor = number_in(entry("backoff_factor"));
+  const int64_t growth_interval = entry("growth_interval").toInt();
+  const int64_t growth_tracker = entry("_growth_tracker").toInt();
+  int64_t hysteresis = state.options.hysteresis();
   if (find(dict, "_hysteresis_tracker").has_value()) {  // torch's scaler has none
-    hysteresis = std::min(hysteresis, entry("_hysteresis_tracker", kLargestInt, true));
+    hysteresis = std::min(hysteresis, entry("_hysteresis_tracker").toInt());
   }
 
   state.init_scale = scale;
   state.options.growth_factor(growth_factor).backoff_factor(backoff_factor);
-  state.options.growth_interval(interval.isTensor() ? interval.toTensor().item().toLong()
-                                                    : interval.toInt());
-  state.init_growth_tracker = static_cast<int64_t>(growth_tracker);
-  state.init_hysteresis_tracker = static_cast<int64_t>(hysteresis);
+  state.options.growth_interval(growth_interval);
+  state.init_growth_tracker = growth_tracker;
+  state.init_hysteresis_tracker = hysteresis;
   if (!state.scale.defined()) return;
   state.scale.fill_(scale);
   state.growth_tracker.fill_(growth_tracker);

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_cases import CLASSES
+from refused_calls import comparable
 from torch import Tensor
 
 import amp_ext
@@ -21,59 +20,8 @@ from amp_ext.optim import SGD, Adam, AdamW, Lion
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "cpp" / "program"
-BUILD = ROOT / "build" / "cpp_program"
-
-END = "\x04"  # of what one command of a served program prints
 
 Run = Callable[..., str]
-
-
-class Program:
-    """The program, started once for many commands, and again after one that has ended it."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> subprocess.Popen[str]:
-        if self.process is None or self.process.poll() is not None:
-            self.process = subprocess.Popen(
-                [BUILD / "program", "serve"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                # As one_thread says; checks of threads make their own.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        return self.process
-
-    def run(self, *command: str) -> str:
-        process = self.start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write("\t".join(command) + "\n")
-        process.stdin.flush()
-        text = ""
-        for line in process.stdout:
-            if line.startswith(END):
-                assert line == f"{END}0\n", text
-                return text
-            text += line
-        raise AssertionError(f"{command} ended the program by {process.wait()}: {text}")
-
-    def end(self) -> None:
-        if self.process is not None:
-            self.process.communicate()
-            assert self.process.returncode == 0
-
-
-@pytest.fixture(scope="module")
-def run(build_program) -> Iterator[Run]:
-    """Builds the program as a user of the package would; returns what runs its commands."""
-    build_program(SOURCE, BUILD, "Debug")
-    program = Program()
-    yield program.run
-    program.end()
-
 
 CHECKS = [
     name
@@ -104,24 +52,6 @@ def scaler_with(**options: Any) -> amp_ext.GradScaler:
     return amp_ext.GradScaler("cpu", **options)
 
 
-def in_loop(*calls: str, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
-    """Returns what calls methods of a scaler with an optimizer."""
-
-    def call() -> None:
-        optimizer, scaler = SGD([parameter(dtype)], lr=0.1), scaler_with()
-        scaler.scale(torch.ones(()))
-        for name in calls:
-            getattr(scaler, name)(*(() if name == "update" else (optimizer,)))
-
-    return call
-
-
-def before_scale(name: str) -> Callable[[], None]:
-    return lambda: getattr(scaler_with(), name)(
-        *(() if name == "update" else (SGD([parameter()]),))
-    )
-
-
 def late_gradient() -> None:
     early, late = parameter(), torch.ones(2, requires_grad=True)
     optimizer, scaler = SGD([early, late]), scaler_with()
@@ -129,12 +59,6 @@ def late_gradient() -> None:
     scaler.unscale_(optimizer)
     late.grad = torch.ones(2)
     scaler.step(optimizer)
-
-
-def new_scale() -> None:
-    scaler = scaler_with()
-    scaler.scale(torch.ones(()))
-    scaler.update(torch.ones(2))
 
 
 def two_groups(second: dict[str, Any], **defaults: Any) -> AdamW:
@@ -203,11 +127,6 @@ def loads(change: Callable[[dict[str, Any]], Any], until: str = "") -> Callable[
     return call
 
 
-def negative_scale() -> None:
-    state = scaler_with().state_dict()
-    scaler_with().load_state_dict({**state, "scale": -1.0})
-
-
 def norm_of_nan() -> None:
     param = parameter()
     param.grad.fill_(math.inf)
@@ -256,23 +175,7 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     ).step(),
     "sparse gradient": sparse_gradient,
     "gradient over its parameter": gradient_over_its_parameter,
-    "step before scale": before_scale("step"),
-    "update before scale": before_scale("update"),
-    "unscale before scale": before_scale("unscale_"),
-    "unscale twice": in_loop("unscale_", "unscale_"),
-    "unscale after step": in_loop("step", "unscale_"),
-    "step twice": in_loop("step", "step"),
-    "update without a look": in_loop("update"),
-    "unscale float16": in_loop("unscale_", dtype=torch.float16),
     "late gradient": late_gradient,
-    "new scale of two elements": new_scale,
-    "growth factor": lambda: scaler_with(growth_factor=1.0),
-    "backoff factor": lambda: scaler_with(backoff_factor=1.0),
-    "hysteresis of 0": lambda: scaler_with(hysteresis=0),
-    "warn after 0": lambda: scaler_with(warn_after=0),
-    "scale below its limit": lambda: scaler_with(init_scale=1.0, min_scale=2.0, max_scale=4.0),
-    "empty state of a scaler": lambda: scaler_with().load_state_dict({}),
-    "negative scale in a state": negative_scale,
     "state dict without groups": lambda: AdamW([parameter()]).load_state_dict({"state": {}}),
     "state dict of other groups": lambda: AdamW([parameter()]).load_state_dict(
         two_groups({}).state_dict()
@@ -301,12 +204,6 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     ),
     "norm of nan": norm_of_nan,
 }
-
-
-def comparable(text: str) -> str:
-    """Returns a message with numbers as numbers, without quotes that a KeyError adds."""
-    text = text.strip('"').splitlines()[0] if text else text
-    return re.sub(r"-?\d+(\.\d*)?(e[+-]?\d+)?", lambda match: f"{float(match[0]):.4g}", text)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ ELSEWHERE = {
     "a first step that overflows, SGD with momentum, fused": "torch's loop has no such fault",
     "`found_inf` of 2 or more (several devices, ranks)": "it has one device",
     "a scale without a finite inverse (0)": "its scales stay between 2**-8 and 2**20",
+    "a number of the scaler out of its range, in setters, `update` and loads too": "its numbers "
+    "are in their ranges",
     "a step inside an open `torch.autocast` scope": "its losses are not cast",
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",

@@ -378,7 +378,7 @@ def test_a_config_has_torchs_settings_and_cannot_be_changed():
     assert found == [(F32, False), (BF16, False), (F16, True)]
 
 
-POSITIVE, COUNT = "positive and finite", "an int of 1 or more"
+POSITIVE, COUNT = "positive and finite in float32", "an int of 1 or more"
 LIMIT = "positive and at most initial_loss_scale (65536.0), or None"
 
 
@@ -386,6 +386,7 @@ OUT_OF_RANGE = [
     ("precision", "fp8", "'fp32', 'bf16' or 'fp16'"),
     ("initial_loss_scale", 0.0, POSITIVE),
     ("initial_loss_scale", math.inf, POSITIVE),
+    ("initial_loss_scale", 1e39, POSITIVE),
     ("initial_loss_scale", "big", POSITIVE),
     ("growth_interval", 0, COUNT),
     ("growth_interval", 2.0, COUNT),
@@ -399,7 +400,7 @@ OUT_OF_RANGE = [
     ("gradient_accumulation_steps", 0, COUNT),
     ("gradient_accumulation_steps", True, COUNT),
     ("precision", ["fp16"], "'fp32', 'bf16' or 'fp16'"),
-    ("initial_loss_scale", "4", "positive and finite"),
+    ("initial_loss_scale", "4", POSITIVE),
 ]
 
 

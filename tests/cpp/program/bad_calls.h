@@ -34,18 +34,6 @@ inline GradScaler scaler_with(const GradScalerOptions& options) {
   return GradScaler(GradScalerOptions(options).device(torch::kCPU));
 }
 
-// A scaler in the middle of an iteration, with an optimizer.
-struct Loop {
-  torch::Tensor param;
-  SGD optimizer;
-  GradScaler scaler = scaler_with({});
-
-  explicit Loop(c10::ScalarType dtype = torch::kFloat)
-      : param(parameter(dtype)), optimizer({param}, SGDOptions(0.1)) {
-    scaler.scale(torch::ones({}));
-  }
-};
-
 // An optimizer of two parameters in two groups, one of which has stepped, and its state dict, of
 // which an entry can be replaced.
 struct Saved {
@@ -210,41 +198,6 @@ inline Checks all() {
          param.mutable_grad() = param.detach();
          SGD({param}, SGDOptions(0.1).write_back_grads(true)).step();
        }},
-      {"step before scale",
-       [] {
-         SGD optimizer({parameter()}, SGDOptions());
-         scaler_with({}).step(optimizer);
-       }},
-      {"update before scale", [] { scaler_with({}).update(); }},
-      {"unscale before scale",
-       [] {
-         SGD optimizer({parameter()}, SGDOptions());
-         scaler_with({}).unscale_(optimizer);
-       }},
-      {"unscale twice",
-       [] {
-         Loop loop;
-         loop.scaler.unscale_(loop.optimizer);
-         loop.scaler.unscale_(loop.optimizer);
-       }},
-      {"unscale after step",
-       [] {
-         Loop loop;
-         loop.scaler.step(loop.optimizer);
-         loop.scaler.unscale_(loop.optimizer);
-       }},
-      {"step twice",
-       [] {
-         Loop loop;
-         loop.scaler.step(loop.optimizer);
-         loop.scaler.step(loop.optimizer);
-       }},
-      {"update without a look", [] { Loop().scaler.update(); }},
-      {"unscale float16",
-       [] {
-         Loop loop(torch::kHalf);
-         loop.scaler.unscale_(loop.optimizer);
-       }},
       {"late gradient",
        [] {
          torch::Tensor early = parameter(), late = torch::ones({2}).requires_grad_(true);
@@ -255,22 +208,6 @@ inline Checks all() {
          late.mutable_grad() = torch::ones({2});
          scaler.step(optimizer);
        }},
-      {"new scale of two elements", [] { Loop().scaler.update(torch::ones({2})); }},
-      {"growth factor", [] { scaler_with(GradScalerOptions().growth_factor(1.0)); }},
-      {"backoff factor", [] { scaler_with(GradScalerOptions().backoff_factor(1.0)); }},
-      {"hysteresis of 0", [] { scaler_with(GradScalerOptions().hysteresis(0)); }},
-      {"warn after 0", [] { scaler_with(GradScalerOptions().warn_after(0)); }},
-      {"scale below its limit",
-       [] { scaler_with(GradScalerOptions().init_scale(1.0).min_scale(2.0).max_scale(4.0)); }},
-      {"empty state of a scaler", [] { scaler_with({}).load_state_dict(dict_of({})); }},
-      {"negative scale in a state",
-       [] {
-         const GradScaler source = scaler_with({});
-         const Dict dict = source.state_dict().toGenericDict();
-         dict.insert_or_assign("scale", -1.0);
-         scaler_with({}).load_state_dict(dict);
-       }},
-
       {"state dict without groups",
        [] {
          AdamW({parameter()}, AdamWOptions()).load_state_dict(dict_of({{"state", dict_of({})}}));

@@ -1,7 +1,8 @@
 // Tests the C++ interface: `program checks` lists the checks, `program check NAME` runs one,
-// `program bad` prints the errors of bad calls, `program load FILE` that of a load of a file,
-// `program train FOLDER` trains as a file there says. `program serve` reads such commands, one a
-// line with a tab before the argument, and ends what each prints by a line of \4 and the exit code.
+// `program bad` prints the errors of bad calls, `program refuse FILE` those of the calls that a
+// file says, `program load FILE` that of a load of a file, `program train FOLDER` trains as a file
+// there says. `program serve` reads such commands, one a line with a tab before the argument, and
+// ends what each prints by a line of \4 and the exit code.
 #include <cstdio>
 #include <exception>
 #include <iostream>
@@ -10,6 +11,7 @@
 #include "bad_calls.h"
 #include "checks.h"
 #include "misuse_checks.h"
+#include "refused_calls.h"
 #include "training.h"
 
 namespace {
@@ -70,6 +72,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(a_dropped_look_names_nothing),
       AMP_EXT_CHECK(optimizers_are_told_apart),
       AMP_EXT_CHECK(what_was_moved_from_says_so),
+      AMP_EXT_CHECK(a_refused_new_scale_leaves_the_iteration),
       AMP_EXT_CHECK(what_is_out_of_range_is_refused),
       AMP_EXT_CHECK(what_python_can_not_read_is_refused),
       AMP_EXT_CHECK(a_view_is_saved_as_its_elements)};
@@ -87,13 +90,16 @@ int run(const std::string& command, const std::string& argument, std::FILE* erro
       for (const auto& [name, call] : bad_calls::all()) {
         std::printf("%s\t%s\n", name.c_str(), error_of(call).c_str());
       }
+    } else if (command == "refuse") {
+      refused_calls::print_errors(argument);
     } else if (command == "load") {
       std::printf("%s\n", bad_calls::error_of_load(argument).c_str());
     } else if (command == "train") {
       train(argument);
     } else {
       std::fprintf(errors,
-                   "usage: program checks | check NAME | bad | load FILE | train FOLDER | serve\n");
+                   "usage: program checks | check NAME | bad | refuse FILE | load FILE | train "
+                   "FOLDER | serve\n");
       return 2;
     }
   } catch (const c10::Error& error) {

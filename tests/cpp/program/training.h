@@ -83,6 +83,25 @@ inline std::unique_ptr<amp_ext::optim::FusedOptimizer> make_optimizer(
   TORCH_CHECK(false, "make_optimizer of training.h must have ", name);
 }
 
+// For a scaler on the CPU, by their names in Python.
+inline amp_ext::GradScalerOptions scaler_options_from(const Dict& values) {
+  amp_ext::GradScalerOptions options;
+  options.device(torch::kCPU);
+  for (const auto& entry : values) {
+    const std::string& name = entry.key().toStringRef();
+    const torch::Scalar value = entry.value().toScalar();
+    if (name == "init_scale") options.init_scale(value.toDouble());
+    if (name == "growth_factor") options.growth_factor(value.toDouble());
+    if (name == "backoff_factor") options.backoff_factor(value.toDouble());
+    if (name == "growth_interval") options.growth_interval(value.toLong());
+    if (name == "min_scale") options.min_scale(value.toDouble());
+    if (name == "max_scale") options.max_scale(value.toDouble());
+    if (name == "hysteresis") options.hysteresis(value.toLong());
+    if (name == "warn_after") options.warn_after(value.toLong());
+  }
+  return options;
+}
+
 // All parameters and states in one float64 tensor, by parameter and by key.
 inline torch::Tensor snapshot(const amp_ext::optim::FusedOptimizer& optimizer) {
   std::vector<torch::Tensor> parts;
@@ -119,13 +138,7 @@ inline void train(const std::string& folder) {
   }
   auto optimizer =
       make_optimizer(plan.at("optimizer").toStringRef(), model->parameters(), plan.at("options"));
-  amp_ext::GradScalerOptions scaler_options;
-  const Dict of_scaler = plan.at("scaler").toGenericDict();
-  scaler_options.device(torch::kCPU)
-      .init_scale(of_scaler.at("init_scale").toDouble())
-      .growth_interval(of_scaler.at("growth_interval").toInt())
-      .hysteresis(of_scaler.at("hysteresis").toInt());
-  amp_ext::GradScaler scaler(scaler_options);
+  amp_ext::GradScaler scaler(scaler_options_from(plan.at("scaler").toGenericDict()));
   int64_t first = 0;
   if (!plan.at("resume").isNone()) {
     const Dict file = amp_ext::load_state(plan.at("resume").toStringRef()).toGenericDict();

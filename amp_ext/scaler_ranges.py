@@ -1,0 +1,61 @@
+"""Numbers that a gradient scaler is given, checked by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from amp_ext import ops
+from amp_ext.plain_numbers import is_number, plain
+
+__all__ = ["as_number", "check_range", "checked"]
+
+_COUNTS = ("growth_interval", "hysteresis", "warn_after", "_growth_tracker", "_hysteresis_tracker")
+
+
+def checked(operation: str, name: str, value: Any, wrong_type: type = TypeError) -> Any:
+    """Returns a number of Python that is in its range.
+
+    Args:
+        operation: What the error begins with.
+        name: That of an option, of an entry of a state dict, or "new_scale".
+        value: What was given; also a tensor of one element.
+        wrong_type: What is raised where it is no number.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+    value = as_number(operation, name, value, wrong_type)
+    check_range(operation, name, value)
+    return value
+
+
+def as_number(operation: str, name: str, value: Any, wrong_type: type = TypeError) -> Any:
+    """Returns what was given as a number of Python; the arguments are those of :func:`checked`."""
+    given = value = plain(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if name in _COUNTS:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif is_number(value):
+        return value if isinstance(value, (int, float)) else float(value)
+    raise wrong_type(_text(operation, name, math.nan, given))
+
+
+def check_range(operation: str, name: str, value: float) -> None:
+    """Raises ValueError if a number is out of range; the arguments are those of :func:`checked`."""
+    try:
+        is_too_large = name in _COUNTS and value >= 2**63  # to which double rounds what fits
+        text = _text(operation, name, math.inf if is_too_large else float(value), value)
+    except OverflowError:
+        text = _text(operation, name, math.inf, value)
+    if text:
+        raise ValueError(text)
+
+
+def _text(operation: str, name: str, value: float, given: Any) -> str:
+    wanted = ops.wanted_of_scaler(name, value)
+    return f"{operation}: {name} must be {wanted}, got {given!r}" if wanted else ""

@@ -1,0 +1,31 @@
+"""What Python and C++ refuse alike, with the same texts: the rows of ``refused_calls``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from refused_calls import REFUSED_CALLS, comparable, do, whole
+
+
+@pytest.fixture(scope="module")
+def errors(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Returns the text of C++ for each row."""
+    file = tmp_path_factory.mktemp("refused") / "rows.pt"
+    torch.save([whole(deed) for deed, _, _ in REFUSED_CALLS.values()], file)
+    return dict(zip(REFUSED_CALLS, run("refuse", str(file)).splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_a_bad_call_is_refused_by_python(name: str) -> None:
+    deed, kind, text = REFUSED_CALLS[name]
+    with pytest.raises(kind) as caught:
+        do(deed)
+    assert caught.type is kind
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_a_bad_call_gets_the_same_text_in_cpp(errors: dict[str, str], name: str) -> None:
+    assert comparable(errors[name]) == comparable(REFUSED_CALLS[name][2])
