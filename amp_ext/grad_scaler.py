@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | torch.device = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -98,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
         """Sets the options; tensors are made where the first scaled loss is.
 
         Args:
-            device: Type of the device that trains: "cuda" or "cpu".
+            device: The device that trains, or its type: "cuda" or "cpu".
             init_scale: Scale of the first iteration.
             growth_factor: Factor of growth after ``growth_interval`` clean iterations, above 1.
             backoff_factor: Factor after an overflow, below 1.
@@ -118,9 +118,10 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: If a factor is out of range.
             ValueError: If another number is out of range, the limits do not enclose
-                ``init_scale``, or another type of device is to keep limits.
-            TypeError: If a number is none, or ``process_group`` is none or not one that this
-                process is a member of.
+                ``init_scale``, torch knows no such device, or another type of device than those two
+                is to keep limits.
+            TypeError: If a number or ``device`` is none, or ``process_group`` is none or not one
+                that this process is a member of.
         """
         _check_process_group(process_group)
         options: dict[str, Any] = {
@@ -136,7 +137,8 @@ class GradScaler(torch.amp.GradScaler):
         if enabled:
             options = {name: as_number("GradScaler", name, each) for name, each in options.items()}
         of_torch = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-        super().__init__(device, **{name: options[name] for name in of_torch}, enabled=enabled)
+        kind = _device_type(device, enabled)
+        super().__init__(kind, **{name: options[name] for name in of_torch}, enabled=enabled)
         if self._enabled:
             self._check_options(options, dynamic)
         self.process_group = process_group
@@ -872,6 +874,21 @@ def _checked_entries(state_dict: dict[str, Any], hysteresis: int) -> dict[str, A
         value = checked("GradScaler.load_state_dict", name, value, wrong_type=ValueError)
         entries[name] = float(value) if name in _ENTRIES[:3] else value
     return entries
+
+
+def _device_type(device: Any, enabled: bool) -> Any:
+    """Returns the type of a device as torch names it; anything for a scaler that is disabled."""
+    if isinstance(device, torch.device):
+        return device.type
+    if isinstance(device, str):
+        with contextlib.suppress(RuntimeError):
+            return torch.device(device.lower()).type
+    if not enabled:
+        return device
+    text = f"GradScaler: device must be a type of device such as 'cuda' or 'cpu', got {device!r}"
+    if isinstance(device, str):
+        raise ValueError(text)
+    raise TypeError(f"{text}; init_scale comes after it")
 
 
 def _check_process_group(group: Any) -> None:

@@ -32,7 +32,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | torch.device = "cuda",
         init_scale: float = 2.0**16,
         backoff_factor: float = 0.5,
         growth_factor: float = 2.0,
@@ -44,7 +44,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
         """Sets the options; note torch's order, in which ``backoff_factor`` comes first.
 
         Args:
-            device: Type of the device that trains: "cuda" or "cpu".
+            device: The device that trains, or its type: "cuda" or "cpu".
             init_scale: Scale of the first iteration.
             backoff_factor: Factor after an overflow, below 1.
             growth_factor: Factor of growth after ``growth_interval`` clean iterations, above 1.

@@ -72,7 +72,28 @@ def test_the_default_device_without_cuda_warns_and_disables():
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = amp_ext.GradScaler()
     assert not scaler.is_enabled()
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert not amp_ext.GradScaler("cuda:0").is_enabled()
     assert amp_ext.GradScaler("xpu").is_enabled()
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), "cpu:0", "CPU"], ids=str)
+def test_a_device_is_as_good_as_its_type(device):
+    scaler = amp_ext.GradScaler(device, min_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.update(torch.tensor(8.0))
+    assert (scaler._device, scaler.get_scale()) == ("cpu", 8.0)
+
+
+@pytest.mark.parametrize("device", [2.0**10, True, "1024", "gpu", None], ids=repr)
+def test_what_is_no_device_is_refused(device):
+    kind = ValueError if isinstance(device, str) else TypeError
+    text = cases.error_of(kind, amp_ext.GradScaler, device)
+    words = "GradScaler: device must be a type of device such as 'cuda' or 'cpu', got"
+    assert text == f"{words} {device!r}" + (
+        "" if kind is ValueError else "; init_scale comes after it"
+    )
+    assert not amp_ext.GradScaler(device, enabled=False).is_enabled()
 
 
 # scale

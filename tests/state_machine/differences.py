@@ -31,6 +31,7 @@ ELSEWHERE = {
     "a scale without a finite inverse (0)": "its scales stay between 2**-8 and 2**20",
     "a number of the scaler out of its range, in setters, `update` and loads too": "its numbers "
     "are in their ranges",
+    "what is no type of a device in `GradScaler(device)`": "its device is the CPU",
     "a step inside an open `torch.autocast` scope": "its losses are not cast",
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
