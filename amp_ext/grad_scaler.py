@@ -189,7 +189,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: If nothing was scaled.
             RuntimeError: If they were unscaled, also in part, or the optimizer stepped, since the
-                last update.
+                last update, or one is complex.
             ValueError: If a gradient is float16.
         """
         if not self._enabled:
@@ -242,6 +242,7 @@ class GradScaler(torch.amp.GradScaler):
             if grad is not None
         }
         if not _are_ours(grads):
+            _refuse_complex(optimizer, grads)
             theirs = super()._unscale_grads_
             return marked_in_part(
                 state, lambda: theirs(optimizer, inv_scale, found_inf, allow_fp16)
@@ -278,6 +279,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             grads, sharded_over = _gradients(optimizer, allow_fp16=True)
             if not _are_ours(grads):
+                _refuse_complex(optimizer, grads)
                 super()._check_inf_per_device(optimizer)
                 return self._agree_over_group(optimizer)
 
@@ -305,8 +307,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If nothing was scaled, or the optimizer had no gradient to look at.
-            RuntimeError: If it has stepped since the last update, ``closure`` is given, or a
-                gradient came after ``unscale_``: it may still be scaled.
+            RuntimeError: If it has stepped since the last update, ``closure`` is given, a gradient
+                is complex, or one came after ``unscale_``: it may still be scaled.
             TypeError: If an object hides the optimizer that the scale is for.
         """
         if not self._enabled or "closure" in kwargs or self._scale is None:
@@ -912,6 +914,15 @@ def _are_ours(grads: list[Tensor | None]) -> bool:
         )
         for grad in grads
     )
+
+
+def _refuse_complex(optimizer: torch.optim.Optimizer, grads: list[Tensor | None]) -> None:
+    for number, grad in enumerate(grads):
+        if grad is not None and grad.is_complex():
+            raise RuntimeError(
+                f"GradScaler: the gradient of {name_of_param(optimizer, number)} must be real, got "
+                "a complex one: keep its parameter out of the optimizers that the scaler steps"
+            )
 
 
 def _by_device(grads: list[Tensor | None]) -> dict[torch.device, list[Tensor]]:

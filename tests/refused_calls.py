@@ -201,6 +201,24 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
         "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales them in "
         "float32 inside its step; to clip them, construct it with max_grad_norm=.",
     ),
+    **{
+        f"complex gradients of {optimizer} in {call}": (
+            {**scaler("scale", call), "optimizer": optimizer, "dtype": "complex64"},
+            RuntimeError,
+            "GradScaler: the gradient of group 0, param 0 must be real, got a complex one: keep "
+            "its parameter out of the optimizers that the scaler steps",
+        )
+        for optimizer, call in (
+            ("torch.optim.SGD", "step"),
+            ("torch.optim.SGD", "unscale_"),
+            ("SGD", "unscale_"),
+        )
+    },
+    "complex gradients of SGD in step": (
+        {**scaler("scale", "step"), "dtype": "complex64"},
+        RuntimeError,
+        "SGD: grad of group 0, param 0 must be Float, Double, Half or BFloat16, got ComplexFloat",
+    ),
 }
 
 

@@ -95,8 +95,12 @@ std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
 std::vector<std::pair<at::Device, TensorList>> gradients_of(const Optimizer& optimizer,
                                                             bool allow_fp16) {
   std::vector<at::Tensor> grads;
-  for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {
+  for_each_param(optimizer, [&](const at::Tensor& param, int64_t number) {
     const at::Tensor& grad = param.grad();
+    TORCH_CHECK(!grad.defined() || !grad.is_complex(), "GradScaler: the gradient of ",
+                place_in(group_sizes_of(optimizer), number),
+                " must be real, got a complex one: keep its parameter out of the optimizers that "
+                "the scaler steps");
     TORCH_CHECK(!grad.defined() || grad.scalar_type() != at::kHalf || allow_fp16,
                 "Attempting to unscale FP16 gradients. They would vanish in float16: call "
                 "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales "

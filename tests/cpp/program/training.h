@@ -16,6 +16,7 @@
 inline c10::ScalarType dtype_named(const std::string& name) {
   if (name == "float16") return torch::kHalf;
   if (name == "bfloat16") return torch::kBFloat16;
+  if (name == "complex64") return torch::kComplexFloat;
   return name == "float64" ? torch::kDouble : torch::kFloat;
 }
 
