@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from optimizer_cases import CLASSES
 from refused_calls import comparable
 from torch import Tensor
+from torch.utils import cpp_extension
 
 import amp_ext
+from amp_ext import cmake
 from amp_ext.optim import SGD, Adam, AdamW, Lion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +40,29 @@ def test_a_check_of_the_program_passes(run: Run, name: str) -> None:
 
 def test_every_check_is_run(run: Run) -> None:
     assert sorted(run("checks").split()) == sorted(CHECKS) != []
+
+
+OWN_STEP = """
+#include <amp_ext/optim.h>
+struct Own : amp_ext::optim::AdamW {
+  using AdamW::AdamW;
+  at::Tensor step(LossClosure closure = nullptr) override { return AdamW::step(closure); }
+};
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_a_scaler_would_not_call_does_not_compile() -> None:
+    folders = [cmake.folder().parents[2] / "include", *cpp_extension.include_paths()]
+    command = ["c++", "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    done = subprocess.run(
+        command + [f"-I{each}" for each in folders],
+        input=OWN_STEP,
+        capture_output=True,
+        text=True,
+    )
+    (error,) = (line for line in done.stderr.splitlines() if " error: " in line)
+    assert "final" in error
 
 
 # Errors. The names are those of tests/cpp/program/bad_calls.h.

@@ -329,7 +329,10 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   //
   // Where a launch is refused after others, each parameter has been stepped with its states or not
   // at all, and later steps are refused until a state dict is loaded.
-  at::Tensor step(LossClosure closure = nullptr) override;
+  //
+  // Final: a scaler, which calls step_scaled, would pass over an override. An optimizer that does
+  // more in its step derives from torch::optim::Optimizer and keeps one of these inside.
+  at::Tensor step(LossClosure closure = nullptr) final;
 
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
