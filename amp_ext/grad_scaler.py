@@ -35,7 +35,7 @@ from amp_ext.interrupts import (
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.put_back import Before
 from amp_ext.scaler_ranges import as_number, check_range, checked
-from amp_ext.scaler_reports import OptimizerRecord, ScalerReports
+from amp_ext.scaler_reports import SCALES_DIFFER, OptimizerRecord, ScalerReports
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
 
@@ -111,9 +111,10 @@ class GradScaler(torch.amp.GradScaler):
             hysteresis: Number of overflows since the last growth of which the last backs off.
             warn_after: Updates skipped in a row until a warning is logged.
             process_group: Ranks that skip a step together (``torch.distributed.ProcessGroup``):
-                each look ends in one all-reduce of one number over them, so all of them have to
-                step the same optimizers. None for no collective: gradients that were reduced, as
-                DDP does, agree by themselves, and so do those of DTensors.
+                each look ends in one all-reduce of three numbers over them, so all of them have to
+                step the same optimizers. If their scales differ, all skip and ``update`` raises.
+                None for no collective: gradients that were reduced, as DDP does, agree by
+                themselves, and so do those of DTensors, if the scales are the same.
 
         Raises:
             AssertionError: If a factor is out of range.
@@ -219,8 +220,12 @@ class GradScaler(torch.amp.GradScaler):
         group = self._reduces_over()
         if group is not None:
             scale, _ = self._check_scale_growth_tracker("unscale_")
-            flags = all_reduce_flags(flags, scale.device, group)
+            flags, differ = all_reduce_flags(flags, scale, group)
             state["found_inf_per_device"] = flags
+            record = self._reports.record_of(optimizer, scale)
+            for device in flags:
+                first = record.first_nonfinite(device)
+                first.masked_fill_(differ.to(device, non_blocking=True), SCALES_DIFFER)
         return flags
 
     @_disable_dynamo  # a compiled program steps around these
@@ -441,9 +446,11 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: If nothing was scaled, or no step or ``unscale_`` looked at gradients,
                 or a tensor is not one that torch takes.
+            RuntimeError: If ranks of ``process_group`` had different scales, as of the last update
+                that the device has finished. The iteration has ended then.
             ValueError: If ``new_scale`` is negative, NaN, or too large for float32. A tensor on a
                 GPU is not read.
-            TypeError: If it is no number. The iteration is as it was after any of these.
+            TypeError: If it is no number. The iteration is as it was after any other of these.
         """
         if not self._enabled:
             return
@@ -471,6 +478,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if scale.is_cpu:
             self._warn_of_scale(scale.item())
+        self._reports.check_scales()
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor of growth, in the range of the constructor.

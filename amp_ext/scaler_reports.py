@@ -16,9 +16,12 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 
-__all__ = ["OptimizerRecord", "ScalerReports"]
+__all__ = ["SCALES_DIFFER", "OptimizerRecord", "ScalerReports"]
 
 _LOGGER = logging.getLogger("amp_ext")
+
+#: Stands where a look writes the number of the first bad gradient, if ranks have different scales.
+SCALES_DIFFER = 2**63 - 2  # beside NO_TENSOR, and of no parameter
 
 
 @dataclass
@@ -77,6 +80,8 @@ class ScalerReports:
         self._last_update: torch.cuda.Event | None = None
         self._told_of_settling = False
         self._told_of_skips = False
+        self._told_of_scales = 0  # the last update of which it was told that scales differed
+        self._last_read: Any = None  # what the monitor told when it was read for the log
 
     def monitor(self, scale: Tensor) -> Any:
         """Returns what keeps the reports, beside the scale."""
@@ -148,7 +153,7 @@ class ScalerReports:
 
     def log(self) -> None:
         """Logs what the last finished update has shown, as far as it is worth a line."""
-        report = self._monitor.read()
+        report = self._last_read = self._monitor.read()
         if not self._told_of_settling and report.settled_after >= 0:
             self._told_of_settling = True
             _LOGGER.info(
@@ -170,6 +175,19 @@ class ScalerReports:
                 report.updates,
                 report.scale,
                 name or "a parameter that is not known here",
+            )
+
+    def check_scales(self) -> None:
+        """Raises RuntimeError if what was logged last is that ranks had different scales."""
+        report = self._last_read
+        if report is None or report.nonfinite_number != SCALES_DIFFER:
+            return
+        if report.nonfinite_update > self._told_of_scales:
+            self._told_of_scales = report.nonfinite_update
+            raise RuntimeError(
+                "GradScaler: the scale must be the same on all ranks of process_group, got others; "
+                f"here it is {report.scale:g} after update {report.updates}. All ranks have skipped"
+                " their steps: load the scaler's state on every one of them"
             )
 
     def _name_of_nonfinite(self, report: Any) -> str | None:

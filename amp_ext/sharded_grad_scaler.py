@@ -21,7 +21,8 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
     * The ranks agree also where the optimizer unscales inside its step, as those of
       ``amp_ext.optim`` and torch's fused ones do. torch's class reduces only in ``unscale_``, and
       some ranks would step while others skip.
-    * One look takes one all-reduce of one number, however many devices hold gradients.
+    * One look takes one all-reduce of three numbers, however many devices hold gradients.
+    * Ranks with different scales skip, and ``update`` raises; in torch's class they drift apart.
     * All that :class:`GradScaler` does besides.
 
     float16 gradients may be unscaled here, as in torch's class. FSDP2 (``fully_shard``) needs none

@@ -230,28 +230,38 @@ class ShardedOver:
 
 @torch.no_grad()
 def all_reduce_flags(
-    flags: Mapping[torch.device, Tensor], device: torch.device, group: Any
-) -> dict[torch.device, Tensor]:
+    flags: Mapping[torch.device, Tensor], scale: Tensor, group: Any
+) -> tuple[dict[torch.device, Tensor], Tensor]:
     """Lets all ranks of a group agree on found_inf, in one collective.
 
     Args:
         flags: One number for each device of this rank. May be empty.
-        device: Where the flag of a rank without any is.
+        scale: One number, which should be the same on all ranks; a rank without any flag gets one
+            on its device.
         group: The process group.
 
     Returns:
-        The largest of all, one float32 on each of the devices.
+        The largest of all, one float32 on each of the devices, and at least 1 if the scales differ;
+        and one bool, whether they do.
 
     Raises:
         RuntimeError: If the collective fails, as when a rank has died.
     """
     taken = [kind.type for kind in group._device_types]
-    meeting_point = device if device.type in taken or not taken else torch.device(taken[0])
+    is_taken = scale.device.type in taken or not taken
+    meeting_point = scale.device if is_taken else torch.device(taken[0])
     worst = torch.zeros((), dtype=torch.float32, device=meeting_point)
     for flag in flags.values():
         worst = torch.maximum(worst, flag.reshape(()).to(worst, non_blocking=True))
-    _all_reduce(worst, torch.distributed.ReduceOp.MAX, group)
-    return {device: worst.to(device, non_blocking=True, copy=True) for device in flags or [device]}
+    largest = scale.detach().reshape(()).to(worst, non_blocking=True)
+    packed = torch.stack([worst, largest, -largest])
+    _all_reduce(packed, torch.distributed.ReduceOp.MAX, group)
+    worst, largest, negative_of_least = packed.unbind()
+    differ = largest != -negative_of_least
+    worst = torch.maximum(worst, differ.float())
+    devices = flags or [scale.device]
+    agreed = {device: worst.to(device, non_blocking=True, copy=True) for device in devices}
+    return agreed, differ
 
 
 def _all_reduce(values: Tensor, operation: Any, group: Any) -> None:

@@ -683,7 +683,7 @@ def a_process_group_makes_ranks_skip_together(rank: int) -> None:
                         scaler.step(optimizer)
                         flags = scaler._found_inf_per_device(optimizer)
                         scaler.update()
-                    assert sizes == [1]
+                    assert sizes == [3]
                     assert [flag.item() for flag in flags.values()] == [float(step == BAD_STEP)]
                     assert same_bits(param.detach(), before) == (step == BAD_STEP)
                     assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
@@ -708,6 +708,35 @@ def a_rank_without_gradients_takes_part(rank: int) -> None:
                 assert found == [float(step == BAD_STEP)]
                 assert_agreed(scaler.get_scale())
     assert_agreed(small_scaler().get_scale())
+
+
+def ranks_with_different_scales_skip_and_say_so(rank: int) -> None:
+    ranges = {"init_scale": 2.0 ** (8 + rank), "growth_interval": 1}
+    for kind in (partial(amp_ext.GradScaler, process_group=dist.group.WORLD), ShardedGradScaler):
+        for make in (ours("SGD"), theirs("SGD"), partial(theirs("SGD"), fused=True)):
+            for unscales, has_grad in ((False, True), (True, True), (False, rank == BAD_RANK)):
+                param = Parameter(torch.ones(3))
+                optimizer, scaler = make([param], lr=1.0), kind("cpu", **ranges)
+                scaler.scale(torch.zeros(()))
+                for wanted in (1.0, 1.0, 0.0):
+                    if wanted == 0.0:  # load on all ranks
+                        state = [scaler.state_dict()]
+                        dist.broadcast_object_list(state, 0)
+                        scaler.load_state_dict(state[0])
+                    param.grad = torch.full((3,), scaler.get_scale()) if has_grad else None
+                    if unscales:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    assert param.tolist() == [wanted if has_grad else 1.0] * 3
+                    if wanted == 0.0:
+                        scaler.update()
+                        continue
+                    message = "the scale must be the same on all ranks of process_group, got others"
+                    with pytest.raises(RuntimeError, match=f"^GradScaler: {message}; here it is "):
+                        scaler.update()
+                    assert scaler.last_step_skipped(optimizer) is True
+                    assert scaler.stats().last_nonfinite is None
+                assert_agreed(scaler.get_scale())
 
 
 def a_sharded_scaler_is_that_of_torch_and_ours(rank: int) -> None:

@@ -43,6 +43,7 @@ CHECKS = {
     "process_group": [
         ranks.a_process_group_makes_ranks_skip_together,
         ranks.a_rank_without_gradients_takes_part,
+        ranks.ranks_with_different_scales_skip_and_say_so,
         ranks.a_sharded_scaler_is_that_of_torch_and_ours,
     ],
     "dead-rank": [ranks.a_dead_rank_is_an_error_on_the_others],

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "a number of the scaler out of its range, in setters, `update` and loads too": "its numbers "
     "are in their ranges",
     "what is no type of a device in `GradScaler(device)`": "its device is the CPU",
+    "ranks with different scales, under `ShardedGradScaler`": "it has one rank",
     "a step inside an open `torch.autocast` scope": "its losses are not cast",
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
