@@ -43,8 +43,7 @@ ROWS = [
     f"{optimizer}, {count} tensors, {form}{cold}"
     for optimizer, count, form, cold in product(OPTIMIZERS, COUNTS, FORMS, ("", ", cold"))
 ]
-NUMEL = 64
-SWEPT = 16_000_000  # float32
+NUMEL, SWEPT = 64, 16_000_000  # float32
 HEADINGS = ("before", "after", "ratio", "itself")
 SIDES = ("before", "after", "before again", "after again")
 
@@ -98,21 +97,22 @@ def serve() -> None:
             continue
         if row not in steps:
             steps[row] = make_step(row, swept)
-        # Short, as pauses of a busy machine are. Another process had the caches: the first warms.
-        number = 3 if row.endswith("cold") else max(2, 40 // int(row.split()[1]))
-        steps[row]()
-        print(sum(steps[row]() for _ in range(number)) / number, flush=True)
+            steps[row]()  # makes the states
+        # Few, since a busy machine pauses often. Another process has had the caches since.
+        warming = 0 if row.endswith("cold") else 1
+        number = warming + max(2, warming * 40 // int(row.split()[1]))
+        times = [steps[row]() for _ in range(number)][warming:]
+        print(sum(times) / len(times), flush=True)
 
 
 def build(commit: str) -> Path:
     """Returns the folder that a commit is built in, in place."""
-    ask = ["git", "rev-parse", "--verify", f"{commit}^{{commit}}"]
-    name = subprocess.run(ask, cwd=ROOT, stdout=-1, text=True, check=True).stdout.strip()
+    name = subprocess.check_output(["git", "rev-parse", f"{commit}^0"], cwd=ROOT, text=True).strip()
     folder = ROOT / "build" / "time_host" / name
     if not (folder / "amp_ext" / "_build_info.json").is_file():  # which a build writes last
         folder.mkdir(parents=True, exist_ok=True)
-        archive = subprocess.run(["git", "archive", name], cwd=ROOT, stdout=-1, check=True)
-        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        archive = subprocess.check_output(["git", "archive", name], cwd=ROOT)
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         print(f"building {name[:12]} in {folder}", flush=True)
         with (folder / "build.log").open("w") as log:
             command = [sys.executable, "setup.py", "build_ext", "--inplace"]
@@ -170,8 +170,8 @@ def main() -> None:
     parser.add_argument("--against", metavar="COMMIT", default="HEAD", help="builds and times it")
     parser.add_argument("--installed", metavar="FOLDER", type=Path, help="times this one instead")
     parser.add_argument("--rows", default="", help="regular expression that a row's name matches")
-    parser.add_argument("--rounds", type=int, default=10, help="processes of each side")
-    parser.add_argument("--turns", type=int, default=10, help="measurements of a row in each")
+    parser.add_argument("--rounds", type=int, default=8, help="processes of each side")
+    parser.add_argument("--turns", type=int, default=6, help="measurements of a row in each")
     parser.add_argument("--quick", action="store_true", help="one round of three turns")
     parser.add_argument("--output", type=Path, help="also writes the table: .md, or .json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

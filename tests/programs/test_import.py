@@ -136,3 +136,9 @@ def test_a_damaged_note_of_the_build_does_no_harm(tmp_path, monkeypatch, note):
     (tmp_path / "_build_info.json").write_text(note)
     monkeypatch.setattr(binary, "__file__", str(tmp_path / "binary.py"))
     assert binary.load_binary() is amp_ext._C
+
+
+@pytest.mark.slow
+def test_the_compiler_of_torch_is_not_imported(run_module, tmp_path):
+    (tmp_path / "look.py").write_text("import sys, amp_ext\nprint('torch._dynamo' in sys.modules)")
+    assert run_module("look", folder=tmp_path).stdout == "False\n"
