@@ -10,12 +10,14 @@ from amp_ext.patch import patch_torch
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 
 if TYPE_CHECKING:
+    from amp_ext.load_planner import LoadPlanner
     from amp_ext.sharded_grad_scaler import ShardedGradScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GradScaler",
+    "LoadPlanner",
     "ScalerHistory",
     "ScalerStats",
     "ShardedGradScaler",
@@ -35,6 +37,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads what needs torch's distributed parts when it is asked for."""
+    if name == "LoadPlanner":
+        from amp_ext.load_planner import LoadPlanner
+
+        return LoadPlanner
     if name == "ShardedGradScaler":
         from amp_ext.sharded_grad_scaler import ShardedGradScaler
 

@@ -57,6 +57,7 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
             does not fit.
     """
     _check_layout(optimizer, state_dict)
+    state_dict = _with_empty_groups(optimizer, state_dict)
     _check_writer(optimizer, state_dict)
     saved_groups, saved_states = _with_own_steps(state_dict)
     _check_lengths(optimizer, saved_groups)
@@ -92,6 +93,20 @@ def _check_layout(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> N
             _check_kind(key, Hashable, f"{where}['params'] must have keys of state")
             state = states.get(key, {})
             _check_kind(state, (Mapping, type(None)), f"{operation}: state[{key!r}] must be a dict")
+
+
+def _with_empty_groups(
+    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Gives groups without parameters the options of the optimizer where torch has lost them.
+
+    ``set_optimizer_state_dict`` does, unless the group is the last one.
+    """
+    groups = list(state_dict["param_groups"])
+    for index, group in enumerate(optimizer.param_groups[: len(groups)]):
+        if groups[index] == {"params": []}:
+            groups[index] = {**group, "params": []}
+    return {**state_dict, "param_groups": groups}
 
 
 def _check_writer(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:

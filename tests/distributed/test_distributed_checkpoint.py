@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from rows import rows
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.checkpoint.api import CheckpointException
+
+import amp_ext
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning")
 
@@ -82,8 +84,8 @@ def steps_of(optimizer: Optimizer) -> list[float]:
     return [state["step"].item() for state in optimizer.state.values() if "step" in state]
 
 
-def load(content: dict[str, Any], folder: Path, partly: bool = False) -> None:
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=partly)
+def load(content: dict[str, Any], folder: Path, lacks_options: bool = False) -> None:
+    planner = amp_ext.LoadPlanner() if lacks_options else dcp.DefaultLoadPlanner()
     dcp.load(content, checkpoint_id=folder, planner=planner)
 
 
@@ -128,31 +130,120 @@ def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
     assert_same_bits(optimizer, plain)
 
 
-@pytest.mark.parametrize("how", WAYS)
-@few_optimizers
-def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, options, how):
-    def carry(saver, loader, folder):
-        model, optimizer = saver
-        state = of_torch.get_optimizer_state_dict(model, optimizer, options=how)
-        dcp.save({"state": state}, checkpoint_id=folder)
-        fresh_model, fresh = loader
-        fresh_model.load_state_dict(model.state_dict())
-        content = {"state": of_torch.get_optimizer_state_dict(fresh_model, fresh, options=how)}
-        load(content, folder, partly=True)  # each side has options that the other lacks
-        of_torch.set_optimizer_state_dict(fresh_model, fresh, content["state"], options=how)
+# Files that lack some options of ours.
 
-    other = make(name, F32, cases.theirs, **options)
-    train_trainable([other[1]], 2)
-    mine = make(name, F32, **options)
-    carry(other, mine, tmp_path / "theirs")
-    for param, twin in zip(params_of(mine[1]), params_of(other[1]), strict=True):
-        for key, tensor in other[1].state.get(twin, {}).items():
-            assert same_bits(mine[1].state[param][key], tensor), key
-    back = make(name, F32, cases.theirs, **options)
-    carry(mine, back, tmp_path / "ours")
-    for param, twin in zip(params_of(back[1]), params_of(mine[1]), strict=True):
-        for key, tensor in back[1].state[param].items():
-            assert same_bits(mine[1].state[twin][key], tensor), key
+
+PLAIN_AND_FLAT = pytest.mark.parametrize("how", WAYS[:2])
+NEW_OPTIONS = {
+    "adamw": ("AdamW", {}, ()),
+    "lion": ("Lion", {}, ()),
+    "momentum": ("SGD", {"momentum": 0.9}, ("decoupled_weight_decay",)),  # torch's SGD has no such
+}
+
+
+def without(state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns a state dict without some options of groups, or keys of states, flattened or not."""
+    if "state" not in state:
+        return {key: state[key] for key in state if key.rpartition(".")[2] not in names}
+
+    def cut(each: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in each.items() if key not in names}
+
+    states = {key: cut(each) for key, each in state["state"].items()}
+    return {"state": states, "param_groups": [cut(group) for group in state["param_groups"]]}
+
+
+def carried(
+    saver: tuple[nn.Module, Optimizer],
+    loader: tuple[nn.Module, Optimizer],
+    folder: Path,
+    how: of_torch.StateDictOptions,
+    missing: Collection[str] = (),
+    lacks_options: bool = True,
+) -> Optimizer:
+    """Loads what one side saves, less some keys, into another, which it returns."""
+    loader[0].load_state_dict(saver[0].state_dict())
+    state = of_torch.get_optimizer_state_dict(*saver, options=how)
+    dcp.save({"o": without(state, missing)}, checkpoint_id=folder)
+    content = {"o": of_torch.get_optimizer_state_dict(*loader, options=how)}
+    load(content, folder, lacks_options)
+    of_torch.set_optimizer_state_dict(*loader, content["o"], options=how)
+    return loader[1]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@cases.each_class_in_torch
+def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, options, how):
+    kept = {"max_grad_norm": 2.0, "rounding": "nearest"}
+    sides = [make(name, F32, package, **options) for package in (cases.theirs, cases.theirs)]
+    train_trainable([sides[0][1]], 2)
+    mine = make(name, F32, **options, **kept)
+    carried(sides[0], mine, tmp_path / "theirs", how)
+    carried(mine, sides[1], tmp_path / "ours", how, lacks_options=False)
+    for left, right in ((sides[0], mine), (mine, sides[1])):
+        for twin, param in zip(*map(params_of, (left[1], right[1])), strict=True):
+            state = right[1].state.get(param, {})
+            for key, tensor in left[1].state.get(twin, {}).items():
+                assert same_bits(state[key], tensor), key
+    for group in mine[1].param_groups:
+        assert {key: group[key] for key in kept} == kept
+
+
+@PLAIN_AND_FLAT
+@pytest.mark.parametrize(("name", "options", "more"), rows(NEW_OPTIONS))
+def test_a_folder_from_before_our_options_is_loaded(tmp_path, name, options, more, how):
+    kept = {"clip_value": 3.0, "skip_nonfinite": True}
+    saver, loader = make(name, BF16, **options), make(name, BF16, **options, **kept)
+    train_trainable([saver[1]], 2)
+    loaded = carried(saver, loader, tmp_path, how, {*amp_ext.ops.configured_options(), *more})
+    assert_same_bits(loaded, saver[1])
+    for group in loaded.param_groups:
+        assert {key: group[key] for key in kept} == kept
+
+
+MISSING = rows(
+    {
+        "moment": ("AdamW", "exp_avg_sq"),
+        "counter": ("AdamW", "step"),
+        "master": ("AdamW", "master_param"),
+        "option-of-torch": ("AdamW", "betas"),
+        "decay-of-torchs-adam": ("Adam", "decoupled_weight_decay"),
+    }
+)
+
+
+@PLAIN_AND_FLAT
+@pytest.mark.parametrize(("name", "missing"), MISSING)
+def test_all_else_that_a_folder_lacks_is_an_error(tmp_path, name, missing, how):
+    saver, loader = make(name, BF16), make(name, BF16)
+    train_trainable([saver[1]], 2)
+    loader[0].load_state_dict(saver[0].state_dict())
+    loader[1].init_state()
+    before = cases.bits_of(loader[1])
+    with pytest.raises(CheckpointException, match=rf"Missing key .*\.{missing}\."):
+        carried(saver, loader, tmp_path, how, {missing, "rounding"})
+    assert_same_bits(loader[1], before)
+
+
+@pytest.mark.parametrize("package", [cases.theirs, ours])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_group_without_parameters_keeps_its_options(tmp_path, place, package):
+    """Of flattened ones torch can't be asked: it takes the name of each group's first parameter."""
+
+    def side(package: Any, lr: float) -> tuple[nn.Module, Optimizer]:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        groups = [{"params": list(part.parameters()), "lr": lr + 1.0} for part in model]
+        groups.insert(place, {"params": []})
+        return model, package("AdamW")(groups, lr)
+
+    saver, loader = side(package, 0.25), side(ours, 0.5)
+    train_trainable([saver[1]], 2)
+    loaded = carried(saver, loader, tmp_path, of_torch.StateDictOptions())
+    rates = [group["lr"] for group in loaded.param_groups]
+    assert rates.pop(place) == (0.25 if place == 2 else 0.5)  # torch loses it before the others
+    assert rates == [1.25, 1.25]
+    assert loaded.param_groups[place].keys() == loaded.param_groups[place - 1].keys()
+    train_trainable([loaded], 1)
 
 
 # States in codes.

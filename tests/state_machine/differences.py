@@ -37,6 +37,7 @@ ELSEWHERE = {
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
     "states, and tensors of a scaler, made in `torch.inference_mode()`": "it does not enter it",
+    "a group without parameters in `set_optimizer_state_dict`": "its groups have parameters",
     "an option of a wrong type or NaN, in a group too": "its options are right",
     "`foreach=`, `fused=`, `capturable=`": "its optimizers are made without",
 }
