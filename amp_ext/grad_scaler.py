@@ -446,10 +446,10 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: If nothing was scaled, or no step or ``unscale_`` looked at gradients,
                 or a tensor is not one that torch takes.
-            RuntimeError: If ranks of ``process_group`` had different scales, as of the last update
-                that the device has finished. The iteration has ended then.
-            ValueError: If ``new_scale`` is negative, NaN, or too large for float32. A tensor on a
-                GPU is not read.
+            RuntimeError: If a number is finite but does not fit float32. Or if ranks of
+                ``process_group`` had different scales, as of the last update that the device has
+                finished: the iteration has ended then.
+            ValueError: If ``new_scale`` is negative, NaN or inf. A tensor on a GPU is not read.
             TypeError: If it is no number. The iteration is as it was after any other of these.
         """
         if not self._enabled:

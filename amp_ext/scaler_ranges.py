@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_ext import ops
@@ -13,6 +14,7 @@ from amp_ext.plain_numbers import is_number, plain
 __all__ = ["as_number", "check_range", "checked"]
 
 _COUNTS = ("growth_interval", "hysteresis", "warn_after", "_growth_tracker", "_hysteresis_tracker")
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def checked(operation: str, name: str, value: Any, wrong_type: type = TypeError) -> Any:
@@ -26,6 +28,7 @@ def checked(operation: str, name: str, value: Any, wrong_type: type = TypeError)
 
     Raises:
         ValueError: If it is out of range.
+        RuntimeError: If it is a new scale that is finite but does not fit float32, as in torch.
     """
     value = as_number(operation, name, value, wrong_type)
     check_range(operation, name, value)
@@ -46,12 +49,14 @@ def as_number(operation: str, name: str, value: Any, wrong_type: type = TypeErro
 
 
 def check_range(operation: str, name: str, value: float) -> None:
-    """Raises ValueError if a number is out of range; the arguments are those of :func:`checked`."""
+    """Raises if a number is out of range; the arguments are those of :func:`checked`."""
     try:
         is_too_large = name in _COUNTS and value >= 2**63  # to which double rounds what fits
         text = _text(operation, name, math.inf if is_too_large else float(value), value)
     except OverflowError:
         text = _text(operation, name, math.inf, value)
+    if text and name == "new_scale" and _LARGEST_SCALE < value < math.inf:
+        raise RuntimeError(text)
     if text:
         raise ValueError(text)
 

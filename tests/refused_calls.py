@@ -152,7 +152,7 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
     **{
         f"update by {value!r}": (
             scaler("scale", "step", ("update", value), min_scale=64.0),
-            ValueError,
+            RuntimeError if value == 1e39 else ValueError,
             f"GradScaler.update: new_scale {OF_SCALE} {float(value)}",
         )
         for value in (
