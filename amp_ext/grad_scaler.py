@@ -8,7 +8,7 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from amp_ext.hand_over import (
     NOTHING_WAS_LOOKED_AT,
     HandOver,
     UnscalesInStep,
+    optimizer_inside,
     sum_of_flags,
     unscaling_optimizer,
 )
@@ -35,7 +36,12 @@ from amp_ext.interrupts import (
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.put_back import Before
 from amp_ext.scaler_ranges import as_number, check_range, checked
-from amp_ext.scaler_reports import SCALES_DIFFER, OptimizerRecord, ScalerReports
+from amp_ext.scaler_reports import (
+    SCALES_DIFFER,
+    OptimizerRecord,
+    ScalerReports,
+    reference_to,
+)
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
 
@@ -181,6 +187,57 @@ class GradScaler(torch.amp.GradScaler):
                 (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
             )
 
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies outputs by the scale.
+
+        Args:
+            outputs: A tensor, or an iterable of tensors.
+        """
+        if self._enabled and self._per_optimizer_states:  # not so in most loops
+            self._note_scale()
+        return super().scale(outputs)
+
+    @_disable_dynamo
+    def _note_scale(self) -> None:
+        """Notes which gradients are unscaled: those that come from here on may not be."""
+        for _, state in self._states():
+            optimizer = state["of"]() if "unscaled" in state else None
+            if optimizer is not None:
+                has_stepped = state["stage"] is OptState.STEPPED
+                state["unscaled"].note_scale(params_of(optimizer), has_stepped)
+
+    def _state_of(self, optimizer: Any) -> dict[str, Any]:
+        """Returns what is known of an optimizer since the last update.
+
+        torch has it by the id of what it is given, and so have clients. The optimizer inside has
+        the same dict; an id may be that of an object that is gone.
+        """
+        states, inside = self._per_optimizer_states, optimizer_inside(optimizer)
+        state = states.get(id(optimizer))
+        if inside is optimizer:  # as most are
+            if state is None:
+                return states[id(optimizer)]
+            if "of" not in state or state["of"]() is optimizer:
+                return state
+        for key in {id(optimizer), id(inside)}:
+            state = states.get(key)
+            if state is not None and "of" in state and state["of"]() is not inside:
+                states[-id(state)] = states.pop(key)  # for the update to count
+        state = states.get(id(optimizer))
+        if state is None or state == _refresh_per_optimizer_state():
+            state = states[id(inside)]
+        state.update(_names(inside))
+        states[id(optimizer)] = states[id(inside)] = state
+        return state
+
+    def _states(self) -> Iterable[tuple[int, dict[str, Any]]]:
+        """Returns what is known of each optimizer, once, behind the id of the one inside."""
+        states = self._per_optimizer_states.items()
+        if len(states) < 2:
+            return states
+        once = {id(state): (state.get("key", key), state) for key, state in states}
+        return once.values()
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscales an optimizer's gradients in place and looks for inf and NaN among them.
 
@@ -189,23 +246,26 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If nothing was scaled.
-            RuntimeError: If they were unscaled, also in part, or the optimizer stepped, since the
-                last update, or one is complex.
+            RuntimeError: If they were unscaled, also in part or with another optimizer, or the
+                optimizer stepped, since the last update, or one is complex.
             ValueError: If a gradient is float16.
         """
         if not self._enabled:
             return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
         self._look_after_interrupts("unscale_", optimizer)
+        self._check_still_scaled("unscale_", optimizer, state)
         try:
             # By its class, past that of FSDP1, which would reduce what is reduced here.
             _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         except BaseException:  # an interrupt: nobody knows what has been unscaled
-            state = self._per_optimizer_states.get(id(optimizer), {})
             if "in_part" in state and state["stage"] is OptState.READY:
                 state["in_part"] = MarkedGrads(optimizer)
             raise
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        self._reports.record_of(optimizer, scale)  # also after someone's own way of looking
+        # Also after someone's own way of looking.
+        self._reports.record_of(optimizer_inside(optimizer), scale)
         self._agree_over_group(optimizer)
 
     def _reduces_over(self) -> Any:
@@ -222,7 +282,7 @@ class GradScaler(torch.amp.GradScaler):
             scale, _ = self._check_scale_growth_tracker("unscale_")
             flags, differ = all_reduce_flags(flags, scale, group)
             state["found_inf_per_device"] = flags
-            record = self._reports.record_of(optimizer, scale)
+            record = self._reports.record_of(optimizer_inside(optimizer), scale)
             for device in flags:
                 first = record.first_nonfinite(device)
                 first.masked_fill_(differ.to(device, non_blocking=True), SCALES_DIFFER)
@@ -241,11 +301,9 @@ class GradScaler(torch.amp.GradScaler):
         grads, sharded_over = _gradients(optimizer, allow_fp16)
         state = self._per_optimizer_states.get(id(optimizer), {})
         # By what they are: after a change of groups another parameter may be in the same place.
-        state["had_grad"] = {
-            id(param)
-            for param, grad in zip(params_of(optimizer), grads, strict=True)
-            if grad is not None
-        }
+        state.update(
+            _names(optimizer_inside(optimizer)), unscaled=ops.UnscaledGrads(params_of(optimizer))
+        )
         if not _are_ours(grads):
             _refuse_complex(optimizer, grads)
             theirs = super()._unscale_grads_
@@ -254,7 +312,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         record = None
         if self._scale is not None:
-            record = self._reports.record_for_look(optimizer, self._scale)
+            record = self._reports.record_for_look(optimizer_inside(optimizer), self._scale)
 
         def unscale(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
             factor = inv_scale.to(flag.device, non_blocking=True)
@@ -267,15 +325,16 @@ class GradScaler(torch.amp.GradScaler):
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            self._reports.record_of(optimizer, scale)
+            self._reports.record_of(optimizer_inside(optimizer), scale)
             super()._check_inf_per_device(optimizer)  # someone's own way of looking
             return self._agree_over_group(optimizer)
         found_inf = self._no_overflow
         if found_inf is None:  # somebody has set the scale by hand
             found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        record = self._reports.record_for_look(optimizer, scale)
         state = self._per_optimizer_states[id(optimizer)]
-        unscaling = unscaling_optimizer(optimizer)
+        unscaling: Any = unscaling_optimizer(optimizer)
+        inside = optimizer_inside(optimizer) if unscaling is None else unscaling
+        record = self._reports.record_for_look(inside, scale)
         if unscaling is not None:
             look = unscaling.look_at_gradients(found_inf, scale)
             flags = dict(look.found_infs)
@@ -313,12 +372,14 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: If nothing was scaled, or the optimizer had no gradient to look at.
             RuntimeError: If it has stepped since the last update, ``closure`` is given, a gradient
-                is complex, or one came after ``unscale_``: it may still be scaled.
+                is complex, or may not be as the optimizer expects it: it came after ``unscale_``,
+                or was written or replaced after a later :meth:`scale`, and may still be scaled; or
+                it was unscaled with another optimizer.
             TypeError: If an object hides the optimizer that the scale is for.
         """
         if not self._enabled or "closure" in kwargs or self._scale is None:
             return super().step(optimizer, *args, **kwargs)  # passes through, or raises
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         try:
             return self._step(optimizer, state, args, kwargs)
         except BaseException:  # an interrupt, say: the next gradients are not unscaled as these are
@@ -334,8 +395,10 @@ class GradScaler(torch.amp.GradScaler):
         self._look_after_interrupts("step", optimizer)
         was_unscaled = state["stage"] is OptState.UNSCALED and "left_unscaled" in state
         if was_unscaled and not state["left_unscaled"].are_there(optimizer):
-            state.clear()  # all gradients are new: scaled, and not looked at
+            # All gradients are new: scaled, and not looked at.
+            state.clear()
             state.update(_refresh_per_optimizer_state())
+            state.update(_names(optimizer_inside(optimizer)))
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
         if (
@@ -353,6 +416,7 @@ class GradScaler(torch.amp.GradScaler):
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
         scale, _ = self._check_scale_growth_tracker("step")
         if state["stage"] is OptState.READY:
+            self._check_still_scaled("step", optimizer, state)
             state.pop("look", None)
             self._check_inf_per_device(optimizer)
             look = state.get("look")
@@ -393,19 +457,41 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
-        was_looked_at = bool(state["found_inf_per_device"])
-        had_grad = state.get("had_grad")  # None after someone's own way of looking
-        if was_looked_at and had_grad is None:
-            return
-        for number, param in enumerate(params_of(optimizer)):
-            if param.grad is None or (had_grad and id(param) in had_grad):
-                continue
-            if not was_looked_at:
+        params = params_of(optimizer)
+        if not state["found_inf_per_device"]:
+            if any(param.grad is not None for param in params):
                 raise AssertionError(NOTHING_WAS_LOOKED_AT)
+            return
+        unscaled = state.get("unscaled")
+        if unscaled is None:  # after someone's own way of looking
+            return
+        late = unscaled.first_late(params)
+        if late is not None:
             raise RuntimeError(
-                f"GradScaler: the gradient of {name_of_param(optimizer, number)} must be there "
+                f"GradScaler: the gradient of {name_of_param(optimizer, late)} must be there "
                 "when unscale_() is called, got it later: it may still be scaled"
             )
+        written = unscaled.first_written(params)
+        if written is not None:
+            raise RuntimeError(
+                f"GradScaler: the gradient of {name_of_param(optimizer, written)} must be as "
+                "unscale_() left it when the next loss is scaled, got one that was written or "
+                "replaced since: it may carry the scale; call optimizer.zero_grad() and update(), "
+                "and backward anew"
+            )
+
+    def _check_still_scaled(self, operation: str, optimizer: Any, state: dict[str, Any]) -> None:
+        """Refuses gradients that were unscaled as those of another optimizer."""
+        for _, other in self._states() if len(self._per_optimizer_states) > 1 else ():
+            if other is state or "unscaled" not in other:
+                continue
+            number = other["unscaled"].first_unscaled(params_of(optimizer))
+            if number is not None:
+                raise RuntimeError(
+                    f"GradScaler.{operation}: the gradient of {name_of_param(optimizer, number)} "
+                    "must carry the scale, got one that was unscaled with another optimizer, which "
+                    "has this parameter too: give each parameter to one optimizer"
+                )
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether a step since the last update has written, or may have."""
@@ -547,7 +633,7 @@ class GradScaler(torch.amp.GradScaler):
         first_nonfinites: list[Tensor | None] = []
         slots: list[int] = []
         elsewhere: list[Tensor] = []
-        for key, state in self._per_optimizer_states.items():
+        for key, state in self._states():
             record = self._reports.record_for_update(key, scale)
             for device, found_inf in state["found_inf_per_device"].items():
                 first = record.first_nonfinites.get(device)
@@ -603,7 +689,8 @@ class GradScaler(torch.amp.GradScaler):
             return False
         if wait:
             self._reports.wait(self._scale)
-        return self._reports.step_skipped(optimizer)
+        inside = None if optimizer is None else optimizer_inside(optimizer)
+        return self._reports.step_skipped(inside)
 
     def stats(self, *, wait: bool = False) -> ScalerStats:
         """Returns counts of steps and skips, the limits of the scale and the last bad tensor.
@@ -818,6 +905,11 @@ def _step_with_attributes(
         if before is not None and not hand_over.is_spent:
             optimizer.grad_scale = before
     return returned
+
+
+def _names(inside: Any) -> dict[str, Any]:
+    """Returns what tells in a state whose it is."""
+    return {"key": id(inside), "of": reference_to(inside)}
 
 
 def _inner(optimizer: Any) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     "HandedAttribute",
     "Look",
     "UnscalesInStep",
+    "optimizer_inside",
     "sum_of_flags",
     "unscaling_optimizer",
 ]
@@ -91,6 +92,26 @@ def unscaling_optimizer(optimizer: Any) -> UnscalesInStep | None:
         optimizer: The optimizer itself, or an object that delegates to it.
     """
     return getattr(getattr(optimizer, "accept_hand_over", None), "__self__", None)
+
+
+def optimizer_inside(optimizer: Any) -> Any:
+    """Returns the optimizer that an object stands for: the one that it delegates to, or itself.
+
+    Args:
+        optimizer: The optimizer; an object that delegates to it; or one that shows its groups and
+            has it among its attributes, as a class that derives from ``torch.optim.Optimizer``.
+    """
+    inside = unscaling_optimizer(optimizer)
+    if inside is not None:
+        return inside
+    inside = getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", optimizer)
+    if inside is not optimizer:
+        return optimizer_inside(inside)
+    for other in getattr(optimizer, "__dict__", {}).values():
+        is_optimizer = isinstance(other, torch.optim.Optimizer) and other is not optimizer
+        if is_optimizer and other.param_groups is optimizer.param_groups:
+            return optimizer_inside(other)
+    return optimizer
 
 
 def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | int:

@@ -102,7 +102,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def __getattr__(name: str) -> Any:
     """Gives the scaler and the optimizers what they need of the binary beside the operations."""
-    classes = ("KeptStates", "NO_TENSOR", "Plan", "ScalerMonitor")
+    classes = ("KeptStates", "NO_TENSOR", "Plan", "ScalerMonitor", "UnscaledGrads")
     policies = ("configured_options", "other_writer", "wanted_of_scaler")
     if name in (*classes, *policies) or name.endswith("Hyperparameters"):
         return getattr(_C, name)

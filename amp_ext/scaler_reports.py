@@ -16,7 +16,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 
-__all__ = ["SCALES_DIFFER", "OptimizerRecord", "ScalerReports"]
+__all__ = ["SCALES_DIFFER", "OptimizerRecord", "ScalerReports", "reference_to"]
 
 _LOGGER = logging.getLogger("amp_ext")
 
@@ -100,7 +100,7 @@ class ScalerReports:
         """
         record = self._known(optimizer)
         if record is None:
-            record = self._add(id(optimizer), _reference_to(optimizer), scale)
+            record = self._add(id(optimizer), reference_to(optimizer), scale)
         return record
 
     def record_for_look(self, optimizer: torch.optim.Optimizer, scale: Tensor) -> OptimizerRecord:
@@ -243,7 +243,8 @@ class ScalerReports:
         )
 
 
-def _reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer | None]:
+def reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer | None]:
+    """Returns what gives an optimizer as long as it is there."""
     try:
         return weakref.ref(optimizer)
     except TypeError:  # something that only looks like an optimizer

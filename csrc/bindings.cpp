@@ -20,6 +20,7 @@
 #include "plan.h"
 #include "scaler_monitor.h"
 #include "scaler_ranges.h"
+#include "unscaled_grads.h"
 #include "writers.h"
 
 namespace py = pybind11;
@@ -44,6 +45,24 @@ bool take_params(Plan& plan, const std::vector<py::object>& groups) {
     ++group_index;
   }
   return number == plan.number_of_params();
+}
+
+// The gradients of parameters, each as the tensor that holds its numbers here.
+std::vector<ParamGrad> grads_of(const std::vector<py::handle>& params) {
+  std::vector<ParamGrad> grads;
+  for (const py::handle param : params) {
+    at::Tensor grad = THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl()->grad();
+    int64_t version = grad.defined() ? version_of(grad) : 0;
+    if (grad.defined() && grad.key_set().has(c10::DispatchKey::Python)) {
+      const auto wrapper = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+      const py::object local = py::getattr(wrapper, "_local_tensor", py::none());
+      if (!local.is_none()) grad = THPVariable_Unpack(local.ptr());
+      version += version_of(grad);
+    }
+    if (grad.defined() && grad.is_sparse()) grad = grad._values();
+    grads.push_back({param.ptr(), std::move(grad), version});
+  }
+  return grads;
 }
 
 std::vector<LookResult> check_finite(Plan& plan, const at::Tensor& found_inf,
@@ -361,6 +380,36 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<RoundedParams> rounded_params(module, "RoundedParams");
   py::class_<ScaledGrads> scaled_grads(module, "ScaledGrads");
+
+  py::class_<UnscaledGrads>(module, "UnscaledGrads")
+      .def(py::init([](const std::vector<py::handle>& params) {
+             return UnscaledGrads(grads_of(params));
+           }),
+           py::arg("params"))
+      .def(
+          "note_scale",
+          [](UnscaledGrads& unscaled, const std::vector<py::handle>& params, bool has_stepped) {
+            unscaled.note_scale(grads_of(params), has_stepped);
+          },
+          py::arg("params"), py::arg("has_stepped"))
+      .def(
+          "first_late",
+          [](const UnscaledGrads& unscaled, const std::vector<py::handle>& params) {
+            return unscaled.first_late(grads_of(params));
+          },
+          py::arg("params"))
+      .def(
+          "first_written",
+          [](const UnscaledGrads& unscaled, const std::vector<py::handle>& params) {
+            return unscaled.first_written(grads_of(params));
+          },
+          py::arg("params"))
+      .def(
+          "first_unscaled",
+          [](const UnscaledGrads& unscaled, const std::vector<py::handle>& params) {
+            return unscaled.first_unscaled(grads_of(params));
+          },
+          py::arg("params"));
 
   auto plan = py::class_<Plan>(module, "Plan");
   plan.def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),

@@ -57,24 +57,6 @@ struct ParamState {
 // optimizer.
 enum class Naming { kLists, kGroups };
 
-// A tensor at some time, without a reference to it. That to its storage keeps another from taking
-// its place in memory unnoticed, but not its elements alive.
-struct SeenTensor {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  int64_t version;
-
-  static void remember(std::optional<SeenTensor>& seen, const at::Tensor& tensor, int64_t version) {
-    if (seen.has_value() && seen->storage._unsafe_get_target() == storage_of(tensor)) {
-      seen->version = version;
-    } else {
-      seen = {tensor.storage().getWeakStorageImpl(), version};
-    }
-  }
-  bool is(const at::Tensor& tensor, int64_t version_now) const {
-    return storage._unsafe_get_target() == storage_of(tensor) && version == version_now;
-  }
-};
-
 // The parameters of a plan as they were when their masters were last rounded to them, by what their
 // owner knows them by. It outlives the plan: who writes a master has written what comes next, also
 // where another plan takes it.

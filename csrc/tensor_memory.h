@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/COWDeleter.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <functional>
@@ -90,6 +91,24 @@ inline int64_t version_of(const at::Tensor& tensor) {
 inline void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
+
+// A tensor at some time, without a reference to it. That to its storage keeps another from taking
+// its place in memory unnoticed, but not its elements alive.
+struct SeenTensor {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  int64_t version;
+
+  static void remember(std::optional<SeenTensor>& seen, const at::Tensor& tensor, int64_t version) {
+    if (seen.has_value() && seen->storage._unsafe_get_target() == storage_of(tensor)) {
+      seen->version = version;
+    } else {
+      seen = {tensor.storage().getWeakStorageImpl(), version};
+    }
+  }
+  bool is(const at::Tensor& tensor, int64_t version_now) const {
+    return storage._unsafe_get_target() == storage_of(tensor) && version == version_now;
+  }
+};
 
 // Lets tensors be made normal ones, without autograd: those that are made in inference mode can't
 // be written after it, nor saved for a backward pass. Nothing of the caller's is to be written

@@ -17,7 +17,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <unordered_set>
 #include <utility>
 
 #include "autocast_cache.h"
@@ -26,6 +25,7 @@
 #include "scaler_monitor.h"
 #include "scaler_ranges.h"
 #include "tensor_memory.h"
+#include "unscaled_grads.h"
 
 namespace amp_ext {
 
@@ -62,6 +62,19 @@ void check_options(const GradScalerOptions& options) {
               options.init_scale(), ", min_scale=", smallest, ", max_scale=", largest);
   TORCH_CHECK(options.device() == at::kCPU || options.device() == at::kCUDA,
               "GradScaler: device must be cuda or cpu, got ", options.device());
+}
+
+ParamGrad grad_of(const at::Tensor& param) {
+  const at::Tensor& grad = param.grad();
+  return {param.unsafeGetTensorImpl(), grad.defined() && grad.is_sparse() ? grad._values() : grad,
+          grad.defined() ? version_of(grad) : 0};
+}
+
+std::vector<ParamGrad> grads_in(const Optimizer& optimizer) {
+  std::vector<ParamGrad> grads;
+  for_each_param(optimizer,
+                 [&](const at::Tensor& param, int64_t) { grads.push_back(grad_of(param)); });
+  return grads;
 }
 
 // A new tensor with the sum of all devices' flags.
@@ -179,7 +192,8 @@ struct GradScaler::State {
     bool may_have_stepped = false;       // in a step of somebody else that threw
     std::vector<at::Tensor> found_infs;  // one for each device
     std::vector<at::Tensor> first_nonfinites;
-    std::unordered_set<const void*> had_grad;  // parameters, when unscale_ looked
+    std::optional<UnscaledGrads> unscaled;                         // since unscale_
+    std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // when unscale_ looked
     std::optional<MarkedGrads> in_part;        // gradients of an unscale_ that was refused amid it
     std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
   };
@@ -286,6 +300,7 @@ struct GradScaler::State {
     TORCH_CHECK(iteration.stage != Stage::kUnscaled,
                 "unscale_() has already been called on this optimizer since the last update().");
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
+    check_still_scaled("unscale_", iteration);
     const at::Tensor inv_scale = scale.to(at::kDouble).reciprocal().to(at::kFloat);
     bool some_are_unscaled = false;
     try {
@@ -302,23 +317,55 @@ struct GradScaler::State {
       if (some_are_unscaled) iteration.in_part.emplace(optimizer);
       throw;
     }
-    iteration.had_grad.clear();
+    iteration.unscaled.emplace(grads_in(optimizer));
+    iteration.params.clear();
     for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {
-      if (param.grad().defined()) iteration.had_grad.insert(param.unsafeGetTensorImpl());
+      iteration.params.emplace_back(param.getIntrusivePtr());
     });
     iteration.stage = Stage::kUnscaled;
   }
 
   // Refuses gradients that unscale_ has not seen: they may still be scaled.
-  void check_unscaled(const Iteration& iteration) const {
-    const Record& record = *iteration.record;
-    for_each_param(*iteration.optimizer, [&](const at::Tensor& param, int64_t number) {
-      const void* const key = param.unsafeGetTensorImpl();
-      if (!param.grad().defined() || iteration.had_grad.count(key) != 0) return;
-      TORCH_CHECK(!iteration.found_infs.empty(), "No inf checks were recorded for this optimizer.");
-      TORCH_CHECK(false, "GradScaler: the gradient of ", place_in(record.group_sizes, number),
-                  " must be there when unscale_() is called, got it later: it may still be scaled");
-    });
+  void check_unscaled(Iteration& iteration) {
+    const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
+    const auto late = iteration.unscaled->first_late(grads);
+    TORCH_CHECK(!late.has_value() || !iteration.found_infs.empty(),
+                "No inf checks were recorded for this optimizer.");
+    TORCH_CHECK(!late.has_value(), "GradScaler: the gradient of ",
+                place_in(group_sizes_of(*iteration.optimizer), *late),
+                " must be there when unscale_() is called, got it later: it may still be scaled");
+    const auto written = iteration.unscaled->first_written(grads);
+    TORCH_CHECK(!written.has_value(), "GradScaler: the gradient of ",
+                place_in(group_sizes_of(*iteration.optimizer), *written),
+                " must be as unscale_() left it when the next loss is scaled, got one that was "
+                "written or replaced since: it may carry the scale; call optimizer.zero_grad() and "
+                "update(), and backward anew");
+  }
+
+  // Gradients that come from here on may be scaled. Their optimizers may be gone.
+  void note_scale() {
+    for (Iteration& iteration : iterations) {  // none in most loops
+      if (!iteration.unscaled.has_value()) continue;
+      std::vector<ParamGrad> grads;
+      for (const auto& param : iteration.params) {
+        if (auto present = param.lock()) grads.push_back(grad_of(at::Tensor(std::move(present))));
+      }
+      iteration.unscaled->note_scale(grads, iteration.stage == Stage::kStepped);
+    }
+  }
+
+  // Refuses gradients that were unscaled as those of another optimizer: of parameters of both.
+  void check_still_scaled(const char* operation, Iteration& iteration) {
+    if (iterations.size() < 2) return;
+    const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
+    for (const Iteration& other : iterations) {
+      if (&other == &iteration || !other.unscaled.has_value()) continue;
+      const auto number = other.unscaled->first_unscaled(grads);
+      TORCH_CHECK(!number.has_value(), "GradScaler.", operation, ": the gradient of ",
+                  place_in(group_sizes_of(*iteration.optimizer), *number),
+                  " must carry the scale, got one that was unscaled with another optimizer, which "
+                  "has this parameter too: give each parameter to one optimizer");
+    }
   }
 
   // Gradients that a failed step has left were unscaled; new ones are not.
@@ -348,6 +395,7 @@ struct GradScaler::State {
   at::Tensor step_scaled(Iteration& iteration, ScaledStep& scaled, bool grad_mode) {
     at::Tensor grad_scale;
     if (iteration.stage == Stage::kReady) {
+      check_still_scaled("step", iteration);
       grad_scale = scale.clone();
       const at::Tensor none = at::zeros_like(scale);
       std::optional<GradientLook> found = scaled.look_at_gradients(none, scale);
@@ -496,6 +544,7 @@ at::Tensor GradScaler::scale(const at::Tensor& output) {
   State& state = checked("scale");
   if (!state.enabled) return output;
   TORCH_CHECK(output.defined(), "outputs must be a Tensor or an iterable of Tensors");
+  state.note_scale();
   state.make_scale(output.device());
   return output * state.scale.to(output.device(), /*non_blocking=*/true);
 }

@@ -34,6 +34,9 @@ ELSEWHERE = {
     "what is no type of a device in `GradScaler(device)`": "its device is the CPU",
     "ranks with different scales, under `ShardedGradScaler`": "it has one rank",
     "a step inside an open `torch.autocast` scope": "its losses are not cast",
+    "`unscale_` of a wrapper, `step` of the optimizer inside, or the other way round": "a program "
+    "calls its own object only",
+    "`unscale_` of two optimizers that share a parameter": "its optimizers share none",
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
     "states, and tensors of a scaler, made in `torch.inference_mode()`": "it does not enter it",

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from optimizer_cases import AS_TORCH
 from sides import (
     ROWS,
+    UNSCALED,
     Delegate,
     Pair,
     Scalers,
@@ -20,6 +21,7 @@ from sides import (
     assert_exact,
     assert_near,
     error_of,
+    written,
 )
 from steps import HOOKS, Plan, Step
 from torch import Tensor
@@ -205,7 +207,7 @@ class Loops(RuleBasedStateMachine):
         accumulated: bool,
     ) -> None:
         sides, draw = self.sides(which), draws(1000 + seed)
-        factor = self.scalers_of(sides).factor() if scaled else 1.0
+        factor = self.scale_a_loss(self.scalers_of(sides)) if scaled else 1.0
         bucket: list[Tensor] = []
         for index, (_, pair) in enumerate(sides):
             if not pair.mine.requires_grad or some == ["even", "odd"][index % 2 - 1]:
@@ -215,6 +217,13 @@ class Loops(RuleBasedStateMachine):
                 value.view(-1)[0], bad = float(bad), None
             self.give_grad(pair, value.to(pair.mine.dtype), layout, accumulated, bucket)
         self.did("backward")
+
+    def scale_a_loss(self, scalers: Scalers) -> float:
+        for sides in self.all:
+            state = scalers.state_of(sides) if self.scalers_of(sides) is scalers else None
+            if state is not None and state["stage"] is UNSCALED and sides.noted is None:
+                sides.noted = {pair: written(pair.mine.grad) for _, pair in sides.with_grads()}
+        return scalers.factor()
 
     def give_grad(
         self, pair: Pair, grad: Tensor, layout: str, accumulated: bool, bucket: list[Tensor]
@@ -252,7 +261,7 @@ class Loops(RuleBasedStateMachine):
         else:
             scalers.assert_same_error(error, error_of(lambda: scalers.twin.unscale_(sides.twin)))
         if error is None:
-            sides.unscaled = {pair for _, pair in sides.with_grads()}
+            sides.unscaled, sides.noted = {pair for _, pair in sides.with_grads()}, None
         for _, pair in sides.with_grads():
             expected = pair.twin.grad
             assert_near(pair.mine.grad, expected, expected.abs(), "unscale_", pair.mine.dtype)

@@ -111,6 +111,7 @@ class Sides:
         handle: What a user has of our optimizer: it, or an object that delegates to it.
         scaler: Number of the scaler that it is used with.
         unscaled: The parameters that had a gradient at the last ``unscale_``.
+        noted: The gradients when a loss was scaled after ``unscale_``; None if none was.
         scaled: The gradients that the last step with a scale took, as :func:`written` tells them.
         left: After an error in the step of unscaled gradients what was there then: torch's state of
             this optimizer, the gradients with their versions, and the parameters.
@@ -122,6 +123,7 @@ class Sides:
         self.name, self.options = ROWS[row]
         self.own, self.scaler, self.wrap = own, scaler, wrap
         self.unscaled: set[Pair] = set()
+        self.noted: dict[Pair, Any] | None = None
         self.left: tuple[Any, list[tuple[Tensor, int]], set[Parameter]] | None = None
         self.pairs = [[Pair.of(param) for param in params] for params in groups]
         self.mine = self.new_of_ours()

@@ -84,6 +84,7 @@ class Step:
         scalers = plan.scalers
         self.scalers = scalers if scalers is not None and scalers.enabled else None
         self.with_grads = sides.with_grads()
+        self.grads_then = {pair: written(pair.mine.grad) for _, pair in self.with_grads}
         self.is_skipped = False
         self.stepped_grads: dict[Pair, Tensor] = {}
         self.old: dict[Pair, tuple[Tensor, dict[str, Tensor], Tensor | None]] = {}
@@ -92,6 +93,7 @@ class Step:
     def take(self) -> str:
         """Returns what came of it: "stepped", "skipped", "refused" or "interrupted"."""
         self._prepare()
+        self.grads_then = {pair: written(pair.mine.grad) for _, pair in self.with_grads}
         self.is_refused = self._meets_what_an_error_left()
         state = None if self.scalers is None else self.scalers.state_of(self.sides)
         self.stage = READY if state is None else state["stage"]
@@ -270,10 +272,18 @@ class Step:
         return expected
 
     def has_late_grads(self) -> bool:
-        """Returns whether a gradient came after unscale_ and before this step."""
+        """Returns whether a gradient came after unscale_ and before this step.
+
+        Or was written after another loss was scaled: our side can't tell who wrote it.
+        """
         state = None if self.scalers is None else self.scalers.state_of(self.sides)
-        is_unscaled = state is not None and state["stage"] is UNSCALED
-        return is_unscaled and any(pair not in self.sides.unscaled for _, pair in self.with_grads)
+        if state is None or state["stage"] is not UNSCALED:
+            return False
+        unscaled, noted = self.sides.unscaled, self.sides.noted
+        return any(
+            pair not in unscaled or (noted is not None and noted.get(pair) != self.grads_then[pair])
+            for _, pair in self.with_grads
+        )
 
     def _sees_late_overflow(self) -> bool:
         """Returns whether gradients became inf or NaN after the scaler's look, and ours sees it."""

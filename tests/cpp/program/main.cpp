@@ -57,6 +57,8 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(values_survive_a_file),
       AMP_EXT_CHECK(list_operations_are_there),
       AMP_EXT_CHECK(gradients_that_carry_a_scale_are_refused),
+      AMP_EXT_CHECK(gradients_of_a_loss_that_is_scaled_after_unscale_are_refused),
+      AMP_EXT_CHECK(gradients_that_another_optimizer_has_unscaled_are_refused),
       AMP_EXT_CHECK(groups_follow_parameters_that_move),
       AMP_EXT_CHECK(groups_of_another_optimizer_keep_their_options),
       AMP_EXT_CHECK(states_stay_where_they_are),

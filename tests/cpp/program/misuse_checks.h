@@ -18,6 +18,46 @@
 
 namespace checks {
 
+inline void gradients_of_a_loss_that_is_scaled_after_unscale_are_refused() {
+  torch::Tensor param = parameter({0.0});
+  SGD optimizer({param}, SGDOptions(1.0));
+  GradScaler scaler = cpu_scaler();
+  const auto step = [&] { return error_of([&] { scaler.step(optimizer); }); };
+  for (const int change : {0, 1, 2}) {  // replaced, zeroed, none
+    give_grad(param, scaler, 1.0);
+    scaler.unscale_(optimizer);
+    if (change < 2) optimizer.zero_grad(/*set_to_none=*/change == 0);
+    scaler.scale(param.sum()).backward();
+    CHECK_THAT(contains(step(),
+                        "GradScaler: the gradient of group 0, param 0 must be as unscale_() left "
+                        "it when the next loss is scaled, got one that was written or replaced"));
+    scaler.update();
+  }
+  give_grad(param, scaler, 1.0);
+  scaler.unscale_(optimizer);
+  param.mutable_grad().mul_(0.5);
+  scaler.scale(param.sum());  // of another loss
+  CHECK_THAT(step().empty() && param.item<double>() == -0.5);
+}
+
+inline void gradients_that_another_optimizer_has_unscaled_are_refused() {
+  torch::Tensor param = parameter({0.0});
+  torch::optim::SGD first({param}, torch::optim::SGDOptions(1.0));
+  SGD second({param}, SGDOptions(1.0));
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 1.0);
+  scaler.step(first);
+  const std::string wanted =
+      ": the gradient of group 0, param 0 must carry the scale, got one that was unscaled with "
+      "another optimizer";
+  CHECK_THAT(contains(error_of([&] { scaler.step(second); }), "GradScaler.step" + wanted));
+  CHECK_THAT(contains(error_of([&] { scaler.unscale_(second); }), "GradScaler.unscale_" + wanted));
+  give_grad(param, scaler, 1.0);  // new, and scaled
+  scaler.step(second);
+  scaler.update();
+  CHECK_THAT(param.item<double>() == -2.0);
+}
+
 inline void groups_follow_parameters_that_move() {
   std::vector<torch::Tensor> params = {parameter({0.0}), parameter({0.0}), parameter({0.0})};
   std::vector<torch::optim::OptimizerParamGroup> groups;

@@ -1,0 +1,246 @@
+"""Tests of which gradients a scaler knows to be unscaled: once, whoever asks, and no others."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import scaler_cases as cases
+import torch
+from scaler_cases import INF, error_of, filled, params_of, ready
+from torch.amp.grad_scaler import OptState
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext.hand_over import optimizer_inside
+
+
+def our_sgd(params: Any) -> torch.optim.Optimizer:
+    return amp_ext.optim.SGD(params, lr=0.5)
+
+
+def fused_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5, fused=True)
+
+
+def looping_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+every_sgd = cases.over([our_sgd, fused_sgd, looping_sgd])
+
+
+class Delegating:
+    """Has what the optimizer inside has."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self) -> Any:
+        return self.optimizer.step()
+
+
+class Deriving(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its class, which begins nothing of its own."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step()
+
+
+class Sharing(torch.optim.Optimizer):
+    """As torch's PostLocalSGDOptimizer: has the groups of the optimizer inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups, self.optimizer = optimizer.param_groups, optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step()
+
+
+wrappers = pytest.mark.parametrize("wrap", [Delegating, Deriving, Sharing])
+
+
+def values(optimizer: Any) -> list[float]:
+    return params_of(optimizer)[0].tolist()
+
+
+# An object and the optimizer inside are one.
+
+
+@wrappers
+@every_sgd
+@pytest.mark.parametrize("wrapped_call", ["unscale_", "step", "both"])
+@pytest.mark.parametrize("value", [4.0, INF], ids=["clean", "overflow"])
+def test_an_optimizer_is_the_one_inside_an_object(make, wrap, wrapped_call, value, device):
+    inside, scaler = filled(value, device, make), ready(device, growth_interval=1)
+    wrapper = wrap(wrap(inside))
+    assert optimizer_inside(wrapper) is inside
+    scaler.unscale_(inside if wrapped_call == "step" else wrapper)
+    for each in (inside, wrapper):
+        error_of(RuntimeError, scaler.unscale_, each)
+        assert scaler._per_optimizer_states[id(each)]["stage"] is OptState.UNSCALED
+    scaler.step(inside if wrapped_call == "unscale_" else wrapper)
+    assert values(inside) == [0.5 if value == 4.0 else 1.0] * 3
+    for each in (inside, wrapper):
+        error_of(RuntimeError, scaler.step, each)
+    scaler.update()
+    assert scaler.get_scale() == (8.0 if value == 4.0 else 2.0)
+    stats = scaler.stats(wait=True)
+    assert (stats.updates, stats.skips) == (1, int(value == INF))
+    for each in (inside, wrapper):
+        assert scaler.last_step_skipped(each, wait=True) == (value == INF)
+
+
+@wrappers
+@every_sgd
+def test_an_object_that_is_gone_leaves_its_id_to_others(make, wrap, device):
+    first, second = filled(4.0, device, make), filled(INF, device, make)
+    scaler = ready(device)
+    wrapper = wrap(first)
+    scaler.unscale_(wrapper)
+    state = scaler._per_optimizer_states.pop(id(wrapper))
+    other = wrap(second)
+    for each in (second, other):
+        scaler._per_optimizer_states[id(each)] = state  # as if that had been its id
+    del wrapper
+    gc.collect()
+    scaler.unscale_(other)
+    scaler.step(second)
+    scaler.step(first)
+    scaler.update()
+    assert (values(first), values(second)) == ([0.5] * 3, [1.0] * 3)
+    assert scaler.get_scale() == 2.0
+    assert not scaler.last_step_skipped(first, wait=True)
+    assert scaler.last_step_skipped(second, wait=True)
+
+
+@wrappers
+def test_an_optimizer_that_is_gone_is_counted_in_the_update(wrap, device):
+    scaler = ready(device)
+    gone = filled(INF, device, our_sgd)
+    scaler.step(wrap(gone))
+    states = scaler._per_optimizer_states
+    state = states[id(gone)]
+    states.clear()
+    del gone
+    gc.collect()
+    other = filled(4.0, device, our_sgd)
+    states[id(other)] = state  # as if that had been its id
+    scaler.step(other)
+    scaler.update()
+    assert values(other) == [0.5] * 3
+    assert scaler.get_scale() == 2.0
+
+
+@wrappers
+@every_sgd
+def test_what_a_client_writes_into_a_state_holds_for_both(make, wrap, device):
+    inside, scaler = filled(4.0, device, make), ready(device)
+    wrapper = wrap(inside)
+    assert scaler._per_optimizer_states[id(wrapper)]["stage"] is OptState.READY
+    scaler.unscale_(inside)
+    scaler.step(wrapper)
+    fresh = {"stage": OptState.UNSCALED, "found_inf_per_device": {device: torch.zeros(())}}
+    scaler._per_optimizer_states[id(wrapper)] = fresh
+    scaler.step(wrapper)
+    assert values(inside) == [0.0] * 3
+    error_of(RuntimeError, scaler.step, inside)
+
+
+# Gradients that come after unscale_.
+
+MAY_CARRY_THE_SCALE = (
+    "GradScaler: the gradient of group 0, param 0 must be as unscale_() left it when the next loss "
+    "is scaled, got one that was written or replaced since: it may carry the scale; call "
+    "optimizer.zero_grad() and update(), and backward anew"
+)
+
+
+def of_loss(optimizer: Any, scaler: Any) -> None:
+    """A backward pass through a scaled loss, whose gradients are 1."""
+    scaler.scale(params_of(optimizer)[0].sum()).backward()
+
+
+@every_sgd
+@pytest.mark.parametrize("to_none", [True, False, None])
+def test_gradients_of_a_loss_that_is_scaled_after_unscale_are_refused(make, to_none, device):
+    """Torch takes them as they are, still scaled."""
+    optimizer, scaler = filled(4.0, device, make), ready(device)
+    scaler.unscale_(optimizer)
+    if to_none is not None:
+        optimizer.zero_grad(set_to_none=to_none)
+    of_loss(optimizer, scaler)
+    for _ in range(2):
+        assert error_of(RuntimeError, scaler.step, optimizer) == MAY_CARRY_THE_SCALE
+    assert values(optimizer) == [1.0] * 3
+    optimizer.zero_grad()
+    scaler.update()
+    of_loss(optimizer, scaler)
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
+def clipped(optimizer: Any) -> None:
+    amp_ext.clip_grad_norm_(params_of(optimizer), 0.1)
+
+
+def replaced(optimizer: Any) -> None:
+    params_of(optimizer)[0].grad = torch.zeros_like(params_of(optimizer)[0])
+
+
+@every_sgd
+@pytest.mark.parametrize("change", [clipped, replaced], ids=["clipped", "replaced"])
+def test_gradients_that_are_changed_before_a_loss_is_scaled_are_stepped(make, change, device):
+    optimizer, scaler = filled(4.0, device, make), ready(device)
+    scaler.unscale_(optimizer)
+    change(optimizer)
+    of_loss(filled(4.0, device), scaler)  # of another optimizer
+    expected = (1.0 - 0.5 * params_of(optimizer)[0].grad).tolist()
+    scaler.step(optimizer)
+    assert values(optimizer) == expected
+
+
+# Parameters of two optimizers.
+
+
+@cases.over([our_sgd, looping_sgd])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_gradient_that_another_optimizer_has_unscaled_is_refused(make, has_stepped, device):
+    first, scaler = filled(4.0, device), ready(device)
+    second = make([Parameter(torch.ones(1, device=device)), *params_of(first)])
+    scaler.unscale_(first)
+    amp_ext.clip_grad_norm_(params_of(first), 0.5)
+    if has_stepped:
+        scaler.step(first)
+    before = values(first)
+    calls = {"unscale_": scaler.unscale_}
+    if make is our_sgd:
+        calls["step"] = scaler.step
+    for name, call in calls.items():
+        assert error_of(RuntimeError, call, second) == (
+            f"GradScaler.{name}: the gradient of group 0, param 1 must carry the scale, got one "
+            "that was unscaled with another optimizer, which has this parameter too: give each "
+            "parameter to one optimizer"
+        )
+    assert values(first) == before
+    if has_stepped:
+        params_of(first)[0].grad = None
+        of_loss(first, scaler)  # new, and scaled
+        scaler.step(second)
+        assert values(first) == [before[0] - 0.5] * 3
+    scaler.update()
