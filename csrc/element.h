@@ -5,6 +5,7 @@
 #include "functors/clipping.h"
 #include "functors/loss_scale.h"
 #include "functors/numeric.h"
+#include "functors/step_counter.h"
 #include "launches.h"
 
 namespace amp_ext {
@@ -72,10 +73,10 @@ struct TensorConstants {
                : static_cast<double>(*hyperparameters.lr_on_device);
   }
 
-  // The number of this step, from 1. `step` is the number of those taken, or null.
+  // The number of this step, from 1. `step` counts those taken, or is null.
   static AMP_EXT_INLINE double read_step(const CommonHyperparameters& hyperparameters,
                                          const float* step) {
-    return step == nullptr ? hyperparameters.timestep : static_cast<double>(*step) + 1.0;
+    return step == nullptr ? hyperparameters.timestep : steps_of(*step) + 1.0;
   }
 
   // The gradient as the optimizer sees it.

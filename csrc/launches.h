@@ -27,7 +27,7 @@ struct TensorRecord {
   void* master_param = nullptr;     // as `master` says
   void* buffers[kMaxBuffers] = {};  // exp_avg, ...: as many as the kernel has
   uint8_t* exponents = nullptr;     // [numel / kGroupSize], of the buffer of groups, or null
-  float* step = nullptr;            // [1], the number of steps taken, or null
+  float* step = nullptr;            // [1], as functors/step_counter.h counts, or null
   int64_t numel = 0;
   // Index into the launch's hyperparameters; in an operation on gradients alone the number by which
   // it reports this one.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from awkward import BF16, F32, F64, INF, NAN, Dtypes
+from number_codes import counter_of
 from reference import adam, assert_close, clipped, lion, same_bits, sgd, tolerance
 from rows import rows
 from torch import Tensor
@@ -199,7 +200,7 @@ def build(
         shapes: One for each parameter.
         dtypes: Of each parameter and what belongs to it.
         device: Of all tensors.
-        step: The number in the step counters, where the operation has them.
+        step: What the step counters count, where the operation has them.
         bad: Makes a fifth of the gradients' elements inf or NaN.
     """
 
@@ -217,7 +218,7 @@ def build(
     for name in OPERATIONS[operation].buffers(options):
         lists[name] = (squares if name in SQUARES else normal)(dtypes.state)
     if OPERATIONS[operation].keeps_steps(options):
-        lists["steps"] = [torch.tensor(float(step), device=device) for _ in shapes]
+        lists["steps"] = [counter_of(step).to(device) for _ in shapes]
     if dtypes.master:
         lists["master_params"] = masters
     if bad:

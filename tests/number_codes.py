@@ -38,6 +38,16 @@ def times(value: Tensor, factor: int) -> Tensor:
     return value * factor & LOW_32_BITS
 
 
+LAST_COUNT = 2**24
+
+
+def counter_of(steps: int) -> Tensor:
+    """The float32 that counts so many steps: beyond 2^24 each takes the next one there is."""
+    counter = torch.tensor(float(min(steps, LAST_COUNT)))
+    beyond = max(steps - LAST_COUNT, 0)
+    return from_bits((bits_of(counter) + beyond).clamp(max=0x7F7FFFFF), torch.float32)
+
+
 # Bits.
 
 

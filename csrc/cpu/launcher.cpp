@@ -41,7 +41,8 @@ void Launcher::step(const StepLaunch& launch) const {
     return kNoTensor;
   });
   for (int64_t i = 0; i < launch.count; ++i) {
-    if (launch.records[i].step != nullptr) *launch.records[i].step += 1.0f;
+    float* const step = launch.records[i].step;
+    if (step != nullptr) *step = next_counter(*step);
   }
 }
 

@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (!__syncthreads_or(threadIdx.x == 0 && blocks_before == gridDim.x - 1)) return;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
-    if (table.step[i] != nullptr) *table.step[i] += 1.0f;
+    if (table.step[i] != nullptr) *table.step[i] = next_counter(*table.step[i]);
   }
 }
 

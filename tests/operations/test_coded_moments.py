@@ -85,11 +85,12 @@ def assert_steps_as_the_reference(
     assert_same({name: moved(lists, "cpu")[name] for name in same}, {n: wanted[n] for n in same})
 
 
+@pytest.mark.parametrize("taken", [4, 2**24 + 6])
 @coded_steps
 @params
-def test_codes_are_those_of_the_reference(device, operation, options, code, dtypes):
-    lists = moved(build_coded(operation, options, code, dtypes, step=4), device)
-    for step in (5, 6):
+def test_codes_are_those_of_the_reference(device, operation, options, code, dtypes, taken):
+    lists = moved(build_coded(operation, options, code, dtypes, step=taken), device)
+    for step in (taken + 1, taken + 2):
         assert_steps_as_the_reference(operation, lists, options, code, step)
 
 

@@ -20,7 +20,7 @@ from awkward import (
     threads,
 )
 from list_operations import DITHERED_STEPS, STEP, Lists, assert_same, build, copied, run
-from number_codes import dither_words, round_bfloat16, round_float16
+from number_codes import counter_of, dither_words, round_bfloat16, round_float16
 from rows import rows
 from torch import Tensor
 
@@ -63,10 +63,11 @@ def rounded(value: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
     return (round_bfloat16 if dtype == BF16 else round_float16)(value, words)
 
 
+@pytest.mark.parametrize("taken", [2, 2**24 + 4])
 @every_dithered_step
 @narrow
-def test_numbers_are_those_of_the_reference(device, operation, options, dtypes):
-    lists = build(operation, options, SHAPES, dtypes, device, step=2)
+def test_numbers_are_those_of_the_reference(device, operation, options, dtypes, taken):
+    lists = build(operation, options, SHAPES, dtypes, device, step=taken)
     exact = wide(lists)
     run(operation, lists, **options, first_elements=FIRST_ELEMENTS)
     run(operation, exact, **options)
@@ -77,7 +78,7 @@ def test_numbers_are_those_of_the_reference(device, operation, options, dtypes):
             stream = None
         for index, tensor in enumerate(lists[name]):
             value = exact[name][index].cpu()
-            words = stream and dither_words(FIRST_ELEMENTS[index], value.numel(), 3, stream)
+            words = stream and dither_words(FIRST_ELEMENTS[index], value.numel(), taken + 1, stream)
             expected = rounded(value, tensor.dtype, words)
             assert torch.equal(tensor.cpu(), expected), f"{name}[{index}] {tuple(value.shape)}"
 
@@ -145,10 +146,11 @@ def test_numbers_of_all_sizes_are_dithered(device, dtype):
     grads = torch.cat([numbers, -numbers, torch.tensor(special)]).to(device)
     exact = torch.zeros_like(grads)
     ops.sgd_([exact], [grads], lr=1.0)
-    for step in (1, 2, 1000, 2**24 - 2):
+    for step in (1, 2, 1000, *range(2**24 - 2, 2**24 + 3), 2**24 + 2**23 + 1, 2**24 + 2**29):
         param = torch.zeros_like(grads, dtype=dtype)
-        counter = torch.tensor(step - 1.0, device=device)
+        counter = counter_of(step - 1).to(device)
         ops.sgd_([param], [grads], steps=[counter], lr=1.0, dither=True)
+        assert counter.item() == counter_of(step).item()
         words = dither_words(0, grads.numel(), step, "param")
         expected = rounded(exact.cpu(), dtype, words)
         nan = expected.isnan()

@@ -96,15 +96,16 @@ def test_masters_are_those_of_the_reference(device, operation, options, dtype, l
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("taken", [4, 2**24 + 6])
 @states
-def test_the_lower_byte_is_dithered(device, dtype, state):
+def test_the_lower_byte_is_dithered(device, dtype, state, taken):
     numbers = DECAY | {"dither": True}
-    lists = build_split("adam_", DECAY, SHAPES, dtype, 8, state, device, step=4)
+    lists = build_split("adam_", DECAY, SHAPES, dtype, 8, state, device, step=taken)
     exact = joined(lists)
     run("adam_", lists, **numbers, first_elements=FIRST_ELEMENTS)
     run("adam_", exact, **numbers, first_elements=FIRST_ELEMENTS)
     for index, master in enumerate(exact["params"]):
-        words = dither_words(FIRST_ELEMENTS[index], master.numel(), 5, "param")
+        words = dither_words(FIRST_ELEMENTS[index], master.numel(), taken + 1, "param")
         param, low = split(master.cpu(), dtype, 8, words)
         assert torch.equal(lists["params"][index].cpu(), param)
         assert torch.equal(lists["master_params"][index].cpu(), low)

@@ -10,6 +10,7 @@ import optimizer_cases as cases
 import pytest
 import torch
 from awkward import BF16, F16, F32, F64
+from number_codes import counter_of
 from optimizer_cases import assert_same_bits, give_grads, make_params, ours, params_of, train
 from reference import same_bits
 from rows import rows
@@ -321,6 +322,65 @@ def test_a_skipped_step_does_not_move_the_dither():
             del skipping.grad_scale, skipping.found_inf
         train([skipping, straight], 1)
     assert_same_bits(skipping, straight)
+
+
+# What dithers, in the order of what a step reads.
+DITHERED = {
+    "parameters": ("SGD", BF16, {"master_weights": False}),
+    "split8": ("SGD", F16, {"master_weights": "split8"}),
+    "states": ("AdamW", F32, {"state_dtype": BF16}),
+    "8bit": ("AdamW", BF16, {"state_dtype": "8bit"}),
+    "8bit-momentum": ("SGD", F32, {"state_dtype": "8bit", "momentum": 0.99}),
+}
+
+
+def count_from(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    optimizer.init_state()
+    for state in optimizer.state.values():
+        state["step"].copy_(counter_of(steps))
+
+
+@pytest.mark.parametrize(("name", "dtype", "options"), rows(DITHERED))
+def test_counters_and_resumed_runs_go_on_behind_2_24_steps(name, dtype, options, device):
+    straight, resumed = cases.pair(name, {"lr": 0.05, **options}, dtype, device, [(64, 64), (7,)])
+    count_from(straight, 2**24 - 2)
+    count_from(resumed, 2**24 - 2)
+    for step in range(6):
+        train([straight, resumed], 1)
+        file = cases.through_a_file(resumed.state_dict())
+        resumed = cases.loading(ours(name)(cases.twins(resumed), lr=1.0, **options), file)
+        counters = {state["step"].item() for state in straight.state.values()}
+        assert counters == {counter_of(2**24 - 1 + step).item()}
+        assert_same_bits(resumed, straight)
+
+
+@pytest.mark.parametrize("start", [0, 2**24, 2**24 + 2**27])
+def test_a_dither_is_right_on_average_at_any_number_of_steps(start, device):
+    ones = Parameter(torch.ones(512, dtype=BF16, device=device))
+    weights = ours("SGD")([ones], lr=1e-3, master_weights=False)
+    moments = ours("AdamW")([Parameter(torch.zeros(512, device=device))], state_dtype=BF16)
+    for optimizer in (weights, moments):
+        count_from(optimizer, start)
+    moments.state[params_of(moments)[0]]["exp_avg_sq"].fill_(1.0)
+    for _ in range(300):
+        for optimizer in (weights, moments):
+            params_of(optimizer)[0].grad = torch.ones_like(params_of(optimizer)[0]) / 4
+            optimizer.step()
+    (weight,), (moment,) = map(params_of, (weights, moments))
+    second = moments.state[moment]["exp_avg_sq"].float()
+    assert (weight.float() - (1 - 300e-3 / 4)).abs().max() < 0.01
+    assert (second - (1 / 16 + 15 / 16 * 0.999**300)).abs().max() < 0.02
+
+
+def test_torch_goes_on_from_a_counter_behind_2_24_steps():
+    mine = ours("AdamW")(make_params(F32))
+    count_from(mine, 2**24 + 2)
+    other = torch.optim.AdamW(cases.twins(mine))
+    other.load_state_dict(copy.deepcopy(mine.state_dict()))
+    train([mine, other], 2)
+    cases.assert_all_close([*params_of(mine)], [*params_of(other)], 2)
+    mine.load_state_dict(other.state_dict())
+    train([mine])
 
 
 def test_states_are_not_made_by_options_that_no_step_takes():

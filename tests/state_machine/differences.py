@@ -39,6 +39,7 @@ ELSEWHERE = {
     "`unscale_` of two optimizers that share a parameter": "its optimizers share none",
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
+    "a step counter at 2^24": "it takes fewer steps",
     "states, and tensors of a scaler, made in `torch.inference_mode()`": "it does not enter it",
     "a group without parameters in `set_optimizer_state_dict`": "its groups have parameters",
     "an option of a wrong type or NaN, in a group too": "its options are right",
