@@ -2,6 +2,8 @@
 // calls the formula.
 #pragma once
 
+#include <type_traits>
+
 #include "functors/clipping.h"
 #include "functors/loss_scale.h"
 #include "functors/numeric.h"
@@ -15,7 +17,8 @@ namespace amp_ext {
 struct GradientFactor {
   float inv_scale;
   float clip_coefficient;
-  float grad_norm;  // of the unscaled gradients, if it is clipped by
+  double clip_coefficient64;  // of float64 gradients
+  float grad_norm;            // of the unscaled gradients, if it is clipped by
   bool skip;
   bool skip_nonfinite;
 
@@ -24,13 +27,17 @@ struct GradientFactor {
     const bool overflow = inputs.found_inf != nullptr && *inputs.found_inf != 0.0f;
     const float scale = inputs.grad_scale != nullptr ? *inputs.grad_scale : 1.0f;
     const double sum_of_squares = inputs.sum_of_squares != nullptr ? *inputs.sum_of_squares : 0.0;
-    GradientFactor factor{1.0f, 1.0f, 0.0f, false, inputs.skip_nonfinite};
+    GradientFactor factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite};
     if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
     factor.skip = overflow || !is_finite(factor.inv_scale);
     if (inputs.sum_of_squares != nullptr) {
       const double norm = std::sqrt(sum_of_squares) * factor.inv_scale;
       factor.grad_norm = static_cast<float>(norm);
       factor.clip_coefficient = amp_ext::clip_coefficient(inputs.max_grad_norm, factor.grad_norm);
+      // Norm and coefficient may be too large and too small for a float32.
+      const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
+      factor.clip_coefficient64 =
+          fits ? factor.clip_coefficient : amp_ext::clip_coefficient(inputs.max_grad_norm, norm);
     }
     return factor;
   }
@@ -59,7 +66,9 @@ struct TensorConstants {
   make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
        const GradientFactor& factor) {
     return {Functor::for_tensor(hyperparameters, lr, step),
-            static_cast<T>(factor.inv_scale) * static_cast<T>(factor.clip_coefficient),
+            static_cast<T>(factor.inv_scale) *
+                static_cast<T>(std::is_same_v<T, double> ? factor.clip_coefficient64
+                                                         : factor.clip_coefficient),
             static_cast<T>(hyperparameters.clip_value),
             static_cast<T>(hyperparameters.maximize ? -1.0 : 1.0),
             static_cast<uint32_t>(static_cast<int64_t>(step)),

@@ -9,9 +9,10 @@
 namespace amp_ext {
 
 // What gradients of this norm are multiplied by: 1 if the norm is small enough, NaN if it is NaN.
-AMP_EXT_INLINE float clip_coefficient(double max_norm, float total_norm) {
+template <typename T>
+AMP_EXT_INLINE T clip_coefficient(double max_norm, T total_norm) {
   const double coefficient = max_norm / (static_cast<double>(total_norm) + 1e-6);
-  return coefficient > 1.0 ? 1.0f : static_cast<float>(coefficient);
+  return coefficient > 1.0 ? T(1) : static_cast<T>(coefficient);
 }
 
 // NaN stays NaN.

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from awkward import BF16, F16, F32
+from awkward import BF16, F16, F32, F64
 from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, optimizers_named, ours, theirs
 from reference import same_bits
 from torch import Tensor
@@ -533,12 +533,13 @@ def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
 
 def a_gradient_that_is_still_to_be_summed_is_summed_first(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for placement in (Replicate(), Shard(0)):
-        value = torch.randn(4, 3)
+    # The norm of the last is none that a float32 holds.
+    for placement, size in ((Replicate(), 1.0), (Shard(0), 1.0), (Shard(0), 2.0**200)):
+        value = torch.randn(4, 3, dtype=F32 if size == 1.0 else F64)
         param, twin = sharded([value], [(mesh, [placement])])[0], Parameter(value.clone())
-        part = torch.full((4, 3), 1.0 + rank)
+        part = torch.full((4, 3), (1.0 + rank) * size, dtype=value.dtype)
         param.grad = DTensor.from_local(part, mesh, [Partial()], run_check=False)
-        twin.grad = torch.full((4, 3), 3.0)
+        twin.grad = torch.full((4, 3), 3.0 * size, dtype=value.dtype)
         both = [ours("SGD")([p], lr=0.5, max_grad_norm=1.0) for p in (param, twin)]
         for optimizer in both:
             optimizer.step()
