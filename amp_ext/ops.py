@@ -17,7 +17,7 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 
 * ``params``: Parameters of any shapes. Updated in place.
 * ``grads``: Gradients of the parameters' shapes, only read but for ``write_back_grads``.
-* ``steps``: Steps taken so far, one float32 each. Incremented.
+* ``steps``: Steps taken so far, one float32 each. Incremented; from 2^24 on to the next float32.
 * ``master_params``: float32 masters of 16-bit parameters, or None. Updated in place; the parameter
   becomes the rounded master. Where a master does not round to its parameter before the step, it
   becomes the parameter first. Instead, the lower parts of split masters (:func:`split_master`),
