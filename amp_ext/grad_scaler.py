@@ -33,7 +33,7 @@ from amp_ext.interrupts import (
     version_of,
     versions_of_params,
 )
-from amp_ext.nonfinite import name_of_param, params_of
+from amp_ext.nonfinite import check_params, name_of_param, params_of
 from amp_ext.put_back import Before
 from amp_ext.scaler_ranges import as_number, check_range, checked
 from amp_ext.scaler_reports import (
@@ -808,6 +808,7 @@ def _gradients(
     sharded_over = ShardedOver()
     plain = torch.nn.Parameter
     for group_index, group in enumerate(optimizer.param_groups):
+        check_params(group, f"GradScaler: %s of group {group_index}")
         for index, param in enumerate(group["params"]):
             grad = param.grad
             if type(param) is not plain and is_dtensor(param):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +137,25 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         optimizer: The optimizer, or an object that delegates to it.
     """
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def check_params(group: dict[str, Any], where: str) -> None:
+    """Checks that a group has its parameters in what can be read again, in the same order.
+
+    Args:
+        group: The group.
+        where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
+
+    Raises:
+        ValueError: If they are not there.
+        TypeError: If they are in an iterator, which anybody may have used up, or in a set, whose
+            order is another one in the process that resumes.
+    """
+    if "params" not in group:
+        raise ValueError(f"{where % 'params'} must be there, got {list(group)}")
+    params = group["params"]
+    if isinstance(params, (Iterator, set, frozenset)):
+        raise TypeError(f"{where % 'params'} must be a list, got {type(params).__name__}")
 
 
 def name_of_param(optimizer: torch.optim.Optimizer, number: int) -> str | None:

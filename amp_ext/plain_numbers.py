@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["is_count", "is_number", "plain"]
+__all__ = ["is_count", "is_number", "plain", "with_plain_numbers"]
 
 
 def plain(value: Any) -> Any:
@@ -18,6 +19,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor) or getattr(value, "ndim", None) != 0:
         return value
     return value.item() if hasattr(value, "item") else value
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """Returns a copy of dicts, lists and tuples in each other, with numbers as of :func:`plain`."""
+    if type(value) in (dict, OrderedDict, Counter):
+        items = {plain(key): with_plain_numbers(each) for key, each in value.items()}
+        return type(value)(items)
+    if type(value) in (list, tuple):
+        return type(value)(map(with_plain_numbers, value))
+    return plain(value)
 
 
 def is_number(value: Any) -> bool:

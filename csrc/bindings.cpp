@@ -29,11 +29,12 @@ using release_gil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
-// Hands over the parameters, listed by group, if they are those that the plan was made of. Any
-// iterable is a list of parameters.
+// Hands over the parameters, listed by group, if they are those that the plan was made of. What a
+// list can be made of again is a list of parameters: no iterator, and no set.
 bool take_params(Plan& plan, const std::vector<py::object>& groups) {
   int64_t number = 0, group_index = 0;
   for (const py::object& group : groups) {
+    if (PyIter_Check(group.ptr()) || PyAnySet_Check(group.ptr())) return false;
     const auto params = py::reinterpret_steal<py::object>(
         PySequence_Fast(group.ptr(), "params must be an iterable of tensors"));
     if (!params) throw py::error_already_set();
@@ -79,6 +80,7 @@ template <typename Options>
 struct Field {
   PyObject* name;  // interned, for good
   std::function<void(Options&, py::handle)> set;
+  bool is_option = true;  // of a group of an optimizer
 };
 
 template <typename Options>
@@ -192,8 +194,8 @@ void check_numbers(const char* operation, const Group<Hyperparameters>& options)
               options.clip_value);
 }
 
-// The hyperparameters of an optimizer, taken from a dict that may have other entries too, and what
-// describes it: `operation`, `fields` and `buffers`.
+// The hyperparameters of an optimizer, taken from a dict that has all options and may have other
+// entries too, and what describes it: `operation`, `fields` and `buffers`.
 template <typename Hyperparameters>
 OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) {
   using Options = Group<Hyperparameters>;
@@ -201,8 +203,13 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
   options.type.def(py::init([fields = options.fields](const py::dict& group) {
     Options options;
     for (const Field<Options>& field : *fields) {
+      if (!field.is_option) continue;
       PyObject* const value = PyDict_GetItemWithError(group.ptr(), field.name);
-      if (value != nullptr) field.set(options, value);
+      if (value == nullptr) {
+        const std::string name = py::str(field.name);
+        throw py::value_error(c10::str(Hyperparameters::kName, ": ", name, " must be there"));
+      }
+      field.set(options, value);
     }
     check_numbers(Hyperparameters::kName, options);
     TORCH_CHECK(!options.lr_tensor.has_value() || options.lr_tensor->numel() == 1,
@@ -215,8 +222,10 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
       [](Options& self, const std::optional<double>& limit) {
         self.clip_value = limit.value_or(CommonHyperparameters().clip_value);
       });
-  Hyperparameters::for_each_field(
-      [&](const char* name, auto member) { define_field(options, name, member); });
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    define_field(options, name, member);
+    options.fields->back().is_option = Hyperparameters::is_option(name);
+  });
   py::list fields;
   for (const Field<Options>& field : *options.fields) fields.append(py::handle(field.name));
   py::list buffers;

@@ -15,6 +15,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.masters import MASTER_KEYS, loaded_master, read_lower_part
 from amp_ext.optim.moments import copied_moments, has_moment, is_key_of, made_moments
 from amp_ext.optim.writers import options_since, other_writer
+from amp_ext.sharding import is_flattened
 
 if TYPE_CHECKING:
     from amp_ext.optim.fused_optimizer import FusedOptimizer
@@ -168,7 +169,8 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
     pairs = list(zip(optimizer.param_groups, saved_groups, strict=True))
     groups: list[Options] = copy.deepcopy(
         [
-            {name: since.get(name, group[name]) for name in optimizer.defaults}
+            {name: group[name] for name in optimizer.defaults if name in group}
+            | {name: since[name] for name in optimizer.defaults if name in since}
             | saved
             | optimizer._configured(group)
             | {"params": None}
@@ -185,7 +187,7 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
 def _check_groups(optimizer: FusedOptimizer, groups: Sequence[Options]) -> None:
     """Checks the options of all groups as they would be after the load."""
     for index, group in enumerate(groups):
-        if group["differentiable"]:
+        if group.get("differentiable"):
             raise ValueError(
                 f"{_operation(optimizer)}: differentiable of param_groups[{index}] must be False, "
                 "got True: a fused kernel is not differentiable; set it to False in the state dict "

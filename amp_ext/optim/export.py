@@ -45,6 +45,8 @@ def float32_state_dict(optimizer: FusedOptimizer) -> dict[str, Any]:
             "float32_state_dict: optimizer must be one of amp_ext.optim, got "
             f"{type(optimizer).__name__}"
         )
+    optimizer._check_params("state_dict")
+    optimizer._check_groups()
     state_dict: dict[str, Any] = optimizer.state_dict()
     buffers = optimizer._description().buffers
     params: dict[Any, Tensor] = {}

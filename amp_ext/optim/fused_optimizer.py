@@ -27,10 +27,17 @@ from amp_ext.hand_over import (
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.nonfinite import check_params
 from amp_ext.optim.checkpoints import in_one_dtype, read_state_dict
 from amp_ext.optim.masters import MASTER_KEYS, key_of_master, made_master, whole_master
 from amp_ext.optim.moments import Format, formats_of, has_moment, is_key_of, made_moments
-from amp_ext.optim.options import check_types, check_values
+from amp_ext.optim.options import (
+    check_are_there,
+    check_types,
+    check_values,
+    defaults_of,
+    with_plain_options,
+)
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import is_flat, is_flattened, local_tensor
 
@@ -200,16 +207,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             group = {**group, "beta1": beta1, "beta2": beta2}
         hyperparameters = self._description()(group)
-        dithers = self._dithers(group)
-        if dithers or "dither" in group:  # which is no option
-            hyperparameters.dither = dithers
+        if self._dithers(group):
+            hyperparameters.dither = True
         return hyperparameters
 
     def _hyperparameters_of_groups(self) -> list[Any]:
         """Returns the options of all groups as the compiled module takes them."""
         try:
             return [self._hyperparameters(group) for group in self.param_groups]
-        except (TypeError, ValueError, RuntimeError):
+        except (KeyError, TypeError, ValueError, RuntimeError):
             self._check_groups()  # knows the name of what does not fit
             raise
 
@@ -223,7 +229,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         master_weights = group["master_weights"]
         if master_weights and master_weights != "split8" and state_dtype == "float32":
             return False  # only what follows a master is stored in 16 bits
-        rounding = group.get("rounding")  # pickles of earlier releases lack it
+        rounding = group["rounding"]
         return rounding == "dither" or (rounding is None and state_dtype is not None)
 
     def _steps_behind(self, group: dict[str, Any], state: dict[str, Any]) -> float | None:
@@ -274,13 +280,32 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, options: dict[str, Any], where: str) -> None:
         """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
+        check_are_there(type(self), options, self.defaults, where)
         check_types(type(self), options, where)
         check_values(type(self), options, where, self._not_negative)
+        form = options["master_weights"]
+        if options["state_dtype"] is not None or form not in ("split", "split8"):
+            return
+        # Moments in float16 and a split master are more than a kernel keeps in one step.
+        halves = (
+            isinstance(param, Tensor) and param.dtype == torch.float16
+            for param in options["params"]
+        )
+        if any(halves) and self.buffer_names(options):
+            raise ValueError(
+                f"{where % 'state_dtype'} must be torch.float32 or torch.bfloat16 for parameters "
+                f"in torch.float16 with master_weights={form!r}, got None"
+            )
 
     def _check_groups(self) -> None:
         """Checks what a loop may have written into the groups."""
         for index, group in enumerate(self.param_groups):
             self._check_options(group, f"{type(self).__name__}: %s of group {index}")
+
+    def _check_params(self, operation: str) -> None:
+        """Checks that an operation can read the parameters of all groups."""
+        for index, group in enumerate(self.param_groups):
+            check_params(group, f"{type(self).__name__}.{operation}: %s of group {index}")
 
     # State.
 
@@ -415,6 +440,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: If a step would refuse an option of a group, or what is left of a
                 state; likewise.
         """
+        self._check_params("init_state")
         self._check_groups()
         trainable = [
             (group, group_index, index, param)
@@ -461,7 +487,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: If another thread has it, the last step failed amid its launches, or the
-                params of a group can't be read twice.
+                params of a group are others when they are read again.
+            TypeError, ValueError: If an option or the params of a group are not as they must be.
         """
         thread = threading.get_ident()
         user = self.__dict__.setdefault("_thread_in_plan", thread)  # at once, for other threads
@@ -476,8 +503,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}.{operation}: parameters must be as a whole step leaves "
                     f"them, got a step that failed: {self._progress}; {_HOW_TO_GO_ON}"
                 )
-            if self._plan is None or not self._plan.take_params(self):
+            plan = self._plan
+            try:
+                is_current = plan is not None and plan.take_params(self)
+            except KeyError:  # of what a group has lost
+                is_current = False
+            if plan is None or not is_current:
                 self.rebuild()
+                self._check_params(operation)
                 self._check_groups()
                 plan = StepPlan(self)
                 if not plan.take_params(self):  # it would step none
@@ -490,7 +523,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._let_go()
             raise
-        return self._plan
+        return plan
 
     def _let_go(self) -> None:
         """Drops what refers to parameters and gradients, and lets other threads in."""
@@ -598,6 +631,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 device = plan.first_param.device
                 nothing = torch.zeros((), dtype=torch.float32, device=device)
                 sum_of_squares = self._look(plan, nothing, None).sum_of_squares
+        hyperparameters = self._hyperparameters_of_groups()  # first: it refuses
         compiled = plan.with_states(self)
         if max_grad_norm is None:
             self.grad_norm = None
@@ -608,7 +642,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
-        hyperparameters = self._hyperparameters_of_groups()
         hand_over.is_spent = True  # before: an interrupt must not lead to a second step
         try:
             compiled.step(
@@ -657,7 +690,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _for_all_groups(self, option: str) -> Any:
         """Returns an option that concerns the norm of all groups together."""
-        values = [group[option] for group in self.param_groups]
+        values = [group.get(option, ...) for group in self.param_groups]  # ...: is no plain type
         value = values[0]
         if type(value) in _PLAIN_TYPES and value == value and values.count(value) == len(values):
             return value
@@ -734,6 +767,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         (``model.load_state_dict``, an in-place operation) are noticed by the next step. Masters
         that round to their parameter keep their extra bits. Split masters need none of it.
         """
+        self._check_params("refresh_masters")
         pairs = [
             (param, self.state[param]["master_param"])
             for group in self.param_groups
@@ -784,8 +818,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an optimizer from a pickle, a copy or a checkpoint; fills in what it lacks."""
+        defaults = state.get("defaults", vars(self).get("defaults", {}))
+        otherwise = defaults_of(type(self))
+        for name in ops.configured_options():  # which an earlier release may not have had
+            if name in otherwise:
+                defaults.setdefault(name, otherwise[name])
         for group in state["param_groups"]:
-            for name, value in state.get("defaults", vars(self).get("defaults", {})).items():
+            for name, value in defaults.items():
                 group.setdefault(name, value)
         # torch takes all of it in one assignment, which no interrupt divides.
         forgotten = {"_plan": None, "_rounded_params": None, "grad_norm": None}
@@ -795,16 +834,40 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the states and the groups in torch's layout, as of torch.optim.Optimizer.
 
+        Groups have numbers of Python, also where a schedule wrote numbers of numpy into them, which
+        ``weights_only=True`` refuses.
+
         Parameters that FullyShardedDataParallel flattens with ``use_orig_params=True`` have all
         16-bit states as float32 in it, since FSDP saves the tensors of a state in one dtype. A load
         restores their bits.
+
+        Raises:
+            TypeError, ValueError: If the params of a group can't be read again, or there is a state
+                of a parameter that is in no group.
         """
-        state_dict = super().state_dict()
+        self._check_params("state_dict")
+        try:
+            state_dict = super().state_dict()
+        except KeyError:
+            self._check_states_have_groups()
+            raise
+        for group in state_dict["param_groups"]:
+            group.update(with_plain_options(type(self), group))
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in enumerate(params):
             if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:
                 state_dict["state"][key] = in_one_dtype(state_dict["state"][key])
         return state_dict
+
+    def _check_states_have_groups(self) -> None:
+        listed = {id(param) for group in self.param_groups for param in group["params"]}
+        for param in self.state:
+            if isinstance(param, Tensor) and id(param) not in listed:
+                raise ValueError(
+                    f"{type(self).__name__}.state_dict: state must be of parameters in "
+                    f"param_groups, got one of shape {tuple(param.shape)} that is in no group: put "
+                    "it back, or drop its state, del optimizer.state[param]"
+                )
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,11 +13,50 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.moments import CODED_STATES
-from amp_ext.plain_numbers import is_number, plain
+from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 
-__all__ = ["check_types", "check_values"]
+__all__ = ["check_are_there", "check_types", "check_values", "defaults_of", "with_plain_options"]
 
 Options = dict[str, Any]
+
+
+# Options that no step reads.
+_UNUSED = ("foreach", "fused", "capturable", "differentiable")
+
+
+def check_are_there(kind: type, options: Options, wanted: Collection[str], where: str) -> None:
+    """Checks that a group has all options that a step reads: no default stands in for one.
+
+    Args:
+        kind: The class of the optimizer.
+        options: Those of the group.
+        wanted: The options that the optimizer was constructed with.
+        where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
+
+    Raises:
+        ValueError: If one is missing. torch raises a KeyError, which would print this in quotes.
+    """
+    for name in _parameters(kind):
+        if name in wanted and name not in _UNUSED and name not in options:
+            raise ValueError(f"{where % name} must be there, got {list(options)}")
+
+
+def defaults_of(kind: type) -> Options:
+    """Returns what the options of a class are where its constructor is not told."""
+    return {
+        name: parameter.default
+        for name, parameter in _parameters(kind).items()
+        if parameter.default is not parameter.empty
+    }
+
+
+def with_plain_options(kind: type, options: Options) -> Options:
+    """Returns a copy of the options of a group, and of what stands beside them, without numpy."""
+    annotations = _annotations(kind)
+    return {
+        name: with_plain_numbers(_plain(value, annotations.get(name, "")))
+        for name, value in options.items()
+    }
 
 
 def check_types(kind: type, options: Options, where: str) -> None:
@@ -73,11 +112,11 @@ def check_values(kind: type, options: Options, where: str, not_negative: Collect
             fits = all(_has_sense(number) for number in _numbers(value, annotation))
         if not fits:
             raise ValueError(f"{where % name} must be {wanted}, got {_shown(value)}")
-    rounding = options.get("rounding")  # pickles of earlier releases lack it
+    rounding = options["rounding"]
     if rounding not in ("dither", "nearest", None):
         raise ValueError(f"{where % 'rounding'} must be {_A_ROUNDING}, got {_shown(rounding)}")
     options["state_dtype"] = _name_of_state_dtype(options["state_dtype"], where % "state_dtype")
-    if options["differentiable"]:
+    if options.get("differentiable"):
         raise RuntimeError(
             f"{where % 'differentiable'} must be False, got True: a fused kernel is not "
             "differentiable; torch.optim's optimizers are"
@@ -102,13 +141,23 @@ def _name_of_state_dtype(dtype: Any, what: str) -> str | None:
 
 @functools.cache
 def _annotations(kind: type) -> dict[str, str]:
-    """Returns the options that the constructors of a class name, with their types as written."""
+    """Returns the options of a class whose types are checked here, as they are written."""
     return {
-        parameter.name: parameter.annotation
+        name: parameter.annotation
+        for name, parameter in _parameters(kind).items()
+        if isinstance(parameter.annotation, str) and parameter.annotation in _TYPES
+    }
+
+
+@functools.cache
+def _parameters(kind: type) -> dict[str, inspect.Parameter]:
+    """Returns the options that the constructors of a class name."""
+    return {
+        parameter.name: parameter
         for base in reversed(kind.__mro__)
         if "__init__" in vars(base)
         for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
-        if isinstance(parameter.annotation, str) and parameter.annotation in _TYPES
+        if parameter.name not in ("self", "params")
     }
 
 

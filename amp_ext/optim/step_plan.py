@@ -139,7 +139,7 @@ def _kept_by_groups(optimizer: FusedOptimizer) -> list[tuple[Any, ...]]:
             optimizer._keeps_step(group),
             group["master_weights"],
             group["state_dtype"],
-            group.get("rounding"),
+            group["rounding"],
         )
         for group in optimizer.param_groups
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_ext.plain_numbers import is_count, is_number, plain
+from amp_ext.plain_numbers import is_count, is_number, plain, with_plain_numbers
 from amp_ext.put_back import Before
 
 __all__ = [
@@ -114,7 +114,8 @@ class WeightDecayScheduler(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of everything but the optimizer, for ``torch.save``."""
-        return copy.deepcopy(self._saved())
+        copied: dict[str, Any] = with_plain_numbers(copy.deepcopy(self._saved()))
+        return copied
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state and writes its values into the groups, before or after the optimizer's.

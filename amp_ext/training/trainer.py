@@ -18,7 +18,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.interrupts import may_have_stepped, version_of, versions_of_params
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.plain_numbers import is_count
+from amp_ext.plain_numbers import is_count, with_plain_numbers
 from amp_ext.put_back import Before
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import check_dict, read_checkpoint, write_checkpoint
@@ -344,10 +344,16 @@ class MixedPrecisionTrainer:
         """
         self.finish_scheduler_step()
         gradients = [param.grad for param in params_of(self.optimizer)] if self._accumulated else []
+        optimizer = self.optimizer.state_dict()
+        # A schedule of numpy's numbers leaves some in both.
+        if "param_groups" in optimizer:
+            groups = with_plain_numbers(optimizer["param_groups"])
+            optimizer = {**optimizer, "param_groups": groups}
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler": with_plain_numbers(scheduler),
             "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
             "accumulated": self._accumulated,
             "gradients": gradients,

@@ -50,12 +50,12 @@ struct OptimizerKind {
   }
 };
 
-// A number by its name.
-inline double number_of(const Numbers& numbers, const std::string& name, double otherwise) {
+// A number by its name. Throws if it is not there.
+inline double number_of(const Numbers& numbers, const char* kind, const std::string& name) {
   for (const auto& [key, value] : numbers) {
     if (key == name) return value;
   }
-  return otherwise;
+  TORCH_CHECK(false, kind, ": ", name, " must be there");
 }
 
 // A step of a plan with the hyperparameters that have the names of the options.
@@ -64,11 +64,15 @@ void step_plan(Plan& plan, const std::vector<Numbers>& groups, const GradientOpt
   std::vector<Group<Hyperparameters>> hyperparameters;
   for (const Numbers& numbers : groups) {
     Group<Hyperparameters> group;
-    group.lr = number_of(numbers, "lr", group.lr);
-    group.clip_value = number_of(numbers, "clip_value", group.clip_value);
+    const auto set = [&](const char* name, auto& field) {
+      const double number = number_of(numbers, Hyperparameters::kName, name);
+      field = static_cast<std::decay_t<decltype(field)>>(number);
+    };
+    set("lr", group.lr);
+    set("clip_value", group.clip_value);
+    set("dither", group.dither);
     Hyperparameters::for_each_field([&](const char* name, auto member) {
-      auto& field = group.*member;
-      field = static_cast<std::decay_t<decltype(field)>>(number_of(numbers, name, field));
+      if (Hyperparameters::is_option(name)) set(name, group.*member);
     });
     hyperparameters.push_back(std::move(group));
   }

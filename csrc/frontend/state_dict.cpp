@@ -238,6 +238,7 @@ c10::IValue FusedOptimizer::state_dict() const {
   auto states = new_dict();
   auto groups = new_list();
   int64_t number = 0;
+  std::set<const void*> listed;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     const auto& param_group = param_groups_[i];
     auto group = new_dict();
@@ -251,6 +252,7 @@ c10::IValue FusedOptimizer::state_dict() const {
     for (const std::string& name : kind.constants) group.insert_or_assign(name, false);
     auto params = new_list();
     for (const at::Tensor& param : param_group.params()) {
+      listed.insert(param.unsafeGetTensorImpl());
       if (const FusedParamState* const state = state_of(param)) {
         auto tensors = new_dict();
         for (const auto& [name, tensor] : state->tensors()) tensors.insert(name, tensor);
@@ -261,6 +263,14 @@ c10::IValue FusedOptimizer::state_dict() const {
     }
     group.insert_or_assign("params", params);
     groups.push_back(group);
+  }
+  for (const auto& [param, state] : state_) {
+    const auto* const own = dynamic_cast<const FusedParamState*>(state.get());
+    TORCH_CHECK(own == nullptr || listed.count(param) != 0, kind.name,
+                ".state_dict: state must be of parameters in param_groups, got one of shape ",
+                shape_of(own->param_),
+                " that is in no group: put it back, or drop its state, "
+                "optimizer.state().erase(param.unsafeGetTensorImpl())");
   }
   insert_others(states, impl_->other_states);
   auto state_dict = new_dict();

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import optimizer_cases as cases
 import pytest
@@ -14,7 +16,46 @@ from rows import rows
 
 import amp_ext
 
-CONTAINERS = {"tuple": tuple, "deque": collections.deque, "module": torch.nn.ParameterList}
+CONTAINERS = {
+    "tuple": tuple,
+    "deque": collections.deque,
+    "module": torch.nn.ParameterList,
+    "keys": lambda params: dict.fromkeys(params).keys(),
+    "values": lambda params: dict(enumerate(params)).values(),
+}
+
+
+def used_up(params: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    iterator = iter(params)
+    collections.deque(iterator, maxlen=0)
+    return iterator
+
+
+# What can be read only once, or in another order in another process.
+REFUSED = {
+    "list_iterator": iter,
+    "generator": lambda params: (param for param in params),
+    "filter": lambda params: filter(None.__ne__, params),
+    "map": lambda params: map(torch.nn.Parameter.requires_grad_, params),
+    "dict_keyiterator": lambda params: iter(dict.fromkeys(params)),
+    "used-up": used_up,
+    "set": set,
+    "frozenset": frozenset,
+}
+# What reads them, and what the error calls it.
+READERS: dict[str, tuple[str, Callable[[Any, amp_ext.GradScaler], Any]]] = {
+    "step": ("AdamW.step", lambda optimizer, scaler: optimizer.step()),
+    "scaler.step": ("AdamW.look_at_gradients", lambda optimizer, scaler: scaler.step(optimizer)),
+    "unscale_": ("GradScaler", lambda optimizer, scaler: scaler.unscale_(optimizer)),
+    "init_state": ("AdamW.init_state", lambda optimizer, scaler: optimizer.init_state()),
+    "masters": ("AdamW.init_state", lambda optimizer, scaler: optimizer.master_params()),
+    "refresh": ("AdamW.refresh_masters", lambda optimizer, scaler: optimizer.refresh_masters()),
+    "save": ("AdamW.state_dict", lambda optimizer, scaler: optimizer.state_dict()),
+    "export": (
+        "AdamW.state_dict",
+        lambda optimizer, scaler: amp_ext.optim.float32_state_dict(optimizer),
+    ),
+}
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["alone", "under-a-scaler"])
@@ -35,3 +76,29 @@ def test_parameters_are_taken_from_any_sequence(name, container, scaled):
         wanted.step()
     assert all(map(same_bits, params_of(optimizer), params))
     optimizer.load_state_dict(wanted.state_dict())
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("container", rows(REFUSED))
+def test_parameters_that_can_not_be_read_again_are_refused(container, reader, steps):
+    params = make_params(F32)
+    optimizer = ours("AdamW")(params)
+    cases.train([optimizer], steps)
+    saved = optimizer.state_dict()
+    give_grads(params)
+    before = cases.bits_of(optimizer)
+    held = optimizer.param_groups[0]["params"] = container(params)
+    scaler = amp_ext.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    what, read = READERS[reader]
+    words = rf"^{what}: params of group 0 must be a list, got {type(held).__name__}$"
+    for _ in range(2):  # it does not use an iterator up
+        with pytest.raises(TypeError, match=words):
+            read(optimizer, scaler)
+    with pytest.raises(TypeError, match="load_state_dict: params of group 0 must be a list"):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["params"] = params
+    cases.assert_same_bits(optimizer, before)
+    optimizer.step()
+    assert not same_bits(params[0], before[0]["param"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import math
+import operator
 import re
 from decimal import Decimal
 
 import optimizer_cases as cases
 import pytest
 import torch
-from awkward import F32
+from awkward import BF16, F16, F32
 from optimizer_cases import give_grads, make_params, ours, params_of
 from reference import same_bits
 from rows import rows
@@ -258,6 +259,28 @@ def test_numbers_of_numpy_are_numbers_everywhere(name, option, value):
         assert all(map(same_bits, params_of(optimizer), params_of(wanted)))
 
 
+@pytest.mark.parametrize("save", [lambda opt: opt.state_dict(), amp_ext.optim.float32_state_dict])
+@cases.each_name
+def test_what_a_schedule_of_numpy_writes_is_saved_as_numbers_of_python(name, save):
+    optimizer = cases.trained(ours(name)(make_params(F32)))
+    group = optimizer.param_groups[0]
+    written = {
+        option: numpy.float64(value) if isinstance(value, float) else numpy.bool_(value)
+        for option, value in group.items()
+        if isinstance(value, (float, bool)) and option not in UNUSED
+    }
+    written |= {option: numpy.array([0.5, 0.75]) for option in ("betas",) if option in group}
+    written |= {"initial_lr": numpy.float32(0.25), "max_lr": numpy.array(0.5)}
+    written |= {"schedule": {"steps": [numpy.int64(3), (numpy.float64(4),)]}}
+    group.update(written)
+    (saved,) = cases.through_a_file(save(optimizer))["param_groups"]
+    expected = {"betas": (0.5, 0.75), "schedule": {"steps": [3, (4.0,)]}}
+    for option, value in written.items():
+        assert saved[option] == expected.get(option, value), option
+    assert group["initial_lr"] is written["initial_lr"]  # the schedule's own stays
+    assert {type(saved[option]) for option in ("lr", "initial_lr", "max_lr")} == {float}
+
+
 def test_options_from_numpy_are_saved_as_numbers_of_python():
     options = {"lr": numpy.float32(0.5), "betas": numpy.array([0.5, 0.75]), "amsgrad": numpy.True_}
     optimizer = ours("Adam")(make_params(F32), max_grad_norm=numpy.int64(2), **options)
@@ -295,21 +318,128 @@ def test_a_counter_that_is_no_tensor_is_named(value, got):
     assert all(map(same_bits, params, start))
 
 
-# Groups.
+# Options that a group has lost.
+
+UNUSED = {"foreach", "fused", "capturable", "differentiable"}
 
 
-def test_params_that_can_be_read_only_once_are_refused():
-    optimizer = ours("AdamW")(make_params(F32, shapes=[(2,), (3,)]))
-    params = params_of(optimizer)
-    give_grads(optimizer)
-    start = [param.detach().clone() for param in params]
-    optimizer.param_groups[0]["params"] = iter(params)
-    with pytest.raises(RuntimeError, match=r"AdamW\.step: params of each group must be a list"):
-        optimizer.step()
-    assert all(map(same_bits, params, start))
-    optimizer.param_groups[0]["params"] = tuple(params)
+def under_torchs_scaler(optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def under_our_scaler(optimizer: torch.optim.Optimizer) -> None:
+    scaler = amp_ext.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        operator.methodcaller("step"),
+        under_our_scaler,
+        under_torchs_scaler,
+        operator.methodcaller("init_state"),
+        operator.methodcaller("master_params"),
+        amp_ext.optim.float32_state_dict,
+    ],
+    ids=["step", "ours", "torchs", "init", "masters", "export"],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*of a step that was interrupted are dropped")
+@cases.each_name
+def test_an_option_that_a_group_has_lost_is_named(name, steps, use):
+    params = make_params(F32)
+    optimizer = ours(name)([{"params": params[:1]}, {"params": params[1:]}])
+    cases.train([optimizer], steps)
+    give_grads(params)
+    before = cases.bits_of(optimizer)
+    group = optimizer.param_groups[1]
+    whole = dict(group)
+    lost = whole.keys() - UNUSED - {"params"}
+    assert {"lr", "weight_decay", "rounding", "decoupled_weight_decay"} <= lost
+    for option in sorted(lost):
+        del group[option]
+        words = rf"^{name}: {option} of group 1 must be there, got \['params', "
+        with pytest.raises(ValueError, match=words):
+            use(optimizer)
+        group[option] = whole[option]
+    if use is not under_torchs_scaler:  # which reads them itself before
+        del group["params"]
+        words = rf"^{name}.*: params of group 1 must be there, got \["
+        with pytest.raises(ValueError, match=words):
+            use(optimizer)
+        group["params"] = whole["params"]
+    cases.assert_same_bits(optimizer, before)
+    for option in UNUSED & group.keys():
+        del group[option]
+    optimizer.rebuild()
     optimizer.step()
-    assert not any(map(same_bits, params, start))
+    assert not same_bits(params[1], before[1]["param"])
+
+
+def test_a_load_gives_back_what_a_file_has_and_names_the_rest():
+    optimizer = cases.trained(ours("AdamW")(make_params(F32), lr=0.25))
+    saved = copy.deepcopy(optimizer.state_dict())
+    lacking = copy.deepcopy(saved)
+    for group in (*optimizer.param_groups, *lacking["param_groups"]):
+        del group["clip_value"]
+    words = r"^AdamW.load_state_dict: clip_value of param_groups\[0\] must be there, got \["
+    cases.assert_refused(optimizer, lacking, ValueError, words)
+    del optimizer.param_groups[0]["lr"]
+    optimizer.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["clip_value"]) == (0.25, None)
+
+
+HALF_AND_SPLIT = {"master_weights": "split8", "state_dtype": None}
+
+
+@pytest.mark.parametrize(("name", "options"), cases.EACH_CLASS)
+def test_float16_moments_beside_a_split_master_are_refused_by_both_options(name, options):
+    words = (
+        rf"^{name}: state_dtype of group %d must be torch.float32 or torch.bfloat16 for parameters "
+        r"in torch.float16 with master_weights='split8', got None$"
+    )
+    halves = make_params(F16)
+    with pytest.raises(ValueError, match=words % 0):
+        ours(name)(halves, **options, **HALF_AND_SPLIT)
+    optimizer = ours(name)(make_params(BF16), **options, **HALF_AND_SPLIT)
+    with pytest.raises(ValueError, match=words % 1):
+        optimizer.add_param_group({"params": halves})
+    cases.train([optimizer])
+    source = ours(name)(halves, **options, state_dtype=None)
+    loaded = ours(name)(cases.twins(halves), **options)
+    for call in (loaded.init_state, loaded.master_params, loaded.step):
+        loaded.param_groups[0].update(HALF_AND_SPLIT)
+        with pytest.raises(ValueError, match=words % 0):
+            call()
+    with pytest.raises(ValueError, match=r"load_state_dict: state_dtype of param_groups\[0\] must"):
+        loaded.load_state_dict(source.state_dict())
+    if name == "SGD":  # without momentum it has none
+        cases.train([ours(name)(halves, **HALF_AND_SPLIT)])
+
+
+# States without a group.
+
+
+@pytest.mark.parametrize("save", [lambda opt: opt.state_dict(), amp_ext.optim.float32_state_dict])
+@cases.each_class
+def test_a_state_whose_parameter_left_the_groups_is_named(name, options, save):
+    optimizer = cases.trained(ours(name)(make_params(F32, shapes=[(3, 2), (5,)]), **options))
+    left = optimizer.param_groups[0]["params"].pop(0)
+    cases.train([optimizer])
+    words = (
+        rf"^{name}.state_dict: state must be of parameters in param_groups, got one of shape "
+        r"\(3, 2\) that is in no group: put it back, or drop its state, "
+        r"del optimizer.state\[param\]"
+    )
+    with pytest.raises(ValueError, match=words):
+        save(optimizer)
+    del optimizer.state[left]
+    assert list(save(optimizer)["state"]) == [0]
 
 
 # List operations.

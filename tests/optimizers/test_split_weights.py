@@ -376,8 +376,11 @@ def test_a_lower_part_that_does_not_fit_is_refused():
 
 
 def test_float16_states_beside_it_are_refused_before_anything_is_written():
-    model = model_of(F16, "cpu")
+    model = model_of(BF16, "cpu")
     optimizer = AdamW(model.parameters(), master_weights="split", state_dtype=None)
+    give_grads(model, 0)
+    optimizer.step()
+    model.half()
     before = bits(model)
     give_grads(model, 0)
     with pytest.raises(RuntimeError, match="exp_avg of group 0, param 0 must be Float or BFloat16"):

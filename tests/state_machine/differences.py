@@ -43,5 +43,10 @@ ELSEWHERE = {
     "states, and tensors of a scaler, made in `torch.inference_mode()`": "it does not enter it",
     "a group without parameters in `set_optimizer_state_dict`": "its groups have parameters",
     "an option of a wrong type or NaN, in a group too": "its options are right",
+    "an option that a group has lost": "no rule takes one out",
+    "an iterator or a set in `params` of a group": "its groups have lists",
+    "a parameter whose name is at another place in the file": "its parameters have no names",
+    "a state whose parameter has left the groups, in `state_dict`": "no rule takes one out",
+    "numbers of numpy in groups, in `state_dict`": "no rule writes one",
     "`foreach=`, `fused=`, `capturable=`": "its optimizers are made without",
 }

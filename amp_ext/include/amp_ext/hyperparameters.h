@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <string_view>
 
 namespace amp_ext {
 
@@ -49,6 +50,10 @@ struct AMP_EXT_API CommonHyperparameters {
     visit("write_back_grads", &CommonHyperparameters::write_back_grads);
     visit("dither", &CommonHyperparameters::dither);
   }
+
+  // Whether a field is an option, which every group has: none of these values stands in for one.
+  // The other fields are for list operations, or follow from options.
+  static bool is_option(std::string_view field) { return field != "timestep" && field != "dither"; }
 };
 
 struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
