@@ -100,11 +100,23 @@ if not TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_OTHERS = (
+    "KeptStates",
+    "NO_TENSOR",
+    "Plan",
+    "ScalerMonitor",
+    "UnscaledGrads",
+    "configured_options",
+    "name_of_another_group",
+    "other_writer",
+    "places_by_name",
+    "wanted_of_scaler",
+)
+
+
 def __getattr__(name: str) -> Any:
     """Gives the scaler and the optimizers what they need of the binary beside the operations."""
-    classes = ("KeptStates", "NO_TENSOR", "Plan", "ScalerMonitor", "UnscaledGrads")
-    policies = ("configured_options", "other_writer", "wanted_of_scaler")
-    if name in (*classes, *policies) or name.endswith("Hyperparameters"):
+    if name in _OTHERS or name.endswith("Hyperparameters"):
         return getattr(_C, name)
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 

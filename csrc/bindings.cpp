@@ -17,6 +17,7 @@
 
 #include "dispatch.h"
 #include "kept_states.h"
+#include "param_names.h"
 #include "plan.h"
 #include "scaler_monitor.h"
 #include "scaler_ranges.h"
@@ -531,6 +532,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
              py::arg("groups"), py::arg("states"));
   module.def("wanted_of_scaler", &wanted_of_scaler, py::arg("name"), py::arg("value"));
+  module.def("places_by_name", &places_by_name, py::arg("own"), py::arg("saved"));
+  module.def("name_of_another_group", &name_of_another_group, py::arg("own"), py::arg("saved"));
   module.def("is_profiled", &at::hasCallbacks);
   module.def(
       "complement_of_power",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.masters import MASTER_KEYS, loaded_master, read_lower_part
 from amp_ext.optim.moments import copied_moments, has_moment, is_key_of, made_moments
@@ -61,11 +62,23 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
     state_dict = _with_empty_groups(optimizer, state_dict)
     _check_writer(optimizer, state_dict)
     saved_groups, saved_states = _with_own_steps(state_dict)
-    _check_lengths(optimizer, saved_groups)
+    saved_groups = _in_order_of_names(optimizer, saved_groups)
     groups = _loaded_groups(optimizer, saved_groups)
     _check_groups(optimizer, groups)
     states = _copied_states(optimizer, saved_groups, saved_states, groups)
     return {"state": defaultdict(dict, states), "param_groups": groups}
+
+
+def keys_in_order(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> list[Any]:
+    """Returns the key that each parameter's state has in a file, in the optimizer's order.
+
+    Args:
+        optimizer: Which is to load it.
+        state_dict: As for :func:`read_state_dict`, whose errors are those of this one.
+    """
+    _check_layout(optimizer, state_dict)
+    groups = _in_order_of_names(optimizer, state_dict["param_groups"])
+    return [key for group in groups for key in group["params"]]
 
 
 def _operation(optimizer: FusedOptimizer) -> str:
@@ -159,6 +172,41 @@ def _check_lengths(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
         )
 
 
+def _in_order_of_names(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
+    """Returns the groups of a file with the keys of their states in the order of the parameters.
+
+    Where both sides have the same names, these tell which is which; else the place does. Keys that
+    are names themselves, or were made for this optimizer by FullyShardedDataParallel, stay: whoever
+    wrote them has matched the names, and left ``param_names`` in the order of the file.
+    """
+    optimizer._check_params("load_state_dict")
+    _check_lengths(optimizer, saved_groups)
+    in_order = [dict(group) for group in saved_groups]
+    own = [_names_in(group) for group in optimizer.param_groups]
+    saved = [_names_in(group) for group in saved_groups]
+    for group, loaded in zip(optimizer.param_groups, in_order, strict=True):
+        has_names = any(isinstance(key, str) for key in loaded["params"])
+        if has_names or any(map(is_flattened, group["params"])):
+            loaded.pop("param_names", None)
+            saved = [[] for _ in saved]
+    misplaced = ops.name_of_another_group(own, saved)
+    if misplaced:
+        raise ValueError(f"{_operation(optimizer)}: {misplaced}")
+    for loaded, names, saved_names in zip(in_order, own, saved, strict=True):
+        places = ops.places_by_name(names, saved_names)
+        if places:
+            loaded["params"] = [loaded["params"][place] for place in places]
+    return in_order
+
+
+def _names_in(group: Options) -> list[str]:
+    """Returns the names of the parameters of a group, none if they do not have one each."""
+    names = group.get("param_names")
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        return []
+    return list(names) if len(names) == len(group["params"]) else []
+
+
 def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
     """Returns the groups of a file over the optimizer's parameters, with all options.
 
@@ -180,7 +228,7 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
     for loaded, (group, _) in zip(groups, pairs, strict=True):
         loaded["params"] = group["params"]
         if "param_names" in group:
-            loaded.setdefault("param_names", group["param_names"])
+            loaded["param_names"] = group["param_names"]
     return groups
 
 

@@ -17,6 +17,7 @@ from amp_ext.grad_scaler import GradScaler
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.interrupts import may_have_stepped, version_of, versions_of_params
 from amp_ext.nonfinite import params_of
+from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.plain_numbers import is_count, with_plain_numbers
 from amp_ext.put_back import Before
@@ -569,6 +570,10 @@ class MixedPrecisionTrainer:
         if not state_dict["accumulated"]:
             return []
         gradients = state_dict["gradients"]
+        if self._fused is not None:
+            keys = keys_in_order(self._fused, state_dict["optimizer"])
+            if set(keys) == set(range(len(gradients))):
+                gradients = [gradients[key] for key in keys]
         scaled = self.scaler is not None
         wanted = _accumulation(self.config.gradient_accumulation_steps, scaled, len(params))
         scaled = state_dict["scaler"] is not None

@@ -18,8 +18,10 @@ import trainer_cases as cases
 from awkward import BF16, F16, F32
 from interrupts import IS_COMPLETE, interrupted_at_each_line
 from optimizer_cases import through_a_file
+from reference import same_bits
 from rows import rows
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, SequentialLR
 from torch.utils._pytree import tree_map
 from trainer_cases import PRECISIONS, TARGET, X, assert_same, new_model, new_trainer, params_of
 
@@ -422,6 +424,52 @@ def test_numbers_of_numpy_are_settings():
     )
     assert config == MixedPrecisionConfig("bf16", 4.0, 7, 2.0, 0.5, 2.0, 0.5, 3)
     assert type(config.initial_loss_scale) is float
+
+
+@pytest.mark.parametrize("kind", [amp_ext.optim.AdamW, torch.optim.AdamW])
+def test_a_schedule_of_numpy_is_saved_in_numbers_of_python(kind, tmp_path):
+    numpy = pytest.importorskip("numpy")
+
+    def new():
+        return new_trainer(
+            optimizer=lambda params: kind(params, lr=0.1),
+            scheduler=lambda optimizer: SequentialLR(
+                optimizer,
+                [
+                    LambdaLR(optimizer, lambda step: numpy.cos(step / 10)),
+                    MultiStepLR(optimizer, numpy.array([2, 4])),
+                ],
+                [3],
+            ),
+        )
+
+    straight, again = new(), new()
+    for trainer in (straight, straight, again):
+        trainer.train_step(X, TARGET)
+    straight.save(tmp_path / "run.pt")
+    again.load(tmp_path / "run.pt")
+    for _ in range(4):
+        straight.train_step(X, TARGET)
+        again.train_step(X, TARGET)
+    assert straight.scheduler.get_last_lr() == again.scheduler.get_last_lr()
+    assert all(map(same_bits, again.model.parameters(), straight.model.parameters()))
+
+
+def test_gradients_amid_an_accumulation_follow_their_names():
+    def new(order):
+        model = new_model()
+        named = list(model.named_parameters())
+        options = {"optimizer": lambda _: amp_ext.optim.AdamW(named[::order], lr=0.1)}
+        return new_trainer(model=model, gradient_accumulation_steps=2, **options)
+
+    straight, again = new(1), new(-1)
+    for _ in range(3):
+        straight.train_step(X, TARGET)
+    again.model.load_state_dict(straight.model.state_dict())
+    again.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for trainer in (straight, again):
+        trainer.train_step(X, TARGET)
+    assert all(map(same_bits, again.model.parameters(), straight.model.parameters()))
 
 
 @pytest.mark.filterwarnings("error")
