@@ -201,6 +201,7 @@ FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
       impl_(std::make_shared<Impl>(kind)) {
   auto& options = static_cast<FusedOptions&>(*defaults_);
+  options.are_defaults_ = true;
   kind.check(options);
   check_options(kind.name, kind, options.options(), [] { return std::string(); });
   TORCH_CHECK(!param_groups.empty(), "optimizer got an empty parameter list");
@@ -223,12 +224,14 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
   const size_t group = param_groups_.size();
   auto merged = defaults_->clone();
   auto& options = static_cast<FusedOptions&>(*merged);
+  options.are_defaults_ = false;
   if (param_group.has_options()) {
     const auto given = param_group.options().clone();
     check_kind(*given, group);
     take_given(options, static_cast<FusedOptions&>(*given));
   }
   check_group(name, impl_->kind, options.options(), [&] { return c10::str(" of group ", group); });
+  check_moments(name, options, param_group.params(), c10::str(" of group ", group));
   std::unordered_set<const void*> others;
   for (const auto& other : param_groups_) {
     for (const at::Tensor& param : other.params()) others.insert(param.unsafeGetTensorImpl());
@@ -260,9 +263,35 @@ void FusedOptimizer::check_kind(const torch::optim::OptimizerOptions& options, s
               "Options, got those of another optimizer");
 }
 
-FusedOptions& FusedOptimizer::options_of(size_t group) {
+// The options of a group, which has to have its own.
+const FusedOptions& FusedOptimizer::checked_options(size_t group) const {
   check_kind(param_groups_[group].options(), group);
-  return static_cast<FusedOptions&>(param_groups_[group].options());
+  const auto& options = static_cast<const FusedOptions&>(param_groups_[group].options());
+  TORCH_CHECK(
+      !options.are_defaults_, impl_->kind.name, ": options of group ", group,
+      " must be its own, got the defaults: add groups by add_param_group of amp_ext::optim::",
+      impl_->kind.name, ", since that of torch::optim::Optimizer drops their options");
+  return options;
+}
+
+FusedOptions& FusedOptimizer::options_of(size_t group) {
+  return const_cast<FusedOptions&>(checked_options(group));
+}
+
+// Moments in float16 and a split master are more than a kernel keeps in one step.
+void FusedOptimizer::check_moments(const std::string& operation, const FusedOptions& options,
+                                   const std::vector<at::Tensor>& params,
+                                   const std::string& place) const {
+  const auto* const form = std::get_if<std::string>(&options.master_weights_.value());
+  if (options.state_dtype_.has_value() || form == nullptr) return;
+  const bool are_halves = std::any_of(params.begin(), params.end(), [](const at::Tensor& param) {
+    return param.defined() && param.scalar_type() == at::kHalf;
+  });
+  TORCH_CHECK(!are_halves || impl_->kind.buffer_count(options) == 0, operation, ": state_dtype",
+              place,
+              " must be torch.float32 or torch.bfloat16 for parameters in torch.float16 with "
+              "master_weights='",
+              *form, "', got None");
 }
 
 // Also what a loop may have written into the groups. Returns the options of each.
@@ -272,6 +301,7 @@ std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() 
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     groups.push_back(options_of(i).options());
     check_group(name, impl_->kind, groups[i], [&] { return c10::str(" of group ", i); });
+    check_moments(name, options_of(i), param_groups_[i].params(), c10::str(" of group ", i));
   }
   return groups;
 }

@@ -243,8 +243,7 @@ c10::IValue FusedOptimizer::state_dict() const {
     const auto& param_group = param_groups_[i];
     auto group = new_dict();
     if (i < impl_->other_entries.size()) insert_others(group, impl_->other_entries[i]);
-    check_kind(param_group.options(), i);
-    const auto options = param_group.options().clone();
+    const auto options = checked_options(i).clone();
     for (const auto& [name, place] : static_cast<FusedOptions&>(*options).options()) {
       group.insert_or_assign(name, value_of(place));
     }
@@ -314,11 +313,12 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   std::vector<Dict> other_entries;  // such as initial_lr of a scheduler
   std::set<std::string> listed;
   for (size_t i = 0; i < groups.size(); ++i) {
-    check_kind(param_groups_[i].options(), i);
-    const auto configured = param_groups_[i].options().clone();
+    const auto configured = checked_options(i).clone();
     options.push_back(
         read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
+    check_moments(operation, *options.back(), param_groups_[i].params(),
+                  c10::str(" of param_groups[", i, "]"));
     other_entries.push_back(c10::IValue(groups[i]).deepcopy().toGenericDict());
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();

@@ -129,6 +129,7 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   bool skip_nonfinite_ = false;
   bool write_back_grads_ = false;
   std::set<std::string> given_;
+  bool are_defaults_ = false;  // of an optimizer, not of a group
 
   friend class FusedOptimizer;
 };
@@ -320,8 +321,9 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedOptimizer(FusedOptimizer&&) noexcept;
   FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
 
-  // Hides that of torch, which from 2.13 on drops the options of a group and checks nothing; don't
-  // call that one through a torch::optim::Optimizer&.
+  // Hides that of torch, which from 2.13 on drops the options of a group and checks nothing: a
+  // group that was added by that one, through a torch::optim::Optimizer&, is refused when it is
+  // used.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // Updates all parameters that have a gradient. The closure evaluates the model again, with
@@ -388,6 +390,9 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   Impl& checked(const char* operation) const;
   FusedOptions& options_of(size_t group);
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
+  const FusedOptions& checked_options(size_t group) const;
+  void check_moments(const std::string& operation, const FusedOptions& options,
+                     const std::vector<at::Tensor>& params, const std::string& place) const;
   FusedParamState* state_of(const at::Tensor& param) const;
   std::unique_ptr<FusedParamState> whole_state(const FusedOptions& options,
                                                const at::Tensor& param) const;

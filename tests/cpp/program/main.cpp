@@ -63,6 +63,8 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(groups_of_another_optimizer_keep_their_options),
       AMP_EXT_CHECK(states_stay_where_they_are),
       AMP_EXT_CHECK(options_of_another_optimizer_are_refused),
+      AMP_EXT_CHECK(groups_that_the_class_of_torch_added_are_refused),
+      AMP_EXT_CHECK(a_state_whose_parameter_left_the_groups_is_not_saved),
       AMP_EXT_CHECK(a_load_keeps_what_torch_does_not_know),
       AMP_EXT_CHECK(entries_of_others_go_through_a_load_and_a_file),
       AMP_EXT_CHECK(a_step_that_fails_behind_its_writes_is_not_taken_twice),

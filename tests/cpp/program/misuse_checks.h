@@ -148,6 +148,45 @@ inline void options_of_another_optimizer_are_refused() {
   CHECK_THAT(contains(error_of(complex), "AdamW.init_state: param of group 0, param 0 must be"));
 }
 
+inline void groups_that_the_class_of_torch_added_are_refused() {
+  torch::Tensor param = parameter({1.0});
+  SGD optimizer({parameter({1.0})}, SGDOptions(0.5));
+  torch::optim::Optimizer& base = optimizer;
+  base.add_param_group(torch::optim::OptimizerParamGroup(std::vector{param}));
+  param.mutable_grad() = torch::ones({1});
+  const std::string wanted =
+      "SGD: options of group 1 must be its own, got the defaults: add groups by add_param_group of "
+      "amp_ext::optim::SGD, since that of torch::optim::Optimizer drops their options";
+  const torch::Tensor none = torch::zeros({});
+  for (const std::function<void()>& use : std::vector<std::function<void()>>{
+           [&] { optimizer.step(); }, [&] { optimizer.look_at_gradients(none, none); },
+           [&] { optimizer.init_state(); }, [&] { optimizer.state_dict(); }}) {
+    CHECK_THAT(contains(error_of(use), wanted));
+  }
+  CHECK_THAT(param.item<double>() == 1.0);
+  optimizer.param_groups().pop_back();
+  optimizer.add_param_group({{param}, std::make_unique<SGDOptions>(0.25)});
+  optimizer.step();
+  CHECK_THAT(param.item<double>() == 0.75);
+  optimizer.param_groups()[1].set_options(std::make_unique<SGDOptions>(0.5));
+  optimizer.step();
+  CHECK_THAT(param.item<double>() == 0.25);
+}
+
+inline void a_state_whose_parameter_left_the_groups_is_not_saved() {
+  torch::Tensor param = torch::ones({3, 2}).requires_grad_(true);
+  AdamW optimizer({param, parameter({1.0})}, AdamWOptions());
+  optimizer.init_state();
+  auto& params = optimizer.param_groups()[0].params();
+  params.erase(params.begin());
+  CHECK_THAT(contains(error_of([&] { optimizer.state_dict(); }),
+                      "AdamW.state_dict: state must be of parameters in param_groups, got one of "
+                      "shape (3, 2) that is in no group: put it back, or drop its state, "
+                      "optimizer.state().erase(param.unsafeGetTensorImpl())"));
+  optimizer.state().erase(param.unsafeGetTensorImpl());
+  CHECK_THAT(optimizer.state_dict().toGenericDict().at("state").toGenericDict().size() == 1);
+}
+
 inline void a_load_keeps_what_torch_does_not_know() {
   SGD optimizer({parameter({1.0})}, SGDOptions(0.5).decoupled_weight_decay(true).clip_value(3.0));
   const Dict dict = optimizer.state_dict().toGenericDict();
