@@ -717,6 +717,7 @@ inline void training_goes_on_from_what_was_made_in_inference_mode() {
         param.mul_(0.5);
       }
       optimizer.refresh_masters();
+      param.mutable_grad() = torch::ones_like(param);
       optimizer.step();
       scaler.load_state_dict(scaler.state_dict());
       CHECK_THAT(scaler.stats().skips == 1);

@@ -243,13 +243,13 @@ inline void a_step_may_step_others_and_compute_gradients() {
     for (int i = 0; i < 20; ++i) {
       const torch::optim::SGDOptions still(0.0);
       others.push_back(std::make_unique<torch::optim::SGD>(std::vector{inner}, still));
+      inner.mutable_grad() = torch::ones({1});
       scaler.step(*others.back());
     }
     CHECK_THAT(torch::GradMode::is_enabled());
     CHECK_THAT(contains(error_of([&] { scaler.update(); }), "got a call inside of one"));
   });
   give_grad(outer, scaler, 2.0);
-  inner.mutable_grad() = torch::ones({1});
   scaler.step(optimizer);
   CHECK_THAT(contains(error_of([&] { scaler.step(optimizer); }), "has already been called"));
   scaler.update();
