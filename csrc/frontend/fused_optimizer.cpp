@@ -210,13 +210,44 @@ FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
 
 FusedOptimizer::~FusedOptimizer() = default;
 FusedOptimizer::FusedOptimizer(FusedOptimizer&&) noexcept = default;
-FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&&) noexcept = default;
+
+FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&& other) noexcept {
+  if (this == &other) return *this;  // torch's would lose its groups
+  Optimizer::operator=(std::move(other));
+  impl_ = std::move(other.impl_);
+  return *this;
+}
 
 // Throws on behalf of a method where there is none.
 FusedOptimizer::Impl& FusedOptimizer::checked(const char* operation) const {
   TORCH_CHECK(impl_ != nullptr, c10::demangle(typeid(*this).name()), ".", operation,
               ": the optimizer must have its parameters, got one that was moved from");
   return *impl_;
+}
+
+#define AMP_EXT_OF_TORCH(Type, method)         \
+  Type& FusedOptimizer::method() {             \
+    checked(#method);                          \
+    return Optimizer::method();                \
+  }                                            \
+  const Type& FusedOptimizer::method() const { \
+    checked(#method);                          \
+    return Optimizer::method();                \
+  }
+AMP_EXT_OF_TORCH(torch::optim::OptimizerOptions, defaults)
+AMP_EXT_OF_TORCH(FusedOptimizer::ParamGroups, param_groups)
+AMP_EXT_OF_TORCH(FusedOptimizer::States, state)
+AMP_EXT_OF_TORCH(std::vector<at::Tensor>, parameters)
+#undef AMP_EXT_OF_TORCH
+
+size_t FusedOptimizer::size() const {
+  checked("size");
+  return Optimizer::size();
+}
+
+void FusedOptimizer::zero_grad(bool set_to_none) {
+  checked("zero_grad");
+  Optimizer::zero_grad(set_to_none);
 }
 
 void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
@@ -297,6 +328,7 @@ void FusedOptimizer::check_moments(const std::string& operation, const FusedOpti
 // Also what a loop may have written into the groups. Returns the options of each.
 std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() {
   const char* const name = impl_->kind.name;
+  TORCH_CHECK(!param_groups_.empty(), name, ": param_groups must have a group, got none");
   std::vector<std::vector<FusedOptions::Option>> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     groups.push_back(options_of(i).options());

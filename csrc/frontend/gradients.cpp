@@ -117,6 +117,9 @@ NonfiniteCounts find_nonfinite(const torch::nn::Module& model, bool params) {
 NonfiniteCounts find_nonfinite(const torch::optim::Optimizer& optimizer, bool params) {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   const auto& groups = optimizer.param_groups();
+  TORCH_CHECK(!groups.empty(),
+              "find_nonfinite: the optimizer must have a group of parameters, got none, as of one "
+              "that was moved from");
   for (size_t group = 0; group < groups.size(); ++group) {
     for (size_t i = 0; i < groups[group].params().size(); ++i) {
       const at::Tensor& param = groups[group].params()[i];

@@ -77,6 +77,8 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(optimizers_are_told_apart),
       AMP_EXT_CHECK(what_was_moved_from_says_so),
       AMP_EXT_CHECK(a_refused_new_scale_leaves_the_iteration),
+      AMP_EXT_CHECK(what_is_moved_to_itself_stays),
+      AMP_EXT_CHECK(an_optimizer_without_groups_says_so),
       AMP_EXT_CHECK(what_is_out_of_range_is_refused),
       AMP_EXT_CHECK(what_python_can_not_read_is_refused),
       AMP_EXT_CHECK(a_view_is_saved_as_its_elements)};

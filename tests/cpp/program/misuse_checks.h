@@ -440,7 +440,13 @@ inline void what_was_moved_from_says_so() {
       {"refresh_masters", [&] { optimizer.refresh_masters(); }},
       {"state_dict", [&] { optimizer.state_dict(); }},
       {"state_dict", [&] { torch::save(optimizer, stream); }},
-      {"load_state_dict", [&] { optimizer.load_state_dict(state); }}};
+      {"load_state_dict", [&] { optimizer.load_state_dict(state); }},
+      {"defaults", [&] { optimizer.defaults(); }},
+      {"param_groups", [&] { optimizer.param_groups().clear(); }},
+      {"state", [&] { optimizer.state(); }},
+      {"parameters", [&] { optimizer.parameters(); }},
+      {"size", [&] { optimizer.size(); }},
+      {"zero_grad", [&] { optimizer.zero_grad(); }}};
   const std::string of_optimizer_text =
       ": the optimizer must have its parameters, got one that was moved from";
   for (const auto& [name, call] : of_optimizer) {
@@ -457,6 +463,8 @@ inline void what_was_moved_from_says_so() {
   for (const auto& [name, call] : under_scaler) {
     CHECK_THAT(error_of(call) == "GradScaler." + name + of_optimizer_text);
   }
+  CHECK_THAT(contains(error_of([&] { amp_ext::find_nonfinite(optimizer); }),
+                      "find_nonfinite: the optimizer must have a group of parameters, got none"));
   optimizer = std::move(second);  // which has its parameters again
   scaler.step(optimizer);
   CHECK_THAT(param.item<double>() != 1.0);
@@ -503,6 +511,32 @@ inline void a_refused_new_scale_leaves_the_iteration() {
   }
   scaler.update();
   CHECK_THAT(scaler.get_scale() == 2.0 && scaler.stats().skips == 1);
+}
+
+inline void what_is_moved_to_itself_stays() {
+  torch::Tensor param = parameter({1.0});
+  AdamW optimizer({param}, AdamWOptions(0.5));
+  GradScaler scaler = cpu_scaler(), &same_scaler = scaler;
+  AdamW& same_optimizer = optimizer;
+  give_grad(param, scaler, 1.0);
+  optimizer = std::move(same_optimizer);
+  scaler = std::move(same_scaler);
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK_THAT(param.item<double>() != 1.0 && scaler.stats().steps == 1);
+}
+
+inline void an_optimizer_without_groups_says_so() {
+  AdamW optimizer({parameter({1.0})}, AdamWOptions());
+  optimizer.param_groups().clear();
+  GradScaler scaler = cpu_scaler();
+  scaler.scale(torch::ones({}));
+  const std::vector<std::function<void()>> calls = {
+      [&] { optimizer.step(); }, [&] { scaler.step(optimizer); }, [&] { optimizer.init_state(); },
+      [&] { optimizer.master_params(); }};
+  for (const auto& call : calls) {
+    CHECK_THAT(error_of(call) == "AdamW: param_groups must have a group, got none");
+  }
 }
 
 inline void what_is_out_of_range_is_refused() {
