@@ -12,6 +12,7 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -35,13 +36,14 @@ bool is_portable(at::ScalarType dtype) {
 
 // A copy with tensors on the CPU, of types that Python reads without torch's script types. Throws
 // on what Python would not read; `where` says where that is.
-c10::IValue portable(const c10::IValue& value, const std::string& where) {
+c10::IValue portable(const std::string& operation, const c10::IValue& value,
+                     const std::string& where) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
-    TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_state: ", where,
+    TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, operation, ": ", where,
                 " must be a dense tensor, got ",
                 tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
-    TORCH_CHECK(is_portable(tensor.scalar_type()), "save_state: ", where,
+    TORCH_CHECK(is_portable(tensor.scalar_type()), operation, ": ", where,
                 " must be of a dtype that torch.load reads with weights_only=True, got ",
                 tensor.scalar_type());
     const at::Tensor copy = tensor.detach().cpu();
@@ -55,20 +57,21 @@ c10::IValue portable(const c10::IValue& value, const std::string& where) {
   if (value.isGenericDict()) {
     auto copy = new_dict();
     for (const auto& entry : value.toGenericDict()) {
-      TORCH_CHECK(entry.key().isString() || entry.key().isInt(), "save_state: keys of ", where,
+      TORCH_CHECK(entry.key().isString() || entry.key().isInt(), operation, ": keys of ", where,
                   " must be strings or ints, got ", repr(entry.key()));
-      copy.insert(entry.key(), portable(entry.value(), where + "[" + repr(entry.key()) + "]"));
+      copy.insert(entry.key(),
+                  portable(operation, entry.value(), where + "[" + repr(entry.key()) + "]"));
     }
     return copy;
   }
-  TORCH_CHECK(value.isList() || value.isTuple(), "save_state: ", where,
+  TORCH_CHECK(value.isList() || value.isTuple(), operation, ": ", where,
               " must be a dict, list, tuple, string, number, bool, None or tensor, got ",
               type_name(value));
   const auto elements = value.isList() ? value.toListRef().vec()
                                        : std::vector<c10::IValue>(value.toTupleRef().elements());
   std::vector<c10::IValue> copies;
   for (size_t i = 0; i < elements.size(); ++i) {
-    copies.push_back(portable(elements[i], c10::str(where, "[", i, "]")));
+    copies.push_back(portable(operation, elements[i], c10::str(where, "[", i, "]")));
   }
   if (value.isTuple()) return c10::ivalue::Tuple::create(std::move(copies));
   auto list = new_list();
@@ -93,16 +96,27 @@ class BytesReader : public caffe2::serialize::ReadAdapterInterface {
   const std::vector<char>& bytes_;
 };
 
-}  // namespace
+// What a call of torch or of the standard library throws, as an error that names the operation.
+template <typename Call>
+auto with_errors_of(const std::string& operation, const Call& call) {
+  try {
+    return call();
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, operation, ": ", error.what());
+  }
+}
 
-std::vector<char> state_to_bytes(const c10::IValue& value) {
+std::vector<char> bytes_of(const std::string& operation, const c10::IValue& value) {
+  check_nesting(operation, "value", value);
   std::vector<char> data;
   torch::jit::Pickler pickler(
       [&](const char* bytes, size_t size) { data.insert(data.end(), bytes, bytes + size); },
       /*tensor_table=*/nullptr, /*type_renamer=*/nullptr, /*memoized_class_types=*/nullptr,
       /*get_tensor_id=*/nullptr, /*tag_aggregates=*/false);
   pickler.protocol();
-  pickler.pushIValue(portable(value, "value"));
+  pickler.pushIValue(portable(operation, value, "value"));
   pickler.stop();
   std::vector<char> file;
   caffe2::serialize::PyTorchStreamWriter writer([&](const void* bytes, size_t size) {
@@ -120,27 +134,101 @@ std::vector<char> state_to_bytes(const c10::IValue& value) {
   return file;
 }
 
-c10::IValue state_from_bytes(const std::vector<char>& bytes) {
+// The CRC-32 of zip files.
+uint32_t crc_of(const char* bytes, size_t size) {
+  using Table = std::array<uint32_t, 256>;
+  static const auto tables = [] {  // the effect of a byte that has 0 to 7 others behind it
+    std::array<Table, 8> made;
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      uint32_t crc = byte;
+      for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
+      made[0][byte] = crc;
+    }
+    for (size_t i = 1; i < made.size(); ++i) {
+      for (uint32_t byte = 0; byte < 256; ++byte) {
+        const uint32_t crc = made[i - 1][byte];
+        made[i][byte] = crc >> 8 ^ made[0][crc & 255];
+      }
+    }
+    return made;
+  }();
+  const auto* next = reinterpret_cast<const unsigned char*>(bytes);
+  uint32_t crc = ~uint32_t{0};
+  for (; size >= 8; size -= 8, next += 8) {
+    uint32_t sum = 0;
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t byte = i < 4 ? next[i] ^ (crc >> 8 * i & 255) : next[i];
+      sum ^= tables[7 - i][byte];
+    }
+    crc = sum;
+  }
+  for (; size > 0; --size) crc = crc >> 8 ^ tables[0][(crc ^ *next++) & 255];
+  return ~crc;
+}
+
+// Throws if a record is not as it was written: torch's reader does not look at the CRC, which
+// stands behind each record that is not empty. A file that was written without CRCs has 0 in all
+// places.
+void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStreamReader& reader) {
+  constexpr char kSignature[] = {'P', 'K', 7, 8};
+  std::string damaged;
+  bool has_crcs = false;
+  for (const std::string& name : reader.getAllRecords()) {
+    const auto [data, size] = reader.getRecord(name);
+    const size_t begin = reader.getRecordOffset(name);
+    if (size == 0) continue;
+    const bool fits = begin <= bytes.size() && size <= bytes.size() - begin &&
+                      bytes.size() - begin - size >= sizeof kSignature + sizeof(uint32_t);
+    TORCH_CHECK(fits, "record ", name, " of ", size, " bytes ends behind the file");
+    const char* const behind = bytes.data() + begin + size;
+    TORCH_CHECK(std::equal(std::begin(kSignature), std::end(kSignature), behind), "record ", name,
+                " has no CRC behind it");
+    uint32_t crc = 0;
+    std::memcpy(&crc, behind + sizeof kSignature, sizeof crc);
+    has_crcs |= crc != 0;
+    // Of what the reader makes of the bytes: it leaves what a damaged header calls a folder unread.
+    const bool is_right = crc == crc_of(static_cast<const char*>(data.get()), size);
+    if (damaged.empty() && !is_right) damaged = name;
+  }
+  TORCH_CHECK(damaged.empty() || !has_crcs, "record ", damaged, " was damaged: its CRC differs");
+}
+
+c10::IValue value_of(const std::string& operation, const std::vector<char>& bytes) {
   try {
     caffe2::serialize::PyTorchStreamReader reader(std::make_shared<BytesReader>(bytes));
+    check_crcs(bytes, reader);
     // On the CPU, wherever they were.
     return torch::jit::readArchiveAndTensors("data", "", "", std::nullopt, std::nullopt, at::kCPU,
                                              reader);
-  } catch (const c10::Error& error) {
-    const std::string reason = error.what_without_backtrace();
-    TORCH_CHECK(reason.find("Expected GenericDict") == std::string::npos,
-                "load_state: all dicts must be plain ones, got an OrderedDict, as "
+  } catch (const std::exception& error) {  // some of the standard library, of damaged sizes
+    const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
+    const std::string reason =
+        of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
+    TORCH_CHECK(reason.find("Expected GenericDict") == std::string::npos, operation,
+                ": all dicts must be plain ones, got an OrderedDict, as "
                 "model.state_dict() is; write it in Python by torch.save(dict(model.state_dict()), "
                 "path)");
-    TORCH_CHECK(false,
-                "load_state: the file must be one that torch.save wrote, of plain dicts, "
+    TORCH_CHECK(false, operation,
+                ": the file must be one that torch.save wrote, of plain dicts, "
                 "lists, numbers and tensors, got another: ",
                 reason.substr(0, reason.find('\n')));
   }
 }
 
+}  // namespace
+
+std::vector<char> state_to_bytes(const c10::IValue& value) {
+  return with_errors_of("state_to_bytes", [&] { return bytes_of("state_to_bytes", value); });
+}
+
+c10::IValue state_from_bytes(const std::vector<char>& bytes) {
+  return value_of("state_from_bytes", bytes);
+}
+
 void save_state(const std::string& path, const c10::IValue& value) {
-  const std::vector<char> bytes = state_to_bytes(value);
+  const std::string operation = "save_state of " + path;
+  const std::vector<char> bytes =
+      with_errors_of(operation, [&] { return bytes_of(operation, value); });
   const std::string beside = path + ".tmp";
   std::ofstream file(beside, std::ios::binary);
   TORCH_CHECK(file.good(), "save_state: path must be of a file that can be written, got ", path);
@@ -158,11 +246,11 @@ c10::IValue load_state(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
     is_read = file.good();
     bytes.assign(std::istreambuf_iterator<char>(file), {});
-  } catch (const std::ios_base::failure&) {  // a folder
+  } catch (const std::exception&) {  // of a folder, say
     is_read = false;
   }
   TORCH_CHECK(is_read, "load_state: path must be of a file that can be read, got ", path);
-  return state_from_bytes(bytes);
+  return value_of("load_state of " + path, bytes);
 }
 
 // Archives.
@@ -184,7 +272,7 @@ c10::IValue read(torch::serialize::InputArchive& archive, const char* operation)
               ": the archive must be one that torch::save wrote of it, got another");
   const at::Tensor bytes = tensor.cpu().contiguous();
   const char* const begin = static_cast<const char*>(bytes.const_data_ptr());
-  return state_from_bytes(std::vector<char>(begin, begin + bytes.numel()));
+  return value_of(operation, std::vector<char>(begin, begin + bytes.numel()));
 }
 
 }  // namespace

@@ -284,6 +284,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   const std::string operation = c10::str(kind.name, ".load_state_dict");
   TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
               type_name(state_dict));
+  check_nesting(operation, "state_dict", state_dict);
   const SavedGroups groups = saved_groups(operation, state_dict.toGenericDict());
   TORCH_CHECK(groups.size() == param_groups_.size(),
               "loaded state dict has a different number of parameter groups");

@@ -31,30 +31,69 @@ std::string repr_of_double(double value) {
   return digits;
 }
 
+std::string repr_within(const c10::IValue& value, int depth);
+
 template <typename Values>
-std::string repr_of_all(const Values& values, const char* open, const char* close) {
+std::string repr_of_all(const Values& values, const char* open, const char* close, int depth) {
+  constexpr int kDeepest = 3;  // a list may lie in itself
   std::string text = open;
+  if (depth == kDeepest) return text + "..." + close;
   for (const c10::IValue& value : values) {
     if (text.size() > 1) text += ", ";
-    text += repr(value);
+    text += repr_within(value, depth + 1);
   }
   return text + close;
 }
 
-}  // namespace
-
-std::string repr(const c10::IValue& value) {
+std::string repr_within(const c10::IValue& value, int depth) {
   if (value.isNone()) return "None";
   if (value.isBool()) return value.toBool() ? "True" : "False";
   if (value.isInt()) return std::to_string(value.toInt());
   if (value.isDouble()) return repr_of_double(value.toDouble());
   if (value.isString()) return "'" + value.toStringRef() + "'";
-  if (value.isList()) return repr_of_all(value.toListRef(), "[", "]");
+  if (value.isList()) return repr_of_all(value.toListRef(), "[", "]", depth);
   if (value.isTuple()) {
     const auto& elements = value.toTupleRef().elements();
-    return repr_of_all(elements, "(", elements.size() == 1 ? ",)" : ")");
+    return repr_of_all(elements, "(", elements.size() == 1 ? ",)" : ")", depth);
   }
   return "a " + type_name(value);
+}
+
+// `around` are the dicts, lists and tuples in which the value lies.
+void check_nesting_within(const std::string& operation, const std::string& name,
+                          const c10::IValue& value, std::vector<const c10::IValue*>& around) {
+  constexpr size_t kMost = 500;
+  if (!value.isGenericDict() && !value.isList() && !value.isTuple()) return;
+  TORCH_CHECK(around.size() < kMost, operation, ": dicts, lists and tuples must lie in at most ",
+              kMost, " others, got one that lies in more");
+  for (const c10::IValue* const outer : around) {
+    TORCH_CHECK(!value.is(*outer), operation, ": ", name,
+                " must not be one of those in which it "
+                "lies, got a ",
+                type_name(value), " that contains itself");
+  }
+  around.push_back(&value);
+  const auto check = [&](const std::string& key, const c10::IValue& inner) {
+    check_nesting_within(operation, name + "[" + key + "]", inner, around);
+  };
+  if (value.isGenericDict()) {
+    for (const auto& entry : value.toGenericDict()) check(repr(entry.key()), entry.value());
+  } else {
+    const at::ArrayRef<c10::IValue> elements =
+        value.isList() ? value.toListRef() : value.toTupleRef().elements().asArrayRef();
+    for (size_t i = 0; i < elements.size(); ++i) check(std::to_string(i), elements[i]);
+  }
+  around.pop_back();
+}
+
+}  // namespace
+
+std::string repr(const c10::IValue& value) { return repr_within(value, 0); }
+
+void check_nesting(const std::string& operation, const std::string& name,
+                   const c10::IValue& value) {
+  std::vector<const c10::IValue*> around;
+  check_nesting_within(operation, name, value, around);
 }
 
 std::string type_name(const c10::IValue& value) {

@@ -18,9 +18,14 @@ c10::impl::GenericList new_list();
 // What a dict has under a name; none where it is not there.
 std::optional<c10::IValue> find(const Dict& dict, const std::string& name);
 
-// As Python's repr and the name of its type.
+// As Python's repr, in which "..." stands for lists and tuples that lie deep in others, and the
+// name of its type.
 std::string repr(const c10::IValue& value);
 std::string type_name(const c10::IValue& value);
+
+// Throws where a dict, list or tuple lies in itself, or in too many others. `operation` and `name`
+// say what the value is in errors.
+void check_nesting(const std::string& operation, const std::string& name, const c10::IValue& value);
 
 // The keys of a dict as a list: the first eight, or all.
 std::string first_keys(const Dict& dict);

@@ -1059,6 +1059,16 @@ def test_tensors_of_a_gpu_are_read_without_one(
     run("train", str(tmp_path))
 
 
+def test_a_file_without_crcs_is_read(run: Run, tmp_path: Path) -> None:
+    plan = plan_of({**ROWS["adamw float16 autocast"], "steps": 5})
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({**plan, "nothing": torch.ones(0)}, tmp_path / "plan.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    run("train", str(tmp_path))
+
+
 def test_files_that_cpp_can_not_read_are_explained(run: Run, tmp_path: Path) -> None:
     plan = plan_of({**ROWS["adamw float16 autocast"], "steps": 5})
     model = torch.nn.Linear(2, 2)
@@ -1072,6 +1082,12 @@ def test_files_that_cpp_can_not_read_are_explained(run: Run, tmp_path: Path) -> 
         with pytest.raises(AssertionError, match=re.escape(text)):
             run("train", str(tmp_path))
     (tmp_path / "text.pt").write_text("not a checkpoint")
-    torch.save({**plan, "resume": str(tmp_path / "text.pt")}, tmp_path / "plan.pt")
-    with pytest.raises(AssertionError, match=r"must be one that torch\.save wrote"):
-        run("train", str(tmp_path))
+    torch.save([torch.full((64,), b"w"[0], dtype=torch.uint8)], tmp_path / "whole.pt")
+    damaged = (tmp_path / "whole.pt").read_bytes().replace(b"wwww", b"vwww", 1)
+    (tmp_path / "damaged.pt").write_bytes(damaged)
+    for name, text in (("text", ""), ("damaged", ".* record data/0 was damaged: its CRC differs")):
+        path = tmp_path / f"{name}.pt"
+        torch.save({**plan, "resume": str(path)}, tmp_path / "plan.pt")
+        text = f"load_state of {path}: the file must be one that torch.save wrote,{text}"
+        with pytest.raises(AssertionError, match=text):
+            run("train", str(tmp_path))

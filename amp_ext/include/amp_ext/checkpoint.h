@@ -20,7 +20,8 @@ AMP_EXT_API void save_state(const std::string& path, const c10::IValue& value);
 
 // Reads what save_state or Python's torch.save wrote, on the CPU; runs no code of the file. Dicts
 // must be plain ones: in Python write dict(model.state_dict()). Throws c10::Error on a file that is
-// none or holds something else.
+// none, holds something else, or was damaged: what its CRCs tell. A file that Python wrote under
+// torch.serialization.set_crc32_options(False) has none, and is taken as it is.
 AMP_EXT_API c10::IValue load_state(const std::string& path);
 
 // As the two above, in memory.

@@ -81,6 +81,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(an_optimizer_without_groups_says_so),
       AMP_EXT_CHECK(what_is_out_of_range_is_refused),
       AMP_EXT_CHECK(what_python_can_not_read_is_refused),
+      AMP_EXT_CHECK(a_damaged_file_is_refused_or_right),
       AMP_EXT_CHECK(a_view_is_saved_as_its_elements)};
   return checks;
 }

@@ -564,6 +564,21 @@ inline void what_python_can_not_read_is_refused() {
   dict.clear();
   dict.insert(0.5, 1);
   CHECK_THAT(contains(saved(dict), "keys of value must be strings or ints, got 0.5"));
+  const auto list = c10::impl::GenericList(c10::AnyType::get());
+  list.push_back(dict);
+  dict.clear();
+  dict.insert("a", c10::ivalue::Tuple::create(list));
+  const std::string in_itself =
+      "value['a'][0][0] must not be one of those in which it lies, got a dict that contains itself";
+  CHECK_THAT(saved(dict) == "state_to_bytes: " + in_itself);
+  CHECK_THAT(error_of([&] { amp_ext::save_state("run.pt", dict); }) ==
+             "save_state of run.pt: " + in_itself);
+  dict.clear();
+  c10::IValue deep = 1;
+  for (int i = 0; i < 500; ++i) deep = c10::ivalue::Tuple::create(std::vector{deep});
+  CHECK_THAT(saved(deep).empty());
+  deep = c10::ivalue::Tuple::create(std::vector{deep});
+  CHECK_THAT(contains(saved(deep), "must lie in at most 500 others, got one that lies in more"));
   CHECK_THAT(contains(error_of([] { amp_ext::save_state("/nowhere/file.pt", 1); }),
                       "path must be of a file that can be written"));
   CHECK_THAT(contains(error_of([] { amp_ext::load_state("/"); }),
@@ -571,8 +586,37 @@ inline void what_python_can_not_read_is_refused() {
   std::stringstream archive;
   torch::save(torch::ones({2}), archive);
   SGD optimizer({parameter({1.0})}, SGDOptions());
+  Dict state = optimizer.state_dict().toGenericDict();
+  state.insert("mine", state);
+  CHECK_THAT(contains(error_of([&] { optimizer.load_state_dict(state); }),
+                      "SGD.load_state_dict: state_dict['mine'] must not be one of those in which"));
+  state.erase("mine");
+  auto betas = c10::impl::GenericList(c10::AnyType::get());
+  betas.push_back(betas);
+  state = cpu_scaler().state_dict().toGenericDict();
+  state.insert_or_assign("scale", betas);
+  CHECK_THAT(contains(error_of([&] { cpu_scaler().load_state_dict(state); }), "got [[[[...]]]]"));
+  betas.clear();
   CHECK_THAT(contains(error_of([&] { torch::load(optimizer, archive); }),
                       "the archive must be one that torch::save wrote"));
+}
+
+inline void a_damaged_file_is_refused_or_right() {
+  const Dict dict = new_dict();
+  dict.insert("weights", torch::arange(100.0));
+  dict.insert("nothing", torch::empty({0}));
+  const std::vector<char> file = amp_ext::state_to_bytes(dict);
+  int refused = 0;
+  for (size_t i = 0; i < file.size(); i += 7) {
+    std::vector<char> damaged = file;
+    damaged[i] ^= 1 << i % 8;
+    std::optional<c10::IValue> read;
+    const std::string error = error_of([&] { read = amp_ext::state_from_bytes(damaged); });
+    refused += contains(error, "state_from_bytes: the file must be one that torch.save wrote, of ");
+    CHECK_THAT(error.empty() == read.has_value());
+    if (read.has_value()) CHECK_THAT(amp_ext::state_to_bytes(*read) == file);
+  }
+  CHECK_THAT(refused > 100);
 }
 
 inline void a_view_is_saved_as_its_elements() {
