@@ -108,6 +108,7 @@ _OTHERS = (
     "UnscaledGrads",
     "configured_options",
     "name_of_another_group",
+    "open_beside",
     "other_writer",
     "places_by_name",
     "wanted_of_scaler",

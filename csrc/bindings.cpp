@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "file_beside.h"
 #include "kept_states.h"
 #include "param_names.h"
 #include "plan.h"
@@ -534,6 +535,19 @@ PYBIND11_MODULE(_C, module) {
   module.def("wanted_of_scaler", &wanted_of_scaler, py::arg("name"), py::arg("value"));
   module.def("places_by_name", &places_by_name, py::arg("own"), py::arg("saved"));
   module.def("name_of_another_group", &name_of_another_group, py::arg("own"), py::arg("saved"));
+  module.def(
+      "open_beside",
+      [](const std::string& path) {
+        FileBeside file;
+        {
+          const py::gil_scoped_release release;
+          file = open_beside(path);
+        }
+        // A path need not be text.
+        return std::make_tuple(py::bytes(file.refusal), file.error, file.descriptor,
+                               py::bytes(file.temporary), py::bytes(file.target));
+      },
+      py::arg("path"));
   module.def("is_profiled", &at::hasCallbacks);
   module.def(
       "complement_of_power",

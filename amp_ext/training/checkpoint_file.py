@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import glob
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
+from amp_ext import ops
 
 __all__ = ["check_dict", "read_checkpoint", "write_checkpoint"]
 
@@ -19,8 +18,9 @@ __all__ = ["check_dict", "read_checkpoint", "write_checkpoint"]
 def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str]) -> None:
     """Puts a file in place of what is at a path, in one step and only when it is on the disk.
 
-    It is written beside it under another name, ``<name>.<16 digits>.tmp``. What a process that died
-    has left of these for the same path is removed first.
+    It is written beside it under another name, ``<name>.<16 digits>.tmp``, in which a long name is
+    cut. What a process that died has left of these for the same path is removed first. The mode of
+    what is there stays.
 
     Args:
         operation: What errors call it.
@@ -28,24 +28,29 @@ def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str])
         path: Where to; through a symbolic link, what it names is replaced.
 
     Raises:
-        ValueError: If ``weights_only=True`` would refuse the file.
+        ValueError: If ``weights_only=True`` would refuse the file, or at the path is a folder, a
+            device, a pipe or a socket.
         OSError: If it can't be written. What was at the path is still there after any error.
     """
-    path = Path(os.path.realpath(path))
-    _remove_abandoned(path)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary = None
     try:
-        with open(temporary, "xb") as file:
-            _lock(file)
+        refusal, error, descriptor, temporary, target = ops.open_beside(os.fsencode(path))
+        if refusal:
+            raise ValueError(f"{operation}: {os.fsdecode(refusal)}")
+        if error:
+            raise OSError(error, os.strerror(error), os.fspath(path))
+        with open(descriptor, "wb") as file:
             _save(content, file)
             file.flush()
             os.fsync(file.fileno())
-            _check_readable(operation, temporary)
-            os.replace(temporary, path)
+            _check_readable(operation, Path(os.fsdecode(temporary)))
+            os.replace(temporary, target)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        if temporary:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
         raise
-    _sync_folder(path.parent)
+    _sync_folder(os.path.dirname(temporary))
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Any:
@@ -79,26 +84,10 @@ def _check_readable(operation: str, path: Path) -> None:
         )
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: bytes) -> None:
     """Waits until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# A process holds a lock on what it writes; the lock goes with the process, however that ends.
-
-
-def _lock(file: BinaryIO) -> None:
-    with contextlib.suppress(OSError):  # some network file systems have none
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _remove_abandoned(path: Path) -> None:
-    for name in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
-        # Another process may be writing it, or have removed it meanwhile.
-        with contextlib.suppress(OSError), open(name, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            name.unlink()

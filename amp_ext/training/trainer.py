@@ -385,8 +385,9 @@ class MixedPrecisionTrainer:
         of the CPU and those of all GPUs) and ``extra``. It takes the place of an older one in one
         step, after it has been written beside it and is on the disk: a process that is killed at
         any moment leaves the old file or the new one, and never a part of either. What it leaves of
-        ``<name>.<16 digits>.tmp`` goes at the next save to the same path. Its own dicts are plain
-        ones, so that a program in C++ reads it too.
+        ``<name>.<16 digits>.tmp`` goes at the next save to the same path. The mode of a file stays,
+        and so do symbolic links. Its own dicts are plain ones, so that a program in C++ reads it
+        too.
 
         Of several processes that train together, let one save. Waits for the device.
 
@@ -398,7 +399,8 @@ class MixedPrecisionTrainer:
 
         Raises:
             ValueError: If parameters are sharded over ranks, or something can't be read with
-                ``weights_only=True``, by its class.
+                ``weights_only=True``, by its class; or if a folder, a device, a pipe or a socket is
+                at the path.
             OSError: If the file can't be written. The old one is still there after any error.
         """
         operation = "MixedPrecisionTrainer.save"

@@ -7,19 +7,24 @@
 #include <amp_ext/optim.h>
 #include <caffe2/serialize/inline_container.h>
 #include <caffe2/serialize/read_adapter_interface.h>
+#include <fcntl.h>
 #include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/serialize/archive.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
 #include <utility>
 
+#include "file_beside.h"
 #include "frontend/values.h"
 
 namespace amp_ext {
@@ -101,7 +106,9 @@ template <typename Call>
 auto with_errors_of(const std::string& operation, const Call& call) {
   try {
     return call();
-  } catch (const c10::Error&) {
+  } catch (c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    if (text.compare(0, operation.size(), operation) != 0) error.add_context(operation);
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(false, operation, ": ", error.what());
@@ -215,6 +222,23 @@ c10::IValue value_of(const std::string& operation, const std::vector<char>& byte
   }
 }
 
+// Returns the errno of what failed, or 0.
+int written_in_place(const FileBeside& file, const std::vector<char>& bytes) {
+  for (size_t done = 0; done < bytes.size();) {
+    const ssize_t size = ::write(file.descriptor, bytes.data() + done, bytes.size() - done);
+    if (size < 0 && errno != EINTR) return errno;
+    if (size > 0) done += size;
+  }
+  if (::fsync(file.descriptor) != 0) return errno;
+  if (std::rename(file.temporary.c_str(), file.target.c_str()) != 0) return errno;
+  // The name is there; now it has to reach the disk, too.
+  const auto folder = std::filesystem::path(file.temporary).parent_path();
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_CLOEXEC);
+  ::fsync(descriptor);
+  ::close(descriptor);
+  return 0;
+}
+
 }  // namespace
 
 std::vector<char> state_to_bytes(const c10::IValue& value) {
@@ -229,28 +253,34 @@ void save_state(const std::string& path, const c10::IValue& value) {
   const std::string operation = "save_state of " + path;
   const std::vector<char> bytes =
       with_errors_of(operation, [&] { return bytes_of(operation, value); });
-  const std::string beside = path + ".tmp";
-  std::ofstream file(beside, std::ios::binary);
-  TORCH_CHECK(file.good(), "save_state: path must be of a file that can be written, got ", path);
-  file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  file.close();
-  const bool is_written = file.good() && std::rename(beside.c_str(), path.c_str()) == 0;
-  if (!is_written) std::remove(beside.c_str());
-  TORCH_CHECK(is_written, "save_state: path must be of a file that can be written, got ", path);
+  const FileBeside file = with_errors_of(operation, [&] { return open_beside(path); });
+  TORCH_CHECK(file.refusal.empty(), "save_state: ", file.refusal);
+  int error = file.error;
+  if (error == 0) {
+    error = written_in_place(file, bytes);
+    if (error != 0) ::unlink(file.temporary.c_str());
+    ::close(file.descriptor);
+  }
+  TORCH_CHECK(error == 0, "save_state: path must be of a file that can be written, got ", path,
+              ": ", std::strerror(error));
 }
 
 c10::IValue load_state(const std::string& path) {
+  const std::string operation = "load_state of " + path;
   std::vector<char> bytes;
-  bool is_read = false;
-  try {
+  const bool is_read = with_errors_of(operation, [&] {
+    constexpr size_t kStretch = 1 << 20;
     std::ifstream file(path, std::ios::binary);
-    is_read = file.good();
-    bytes.assign(std::istreambuf_iterator<char>(file), {});
-  } catch (const std::exception&) {  // of a folder, say
-    is_read = false;
-  }
+    while (file.good()) {
+      const size_t size = bytes.size();
+      bytes.resize(size + kStretch);
+      file.read(bytes.data() + size, kStretch);
+      bytes.resize(size + file.gcount());
+    }
+    return file.eof();
+  });
   TORCH_CHECK(is_read, "load_state: path must be of a file that can be read, got ", path);
-  return value_of("load_state of " + path, bytes);
+  return value_of(operation, bytes);
 }
 
 // Archives.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
+import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torch.utils import cpp_extension
 import amp_ext
 from amp_ext import cmake
 from amp_ext.optim import SGD, Adam, AdamW, Lion
+from amp_ext.training.checkpoint_file import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "cpp" / "program"
@@ -1057,6 +1061,110 @@ def test_tensors_of_a_gpu_are_read_without_one(
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     torch.save(plan, tmp_path / "plan.pt")
     run("train", str(tmp_path))
+
+
+# Where a file is written, by the program and by the trainer of Python.
+
+Save = Callable[[Path], None]
+
+
+@pytest.fixture(params=["cpp", "python"])
+def save(run: Run, request: pytest.FixtureRequest) -> Save:
+    """Returns what writes "text" to a path, or raises an error with the words of any language."""
+
+    def save_in_python(path: Path) -> None:
+        try:
+            write_checkpoint("save_state", "text", path)
+        except OSError as error:
+            raise AssertionError(f"{error.filename}: {error.strerror}") from None
+        except ValueError as error:
+            raise AssertionError(str(error)) from None
+
+    return save_in_python if request.param == "python" else lambda path: run("save", str(path))
+
+
+def test_links_stay_and_what_they_name_is_replaced(save: Save, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    for name, target in (("run.pt", "disk/last.pt"), ("disk/last.pt", "7.pt")):
+        (tmp_path / name).symlink_to(target)
+    for _ in range(2):  # the first where no file is yet
+        save(tmp_path / "run.pt")
+        assert sorted(os.listdir(tmp_path / "disk")) == ["7.pt", "last.pt"]
+        assert [path for path in tmp_path.rglob("*.pt") if not path.is_symlink()] == [
+            tmp_path / "disk" / "7.pt"
+        ]
+        assert torch.load(tmp_path / "run.pt") == "text"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o600, 0o666, 0o444])
+def test_a_file_keeps_its_mode(save: Save, mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    path.touch()
+    path.chmod(mode)
+    save(path)
+    assert path.stat().st_mode & 0o777 == mode
+    assert torch.load(path) == "text"
+
+
+def test_a_file_is_written_under_a_name_of_its_own(save: Save, tmp_path: Path) -> None:
+    others = ["run.pt.tmp", "run.pt.0123456789abcdeg.tmp", "run.pt.0123456789abcdef.tmp.pt"]
+    for name in (*others, "run.pt.0123456789abcdef.tmp"):  # the last of a process that died
+        (tmp_path / name).write_text("mine")
+    save(tmp_path / "run.pt")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "run.pt"])
+    assert {(tmp_path / name).read_text() for name in others} == {"mine"}
+    modes = {(tmp_path / name).stat().st_mode for name in ("run.pt", "run.pt.tmp")}
+    assert len(modes) == 1  # the mode that new files get
+
+
+@pytest.mark.parametrize("letter", ["a", "ä"])
+def test_a_name_may_be_as_long_as_the_disk_allows(save: Save, letter: str, tmp_path: Path) -> None:
+    longest = (letter * 255).encode()[:252].decode(errors="ignore") + ".pt"
+    for length in (len(longest), 100):
+        save(tmp_path / longest[-length:])
+    assert {torch.load(path) for path in tmp_path.iterdir()} == {"text"}
+    with pytest.raises(AssertionError, match=rf"{letter}\.pt: File name too long"):
+        save(tmp_path / (letter + longest))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(Path.mkdir, "a folder"), (os.mkfifo, "a pipe"), (make_socket, "a socket")]
+)
+def test_what_is_no_file_is_refused(save: Save, make: Callable[[Path], None], kind: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as those of sockets must be
+        path = Path(folder) / "run.pt"
+        make(path)
+        before = path.stat()
+        words = f"save_state: path must be of a file, or of nothing yet, got {kind}: {path}"
+        with pytest.raises(AssertionError, match=re.escape(words)):
+            save(path)
+        assert path.stat() == before
+        assert os.listdir(folder) == ["run.pt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing/run.pt", "missing/run.pt: No such file or directory"),
+        ("file/run.pt", "file/run.pt: Not a directory"),
+        ("loop", "loop: Too many levels of symbolic links"),
+        ("gone/", "No such file or directory"),
+    ],
+)
+def test_an_error_names_the_file_and_leaves_none(
+    save: Save, name: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(AssertionError, match=words):
+        save(f"{tmp_path}/{name}")
+    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
 
 
 def test_a_file_without_crcs_is_read(run: Run, tmp_path: Path) -> None:

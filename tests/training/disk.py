@@ -39,7 +39,7 @@ class Disk:
 
     def open(self, path: Any, mode: str) -> Any:
         file = open(path, mode)  # noqa: SIM115
-        if "x" not in mode:
+        if mode != "wb":
             return file
         self._files = {file.fileno(): _File(self, file, self._forgets)}  # one at a time
         return self._files[file.fileno()]

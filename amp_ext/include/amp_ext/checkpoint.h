@@ -14,8 +14,10 @@ namespace amp_ext {
 
 // Writes a value of dicts, lists, tuples, strings, numbers, bools, None and tensors: Python reads
 // it by torch.load(path, weights_only=True). Tensors are copied to the CPU first, so that any
-// machine can read them. Written beside the path and moved there at the end. Throws c10::Error on a
-// value of another kind, naming where it is, and on a file that can't be written.
+// machine can read them. Written beside the file, or beside what links at the path end at, under a
+// name of its own, and renamed when it is on the disk. The mode of the file stays. Throws
+// c10::Error on a value of another kind, naming where it is, on a path of a folder, a device, a
+// pipe or a socket, and on a file that can't be written.
 AMP_EXT_API void save_state(const std::string& path, const c10::IValue& value);
 
 // Reads what save_state or Python's torch.save wrote, on the CPU; runs no code of the file. Dicts

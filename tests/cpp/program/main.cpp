@@ -1,8 +1,8 @@
 // Tests the C++ interface: `program checks` lists the checks, `program check NAME` runs one,
 // `program bad` prints the errors of bad calls, `program refuse FILE` those of the calls that a
-// file says, `program load FILE` that of a load of a file, `program train FOLDER` trains as a file
-// there says. `program serve` reads such commands, one a line with a tab before the argument, and
-// ends what each prints by a line of \4 and the exit code.
+// file says, `program load FILE` that of a load of a file, `program save FILE` writes one, `program
+// train FOLDER` trains as a file there says. `program serve` reads such commands, one a line with a
+// tab before the argument, and ends what each prints by a line of \4 and the exit code.
 #include <cstdio>
 #include <exception>
 #include <iostream>
@@ -82,6 +82,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(what_is_out_of_range_is_refused),
       AMP_EXT_CHECK(what_python_can_not_read_is_refused),
       AMP_EXT_CHECK(a_damaged_file_is_refused_or_right),
+      AMP_EXT_CHECK(two_threads_write_one_file),
       AMP_EXT_CHECK(a_view_is_saved_as_its_elements)};
   return checks;
 }
@@ -101,12 +102,15 @@ int run(const std::string& command, const std::string& argument, std::FILE* erro
       refused_calls::print_errors(argument);
     } else if (command == "load") {
       std::printf("%s\n", bad_calls::error_of_load(argument).c_str());
+    } else if (command == "save") {
+      amp_ext::save_state(argument, "text");
     } else if (command == "train") {
       train(argument);
     } else {
-      std::fprintf(errors,
-                   "usage: program checks | check NAME | bad | refuse FILE | load FILE | train "
-                   "FOLDER | serve\n");
+      std::fprintf(
+          errors,
+          "usage: program checks | check NAME | bad | refuse FILE | load FILE | save FILE | train "
+          "FOLDER | serve\n");
       return 2;
     }
   } catch (const c10::Error& error) {

@@ -5,9 +5,12 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <cstdio>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
+#include <random>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -617,6 +620,22 @@ inline void a_damaged_file_is_refused_or_right() {
     if (read.has_value()) CHECK_THAT(amp_ext::state_to_bytes(*read) == file);
   }
   CHECK_THAT(refused > 100);
+}
+
+inline void two_threads_write_one_file() {
+  const std::string path =
+      "/tmp/amp_ext_two_threads_" + std::to_string(std::random_device()()) + ".pt";
+  const auto write = [&](int64_t size) {
+    for (int i = 0; i < 20; ++i) amp_ext::save_state(path, torch::full({size}, 1.0));
+  };
+  write(10);
+  auto first = std::async(std::launch::async, write, 20000);
+  auto second = std::async(std::launch::async, write, 200000);
+  for (int i = 0; i < 100; ++i)
+    CHECK_THAT(amp_ext::load_state(path).toTensor().min().item<float>() == 1.0F);
+  first.get();
+  second.get();
+  CHECK_THAT(std::remove(path.c_str()) == 0);
 }
 
 inline void a_view_is_saved_as_its_elements() {

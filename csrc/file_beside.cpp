@@ -1,0 +1,119 @@
+// Opens files that are to take the place of others.
+#include "file_beside.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <random>
+#include <system_error>
+
+namespace amp_ext {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kEnd[] = ".tmp";
+constexpr size_t kDigits = 16;
+constexpr size_t kAdded = 1 + kDigits + sizeof kEnd - 1;  // a dot before them
+constexpr size_t kLongestName = 255;                      // of a file, in bytes
+
+const char* name_of_kind(mode_t mode) {
+  if (S_ISDIR(mode)) return "a folder";
+  if (S_ISFIFO(mode)) return "a pipe";
+  return S_ISSOCK(mode) ? "a socket" : "a device";
+}
+
+// What links at a path end at, which may not be there.
+fs::path end_of_links(fs::path path) {
+  constexpr int kMost = 40;  // as Linux follows
+  std::error_code error;
+  for (int i = 0; i < kMost && fs::is_symlink(path, error); ++i) {
+    path = path.parent_path() / fs::read_symlink(path, error);
+  }
+  return path;
+}
+
+std::string random_digits() {
+  std::random_device source;
+  const uint64_t number = uint64_t{source()} << 32 | source();
+  char digits[kDigits + 1];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(number));
+  return digits;
+}
+
+bool lock(int descriptor, int how) {
+  int result = 0;
+  do {
+    result = ::flock(descriptor, how);
+  } while (result != 0 && errno == EINTR);
+  return result == 0;
+}
+
+// A process holds a lock on what it writes; the lock goes with the process, however that ends.
+void remove_abandoned(const fs::path& folder, const std::string& beginning) {
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
+    const std::string name = entry->path().filename();
+    const size_t end_of_digits = beginning.size() + kDigits;
+    if (name.compare(0, beginning.size(), beginning) != 0 ||
+        name.find_first_not_of("0123456789abcdef", beginning.size()) != end_of_digits ||
+        name.substr(end_of_digits) != kEnd) {
+      continue;
+    }
+    const int descriptor = ::open(entry->path().c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) continue;
+    if (lock(descriptor, LOCK_EX | LOCK_NB)) ::unlink(entry->path().c_str());
+    ::close(descriptor);
+  }
+}
+
+}  // namespace
+
+FileBeside open_beside(const std::string& path) {
+  FileBeside file;
+  struct stat there;
+  const bool is_there = ::stat(path.c_str(), &there) == 0;
+  if (!is_there && errno != ENOENT) {
+    file.error = errno;
+    return file;
+  }
+  if (is_there && !S_ISREG(there.st_mode)) {
+    file.refusal = std::string("path must be of a file, or of nothing yet, got ") +
+                   name_of_kind(there.st_mode) + ": " + path;
+    return file;
+  }
+  const fs::path target = end_of_links(path);
+  const fs::path folder = target.has_parent_path() ? target.parent_path() : fs::path(".");
+  const std::string beginning = target.filename().string().substr(0, kLongestName - kAdded) + ".";
+  remove_abandoned(folder, beginning);
+  const mode_t mode = is_there ? there.st_mode & 07777 : 0666;
+  while (true) {
+    file.temporary = folder / (beginning + random_digits() + kEnd);
+    file.descriptor =
+        ::open(file.temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode & 0777);
+    if (file.descriptor < 0 && errno == EEXIST) continue;
+    if (file.descriptor < 0) {
+      file.error = errno;
+      file.temporary.clear();
+      return file;
+    }
+    lock(file.descriptor, LOCK_EX);  // some network file systems have none
+    // Before it was locked, another process may have taken it for one that was left.
+    struct stat mine;
+    if (::fstat(file.descriptor, &mine) == 0 && mine.st_nlink > 0) break;
+    ::close(file.descriptor);
+  }
+  if (is_there) ::fchmod(file.descriptor, mode);  // what the umask took away
+  file.target = target;
+  return file;
+}
+
+}  // namespace amp_ext
