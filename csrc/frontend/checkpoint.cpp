@@ -25,6 +25,8 @@
 #include <utility>
 
 #include "file_beside.h"
+#include "frontend/optimizer_impl.h"
+#include "frontend/torch_archive.h"
 #include "frontend/values.h"
 
 namespace amp_ext {
@@ -314,7 +316,11 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
-  load_state_dict(read(archive, "torch::load of an optimizer"));
+  const OptimizerKind& kind = checked("load_state_dict").kind;
+  const auto of_torch = with_errors_of("torch::load of an optimizer", [&] {
+    return read_torch_archive(kind.name, archive, param_groups_);
+  });
+  load_state_dict(of_torch.has_value() ? *of_torch : read(archive, "torch::load of an optimizer"));
 }
 
 }  // namespace optim

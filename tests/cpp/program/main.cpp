@@ -83,6 +83,7 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(what_python_can_not_read_is_refused),
       AMP_EXT_CHECK(a_damaged_file_is_refused_or_right),
       AMP_EXT_CHECK(two_threads_write_one_file),
+      AMP_EXT_CHECK(archives_of_torch_are_read),
       AMP_EXT_CHECK(a_view_is_saved_as_its_elements)};
   return checks;
 }

@@ -622,6 +622,62 @@ inline void a_damaged_file_is_refused_or_right() {
   CHECK_THAT(refused > 100);
 }
 
+template <typename Theirs, typename Ours, typename TheirOptions>
+void check_that_archives_are_read(const TheirOptions& options) {
+  const auto make_params = [] {
+    torch::manual_seed(3);
+    return std::vector{torch::randn({3, 2}).requires_grad_(), torch::randn({2}).requires_grad_()};
+  };
+  std::vector<torch::Tensor> theirs = make_params(), ours = make_params();
+  const auto groups_of = [](const std::vector<torch::Tensor>& params) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    for (const torch::Tensor& param : params) groups.emplace_back(std::vector{param});
+    return groups;
+  };
+  Theirs first(groups_of(theirs), options);
+  Ours second(groups_of(ours));
+  const auto step = [](torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      torch::Tensor param = group.params()[0];
+      param.mutable_grad() = (param * param).detach() - 0.5;
+    }
+    optimizer.step();
+  };
+  for (int i = 0; i < 3; ++i) step(first);
+  std::stringstream archive;
+  torch::save(first, archive);
+  torch::load(second, archive);
+  for (size_t i = 0; i < ours.size(); ++i) ours[i].set_data(theirs[i].detach().clone());
+  for (int i = 0; i < 3; ++i) {
+    step(first);
+    step(second);
+  }
+  for (size_t i = 0; i < ours.size(); ++i) {
+    CHECK_THAT(torch::allclose(ours[i], theirs[i], 1e-6, 1e-7));
+  }
+}
+
+inline void archives_of_torch_are_read() {
+  namespace theirs = torch::optim;
+  check_that_archives_are_read<theirs::Adam, Adam>(
+      theirs::AdamOptions(0.1).betas({0.5, 0.75}).eps(0.25).weight_decay(0.5).amsgrad(true));
+  check_that_archives_are_read<theirs::AdamW, AdamW>(theirs::AdamWOptions(0.1).weight_decay(0.25));
+  check_that_archives_are_read<theirs::SGD, SGD>(
+      theirs::SGDOptions(0.1).momentum(0.5).nesterov(true));
+  check_that_archives_are_read<theirs::SGD, SGD>(
+      theirs::SGDOptions(0.1).momentum(0.5).dampening(0.25).weight_decay(0.5));
+  std::stringstream archive;
+  torch::save(theirs::SGD({parameter({1.0})}, 0.1), archive);
+  Lion lion({parameter({1.0})}, LionOptions());
+  CHECK_THAT(contains(error_of([&] { torch::load(lion, archive); }),
+                      "the archive must be one that torch::save wrote of it, got another"));
+  std::stringstream of_two;
+  torch::save(theirs::SGD({parameter({1.0}), parameter({1.0})}, 0.1), of_two);
+  SGD of_one({parameter({1.0})}, SGDOptions());
+  const std::string error = error_of([&] { torch::load(of_one, of_two); });
+  CHECK_THAT(contains(error, "different size") && contains(error, "torch::load of an optimizer"));
+}
+
 inline void two_threads_write_one_file() {
   const std::string path =
       "/tmp/amp_ext_two_threads_" + std::to_string(std::random_device()()) + ".pt";
