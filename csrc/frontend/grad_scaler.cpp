@@ -521,7 +521,10 @@ struct GradScaler::State {
 GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<State>()) {
   state_->enabled = options.enabled();
   if (options.enabled() && options.device() == at::kCUDA && !at::hasCUDA()) {
-    TORCH_WARN("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.");
+    TORCH_WARN(
+        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. Where the "
+        "CPU "
+        "trains: GradScalerOptions().device(torch::kCPU).");
     state_->enabled = false;
   }
   if (state_->enabled) check_options(options);

@@ -79,10 +79,12 @@ const Checks& all_checks() {
       AMP_EXT_CHECK(a_refused_new_scale_leaves_the_iteration),
       AMP_EXT_CHECK(what_is_moved_to_itself_stays),
       AMP_EXT_CHECK(an_optimizer_without_groups_says_so),
+      AMP_EXT_CHECK(a_scaler_without_cuda_says_how_to_enable_it),
       AMP_EXT_CHECK(what_is_out_of_range_is_refused),
       AMP_EXT_CHECK(what_python_can_not_read_is_refused),
       AMP_EXT_CHECK(a_damaged_file_is_refused_or_right),
       AMP_EXT_CHECK(two_threads_write_one_file),
+      AMP_EXT_CHECK(a_schedule_goes_on_with_a_new_scheduler),
       AMP_EXT_CHECK(archives_of_torch_are_read),
       AMP_EXT_CHECK(a_view_is_saved_as_its_elements)};
   return checks;

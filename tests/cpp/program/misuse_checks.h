@@ -542,6 +542,20 @@ inline void an_optimizer_without_groups_says_so() {
   }
 }
 
+inline void a_scaler_without_cuda_says_how_to_enable_it() {
+  struct Handler : c10::WarningHandler {
+    void process(const c10::Warning& warning) override { text = warning.msg(); }
+    std::string text;
+  } handler;
+  {
+    const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+    CHECK_THAT(GradScaler().is_enabled() == torch::cuda::is_available());
+  }
+  const bool warned =
+      contains(handler.text, "Disabling. Where the CPU trains: GradScalerOptions()");
+  CHECK_THAT(warned != torch::cuda::is_available());
+}
+
 inline void what_is_out_of_range_is_refused() {
   CHECK_THAT(contains(error_of([] { const Autocast autocast(torch::kMeta); }),
                       "must be cpu or cuda, got meta"));
@@ -676,6 +690,21 @@ inline void archives_of_torch_are_read() {
   SGD of_one({parameter({1.0})}, SGDOptions());
   const std::string error = error_of([&] { torch::load(of_one, of_two); });
   CHECK_THAT(contains(error, "different size") && contains(error, "torch::load of an optimizer"));
+}
+
+inline void a_schedule_goes_on_with_a_new_scheduler() {
+  torch::Tensor param = parameter({1.0});
+  const auto run = [](SGD& optimizer, int64_t done, int64_t end) {
+    torch::optim::StepLR scheduler(optimizer, /*step_size=*/2, /*gamma=*/0.5);
+    const c10::IValue saved = optimizer.state_dict();
+    for (int64_t epoch = 0; epoch < done; ++epoch) scheduler.step();
+    optimizer.load_state_dict(saved);
+    for (int64_t epoch = done; epoch < end; ++epoch) scheduler.step();
+    return optimizer.param_groups()[0].options().get_lr();
+  };
+  SGD straight({param}, SGDOptions(1.0)), resumed({param}, SGDOptions(1.0));
+  run(resumed, 0, 3);
+  CHECK_THAT(run(resumed, 3, 7) == run(straight, 0, 7));
 }
 
 inline void two_threads_write_one_file() {
