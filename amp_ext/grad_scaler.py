@@ -260,7 +260,9 @@ class GradScaler(torch.amp.GradScaler):
             # By its class, past that of FSDP1, which would reduce what is reduced here.
             _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         except BaseException:  # an interrupt: nobody knows what has been unscaled
-            if "in_part" in state and state["stage"] is OptState.READY:
+            if "in_part" not in state:  # refused, and nothing has been written
+                state.pop("unscaled", None)
+            elif state["stage"] is OptState.READY:
                 state["in_part"] = MarkedGrads(optimizer)
             raise
         scale, _ = self._check_scale_growth_tracker("unscale_")
