@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 
 #include "cpu/launcher.h"
+#include "cpu/processor.h"
 #include "element.h"
 
 namespace amp_ext {
@@ -21,6 +23,15 @@ const cpu::Engine& selected_engine() {
       "processor that has it, got ",
       std::getenv("AMP_EXT_CPU_ISA"));
   return *engine;
+}
+
+bool asks_ahead() {
+  static const std::optional<bool> asks =
+      cpu::asks_ahead(cpu::processor_vendor(), std::getenv("AMP_EXT_CPU_PREFETCH"));
+  TORCH_CHECK(asks.has_value(),
+              "amp_ext: the environment variable AMP_EXT_CPU_PREFETCH must be 0 or 1, got ",
+              std::getenv("AMP_EXT_CPU_PREFETCH"));
+  return *asks;
 }
 
 void parallel_for(int64_t total, int64_t grain, const std::function<void(int64_t, int64_t)>& run) {
@@ -52,7 +63,7 @@ class CpuEngine : public DeviceEngine {
   }
 
  private:
-  static cpu::Launcher launcher() { return {selected_engine(), parallel_for}; }
+  static cpu::Launcher launcher() { return {selected_engine(), parallel_for, asks_ahead()}; }
 };
 
 }  // namespace

@@ -184,8 +184,8 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
   }
 }
 
-// Updates `count` elements: whole vectors, up to kBlockSize unless the streams are native. The
-// tensor has `rest` elements from the first of them on.
+// Updates `count` elements: whole vectors, up to kBlockSize unless the streams are native. From the
+// first of them on `rest` elements may be asked for.
 template <typename Streams, typename Functor, typename T>
 AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
                                  const Streams& streams, const Dither& dither, int64_t count,
@@ -246,7 +246,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
       count = kLanes<T>;
     }
     if (!Streams::kIsNative) dither.begin(offset, count);
-    update_block(constants, streams, dither, count, tile.record.numel - offset);
+    update_block(constants, streams, dither, count, tile.end_ahead - offset);
     if (is_tail) tail.close(rest, constants.write_back_grads);
     offset += count;
   }
@@ -330,7 +330,7 @@ inline void step(const StepLaunch& launch, const TileMap& tiles, const GradientF
 
 // Calls visit(first, second) for all elements, as vectors of their bits as type T, with zeros
 // behind the last. In pairs, so that a result that waits for the one before waits half as often.
-// There are `rest` elements from the first on.
+// From the first on `rest` elements may be asked for.
 template <typename T, typename Storage, typename Visit>
 AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_t rest,
                                   const Visit& visit) {
@@ -481,13 +481,13 @@ double sum_of_finite_squares(const Storage* elements, int64_t count) {
   return sum;
 }
 
-// Calls visit(grad, count, rest) with the elements of a tile, and how many there are from the first
-// of them on.
+// Calls visit(grad, count, rest) with the elements of a tile, and how many may be asked for from
+// the first of them on.
 template <typename Visit>
 AMP_EXT_INLINE void with_grad(const Tile& tile, const Visit& visit) {
   for_dtype(tile.record.grad_dtype, [&](auto element) {
     visit(static_cast<decltype(element)*>(tile.record.grad) + tile.begin, tile.end - tile.begin,
-          tile.record.numel - tile.begin);
+          tile.end_ahead - tile.begin);
   });
 }
 

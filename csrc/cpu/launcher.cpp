@@ -35,7 +35,7 @@ void Launcher::step(const StepLaunch& launch) const {
   const GradientFactor factor = GradientFactor::read(launch.inputs);
   if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
   if (factor.skip) return;
-  const TileMap tiles(launch.records, launch.count);
+  const TileMap tiles = tiles_of(launch.records, launch.count);
   least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
     engine_.step(launch, tiles, factor, begin, end);
     return kNoTensor;
@@ -47,7 +47,7 @@ void Launcher::step(const StepLaunch& launch) const {
 }
 
 void Launcher::look(const LookLaunch& launch) const {
-  const TileMap tiles(launch.records, launch.count);
+  const TileMap tiles = tiles_of(launch.records, launch.count);
   std::vector<double> sums(launch.sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
   double* const sums_or_null = launch.sum_of_squares != nullptr ? sums.data() : nullptr;
   const int64_t first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
@@ -64,7 +64,7 @@ void Launcher::look(const LookLaunch& launch) const {
 void Launcher::multiply(const std::vector<TensorRecord>& records, const MultiplyInputs& inputs,
                         float* found_inf, int64_t* first_nonfinite) const {
   const float factor = inputs.factor();
-  const TileMap tiles(records.data(), static_cast<int64_t>(records.size()));
+  const TileMap tiles = tiles_of(records.data(), records.size());
   int64_t first = kNoTensor;
   if (factor != 1.0f) {
     first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
@@ -80,7 +80,7 @@ void Launcher::multiply(const std::vector<TensorRecord>& records, const Multiply
 }
 
 void Launcher::count_nonfinite(const std::vector<TensorRecord>& records, int64_t* counts) const {
-  const TileMap tiles(records.data(), static_cast<int64_t>(records.size()));
+  const TileMap tiles = tiles_of(records.data(), records.size());
   std::vector<std::atomic<int64_t>> found(records.size());
   least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
     engine_.count_nonfinite(tiles, found.data(), begin, end);

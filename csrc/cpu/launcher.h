@@ -18,8 +18,9 @@ using ParallelFor = void (*)(int64_t total, int64_t grain,
 
 class Launcher {
  public:
-  Launcher(const Engine& engine, ParallelFor parallel_for)
-      : engine_(engine), parallel_for_(parallel_for) {}
+  // With `asks_ahead` kernels ask for memory before they need it.
+  Launcher(const Engine& engine, ParallelFor parallel_for, bool asks_ahead)
+      : engine_(engine), parallel_for_(parallel_for), asks_ahead_(asks_ahead) {}
 
   void step(const StepLaunch& launch) const;
   void look(const LookLaunch& launch) const;
@@ -29,12 +30,16 @@ class Launcher {
   static void update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags);
 
  private:
+  TileMap tiles_of(const TensorRecord* records, size_t count) const {
+    return {records, static_cast<int64_t>(count), asks_ahead_};
+  }
   // One parallel region over the tiles of all tensors. Returns the least of work()'s results.
   template <typename Work>
   int64_t least_in_parallel(const TileMap& tiles, const Work& work) const;
 
   const Engine& engine_;
   ParallelFor parallel_for_;
+  bool asks_ahead_;
 };
 
 }  // namespace amp_ext::cpu

@@ -19,6 +19,7 @@ struct Tile {
   int64_t number;  // among all tiles
   int64_t begin;
   int64_t end;
+  int64_t end_ahead;  // of the elements that may be asked for before they are needed
 };
 
 // Tensors stand behind each other on one axis of cost: each takes its elements and an overhead that
@@ -26,8 +27,9 @@ struct Tile {
 // any cut of the axis gives each tile to one thread, whatever the number of threads.
 class TileMap {
  public:
-  TileMap(const TensorRecord* records, int64_t count)
-      : records_(records), starts_(count + 1), first_tiles_(count + 1) {
+  // Without `asks_ahead` no element of a tile may be asked for before it is needed.
+  TileMap(const TensorRecord* records, int64_t count, bool asks_ahead = true)
+      : records_(records), asks_ahead_(asks_ahead), starts_(count + 1), first_tiles_(count + 1) {
     for (int64_t i = 0; i < count; ++i) {
       starts_[i + 1] = starts_[i] + kOverhead + records[i].numel;
       first_tiles_[i + 1] = first_tiles_[i] + (records[i].numel + kTileSize - 1) / kTileSize;
@@ -48,7 +50,8 @@ class TileMap {
       for (; number * kTileSize < record.numel && starts_[index] + number * kTileSize < end;
            ++number) {
         visit(Tile{record, index, first_tiles_[index] + number, number * kTileSize,
-                   std::min((number + 1) * kTileSize, record.numel)});
+                   std::min((number + 1) * kTileSize, record.numel),
+                   asks_ahead_ ? record.numel : 0});
       }
     }
   }
@@ -56,7 +59,8 @@ class TileMap {
  private:
   static constexpr int64_t kOverhead = 64;
 
-  const TensorRecord* records_;       // [count]
+  const TensorRecord* records_;  // [count]
+  bool asks_ahead_;
   std::vector<int64_t> starts_;       // [count + 1], on the axis of cost
   std::vector<int64_t> first_tiles_;  // [count + 1], numbers of tiles
 };

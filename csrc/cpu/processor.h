@@ -1,0 +1,42 @@
+// Whether kernels ask for memory before they need it, by the processor.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+#include <cstring>
+#endif
+
+namespace amp_ext::cpu {
+
+// "GenuineIntel", "AuthenticAMD"; empty where the processor does not say.
+inline std::string processor_vendor() {
+  char name[12] = {};
+#if defined(__x86_64__)
+  unsigned int largest = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(0, &largest, &b, &c, &d) == 0) return {};
+  std::memcpy(name, &b, 4);
+  std::memcpy(name + 4, &d, 4);
+  std::memcpy(name + 8, &c, 4);
+#endif
+  return {name, name + (name[0] == '\0' ? 0 : sizeof name)};
+}
+
+// Whether to ask ahead on a processor of this vendor. `wanted` is the value of the environment
+// variable AMP_EXT_CPU_PREFETCH, which goes first: "0" or "1"; null or empty leaves the choice to
+// the vendor. Empty if it is anything else.
+//
+// Steps of tensors in memory take 3 to 25 % less time with it on an Intel Xeon with AVX-512. On an
+// AMD EPYC (family 25, model 17) they take longer, since its own look ahead already fills the
+// memory's queues.
+inline std::optional<bool> asks_ahead(const std::string& vendor, const char* wanted) {
+  const std::string value = wanted == nullptr ? "" : wanted;
+  if (value.empty()) return vendor != "AuthenticAMD";
+  if (value != "0" && value != "1") return {};
+  return value == "1";
+}
+
+}  // namespace amp_ext::cpu

@@ -1,0 +1,46 @@
+"""Whether CPU kernels ask for memory ahead: by the processor, or as the environment wants it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cuda_emulator import build
+
+STEP = """
+import torch, amp_ext
+param = torch.nn.Parameter(torch.ones(70_000))
+param.grad = torch.arange(70_000.0)
+amp_ext.optim.AdamW([param], max_grad_norm=1.0).step()
+print(param.double().sum().item().hex())
+"""
+
+
+@pytest.mark.slow
+def test_the_vendor_decides_unless_the_variable_does(tmp_path):
+    source, program = Path(__file__).with_name("processor.cpp"), tmp_path / "program"
+    build.run([build.CXX, *build.FLAGS, str(source), "-o", str(program)])
+    done = subprocess.run([program], stdout=subprocess.PIPE, text=True, check=True)
+    *rules, vendor = done.stdout.split("\n")[:-1]
+    # Not set, empty, 0, 1 and "on"; of Intel, AMD, and a processor that does not say.
+    assert rules == ["yyny?", "nnny?", "yyny?"]
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    assert vendor in cpuinfo if "vendor_id" in cpuinfo else vendor == ""
+
+
+def run_step(wanted: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "AMP_EXT_CPU_PREFETCH": wanted}
+    return subprocess.run(
+        [sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_bits_do_not_depend_on_it_and_other_values_are_refused():
+    without, with_it, refused = map(run_step, ("0", "1", "on"))
+    assert (without.returncode, with_it.returncode) == (0, 0), without.stderr + with_it.stderr
+    assert without.stdout == with_it.stdout
+    assert "AMP_EXT_CPU_PREFETCH must be 0 or 1, got on" in refused.stderr
