@@ -19,6 +19,7 @@ MODELLED = {
     "`scaler.step` raises, or is interrupted, in a fused optimizer": "the next one looks anew",
     "a gradient that overlaps its parameter": "refused, and nothing is written",
     "`differentiable=True`, sparse or complex gradients": "refused, and nothing is written",
+    "states, and tensors of a scaler, made in `torch.inference_mode()`": "stepped as any others",
     "`load_state_dict` of an optimizer": "copies in the configured dtypes",
 }
 
@@ -40,7 +41,6 @@ ELSEWHERE = {
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
     "a step counter at 2^24": "it takes fewer steps",
-    "states, and tensors of a scaler, made in `torch.inference_mode()`": "it does not enter it",
     "a group without parameters in `set_optimizer_state_dict`": "its groups have parameters",
     "an option of a wrong type or NaN, in a group too": "its options are right",
     "an option that a group has lost": "no rule takes one out",

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from optimizer_cases import AS_TORCH
 from sides import (
+    HANDLES,
     ROWS,
     UNSCALED,
-    Delegate,
     Pair,
     Scalers,
     Sides,
@@ -38,6 +38,10 @@ OWN_OF = {
     "to nearest": {"master_weights": False, "rounding": "nearest"},
     "norm": {"max_grad_norm": 0.5},
     "value": {"clip_value": 0.25},
+    "split": {"master_weights": "split"},
+    "8 bits, split": {"master_weights": "split8", "state_dtype": "8bit"},
+    "8 bits to nearest": {"state_dtype": "8bit", "rounding": "nearest"},
+    "8 bits beside bfloat16": {"state_dtype": "8bit-bf16"},
     "norm written back": {"max_grad_norm": 1.0, "clip_value": 0.5, "write_back_grads": True},
 }
 # What a run can leave out, to see one fault behind another.
@@ -77,6 +81,8 @@ def new_params(layout: str, dtype: torch.dtype, seed: int) -> list[Parameter]:
     if layout == "strided":
         wide = values(4, 3)
         return [Parameter(values(3, 2).t()), Parameter(wide[:, 1]), Parameter(values(2))]
+    if layout == "large":  # enough for moments in groups
+        return [Parameter(values(64, 64)), Parameter(values(3))]
     shapes: list[tuple[int, ...]] = [(2, 2), (), (0,)]
     # The first begins after the beginning of its memory, so that a gradient can lie over it partly.
     return [Parameter(values(4)[1:]), *(Parameter(values(*shape)) for shape in shapes)]
@@ -129,33 +135,44 @@ class Loops(RuleBasedStateMachine):
         growth_interval=st.integers(1, 3),
         row=st.sampled_from(sorted(ROWS)),
         dtype=dtypes,
+        layout=st.sampled_from(["separate", "large"]),
         own=st.sampled_from(sorted(OWN_OF)),
     )
     def begin(
-        self, kind: str, scale: float, growth_interval: int, row: str, dtype: str, own: str
+        self,
+        kind: str,
+        scale: float,
+        growth_interval: int,
+        row: str,
+        dtype: str,
+        layout: str,
+        own: str,
     ) -> None:
-        self.add_scaler(kind, scale, growth_interval)
-        self.add_optimizer(row, [dtype], "separate", own, 0, False, 0, True)
+        self.add_scaler(kind, scale, growth_interval, False)
+        self.add_optimizer(row, [dtype], layout, own, 0, "inside", 0, True)
 
     @precondition(lambda self: len(self.scalers) < 2)
     @rule(
         kind=st.sampled_from(["amp_ext", "torch", "limited", "disabled"]),
         scale=st.sampled_from([2.0**16, 8.0]),
         growth_interval=st.integers(1, 3),
+        inference=st.booleans(),
     )
-    def add_scaler(self, kind: str, scale: float, growth_interval: int) -> None:
+    def add_scaler(self, kind: str, scale: float, growth_interval: int, inference: bool) -> None:
         options = {"init_scale": scale, "growth_interval": growth_interval}
         self.scalers.append(Scalers(kind, **options))
+        if inference and kind != "torch":
+            self.scalers[-1].factor(inference=True)
         self.did("add_scaler")
 
     @precondition(lambda self: len(self.all) < 3)
     @rule(
         row=st.sampled_from(sorted(ROWS)),
         dtypes=st.lists(dtypes, min_size=1, max_size=2),
-        layout=st.sampled_from(["separate", "views of one buffer", "strided"]),
+        layout=st.sampled_from(["separate", "views of one buffer", "strided", "large"]),
         own=st.sampled_from(sorted(OWN_OF)),
         scaler=number,
-        delegate=st.booleans(),
+        handle=st.sampled_from(sorted(HANDLES)),
         seed=seeds,
         stepped=st.booleans(),
     )
@@ -166,10 +183,12 @@ class Loops(RuleBasedStateMachine):
         layout: str,
         own: str,
         scaler: int,
-        delegate: bool,
+        handle: str,
         seed: int,
         stepped: bool,
     ) -> None:
+        if ROWS[row][1].get("amsgrad") and own.startswith("8 bits"):
+            own = "bfloat16 states"  # its maximum has no code
         if self.leaves_out("views of one buffer") and layout == "views of one buffer":
             layout = "separate"
         groups = [
@@ -178,12 +197,12 @@ class Loops(RuleBasedStateMachine):
         # Of one scaler for good: scalers that come later do not change which.
         chosen = scaler % len(self.scalers)
         # Torch's scaler hands over to the object that it is given, of which ours see nothing.
-        delegate &= self.scalers[chosen].kind != "torch" and not self.leaves_out("delegates")
-        wrap = Delegate if delegate else lambda optimizer: optimizer
-        self.all.append(Sides(row, groups, chosen, wrap, **OWN_OF[own]))
+        if self.scalers[chosen].kind == "torch" or self.leaves_out("delegates"):
+            handle = "inside"
+        self.all.append(Sides(row, groups, chosen, HANDLES[handle], **OWN_OF[own]))
         self.did("add_optimizer")
         if stepped:
-            self.iteration(len(self.all) - 1, seed, None)
+            self.iteration(len(self.all) - 1, seed, None, False)
 
     # Gradients.
 
@@ -321,11 +340,16 @@ class Loops(RuleBasedStateMachine):
     @rule(which=number, hook=st.sampled_from([None, None, *HOOKS]))
     def plain_step(self, which: int, hook: str | None) -> None:
         sides = self.sides(which)
-        if all(pair.mine.grad.isfinite().all() for _, pair in sides.with_grads()):
+        if sides.has_finite_grads():
             self.did(f"plain_step {self.take_step(sides, Plan(hook=self.hook(hook)))}")
 
-    @rule(which=number, seed=seeds, bad=st.sampled_from([None, None, None, "inf"]))
-    def iteration(self, which: int, seed: int, bad: str | None) -> None:
+    @rule(
+        which=number,
+        seed=seeds,
+        bad=st.sampled_from([None, None, None, "inf"]),
+        direct=st.sampled_from([False, False, False, True]),
+    )
+    def iteration(self, which: int, seed: int, bad: str | None, direct: bool) -> None:
         """What most programs do all the time."""
         sides = self.sides(which)
         scalers = self.scalers_of(sides)
@@ -333,8 +357,10 @@ class Loops(RuleBasedStateMachine):
         sides.twin.zero_grad()
         self.backward(which, seed, "all", bad, "dense", True, False)
         result = self.take_step(sides, Plan(scalers))
-        scalers.update(None)
+        scalers.update(None, sides)
         self.did(f"iteration {result}")
+        if direct and sides.has_finite_grads():
+            self.did(f"direct step {self.take_step(sides, Plan())}")
 
     @precondition(lambda self: "interrupts" not in self.without)
     @rule(
@@ -345,7 +371,7 @@ class Loops(RuleBasedStateMachine):
     def interrupted_step(self, which: int, where: str, scaled: bool) -> None:
         sides = self.sides(which)
         scalers = self.scalers_of(sides)
-        if not scaled and not all(p.mine.grad.isfinite().all() for _, p in sides.with_grads()):
+        if not scaled and not sides.has_finite_grads():
             return
         plan = Plan(scalers if scaled else None, interrupted=where)
         result = self.take_step(sides, plan)

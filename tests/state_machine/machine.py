@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
 import torch
+from awkward import F32
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
@@ -16,11 +18,15 @@ from sides import (
     Pair,
     Sides,
     assert_exact,
+    assert_near,
+    distance_of_codes,
     doubled,
     error_of,
 )
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
+
+from amp_ext.optim import float32_state_dict
 
 # What a program changes in a group between two steps.
 CHANGES = {
@@ -97,7 +103,7 @@ class Machine(Loops):
             how = "module.to"
         group, pair = sides.pair(numbered)
         before = pair.mine.dtype
-        if pair.is_converted:
+        if pair.is_converted or sides.has_codes():
             return  # what becomes of its state shows at the next step
         if how == "data":
             pair.mine.grad = None
@@ -133,7 +139,7 @@ class Machine(Loops):
         sides = self.sides(which)
         group, pair = sides.pair(numbered)
         value = torch.randn(pair.mine.shape, generator=draws(3000 + seed)).to(pair.mine.dtype)
-        new = Pair(Parameter(value), pair.twin, is_converted=pair.is_converted)
+        new = dataclasses.replace(pair, mine=Parameter(value))
         for groups, old, param in (
             (sides.mine.param_groups, pair.mine, new.mine),
             (sides.pairs, pair, new),
@@ -253,28 +259,33 @@ class Machine(Loops):
     def write_state(self, which: int, numbered: int, how: str) -> None:
         sides = self.sides(which)
         _, pair = sides.pair(numbered)
-        for name, buffer in sides.buffers(pair).items():
-            state = sides.state(pair)
+        state = sides.state(pair)
+        for name in sides.buffers(pair).keys() & state.keys():
             if how == "in place":
                 state[name].mul_(0.5)
             else:
                 state[name] = state[name] * 0.5
-            buffer.copy_(state[name])
             self.did("write_state")
+        numbers = sides.numbers(pair)
+        for name, buffer in sides.buffers(pair).items():
+            buffer.copy_(numbers[name])  # a ratio is to a second moment that was written
         if how == "replaced":
             sides.forget_versions()
 
-    @rule(which=number)
-    def average(self, which: int) -> None:
+    @rule(which=number, inference=st.booleans())
+    def average(self, which: int, inference: bool) -> None:
         """Takes the masters, as an average of weights does."""
         sides = self.sides(which)
         if any(pair.is_converted for _, pair in sides):
             return
         sides.forget_versions()
-        masters = sides.mine.master_params([pair.mine for _, pair in sides])
+        with torch.inference_mode(inference):
+            masters = sides.mine.master_params([pair.mine for _, pair in sides])
         for (_, pair), master in zip(sides, masters, strict=True):
             if not pair.is_stale:
                 assert_exact(doubled(master), pair.twin, "a master")
+        if inference:
+            self.differs("states, and tensors of a scaler, made in `torch.inference_mode()`")
         self.did("average")
 
     # Copies and files.
@@ -302,31 +313,36 @@ class Machine(Loops):
         self.did("copy_all")
 
     @rule(
-        which=number, how=st.sampled_from(["ours into ours", "ours into torch", "torch into ours"])
+        which=number,
+        how=st.sampled_from(["ours into ours", "ours into torch", "torch into ours"]),
+        inference=st.booleans(),
     )
-    def save_and_load(self, which: int, how: str) -> None:
+    def save_and_load(self, which: int, how: str, inference: bool) -> None:
         sides = self.sides(which)
         is_amid = self.scalers_of(sides).state_of(sides) is not None
         if any(pair.is_converted for _, pair in sides) or (is_amid and how == "ours into ours"):
             return  # a new optimizer is another one to its scaler
         if how == "ours into ours":
-            self._into_ours(sides)
+            self._into_ours(sides, inference)
         elif how == "ours into torch":
             self._into_torch(sides)
         elif sides.name in IN_TORCH:
-            self._from_torch(sides)
+            self._from_torch(sides, inference)
         self.differs("`load_state_dict` of an optimizer")
         self.did(f"save_and_load {how}")
 
-    def _into_ours(self, sides: Sides) -> None:
+    def _into_ours(self, sides: Sides, inference: bool) -> None:
         file, old = through_a_file(sides.handle.state_dict()), sides.mine
         sides.mine = sides.new_of_ours()
         for group, before in zip(sides.mine.param_groups, old.param_groups, strict=True):
             group.update({name: before[name] for name in OWN_OPTIONS})
-        sides.handle.load_state_dict(file)
+        with torch.inference_mode(inference):
+            sides.handle.load_state_dict(file)
 
     def _into_torch(self, sides: Sides) -> None:
-        file = through_a_file(sides.handle.state_dict())
+        has_codes = sides.has_codes()
+        saved = float32_state_dict(sides.mine) if has_codes else sides.handle.state_dict()
+        file = through_a_file(saved)
         for key, (_, pair) in enumerate(sides):
             if not sides.has_stepped(pair):
                 file["state"].pop(key, None)
@@ -337,10 +353,19 @@ class Machine(Loops):
                 group["lr"] = group["lr"].double()
         sides.twin.load_state_dict(file)
 
-    def _from_torch(self, sides: Sides) -> None:
-        sides.handle.load_state_dict(through_a_file(sides.twin.state_dict()))
+    def _from_torch(self, sides: Sides, inference: bool) -> None:
+        file = through_a_file(sides.twin.state_dict())
+        with torch.inference_mode(inference):
+            sides.handle.load_state_dict(file)
         for _, pair in sides:  # such a file has no masters
             pair.twin.data.copy_(pair.mine.detach())
+            numbers, state = sides.numbers(pair), sides.state(pair)
+            second = numbers.get("exp_avg_sq")
+            for name, buffer in sides.buffers(pair).items():
+                more = distance_of_codes(name, buffer, state, second)
+                if more.any():
+                    assert_near(numbers[name], buffer, buffer.abs(), f"loaded {name}", F32, more)
+                    buffer.copy_(numbers[name])
             pair.is_stale = False
             pair.seen = None  # the next step makes a master, and may look it up once more
 

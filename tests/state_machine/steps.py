@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from awkward import F32, F64
+from awkward import F16, F32, F64
 from optimizer_cases import KINDS
 from sides import (
     READY,
@@ -19,8 +19,10 @@ from sides import (
     Sides,
     assert_exact,
     assert_near,
+    distance_of_codes,
     doubled,
     error_of,
+    is_split,
     written,
 )
 from torch import Tensor
@@ -373,7 +375,11 @@ class Step:
         assert (master is not None) == wants_master
         if wants_master:
             self.differs("16-bit parameters")
-            assert_exact(pair.mine, master, "a parameter beside its master")
+            if is_split(group):
+                value = doubled(pair.mine)
+                assert_near(master, value, value.abs(), "a master", pair.mine.dtype)
+            else:
+                assert_exact(pair.mine, master, "a parameter beside its master")
         actual, new = pair.mine if master is None else master, pair.twin.detach()
         lr, coarse = float(group["lr"]), F32 if clips else F64
         grad = self.stepped_grads[pair].abs() + float(group["weight_decay"]) * old.abs()
@@ -390,14 +396,24 @@ class Step:
             keep = doubled(actual)
             assert ((keep - new).abs()[doubt] <= 2.1 * lr).all()
             new[doubt] = keep[doubt]
-        assert_near(actual, new, size, f"param of {sides.name} after its step", dtype_of(actual))
+        more = 0.0
+        if is_split(group) and master is not None:
+            if pair.mine.dtype == F16:
+                new, more = new.clamp(-65519.875, 65519.875), 2.0**-40
+            if group["master_weights"] == "split8":
+                more = 2.0**-15 * new.abs() + (pair.mine.dtype == F16) * 2.0**-32
+        what = f"param of {sides.name} after its step"
+        assert_near(actual, new, size, what, dtype_of(actual), more)
+        numbers = sides.numbers(pair)
         for name, value in sides.buffers(pair).items():
             before, power = (
                 old_buffers.get(name, torch.zeros_like(value)),
                 2 if "_sq" in name else 1,
             )
             size = torch.stack([before.abs(), value.abs(), grad**power]).amax(0)
-            assert_near(state[name], value, size, f"{name} of {sides.name}", dtype_of(state[name]))
+            more = distance_of_codes(name, value, state, numbers.get("exp_avg_sq"))
+            kept = numbers[name]
+            assert_near(kept, value, size, f"{name} of {sides.name}", dtype_of(kept), more)
         was = self.before[pair].master_version
         if was is not None and master is not None:
             writes = 1 if master.stride() == order_of(pair.mine) else 2  # also by a copy's end
@@ -407,19 +423,17 @@ class Step:
 
     def _start_anew(self, pair: Pair, actual: Tensor) -> None:
         """Gives torch's side the numbers of ours, so that roundings do not add up."""
-        state = self.sides.state(pair)
+        numbers = self.sides.numbers(pair)
         pair.twin.data.copy_(actual.detach())
         for name, value in self.sides.buffers(pair).items():
-            value.copy_(state[name])
+            value.copy_(numbers[name])
         pair.is_stale = pair.is_converted = False
         pair.seen = pair.mine._version
         buffers = self.sides.buffers(pair)
         if not all(tensor.isfinite().all() for tensor in (pair.twin, pair.mine, *buffers.values())):
             # It would stay inf or NaN and hide all that follows.
-            ours = [pair.mine.data, *(state[name] for name in ("master_param",) if name in state)]
-            for tensor in (pair.twin.data, *ours):
-                tensor.fill_(0.5)
-            for name, buffer in buffers.items():
-                buffer.zero_()
-                state[name].zero_()
+            for side, param in ((self.sides.mine, pair.mine), (self.sides.twin, pair.twin)):
+                param.data.fill_(0.5)
+                side.state.pop(param, None)
+            self.sides.mine.rebuild()
             self.sides.forget_versions()
