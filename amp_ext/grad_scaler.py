@@ -566,7 +566,8 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if scale.is_cpu:
             self._warn_of_scale(scale.item())
-        self._reports.check_scales()
+        if self._reduces_over() is not None:
+            self._reports.check_scales()
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor of growth, in the range of the constructor.

@@ -523,8 +523,7 @@ GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<Stat
   if (options.enabled() && options.device() == at::kCUDA && !at::hasCUDA()) {
     TORCH_WARN(
         "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. Where the "
-        "CPU "
-        "trains: GradScalerOptions().device(torch::kCPU).");
+        "CPU trains: GradScalerOptions().device(torch::kCPU).");
     state_->enabled = false;
   }
   if (state_->enabled) check_options(options);
