@@ -20,6 +20,12 @@ MODELLED = {
     "a gradient that overlaps its parameter": "refused, and nothing is written",
     "`differentiable=True`, sparse or complex gradients": "refused, and nothing is written",
     "states, and tensors of a scaler, made in `torch.inference_mode()`": "stepped as any others",
+    "an option that a group has lost": "refused, and nothing is written",
+    "an iterator or a set in `params` of a group": "refused, and nothing is written",
+    "a parameter whose name is at another place in the file": "takes the state of its name",
+    "numbers of numpy in groups, in `state_dict`": "saved as numbers of Python",
+    "`unscale_` of a wrapper, `step` of the optimizer inside, or the other way round": "the two "
+    "are one",
     "`load_state_dict` of an optimizer": "copies in the configured dtypes",
 }
 
@@ -35,18 +41,12 @@ ELSEWHERE = {
     "what is no type of a device in `GradScaler(device)`": "its device is the CPU",
     "ranks with different scales, under `ShardedGradScaler`": "it has one rank",
     "a step inside an open `torch.autocast` scope": "its losses are not cast",
-    "`unscale_` of a wrapper, `step` of the optimizer inside, or the other way round": "a program "
-    "calls its own object only",
     "`unscale_` of two optimizers that share a parameter": "its optimizers share none",
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
     "a step counter at 2^24": "it takes fewer steps",
     "a group without parameters in `set_optimizer_state_dict`": "its groups have parameters",
     "an option of a wrong type or NaN, in a group too": "its options are right",
-    "an option that a group has lost": "no rule takes one out",
-    "an iterator or a set in `params` of a group": "its groups have lists",
-    "a parameter whose name is at another place in the file": "its parameters have no names",
     "a state whose parameter has left the groups, in `state_dict`": "no rule takes one out",
-    "numbers of numpy in groups, in `state_dict`": "no rule writes one",
     "`foreach=`, `fused=`, `capturable=`": "its optimizers are made without",
 }

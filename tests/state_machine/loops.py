@@ -44,6 +44,8 @@ OWN_OF = {
     "8 bits beside bfloat16": {"state_dtype": "8bit-bf16"},
     "norm written back": {"max_grad_norm": 1.0, "clip_value": 0.5, "write_back_grads": True},
 }
+# What no step reads of a group.
+UNREAD = {"params", "foreach", "fused", "capturable", "differentiable"}
 # What a run can leave out, to see one fault behind another.
 SITUATIONS = {
     "gradients after unscale_",
@@ -404,6 +406,26 @@ class Loops(RuleBasedStateMachine):
         pair.mine.grad = dense
         assert_exact(pair.mine, before, "a parameter after a step that was refused")
         self.did("refused_step")
+
+    @rule(which=number, numbered=number, lost=st.integers(0, 31))
+    def lost_option(self, which: int, numbered: int, lost: int) -> None:
+        """A group has lost an option that every step reads."""
+        sides = self.sides(which)
+        index = numbered % len(sides.pairs)
+        group = sides.mine.param_groups[index]
+        if not sides.with_grads():
+            return
+        before = [pair.mine.detach().clone() for _, pair in sides]
+        name = sorted(group.keys() - UNREAD)[lost % len(group.keys() - UNREAD)]
+        value = group.pop(name)
+        text = str(error_of(sides.handle.step))
+        group[name] = value
+        self.differs("an option that a group has lost")
+        assert f"{name} of group {index} must be there" in text, f"without {name}: {text}"
+        sides.forget_versions()
+        for (_, pair), param in zip(sides, before, strict=True):
+            assert_exact(pair.mine, param, "a parameter after a step that was refused")
+        self.did("lost_option")
 
     @precondition(lambda self: "overlapping gradients" not in self.without)
     @rule(which=number, numbered=number)

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import torch
 from awkward import F32
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis.stateful import precondition, rule
 from loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
 from optimizer_cases import IN_TORCH, swapping, through_a_file
 from sides import (
+    HANDLES,
     OWN_OPTIONS,
     Pair,
     Sides,
@@ -32,7 +34,9 @@ from amp_ext.optim import float32_state_dict
 CHANGES = {
     "lr": 0.01,
     "lr as a tensor": torch.tensor(0.03125),
+    "lr of numpy": np.float64(0.125),
     "weight_decay": 0.25,
+    "weight_decay of numpy": np.float32(0.5),
     "maximize": True,
     "momentum": 0.5,
     "no momentum": 0.0,
@@ -184,6 +188,19 @@ class Machine(Loops):
 
     # Groups, options and states.
 
+    @precondition(lambda self: "delegates" not in self.without)
+    @rule(which=number, handle=st.sampled_from(sorted(HANDLES)))
+    def hand_in(self, which: int, handle: str) -> None:
+        """Goes on with another object around the same optimizer."""
+        sides = self.sides(which)
+        if self.scalers_of(sides).kind != "torch":  # to torch's it is another optimizer
+            self.differs(
+                "`unscale_` of a wrapper, `step` of the optimizer inside, or the other way round"
+            )
+            sides.wrap = HANDLES[handle]
+            sides.handle = sides.wrap(sides.mine)
+            self.did(f"hand_in {handle}")
+
     @rule(which=number, dtype=dtypes, lr=st.sampled_from([0.05, 0.25]), seed=seeds)
     def add_group(self, which: int, dtype: str, lr: float, seed: int) -> None:
         sides = self.sides(which)
@@ -231,13 +248,21 @@ class Machine(Loops):
         self.did("move_param")
 
     @precondition(lambda self: "groups as tuples" not in self.without)
-    @rule(which=number, numbered=number)
-    def make_tuple(self, which: int, numbered: int) -> None:
+    @rule(which=number, numbered=number, how=st.sampled_from([tuple, iter, set]))
+    def contain(self, which: int, numbered: int, how: Any) -> None:
         sides = self.sides(which)
-        group = sides.mine.param_groups[numbered % len(sides.pairs)]
-        group["params"] = tuple(group["params"])
+        index = numbered % len(sides.pairs)
+        group = sides.mine.param_groups[index]
+        params = list(group["params"])
+        group["params"] = how(params)
         sides.forget_versions()
-        self.did("make_tuple")
+        if how is not tuple:
+            text = str(error_of(sides.handle.step))
+            group["params"] = params
+            self.differs("an iterator or a set in `params` of a group")
+            assert f"params of group {index} must be a list" in text, text
+            sides.assert_as_known()
+        self.did(f"contain {how.__name__}")
 
     @rule(which=number, numbered=number, change=st.sampled_from(sorted(CHANGES)))
     def change_option(self, which: int, numbered: int, change: str) -> None:
@@ -252,6 +277,9 @@ class Machine(Loops):
             group[name] = value
             if name not in OWN_OPTIONS:  # torch computes with a tensor in its dtype
                 others[name] = value.double() if isinstance(value, Tensor) else value
+            if isinstance(value, np.generic):
+                self.differs("numbers of numpy in groups, in `state_dict`")
+                others[name] = value.item()
         sides.forget_versions()
         self.did("change_option")
 
@@ -314,16 +342,18 @@ class Machine(Loops):
 
     @rule(
         which=number,
-        how=st.sampled_from(["ours into ours", "ours into torch", "torch into ours"]),
+        how=st.sampled_from(["ours into ours", "by name", "ours into torch", "torch into ours"]),
         inference=st.booleans(),
     )
     def save_and_load(self, which: int, how: str, inference: bool) -> None:
         sides = self.sides(which)
         is_amid = self.scalers_of(sides).state_of(sides) is not None
-        if any(pair.is_converted for _, pair in sides) or (is_amid and how == "ours into ours"):
+        if any(pair.is_converted for _, pair in sides) or (
+            is_amid and how in ("ours into ours", "by name")
+        ):
             return  # a new optimizer is another one to its scaler
-        if how == "ours into ours":
-            self._into_ours(sides, inference)
+        if how in ("ours into ours", "by name"):
+            self._into_ours(sides, how == "by name", inference)
         elif how == "ours into torch":
             self._into_torch(sides)
         elif sides.name in IN_TORCH:
@@ -331,13 +361,27 @@ class Machine(Loops):
         self.differs("`load_state_dict` of an optimizer")
         self.did(f"save_and_load {how}")
 
-    def _into_ours(self, sides: Sides, inference: bool) -> None:
+    def _into_ours(self, sides: Sides, by_name: bool, inference: bool) -> None:
         file, old = through_a_file(sides.handle.state_dict()), sides.mine
+        if by_name:
+            self.differs("a parameter whose name is at another place in the file")
+            # Of a model that declares its layers in the other order, behind DDP
+            for number, saved in enumerate(file["param_groups"]):
+                saved["param_names"] = [f"module.{number}.{i}" for i in range(len(saved["params"]))]
+            sides.pairs = [pairs[::-1] for pairs in sides.pairs]
+            for group in sides.twin.param_groups:
+                group["params"] = [*group["params"]][::-1]
         sides.mine = sides.new_of_ours()
-        for group, before in zip(sides.mine.param_groups, old.param_groups, strict=True):
+        groups = zip(sides.mine.param_groups, old.param_groups, strict=True)
+        for number, (group, before) in enumerate(groups):
             group.update({name: before[name] for name in OWN_OPTIONS})
+            if by_name:
+                group["param_names"] = [f"{number}.{i}" for i in range(len(group["params"]))][::-1]
         with torch.inference_mode(inference):
             sides.handle.load_state_dict(file)
+        for number, group in enumerate(sides.mine.param_groups):
+            names = group.pop("param_names", [])
+            assert names == [f"{number}.{i}" for i in range(len(names))][::-1], "names of a group"
 
     def _into_torch(self, sides: Sides) -> None:
         has_codes = sides.has_codes()
