@@ -298,8 +298,9 @@ class Sides:
     ) -> None:
         expected, dtype = self.twin.state.get(pair.twin, {}), self.buffer_dtype(group, pair)
         if not expected:
-            # Without a moment torch keeps nothing, and ours counts the steps that it dithers.
-            counts = KINDS[self.name].counts_steps(self.options)
+            # Without a moment torch keeps nothing, and ours counts the steps that it dithers, also
+            # where a group has lost its momentum since.
+            counts = KINDS[self.name].counts_steps({})
             ignored = () if counts else ("step",)
             # The exponents of zeros are 1.
             others = {
