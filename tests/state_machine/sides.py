@@ -136,6 +136,11 @@ def written(grad: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(grad.untyped_storage()), grad.storage_offset(), grad._version
 
 
+def placed(grad: Tensor) -> tuple[Any, ...]:
+    """Returns the same with its address, which the first write after a lazy clone moves."""
+    return *written(grad), torch._C._data_address(grad)
+
+
 def is_split(group: dict[str, Any]) -> bool:
     return isinstance(group["master_weights"], str)
 
@@ -177,7 +182,7 @@ class Sides:
         scaler: Number of the scaler that it is used with.
         unscaled: The parameters that had a gradient at the last ``unscale_``.
         noted: The gradients when a loss was scaled after ``unscale_``; None if none was.
-        scaled: The gradients that the last step with a scale took, as :func:`written` tells them.
+        scaled: The gradients that the last step with a scale took, as :func:`placed` tells them.
         left: After an error in the step of unscaled gradients what was there then: torch's state of
             this optimizer, the gradients with their versions, and the parameters.
     """

@@ -23,6 +23,7 @@ from sides import (
     doubled,
     error_of,
     is_split,
+    placed,
     written,
 )
 from torch import Tensor
@@ -134,14 +135,14 @@ class Step:
         for group, pair in self.with_grads:
             self.sides.scaled.pop(pair, None)
             if not group["write_back_grads"]:
-                self.sides.scaled[pair] = written(pair.mine.grad)
+                self.sides.scaled[pair] = placed(pair.mine.grad)
 
     def _meets_scaled_grads(self) -> bool:
         """Returns whether our side refuses this step, which neither has a scale nor a scaler."""
         if self.scalers is not None or self.has_scale or self.plan.interrupted == "before":
             return False
         scaled = self.sides.scaled
-        return any(scaled.get(pair) == written(pair.mine.grad) for _, pair in self.with_grads)
+        return any(scaled.get(pair) == placed(pair.mine.grad) for _, pair in self.with_grads)
 
     # An error in the step of gradients that were unscaled.
 
