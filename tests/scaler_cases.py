@@ -215,3 +215,16 @@ def exact(scaler: amp_ext.GradScaler) -> amp_ext.ScalerStats:
 
 def name_of_last(scaler: amp_ext.GradScaler) -> str | None:
     return exact(scaler).last_nonfinite
+
+
+class Delegating:
+    """Has what the optimizer inside has, as in many tutorials."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self) -> Any:
+        return self.optimizer.step()

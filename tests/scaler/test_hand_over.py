@@ -629,20 +629,7 @@ def test_a_look_that_no_step_has_used_is_forgotten(device):
 # Objects around an optimizer.
 
 
-class Delegating:
-    """As in many tutorials."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-    def step(self) -> Any:
-        return self.optimizer.step()
-
-
-class DelegatingAll(Delegating):
+class DelegatingAll(cases.Delegating):
     """Passes writes on as well, as proxies of libraries do."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -655,11 +642,11 @@ class DelegatingAll(Delegating):
         delattr(self.optimizer, name)
 
 
-def twice(optimizer: Any) -> Delegating:
-    return Delegating(Delegating(optimizer))
+def twice(optimizer: Any) -> cases.Delegating:
+    return cases.Delegating(cases.Delegating(optimizer))
 
 
-wrappers = pytest.mark.parametrize("wrap", [Delegating, DelegatingAll, twice])
+wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, DelegatingAll, twice])
 
 
 @wrappers
@@ -688,7 +675,7 @@ def test_what_is_handed_over_reaches_the_optimizer_behind_an_object(make, unscal
 @one_of_each
 def test_an_object_that_does_not_step_leaves_nothing_behind(make, value, device):
     optimizer, scaler = filled(value, device, make), ready(device)
-    wrapper = Delegating(optimizer)
+    wrapper = cases.Delegating(optimizer)
     wrapper.step = lambda: "later"
     assert scaler.step(wrapper) == "later"
     assert not has_leftovers(optimizer)
@@ -719,7 +706,7 @@ def test_an_object_that_hides_its_optimizer_is_refused(device):
 
 def test_a_second_step_with_what_was_handed_over_is_refused(device):
     optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    wrapper = Delegating(optimizer)
+    wrapper = cases.Delegating(optimizer)
     wrapper.step = lambda: (optimizer.step(), optimizer.step())
     message = r"^SGD: a step of the gradient scaler must step the optimizer once, got a second"
     with pytest.raises(RuntimeError, match=message):
@@ -740,7 +727,7 @@ def test_a_step_that_was_refused_may_be_tried_again_within_one_of_the_scaler(dev
         optimizer.param_groups[0]["max_grad_norm"] = None
         optimizer.step()
 
-    wrapper = Delegating(optimizer)
+    wrapper = cases.Delegating(optimizer)
     wrapper.step = step_with_a_second_try
     scaler.step(wrapper)
     assert values(optimizer) == [0.5] * 3
@@ -768,7 +755,7 @@ def test_a_scale_that_was_set_before_outlives_an_interrupt_and_no_step(make, sto
 @pytest.mark.parametrize("make", [plain_sgd, fused_sgd])
 def test_a_scale_that_was_set_on_the_object_around_is_taken_and_deleted(make, device):
     optimizer, scaler = filled(8.0, device, make), ready(device)
-    wrapper = Delegating(optimizer)
+    wrapper = cases.Delegating(optimizer)
     wrapper.grad_scale = torch.full((), 2.0, device=device)
     scaler.step(wrapper)
     assert values(optimizer) == [0.5] * 3
@@ -850,5 +837,5 @@ def test_an_optimizer_of_somebody_else_may_speak_the_protocol(device):
 def test_an_object_without_an_optimizer_is_no_speaker():
     assert hand_over.unscaling_optimizer(SimpleNamespace(accept_hand_over=lambda _: None)) is None
     optimizer = filled(4.0, make=plain_sgd)
-    assert hand_over.unscaling_optimizer(Delegating(optimizer)) is optimizer
+    assert hand_over.unscaling_optimizer(cases.Delegating(optimizer)) is optimizer
     assert hand_over.unscaling_optimizer(torch.optim.SGD(params_of(optimizer))) is None

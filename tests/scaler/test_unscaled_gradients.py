@@ -31,19 +31,6 @@ def looping_sgd(params: Any) -> torch.optim.Optimizer:
 every_sgd = cases.over([our_sgd, fused_sgd, looping_sgd])
 
 
-class Delegating:
-    """Has what the optimizer inside has."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-    def step(self) -> Any:
-        return self.optimizer.step()
-
-
 class Deriving(torch.optim.Optimizer):
     """As Accelerate's: an optimizer by its class, which begins nothing of its own."""
 
@@ -72,7 +59,7 @@ class Sharing(torch.optim.Optimizer):
         return self.optimizer.step()
 
 
-wrappers = pytest.mark.parametrize("wrap", [Delegating, Deriving, Sharing])
+wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, Deriving, Sharing])
 
 
 def values(optimizer: Any) -> list[float]:
