@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <functional>
 #include <future>
 #include <memory>
@@ -708,8 +709,8 @@ inline void a_schedule_goes_on_with_a_new_scheduler() {
 }
 
 inline void two_threads_write_one_file() {
-  const std::string path =
-      "/tmp/amp_ext_two_threads_" + std::to_string(std::random_device()()) + ".pt";
+  const std::string name = "amp_ext_two_threads_" + std::to_string(std::random_device()()) + ".pt";
+  const std::string path = std::filesystem::temp_directory_path() / name;
   const auto write = [&](int64_t size) {
     for (int i = 0; i < 20; ++i) amp_ext::save_state(path, torch::full({size}, 1.0));
   };
