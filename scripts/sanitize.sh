@@ -55,7 +55,7 @@ checked() {
 tests() {
   local argument name paths=() options=()
   for name in cmake cpp cuda_emulator distributed import info libtorch_example machine_code \
-    number_codes resharding shadow_runs stress; do
+    number_codes refused_calls resharding shadow_runs stress; do
     options+=(--ignore-glob "$root/tests/*/test_$name.py") # a relative one begins at this folder
   done
   for argument; do
@@ -75,7 +75,7 @@ if [ $# -gt 0 ]; then
 else
   read -ra workers <<< "${WORKERS:-}"
   tests "${workers[@]}" -k 'not emulated' || failed=1
-  large_arguments=("$root"/tests/{operations/test_{bit_equality,coded_moments,split_masters},optimizers/test_{coded_states,split_weights},programs/test_memory}.py)
+  large_arguments=("$root"/tests/{operations/test_{bit_equality,coded_moments,split_masters},optimizers/test_{coded_states,inference_mode,rounding,split_weights},programs/test_memory}.py)
   tests "${workers[@]}" -k emulated "${large_arguments[@]/#/--ignore=}" || failed=1
   export CUDA_EMULATOR_DRIVER_VERSION=13000
   tests "${workers[@]}" -k emulated "${large_arguments[@]}" || failed=1
