@@ -176,6 +176,7 @@ class Step:
         if any(pair.mine not in params for _, pair in self.with_grads):
             return True
         state.update(stage=READY, found_inf_per_device={})
+        sides.left = None
         return False
 
     # Our side.
