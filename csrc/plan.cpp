@@ -325,7 +325,9 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
       }
     }
     remember_masters();
-    if (options.grad_scale.has_value() && naming_ == Naming::kGroups) remember_scaled_grads();
+    if (options.grad_scale.has_value() && naming_ == Naming::kGroups) {
+      remember_scaled_grads(/*are_as_seen=*/!looks.empty());
+    }
   } catch (...) {
     progress.has_failed = progress.stepped + progress.stepped_in_part > 0;
     throw;
@@ -359,12 +361,14 @@ void Plan::check_carries_no_scale(const Row& row) const {
               "through .data, let an in-place operation follow that torch counts: grad.mul_(1)");
 }
 
-// The looks that belong to a step: those of check_finite, or new ones.
+// The looks that belong to a step, at the gradients as they are: of check_finite, or new ones.
 std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, StepScratch& scratch,
                                              bool& is_new) {
-  is_new = needs_look(options);
+  const bool is_stale = !looks_.empty() && !gradients_are_as_seen();
+  is_new = needs_look(options, is_stale);
   std::vector<Look> looks;
   std::swap(looks, looks_);
+  if (is_stale) looks.clear();
   if (!is_new) return looks;
   return look({}, {}, options.max_grad_norm.has_value(), options.skip_nonfinite, scratch);
 }
@@ -377,11 +381,9 @@ std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, Ste
 //   without a sum   no        no          no                          yes
 //   with a sum      no        no          no                          no
 //   stale           no        yes         yes                         yes
-bool Plan::needs_look(const GradientOptions& options) const {
+bool Plan::needs_look(const GradientOptions& options, bool is_stale) const {
   const bool wants_norm = options.max_grad_norm.has_value();
-  if (!looks_.empty() && !gradients_are_as_seen()) {
-    return wants_norm || options.found_inf.has_value();
-  }
+  if (is_stale) return wants_norm || options.found_inf.has_value();
   const bool has_sum = options.sum_of_squares.has_value() ||
                        (!looks_.empty() && looks_.front().result.sum_of_squares.defined());
   return wants_norm && !has_sum;
@@ -884,10 +886,10 @@ void Plan::remember_masters() {
 
 // Gradients that were written back are unscaled, unless the step was skipped, which only the device
 // knows.
-void Plan::remember_scaled_grads() {
+void Plan::remember_scaled_grads(bool are_as_seen) {
   for (Row& row : rows_) {
     if (!row.has_grad()) continue;
-    row.see_grad();
+    if (!are_as_seen) row.see_grad();
     row.seen_grad_is_scaled = !row.writes_grad;
   }
 }

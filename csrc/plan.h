@@ -284,7 +284,7 @@ class AMP_EXT_API Plan {
   void check_carries_no_scale(const Row& row) const;
   std::vector<Look> looks_for_step(const GradientOptions& options, StepScratch& scratch,
                                    bool& is_new);
-  bool needs_look(const GradientOptions& options) const;
+  bool needs_look(const GradientOptions& options, bool is_stale) const;
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
                          const std::vector<Look>& looks, bool looks_are_new) const;
@@ -315,7 +315,7 @@ class AMP_EXT_API Plan {
   static void mark_written(Row& row);
   static void copy_back(const Row& row, bool skip_nonfinite);
   void remember_masters();
-  void remember_scaled_grads();
+  void remember_scaled_grads(bool are_as_seen);
   static std::string low_name(const Row& row);
   std::string code_name(const Row& row, int buffer) const;
   std::string name_of(const Row& row, int list) const;
