@@ -178,6 +178,11 @@ class GradScaler(torch.amp.GradScaler):
                 f"'cpu', got {self._device!r}"
             )
 
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is not None and self._growth_tracker is not None:
+            return self._scale, self._growth_tracker
+        return super()._check_scale_growth_tracker(funcname)  # which always forms its message
+
     @outside_inference_mode()
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -254,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
-        self._look_after_interrupts("unscale_", optimizer)
+        self._look_after_interrupts("unscale_", optimizer, state)
         self._check_still_scaled("unscale_", optimizer, state)
         try:
             # By its class, past that of FSDP1, which would reduce what is reduced here.
@@ -394,7 +399,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Takes a step in the way that the optimizer is made for."""
-        self._look_after_interrupts("step", optimizer)
+        self._look_after_interrupts("step", optimizer, state)
         was_unscaled = state["stage"] is OptState.UNSCALED and "left_unscaled" in state
         if was_unscaled and not state["left_unscaled"].are_there(optimizer):
             # All gradients are new: scaled, and not looked at.
@@ -497,20 +502,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether a step since the last update has written, or may have."""
-        state = self._per_optimizer_states.get(id(optimizer), {})
-        hand_over = state.get("hand_over")
-        is_spent = hand_over is not None and hand_over.is_spent
-        return is_spent or state.get("stage") is OptState.STEPPED
+        return _has_stepped(self._per_optimizer_states.get(id(optimizer), {}))
 
-    def _look_after_interrupts(self, operation: str, optimizer: torch.optim.Optimizer) -> None:
+    def _look_after_interrupts(
+        self, operation: str, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
         """Finds out how far an interrupted call came; refuses what can't go on from there."""
-        state = self._per_optimizer_states.get(id(optimizer), {})
         if "scale_before" in state:
             raise RuntimeError(
                 f"GradScaler.{operation}: the last update() must have ended, got one that was "
                 "interrupted: call update() again"
             )
-        if self._has_stepped(optimizer):
+        if _has_stepped(state):
             state["stage"] = OptState.STEPPED
         if "in_part" not in state or state["stage"] is not OptState.READY:
             return
@@ -909,6 +912,12 @@ def _step_with_attributes(
         if before is not None and not hand_over.is_spent:
             optimizer.grad_scale = before
     return returned
+
+
+def _has_stepped(state: dict[str, Any]) -> bool:
+    hand_over = state.get("hand_over")
+    is_spent = hand_over is not None and hand_over.is_spent
+    return is_spent or state.get("stage") is OptState.STEPPED
 
 
 def _names(inside: Any) -> dict[str, Any]:

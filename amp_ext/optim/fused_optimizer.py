@@ -705,7 +705,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # A scaler: see amp_ext.hand_over.
 
-    @_disable_dynamo
     def look_at_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> Look:
         """Looks for inf and NaN in all gradients, for a scaler.
 
