@@ -318,7 +318,11 @@ class Loops(RuleBasedStateMachine):
             return "left out"
         return step.take()
 
-    def hook(self, hook: str | None) -> str | None:
+    def hook(self, sides: Sides, hook: str | None) -> str | None:
+        """Returns the hook, unless gradients are so large that their squares may leave float32."""
+        grads = [pair.mine.grad for _, pair in sides.with_grads()]
+        if any(((grad.abs() > 2.0**50) & grad.isfinite()).any() for grad in grads):
+            return None  # torch's side keeps them in float64
         return None if self.leaves_out("hooks that write gradients") else hook
 
     @rule(
@@ -334,7 +338,7 @@ class Loops(RuleBasedStateMachine):
         grads = [pair.mine.grad for _, pair in sides.with_grads()]
         if preset and any((grad * preset).isinf().any() for grad in grads):
             preset = None  # torch's side does not see it
-        plan = Plan(self.scalers_of(sides), self.hook(hook), preset=preset)
+        plan = Plan(self.scalers_of(sides), self.hook(sides, hook), preset=preset)
         self.did(f"scaler_step {self.take_step(sides, plan)}")
         if then_update:
             self.scalers_of(sides).update(None)
@@ -343,7 +347,7 @@ class Loops(RuleBasedStateMachine):
     def plain_step(self, which: int, hook: str | None) -> None:
         sides = self.sides(which)
         if sides.has_finite_grads():
-            self.did(f"plain_step {self.take_step(sides, Plan(hook=self.hook(hook)))}")
+            self.did(f"plain_step {self.take_step(sides, Plan(hook=self.hook(sides, hook)))}")
 
     @rule(
         which=number,
