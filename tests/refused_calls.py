@@ -1,20 +1,27 @@
 """The table of calls that Python and C++ refuse alike: what is done, the exception, and its text.
 
 A row adds what it does as plain values, which a program in C++ reads and does as well: options of a
-scaler or an optimizer, and calls of their methods. Its text is that of Python.
+scaler or an optimizer and its groups, and calls of their methods. Its text is that of Python.
 """
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from optimizer_cases import CLASSES, assert_same_bits, bits_of
 
 import amp_ext
+from amp_ext.optim.options import defaults_of
 
-# Options by "scaler", "options" (of the optimizer), and "optimizer", "dtype" and "calls".
+# Options by "scaler", "options" (of the optimizer) and "groups" (with numbers of parameters), and
+# "optimizer", "dtype" and "calls".
 Deed = dict[str, Any]
+Saved = dict[str, Any]
+Change = Callable[[Saved], Any]
 
 
 def scaler(*calls: str | tuple[str, Any], **options: Any) -> Deed:
@@ -29,6 +36,192 @@ def loads(**entries: Any) -> Deed:
     return scaler("scale", ("load_state_dict", {**state, **entries}), hysteresis=2)
 
 
+def optimizer(kind: str, *calls: str | tuple[str, Any], **options: Any) -> Deed:
+    """Makes an optimizer and calls its methods, or a function, by name or with one argument."""
+    pairs = [(call,) if isinstance(call, str) else call for call in calls]
+    return {"optimizer": kind, "options": options, "calls": pairs}
+
+
+def groups(*each: dict[str, Any], **options: Any) -> Deed:
+    """Makes an AdamW of these groups and lets it step."""
+    return optimizer("AdamW", "optimizer.step", **options) | {"groups": each}
+
+
+def loaded_file(change: Change) -> Deed:
+    """Lets an AdamW of two groups step and load what a change returns or makes of its file."""
+    saved = copy.deepcopy(FILE)
+    made = change(saved)
+    calls = "optimizer.step", ("optimizer.load_state_dict", made or saved)
+    return optimizer("AdamW", *calls) | {"groups": TWO}
+
+
+def in_state(**entries: Any) -> Change:
+    return lambda saved: saved["state"][0].update(entries)
+
+
+def in_group(**entries: Any) -> Change:
+    return lambda saved: saved["param_groups"][1].update(entries)
+
+
+def lacking(where: str, index: int, *keys: str) -> Change:
+    def change(saved: Saved) -> None:
+        for key in keys:
+            del saved[where][index][key]
+
+    return change
+
+
+def coded(name: str, **entries: Any) -> Change:
+    """Returns what writes entries in place of a moment."""
+
+    def change(saved: Saved) -> None:
+        del saved["state"][0][name]
+        saved["state"][0].update({f"{name}_{key}": value for key, value in entries.items()})
+
+    return change
+
+
+def as_radam(saved: Saved) -> None:
+    for group in saved["param_groups"]:
+        for key in group.keys() - {"params", "lr", "betas", "eps", "weight_decay"}:
+            del group[key]
+
+
+def file_of(kind: str, *params: int, **options: Any) -> Saved:
+    """Returns the state dict of an optimizer with a group for each number of parameters."""
+    each = [{"params": [torch.ones(2, requires_grad=True) for _ in range(n)]} for n in params]
+    made = getattr(amp_ext.optim, kind)(each, **options)
+    each[0]["params"][0].grad = torch.ones(2)
+    made.step()
+    return made.state_dict()
+
+
+NAN, INF = float("nan"), float("inf")
+ONE, TWO = [{"params": [0]}], [{"params": [0]}, {"params": [1]}]
+FILE = file_of("AdamW", 1, 1, lr=0.1)
+OPTIONS = [key for key in FILE["param_groups"][1] if key != "params"]
+IN_BYTES = torch.ones(2, dtype=torch.uint8)
+IN_CHARS, IN_SHORTS, IN_PAIRS = IN_BYTES.char(), IN_BYTES.short(), torch.ones(2, 2).char()
+A_NUMBER = "of param_groups[1] must be a number or a tensor of one element, got"
+TWO_NUMBERS = "of param_groups[1] must be two numbers or two tensors of one element, got"
+NO_STATE = "state_dict must have 'state', got"
+INT8 = "be torch.int8 of shape (2,), got"
+UINT8 = "be torch.uint8 of shape (2,), got"
+PAIRS = "be torch.uint8 of shape (2, 2), got"
+A_STATE_DTYPE = "must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None, got"
+A_MASTER = "must be True, False, 'split' or 'split8', got"
+A_LIMIT = "must be a number of at least 0 or None, got"
+NO_CODE = (
+    "must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum has no code, got"
+)
+# What each optimizer says of an option below 0.
+BELOW_0 = {
+    "lr": "Invalid learning rate: -1.0",
+    "eps": "Invalid epsilon value: -1.0",
+    "weight_decay": "Invalid weight_decay value: -1.0",
+    "momentum": "Invalid momentum value: -1.0",
+    "denominator_floor": "{}: denominator_floor must be a number of at least 0, got -1.0",
+    "max_grad_norm": f"{{}}: max_grad_norm {A_LIMIT} -1.0",
+    "clip_value": f"{{}}: clip_value {A_LIMIT} -1.0",
+}
+
+# What is written into files that an AdamW does not load, by the text of the refusal.
+BAD_OPTIONS: dict[str, Change] = {
+    f"lr {A_NUMBER} None": in_group(lr=None),
+    f"lr {A_NUMBER} 'small'": in_group(lr="small"),
+    f"betas {TWO_NUMBERS} (0.9,)": in_group(betas=(0.9,)),
+    f"betas {TWO_NUMBERS} (0.9, 'large')": in_group(betas=(0.9, "large")),
+    "maximize of param_groups[1] must be True or False, got 'yes'": in_group(maximize="yes"),
+}
+OTHER_DICTS: dict[str, Change] = {
+    "state_dict must have 'param_groups', got ['state']": lambda _: {"state": {}},
+    f"{NO_STATE} ['model', 'optimizer']; load its entry 'optimizer' instead": (
+        lambda saved: {"model": {"weight": torch.ones(2)}, "optimizer": saved}
+    ),
+    f"{NO_STATE} ['first', 'second']; load its entry 'first' or 'second' instead": (
+        lambda saved: {"first": saved, "second": saved}
+    ),
+    f"{NO_STATE} ['mine', 'fp32_from_fp16']; load its entry 'mine' instead; the masters in "
+    "'fp32_from_fp16' are not read, but taken from the parameters: load the model first": (
+        lambda saved: {"mine": saved, "fp32_from_fp16": [[torch.ones(2)]]}  # of apex
+    ),
+    f"{NO_STATE} {[*'abcdefgh', '...']}": lambda _: dict.fromkeys("abcdefghi", torch.ones(2)),
+}
+BAD_FILES: dict[str, Change] = {
+    "state must be a dict, got list": lambda saved: saved | {"state": [1, 2]},
+    "param_groups must be a list, got dict": lambda saved: saved | {"param_groups": {}},
+    "param_groups[0] must be a dict, got list": lambda saved: saved | {"param_groups": [[], []]},
+    f"param_groups[1] must have ['params'], got {OPTIONS}": lacking("param_groups", 1, "params"),
+    "param_groups[1]['params'] must be a list, got int": in_group(params=3),
+    "state[0] must be a dict, got float": lambda saved: saved["state"].update({0: 0.5}),
+    "state must have entries of the parameters that param_groups lists, got ['step', 'all']": (
+        lambda saved: saved | {"state": {"step": 3, "all": [torch.ones(2)]}}
+    ),
+    f"param_groups[1] must have ['betas', 'eps'], got {[OPTIONS[0], *OPTIONS[3:], 'params']}": (
+        lacking("param_groups", 1, "betas", "eps")
+    ),
+    "bias_correction of param_groups[1] must be True, got False": in_group(bias_correction=False),
+    "correct_bias of param_groups[1] must be True, got False": in_group(correct_bias=False),
+    "differentiable of param_groups[1] must be False, got True: a fused kernel is not "
+    "differentiable; set it to False in the state dict to go on without gradients through the "
+    "steps": in_group(differentiable=True),
+    "eps of param_groups[1] must be a number, got nan": in_group(eps=NAN),
+    **{
+        "state_dict must have the options and states of AdamW, but is a state dict of "
+        f"{writer}: it has {key}": change
+        for writer, change, key in (
+            ("torch.optim.NAdam", in_group(momentum_decay=0.5), "'momentum_decay'"),
+            ("torch.optim.Adafactor", in_group(beta2_decay=-0.8), "'beta2_decay'"),
+            ("apex.optimizers.FusedLAMB", in_group(grad_averaging=True), "'grad_averaging'"),
+            ("amp_ext.optim.SGD", in_state(momentum_buffer=torch.ones(2)), "'momentum_buffer'"),
+            ("torch.optim.RAdam", as_radam, "'betas' without 'amsgrad' or 'bias_correction'"),
+        )
+    },
+}
+# Likewise, of a state: the key, and what must be.
+BAD_STATES: dict[str, Change] = {
+    "exp_avg be there, got ['step', 'exp_avg_sq']": lacking("state", 0, "exp_avg"),
+    "exp_avg be there, got ['step', 'exp_avg', 'exp_avg_sq']": in_state(exp_avg=None),
+    "exp_avg be a tensor, got list": in_state(exp_avg=[0.5, 0.5]),
+    "exp_avg have shape (2,), got (1, 2)": in_state(exp_avg=torch.ones(1, 2)),
+    "exp_avg be dense and floating, got torch.strided, torch.int8": in_state(exp_avg=IN_CHARS),
+    f"exp_avg_q8r {INT8} torch.uint8 of (2,)": coded("exp_avg", q8r=IN_BYTES),
+    f"exp_avg_q8r {INT8} torch.int8 of (1, 2)": coded("exp_avg", q8r=IN_CHARS[None]),
+    f"exp_avg_q8r {INT8} torch.bfloat16 of (2,)": coded("exp_avg", q8r=IN_BYTES.bfloat16()),
+    "exp_avg_q8r be a tensor, got list": coded("exp_avg", q8r=[1, 2]),
+    "exp_avg be there, got ['step', 'exp_avg_sq', 'exp_avg_q8r']": coded("exp_avg", q8r=None),
+    "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_q8v']": coded(
+        "exp_avg_sq", q8v=IN_BYTES
+    ),
+    "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_exp']": coded(
+        "exp_avg_sq", exp=IN_BYTES
+    ),
+    f"exp_avg_sq_q8v {UINT8} torch.int8 of (2,)": coded("exp_avg_sq", q8v=IN_CHARS, exp=IN_BYTES),
+    f"exp_avg_sq_q8v {UINT8} torch.float32 of (3,)": coded(
+        "exp_avg_sq", q8v=torch.ones(3), exp=IN_BYTES
+    ),
+    "exp_avg_sq_exp be torch.uint8 of shape (2, 0), got torch.uint8 of (2,)": (
+        coded("exp_avg_sq", q8v=IN_BYTES, exp=IN_BYTES)
+    ),
+    "master_param be floating, got the lower halves of masters, as TransformerEngine's FusedAdam "
+    "writes with store_param_remainders=True; without 'master_param' in the states, masters are "
+    "taken from the parameters": in_state(master_param=IN_SHORTS),
+    f"master_low_bf16 {PAIRS} torch.uint8 of (2,)": in_state(master_low_bf16=IN_BYTES),
+    f"master_low_fp16 {PAIRS} torch.int8 of (2, 2)": in_state(master_low_fp16=IN_PAIRS),
+    f"master_low8_bf16 {INT8} torch.int16 of (2,)": in_state(master_low8_bf16=IN_SHORTS),
+    f"master_low8_fp16 {INT8} torch.int8 of (2, 2)": in_state(master_low8_fp16=IN_PAIRS),
+    "master_low_bf16 be a tensor, got int": in_state(master_low_bf16=3),
+    "master_low8_bf16 be a tensor, got float": in_state(
+        master_low8_bf16=0.5, exp_avg=torch.ones(3)
+    ),
+    "step be there, got ['exp_avg', 'exp_avg_sq']": lacking("state", 0, "step"),
+    "step be one number, got shape (2,)": in_state(step=torch.ones(2)),
+    "step be finite and at least 0, got nan": in_state(step=NAN),
+    "step be finite and at least 0, got -2.0": in_state(step=torch.tensor(-2.0)),
+    "step be finite and at least 0, got 1e+39": in_state(step=1e39),
+    "step be one number, got 'three'": in_state(step="three"),
+}
+
 NOT_SCALED = (
     "Attempted {} but _scale is None.  This may indicate your script did not use "
     "scaler.scale(loss or outputs) earlier in the iteration."
@@ -38,7 +231,6 @@ OF_BACKOFF = "backoff_factor must be a number above 0 and below 1, got"
 OF_INTERVAL = "growth_interval must be an int from 1 to 9.22e+18, got"
 OF_SCALE = "must be a number from 0 to 3.4e+38, got"
 LOAD = "GradScaler.load_state_dict:"
-NAN, INF = float("nan"), float("inf")
 LONG = 2**62  # of 8 bytes, as the reader of torch's files wants those beyond int32
 
 REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
@@ -219,41 +411,294 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
         RuntimeError,
         "SGD: grad of group 0, param 0 must be Float, Double, Half or BFloat16, got ComplexFloat",
     ),
+    # Options of an optimizer.
+    **{
+        f"{option} of {kind} below 0": (
+            optimizer(kind, **{option: -1.0}),
+            ValueError,
+            text.format(kind),
+        )
+        for kind in CLASSES
+        for option, text in BELOW_0.items()
+        if option in defaults_of(getattr(amp_ext.optim, kind))
+    },
+    **{
+        f"betas of {kind} at {index}": (
+            optimizer(kind, betas=betas),
+            ValueError,
+            f"Invalid beta parameter at index {index}: {betas[index]}",
+        )
+        for kind in ("Adam", "AdamW", "Lion")
+        for index, betas in enumerate([(1.0, 0.5), (0.5, -0.5)])
+    },
+    "lr of nan": (optimizer("SGD", lr=NAN), ValueError, "Invalid learning rate: nan"),
+    "nesterov without momentum": (
+        optimizer("SGD", nesterov=True),
+        ValueError,
+        "Nesterov momentum requires a momentum and zero dampening",
+    ),
+    "dampening of nan": (
+        optimizer("SGD", dampening=NAN),
+        ValueError,
+        "SGD: dampening must be a number, got nan",
+    ),
+    "rounding": (
+        optimizer("SGD", rounding="up"),
+        ValueError,
+        "SGD: rounding must be 'dither', 'nearest' or None, got 'up'",
+    ),
+    **{
+        f"state_dtype of {wrong!r}": (
+            optimizer("Lion", state_dtype=wrong),
+            ValueError,
+            f"Lion: state_dtype {A_STATE_DTYPE} {wrong!r}{why}",
+        )
+        for wrong, why in (
+            (torch.float16, ", in which second moments of small gradients are 0"),
+            ("float16", ", in which second moments of small gradients are 0"),
+            (torch.float64, ""),
+            ("8-bit", ""),
+            ("8BIT", ""),
+            ("", ""),
+        )
+    },
+    **{
+        f"master_weights of {wrong!r}": (
+            optimizer("AdamW", master_weights=wrong),
+            TypeError,
+            f"AdamW: master_weights {A_MASTER} {wrong!r}",
+        )
+        for wrong in ("splat", "Split", "split16", "")
+    },
+    **{
+        f"{form} with amsgrad": (
+            optimizer("Adam", amsgrad=True, state_dtype=form),
+            ValueError,
+            f"Adam: state_dtype of group 0 {NO_CODE} '{form}'",
+        )
+        for form in ("8bit", "8bit-bf16")
+    },
+    "float16 moments beside a split master": (
+        {
+            **optimizer("AdamW", "optimizer.step", master_weights="split", state_dtype=None),
+            "dtype": "float16",
+        },
+        ValueError,
+        "AdamW: state_dtype of group 0 must be torch.float32 or torch.bfloat16 for parameters in "
+        "torch.float16 with master_weights='split', got None",
+    ),
+    # Groups, and what a loop writes into one.
+    "no groups": (groups(), ValueError, "optimizer got an empty parameter list"),
+    "parameter twice in a group": (
+        groups({"params": [0, 1, 1]}),
+        ValueError,
+        "AdamW: param 2 of group 0 must be listed once, got it as param 1 already",
+    ),
+    "parameter in two groups": (
+        groups({"params": [0]}, {"params": [0]}),
+        ValueError,
+        "some parameters appear in more than one parameter group",
+    ),
+    "norms that differ": (
+        groups({"params": [0]}, {"params": [1], "max_grad_norm": 2.0}, max_grad_norm=1.0),
+        ValueError,
+        "AdamW: max_grad_norm must be the same in all groups, whose norm is taken together, got "
+        "[1.0, 2.0]",
+    ),
+    **{
+        f"{option} of a group": (
+            groups({"params": [0]}, {"params": [1], option: wrong}),
+            kind,
+            f"AdamW: {option} of group 1 {text} {wrong!r}",
+        )
+        for option, wrong, kind, text in (
+            ("clip_value", -1.0, ValueError, A_LIMIT),
+            ("master_weights", "Split", TypeError, A_MASTER),
+            ("state_dtype", "8Bit", ValueError, A_STATE_DTYPE),
+        )
+    },
+    "amsgrad of a group with codes": (
+        groups({"params": [0]}, {"params": [1], "amsgrad": True}, state_dtype="8bit-bf16"),
+        ValueError,
+        f"AdamW: state_dtype of group 1 {NO_CODE} '8bit-bf16'",
+    ),
+    **{
+        f"{option} that a loop wrote, in {calls[-1]}": (
+            optimizer("Lion", *calls[:-1], ("options", {option: wrong}), calls[-1]),
+            kind,
+            f"Lion: {option} of group 0 {text} {wrong!r}",
+        )
+        for option, wrong, kind, text, *calls in (
+            ("clip_value", -1.0, ValueError, A_LIMIT, "optimizer.step"),
+            ("clip_value", -1.0, ValueError, A_LIMIT, "optimizer.master_params"),
+            ("master_weights", "low", TypeError, A_MASTER, "optimizer.step"),
+            ("master_weights", "low", TypeError, A_MASTER, "optimizer.init_state"),
+            ("state_dtype", "4bit", ValueError, A_STATE_DTYPE, "optimizer.init_state"),
+            ("state_dtype", "4bit", ValueError, A_STATE_DTYPE, "optimizer.step", "optimizer.step"),
+        )
+    },
+    **{
+        f"amsgrad that a loop wrote, in {call}": (
+            optimizer(
+                "Adam", "optimizer.step", ("options", {"amsgrad": True}), call, state_dtype="8bit"
+            ),
+            ValueError,
+            f"Adam: state_dtype of group 0 {NO_CODE} '8bit'",
+        )
+        for call in ("optimizer.step", "optimizer.init_state")
+    },
+    # Gradients.
+    "sparse gradient": (
+        optimizer("SGD", ("gradient", "sparse"), "optimizer.step"),
+        RuntimeError,
+        "SGD does not support sparse gradients: grad of group 0, param 0 must be Strided, got "
+        "Sparse",
+    ),
+    "gradient over its parameter": (
+        optimizer("SGD", ("gradient", "parameter"), "optimizer.step", write_back_grads=True),
+        RuntimeError,
+        "SGD: grad of group 0, param 0 is written and must not share memory with param of group "
+        "0, param 0",
+    ),
+    "late gradient": (
+        optimizer(
+            "SGD",
+            ("gradient", "none"),
+            "scaler.scale",
+            "scaler.unscale_",
+            ("gradient", "ones"),
+            "scaler.step",
+        )
+        | {"groups": TWO},
+        RuntimeError,
+        "GradScaler: the gradient of group 0, param 0 must be there when unscale_() is called, "
+        "got it later: it may still be scaled",
+    ),
+    "norm of nan": (
+        optimizer("SGD", ("gradient", "inf"), ("clip_grad_norm_", 1.0)),
+        RuntimeError,
+        "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
+        "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
+        "set `error_if_nonfinite=False`",
+    ),
+    # Files.
+    **{
+        f"load: {text}": (loaded_file(change), kind, f"AdamW.load_state_dict: {text}")
+        for kind, table in (
+            (TypeError, BAD_OPTIONS),
+            (KeyError, OTHER_DICTS),
+            (ValueError, BAD_FILES),
+        )
+        for text, change in table.items()
+    },
+    **{
+        f"load: {key} {text}": (
+            loaded_file(change),
+            ValueError,
+            f"AdamW.load_state_dict: {key} of group 0, param 0 must {text}",
+        )
+        for (key, text), change in (
+            (words.split(" ", 1), each) for words, each in BAD_STATES.items()
+        )
+    },
+    "load: a ratio that is bad beside the step": (
+        loaded_file(
+            lambda saved: in_state(step=-1.0)(saved) or coded("exp_avg", q8r=IN_BYTES)(saved)
+        ),
+        ValueError,
+        "AdamW.load_state_dict: exp_avg_q8r of group 0, param 0 must be torch.int8 of shape (2,), "
+        "got torch.uint8 of (2,)",
+    ),
+    "load: roots of what has no rows": (
+        loaded_file(coded("exp_avg_sq", q8v=IN_BYTES, exp=torch.ones(2, 0).byte())),
+        RuntimeError,
+        "decode_groups: codes must have rows of a multiple of 32 elements, dimension 0 outermost, "
+        "got sizes [2] and strides [1]",
+    ),
+    "load: other groups": (
+        optimizer("AdamW", ("optimizer.load_state_dict", FILE)),
+        ValueError,
+        "loaded state dict has a different number of parameter groups",
+    ),
+    "load: a longer group": (
+        optimizer("AdamW", ("optimizer.load_state_dict", file_of("AdamW", 2))),
+        ValueError,
+        "loaded state dict contains a parameter group that doesn't match the size of optimizer's "
+        "group",
+    ),
+    "load: SGD before its first momentum": (
+        optimizer("AdamW", ("optimizer.load_state_dict", file_of("SGD", 1, momentum=0.5))),
+        ValueError,
+        "AdamW.load_state_dict: state_dict must have the options and states of AdamW, but is a "
+        "state dict of amp_ext.optim.SGD: it has 'dampening'",
+    ),
+    "load: amsgrad into codes": (
+        optimizer(
+            "AdamW",
+            "optimizer.step",
+            ("optimizer.load_state_dict", file_of("AdamW", 1, amsgrad=True)),
+            state_dtype="8bit",
+        ),
+        ValueError,
+        f"AdamW.load_state_dict: state_dtype of param_groups[0] {NO_CODE} '8bit'",
+    ),
 }
 
 
 def whole(deed: Deed) -> Deed:
-    """Returns all that a program must know of a row."""
+    """Returns all that a program must know of a row, with dtypes by their names."""
     usual = {"optimizer": "SGD", "options": {}, "dtype": "float32", "scaler": {}, "calls": []}
-    return {**usual, **deed}
+    row = {**usual, "groups": ONE, **deed}
+    options = {
+        key: str(value) if isinstance(value, torch.dtype) else value
+        for key, value in row["options"].items()
+    }
+    return {**row, "options": options, "groups": [*row["groups"]]}
+
+
+GRADIENTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "none": lambda param: None,
+    "ones": lambda param: torch.ones_like(param),
+    "inf": lambda param: torch.full_like(param, INF),
+    "sparse": lambda param: torch.ones_like(param).to_sparse(),
+    "parameter": lambda param: param.detach(),
+}
 
 
 def do(deed: Deed) -> None:
-    """Does what a row says; a call that raises must leave the state of the scaler as it was."""
+    """Does what a row says; a call that raises must leave optimizer and scaler as they were."""
     row = whole(deed)
-    param = torch.ones(2, dtype=getattr(torch, row["dtype"]), requires_grad=True)
-    param.grad = torch.ones_like(param)
+    dtype = getattr(torch, row["dtype"])
+    params = [torch.ones(2, dtype=dtype, requires_grad=True) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones_like(param)
     package, _, name = row["optimizer"].rpartition(".")
     kinds = torch.optim if package == "torch.optim" else amp_ext.optim
-    optimizer = getattr(kinds, name)([param], **row["options"])
+    each = [group | {"params": [params[i] for i in group["params"]]} for group in row["groups"]]
+    optimizer = getattr(kinds, name)(each, **deed.get("options", {}))
     scaler = amp_ext.GradScaler("cpu", **row["scaler"])
     implied = {"scale": [torch.ones(())], "step": [optimizer], "unscale_": [optimizer]}
     for call, *arguments in row["calls"]:
-        owner, _, method = call.partition(".")
-        before = scaler.state_dict()
+        owner, _, method = call.rpartition(".")
+        before, bits = scaler.state_dict(), bits_of(optimizer)
         try:
-            if call == "options":  # of the only group
+            if call == "options":  # of the first group
                 optimizer.param_groups[0].update(*arguments)
+            elif call == "gradient":  # of the first parameter
+                params[0].grad = GRADIENTS[arguments[0]](params[0])
+            elif call == "clip_grad_norm_":
+                amp_ext.clip_grad_norm_(params, *arguments, error_if_nonfinite=True)
             elif owner == "optimizer":
                 getattr(optimizer, method)(*arguments)
             else:
                 getattr(scaler, method)(*implied.get(method, arguments))
         except Exception:
             assert scaler.state_dict() == before
+            assert_same_bits(optimizer, bits)
             raise
 
 
 def comparable(text: str) -> str:
-    """Returns a message with numbers as numbers, without quotes that a KeyError adds."""
-    text = text.strip('"').splitlines()[0] if text else text
+    """Returns a message with numbers as numbers, without what C++ has no type for."""
+    text = re.sub(" or (a tensor|two tensors) of one element", "", text.partition("\n")[0])
     return re.sub(r"-?\d+(\.\d*)?(e[+-]?\d+)?", lambda match: f"{float(match[0]):.4g}", text)

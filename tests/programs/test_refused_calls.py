@@ -17,13 +17,14 @@ def errors(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) ->
     return dict(zip(REFUSED_CALLS, run("refuse", str(file)).splitlines(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("name", REFUSED_CALLS)
 def test_a_bad_call_is_refused_by_python(name: str) -> None:
     deed, kind, text = REFUSED_CALLS[name]
     with pytest.raises(kind) as caught:
         do(deed)
     assert caught.type is kind
-    assert str(caught.value) == text
+    assert caught.value.args[0] == text
 
 
 @pytest.mark.parametrize("name", REFUSED_CALLS)

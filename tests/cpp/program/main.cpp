@@ -1,14 +1,13 @@
 // Tests the C++ interface: `program checks` lists the checks, `program check NAME` runs one,
-// `program bad` prints the errors of bad calls, `program refuse FILE` those of the calls that a
-// file says, `program load FILE` that of a load of a file, `program save FILE` writes one, `program
-// train FOLDER` trains as a file there says. `program serve` reads such commands, one a line with a
-// tab before the argument, and ends what each prints by a line of \4 and the exit code.
+// `program refuse FILE` prints the errors of the calls that a file says, `program save FILE` writes
+// one, `program train FOLDER` trains as a file there says. `program serve` reads such commands, one
+// a line with a tab before the argument, and ends what each prints by a line of \4 and the exit
+// code.
 #include <cstdio>
 #include <exception>
 #include <iostream>
 #include <string>
 
-#include "bad_calls.h"
 #include "checks.h"
 #include "misuse_checks.h"
 #include "refused_calls.h"
@@ -97,14 +96,8 @@ int run(const std::string& command, const std::string& argument, std::FILE* erro
       for (const auto& [name, check] : all_checks()) std::printf("%s\n", name.c_str());
     } else if (command == "check") {
       all_checks().at(argument)();
-    } else if (command == "bad") {
-      for (const auto& [name, call] : bad_calls::all()) {
-        std::printf("%s\t%s\n", name.c_str(), error_of(call).c_str());
-      }
     } else if (command == "refuse") {
       refused_calls::print_errors(argument);
-    } else if (command == "load") {
-      std::printf("%s\n", bad_calls::error_of_load(argument).c_str());
     } else if (command == "save") {
       amp_ext::save_state(argument, "text");
     } else if (command == "train") {
@@ -112,8 +105,7 @@ int run(const std::string& command, const std::string& argument, std::FILE* erro
     } else {
       std::fprintf(
           errors,
-          "usage: program checks | check NAME | bad | refuse FILE | load FILE | save FILE | train "
-          "FOLDER | serve\n");
+          "usage: program checks | check NAME | refuse FILE | save FILE | train FOLDER | serve\n");
       return 2;
     }
   } catch (const c10::Error& error) {

@@ -531,6 +531,8 @@ inline void what_is_moved_to_itself_stays() {
 }
 
 inline void an_optimizer_without_groups_says_so() {
+  CHECK_THAT(error_of([] { AdamW(std::vector<torch::Tensor>(), AdamWOptions()); }) ==
+             "optimizer got an empty parameter list");
   AdamW optimizer({parameter({1.0})}, AdamWOptions());
   optimizer.param_groups().clear();
   GradScaler scaler = cpu_scaler();

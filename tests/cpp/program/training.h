@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -27,7 +28,12 @@ inline bool is_one_of(const c10::IValue& list, int64_t number) {
   return false;
 }
 
-// Sets options by their names in Python.
+// Has what setters of options write down and places of options do not.
+struct GivenOptions : amp_ext::optim::FusedOptions {
+  using FusedOptions::given_;
+};
+
+// Sets options by their names in Python; dtypes have a "torch." before theirs.
 inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue& values) {
   const auto all = options.options();
   for (const auto& entry : values.toGenericDict()) {
@@ -51,7 +57,12 @@ inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue
             const auto& betas = value.toTupleRef().elements();
             *option = {betas[0].toDouble(), betas[1].toDouble()};
           } else if constexpr (std::is_same_v<Type, amp_ext::optim::StateDType>) {
-            *option = value.isNone() ? Type() : Type(value.toStringRef());
+            const std::string text = value.isNone() ? std::string() : value.toStringRef();
+            if (text.rfind("torch.", 0) == 0) {
+              *option = dtype_named(text.substr(6));
+            } else {
+              *option = value.isNone() ? Type() : Type(text);
+            }
           } else if constexpr (std::is_same_v<Type, std::optional<std::string>>) {
             *option = value.isNone() ? std::nullopt : std::optional(value.toStringRef());
           } else {
@@ -59,6 +70,7 @@ inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue
           }
         },
         found->place);
+    (options.*&GivenOptions::given_).insert(name);
   }
 }
 
@@ -69,12 +81,20 @@ Options options_from(const c10::IValue& values) {
   return options;
 }
 
+using ParamsAndOptions = std::pair<std::vector<torch::Tensor>, c10::IValue>;
+
 inline std::unique_ptr<amp_ext::optim::FusedOptimizer> make_optimizer(
-    const std::string& name, const std::vector<torch::Tensor>& params, const c10::IValue& values) {
-#define AMP_EXT_MAKE(Name)                                                      \
-  if (name == #Name) {                                                          \
-    using namespace amp_ext::optim;                                             \
-    return std::make_unique<Name>(params, options_from<Name##Options>(values)); \
+    const std::string& name, const std::vector<ParamsAndOptions>& groups,
+    const c10::IValue& values) {
+#define AMP_EXT_MAKE(Name)                                                                  \
+  if (name == #Name) {                                                                      \
+    using namespace amp_ext::optim;                                                         \
+    std::vector<torch::optim::OptimizerParamGroup> made;                                    \
+    for (const auto& [params, own] : groups) {                                              \
+      made.emplace_back(params,                                                             \
+                        std::make_unique<Name##Options>(options_from<Name##Options>(own))); \
+    }                                                                                       \
+    return std::make_unique<Name>(made, options_from<Name##Options>(values));               \
   }
   AMP_EXT_MAKE(Adam)
   AMP_EXT_MAKE(AdamW)
@@ -137,8 +157,8 @@ inline void train(const std::string& folder) {
     const auto params = model->parameters();
     for (size_t i = 0; i < params.size(); ++i) params[i].copy_(weights[i].toTensor());
   }
-  auto optimizer =
-      make_optimizer(plan.at("optimizer").toStringRef(), model->parameters(), plan.at("options"));
+  auto optimizer = make_optimizer(plan.at("optimizer").toStringRef(),
+                                  {{model->parameters(), new_dict()}}, plan.at("options"));
   amp_ext::GradScaler scaler(scaler_options_from(plan.at("scaler").toGenericDict()));
   int64_t first = 0;
   if (!plan.at("resume").isNone()) {
