@@ -188,18 +188,10 @@ def test_torch_words_stand_where_torch_checks():
         assert messages == [words] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "value", "words"),
-    [
-        ("Lion", "betas", (0.9, 1.0), "Invalid beta parameter at index 1: 1.0"),
-        ("Lion", "betas", (-0.1, 0.9), "Invalid beta parameter at index 0: -0.1"),
-        ("Adam", "betas", (TWO, torch.tensor(0.9)), "Tensor betas[0] must be 1-element"),
-        ("AdamW", "betas", (TWO, torch.tensor(0.9)), "Tensor betas[0] must be 1-element"),
-    ],
-)
-def test_a_decay_rate_that_torch_has_no_words_for_is_refused(name, option, value, words):
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        ours(name)(make_params(F32), **{option: value})
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_decay_rate_of_two_elements_is_refused(name):
+    with pytest.raises(ValueError, match=r"^Tensor betas\[0\] must be 1-element$"):
+        ours(name)(make_params(F32), betas=(TWO, torch.tensor(0.9)))
 
 
 @cases.each_name
