@@ -166,6 +166,7 @@ BAD_FILES: dict[str, Change] = {
     "differentiable; set it to False in the state dict to go on without gradients through the "
     "steps": in_group(differentiable=True),
     "eps of param_groups[1] must be a number, got nan": in_group(eps=NAN),
+    f"lr {A_NUMBER} nan": in_group(lr=NAN),
     **{
         "state_dict must have the options and states of AdamW, but is a state dict of "
         f"{writer}: it has {key}": change
