@@ -150,7 +150,7 @@ BAD = {
     "no-value": (["start.pt", "--picture"], 2, "--picture needs a value\nusage: train START"),
     "unknown-option": (["start.pt", "--fast", "1"], 2, "unknown option --fast\nusage: train START"),
     "no-folder": (["start.pt", "--picture", "nowhere/photo.ppm"], 2, "--picture: no such folder: "),
-    "folder-as-checkpoint": (["start.pt", "--checkpoint", "rest"], 1, "can be written, got rest"),
+    "folder-as-checkpoint": (["start.pt", "--checkpoint", "rest"], 1, "got a folder: rest"),
     "full-disk": (["start_of_part.pt", "--picture", "/dev/full"], 1, "can't write /dev/full"),
 }
 
