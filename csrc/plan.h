@@ -192,6 +192,7 @@ class AMP_EXT_API Plan {
     bool record_is_current = false;
     bool grad_is_current = false;  // the gradient in the record is
     bool writes_grad = false;
+    bool seen_grad_is_scaled = false;  // a step took it with a scale, and left it as it was
     at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's at set_state
     at::Device state_device = at::kCPU;                      // likewise
     int number_of_buffers = 0;
@@ -200,7 +201,6 @@ class AMP_EXT_API Plan {
     TensorRecord record;
     std::optional<SeenTensor> seen_grad;  // the one that the last look or step with a scale saw
     const void* seen_grad_data = nullptr;
-    bool seen_grad_is_scaled = false;  // a step took it with a scale, and left it as it was
     std::vector<Staged> staged;
     at::Tensor refreshed_master;  // what a master becomes that its parameter has left behind
     at::Tensor explicit_grad;

@@ -690,7 +690,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _for_all_groups(self, option: str) -> Any:
         """Returns an option that concerns the norm of all groups together."""
-        values = [group.get(option, ...) for group in self.param_groups]  # ...: is no plain type
+        try:
+            values = [group[option] for group in self.param_groups]
+        except KeyError:
+            self._check_groups()  # names the group that has lost it
+            raise
         value = values[0]
         if type(value) in _PLAIN_TYPES and value == value and values.count(value) == len(values):
             return value
