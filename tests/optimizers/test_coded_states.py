@@ -545,6 +545,34 @@ def test_an_element_that_is_left_alone_keeps_its_moments(device, name, options, 
 
 # Refusals.
 
+AMSGRAD = "state_dtype.* must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum"
+
+
+@coded
+def test_amsgrad_is_refused_by_name(state_dtype):
+    with pytest.raises(ValueError, match=rf"^AdamW: {AMSGRAD} has no code, got '{state_dtype}'"):
+        make("AdamW", F32, amsgrad=True, state_dtype=state_dtype)
+    optimizer = trained(make("Adam", F32, state_dtype=state_dtype))
+    before = bits_of(optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    give_grads(optimizer)
+    with pytest.raises(ValueError, match=AMSGRAD):
+        optimizer.step()
+    assert_same_bits(optimizer, before)
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.step()
+    with pytest.raises(ValueError, match=AMSGRAD):
+        optimizer.add_param_group({"params": make_params(F32), "amsgrad": True})
+    saved = trained(make("Adam", F32, amsgrad=True)).state_dict()
+    assert_refused(optimizer, saved, ValueError, AMSGRAD)
+
+
+@pytest.mark.parametrize("wrong", ["int8", torch.int8, torch.uint8])
+def test_another_word_is_refused(wrong):
+    words = r"AdamW: state_dtype must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None"
+    with pytest.raises(ValueError, match=words):
+        make("AdamW", F32, state_dtype=wrong)
+
 
 @coded
 def test_a_flattened_parameter_is_refused(state_dtype):

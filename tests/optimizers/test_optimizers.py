@@ -223,7 +223,10 @@ def test_a_parameter_listed_twice_is_refused(name):
 
 
 @cases.each_name
-def test_a_differentiable_step_is_refused(name):
+def test_options_that_are_not_offered_are_refused(name):
+    for dtype in (F16, F64, torch.int32, "double"):
+        with pytest.raises(ValueError, match="state_dtype"):
+            ours(name)(make_params(F32), state_dtype=dtype)
     with pytest.raises(RuntimeError, match="differentiable"):
         ours(name)(make_params(F32), differentiable=True)
 

@@ -381,3 +381,16 @@ def test_torch_goes_on_from_a_counter_behind_2_24_steps():
     cases.assert_all_close([*params_of(mine)], [*params_of(other)], 2)
     mine.load_state_dict(other.state_dict())
     train([mine])
+
+
+def test_states_are_not_made_by_options_that_no_step_takes():
+    optimizer = ours("AdamW")(make_params(F32))
+    optimizer.param_groups[0]["state_dtype"] = F16
+    with pytest.raises(
+        ValueError, match=r"^AdamW: state_dtype of group 0 must be torch\.float32, "
+    ):
+        optimizer.init_state()
+    assert not optimizer.state
+    optimizer.param_groups[0]["state_dtype"] = BF16
+    optimizer.init_state()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {BF16}
