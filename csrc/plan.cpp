@@ -342,7 +342,11 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   check_scalar(operation_, "sum_of_squares", options.sum_of_squares);
   // After unscale_ a scaler gives no scale, but what it has found.
   const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
-  for (Row& row : rows_) {
+  constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;  // rows
+  for (size_t number = 0; number < rows_.size(); ++number) {
+    if (number + kTensorsAhead < rows_.size()) rows_[number + kTensorsAhead].ask_for_tensors();
+    if (number + kStoragesAhead < rows_.size()) rows_[number + kStoragesAhead].ask_for_storages();
+    Row& row = rows_[number];
     if (row.has_grad()) {
       check_row(row, table);
       if (!is_of_scaler) check_carries_no_scale(row);

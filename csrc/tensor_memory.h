@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "functors/numeric.h"
 #include "launches.h"
 #include "storage.h"
 
@@ -84,7 +85,8 @@ inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype
 
 // A number that changes when a tensor is written; inference tensors have none.
 inline int64_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+  if (tensor.is_inference()) return 0;
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 // Tells autograd that a tensor was written, so that it refuses to use an older saved copy.
@@ -109,6 +111,16 @@ struct SeenTensor {
     return storage._unsafe_get_target() == storage_of(tensor) && version == version_now;
   }
 };
+
+// Asks for an object's memory before it is read. Always inlined: a compiler drops a call of what
+// neither writes nor returns anything.
+template <typename T>
+AMP_EXT_INLINE void ask_for(const T* object) {
+  constexpr size_t kLine = 64;  // bytes of a line of the caches, where it is no more
+  const char* const bytes = reinterpret_cast<const char*>(object);
+  for (size_t offset = 0; offset < sizeof(T); offset += kLine) __builtin_prefetch(bytes + offset);
+  __builtin_prefetch(bytes + sizeof(T) - 1);
+}
 
 // Lets tensors be made normal ones, without autograd: those that are made in inference mode can't
 // be written after it, nor saved for a backward pass. Nothing of the caller's is to be written
