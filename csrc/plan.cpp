@@ -343,10 +343,10 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   // After unscale_ a scaler gives no scale, but what it has found.
   const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
   constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;  // rows
-  for (size_t number = 0; number < rows_.size(); ++number) {
-    if (number + kTensorsAhead < rows_.size()) rows_[number + kTensorsAhead].ask_for_tensors();
-    if (number + kStoragesAhead < rows_.size()) rows_[number + kStoragesAhead].ask_for_storages();
-    Row& row = rows_[number];
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (i + kTensorsAhead < rows_.size()) rows_[i + kTensorsAhead].prefetch_tensors();
+    if (i + kStoragesAhead < rows_.size()) rows_[i + kStoragesAhead].prefetch_storages();
+    Row& row = rows_[i];
     if (row.has_grad()) {
       check_row(row, table);
       if (!is_of_scaler) check_carries_no_scale(row);

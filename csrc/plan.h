@@ -228,17 +228,17 @@ class AMP_EXT_API Plan {
     bool grad_is_as_seen() const;
     void see_grad();
     // Where much else has run since the last step, each tensor and its storage is a miss of the
-    // caches, for which checks would wait one after the other. These ask for them before.
-    AMP_EXT_INLINE void ask_for_tensors() const {
+    // caches, for which checks would wait one after the other.
+    AMP_EXT_INLINE void prefetch_tensors() const {
       for (int list = 0; list < kLists; ++list) {
-        if (tensor(list).defined()) ask_for(tensor(list).unsafeGetTensorImpl());
+        if (tensor(list).defined()) prefetch(tensor(list).unsafeGetTensorImpl());
       }
     }
-    AMP_EXT_INLINE void ask_for_storages() const {
+    AMP_EXT_INLINE void prefetch_storages() const {
       for (int list = 0; list < kLists; ++list) {
-        if (tensor(list).defined()) ask_for(storage_of(tensor(list)));
+        if (tensor(list).defined()) prefetch(storage_of(tensor(list)));
       }
-      if (seen_grad.has_value()) ask_for(seen_grad->storage._unsafe_get_target());
+      if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
     }
     // Of a buffer, by its dtype; that of the parameter for one that there is not.
     BufferFormat format(int buffer) const;

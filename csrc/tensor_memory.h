@@ -115,7 +115,7 @@ struct SeenTensor {
 // Asks for an object's memory before it is read. Always inlined: a compiler drops a call of what
 // neither writes nor returns anything.
 template <typename T>
-AMP_EXT_INLINE void ask_for(const T* object) {
+AMP_EXT_INLINE void prefetch(const T* object) {
   constexpr size_t kLine = 64;  // bytes of a line of the caches, where it is no more
   const char* const bytes = reinterpret_cast<const char*>(object);
   for (size_t offset = 0; offset < sizeof(T); offset += kLine) __builtin_prefetch(bytes + offset);
