@@ -183,21 +183,25 @@ void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStream
   std::string damaged;
   bool has_crcs = false;
   for (const std::string& name : reader.getAllRecords()) {
-    const auto [data, size] = reader.getRecord(name);
+    const size_t size = reader.getRecordSize(name);
     const size_t begin = reader.getRecordOffset(name);
     if (size == 0) continue;
     const bool fits = begin <= bytes.size() && size <= bytes.size() - begin &&
                       bytes.size() - begin - size >= sizeof kSignature + sizeof(uint32_t);
     TORCH_CHECK(fits, "record ", name, " of ", size, " bytes ends behind the file");
-    const char* const behind = bytes.data() + begin + size;
+    const char* const record = bytes.data() + begin;
+    const char* const behind = record + size;
     TORCH_CHECK(std::equal(std::begin(kSignature), std::end(kSignature), behind), "record ", name,
                 " has no CRC behind it");
+    // What a damaged header calls a folder is left unread, with whatever the memory held before.
+    const std::unique_ptr<char[]> read(new char[size]);
+    read[0] = static_cast<char>(~record[0]);
+    reader.getRecord(name, read.get(), size);
+    TORCH_CHECK(std::equal(record, behind, read.get()), "record ", name, " is not read whole");
     uint32_t crc = 0;
     std::memcpy(&crc, behind + sizeof kSignature, sizeof crc);
     has_crcs |= crc != 0;
-    // Of what the reader makes of the bytes: it leaves what a damaged header calls a folder unread.
-    const bool is_right = crc == crc_of(static_cast<const char*>(data.get()), size);
-    if (damaged.empty() && !is_right) damaged = name;
+    if (damaged.empty() && crc != crc_of(record, size)) damaged = name;
   }
   TORCH_CHECK(damaged.empty() || !has_crcs, "record ", damaged, " was damaged: its CRC differs");
 }
