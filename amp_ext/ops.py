@@ -230,7 +230,7 @@ def decode_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
 def encode_groups(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     """Returns moments as codes of 8 bits, and an exponent for each 32 of them.
 
-    A second moment ("q8v") is coded by its root, and no positive one becomes 0; a momentum ("q8m")
+    A second moment ("q8s") is coded by its root, and no positive one becomes 0; a momentum ("q8m")
     by sign and magnitude. Both are rounded to nearest, in units of the power of two above the
     largest of their group: linear below an eighth of it, by octaves above. A group that has inf or
     NaN decodes to NaN. Copies tensors of a GPU to the CPU and back.
@@ -238,7 +238,7 @@ def encode_groups(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     Args:
         moment: float32, of a shape whose first dimension is outermost in memory, and whose others
             together have a multiple of 32 elements.
-        code: "q8v" or "q8m".
+        code: "q8s" or "q8m".
 
     Returns:
         uint8 of the same shape, and uint8 of the shape (shape[0], groups in a row), on the same
@@ -256,7 +256,7 @@ def decode_groups(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
     Args:
         codes: As of :func:`encode_groups`.
         exponents: Likewise.
-        code: "q8v" or "q8m".
+        code: "q8s" or "q8m".
 
     Returns:
         float32 of the shape of the codes, on the same device.

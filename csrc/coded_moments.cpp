@@ -6,8 +6,8 @@
 #include <amp_ext/ops.h>
 
 #include <algorithm>
-#include <cmath>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -58,22 +58,30 @@ std::vector<int64_t> sizes_of_exponents(const char* operation, const char* name,
 }
 
 bool is_of_roots(const char* operation, const std::string& code) {
-  TORCH_CHECK(code == "q8v" || code == "q8m", operation, ": code must be 'q8v' or 'q8m', got '",
+  TORCH_CHECK(code == "q8s" || code == "q8m", operation, ": code must be 'q8s' or 'q8m', got '",
               code, "'");
-  return code == "q8v";
+  return code == "q8s";
+}
+
+// A moment as a step hands it over.
+template <typename Code>
+float handed_over(float moment) {
+  return std::is_same_v<Code, RootCode> ? square_root(moment) : moment;
 }
 
 template <typename Code>
 void encode_group(const float* moments, uint8_t* codes, uint8_t& exponent) {
+  float measured[kGroupSize];
   uint32_t largest = 0;
   for (int i = 0; i < kGroupSize; ++i) {
-    const uint32_t bits = bits_of(Code::measured(moments[i])) & 0x7fffffffu;
-    largest = std::max(largest, Code::Magnitude::lifted(bits, false, 0u));
+    measured[i] = Code::measured(handed_over<Code>(moments[i]));
+    const uint32_t bits = bits_of(measured[i]) & 0x7fffffffu;
+    largest = std::max(largest, Code::lifted(bits, false, 0u));
   }
-  const GroupUnit unit = GroupUnit::above(largest, Code::kLastUnit);
+  const GroupUnit unit = GroupUnit::above(largest, Code::kLastUnit, Code::kReserve);
   exponent = static_cast<uint8_t>(unit.byte);
   for (int i = 0; i < kGroupSize; ++i) {
-    const uint32_t code = Code::encode(Code::measured(moments[i]), unit.inverse(), false, 0u);
+    const uint32_t code = Code::encode(measured[i], unit.inverse(), false, 0u);
     codes[i] = static_cast<uint8_t>(unit.is_nan() ? 0 : code);
   }
 }
@@ -101,7 +109,8 @@ at::Tensor encode_ratios(const at::Tensor& moment, const at::Tensor& second_mome
   auto* const to = codes.mutable_data_ptr<int8_t>();
   at::parallel_for(0, codes.numel(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      to[i] = static_cast<int8_t>(RatioCode::encode(from[i], std::sqrt(beside[i]), false, 0u));
+      const uint32_t unit = unit_below_root(bits_of(beside[i]));
+      to[i] = static_cast<int8_t>(RatioCode::encode(from[i], unit, false, 0u));
     }
   });
   return codes.to(moment.device());
@@ -120,7 +129,8 @@ at::Tensor decode_ratios(const at::Tensor& codes, const at::Tensor& second_momen
   auto* const to = moments.mutable_data_ptr<float>();
   at::parallel_for(0, all.numel(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      to[i] = RatioCode::decode(uint32_t{static_cast<uint8_t>(from[i])}, std::sqrt(beside[i]));
+      const uint32_t unit = unit_below_root(bits_of(beside[i]));
+      to[i] = RatioCode::decode(uint32_t{static_cast<uint8_t>(from[i])}, unit);
     }
   });
   return moments.to(codes.device());

@@ -99,14 +99,19 @@ struct TensorConstants {
 };
 
 // Calls the functor for one element, or a vector of elements: its gradient, unscaled and clipped,
-// the parameter, and its first `kBuffers` buffers.
-template <int kBuffers, typename Functor, typename T, typename V>
+// the parameter, and its first `kBuffers` buffers. With kTakesRoot the second becomes the root of
+// the second moment that it was.
+template <int kBuffers, bool kTakesRoot, typename Functor, typename T, typename V>
 AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, V grad, V& param,
                                    V& buffer0, V& buffer1, V& buffer2) {
   grad = grad * constants.direction;
   if constexpr (kBuffers == 0) constants.update(grad, param);
   if constexpr (kBuffers == 1) constants.update(grad, param, buffer0);
-  if constexpr (kBuffers == 2) constants.update(grad, param, buffer0, buffer1);
+  if constexpr (kBuffers == 2 && kTakesRoot) {
+    buffer1 = constants.update(grad, param, buffer0, buffer1);
+  } else if constexpr (kBuffers == 2) {
+    constants.update(grad, param, buffer0, buffer1);
+  }
   if constexpr (kBuffers == 3) constants.update(grad, param, buffer0, buffer1, buffer2);
 }
 

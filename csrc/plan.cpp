@@ -904,14 +904,14 @@ std::string Plan::low_name(const Row& row) {
                   row.param().scalar_type() == at::kHalf ? "fp16" : "bf16");
 }
 
-// The key of a buffer: "exp_avg", or with its code "exp_avg_q8r". A group is of second moments,
+// The key of a buffer: "exp_avg", or with its code "exp_avg_q8h". A group is of second moments,
 // which are no first buffer, or of a momentum.
 std::string Plan::code_name(const Row& row, int buffer) const {
   const BufferFormat format = row.format(buffer);
-  const char* const code = format == BufferFormat::kRatio8   ? "_q8r"
+  const char* const code = format == BufferFormat::kRatio8   ? "_q8h"
                            : format != BufferFormat::kGroup8 ? ""
                            : buffer == 0                     ? "_q8m"
-                                                             : "_q8v";
+                                                             : "_q8s";
   return buffer_names_.at(buffer) + code;
 }
 

@@ -14,6 +14,10 @@ struct Telling {
   const char* name;  // of the optimizer
 };
 
+// These codes of 8 bits meant other numbers.
+constexpr const char* kOfOtherCodes =
+    "an earlier amp_ext, which can write float32_state_dict(optimizer) to be loaded here";
+
 // The first that a file has names its writer.
 constexpr Telling kToldBy[] = {{"acc_delta", "torch.optim.Adadelta"},
                                {"beta2_decay", "torch.optim.Adafactor"},
@@ -26,6 +30,8 @@ constexpr Telling kToldBy[] = {{"acc_delta", "torch.optim.Adadelta"},
                                {"mu_product", "torch.optim.NAdam"},
                                {"centered", "torch.optim.RMSprop"},
                                {"etas", "torch.optim.Rprop"},
+                               {"exp_avg_q8r", kOfOtherCodes},
+                               {"exp_avg_sq_q8v", kOfOtherCodes},
                                {"init_zero", "apex.optimizers.FusedNovoGrad"},
                                {"grad_averaging", "apex.optimizers.FusedLAMB"}};
 

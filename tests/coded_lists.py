@@ -14,13 +14,13 @@ from awkward import BF16, F16, F32, SHAPES, Dtypes
 from list_operations import Lists, Options, build
 from number_codes import (
     GROUP,
+    decode_q8h,
     decode_q8m,
-    decode_q8r,
+    encode_q8h,
     encode_q8m,
-    encode_q8r,
-    encode_q8v,
+    encode_q8s,
     root_of,
-    root_of_q8v,
+    root_of_q8s,
     round_bfloat16,
 )
 from rows import rows
@@ -29,10 +29,10 @@ from torch import Tensor
 # The operation, its options, and the code of its moments: of Adam's second ones, if they have one.
 CODED_STEPS = rows(
     {
-        "adam-q8r": ("adam_", {}, "q8r"),
-        "adamw-q8r-dither": ("adam_", {"decoupled_weight_decay": True, "dither": True}, "q8r"),
-        "adam-q8v": ("adam_", {}, "q8v"),
-        "adam-q8v-dither": ("adam_", {"dither": True, "beta2": 0.999}, "q8v"),
+        "adam-q8h": ("adam_", {}, "q8h"),
+        "adamw-q8h-dither": ("adam_", {"decoupled_weight_decay": True, "dither": True}, "q8h"),
+        "adam-q8s": ("adam_", {}, "q8s"),
+        "adam-q8s-dither": ("adam_", {"dither": True, "beta2": 0.999}, "q8s"),
         "lion": ("lion_", {}, "q8m"),
         "lion-dither": ("lion_", {"beta2": 0.995, "dither": True}, "q8m"),
         "momentum": ("sgd_", {"momentum": 0.7, "nesterov": True}, "q8m"),
@@ -61,7 +61,7 @@ STARTS = [0, GROUP, 2**32 - GROUP, 2**40, GROUP * 77, 9 * GROUP] * 4
 
 
 def shapes_of(code: str) -> list[tuple[int, ...]]:
-    return SHAPES if code == "q8r" else GROUPED_SHAPES
+    return SHAPES if code == "q8h" else GROUPED_SHAPES
 
 
 def encode(
@@ -76,26 +76,25 @@ def encode(
     """
     found, first = dict(lists), FIRST_STATES[operation]
     if code == "q8m":
-        pairs = [
-            encode_q8m(moment, words_of(i, "first_moment")) for i, moment in enumerate(lists[first])
-        ]
+        stream = "lion" if operation == "lion_" else "momentum"
+        pairs = [encode_q8m(moment, words_of(i, stream)) for i, moment in enumerate(lists[first])]
         return found | {
             first: [codes for codes, _ in pairs],
             "exponents": [exponents for _, exponents in pairs],
         }
     seconds = lists["exp_avg_sqs"]
-    if code == "q8v":
-        pairs = [encode_q8v(v, words_of(i, "second_moment")) for i, v in enumerate(seconds)]
+    if code == "q8s":
+        pairs = [encode_q8s(v, words_of(i, "second_moment")) for i, v in enumerate(seconds)]
         found["exp_avg_sqs"] = [codes for codes, _ in pairs]
         found["exponents"] = [exponents for _, exponents in pairs]
-        roots = [root_of_q8v(*pair) for pair in pairs]
+        roots = [root_of_q8s(*pair) for pair in pairs]
     else:
         found["exp_avg_sqs"] = [
             round_bfloat16(v, words_of(i, "second_moment")) for i, v in enumerate(seconds)
         ]
         roots = [root_of(v) for v in found["exp_avg_sqs"]]
     found[first] = [
-        encode_q8r(moment, root, words_of(i, "first_moment"))
+        encode_q8h(moment, root, words_of(i, "first_moment"))
         for i, (moment, root) in enumerate(zip(lists[first], roots, strict=True))
     ]
     return found
@@ -108,13 +107,13 @@ def decoded(lists: Lists, operation: str, code: str) -> Lists:
     if code == "q8m":
         found[first] = [decode_q8m(*pair) for pair in zip(lists[first], exponents, strict=True)]
         return found
-    if code == "q8v":
-        roots = [root_of_q8v(*pair) for pair in zip(lists["exp_avg_sqs"], exponents, strict=True)]
+    if code == "q8s":
+        roots = [root_of_q8s(*pair) for pair in zip(lists["exp_avg_sqs"], exponents, strict=True)]
         found["exp_avg_sqs"] = [root * root for root in roots]
     else:
         found["exp_avg_sqs"] = [v.float() for v in lists["exp_avg_sqs"]]
         roots = [root_of(v) for v in found["exp_avg_sqs"]]
-    found[first] = [decode_q8r(*pair) for pair in zip(lists[first], roots, strict=True)]
+    found[first] = [decode_q8h(*pair) for pair in zip(lists[first], roots, strict=True)]
     return found
 
 

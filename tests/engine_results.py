@@ -70,7 +70,7 @@ def coded_steps_of(
     low_bits: int = 0,
 ) -> Lists:
     """The same with moments in codes, from tensors that are aligned and some that are not."""
-    shapes = [(size + 5,) for (size,) in SHAPES] if code == "q8r" else GROUPED_SHAPES * 2
+    shapes = [(size + 5,) for (size,) in SHAPES] if code == "q8h" else GROUPED_SHAPES * 2
     lists = build(operation, options, shapes, dtypes, "cpu", step=2)
     for name, tensors in lists.items():
         for tensor in tensors if name != "steps" else []:

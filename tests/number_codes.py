@@ -13,10 +13,17 @@ from torch import Tensor
 
 LOW_32_BITS = 0xFFFFFFFF
 
-# The dither: a phase that looks random in the element and a slope in the step. The slopes are the
-# fractions of the three-dimensional R-sequence, made odd: multiples of them fill the unit interval
-# evenly, and no period of the gradients comes near to one of theirs.
-SLOPES = {"param": 0xD1B54A33, "first_moment": 0xABC98389, "second_moment": 0x8CB92BA7}
+# The dither: a phase that looks random in the element and a slope in the step. Multiples of a slope
+# fill the unit interval evenly. Those of parameters, "lion" and second moments are fractions of the
+# three-dimensional R-sequence, that of Adam's first moments is the golden section, that of SGD's
+# momenta sqrt(2) - 1.
+SLOPES = {
+    "param": 0xD1B54A33,
+    "first_moment": 0x61C88647,
+    "momentum": 0x6A09E667,
+    "lion": 0xABC98389,
+    "second_moment": 0x8CB92BA7,
+}
 
 
 def dither_words(first_element: int, numel: int, step: int, stream: str) -> Tensor:
@@ -25,11 +32,12 @@ def dither_words(first_element: int, numel: int, step: int, stream: str) -> Tens
     ``first_element`` counts in the global tensor, so that shards round as the whole would.
     """
     element = first_element + torch.arange(numel)
-    folded = (element ^ times(element >> 32 & LOW_32_BITS, 0x9E3779B9)) & LOW_32_BITS
+    eight = element >> 3  # neighbours share a hash
+    folded = (eight ^ times(eight >> 32 & LOW_32_BITS, 0x9E3779B9)) & LOW_32_BITS
     phase = times(folded, 0x9E3779B1)
     phase = times(phase ^ (phase >> 16), 0x85EBCA6B)
     phase = times(phase ^ (phase >> 13), 0xC2B2AE35)
-    phase = phase ^ (phase >> 16)
+    phase = phase + times(element & LOW_32_BITS, 0x9E3779B9)
     return (phase + (step * SLOPES[stream] & LOW_32_BITS)) & LOW_32_BITS
 
 
@@ -205,14 +213,16 @@ GROUP = 32
 # The exponent byte of a group in which something is inf or NaN. All of it decodes to NaN.
 IS_NAN = 255
 EIGHTH = 0x3E000000
+# The first bits of 1/16, which roots are coded with: floats are linear near to 0 then.
+SIXTEENTH = 0x3D800000 >> 17
 
 
-def group_exponents(value: Tensor, added: int | Tensor, last: int) -> Tensor:
+def group_exponents(value: Tensor, added: int | Tensor, last: int, reserve: int = 0) -> Tensor:
     """A byte for each group: that of the power of two above its largest member, as float32 has it.
 
     Of the largest as it is rounded, by what is ``added`` to the bits: cut off at the last code
     below that, what grows by less than a code in a step would stand still. Beyond the ``last`` byte
-    codes saturate.
+    codes saturate. ``reserve`` is what the largest code lies below the unit.
 
     The shape is (shape[0], groups in one row), or (groups,) if there is one dimension.
     """
@@ -222,7 +232,7 @@ def group_exponents(value: Tensor, added: int | Tensor, last: int) -> Tensor:
     lifted = torch.where(bits < 1 << 23, bits, (bits + added).clamp(max=0x7F7FFFFF))
     lifted = torch.where(bits >= 0x7F800000, bits, lifted)
     largest = lifted.view(-1, GROUP).amax(-1).view(shape)
-    byte = ((largest >> 23) + 1).clamp(max=last)
+    byte = ((largest + reserve >> 23) + 1).clamp(max=last)
     return torch.where(largest >= 0x7F800000, IS_NAN, byte).to(torch.uint8)
 
 
@@ -251,19 +261,20 @@ def decode_magnitude(code: Tensor, mantissa_bits: int) -> Tensor:
     return torch.where(code < 1 << mantissa_bits, linear, from_bits(above, torch.float32))
 
 
-def encode_q8v(exp_avg_sq: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode_q8s(exp_avg_sq: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Float32 second moments as codes of their roots, and the exponents of the groups.
 
     A moment below 2^-126 counts as zero; any other has a code of at least 1, or a small number
     beside large ones would soon divide its first moment by eps.
     """
-    is_zero = exp_avg_sq < 2**-126
-    root = torch.where(is_zero, 0.0, root_of(exp_avg_sq))
+    root = root_of(exp_avg_sq)
+    root = torch.where(root < 2**-63, 0.0, root)
     added = 1 << 16 if words is None else words >> 15
-    exponents = group_exponents(root, added, 191)  # the square of 2^64 is no number
+    # The square of 2^64 is no number, and the last code is 15/16 of a unit.
+    exponents = group_exponents(root, added, 191, 0x100000)
     scaled = (root / scales(exponents, root.shape)).float().nan_to_num()
-    code = encode_magnitude(scaled, 6, added)
-    code = torch.where(is_zero, code, code.clamp(min=1))
+    code = (((bits_of(scaled + 0.0625) + added) >> 17) - SIXTEENTH).clamp(max=255)
+    code = torch.where(root == 0, code, code.clamp(min=1))
     return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
 
 
@@ -276,12 +287,13 @@ def is_nan_group(exponents: Tensor, code: Tensor) -> Tensor:
     return scales(exponents, code.shape).isnan()
 
 
-def root_of_q8v(code: Tensor, exponents: Tensor) -> Tensor:
+def root_of_q8s(code: Tensor, exponents: Tensor) -> Tensor:
     """The roots of the second moments, and the units of the first ones beside them.
 
     A second moment is the root times itself.
     """
-    return (decode_magnitude(code.long(), 6) * scales(exponents, code.shape)).float()
+    scaled = from_bits((code.long() + SIXTEENTH) << 17, torch.float32) - 0.0625
+    return (scaled * scales(exponents, code.shape)).float()
 
 
 def encode_q8m(momentum: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -301,37 +313,46 @@ def decode_q8m(code: Tensor, exponents: Tensor) -> Tensor:
     return (sign * decode_magnitude(code.long() & 127, 5) * scales(exponents, code.shape)).float()
 
 
-# 8 bits without a group: m in units of sqrt(v), by the stored v.
+# 8 bits without a group: m in units of the power of two below sqrt(v), by the stored v.
 
-LARGEST_RATIO = 8.0
-# Brings 8 / 8.5 to code 127.
-RATIO_CODES = 127 * 17 / 16
-RATIO_IS_NAN = -128
-FIRST_QUIET_PLACE = 32.0
+# The bits of 128 plus those of 0.75, about which x and the ratio with its offset are mirrored.
+MIRROR = 0x82400000
+ORIGIN = 132.0
+OFFSET = 0.734375
+RATIO_IS_NAN = 127
+# The widest distance of two codes, in units and beside (ratio + OFFSET)^2.
+WIDEST_CODE = 1.52 / 97
 
 
-def encode_q8r(exp_avg: Tensor, unit: Tensor, words: Tensor | None = None) -> Tensor:
-    """Float32 first moments in units of the roots of the second as stored; 0 where that is 0.
+def unit_below(root: Tensor) -> Tensor:
+    """The powers of two at or below roots, 2^-64 at least; inf where a root is not finite."""
+    bits = torch.where(root.isnan(), 0x7F800000, bits_of(root) & 0x7F800000)
+    return from_bits(bits.clamp(min=0x1F800000), torch.float32)
 
-    With ``words`` they are dithered, from place 32 on by 0.89 of a code, which is quieter. To
-    nearest, those of a row without gradients would stop at code 4 and move the row in the direction
-    of its last gradient until the next; larger ones would stand still where beta1 is near to 1, or
-    while gradients agree.
+
+def encode_q8h(exp_avg: Tensor, root: Tensor, words: Tensor | None = None) -> Tensor:
+    """Float32 first moments in units of the powers of two below the roots of the second as stored.
+
+    With ``words`` they are dithered. To nearest, those of a row without gradients would stop at a
+    small code and move the row in the direction of its last gradient until the next; larger ones
+    would stand still where beta1 is near to 1, or while gradients agree.
     """
-    limited = exp_avg.abs().minimum(LARGEST_RATIO * unit)
-    place = (RATIO_CODES * limited / (limited + 0.5 * unit)).nan_to_num()
-    added = torch.tensor(0.5)
-    if words is not None:
-        # From 2^-13 to 1 - 2^-13, so that a code which is decoded keeps its place.
-        dither = (2 * (words >> 20) + 1).float() * 2**-13
-        added = torch.where(place < FIRST_QUIET_PLACE, dither, dither * 0.890625 + 0.0546875)
-    code = exp_avg.sign() * (place + added).floor()
-    is_nan = ~(exp_avg.isfinite() & unit.isfinite())
-    return code.masked_fill(is_nan, RATIO_IS_NAN).to(torch.int8)
+    sign = bits_of(exp_avg) >> 31
+    total = (exp_avg.abs() / unit_below(root) + OFFSET).clamp(max=16.0)
+    total = torch.where(total.isnan(), 16.0, total)
+    x = from_bits(MIRROR - bits_of(total), torch.float32)
+    added = 4096 if words is None else words >> 19
+    place = (bits_of(1024 + ORIGIN - x) + added >> 13) & 127
+    is_nan = ~(exp_avg.isfinite() & root.isfinite())
+    is_nan |= (exp_avg.abs() / unit_below(root)).isinf()
+    code = torch.where(is_nan, RATIO_IS_NAN, place | sign << 7)
+    return code.to(torch.uint8).view(torch.int8)
 
 
-def decode_q8r(code: Tensor, unit: Tensor) -> Tensor:
-    """The first moments."""
-    place = code.float()
-    ratio = place / (2 * RATIO_CODES - 2 * place.abs())
-    return torch.where(code == RATIO_IS_NAN, torch.nan, ratio * unit)
+def decode_q8h(code: Tensor, root: Tensor) -> Tensor:
+    """The first moments; a negative zero is one."""
+    bits = code.long() & 255
+    x = ORIGIN - (bits & 127).float()
+    ratio = from_bits(MIRROR - bits_of(x), torch.float32) - OFFSET
+    moment = (1.0 - (bits >> 7) * 2) * ratio * unit_below(root)
+    return torch.where(bits & 127 == RATIO_IS_NAN, torch.nan, moment)

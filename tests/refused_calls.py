@@ -96,6 +96,9 @@ def file_of(kind: str, *params: int, **options: Any) -> Saved:
     return made.state_dict()
 
 
+OF_OTHER_CODES = (
+    "an earlier amp_ext, which can write float32_state_dict(optimizer) to be loaded here"
+)
 NAN, INF = float("nan"), float("inf")
 ONE, TWO = [{"params": [0]}], [{"params": [0]}, {"params": [1]}]
 FILE = file_of("AdamW", 1, 1, lr=0.1)
@@ -176,6 +179,8 @@ BAD_FILES: dict[str, Change] = {
             ("apex.optimizers.FusedLAMB", in_group(grad_averaging=True), "'grad_averaging'"),
             ("amp_ext.optim.SGD", in_state(momentum_buffer=torch.ones(2)), "'momentum_buffer'"),
             ("torch.optim.RAdam", as_radam, "'betas' without 'amsgrad' or 'bias_correction'"),
+            (OF_OTHER_CODES, coded("exp_avg", q8r=IN_CHARS), "'exp_avg_q8r'"),
+            (OF_OTHER_CODES, coded("exp_avg_sq", q8v=IN_BYTES, exp=IN_BYTES), "'exp_avg_sq_q8v'"),
         )
     },
 }
@@ -186,23 +191,23 @@ BAD_STATES: dict[str, Change] = {
     "exp_avg be a tensor, got list": in_state(exp_avg=[0.5, 0.5]),
     "exp_avg have shape (2,), got (1, 2)": in_state(exp_avg=torch.ones(1, 2)),
     "exp_avg be dense and floating, got torch.strided, torch.int8": in_state(exp_avg=IN_CHARS),
-    f"exp_avg_q8r {INT8} torch.uint8 of (2,)": coded("exp_avg", q8r=IN_BYTES),
-    f"exp_avg_q8r {INT8} torch.int8 of (1, 2)": coded("exp_avg", q8r=IN_CHARS[None]),
-    f"exp_avg_q8r {INT8} torch.bfloat16 of (2,)": coded("exp_avg", q8r=IN_BYTES.bfloat16()),
-    "exp_avg_q8r be a tensor, got list": coded("exp_avg", q8r=[1, 2]),
-    "exp_avg be there, got ['step', 'exp_avg_sq', 'exp_avg_q8r']": coded("exp_avg", q8r=None),
-    "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_q8v']": coded(
-        "exp_avg_sq", q8v=IN_BYTES
+    f"exp_avg_q8h {INT8} torch.uint8 of (2,)": coded("exp_avg", q8h=IN_BYTES),
+    f"exp_avg_q8h {INT8} torch.int8 of (1, 2)": coded("exp_avg", q8h=IN_CHARS[None]),
+    f"exp_avg_q8h {INT8} torch.bfloat16 of (2,)": coded("exp_avg", q8h=IN_BYTES.bfloat16()),
+    "exp_avg_q8h be a tensor, got list": coded("exp_avg", q8h=[1, 2]),
+    "exp_avg be there, got ['step', 'exp_avg_sq', 'exp_avg_q8h']": coded("exp_avg", q8h=None),
+    "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_q8s']": coded(
+        "exp_avg_sq", q8s=IN_BYTES
     ),
     "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_exp']": coded(
         "exp_avg_sq", exp=IN_BYTES
     ),
-    f"exp_avg_sq_q8v {UINT8} torch.int8 of (2,)": coded("exp_avg_sq", q8v=IN_CHARS, exp=IN_BYTES),
-    f"exp_avg_sq_q8v {UINT8} torch.float32 of (3,)": coded(
-        "exp_avg_sq", q8v=torch.ones(3), exp=IN_BYTES
+    f"exp_avg_sq_q8s {UINT8} torch.int8 of (2,)": coded("exp_avg_sq", q8s=IN_CHARS, exp=IN_BYTES),
+    f"exp_avg_sq_q8s {UINT8} torch.float32 of (3,)": coded(
+        "exp_avg_sq", q8s=torch.ones(3), exp=IN_BYTES
     ),
     "exp_avg_sq_exp be torch.uint8 of shape (2, 0), got torch.uint8 of (2,)": (
-        coded("exp_avg_sq", q8v=IN_BYTES, exp=IN_BYTES)
+        coded("exp_avg_sq", q8s=IN_BYTES, exp=IN_BYTES)
     ),
     "master_param be floating, got the lower halves of masters, as TransformerEngine's FusedAdam "
     "writes with store_param_remainders=True; without 'master_param' in the states, masters are "
@@ -604,14 +609,14 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
     },
     "load: a ratio that is bad beside the step": (
         loaded_file(
-            lambda saved: in_state(step=-1.0)(saved) or coded("exp_avg", q8r=IN_BYTES)(saved)
+            lambda saved: in_state(step=-1.0)(saved) or coded("exp_avg", q8h=IN_BYTES)(saved)
         ),
         ValueError,
-        "AdamW.load_state_dict: exp_avg_q8r of group 0, param 0 must be torch.int8 of shape (2,), "
+        "AdamW.load_state_dict: exp_avg_q8h of group 0, param 0 must be torch.int8 of shape (2,), "
         "got torch.uint8 of (2,)",
     ),
     "load: roots of what has no rows": (
-        loaded_file(coded("exp_avg_sq", q8v=IN_BYTES, exp=torch.ones(2, 0).byte())),
+        loaded_file(coded("exp_avg_sq", q8s=IN_BYTES, exp=torch.ones(2, 0).byte())),
         RuntimeError,
         "decode_groups: codes must have rows of a multiple of 32 elements, dimension 0 outermost, "
         "got sizes [2] and strides [1]",

@@ -93,11 +93,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         rounding: How numbers are rounded that are stored in fewer bits: "nearest"; or "dither",
             which makes a number between two that can be stored the upper one in as many steps as it
             is near to it, so that small changes are not lost: of second moments, of moments in 8
-            bits (but for ratios from 0.16 to 0.94), of first moments in bfloat16 that keep 0.99 or
-            more of themselves, of parameters without a master, and of those with
-            a "split8" one. AMSGrad's maximum and all others are rounded to nearest. None dithers
-            unless ``state_dtype`` is None, which asks for what torch does. A group that dithers
-            counts its steps in all states.
+            bits, of first moments in bfloat16 that keep 0.99 or more of themselves, of parameters
+            without a master, and of those with a "split8" one. AMSGrad's maximum and all others are
+            rounded to nearest. None dithers unless ``state_dtype`` is None, which asks for what
+            torch does. A group that dithers counts its steps in all states.
         max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
             step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
             gradient 0. The same in all groups.

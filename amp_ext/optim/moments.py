@@ -1,7 +1,7 @@
 """Moments as an optimizer keeps them: in a dtype, or in codes of 8 bits.
 
-A code stands under a key of its own, which names its format: "exp_avg_q8r" is a first moment as the
-ratio to the root of the second, "exp_avg_sq_q8v" the root of a second moment and
+A code stands under a key of its own, which names its format: "exp_avg_q8h" is a first moment as the
+ratio to the root of the second, "exp_avg_sq_q8s" the root of a second moment and
 "momentum_buffer_q8m" a momentum, both in groups of 32 elements with an exponent each, under
 "exp_avg_sq_exp". So who knows the names of torch alone does not take codes for moments.
 """
@@ -41,7 +41,7 @@ GROUP = 32
 _LEAST_ELEMENTS = 4096
 
 # Of each code the dtype of its elements.
-_CODES = {"q8r": torch.int8, "q8v": torch.uint8, "q8m": torch.uint8}
+_CODES = {"q8h": torch.int8, "q8s": torch.uint8, "q8m": torch.uint8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Format:
     Attributes:
         name: Its key in torch.
         dtype: Of its elements.
-        code: What these are, "q8r", "q8v" or "q8m"; None: numbers.
+        code: What these are, "q8h", "q8s" or "q8m"; None: numbers.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Format:
     @property
     def exponents_key(self) -> str | None:
         """The key of the exponents of groups; None where there are none."""
-        return f"{self.name}_exp" if self.code in ("q8v", "q8m") else None
+        return f"{self.name}_exp" if self.code in ("q8s", "q8m") else None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -107,12 +107,12 @@ def formats_of(
 
     def code(role: str) -> str | None:
         if role == "first moment" and has_second:
-            return "q8r"
+            return "q8h"
         if not has_groups(param):
             return None
         if role == "first moment":
             return "q8m"
-        return "q8v" if role == "second moment" and state_dtype == "8bit" else None
+        return "q8s" if role == "second moment" and state_dtype == "8bit" else None
 
     found = []
     for name, role in buffers:
@@ -192,7 +192,7 @@ def _local_moment(
         local = [local_tensor(tensor) for tensor in tensors]
         if form.code is None:
             return local[0]
-        if form.code != "q8r":
+        if form.code != "q8h":
             return ops.decode_groups(local[0], local[1], form.code)
         if second is not None:
             return ops.decode_ratios(local[0], second.to(local[0].device, torch.float32))
@@ -219,7 +219,7 @@ def made_moments(
     made: dict[str, Tensor] = {}
     second = None
     # A ratio is to the second moment as it is stored.
-    for form in sorted(formats, key=lambda form: form.code == "q8r"):
+    for form in sorted(formats, key=lambda form: form.code == "q8h"):
         made |= _encoded(numbers.get(form.name), form, param, second)
         if roles[form.name] == "second moment":
             second = _local_moment(made, form.name)
@@ -251,7 +251,7 @@ def _encoded(
     if number is None:
         return _zeros(form, param, local)
     moment = torch.empty_like(local, dtype=torch.float32).copy_(local_tensor(number))
-    if form.code == "q8r":
+    if form.code == "q8h":
         assert second is not None
         return {form.key: laid_out_as(param, ops.encode_ratios(moment, second.float()))}
     codes, exponents = ops.encode_groups(moment, form.code)

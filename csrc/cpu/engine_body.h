@@ -35,22 +35,24 @@ class Dither {
 
   // For a block from an element on.
   AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
-    if (record_.dithered != 0) fill_phases(record_.first_element + offset, count, phases_);
+    if (record_.dithered == 0) return;
+    first_phase_ = fill_phases(record_.first_element + offset, count, phases_);
   }
   AMP_EXT_INLINE Rounding of_param() const { return of(kDithersParam, kParamStride); }
-  AMP_EXT_INLINE Rounding of_buffer(int index, BufferRole role) const {
-    return of(kDithersBuffer0 << index, stride_of(role));
+  AMP_EXT_INLINE Rounding of_buffer(int index, uint32_t stride) const {
+    return of(kDithersBuffer0 << index, stride);
   }
 
  private:
   AMP_EXT_INLINE Rounding of(int number, uint32_t stride) const {
     if ((record_.dithered & number) == 0) return {};
-    return {phases_, step_ * stride};
+    return {first_phase_, step_ * stride};
   }
 
   const TensorRecord& record_;
   uint32_t step_;
-  alignas(64) uint32_t phases_[kBlockSize];
+  alignas(64) uint32_t phases_[kBlockSize + 14];
+  const uint32_t* first_phase_ = nullptr;
 };
 
 // Rounds the results of a block, if they have to be. Copies in all kernels would be a quarter of
@@ -79,6 +81,10 @@ struct Streams {
                                     Buffer<0>::template kIsNative<T> &&
                                     Buffer<1>::template kIsNative<T> &&
                                     Buffer<2>::template kIsNative<T>;
+
+  static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
+  // Whether the second moment is stored as the root that the functor has taken.
+  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Grouped<RootCode>>>;
 
   Grad grad;
   Param param;
@@ -125,7 +131,7 @@ struct Streams {
   // Rounds the results, the second moment before the ratios to it.
   AMP_EXT_INLINE void round_buffers(T* const* results, int64_t count, const Dither& dither) const {
     const auto rounding = [&](int index) __attribute__((always_inline)) {
-      return dither.of_buffer(index, Hyperparameters::kBuffers[index].role);
+      return dither.of_buffer(index, Hyperparameters::kBuffers[index].dither_stride);
     };
     if constexpr (kBuffers > 2) round_block(buffer2, results[2], count, rounding(2));
     if constexpr (kBuffers > 1) round_block(buffer1, results[1], count, rounding(1));
@@ -135,9 +141,6 @@ struct Streams {
       round_block(buffer0, results[0], count, rounding(0));
     }
   }
-
- private:
-  static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
 };
 
 // Copies of the last elements of a tensor that fill no vector.
@@ -208,13 +211,17 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
     V grad = constants.unscale_and_clip(old_grad);
     V param = old_param;
     V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
-    update_element<kBuffers>(constants, grad, param, elements[0], elements[1], elements[2]);
+    update_element<kBuffers, Streams::kTakesRoot>(constants, grad, param, elements[0], elements[1],
+                                                  elements[2]);
     if (constants.skip_nonfinite) {
       const auto is_updated = is_finite(old_grad);
       grad = select(is_updated, grad, old_grad);
       param = select(is_updated, param, old_param);
       for (int k = 0; k < kBuffers; ++k) {
         elements[k] = select(is_updated, elements[k], old_elements[k]);
+      }
+      if constexpr (Streams::kTakesRoot) {
+        elements[1] = select(is_updated, elements[1], streams.buffer1.root(i));
       }
     }
     if (constants.write_back_grads) store(grads + i, grad);

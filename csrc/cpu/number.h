@@ -81,24 +81,42 @@ AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stor
   if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
 }
 
-// Fills in the phases of the elements from number `first` of the whole tensor on.
-inline void fill_phases(int64_t first, int64_t count, uint32_t* phases) {
+// Fills in the phases of the elements from number `first` of the whole tensor on, with those of the
+// neighbours of eight that begin before it and end behind the last: `phases` has room for `count`
+// and 14 more. Returns where the first element's is.
+inline const uint32_t* fill_phases(int64_t first, int64_t count, uint32_t* phases) {
   using U = Vector<uint32_t>;
+  constexpr int kParts = kLanes<uint32_t> < 8 ? 8 / kLanes<uint32_t> : 1;
+  using Neighbours = typename VectorOf<uint32_t, 32 / kParts>::type;
+  const auto place = static_cast<uint64_t>(first);
+  const int64_t before = place % 8;
+  const int64_t eights = (before + count + 7) / 8;
+  const auto low = static_cast<uint32_t>(place / 8);
+  const auto high = static_cast<uint32_t>(place / 8 >> 32);
   alignas(64) uint32_t lanes[kLanes<uint32_t>];
   for (int i = 0; i < kLanes<uint32_t>; ++i) lanes[i] = i;
-  const U begin = load_bits<U>(lanes) + static_cast<uint32_t>(first);
-  const auto high = static_cast<uint32_t>(static_cast<uint64_t>(first) >> 32);
-  const bool carries = static_cast<uint64_t>(first + count) >> 32 != high;
-  for (int64_t i = 0; i < count; i += kLanes<uint32_t>) {
-    const U low = begin + static_cast<uint32_t>(i);
-    if (!carries) {
-      store_bits(phases + i, dither_phase(low, high));
-      continue;
-    }
-    // A comparison that holds is -1: the lower half has passed its largest number.
-    const U carry = bit_cast<U>(low < static_cast<uint32_t>(first));
-    store_bits(phases + i, dither_phase(low, high - carry));
+  const U begin = load_bits<U>(lanes) + low;
+  alignas(64) uint32_t places[8];
+  for (int i = 0; i < 8; ++i) places[i] = static_cast<uint32_t>(place - before) + i;
+  Neighbours own[kParts];
+  for (int part = 0; part < kParts; ++part) {
+    own[part] = load_bits<Neighbours>(places + part * (8 / kParts)) * kPhaseStride;
   }
+  for (int64_t i = 0; i < eights; i += kLanes<uint32_t>) {
+    const U number = begin + static_cast<uint32_t>(i);
+    // A comparison that holds is -1: the lower half has passed its largest number.
+    const U carry = bit_cast<U>(number < low);
+    alignas(64) uint32_t hashes[kLanes<uint32_t>];
+    store_bits(hashes, dither_hash(number, high - carry));
+    const int64_t rest = std::min<int64_t>(eights - i, kLanes<uint32_t>);
+    for (int64_t k = 0; k < rest; ++k) {
+      for (int part = 0; part < kParts; ++part) {
+        store_bits(phases + (i + k) * 8 + part * (8 / kParts), own[part] + hashes[k]);
+        own[part] += 8 * kPhaseStride;
+      }
+    }
+  }
+  return phases + before;
 }
 
 // The numbers of one kind from some element of a tensor on. `Padded` holds the last of them, which
@@ -133,8 +151,9 @@ struct Numbers<Plain<Storage>> {
   AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
     round_results(results, count, elements, rounding);
   }
-  AMP_EXT_INLINE Vector<float> root(int64_t index) const {
-    return square_root(load<Vector<float>>(index));
+  // Of the ratios to these second moments.
+  AMP_EXT_INLINE Vector<uint32_t> unit(int64_t index) const {
+    return unit_below_root(bits_of(load<Vector<float>>(index)));
   }
 
   struct Padded {
@@ -264,7 +283,7 @@ struct Numbers<Ratio> {
   // `second` are the second moments beside these, as they are stored.
   template <typename Second>
   AMP_EXT_INLINE Vector<float> load(int64_t index, const Second& second) const {
-    return RatioCode::decode(load_wide(codes + index), second.root(index));
+    return RatioCode::decode(load_wide(codes + index), second.unit(index));
   }
   AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
   template <typename Second>
@@ -272,7 +291,7 @@ struct Numbers<Ratio> {
                             const Second& second) const {
     for (int64_t i = 0; i < count; i += kLanes<float>) {
       const auto moment = amp_ext::load<Vector<float>>(results + i);
-      store_low_bits(codes + i, RatioCode::encode(moment, second.root(i), rounding.dithers(),
+      store_low_bits(codes + i, RatioCode::encode(moment, second.unit(i), rounding.dithers(),
                                                   rounding.words(i)));
     }
   }
@@ -308,6 +327,9 @@ struct Numbers<Grouped<Code>> {
   AMP_EXT_INLINE V load(int64_t index) const {
     return Code::number(root(index));
   }
+  AMP_EXT_INLINE Vector<uint32_t> unit(int64_t index) const {
+    return unit_below(bits_of(root(index)));
+  }
   AMP_EXT_INLINE Vector<float> root(int64_t index) const {
     const GroupUnit unit{exponents[index / kGroupSize]};
     return Code::decode(load_wide(codes + index), unit.value());
@@ -337,11 +359,13 @@ struct Numbers<Grouped<Code>> {
       measured[k] = Code::measured(amp_ext::load<V>(results + k * kLanes<float>));
       const auto bits = bits_of(measured[k]) & 0x7fffffffu;
       const auto words = rounding.words(first + k * kLanes<float>);
-      const auto lifted = Code::Magnitude::lifted(bits, rounding.dithers(), words);
-      largest = maximum(as_signed(lifted), largest);
+      const auto lifted = Code::lifted(bits, rounding.dithers(), words);
+      // Halved, as the lifted bits of a NaN may pass the largest signed number; the last bit
+      // decides nothing.
+      largest = maximum(as_signed(lifted >> 1), largest);
     }
-    const GroupUnit unit =
-        GroupUnit::above(static_cast<uint32_t>(largest_lane(largest)), Code::kLastUnit);
+    const GroupUnit unit = GroupUnit::above(static_cast<uint32_t>(largest_lane(largest)) << 1,
+                                            Code::kLastUnit, Code::kReserve);
     exponents[first / kGroupSize] = static_cast<uint8_t>(unit.byte);
     if (unit.is_nan()) {
       std::memset(codes + first, 0, kGroupSize);

@@ -53,7 +53,8 @@ struct Numbers<Plain<Storage>> {
     Pack<Storage, kCount> pack;
 
     __device__ auto load(int i) const { return cuda::load(pack.values[i]); }
-    __device__ float root(int i) const { return square_root(load(i)); }
+    // Of the ratio to this second moment.
+    __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(load(i))); }
     template <typename T>
     __device__ void store(T value, int i, const Rounding& rounding) {
       if constexpr (kMayDither) {
@@ -196,17 +197,17 @@ struct Numbers<Ratio> {
     return cuda::is_at_boundary(codes + index);
   }
 
-  // `root` is that of the second moment beside this element, as it is stored.
+  // `unit` is that of the second moment beside this element, as it is stored.
   template <int kCount>
   struct Values {
     Pack<uint8_t, kCount> pack;
 
-    __device__ float load(int i, float root) const {
-      return RatioCode::decode(uint32_t{pack.values[i]}, root);
+    __device__ float load(int i, uint32_t unit) const {
+      return RatioCode::decode(uint32_t{pack.values[i]}, unit);
     }
-    __device__ void store(float value, int i, const Rounding& rounding, float root) {
+    __device__ void store(float value, int i, const Rounding& rounding, uint32_t unit) {
       pack.values[i] =
-          static_cast<uint8_t>(RatioCode::encode(value, root, rounding.dithers, rounding.word));
+          static_cast<uint8_t>(RatioCode::encode(value, unit, rounding.dithers, rounding.word));
     }
   };
   template <int kCount>
@@ -241,11 +242,12 @@ struct Numbers<Grouped<Code>> {
   template <int kCount>
   struct Values {
     Pack<uint8_t, kCount> pack;
-    GroupUnit unit;
+    GroupUnit group;
 
     __device__ float root(int i) const {
-      return Code::decode(uint32_t{pack.values[i]}, unit.value());
+      return Code::decode(uint32_t{pack.values[i]}, group.value());
     }
+    __device__ uint32_t unit(int i) const { return unit_below(bits_of(root(i))); }
     __device__ float load(int i) const { return Code::number(root(i)); }
 
     // Before the first of these moments is stored: all threads of the group come here.
@@ -258,7 +260,7 @@ struct Numbers<Grouped<Code>> {
       for (int i = 0; i < kCount; ++i) {
         const uint32_t bits = bits_of(Code::measured(moments[i])) & 0x7fffffffu;
         const Rounding rounding = rounding_of(i);
-        largest = max(largest, Code::Magnitude::lifted(bits, rounding.dithers, rounding.word));
+        largest = max(largest, Code::lifted(bits, rounding.dithers, rounding.word));
       }
       const unsigned first = threadIdx.x % warpSize / kGroupThreads * kGroupThreads;
       const unsigned mask = (0xffffffffu >> (32 - kGroupThreads)) << first;
@@ -268,12 +270,12 @@ struct Numbers<Grouped<Code>> {
       for (int distance = kGroupThreads / 2; distance > 0; distance /= 2) {
         largest = max(largest, __shfl_xor_sync(mask, largest, distance));
       }
-      unit = GroupUnit::above(largest, Code::kLastUnit);
+      group = GroupUnit::above(largest, Code::kLastUnit, Code::kReserve);
     }
     __device__ void store(float value, int i, const Rounding& rounding) {
       const uint32_t code =
-          Code::encode(Code::measured(value), unit.inverse(), rounding.dithers, rounding.word);
-      pack.values[i] = static_cast<uint8_t>(unit.is_nan() ? 0 : code);
+          Code::encode(Code::measured(value), group.inverse(), rounding.dithers, rounding.word);
+      pack.values[i] = static_cast<uint8_t>(code);
     }
   };
   template <int kCount>
@@ -282,9 +284,10 @@ struct Numbers<Grouped<Code>> {
   }
   template <int kCount>
   __device__ void store(const Values<kCount>& values, int64_t index) const {
-    pack_at<kCount>(codes, index) = values.pack;
+    Pack<uint8_t, kCount> zeros{};
+    pack_at<kCount>(codes, index) = values.group.is_nan() ? zeros : values.pack;
     if (index % kGroupSize == 0) {
-      exponents[index / kGroupSize] = static_cast<uint8_t>(values.unit.byte);
+      exponents[index / kGroupSize] = static_cast<uint8_t>(values.group.byte);
     }
   }
 };

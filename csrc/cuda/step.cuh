@@ -17,6 +17,9 @@ namespace amp_ext::cuda {
 // Groups of hyperparameters in one launch.
 inline constexpr int kMaxGroups = 16;
 
+// Which numbers of a tensor are dithered, as far as a loop of a kernel knows.
+enum class Dithers { kNone, kSome, kAll };
+
 // The numbers of one tensor.
 template <typename Combination, typename Hyperparameters, int kNumberOfBuffers>
 struct Streams {
@@ -56,7 +59,9 @@ struct Streams {
     if (kHasNarrowBuffers || kMaster == Master::kLow8) {
       if (architecture >= 1000 || (kMaster == Master::kFloat32 && !Combination::kHasCodes))
         return 2;
-      if (kBuffers == 1 && (architecture < 900 || kMaster == Master::kLow8)) return 2;
+      constexpr bool kHasBoth = Combination::kHasCodes && Combination::kHasSplitMaster;
+      if (kBuffers == 1 && (architecture < 900 || kMaster == Master::kLow8 || kHasBoth)) return 2;
+      if (kTakesRoot && std::is_same_v<Param, Numbers<Split<Half, 8>>>) return 2;
       return 3;
     }
     if (kBuffers == 2 && architecture >= 1000) return 2;
@@ -64,15 +69,26 @@ struct Streams {
   }
 
   static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
+  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Grouped<RootCode>>>;
   static constexpr bool kHasGroups = (Buffer<0>::kPointers > 1 || Buffer<1>::kPointers > 1);
 
   static constexpr bool kMayDither =
       Param::kMayDither || Buffer<0>::kMayDither || Buffer<1>::kMayDither || Buffer<2>::kMayDither;
 
+  // Two loops: with codes, all numbers are usually dithered that may be, which needs no questions.
+  static constexpr Dithers kUsually = kHasRatio ? Dithers::kAll : Dithers::kSome;
+  static constexpr Dithers kElse = kHasRatio ? Dithers::kSome : Dithers::kNone;
+  static constexpr int kAllDithered = (Param::kMayDither ? kDithersParam : 0) |
+                                      (Buffer<0>::kMayDither ? kDithersBuffer0 : 0) |
+                                      (Buffer<1>::kMayDither ? kDithersBuffer0 << 1 : 0) |
+                                      (Buffer<2>::kMayDither ? kDithersBuffer0 << 2 : 0);
+  static __device__ bool has_usual_dither(int32_t dithered) {
+    return kHasRatio ? dithered == kAllDithered : dithered != 0;
+  }
+
   template <int index>
   static constexpr uint32_t kStride =
-      index < kBuffers ? stride_of(Hyperparameters::kBuffers[index < kBuffers ? index : 0].role)
-                       : 0;
+      index < kBuffers ? Hyperparameters::kBuffers[index < kBuffers ? index : 0].dither_stride : 0;
 
   Grad grad;
   Param param;
@@ -143,8 +159,8 @@ struct Streams {
   };
 
   // Updates kPacks times kCount elements, each time `stride` behind. All are loaded before the
-  // first is used. Without kDithers nothing is dithered.
-  template <int kCount, int kPacks, bool kDithers, typename Constants>
+  // first is used.
+  template <int kCount, int kPacks, Dithers kDithers, typename Constants>
   __device__ void update(const Constants& constants, int64_t index, int stride) const {
     Values<kCount> values[kPacks];
 #pragma unroll
@@ -163,22 +179,27 @@ struct Streams {
             buffer2.template load<kCount>(index)};
   }
 
-  template <bool kDithers, int kCount, typename Constants>
+  template <Dithers kDithers, int kCount, typename Constants>
   __device__ void update_values(const Constants& constants, Values<kCount>& values,
                                 int64_t index) const {
     [[maybe_unused]] T moments[kMaxBuffers][kCount];
+    const Words<kDithers, kCount> all_words = words_from<kDithers, kCount>(constants.step, index);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       T value = values.param.load(i);
       T elements[kMaxBuffers] = {load_buffer0(values, i), values.buffer1.load(i),
                                  values.buffer2.load(i)};
       const T scaled_grad = static_cast<T>(values.grad.load(i));
+      if constexpr (kTakesRoot) {
+        if (constants.skips(scaled_grad)) elements[1] = values.buffer1.root(i);
+      }
       if (!constants.skips(scaled_grad)) {
         const T unscaled = constants.unscale_and_clip(scaled_grad);
-        update_element<kBuffers>(constants, unscaled, value, elements[0], elements[1], elements[2]);
+        update_element<kBuffers, kTakesRoot>(constants, unscaled, value, elements[0], elements[1],
+                                             elements[2]);
         if (constants.write_back_grads) values.grad.store(unscaled, i, {});
       }
-      const Words<kDithers> words = words_of<kDithers>(constants.step, index + i);
+      const auto words = all_words.at(i);
       values.param.store(value, i, words.of(kDithersParam, kParamStride));
       if constexpr (kHasGroups) {
         for (int k = 0; k < kBuffers; ++k) moments[k][i] = elements[k];
@@ -189,8 +210,7 @@ struct Streams {
     if constexpr (kHasGroups) {
       constexpr int kGrouped = kHasRatio ? 1 : 0;
       const auto rounding_of = [&](int i) {
-        return words_of<kDithers>(constants.step, index + i)
-            .of(kDithersBuffer0 << kGrouped, kStride<kGrouped>);
+        return all_words.at(i).of(kDithersBuffer0 << kGrouped, kStride<kGrouped>);
       };
       if constexpr (kHasRatio) {
         values.buffer1.choose_unit(moments[1], rounding_of);
@@ -200,7 +220,7 @@ struct Streams {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const T elements[kMaxBuffers] = {moments[0][i], kBuffers > 1 ? moments[1][i] : T(0), T(0)};
-        store_buffers(values, elements, i, words_of<kDithers>(constants.step, index + i));
+        store_buffers(values, elements, i, all_words.at(i));
       }
     }
     if (constants.write_back_grads) grad.store(values.grad, index);
@@ -211,28 +231,57 @@ struct Streams {
   }
 
   // What dithers the numbers of one element at one step.
-  template <bool kDithers>
-  struct Words {
+  template <Dithers kDithers>
+  struct WordsOfElement {
     uint32_t phase;
     uint32_t step;
     int32_t dithered;
 
     __device__ Rounding of(int number, uint32_t stride) const {
-      return {kDithers && (dithered & number) != 0, phase + step * stride};
+      const bool dithers =
+          kDithers == Dithers::kAll || (kDithers == Dithers::kSome && (dithered & number) != 0);
+      return {dithers, phase + step * stride};
     }
   };
-  template <bool kDithers>
-  __device__ Words<kDithers> words_of(uint32_t step, int64_t index) const {
-    const auto place = static_cast<uint64_t>(first_element + index);
-    const uint32_t phase =
-        dither_phase(static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32));
-    return {phase, step, dithered};
+  // Of neighbours, up to eight. What eight places share is taken once beside codes; in the other
+  // kernels, of more numbers at a time, the phases would take registers that there are not.
+  static constexpr bool kShares = Combination::kHasCodes;
+  template <Dithers kDithers, int kCount>
+  struct Words {
+    uint64_t place;
+    uint32_t phases[kShares ? kCount : 1];
+    uint32_t step;
+    int32_t dithered;
+
+    __device__ WordsOfElement<kDithers> at(int i) const {
+      return {kShares ? phases[i] : dither_phase(place + i), step, dithered};
+    }
+  };
+  template <Dithers kDithers, int kCount>
+  __device__ Words<kDithers, kCount> words_from(uint32_t step, int64_t index) const {
+    static_assert(kCount <= 8);
+    Words<kDithers, kCount> words;
+    words.place = static_cast<uint64_t>(first_element + index);
+    words.step = step;
+    words.dithered = dithered;
+    if constexpr (kShares && kDithers != Dithers::kNone) {
+      const uint32_t first = dither_phase(words.place);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) words.phases[i] = first + i * kPhaseStride;
+      const int before = 8 - static_cast<int>(words.place % 8);
+      if (before < kCount) {  // the others share another hash
+        const uint32_t change = dither_phase(words.place + 8) - 8 * kPhaseStride - first;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) words.phases[i] += i < before ? 0 : change;
+      }
+    }
+    return words;
   }
 
   template <int kCount>
   __device__ T load_buffer0(const Values<kCount>& values, int i) const {
     if constexpr (kHasRatio) {
-      return values.buffer0.load(i, values.buffer1.root(i));
+      return values.buffer0.load(i, values.buffer1.unit(i));
     } else {
       return values.buffer0.load(i);
     }
@@ -246,7 +295,7 @@ struct Streams {
     const Rounding second = words.of(kDithersBuffer0 << 1, kStride<1>);
     if constexpr (kHasRatio) {
       values.buffer1.store(elements[1], i, second);
-      values.buffer0.store(elements[0], i, first, values.buffer1.root(i));
+      values.buffer0.store(elements[0], i, first, values.buffer1.unit(i));
     } else {
       values.buffer0.store(elements[0], i, first);
       values.buffer1.store(elements[1], i, second);
@@ -334,13 +383,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
           });
     };
     if constexpr (Streams::kMayDither) {
-      if (streams.dithered != 0) {
-        update_all(std::true_type());
+      if (Streams::has_usual_dither(streams.dithered)) {
+        update_all(std::integral_constant<Dithers, Streams::kUsually>());
       } else {
-        update_all(std::false_type());
+        update_all(std::integral_constant<Dithers, Streams::kElse>());
       }
     } else {
-      update_all(std::false_type());
+      update_all(std::integral_constant<Dithers, Dithers::kNone>());
     }
     if (is_last_tensor) break;
     tile = end_tile;

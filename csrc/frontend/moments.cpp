@@ -22,12 +22,12 @@ namespace {
 // Of smaller tensors groups save nothing that counts.
 constexpr int64_t kLeastElements = 4096;
 
-constexpr const char* kCodes[] = {"q8r", "q8v", "q8m"};
+constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};
 
 MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype,
                        const std::string& code) {
   if (code.empty()) return {buffer.name, buffer.role, dtype, code};
-  return {buffer.name, buffer.role, code == "q8r" ? at::kChar : at::kByte, code};
+  return {buffer.name, buffer.role, code == "q8h" ? at::kChar : at::kByte, code};
 }
 
 // A moment in float32, and in each code, whatever its role.
@@ -69,7 +69,7 @@ at::Tensor whole_moment(const Moments& moments, const std::string& name, const a
     const auto exponents = moments.find(format.exponents_key());
     if (elements == moments.end()) continue;
     if (format.code.empty()) return elements->second;
-    if (format.code == "q8r") {
+    if (format.code == "q8h") {
       if (!second.defined()) continue;
       return decode_ratios(elements->second, second.to(elements->second.device(), at::kFloat));
     }
@@ -100,7 +100,7 @@ Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::
     return made;
   }
   const at::Tensor moment = at::empty_like(param, options.dtype(at::kFloat)).copy_(number);
-  if (format.code == "q8r") {
+  if (format.code == "q8h") {
     return {{format.key(), encode_ratios(moment, second.to(at::kFloat))}};
   }
   auto [codes, exponents] = encode_groups(moment, format.code);
@@ -139,7 +139,7 @@ at::Tensor read_code(const c10::IValue& value, const MomentFormat& format, const
 std::string MomentFormat::key() const { return code.empty() ? name : name + "_" + code; }
 
 std::string MomentFormat::exponents_key() const {
-  return code == "q8v" || code == "q8m" ? name + "_exp" : std::string();
+  return code == "q8s" || code == "q8m" ? name + "_exp" : std::string();
 }
 
 std::vector<std::string> MomentFormat::keys() const {
@@ -191,10 +191,10 @@ std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
   if (given != nullptr && param.scalar_type() != at::kDouble) dtype = *given;
   const auto code_of = [&](BufferRole role) {
     if (!is_coded) return "";
-    if (role == BufferRole::kFirstMoment && has_second) return "q8r";
+    if (role == BufferRole::kFirstMoment && has_second) return "q8h";
     if (!has_groups_of_codes) return "";
     if (role == BufferRole::kFirstMoment) return "q8m";
-    return role == BufferRole::kSecondMoment && state_dtype == "8bit" ? "q8v" : "";
+    return role == BufferRole::kSecondMoment && state_dtype == "8bit" ? "q8s" : "";
   };
   std::vector<MomentFormat> formats;
   for (const BufferDescription& buffer : buffers) {

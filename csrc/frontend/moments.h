@@ -20,7 +20,7 @@ struct MomentFormat {
   std::string name;  // its key in torch
   BufferRole role;
   at::ScalarType dtype;  // of its elements
-  std::string code;      // what these are, "q8r", "q8v" or "q8m"; empty: numbers
+  std::string code;      // what these are, "q8h", "q8s" or "q8m"; empty: numbers
 
   // The key of the elements, that of the exponents of groups, empty where there are none, and both.
   std::string key() const;

@@ -26,7 +26,7 @@ struct Adam {
   T eps;
   T step_size;                  // lr / (1 - beta1^step)
   T inv_bias_correction2_sqrt;  // 1 / sqrt(1 - beta2^step): a division for each element costs 15 %
-  T second_moment_floor;        // before its bias correction; -inf: none
+  T root_floor;                 // of the second moment before its bias correction; -inf: none
 
   // `step` counts from 1. 1 - beta is formed in double: from a float beta2 of 0.999 it would be off
   // by 1.3e-5 relative.
@@ -43,14 +43,14 @@ struct Adam {
             static_cast<T>(hyperparameters.eps),
             static_cast<T>(lr / complement_of_power(beta1, step)),
             static_cast<T>(1.0 / std::sqrt(bias_correction2)),
-            floor > 0.0 ? static_cast<T>(floor * bias_correction2)
+            floor > 0.0 ? std::sqrt(static_cast<T>(floor * bias_correction2))
                         : -std::numeric_limits<T>::infinity()};
   }
 
   template <typename V>
-  AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg, V& exp_avg_sq) const {
+  AMP_EXT_INLINE V operator()(V grad, V& param, V& exp_avg, V& exp_avg_sq) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);
-    update_param(param, exp_avg, exp_avg_sq);
+    return update_param(param, exp_avg, exp_avg_sq);
   }
 
   // AMSGrad.
@@ -70,12 +70,14 @@ struct Adam {
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
   }
 
+  // Returns the root of the second moment.
   template <typename V>
-  AMP_EXT_INLINE void update_param(V& param, V exp_avg, V second_moment) const {
-    const V floored =
-        select(second_moment < second_moment_floor, second_moment_floor, second_moment);
-    const V denominator = square_root(floored) * inv_bias_correction2_sqrt + eps;
+  AMP_EXT_INLINE V update_param(V& param, V exp_avg, V second_moment) const {
+    const V root = square_root(second_moment);
+    const V floored = select(root < root_floor, root_floor, root);
+    const V denominator = floored * inv_bias_correction2_sqrt + eps;
     param = param - step_size * exp_avg / denominator;
+    return root;
   }
 };
 

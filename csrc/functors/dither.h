@@ -4,14 +4,18 @@
 //
 // Not by random numbers but by a Weyl sequence of the step, with a phase of its own for each
 // element: it needs no state, is the same on every device and however a tensor is sharded, and errs
-// by O(log steps / steps) where random numbers err by O(1 / sqrt(steps)). The strides are the
-// fractions of the R-sequence of three dimensions (Roberts, "The Unreasonable Effectiveness of
-// Quasirandom Sequences", 2018), made odd; the phase is the finaliser of MurmurHash3 (Appleby).
+// by O(log steps / steps) where random numbers err by O(1 / sqrt(steps)). The phase is the
+// finaliser of MurmurHash3 (Appleby), of eight elements together.
+//
+// Strides of parameters and second moments are fractions of the R-sequence of three dimensions
+// (Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences", 2018), made odd. The third
+// of them, 0.671, nearly repeats after three steps, and a first moment that forgets within ten
+// steps adds up what repeats. With the golden section updates of Adam err less by a sixth; with
+// sqrt(2) - 1 those of SGD by a fifth, also in rows that are seldom seen. Lion has the third one,
+// with which it turns fewest signs in such rows.
 //
 // V is float or a vector of it, U uint32_t or a vector of as many.
 #pragma once
-
-#include <amp_ext/hyperparameters.h>
 
 #include <cstdint>
 
@@ -20,22 +24,25 @@
 
 namespace amp_ext {
 
-// Of the sequences in which the numbers of one element are dithered.
+// Of the sequence by which parameters are dithered; those of buffers stand where these are
+// described.
 inline constexpr uint32_t kParamStride = 0xD1B54A33u;
-inline constexpr uint32_t kFirstMomentStride = 0xABC98389u;
-inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;
 
-constexpr uint32_t stride_of(BufferRole role) {
-  return role == BufferRole::kFirstMoment ? kFirstMomentStride : kSecondMomentStride;
-}
-
-// Of an element, by the halves of its place in the whole tensor; `high` is of type U or a number.
+// What 8 neighbours share, by the halves of an eighth of their places in the whole tensor; `high`
+// is of type U or a number. Its last bits are less random than the others, and count least.
 template <typename U, typename High>
-AMP_EXT_INLINE U dither_phase(U low, High high) {
+AMP_EXT_INLINE U dither_hash(U low, High high) {
   U hash = (low ^ (high * 0x9E3779B9u)) * 0x9E3779B1u;
   hash = (hash ^ (hash >> 16)) * 0x85EBCA6Bu;
-  hash = (hash ^ (hash >> 13)) * 0xC2B2AE35u;
-  return hash ^ (hash >> 16);
+  return (hash ^ (hash >> 13)) * 0xC2B2AE35u;
+}
+// Between the phases of neighbours.
+inline constexpr uint32_t kPhaseStride = 0x9E3779B9u;
+// Of an element, by its place in the whole tensor.
+AMP_EXT_INLINE uint32_t dither_phase(uint64_t place) {
+  const uint64_t eight = place >> 3;
+  return dither_hash(static_cast<uint32_t>(eight), static_cast<uint32_t>(eight >> 32)) +
+         static_cast<uint32_t>(place) * kPhaseStride;
 }
 
 // The upper 16 bits are the number as a bfloat16, unless it is NaN. `word` is the phase plus the

@@ -23,11 +23,9 @@ struct Rounding {
   }
 };
 
-void fill_phases(int64_t first, int64_t count, uint32_t* phases) {
-  for (int64_t i = 0; i < count; ++i) {
-    const auto place = static_cast<uint64_t>(first + i);
-    phases[i] = dither_phase(static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32));
-  }
+const uint32_t* fill_phases(int64_t first, int64_t count, uint32_t* phases) {
+  for (int64_t i = 0; i < count; ++i) phases[i] = dither_phase(static_cast<uint64_t>(first + i));
+  return phases;
 }
 
 // A block of numbers in memory, rounded to nearest and, where that is another thing, dithered.
@@ -38,7 +36,7 @@ struct Block {
   alignas(16) float loaded[kCount];
   alignas(16) Storage params[kCount];
   alignas(16) typename Kind::Low lows[kCount];
-  alignas(16) uint32_t phases[kCount];
+  alignas(16) uint32_t phases[kCount + 14];
 
   cuda::Numbers<Kind> numbers() { return {params, lows}; }
   void store(const Rounding& rounding) {
@@ -56,24 +54,24 @@ struct Block {
   }
 };
 
-// The roots of second moments that ratios are of.
-struct Roots {
-  float roots[kCount];
+// The units of ratios, by the bits of powers of two.
+struct Units {
+  uint32_t units[kCount];
 };
 
 struct RatioBlock {
   alignas(16) float values[kCount];
   alignas(16) float loaded[kCount];
   alignas(16) uint8_t codes[kCount];
-  alignas(16) uint32_t phases[kCount];
-  Roots roots;
+  alignas(16) uint32_t phases[kCount + 14];
+  Units beside;
 
   cuda::Numbers<Ratio> numbers() { return {codes}; }
   void store(const Rounding& rounding) {
     for (int64_t i = 0; i < kCount; i += kPack) {
       auto pack = numbers().load<kPack>(i);
       for (int k = 0; k < kPack; ++k) {
-        pack.store(values[i + k], k, rounding.of(i + k), roots.roots[i + k]);
+        pack.store(values[i + k], k, rounding.of(i + k), beside.units[i + k]);
       }
       numbers().store(pack, i);
     }
@@ -81,7 +79,7 @@ struct RatioBlock {
   void load() {
     for (int64_t i = 0; i < kCount; i += kPack) {
       const auto pack = numbers().load<kPack>(i);
-      for (int k = 0; k < kPack; ++k) loaded[i + k] = pack.load(k, roots.roots[i + k]);
+      for (int k = 0; k < kPack; ++k) loaded[i + k] = pack.load(k, beside.units[i + k]);
     }
   }
 };
@@ -105,7 +103,7 @@ struct GroupBlock {
   alignas(16) float roots[kCount];
   alignas(16) uint8_t codes[kCount];
   alignas(16) uint8_t exponents[kCount / kGroupSize];
-  alignas(16) uint32_t phases[kCount];
+  alignas(16) uint32_t phases[kCount + 14];
 
   cuda::Numbers<Grouped<Code>> numbers() { return {codes, exponents}; }
   void store(const Rounding& rounding) {

@@ -272,7 +272,7 @@ def test_codes_go_through_a_folder(tmp_path, processes, state_dtype, how):
     assert_same_bits(fresh, optimizer)
 
 
-STATE_DTYPES = {"float32": "exp_avg", "8bit-bf16": "exp_avg_sq", "8bit": "exp_avg_sq_q8v"}
+STATE_DTYPES = {"float32": "exp_avg", "8bit-bf16": "exp_avg_sq", "8bit": "exp_avg_sq_q8s"}
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_folder_with_other_states_is_refused_by_the_key_that_it_lacks(tmp_path
     content = {"state": of_torch.get_optimizer_state_dict(fresh_model, fresh)}
     key = STATE_DTYPES[loaded]
     if saved == "float32":
-        key = "exp_avg_q8r"  # the first that is looked for
+        key = "exp_avg_q8h"  # the first that is looked for
     with pytest.raises(CheckpointException) as error:
         load(content, tmp_path)
     (failure,) = error.value.failures.values()

@@ -27,7 +27,7 @@ struct Block {
   alignas(64) float loaded[kCount];
   alignas(64) Storage params[kCount];
   alignas(64) typename Kind::Low lows[kCount];
-  alignas(64) uint32_t phases[kCount];
+  alignas(64) uint32_t phases[kCount + 14];
 
   Numbers<Kind> numbers() { return Numbers<Kind>::at(params, lows, 0); }
   void store(const Rounding& rounding) { numbers().round(values, kCount, rounding); }
@@ -38,25 +38,25 @@ struct Block {
   }
 };
 
-// The roots of second moments that ratios are of.
-struct Roots {
-  float roots[kCount];
+// The units of ratios, by the bits of powers of two.
+struct Units {
+  alignas(64) uint32_t units[kCount];
 
-  Vector<float> root(int64_t index) const { return amp_ext::load<Vector<float>>(roots + index); }
+  Vector<uint32_t> unit(int64_t index) const { return load_bits<Vector<uint32_t>>(units + index); }
 };
 
 struct RatioBlock {
   alignas(64) float values[kCount];
   alignas(64) float loaded[kCount];
   alignas(64) uint8_t codes[kCount];
-  alignas(64) uint32_t phases[kCount];
-  alignas(64) Roots roots;
+  alignas(64) uint32_t phases[kCount + 14];
+  Units beside;
 
   Numbers<Ratio> numbers() { return Numbers<Ratio>::at(codes, nullptr, 0); }
-  void store(const Rounding& rounding) { numbers().round(values, kCount, rounding, roots); }
+  void store(const Rounding& rounding) { numbers().round(values, kCount, rounding, beside); }
   void load() {
     for (int64_t i = 0; i < kCount; i += kLanes<float>) {
-      amp_ext::store(loaded + i, numbers().load(i, roots));
+      amp_ext::store(loaded + i, numbers().load(i, beside));
     }
   }
 };
@@ -68,7 +68,7 @@ struct GroupBlock {
   alignas(64) float roots[kCount];
   alignas(64) uint8_t codes[kCount];
   alignas(64) uint8_t exponents[kCount / kGroupSize];
-  alignas(64) uint32_t phases[kCount];
+  alignas(64) uint32_t phases[kCount + 14];
 
   Numbers<Grouped<Code>> numbers() { return Numbers<Grouped<Code>>::at(codes, exponents, 0); }
   void store(const Rounding& rounding) { numbers().round(values, kCount, rounding); }

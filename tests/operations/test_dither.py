@@ -45,7 +45,7 @@ narrow = pytest.mark.parametrize(
 # What is dithered, and the stream of its words; first moments where they decay as slowly as in
 # DITHERED_STEPS.
 STREAMS = {"params": "param", "exp_avg_sqs": "second_moment"}
-SLOW = {"exp_avgs": "first_moment", "momentum_buffers": "first_moment"}
+SLOW = {"exp_avgs": "lion", "momentum_buffers": "momentum"}
 
 
 def wide(lists: Lists) -> Lists:

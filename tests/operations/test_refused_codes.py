@@ -53,11 +53,11 @@ SIZES = r"must be of sizes \[64\], got \[32\]"
             "lion-ratio": ("lion_", "q8m", "exp_avgs", Tensor.char, f"{NARROW} Char"),
             "sgd-ratio": ("sgd_", "q8m", "momentum_buffers", Tensor.char, f"{NARROW} Char"),
             "sgd-size": ("sgd_", "q8m", "momentum_buffers", lambda t: t[:GROUP], SIZES),
-            "adam-group": ("adam_", "q8r", "exp_avgs", Tensor.byte, f"{NARROW} Byte"),
-            "adam-size": ("adam_", "q8v", "exp_avgs", lambda t: t[:GROUP], SIZES),
-            "second-ratio": ("adam_", "q8v", "exp_avg_sqs", Tensor.char, f"{BESIDE} Char"),
-            "second-float": ("adam_", "q8r", "exp_avg_sqs", Tensor.float, f"{BESIDE} Float"),
-            "second-half": ("adam_", "q8r", "exp_avg_sqs", Tensor.half, f"{BESIDE} Half"),
+            "adam-group": ("adam_", "q8h", "exp_avgs", Tensor.byte, f"{NARROW} Byte"),
+            "adam-size": ("adam_", "q8s", "exp_avgs", lambda t: t[:GROUP], SIZES),
+            "second-ratio": ("adam_", "q8s", "exp_avg_sqs", Tensor.char, f"{BESIDE} Char"),
+            "second-float": ("adam_", "q8h", "exp_avg_sqs", Tensor.float, f"{BESIDE} Float"),
+            "second-half": ("adam_", "q8h", "exp_avg_sqs", Tensor.half, f"{BESIDE} Half"),
         }
     ),
 )
@@ -68,12 +68,12 @@ def test_a_code_that_does_not_fit_is_named(operation, code, name, change, words)
 
 
 def test_second_moments_in_groups_beside_first_ones_in_float_are_named():
-    lists = lists_of("adam_", "q8v")
+    lists = lists_of("adam_", "q8s")
     lists["exp_avgs"][1] = lists["exp_avgs"][1].float()
     assert_refused("adam_", lists, rf"exp_avg_sqs\[1\] {NARROW} Byte")
 
 
-@pytest.mark.parametrize("code", ["q8r", "q8v"])
+@pytest.mark.parametrize("code", ["q8h", "q8s"])
 def test_codes_beside_a_maximum_are_named(code):
     lists = lists_of("adam_", code)
     lists["max_exp_avg_sqs"] = [torch.zeros(2 * GROUP, dtype=BF16) for _ in lists["params"]]
@@ -81,7 +81,7 @@ def test_codes_beside_a_maximum_are_named(code):
 
 
 with_groups = pytest.mark.parametrize(
-    ("operation", "code"), [("adam_", "q8v"), ("lion_", "q8m"), ("sgd_", "q8m")]
+    ("operation", "code"), [("adam_", "q8s"), ("lion_", "q8m"), ("sgd_", "q8m")]
 )
 NOT_BYTES = "must be Byte and contiguous, got"
 
@@ -149,7 +149,7 @@ def test_codes_of_a_float64_parameter_are_named(operation, options, code):
 
 
 def test_exponents_of_ratios_are_named():
-    lists = lists_of("adam_", "q8r")
+    lists = lists_of("adam_", "q8h")
     lists["exponents"] = [torch.ones(2, dtype=torch.uint8) for _ in lists["params"]]
     words = "must be None for moments without groups, got 2 elements"
     assert_refused("adam_", lists, rf"exponents\[0\] {words}")

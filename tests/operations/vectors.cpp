@@ -176,11 +176,12 @@ void check_formula(const char* name) {
     for (int i = 0; i < kLanes<T>; ++i) {
       for (int k = 0; k < 5; ++k) numbers[i][k] = vectors[k][i];
       const T grad = constants.unscale_and_clip(numbers[i][0]);
-      update_element<kBuffers>(constants, grad, numbers[i][1], numbers[i][2], numbers[i][3],
-                               numbers[i][4]);
+      update_element<kBuffers, false>(constants, grad, numbers[i][1], numbers[i][2], numbers[i][3],
+                                      numbers[i][4]);
     }
     const Vector<T> grads = constants.unscale_and_clip(vectors[0]);
-    update_element<kBuffers>(constants, grads, vectors[1], vectors[2], vectors[3], vectors[4]);
+    update_element<kBuffers, false>(constants, grads, vectors[1], vectors[2], vectors[3],
+                                    vectors[4]);
     for (int i = 0; i < kLanes<T>; ++i) {
       for (int k = 1; k < 5; ++k) check<T>(name, vectors[k][i], numbers[i][k]);
     }

@@ -43,7 +43,7 @@ CODED = ("8bit-bf16", "8bit")
 coded = pytest.mark.parametrize("state_dtype", CODED)
 
 # The class, its options, and the codes of its moments with groups by ``state_dtype``.
-_BOTH = {"8bit-bf16": {"exp_avg": "q8r"}, "8bit": {"exp_avg": "q8r", "exp_avg_sq": "q8v"}}
+_BOTH = {"8bit-bf16": {"exp_avg": "q8h"}, "8bit": {"exp_avg": "q8h", "exp_avg_sq": "q8s"}}
 _MOMENTUM = {name: {"momentum_buffer": "q8m"} for name in CODED}
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, str]]]] = {
     "adam": ("Adam", {"weight_decay": 0.1}, _BOTH),
@@ -143,12 +143,12 @@ def test_states_have_the_keys_dtypes_and_shapes_of_their_formats(
         wanted = {}
         for buffer in buffers:
             code = codes[state_dtype].get(buffer)
-            if code is None or (code != "q8r" and shape not in GROUPED):
+            if code is None or (code != "q8h" and shape not in GROUPED):
                 wanted[buffer] = (BF16, shape)
                 continue
-            dtype_of_code = torch.int8 if code == "q8r" else torch.uint8
+            dtype_of_code = torch.int8 if code == "q8h" else torch.uint8
             wanted[f"{buffer}_{code}"] = (dtype_of_code, shape)
-            if code != "q8r":
+            if code != "q8h":
                 groups = (shape[0], torch.Size(shape[1:]).numel() // 32)
                 wanted[f"{buffer}_exp"] = (torch.uint8, groups)
         found = {
@@ -193,7 +193,7 @@ def test_only_contiguous_parameters_have_groups(name, options, codes, layout, st
     train([optimizer])
     (state,) = optimizer.state.values()
     has_exponents = any(key.endswith("_exp") for key in state)
-    has_code_with_groups = any(code != "q8r" for code in codes[state_dtype].values())
+    has_code_with_groups = any(code != "q8h" for code in codes[state_dtype].values())
     assert has_exponents == (layout == "contiguous" and has_code_with_groups)
 
 
@@ -337,14 +337,14 @@ def test_a_number_beside_a_code_is_the_newer_one(name, options, codes, state_dty
                 limit = 0.03 * moment.norm() if loads != F32 else 0.0
                 assert (got[key] - moment).norm() <= limit, key
         assert not any(
-            key.endswith(("_q8r", "_q8v", "_q8m")) and key.rpartition("_")[0] in state
+            key.endswith(("_q8h", "_q8s", "_q8m")) and key.rpartition("_")[0] in state
             for state in last.state.values()
             for key in state
         )
 
 
 def bad_files() -> dict[str, Any]:
-    first = "exp_avg_q8r", "exp_avg_sq_q8v", "exp_avg_sq_exp"
+    first = "exp_avg_q8h", "exp_avg_sq_q8s", "exp_avg_sq_exp"
     ratio, root, exponents = first
     codes = torch.zeros(130, 32, dtype=torch.uint8)
     return {
@@ -466,7 +466,7 @@ def test_groups_may_differ():
             optimizer.step()
     assert_same_bits(together, [*bits_of(alone[0]), *bits_of(alone[1])])
     assert together.state[embedding]["exp_avg"].dtype == BF16
-    assert {"exp_avg_q8r", "exp_avg_sq_q8v"} < together.state[others[0]].keys()
+    assert {"exp_avg_q8h", "exp_avg_sq_q8s"} < together.state[others[0]].keys()
 
 
 # With what stands around a step.
@@ -589,7 +589,7 @@ def test_a_flattened_parameter_is_refused(state_dtype):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("key", ["exp_avg_q8r", "exp_avg_sq_q8v", "exp_avg_sq_exp"])
+@pytest.mark.parametrize("key", ["exp_avg_q8h", "exp_avg_sq_q8s", "exp_avg_sq_exp"])
 def test_a_code_that_is_no_tensor_is_named(key):
     optimizer = trained(make("AdamW", F32, state_dtype="8bit"))
     optimizer.state[params_of(optimizer)[0]][key] = 5.0

@@ -410,7 +410,7 @@ def test_what_is_left_of_a_state_is_refused_as_by_torch(erases, name, state_dtyp
         give_grads(optimizer)
         optimizer.step()
     for state in (mine.state[params[1]], *twin.state.values()):
-        for key in [key for key in state if key.removesuffix("_q8r").removesuffix("_q8v") == name]:
+        for key in [key for key in state if key.removesuffix("_q8h").removesuffix("_q8s") == name]:
             state[key] = None
             if erases:
                 del state[key]

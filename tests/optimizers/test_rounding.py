@@ -146,14 +146,14 @@ def test_all_buffers_are_bfloat16_but_those_of_float64_parameters(name, options,
 
 
 def test_small_steps_add_up_without_a_master():
-    weight = Parameter(torch.ones(64, dtype=BF16))
+    weight = Parameter(torch.ones(4096, dtype=BF16))
     optimizer = ours("SGD")([weight], lr=1e-4, master_weights=False)
     for _ in range(2_000):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     # 0.8, within a few steps between neighbours.
-    assert (weight.float() - 0.8).abs().max() < 4 * 2**-8
-    assert (weight.float().mean() - 0.8).abs() < 2**-8
+    assert (weight.float() - 0.8).abs().max() < 6 * 2**-8
+    assert (weight.float().mean() - 0.8).abs() < 2**-12
 
 
 def test_a_second_moment_falls_with_its_gradients():

@@ -512,10 +512,10 @@ coded_kinds = pytest.mark.parametrize("kind", CODED_KINDS)
 codes = pytest.mark.parametrize("form", ["8bit-bf16", "8bit"])
 # By optimizer and form: of a weight that has groups, and of another.
 CODED_KEYS = {
-    ("adam", "8bit-bf16"): (["exp_avg_q8r", "exp_avg_sq"], ["exp_avg_q8r", "exp_avg_sq"]),
+    ("adam", "8bit-bf16"): (["exp_avg_q8h", "exp_avg_sq"], ["exp_avg_q8h", "exp_avg_sq"]),
     ("adam", "8bit"): (
-        ["exp_avg_q8r", "exp_avg_sq_q8v", "exp_avg_sq_exp"],
-        ["exp_avg_q8r", "exp_avg_sq"],
+        ["exp_avg_q8h", "exp_avg_sq_q8s", "exp_avg_sq_exp"],
+        ["exp_avg_q8h", "exp_avg_sq"],
     ),
     "sgd momentum": (["momentum_buffer_q8m", "momentum_buffer_exp"], ["momentum_buffer"]),
     "lion": (["exp_avg_q8m", "exp_avg_exp"], ["exp_avg"]),
@@ -592,11 +592,11 @@ ODD_MOMENTS: dict[str, Callable[[dict[str, Any]], None]] = {
         {key.rpartition("_")[0]: None for key in state if "q8" in key}
     ),
     "no exponents": lacking("_exp"),
-    "no elements": lacking("_q8r", "_q8v", "_q8m"),
-    "none at all": lacking("_q8r", "_q8v", "_q8m", "_exp", "_sq", "_avg", "_buffer"),
+    "no elements": lacking("_q8h", "_q8s", "_q8m"),
+    "none at all": lacking("_q8h", "_q8s", "_q8m", "_exp", "_sq", "_avg", "_buffer"),
     "another code": lambda state: state.update(
         {
-            f"{key[:-4]}_q8m": state.pop(f"{key[:-4]}_q8v", state.get(f"{key[:-4]}_q8m"))
+            f"{key[:-4]}_q8m": state.pop(f"{key[:-4]}_q8s", state.get(f"{key[:-4]}_q8m"))
             for key in [*state]
             if key.endswith("_exp")
         }

@@ -14,13 +14,15 @@ import torch
 from awkward import BF16, F16, F32, F64
 from number_codes import (
     GROUP,
-    RATIO_CODES,
+    OFFSET,
+    WIDEST_CODE,
+    decode_q8h,
     decode_q8m,
-    decode_q8r,
     join_bfloat16,
     join_float16,
     root_of,
-    root_of_q8v,
+    root_of_q8s,
+    unit_below,
 )
 from optimizer_cases import KINDS, OPTIMIZERS, ours, theirs
 from reference import TOLERANCES, refreshed_master
@@ -71,12 +73,12 @@ def decoded(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Returns a state with its master and its moments as numbers under torch's names."""
     numbers = dict(state)
     root = root_of(state["exp_avg_sq"]) if "exp_avg_sq" in state else None
-    if "exp_avg_sq_q8v" in state:
-        root = root_of_q8v(state["exp_avg_sq_q8v"], state["exp_avg_sq_exp"])
+    if "exp_avg_sq_q8s" in state:
+        root = root_of_q8s(state["exp_avg_sq_q8s"], state["exp_avg_sq_exp"])
         numbers["exp_avg_sq"] = root * root
     for name, value in state.items():
-        if name.endswith("_q8r"):
-            numbers["exp_avg"] = decode_q8r(value, root)
+        if name.endswith("_q8h"):
+            numbers["exp_avg"] = decode_q8h(value, root)
         elif name.endswith("_q8m"):
             name = name.removesuffix("_q8m")
             numbers[name] = decode_q8m(value, state[f"{name}_exp"])
@@ -96,13 +98,13 @@ def distance_of_codes(name: str, value: Tensor, state: dict[str, Any], second: A
         state: As it is kept.
         second: The second moment as it is kept, as a number, if there is one.
     """
-    if f"{name}_q8r" in state:  # the widest of two codes, and what is limited to 8 roots
-        root = doubled(second).sqrt()
-        code = 1.3 * (value.abs() + 0.5 * root).square() / (0.5 * RATIO_CODES * root)
-        return torch.where(root == 0, 0.0, code) + (value.abs() - 8 * root).clamp(min=0.0)
+    if f"{name}_q8h" in state:  # a code, and what is limited to the largest
+        unit = doubled(unit_below(second.float().sqrt()))
+        code = WIDEST_CODE * (value.abs() / unit + OFFSET).square() * unit
+        return code + (value.abs() - 15 * unit).clamp(min=0.0)
     if f"{name}_exp" not in state:
         return torch.zeros_like(value)
-    bits, size = (6, value.sqrt()) if f"{name}_q8v" in state else (5, value.abs())
+    bits, size = (6, value.sqrt()) if f"{name}_q8s" in state else (5, value.abs())
     largest = size.view(-1, GROUP).amax(-1, keepdim=True).expand(-1, GROUP).reshape(size.shape)
     # An octave has 2^bits codes, and what is above the largest is less than four times as large.
     code = size * 2.0**-bits + largest * 2.0 ** (-bits - 1)

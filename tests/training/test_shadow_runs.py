@@ -36,7 +36,7 @@ def zeros(stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 # Of the streams that need not be seen at each setting.
 FEW_STREAMS = ["rare", "model"]
 SETTINGS = [
-    (betas, name) for betas, row in ADAM_BOUNDS["q8r dithered", "q8v"].items() for name in row
+    (betas, name) for betas, row in ADAM_BOUNDS["q8h dithered", "q8s"].items() for name in row
 ]
 
 
@@ -143,8 +143,8 @@ def test_lion_with_bfloat16_states_turns_few_signs(name):
 # The optimizers themselves, with states in 8 bits.
 
 CODES_OF_ADAM = {
-    "8bit-bf16": ("q8r dithered", "dithered"),
-    "8bit": ("q8r dithered", "q8v"),
+    "8bit-bf16": ("q8h dithered", "dithered"),
+    "8bit": ("q8h dithered", "q8s"),
 }
 
 

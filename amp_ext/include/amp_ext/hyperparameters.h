@@ -16,7 +16,14 @@ enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum };
 struct BufferDescription {
   const char* name;  // its key in the state of a parameter; "exp_avgs" is a list of them
   BufferRole role;
+  uint32_t dither_stride = 0;  // of the sequence by which it is dithered; 0: it never is
 };
+
+// Strides of sequences, as parts of 2^32. csrc/functors/dither.h says why these.
+inline constexpr uint32_t kFirstMomentStride = 0x61C88647u;   // 0.382
+inline constexpr uint32_t kMomentumStride = 0x6A09E667u;      // 0.414
+inline constexpr uint32_t kSignMomentStride = 0xABC98389u;    // 0.671
+inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 
 // An optimizer's own hyperparameters derive from these and describe it to all that step it:
 //
@@ -64,9 +71,10 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
 
   static constexpr const char* kOperation = "adam_";
   static constexpr const char* kName = "AdamHyperparameters";
-  static constexpr BufferDescription kBuffers[] = {{"exp_avg", BufferRole::kFirstMoment},
-                                                   {"exp_avg_sq", BufferRole::kSecondMoment},
-                                                   {"max_exp_avg_sq", BufferRole::kMaximum}};
+  static constexpr BufferDescription kBuffers[] = {
+      {"exp_avg", BufferRole::kFirstMoment, kFirstMomentStride},
+      {"exp_avg_sq", BufferRole::kSecondMoment, kSecondMomentStride},
+      {"max_exp_avg_sq", BufferRole::kMaximum}};
 
   const char* why_step() const { return "unless there is a timestep"; }
   bool needs_buffers() const { return true; }
@@ -88,7 +96,8 @@ struct AMP_EXT_API LionHyperparameters : CommonHyperparameters {
 
   static constexpr const char* kOperation = "lion_";
   static constexpr const char* kName = "LionHyperparameters";
-  static constexpr BufferDescription kBuffers[] = {{"exp_avg", BufferRole::kFirstMoment}};
+  static constexpr BufferDescription kBuffers[] = {
+      {"exp_avg", BufferRole::kFirstMoment, kSignMomentStride}};
 
   const char* why_step() const { return nullptr; }
   bool needs_buffers() const { return true; }
@@ -109,7 +118,8 @@ struct AMP_EXT_API SgdHyperparameters : CommonHyperparameters {
 
   static constexpr const char* kOperation = "sgd_";
   static constexpr const char* kName = "SgdHyperparameters";
-  static constexpr BufferDescription kBuffers[] = {{"momentum_buffer", BufferRole::kFirstMoment}};
+  static constexpr BufferDescription kBuffers[] = {
+      {"momentum_buffer", BufferRole::kFirstMoment, kMomentumStride}};
 
   const char* why_step() const {
     return momentum != 0.0 && dampening != 0.0 ? "with dampening, whose first step differs"

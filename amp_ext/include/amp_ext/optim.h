@@ -283,7 +283,7 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
 #undef AMP_EXT_OPTION
 
 // The state of one parameter, by the keys of Python: "step", "master_param" or, split,
-// "master_low_bf16", "exp_avg" or, in 8 bits, "exp_avg_q8r", ...
+// "master_low_bf16", "exp_avg" or, in 8 bits, "exp_avg_q8h", ...
 class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
  public:
   explicit FusedParamState(at::Tensor param) : param_(std::move(param)) {}

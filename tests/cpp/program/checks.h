@@ -449,8 +449,8 @@ inline void moments_in_8_bits_have_keys_of_their_own() {
   CHECK_THAT(std::abs(param[0][0].item<double>() + 0.5) < 1e-2);
   const FusedParamState& state = state_of(optimizer, param);
   CHECK_THAT(!state.get("exp_avg").defined() && !state.get("exp_avg_sq").defined());
-  CHECK_THAT(state.get("exp_avg_q8r").scalar_type() == torch::kChar);
-  CHECK_THAT(state.get("exp_avg_sq_q8v").scalar_type() == torch::kByte);
+  CHECK_THAT(state.get("exp_avg_q8h").scalar_type() == torch::kChar);
+  CHECK_THAT(state.get("exp_avg_sq_q8s").scalar_type() == torch::kByte);
   CHECK_THAT((state.get("exp_avg_sq_exp").sizes() == std::vector<int64_t>{64, 2}));
   CHECK_THAT(state.get("step").item<double>() == 1.0);
 }
