@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import inspect
 import json
 import os
@@ -32,6 +31,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".json")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from hashes import Hash, numbers  # noqa: E402
 
 import amp_ext  # noqa: E402
 from amp_ext import ops  # noqa: E402
@@ -169,15 +170,6 @@ SCALERS: dict[str, dict[str, Any]] = {
 BAD_NUMBERS: dict[str, tuple[float, ...]] = {"finite": (), "inf": (INF,), "nan": (NAN, -INF)}
 
 
-def numbers(seed: int, count: int) -> Tensor:
-    """Returns whole numbers of 24 bits, the same everywhere, as float32 in [-1, 1)."""
-    value = torch.arange(1, count + 1, dtype=torch.int64) + 7919 * seed
-    for _ in range(3):  # Park and Miller's generator, its lattice broken; no product leaves 64 bits
-        value = value * 48271 % 2147483647
-        value = value ^ (value >> 13)
-    return (value % 2**24 - 2**23).to(F32) / 2**23
-
-
 def tensors(seed: int, dtype: torch.dtype, factor: float, device: str) -> list[Tensor]:
     """Returns tensors of awkward sizes, one of them transposed in memory."""
     shapes = [*SHAPES, TRANSPOSED]
@@ -194,27 +186,6 @@ def set_bad_elements(grads: list[Tensor], values: tuple[float, ...]) -> None:
     """Writes values into the third tensor, a few elements apart."""
     for index, value in enumerate(values):
         grads[2][5 + 511 * index] = value
-
-
-class Hash:
-    """A SHA-256 of tensors and numbers."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-
-    def add(self, *values: Any) -> None:
-        for value in values:
-            if not isinstance(value, Tensor):
-                self._sha.update(repr(value).encode())
-                continue
-            tensor = value.detach().cpu().contiguous().reshape(-1)
-            self._sha.update(f"{tensor.dtype} {tuple(value.shape)}".encode())
-            if tensor.is_floating_point():
-                tensor = torch.where(tensor.isnan(), torch.full_like(tensor, NAN), tensor)
-            self._sha.update(tensor.view(torch.uint8).numpy().tobytes())
-
-    def short(self) -> str:
-        return self._sha.hexdigest()[:16]
 
 
 def hash_of_steps(optimizer: str, dtypes: Dtypes, option: Option, device: str) -> str:
