@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoint_corpus as corpus
 import pytest
 import torch
 from optimizer_cases import CLASSES
@@ -658,6 +659,41 @@ def test_steps_behind_codes_are_counted_as_in_python(
     assert_same_steps(cpp, python)
     assert_same_checkpoint(checkpoint, python["checkpoint"])
     assert [state["step"] for state in checkpoint["optimizer"]["state"].values()] == [4.0] * 4
+
+
+# Files of earlier versions.
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus.unpack(folder)
+    return folder
+
+
+def cpp_result(run: Run, folder: Path) -> str:
+    """Runs the plan in a folder; returns the hash of what was written, or the error."""
+    try:
+        run("resume", str(folder))
+    except AssertionError as error:
+        return str(error).partition("\n")[0]
+    return corpus.hash_of(torch.load(folder / "cpp.pt", weights_only=True))
+
+
+@pytest.mark.parametrize("group", corpus.GROUPS)
+def test_files_load_with_the_bits_of_before(
+    run: Run, group: str, files: Path, tmp_path: Path
+) -> None:
+    loaded = 0
+    for row, target, wanted in corpus.loads(group):
+        for path in corpus.files_of(files, row, "python", "cpp", "archive", "torch"):
+            plan = corpus.plan_of(row, target, path)
+            if path.is_relative_to(files / "archive"):  # which has no parameters
+                plan |= {"archive": str(path), "file": str(files / "cpp" / f"{row}.pt")}
+            torch.save(plan, tmp_path / "plan.pt")
+            loaded += 1
+            assert cpp_result(run, tmp_path) == wanted, f"{path} into {target}"
+    assert loaded > 0
 
 
 # What a class of Python says and one of C++ says again.

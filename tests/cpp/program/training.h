@@ -234,3 +234,37 @@ inline void train(const std::string& folder) {
   checkpoint.insert("step", plan.at("steps").toInt());
   amp_ext::save_state(folder + "/checkpoint.pt", checkpoint);
 }
+
+// Steps as `plan.pt` in a folder says, from a file or from the beginning, with gradients that it
+// has; writes `cpp.pt`, and the same states as `archive.pt`.
+inline void resume(const std::string& folder) {
+  const Dict plan = amp_ext::load_state(folder + "/plan.pt").toGenericDict();
+  const bool begins = plan.at("file").isNone();
+  const Dict from =
+      begins ? plan : amp_ext::load_state(plan.at("file").toStringRef()).toGenericDict();
+  const auto dtype = dtype_named(plan.at("param_dtype").toStringRef());
+  std::vector<torch::Tensor> params;
+  for (const auto& param : from.at("params").toListRef()) {
+    params.push_back(param.toTensor().to(dtype).set_requires_grad(true));
+  }
+  auto optimizer = make_optimizer(plan.at("optimizer").toStringRef(), {{params, new_dict()}},
+                                  plan.at("options"));
+  if (!plan.at("archive").isNone()) {
+    torch::load(*optimizer, plan.at("archive").toStringRef());
+  } else if (!begins) {
+    optimizer->load_state_dict(from.at("optimizer"));
+  }
+  for (const auto& grads : plan.at("grads").toListRef()) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      params[i].mutable_grad() = grads.toListRef()[i].toTensor().clone();
+    }
+    optimizer->step();
+  }
+  auto written = new_dict();
+  c10::impl::GenericList values(c10::AnyType::get());
+  for (const torch::Tensor& param : params) values.push_back(param.detach());
+  written.insert("params", values);
+  written.insert("optimizer", optimizer->state_dict());
+  amp_ext::save_state(folder + "/cpp.pt", written);
+  torch::save(*optimizer, folder + "/archive.pt");
+}
