@@ -1,8 +1,8 @@
 // Tests the C++ interface: `program checks` lists the checks, `program check NAME` runs one,
 // `program refuse FILE` prints the errors of the calls that a file says, `program save FILE` writes
-// one, `program train FOLDER` trains as a file there says, `program resume FOLDER` steps as it says.
-// `program serve` reads such commands, one a line with a tab before the argument, and ends what each
-// prints by a line of \4 and the exit code.
+// one, `program train FOLDER` trains as a file there says, `program resume FOLDER` steps as it
+// says. `program serve` reads such commands, one a line with a tab before the argument, and ends
+// what each prints by a line of \4 and the exit code.
 #include <cstdio>
 #include <exception>
 #include <iostream>
@@ -105,10 +105,9 @@ int run(const std::string& command, const std::string& argument, std::FILE* erro
     } else if (command == "resume") {
       resume(argument);
     } else {
-      std::fprintf(
-          errors,
-          "usage: program checks | check NAME | refuse FILE | save FILE | train FOLDER | "
-          "resume FOLDER | serve\n");
+      std::fprintf(errors,
+                   "usage: program checks | check NAME | refuse FILE | save FILE | train FOLDER | "
+                   "resume FOLDER | serve\n");
       return 2;
     }
   } catch (const c10::Error& error) {

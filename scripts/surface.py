@@ -1,0 +1,160 @@
+"""Lists what users can name: a change of it shows as a changed line.
+
+    python scripts/surface.py --write    # scripts/surface.txt
+    python scripts/surface.py --check    # prints the lines that went and came
+
+Functions, classes and methods of public modules with their signatures; the keys of state dicts, by
+optimizer and by how states are kept; the options of the command lines; and what programs in C++
+link. With ``--python``, which another compiler does not change, all but the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = Path(__file__).with_suffix(".txt")
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import checkpoint_corpus as corpus  # noqa: E402
+from optimizer_cases import CLASSES  # noqa: E402
+
+import amp_ext  # noqa: E402
+
+MODULES = (
+    "amp_ext",
+    "amp_ext.cmake",
+    "amp_ext.compiled_ops",
+    "amp_ext.memory",
+    "amp_ext.ops",
+    "amp_ext.optim",
+    "amp_ext.tensor_core",
+    "amp_ext.training",
+)
+PROGRAMS = ("bench", "info", "memory", "run", "tensor_core")
+LIBRARY = ROOT / "amp_ext" / "lib" / "libamp_ext.so"
+HEADERS = ROOT / "amp_ext" / "include" / "amp_ext"
+LINKED = "C++: "
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """Returns the public names that a module has of itself."""
+    listed = getattr(module, "__all__", None)
+    if listed is not None:
+        return sorted(listed)
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    )
+
+
+def of_class(name: str, kind: type) -> Iterator[str]:
+    """Yields a class with its public methods and properties, those of other packages left out."""
+    yield f"{name}{inspect.signature(kind)}"
+    for member in sorted({member for each in kind.__mro__ for member in vars(each)}):
+        owner = next(each for each in kind.__mro__ if member in vars(each))
+        if member.startswith("_") or not owner.__module__.startswith("amp_ext"):
+            continue
+        value = inspect.getattr_static(kind, member)
+        function = getattr(value, "__func__", value)
+        is_function = inspect.isfunction(function)
+        yield f"{name}.{member}{inspect.signature(function) if is_function else ''}"
+
+
+def of_python() -> Iterator[str]:
+    """Yields names and signatures of the public modules."""
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in names_of(module):
+            value, full = getattr(module, name), f"{module_name}.{name}"
+            if inspect.isclass(value):
+                yield from of_class(full, value)
+            else:
+                yield f"{full}{inspect.signature(value) if inspect.isfunction(value) else ''}"
+
+
+def of_states() -> Iterator[str]:
+    """Yields the keys of state dicts: of a matrix, and of a vector where these are others."""
+    for row in corpus.ROWS:
+        written = corpus.run_in_python(corpus.plan_of(row, corpus.parts_of(row)[1]))["optimizer"]
+        first, second = (list(written["state"].get(index, {})) for index in (0, 1))
+        yield f"state of {row}: {' '.join(first)}"
+        if second != first:
+            yield f"state of {row}, a vector: {' '.join(second)}"
+    for name in CLASSES:
+        plan = corpus.plan_of("sgd/float32/float32", "float32/float32") | {
+            "optimizer": name,
+            "options": {},
+        }
+        (group,) = corpus.run_in_python(plan)["optimizer"]["param_groups"]
+        yield f"options of {name}: {' '.join(sorted(group))}"
+    yield f"state of GradScaler: {' '.join(amp_ext.GradScaler('cpu').state_dict())}"
+
+
+def of_programs() -> Iterator[str]:
+    """Yields the options of each program."""
+    for name in PROGRAMS:
+        text = io.StringIO()
+        arguments, sys.argv = sys.argv, [name, "--help"]
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            runpy.run_module(f"amp_ext.{name}", run_name="__main__", alter_sys=False)
+        sys.argv = arguments
+        options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text.getvalue())))
+        yield f"python -m amp_ext.{name}: {' '.join(options)}"
+
+
+def of_library() -> Iterator[str]:
+    """Yields the functions that the library exports and a public header names."""
+    headers = " ".join(header.read_text() for header in HEADERS.glob("*.h"))
+    words = set(re.findall(r"\w+", headers))
+    command = ["nm", "-D", "--defined-only", "--demangle", LIBRARY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        _, kind, name = line.split(maxsplit=2)
+        names = re.findall(r"\w+", name.partition("(")[0].partition("<")[0].partition("[")[0])
+        if kind == "T" and name.startswith("amp_ext::") and words.issuperset(names):
+            yield LINKED + name.partition("@")[0]
+
+
+def surface(python_only: bool) -> list[str]:
+    """Returns every line, sorted."""
+    found = [*of_python(), *of_states(), *of_programs(), *([] if python_only else of_library())]
+    return sorted(set(found))
+
+
+def main() -> int:
+    """Checks or writes the file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check", action="store_true", help="compare with the file")
+    what.add_argument("--write", action="store_true", help="write the file, after a meant change")
+    parser.add_argument("--python", action="store_true", help="compare all but what C++ links")
+    arguments = parser.parse_args()
+    found = surface(arguments.python)
+    if arguments.write:
+        FILE.write_text("".join(f"{line}\n" for line in found))
+        return 0
+    expected = FILE.read_text().splitlines()
+    if arguments.python:
+        expected = [line for line in expected if not line.startswith(LINKED)]
+    gone, new = (
+        [line for line in a if line not in b] for a, b in ((expected, found), (found, expected))
+    )
+    print("".join(f"- {line}\n" for line in gone) + "".join(f"+ {line}\n" for line in new), end="")
+    return 1 if gone or new else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
