@@ -19,26 +19,25 @@
 
 namespace amp_ext::cuda {
 
-// Threads, elements of a tile, blocks, packs, persistent. A look has twice as many blocks.
+// Threads, elements of a tile, blocks, packs. A look has twice as many blocks.
 #define AMP_EXT_FOR_EACH_SHAPE(X) \
-  X(256, 2048, 4, 1, false)       \
-  X(256, 2048, 3, 1, false)       \
-  X(256, 2048, 2, 1, false)       \
-  X(256, 1024, 4, 1, false)       \
-  X(256, 4096, 4, 1, false)       \
-  X(256, 4096, 3, 1, false)       \
-  X(256, 4096, 4, 2, false)       \
-  X(256, 4096, 2, 2, false)       \
-  X(256, 8192, 4, 1, false)       \
-  X(256, 8192, 3, 1, false)       \
-  X(256, 8192, 2, 1, false)       \
-  X(256, 8192, 3, 2, false)       \
-  X(256, 8192, 2, 4, false)       \
-  X(256, 16384, 3, 2, false)      \
-  X(256, 16384, 2, 4, false)      \
-  X(512, 4096, 2, 1, false)       \
-  X(128, 2048, 8, 1, false)       \
-  X(256, 4096, 4, 1, true)
+  X(256, 2048, 4, 1)              \
+  X(256, 2048, 3, 1)              \
+  X(256, 2048, 2, 1)              \
+  X(256, 1024, 4, 1)              \
+  X(256, 4096, 4, 1)              \
+  X(256, 4096, 3, 1)              \
+  X(256, 4096, 4, 2)              \
+  X(256, 4096, 2, 2)              \
+  X(256, 8192, 4, 1)              \
+  X(256, 8192, 3, 1)              \
+  X(256, 8192, 2, 1)              \
+  X(256, 8192, 3, 2)              \
+  X(256, 8192, 2, 4)              \
+  X(256, 16384, 3, 2)             \
+  X(256, 16384, 2, 4)             \
+  X(512, 4096, 2, 1)              \
+  X(128, 2048, 8, 1)
 
 #define AMP_EXT_COUNT(...) +1
 constexpr int kShapes = 0 AMP_EXT_FOR_EACH_SHAPE(AMP_EXT_COUNT);
@@ -151,17 +150,16 @@ Tensors cut(const Memory& memory, const std::vector<int64_t>& sizes, const int (
 // What differs between shapes.
 struct Described {
   int threads, tile, blocks, packs;
-  bool persistent;
 
   bool operator==(const Described& other) const {
     return threads == other.threads && tile == other.tile && blocks == other.blocks &&
-           packs == other.packs && persistent == other.persistent;
+           packs == other.packs;
   }
 };
 
 template <typename Shape>
 constexpr Described described() {
-  return {Shape::kThreads, Shape::kTileSize, Shape::kBlocks, Shape::kPacks, Shape::kPersistent};
+  return {Shape::kThreads, Shape::kTileSize, Shape::kBlocks, Shape::kPacks};
 }
 
 // A kernel in one shape.
@@ -217,8 +215,8 @@ struct Step {
     launch.inputs.found_inf = scratch.found_inf.at<float>(0);
     launch.inputs.grad_scale = scratch.grad_scale.at<float>(0);
     int64_t launched = 0;
-    return launch_step<Adam<float>, Each, kLargeArguments, Shape>(
-        launch, scratch.block_counter.at<uint32_t>(0), nullptr, launched);
+    return launch_step<Adam<float>, Each, Shape>(launch, scratch.block_counter.at<uint32_t>(0),
+                                                 nullptr, launched);
   }
 };
 
@@ -241,7 +239,7 @@ struct Look {
                                false};
     const SumScratch sums = {scratch.tile_sums.at<double>(0),
                              scratch.block_counter.at<uint32_t>(0)};
-    return launch_look<Grad, kLargeArguments, Shape>(launch, sums, nullptr);
+    return launch_look<Grad, Shape>(launch, sums, nullptr);
   }
 };
 
@@ -259,9 +257,9 @@ template <typename Of>
 Kernel in_all_shapes(const char* name) {
   Kernel kernel = {name, Of::kPlace, Of::kBytes, Of::kMoved, -1, {}};
   const Described present = Of::present();
-#define AMP_EXT_ADD(threads, tile, blocks, packs, persistent)                                    \
+#define AMP_EXT_ADD(threads, tile, blocks, packs)                                                \
   {                                                                                              \
-    using Each = Shape<threads, tile, Of::kBlocksFactor * blocks, packs, persistent>;            \
+    using Each = Shape<threads, tile, Of::kBlocksFactor * blocks, packs>;                        \
     if (described<Each>() == present) kernel.present = static_cast<int>(kernel.variants.size()); \
     kernel.variants.push_back({described<Each>(), &Of::template run<Each>});                     \
   }
@@ -329,8 +327,6 @@ double seconds_of(const Run& run, float round_milliseconds) {
   return least / 1e3;
 }
 
-const char* grid_of(const Described& shape) { return shape.persistent ? "fixed" : "tiles"; }
-
 // Makes the last element of the last gradient inf.
 void spoil(const Tensors& tensors) {
   const TensorRecord& last = tensors.records.back();
@@ -375,9 +371,8 @@ bool all_agree(const Kernel& kernel) {
       const bool same_sum = sum == expected_sum || std::abs(sum - expected_sum) < 1e-6 * sum;
       if (actual != expected || !same_sum) {
         const Described& shape = variant.shape;
-        std::fprintf(
-            stderr, "%s: another result with %d threads, tile %d, %d blocks, %d packs, %s\n",
-            kernel.name, shape.threads, shape.tile, shape.blocks, shape.packs, grid_of(shape));
+        std::fprintf(stderr, "%s: another result with %d threads, tile %d, %d blocks, %d packs\n",
+                     kernel.name, shape.threads, shape.tile, shape.blocks, shape.packs);
         agree = false;
       }
     }
@@ -393,8 +388,8 @@ struct Case {
 // Times a kernel in all shapes and prints shares of the triad. Returns a line of advice.
 std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Memory& memory,
                  const std::vector<double>& triads, float round_milliseconds) {
-  std::printf("\n%s, %% of the triad's bytes a second\n%7s%6s%7s%6s%6s ", kernel.name, "threads",
-              "tile", "blocks", "packs", "grid");
+  std::printf("\n%s, %% of the triad's bytes a second\n%7s%6s%7s%6s ", kernel.name, "threads",
+              "tile", "blocks", "packs");
   for (const Case& each : cases) {
     std::printf(" %5.0e/%-5lld", static_cast<double>(each.elements),
                 static_cast<long long>(each.tensors));
@@ -418,8 +413,8 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
   std::vector<double> means;
   for (size_t i = 0; i < kernel.variants.size(); ++i) {
     const Described& shape = kernel.variants[i].shape;
-    std::printf("%7d%6d%7d%6d%6s%c", shape.threads, shape.tile, shape.blocks, shape.packs,
-                grid_of(shape), static_cast<int>(i) == kernel.present ? '*' : ' ');
+    std::printf("%7d%6d%7d%6d%c", shape.threads, shape.tile, shape.blocks, shape.packs,
+                static_cast<int>(i) == kernel.present ? '*' : ' ');
     double logarithms = 0.0;
     for (const double share : shares[i]) {
       std::printf("%12.1f", 100.0 * share);
@@ -446,7 +441,6 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
     change("kTileSize", now.tile, then.tile);
     change("kBlocks", now.blocks, then.blocks);
     change("kPacks", now.packs, then.packs);
-    change("kPersistent", now.persistent, then.persistent);
     std::snprintf(line, sizeof line, "%s: change %s (%s), which gains %.1f %%", kernel.name,
                   changes.c_str(), kernel.place, 100.0 * gain);
   }

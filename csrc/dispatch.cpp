@@ -93,10 +93,11 @@ const DeviceEngine& engine_of(const at::Device& device) {
 }
 
 void check_device(const std::string& operation, const std::string& name, const at::Device& device) {
-  if (device.is_cpu()) return;
 #if defined(AMP_EXT_WITH_CUDA)
-  if (device.is_cuda()) return;
-#else
+  if (uses_cuda_engine(device)) return check_driver(operation);
+#endif
+  if (device.is_cpu()) return;
+#if !defined(AMP_EXT_WITH_CUDA)
   TORCH_CHECK(!device.is_cuda(), operation, ": ", name, " must be on cpu, got ", device,
               ": this amp_ext was built without CUDA. Install a CUDA toolkit of torch's version, "
               "set CUDA_HOME, and rebuild: AMP_EXT_CUDA=1 pip install --no-build-isolation "

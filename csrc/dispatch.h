@@ -32,7 +32,7 @@ class StepScratch {
 // for tests that runs them on the CPU (AMP_EXT_CUDA_EMULATOR), they work on CPU tensors.
 bool uses_cuda_engine(const at::Device& device);
 
-// Throws unless an engine for this device was built.
+// Throws unless an engine for this device was built and its driver can run it.
 void check_device(const std::string& operation, const std::string& name, const at::Device& device);
 
 // Whether the host can tell without waiting that the step does nothing.
@@ -46,7 +46,6 @@ class DeviceEngine {
   // Where this throws, the records whose is_launched is set are stepped, and the others are not.
   virtual void step(const at::Device& device, const StepLaunch& launch,
                     StepScratch& scratch) const = 0;
-  virtual bool takes_large_arguments() const { return true; }
   virtual void look(const at::Device& device, const LookLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
@@ -67,6 +66,8 @@ const DeviceEngine& engine_of(const at::Device& device);
 
 #if defined(AMP_EXT_WITH_CUDA)
 const DeviceEngine& cuda_engine();
+// Throws if the driver is too old for the kernels.
+void check_driver(const std::string& operation);
 #endif
 
 // The instruction set of the CPU engine: "plain", "avx2" or "avx512".

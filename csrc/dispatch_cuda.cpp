@@ -61,8 +61,6 @@ class CudaEngine : public DeviceEngine {
     });
   }
 
-  bool takes_large_arguments() const override { return cuda::takes_large_arguments(); }
-
   void look(const at::Device& device, const LookLaunch& launch,
             StepScratch& scratch) const override {
     on_stream(device, [&](cudaStream_t stream) {
@@ -116,6 +114,13 @@ uint32_t* StepScratch::block_counter(const at::Device& device) {
     counter = counters_.emplace(device, zero).first;
   }
   return reinterpret_cast<uint32_t*>(counter->second.mutable_data_ptr<int32_t>());
+}
+
+void check_driver(const std::string& operation) {
+  static const int version = cuda::driver_version();
+  TORCH_CHECK(version >= cuda::kLeastDriverVersion, operation,
+              ": the GPU's driver must be that of CUDA 12.1 or later, got that of CUDA ",
+              version / 1000, ".", version % 1000 / 10);
 }
 
 const DeviceEngine& cuda_engine() {

@@ -39,8 +39,6 @@ struct Combination {
   static constexpr bool kHasSplitMaster =
       Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
   static constexpr bool kHasCodes = is_code(FirstMoment::kFormat);
-  // Kernels that take no less.
-  static constexpr bool kIsForLargeArguments = kHasSplitMaster || kHasCodes;
 };
 
 // Whether the first of a number of buffers may be in 8 bits: as a ratio to a second moment beside

@@ -470,12 +470,6 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
     record.dithered = group.dithered != 0 ? (group.dithered & row->narrow) | row->dithers : 0;
     TORCH_CHECK(record.dithered == 0 || record.step != nullptr || group.common->timestep >= 1.0,
                 operation_, ": ", name_of(*row, kStep), " must be there to dither, got None");
-    if (row->takes_large_arguments_alone() && !engine_of(batch.device).takes_large_arguments()) {
-      const int list = row->has_split_master() ? kMaster : kBuffer0;
-      TORCH_CHECK(false, operation_, ": ", name_of(*row, list),
-                  " must be Float with a driver older than that of CUDA 12.1, got ",
-                  row->owned[list].scalar_type());
-    }
   }
   batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
 }

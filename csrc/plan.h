@@ -243,7 +243,6 @@ class AMP_EXT_API Plan {
     // Of a buffer, by its dtype; that of the parameter for one that there is not.
     BufferFormat format(int buffer) const;
     bool has_codes() const { return is_code(format(0)); }
-    bool takes_large_arguments_alone() const { return has_split_master() || has_codes(); }
   };
 
   // A look at the gradients of one device and partition.

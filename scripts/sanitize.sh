@@ -3,8 +3,7 @@
 # AddressSanitizer and UndefinedBehaviorSanitizer, and every kernel under ThreadSanitizer.
 #
 # AddressSanitizer sees accesses outside a tensor's memory, the other one misaligned accesses,
-# overflows and the like. The emulated kernels run in a random order, with the small arguments of
-# drivers before CUDA 12.1 but for split masters and moments in 8 bits, which these don't take.
+# overflows and the like. The emulated kernels run in a random order.
 # ThreadSanitizer takes the threads of a block for threads: it sees a missing barrier. Arguments go
 # to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh tests/programs/test_info.py); without any, all
 # tests of both engines run.
@@ -44,7 +43,6 @@ echo "Running the tests"
 preload="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1
-export CUDA_EMULATOR_DRIVER_VERSION=${CUDA_EMULATOR_DRIVER_VERSION:-12000}
 checked() {
   ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
 }
@@ -75,9 +73,6 @@ if [ $# -gt 0 ]; then
 else
   read -ra workers <<< "${WORKERS:-}"
   tests "${workers[@]}" -k 'not emulated' || failed=1
-  large_arguments=("$root"/tests/{operations/test_{bit_equality,coded_moments,split_masters},optimizers/test_{coded_states,inference_mode,rounding,split_weights},programs/test_memory}.py)
-  tests "${workers[@]}" -k emulated "${large_arguments[@]/#/--ignore=}" || failed=1
-  export CUDA_EMULATOR_DRIVER_VERSION=13000
-  tests "${workers[@]}" -k emulated "${large_arguments[@]}" || failed=1
+  tests "${workers[@]}" -k emulated || failed=1
   exit ${failed:-0}
 fi

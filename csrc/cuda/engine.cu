@@ -16,7 +16,7 @@ struct UpdateArguments {
   int32_t* earlier_overflow;  // [1], of the launches before, or null
   ScaleUpdate update;
 };
-static_assert(sizeof(UpdateArguments) <= kSmallArguments);
+static_assert(sizeof(UpdateArguments) <= kArgumentBytes);
 
 struct FoundFlags {
   bool values[kMaxFlags];
@@ -61,17 +61,13 @@ __global__ void __launch_bounds__(kMaxFlags)
   }
 }
 
-// Calls run(element, bytes) with a value of each dtype and the bytes of arguments that the driver
-// takes, until one returns an error.
+// Calls run(element) with a value of each dtype, until one returns an error.
 template <typename Run>
 int for_each_dtype(const Run& run) {
   int error = 0;
   for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
     for_dtype(dtype, [&](auto element) {
-      if (error != 0) return;
-      error = driver_takes_large_arguments()
-                  ? run(element, std::integral_constant<int, kLargeArguments>())
-                  : run(element, std::integral_constant<int, kSmallArguments>());
+      if (error == 0) error = run(element);
     });
   }
   return error;
@@ -96,7 +92,10 @@ int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream)
   return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 
-bool takes_large_arguments() { return driver_takes_large_arguments(); }
+int driver_version() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
 
 int64_t number_of_tiles(const TensorRecord* records, int64_t count) {
   int64_t tiles = 1;  // a launch has a block at least
@@ -110,19 +109,18 @@ int64_t number_of_tiles(const TensorRecord* records, int64_t count) {
 }
 
 int look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
-  return for_each_dtype([&](auto element, auto bytes) {
+  return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
-    return launch_look<Storage, decltype(bytes)::value, GradientShape<Storage>>(launch_of_all,
-                                                                                scratch, stream);
+    return launch_look<Storage, GradientShape<Storage>>(launch_of_all, scratch, stream);
   });
 }
 
 int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream) {
-  return for_each_dtype([&](auto element, auto bytes) {
+  return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
     using Shape = GradientShape<Storage>;
-    using Table = GradientTable<decltype(bytes)::value, Shape>;
+    using Table = GradientTable<Shape>;
     MultiplyArguments<Table> arguments;
     arguments.inputs = inputs;
     arguments.outputs = {found_inf, first_nonfinite};
@@ -133,10 +131,10 @@ int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& i
 
 int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
                     cudaStream_t stream) {
-  return for_each_dtype([&](auto element, auto bytes) {
+  return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
     using Shape = GradientShape<Storage>;
-    using Table = GradientTable<decltype(bytes)::value, Shape>;
+    using Table = GradientTable<Shape>;
     CountArguments<Table> arguments;
     arguments.counts = reinterpret_cast<unsigned long long*>(counts);
     return launch_gradients<Storage, Shape>(count_kernel<Storage, Table, Shape>, records, count,

@@ -9,8 +9,10 @@
 
 namespace amp_ext::cuda {
 
-// Whether the driver takes the arguments of kernels for split masters and moments in 8 bits.
-bool takes_large_arguments();
+// As cudaDriverGetVersion gives it: 12010 for CUDA 12.1, the first that takes the arguments of these
+// kernels.
+int driver_version();
+inline constexpr int kLeastDriverVersion = 12010;
 
 // One launch for each combination of dtypes, as far as the tensors fit into a kernel's arguments.
 // `block_counter` is one zero on the device, and zero again afterwards; launches that run at the

@@ -34,10 +34,10 @@ __device__ bool is_nonfinite(Storage value) {
 }
 
 // The gradients of one launch, whose kernel has up to 80 bytes of arguments beside them.
-template <int kBytes, typename Shape>
-using GradientTable = TensorTable<1, kBytes - 80, Shape::kTileSize>;
+template <typename Shape>
+using GradientTable = TensorTable<1, kArgumentBytes - 80, Shape::kTileSize>;
 
-// A part of a gradient.
+// The part of a gradient that this block has.
 template <typename StorageType, typename ShapeOfKernel>
 struct GradientTile {
   using Storage = StorageType;
@@ -49,7 +49,8 @@ struct GradientTile {
   int64_t end;
 
   template <typename Table>
-  __device__ GradientTile(const Table& table, int32_t tile) {
+  __device__ explicit GradientTile(const Table& table) {
+    const auto tile = static_cast<int32_t>(blockIdx.x);
     const int tensor = table.tensor_of(tile);
     grad = static_cast<Storage*>(table.pointers[0][tensor]);
     number = table.group[tensor];
@@ -78,19 +79,6 @@ struct GradientTile {
         });
   }
 };
-
-// Calls visit(tile) for the tiles of this block.
-template <typename Storage, typename Shape, typename Table, typename Visit>
-__device__ void for_each_tile(const Table& table, const Visit& visit) {
-  const TileRange tiles = tiles_of_block<Shape>(table.tiles);
-  if constexpr (Shape::kPersistent) {
-    for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
-      visit(GradientTile<Storage, Shape>(table, tile));
-    }
-  } else {
-    visit(GradientTile<Storage, Shape>(table, tiles.begin));
-  }
-}
 
 // Where a block says that it found inf or NaN.
 struct LookOutputs {
@@ -169,29 +157,28 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (blockIdx.x == 0 && threadIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip) {
     atomicExch(outputs.found_inf, 1.0f);
   }
-  double sum_of_block = 0.0;
-  for_each_tile<Storage, Shape>(arguments.table, [&](const auto& tile) {
-    if constexpr (kSumSquares) {
-      const double sum = careful_sum_of_squares(tile);
-      const bool is_usual = is_finite(sum);  // of all threads alike
-      sum_of_block += is_usual || !arguments.skip_nonfinite
-                          ? sum
-                          : static_cast<double>(tile_sum_of_squares<double>(tile, true));
-      // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
-      if (is_usual) return;
-    }
+  const GradientTile<Storage, Shape> tile(arguments.table);
+  double sum = 0.0;
+  bool is_usual = false;  // of all threads alike
+  if constexpr (kSumSquares) {
+    sum = careful_sum_of_squares(tile);
+    // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
+    is_usual = is_finite(sum);
+    if (!is_usual && arguments.skip_nonfinite) sum = tile_sum_of_squares<double>(tile, true);
+  }
+  if (!is_usual) {
     bool found = false;
     tile.for_each([&](const auto& pack, auto&) {
 #pragma unroll
       for (const auto value : pack.values) found |= is_nonfinite(value);
     });
     report(found, tile.number, outputs);
-  });
+  }
   if constexpr (kSumSquares) {
     AMP_EXT_SHARED(bool, is_last);
     const SumScratch& scratch = arguments.scratch;
     if (threadIdx.x == 0) {
-      scratch.tile_sums[blockIdx.x] = sum_of_block;
+      scratch.tile_sums[blockIdx.x] = sum;
       __threadfence();
       is_last = atomicInc(scratch.block_counter, gridDim.x - 1) == gridDim.x - 1;
     }
@@ -223,18 +210,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (factor == 1.0f && outputs.found_inf == nullptr) return;
   const bool bad_factor = blockIdx.x == 0 && threadIdx.x == 0 && !is_finite(factor);
   if (bad_factor && outputs.found_inf != nullptr) atomicExch(outputs.found_inf, 1.0f);
-  for_each_tile<Storage, Shape>(arguments.table, [&](const auto& tile) {
-    bool found = false;
-    tile.for_each([&](auto& pack, auto& in_place) {
+  const GradientTile<Storage, Shape> tile(arguments.table);
+  bool found = false;
+  tile.for_each([&](auto& pack, auto& in_place) {
 #pragma unroll
-      for (auto& value : pack.values) {
-        found |= is_nonfinite(value);
-        store(load(value) * static_cast<T>(factor), value);
-      }
-      if (factor != 1.0f) in_place = pack;
-    });
-    if (outputs.found_inf != nullptr) report(found, tile.number, outputs);
+    for (auto& value : pack.values) {
+      found |= is_nonfinite(value);
+      store(load(value) * static_cast<T>(factor), value);
+    }
+    if (factor != 1.0f) in_place = pack;
   });
+  if (outputs.found_inf != nullptr) report(found, tile.number, outputs);
 }
 
 template <typename Table>
@@ -246,17 +232,16 @@ struct CountArguments {
 template <typename Storage, typename Table, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     count_kernel(const CountArguments<Table> __grid_constant__ arguments) {
-  for_each_tile<Storage, Shape>(arguments.table, [&](const auto& tile) {
-    unsigned found = 0;
-    tile.for_each([&](const auto& pack, auto&) {
+  const GradientTile<Storage, Shape> tile(arguments.table);
+  unsigned found = 0;
+  tile.for_each([&](const auto& pack, auto&) {
 #pragma unroll
-      for (const auto value : pack.values) found += is_nonfinite(value) ? 1 : 0;
-    });
-    const unsigned sum = block_sum<Shape>(found);
-    if (threadIdx.x == 0 && sum != 0) {
-      atomicAdd(arguments.counts + tile.number, static_cast<unsigned long long>(sum));
-    }
+    for (const auto value : pack.values) found += is_nonfinite(value) ? 1 : 0;
   });
+  const unsigned sum = block_sum<Shape>(found);
+  if (threadIdx.x == 0 && sum != 0) {
+    atomicAdd(arguments.counts + tile.number, static_cast<unsigned long long>(sum));
+  }
 }
 
 // Launches a kernel over the gradients of one dtype, in as many pieces as its arguments need. All
@@ -264,12 +249,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 template <typename Storage, typename Shape, typename Kernel, typename Arguments>
 int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
                      Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {
-  static_assert(sizeof(Arguments) <= kLargeArguments);
+  static_assert(sizeof(Arguments) <= kArgumentBytes);
   auto& table = arguments.table;
   int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // the numbers of its records
   const auto flush = [&]() -> int {
-    const int error =
-        launch(kernel, table.template blocks<Shape>(), Shape::kThreads, stream, arguments);
+    const int error = launch(kernel, table.blocks(), Shape::kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; is_launched != nullptr && k < table.count; ++k) is_launched[in_table[k]] = true;
     table.clear();
@@ -288,9 +272,9 @@ int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
 }
 
 // Looks at the gradients of one dtype.
-template <typename Storage, int kBytes, typename Shape>
+template <typename Storage, typename Shape>
 int launch_look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
-  using Table = GradientTable<kBytes, Shape>;
+  using Table = GradientTable<Shape>;
   LookArguments<Table> arguments;
   arguments.grad_scale = launch_of_all.grad_scale;
   arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};

@@ -315,13 +315,14 @@ inline constexpr int kArchitecture = 0;
 template <typename Streams>
 struct StepShape : Shape<kThreads, Streams::kTileSize, Streams::blocks_on(kArchitecture), 1> {};
 
-template <typename Functor, typename Streams, int kBytes, typename Shape>
+template <typename Functor, typename Streams, typename Shape>
 struct StepArguments {
   using Hyperparameters = typename Functor::Hyperparameters;
   static constexpr int kOtherBytes = kMaxGroups * sizeof(Hyperparameters) + sizeof(int64_t) +
                                      sizeof(GradientInputs) + 2 * sizeof(void*);
 
-  TensorTable<Streams::kPointers, kBytes - kOtherBytes, Shape::kTileSize, Streams::kMayDither>
+  TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Shape::kTileSize,
+              Streams::kMayDither>
       table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
@@ -337,63 +338,54 @@ struct BlockState {
   bool skip;
 };
 
-template <typename Functor, typename Streams, int kBytes, typename Shape>
+template <typename Functor, typename Streams, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    step_kernel(const StepArguments<Functor, Streams, kBytes, Shape> __grid_constant__ arguments) {
+    step_kernel(const StepArguments<Functor, Streams, Shape> __grid_constant__ arguments) {
   using Constants = TensorConstants<Functor, typename Streams::T>;
   AMP_EXT_SHARED(BlockState<Constants>, block);
   const auto& table = arguments.table;
-  const TileRange tiles = tiles_of_block<Shape>(table.tiles);
+  const auto tile = static_cast<int32_t>(blockIdx.x);
+  const int tensor = table.tensor_of(tile);
+  if (threadIdx.x == 0) {
+    // All that is on the device is under way before the first of it is used.
+    const auto& group = arguments.groups[table.group[tensor]];
+    const double step = Constants::read_step(group, table.step[tensor]);
+    const double lr = Constants::read_lr(group);
+    const GradientFactor factor = GradientFactor::read(arguments.inputs);
+    if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
+    block.skip = factor.skip;
+    if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
+  }
+  __syncthreads();
+  if (block.skip) return;
   uint32_t blocks_before = 0;
-  for (int32_t tile = tiles.begin;;) {
-    // What the block does for one tensor.
-    const int tensor = table.tensor_of(tile);
-    const int32_t end_tile = Shape::kPersistent ? min(tiles.end, table.end_of(tensor)) : tiles.end;
-    if (threadIdx.x == 0) {
-      // All that is on the device is under way before the first of it is used.
-      const auto& group = arguments.groups[table.group[tensor]];
-      const double step = Constants::read_step(group, table.step[tensor]);
-      const double lr = Constants::read_lr(group);
-      const GradientFactor factor = GradientFactor::read(arguments.inputs);
-      if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
-      block.skip = factor.skip;
-      if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
-    }
-    __syncthreads();
-    if (block.skip) return;
-    const bool is_last_tensor = end_tile == tiles.end;
-    if (is_last_tensor && threadIdx.x == 0 && arguments.block_counter != nullptr) {
-      // Whoever comes last knows that every block has read its steps. (An addition would be made
-      // for the warp, and the answer waited for here: it is looked at when the work is done.)
-      __threadfence();
-      blocks_before = atomicInc(arguments.block_counter, gridDim.x - 1);
-    }
+  if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
+    // Whoever comes last knows that every block has read its steps. (An addition would be made
+    // for the warp, and the answer waited for here: it is looked at when the work is done.)
+    __threadfence();
+    blocks_before = atomicInc(arguments.block_counter, gridDim.x - 1);
+  }
 
-    const Streams streams = Streams::at(table, tensor);
-    const Constants& constants = block.constants;  // a copy of it would be spilled
-    const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
-    const int64_t elements = static_cast<int64_t>(end_tile - tile) * Shape::kTileSize;
-    const int64_t end = min(begin + elements, table.numel[tensor]);
-    const auto update_all = [&](auto dithers) {
-      for_each_pack<Shape, Streams::kPackSize>(
-          begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
-            constexpr int kCount = decltype(count)::value;
-            streams.template update<kCount, decltype(packs)::value, decltype(dithers)::value>(
-                constants, index, Shape::kThreads * kCount);
-          });
-    };
-    if constexpr (Streams::kMayDither) {
-      if (Streams::has_usual_dither(streams.dithered)) {
-        update_all(std::integral_constant<Dithers, Streams::kUsually>());
-      } else {
-        update_all(std::integral_constant<Dithers, Streams::kElse>());
-      }
+  const Streams streams = Streams::at(table, tensor);
+  const Constants& constants = block.constants;  // a copy of it would be spilled
+  const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
+  const int64_t end = min(begin + Shape::kTileSize, table.numel[tensor]);
+  const auto update_all = [&](auto dithers) {
+    for_each_pack<Shape, Streams::kPackSize>(
+        begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
+          constexpr int kCount = decltype(count)::value;
+          streams.template update<kCount, decltype(packs)::value, decltype(dithers)::value>(
+              constants, index, Shape::kThreads * kCount);
+        });
+  };
+  if constexpr (Streams::kMayDither) {
+    if (Streams::has_usual_dither(streams.dithered)) {
+      update_all(std::integral_constant<Dithers, Streams::kUsually>());
     } else {
-      update_all(std::integral_constant<Dithers, Dithers::kNone>());
+      update_all(std::integral_constant<Dithers, Streams::kElse>());
     }
-    if (is_last_tensor) break;
-    tile = end_tile;
-    __syncthreads();  // the constants may still be read
+  } else {
+    update_all(std::integral_constant<Dithers, Dithers::kNone>());
   }
 
   if (arguments.block_counter == nullptr) return;
@@ -404,11 +396,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 }
 
-template <typename Functor, typename Streams, int kBytes, typename Shape>
+template <typename Functor, typename Streams, typename Shape>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched) {
-  using Arguments = StepArguments<Functor, Streams, kBytes, Shape>;
-  static_assert(sizeof(Arguments) <= kBytes);
+  using Arguments = StepArguments<Functor, Streams, Shape>;
+  static_assert(sizeof(Arguments) <= kArgumentBytes);
   const auto* hyperparameters =
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
@@ -421,9 +413,8 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {
-    const int error =
-        launch(step_kernel<Functor, Streams, kBytes, Shape>,
-               arguments.table.template blocks<Shape>(), Shape::kThreads, stream, arguments);
+    const int error = launch(step_kernel<Functor, Streams, Shape>, arguments.table.blocks(),
+                             Shape::kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; k < arguments.table.count; ++k) launch_of_all.is_launched[in_table[k]] = true;
     clear();
@@ -460,15 +451,7 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
   } else {
     using T = typename Combination::T;
     using Each = Streams<Combination, Hyperparameters, kBuffers>;
-    using Shape = StepShape<Each>;
-    if constexpr (!Combination::kIsForLargeArguments) {  // which such a driver is refused for
-      if (!driver_takes_large_arguments()) {
-        return launch_step<Functor<T>, Each, kSmallArguments, Shape>(launch, block_counter, stream,
-                                                                     launched);
-      }
-    }
-    return launch_step<Functor<T>, Each, kLargeArguments, Shape>(launch, block_counter, stream,
-                                                                 launched);
+    return launch_step<Functor<T>, Each, StepShape<Each>>(launch, block_counter, stream, launched);
   }
 }
 

@@ -10,42 +10,18 @@
 namespace amp_ext::cuda {
 
 // How a kernel shares out its work.
-template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPacksAtOnce,
-          bool kIsPersistent = false>
+template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPacksAtOnce>
 struct Shape {
   static constexpr int kThreads = kThreadsOfBlock;
-  static constexpr int kTileSize = kElementsOfTile;
-  static constexpr int kBlocks = kBlocksAtOnce;  // that a multiprocessor has registers for
-  static constexpr int kPacks = kPacksAtOnce;    // that a thread loads before it uses one
-  // A block has one tile; or there are no more blocks than run at once, each with its share of
-  // neighbouring tiles.
-  static constexpr bool kPersistent = kIsPersistent;
+  static constexpr int kTileSize = kElementsOfTile;  // what a block works on
+  static constexpr int kBlocks = kBlocksAtOnce;      // that a multiprocessor has registers for
+  static constexpr int kPacks = kPacksAtOnce;        // that a thread loads before it uses one
 };
 
 inline constexpr int kThreads = 256;
 
-// Bytes of a kernel's arguments, on drivers of CUDA 12.1 and later and on older ones.
-inline constexpr int kLargeArguments = 32764;
-inline constexpr int kSmallArguments = 4096;
-
-// Which of both the driver takes.
-inline bool driver_takes_large_arguments() {
-  static const bool large = [] {
-    int version = 0;
-    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12010;
-  }();
-  return large;
-}
-
-// Of the current device.
-inline int multiprocessors() {
-  int device = 0;
-  int count = 1;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  return count;
-}
+// Bytes of a kernel's arguments, which drivers take from CUDA 12.1 on.
+inline constexpr int kArgumentBytes = 32764;
 
 // What a table of tensors whose numbers may be dithered says of each.
 template <bool kMayDither, int kCapacity>
@@ -103,13 +79,8 @@ struct TensorTable {
     return index;
   }
 
-  // One block at least: it advances the steps of tensors without elements.
-  template <typename Shape>
-  int64_t blocks() const {
-    int32_t most = tiles;
-    if constexpr (Shape::kPersistent) most = std::min(tiles, Shape::kBlocks * multiprocessors());
-    return std::max(most, 1);
-  }
+  // One for each tile, and one at least: it advances the steps of tensors without elements.
+  int64_t blocks() const { return std::max(tiles, 1); }
 
   // The tensor whose tile this block has: the last that starts at or before it.
   __device__ int tensor_of(int32_t tile) const {
@@ -125,30 +96,7 @@ struct TensorTable {
     }
     return low;
   }
-
-  // The tile behind the last one of a tensor.
-  __device__ int32_t end_of(int tensor) const {
-    return tensor + 1 < count ? first_tile[tensor + 1] : tiles;
-  }
 };
-
-// Neighbouring tiles.
-struct TileRange {
-  int32_t begin;
-  int32_t end;
-};
-
-// Those of this block. A launch without tiles has a block with an empty one.
-template <typename Shape>
-__device__ __forceinline__ TileRange tiles_of_block(int32_t tiles) {
-  const auto block = static_cast<int32_t>(blockIdx.x);
-  if constexpr (Shape::kPersistent) {
-    const int64_t all = tiles;
-    return {static_cast<int32_t>(all * block / gridDim.x),
-            static_cast<int32_t>(all * (block + 1) / gridDim.x)};
-  }
-  return {block, block + 1};
-}
 
 // Some neighbouring elements, moved in accesses of up to 16 bytes.
 template <typename Storage, int kCount>

@@ -146,10 +146,10 @@ __global__ void wrong_tensor(float* values, const Table __grid_constant__ table)
   if (i < table.numel[low]) values[table.first_value[low] + i] *= 2.0f;
 }
 
-// Passes more bytes of arguments than a driver of CUDA 12.0 takes; repaired, as many as it takes.
+// Passes more bytes of arguments than drivers take; repaired, as many as they take.
 template <bool kRepaired>
 struct Padding {
-  char bytes[(kRepaired ? 4096 : 4104) - sizeof(float*)];
+  char bytes[(kRepaired ? 32764 : 32768) - sizeof(float*)];
 };
 template <bool kRepaired>
 __global__ void large_arguments(float* launched, const Padding<kRepaired> __grid_constant__) {

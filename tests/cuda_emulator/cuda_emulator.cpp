@@ -459,8 +459,8 @@ void* shared_memory(const void* variable, size_t bytes, size_t alignment) {
 
 void run(const Grid& launched) {
   const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
-  const size_t limit = driver_version() >= 12010 ? 32764 : 4096;
-  if (launched.argument_bytes > limit) {
+  constexpr size_t kLimit = 32764;
+  if (launched.argument_bytes > kLimit) {
     last_error = cudaErrorInvalidValue;
     return;
   }

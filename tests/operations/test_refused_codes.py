@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from list_operations import Lists, assert_same, run
 from number_codes import GROUP
 from rows import rows
 from torch import Tensor
-
-from amp_ext import ops
 
 IN_FLOAT = Dtypes(F32, F32, F32)
 
@@ -197,34 +194,3 @@ def test_no_step_is_taken_after_one_that_was_refused(operation, options, code):
     run(operation, lists, **options)
     run(operation, good, **options)
     assert_same(lists, good)
-
-
-def refused_by_an_old_driver() -> list[str]:
-    """What the emulator's steps say, in the order of ``CODED_STEPS``."""
-    from conftest import emulated_cuda
-
-    messages = []
-    with emulated_cuda():
-        for row in CODED_STEPS:
-            operation, options, code = row.values
-            lists = build_coded(operation, options, code, IN_FLOAT, [(GROUP,), (2 * GROUP,)])
-            before = moved(lists, "cpu")
-            try:
-                run(operation, lists, **options)
-            except RuntimeError as error:
-                messages.append(str(error).splitlines()[0])
-            assert_same(lists, before)
-        ops.sgd_([torch.ones(3)], [torch.ones(3)], lr=1.0)
-    return messages
-
-
-def test_a_driver_of_small_arguments_is_named(under_isa, monkeypatch, emulated):
-    monkeypatch.setenv("CUDA_EMULATOR_DRIVER_VERSION", "12000")
-    _, messages = under_isa(refused_by_an_old_driver, None)
-    assert len(messages) == len(CODED_STEPS)
-    for row, message in zip(CODED_STEPS, messages, strict=True):
-        operation, _, code = row.values
-        name = "momentum_buffers" if operation == "sgd_" else "exp_avgs"
-        words = "must be Float with a driver older than that of CUDA 12.1, got"
-        dtype = "Byte" if code == "q8m" else "Char"
-        assert re.fullmatch(rf"{operation}: {name}\[0\] {words} {dtype}", message), message

@@ -133,3 +133,33 @@ def test_lists_of_several_launches_are_written_up_to_the_refused_one(emulated):
         call()
     assert [grad.tolist() for grad in grads[:written]] == [[0.5] * 3] * written
     assert [grad.tolist() for grad in grads[written:]] == [[1.0] * 3] * (COUNT - written)
+
+
+def refused_by_an_old_driver() -> list[str]:
+    """What the emulator's operations say."""
+    from conftest import emulated_cuda
+
+    messages = []
+    param, flag = torch.ones(3), torch.zeros(())
+    calls = (
+        lambda: ops.sgd_([param], [param.clone()], lr=1.0),
+        lambda: ops.check_finite_([param], flag),
+        lambda: ops.count_nonfinite([param]),
+        lambda: ops.unscale_([param], torch.ones(()), flag),
+    )
+    with emulated_cuda():
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                messages.append(str(error).splitlines()[0])
+    assert torch.equal(param, torch.ones(3))
+    return messages
+
+
+def test_an_old_driver_is_named(under_isa, monkeypatch, emulated):
+    monkeypatch.setenv("CUDA_EMULATOR_DRIVER_VERSION", "12000")
+    _, messages = under_isa(refused_by_an_old_driver, None)
+    words = "the GPU's driver must be that of CUDA 12.1 or later, got that of CUDA 12.0"
+    operations = ("sgd_", "check_finite_", "count_nonfinite", "unscale_")
+    assert messages == [f"{operation}: {words}" for operation in operations]
