@@ -10,6 +10,7 @@
 #include "cpu/launcher.h"
 #include "cpu/processor.h"
 #include "element.h"
+#include "torch_version.h"
 
 namespace amp_ext {
 
@@ -93,6 +94,7 @@ const DeviceEngine& engine_of(const at::Device& device) {
 }
 
 void check_device(const std::string& operation, const std::string& name, const at::Device& device) {
+  check_torch_version(operation);
 #if defined(AMP_EXT_WITH_CUDA)
   if (uses_cuda_engine(device)) return check_driver(operation);
 #endif

@@ -9,8 +9,8 @@
 
 namespace amp_ext::cuda {
 
-// As cudaDriverGetVersion gives it: 12010 for CUDA 12.1, the first that takes the arguments of these
-// kernels.
+// As cudaDriverGetVersion gives it: 12010 for CUDA 12.1, the first that takes the arguments of
+// these kernels.
 int driver_version();
 inline constexpr int kLeastDriverVersion = 12010;
 

@@ -61,13 +61,14 @@ def test_a_program_calls_operations_and_catches_errors_without_python(smoke):
 
 
 @pytest.mark.slow
-def test_a_program_with_another_torch_stops_when_it_starts(smoke, tmp_path):
+def test_a_program_with_another_torch_is_told_at_its_first_step(smoke, tmp_path):
     major, minor = map(int, torch.__version__.split(".")[:2])
     older = f"unsigned long aoti_torch_abi_version(void) {{ return {major}ul << 56 | 3ul << 48; }}"
     other = library_of_c(older, tmp_path / "other.so")
     done = run(smoke, LD_PRELOAD=str(other))
-    told = f"libamp_ext.so was built for torch {major}.{minor}, but torch {major}.3 is loaded\n"
-    assert (done.returncode, done.stdout, done.stderr) == (127, "", told)
+    told = f"libamp_ext.so was built for torch {major}.{minor}, but torch {major}.3 is loaded"
+    assert f"adam_: {told}" in done.stderr
+    assert (done.returncode, done.stdout) != (0, "")
 
 
 @pytest.mark.slow
