@@ -6,9 +6,7 @@
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
 #include <amp_ext/options.h>
-#include <c10/util/MaybeOwned.h>
 
-#include <array>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -21,6 +19,8 @@
 #include "dispatch.h"
 #include "kernel_list.h"
 #include "launches.h"
+#include "row.h"
+#include "row_checks.h"
 #include "tensor_memory.h"
 
 namespace amp_ext {
@@ -43,20 +43,6 @@ struct LookResult {
   int64_t partition = 0;
 };
 
-// The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
-struct ParamState {
-  // exp_avg, ...: of the parameter's shape; in 8 bits int8 for ratios to the second moment, uint8
-  // for groups, in the order of the parameter's memory
-  std::vector<at::Tensor> buffers;
-  at::Tensor master_param;  // float32, of the parameter's shape, or the lower part of one
-  at::Tensor step;          // float32, one element
-  at::Tensor exponents;     // uint8, one for each group of the buffer in groups
-};
-
-// How messages name a tensor: "exp_avgs[3]" in a list, "exp_avg of group 0, param 3" in an
-// optimizer.
-enum class Naming { kLists, kGroups };
-
 // The parameters of a plan as they were when their masters were last rounded to them, by what their
 // owner knows them by. It outlives the plan: who writes a master has written what comes next, also
 // where another plan takes it.
@@ -77,10 +63,6 @@ struct ScaledGrads {
   };
   std::unordered_map<const void*, Entry> entries;
 };
-
-// Where the master does not round to its parameter, the parameter has been changed behind it: there
-// the master becomes the parameter. Returns what it becomes.
-at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
 class AMP_EXT_API Plan {
  public:
@@ -171,80 +153,6 @@ class AMP_EXT_API Plan {
   const std::shared_ptr<StepProgress>& progress() const { return progress_; }
 
  private:
-  enum List { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
-  static constexpr int kLists = kBuffer0 + kMaxBuffers;
-
-  // A tensor whose memory a kernel can't walk, and room for the dense copy that it walks instead.
-  struct Staged {
-    at::Tensor original;
-    at::Tensor dense;
-    bool written;
-  };
-
-  struct Row {
-    const void* object;
-    // Only until let_go, as the gradient. A reference of our own would cost more than the rest.
-    c10::MaybeOwned<at::Tensor> current_param;
-    std::array<at::Tensor, kLists> owned;       // by List; none for kParam
-    std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
-    bool master_is_fresh = false;               // at the start of this step
-    bool is_sharded = false;
-    bool record_is_current = false;
-    bool grad_is_current = false;  // the gradient in the record is
-    bool writes_grad = false;
-    bool seen_grad_is_scaled = false;  // a step took it with a scale, and left it as it was
-    at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's at set_state
-    at::Device state_device = at::kCPU;                      // likewise
-    int number_of_buffers = 0;
-    std::optional<OptimizerKernel> kernel;
-    std::array<Fingerprint, kLists> fingerprints;
-    TensorRecord record;
-    std::optional<SeenTensor> seen_grad;  // the one that the last look or step with a scale saw
-    const void* seen_grad_data = nullptr;
-    std::vector<Staged> staged;
-    at::Tensor refreshed_master;  // what a master becomes that its parameter has left behind
-    at::Tensor explicit_grad;
-    c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
-    int64_t partition = 0;
-    int64_t first_element = 0;
-    uint8_t narrow = 0;   // the numbers in 16 or 8 bits, as in `dithered` of a record
-    uint8_t dithers = 0;  // those among them that are always dithered, if any is
-    int64_t group;
-    int64_t index_in_group;
-
-    const at::Tensor& tensor(int list) const { return list == kParam ? param() : owned[list]; }
-    const at::Tensor& param() const { return *current_param; }
-    const at::Tensor& grad() const { return owned[kGrad]; }
-    const at::Tensor& master_param() const { return owned[kMaster]; }
-    bool has_grad() const { return grad().defined(); }
-    int64_t version() const;
-    int64_t grad_version() const;
-    Master master() const;
-    bool has_split_master() const {
-      return master() == Master::kLow16 || master() == Master::kLow8;
-    }
-    bool has_fresh_master() const;
-    // Whether the gradient is the one that was seen, and was not written since.
-    bool grad_is_as_seen() const;
-    void see_grad();
-    // Where much else has run since the last step, each tensor and its storage is a miss of the
-    // caches, for which checks would wait one after the other.
-    AMP_EXT_INLINE void prefetch_tensors() const {
-      for (int list = 0; list < kLists; ++list) {
-        if (tensor(list).defined()) prefetch(tensor(list).unsafeGetTensorImpl());
-      }
-    }
-    AMP_EXT_INLINE void prefetch_storages() const {
-      for (int list = 0; list < kLists; ++list) {
-        if (tensor(list).defined()) prefetch(storage_of(tensor(list)));
-      }
-      if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
-    }
-    // Of a buffer, by its dtype; that of the parameter for one that there is not.
-    BufferFormat format(int buffer) const;
-    bool has_codes() const { return is_code(format(0)); }
-  };
-
   // A look at the gradients of one device and partition.
   struct Look {
     LookResult result;
@@ -260,7 +168,7 @@ class AMP_EXT_API Plan {
     };
     const void* hyperparameters;  // [groups]
     std::optional<OptimizerKernel> (*kernel)(int buffers);
-    bool (*takes_format)(BufferFormat first, int buffers);
+    TakesFormat* takes_format;
     std::vector<Entry> groups;
   };
 
@@ -293,7 +201,6 @@ class AMP_EXT_API Plan {
 
   void run_step(GroupTable& table, const GradientOptions& options);
   void check_step(const GroupTable& table, const GradientOptions& options);
-  void check_carries_no_scale(const Row& row) const;
   std::vector<Look> looks_for_step(const GradientOptions& options, StepScratch& scratch,
                                    bool& is_new);
   bool needs_look(const GradientOptions& options, bool is_stale) const;
@@ -315,26 +222,12 @@ class AMP_EXT_API Plan {
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
   void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
   void check_row(Row& row, const GroupTable& table);
-  static bool leave_lazy_clone(Row& row, int list);
-  static bool take_fingerprint(Row& row, int list);
-  static bool take_new_grad(Row& row);
-  void check_grad(const Row& row) const;
-  void check_tensors(const Row& row, const GroupTable& table) const;
-  void check_buffers(const Row& row, const GroupTable& table) const;
   void check_memory();
   bool reaches_written_memory(const at::Tensor& grad) const;
-  static void fill_record(Row& row);
-  static void mark_written(Row& row);
-  static void copy_back(const Row& row, bool skip_nonfinite);
   void remember_masters();
   void remember_scaled_grads(bool are_as_seen);
-  static std::string low_name(const Row& row);
-  std::string code_name(const Row& row, int buffer) const;
-  std::string name_of(const Row& row, int list) const;
 
-  std::string operation_;
-  std::vector<std::string> buffer_names_;
-  Naming naming_;
+  RowChecks checks_;
   std::vector<Row> rows_;
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // as of the last check
