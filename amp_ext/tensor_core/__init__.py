@@ -16,11 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp_ext.plain_numbers import is_count, plain
-from amp_ext.tensor_core import of_config, of_model
-from amp_ext.tensor_core.dimension import Dimension
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,6 +27,34 @@ __all__ = ["MULTIPLE", "VOCABULARY_MULTIPLE", "Advice", "make_table", "tensor_co
 
 MULTIPLE = 16 // 2  # bytes of an access, bytes of an element
 VOCABULARY_MULTIPLE = 128 // 2
+
+# The sizes of each kind of layer, and its parameters that grow with them, where that is told.
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_LAYERS: dict[Any, dict[str, Sequence[str]]] = {
+    nn.Linear: {"in_features": ["weight"], "out_features": ["weight", "bias"]},
+    _EMBEDDINGS: {"num_embeddings": ["weight"], "embedding_dim": ["weight"]},
+    _CONVOLUTIONS: {"in_channels": ["weight"], "out_channels": ["weight", "bias"]},
+    nn.MultiheadAttention: dict.fromkeys(("embed_dim", "head_dim"), ()),
+    (nn.RNNBase, nn.RNNCellBase): dict.fromkeys(("input_size", "hidden_size"), ()),
+}
+_SMALLEST_VOCABULARY = 64
+
+# The names of a configuration.
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = (
+    *("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
+_HEAD_WIDTHS = ("head_dim", "d_kv")
+_OTHER = (
+    *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "moe_intermediate_size"),
+    *("encoder_ffn_dim", "decoder_ffn_dim", "embedding_size", "word_embed_proj_dim"),
+)
+_NAMES = ("vocab_size", *_WIDTHS, *_HEADS, *_HEAD_WIDTHS, *_OTHER)
 
 
 @dataclass(frozen=True)
@@ -42,8 +68,9 @@ class Advice:
         multiple: What it should be a multiple of.
         padded: The next such size.
         extra_parameters: How many parameters padding this dimension alone adds in all layers; None
-            where that can't be told.
-        extra_percent: The same in percent of the model's parameters.
+            where that is not told: for attention and recurrent layers, and of a configuration for
+            all but the vocabulary.
+        extra_percent: The same in percent of a model's parameters.
     """
 
     dimension: str
@@ -65,15 +92,11 @@ def tensor_core_advice(
 ) -> list[Advice]:
     """Returns the dimensions of matrix products that are not multiples, with padded sizes.
 
-    Of a model these are the features of linear layers, the channels of convolutions (for each
-    group; depthwise ones have no product), the width of embeddings and the sizes of attention and
-    recurrent layers. The vocabulary is the largest number of embeddings that a linear layer gives
-    out as well, or else the largest number of embeddings, from 64 on; other tables are only looked
-    up.
-
+    Of a model these are the sizes of linear layers, convolutions (for each group), embeddings,
+    attention and recurrent layers. The vocabulary is the largest number of embeddings, from 64 on,
+    that a linear layer gives out as well, or else the largest one; other tables are only looked up.
     Of a configuration they are what Hugging Face's names say (``hidden_size``, ``n_embd``,
-    ``vocab_size`` ...), also in configurations inside it; parameters are then estimated from the
-    matrices, and not for encoders with decoders or mixtures of experts.
+    ``vocab_size`` ...), also in configurations inside it.
 
     A width that heads share is padded until the share of each head is a multiple; in a model, so is
     every dimension that is as large as the width of its attention.
@@ -89,78 +112,142 @@ def tensor_core_advice(
 
     Raises:
         TypeError: If ``model`` is none of these.
-        ValueError: If a size is no positive int, a parameter has no shape yet, or no name of a
-            mapping is understood.
+        ValueError: If a size is no positive int, or no name of a mapping is understood.
 
     Example:
         >>> for advice in amp_ext.tensor_core.tensor_core_advice({"vocab_size": 50257}):
         ...     print(advice.dimension, advice.size, "->", advice.padded)
         vocab_size 50257 -> 50304
     """
-    for name, value in (
-        ("batch_size", batch_size),
-        ("sequence_length", sequence_length),
-        ("multiple", multiple),
-        ("vocabulary_multiple", vocabulary_multiple),
-    ):
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "multiple": multiple}
+    for name, value in {**sizes, "vocabulary_multiple": vocabulary_multiple}.items():
         if value is not None and not is_count(plain(value)):
             raise ValueError(f"tensor_core_advice: {name} must be a positive int, got {value!r}")
-    advice = [_advise(dimension, multiple, vocabulary_multiple) for dimension in _dimensions(model)]
-    advice += _advise_on_batch(batch_size, sequence_length, multiple)
-    return _joined(row for row in advice if row is not None)
+    find = _of_model if isinstance(model, nn.Module) else _of_config
+    rows = list(find(model, multiple, vocabulary_multiple))
+    # The number of tokens in a batch is to be a multiple.
+    if sequence_length is not None:
+        rows += _pad("sequence_length", sequence_length, multiple, 0, 1)
+    if batch_size is not None:
+        needed = multiple // math.gcd(multiple, sequence_length or 1)
+        rows += _pad("batch_size", batch_size, needed, 0, 1)
+    return _joined(rows)
 
 
-def _dimensions(model: Any) -> list[Dimension]:
-    if isinstance(model, nn.Module):
-        return list(of_model.dimensions(model))
+def _pad(
+    name: str,
+    size: int,
+    multiple: int,
+    parameters: int | None = None,
+    all_parameters: int | None = None,
+    heads: int = 1,
+) -> Iterator[Advice]:
+    """Yields the advice on a size, of which each element comes with some parameters."""
+    if size % multiple == 0:
+        return
+    multiple *= heads
+    padded = -(-size // multiple) * multiple
+    extra = None if parameters is None else (padded - size) * parameters
+    percent = 100 * extra / all_parameters if all_parameters and extra is not None else None
+    yield Advice(name, 1, size, multiple, padded, extra, percent)
+
+
+def _of_model(model: Any, multiple: int, vocabulary_multiple: int) -> Iterator[Advice]:
+    all_parameters = sum(param.numel() for param in model.parameters())
+    vocabulary = _vocabulary(model)
+    heads: dict[int, int] = {}  # that share a width, which all layers around them have as well
+    parts: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            width = module.embed_dim
+            heads[width] = math.lcm(heads.get(width, 1), module.num_heads)
+            parts.update(module.children())
+    counted: set[Tensor] = set()  # a tied weight is paid for once
+    for path, module in model.named_modules():
+        sizes = next((sizes for kind, sizes in _LAYERS.items() if isinstance(module, kind)), {})
+        groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
+        if module in parts or (groups > 1 and groups == module.in_channels):
+            continue  # a depthwise convolution has no product
+        tensors = {name: getattr(module, name, None) for name in ("weight", "bias")}
+        own = {name: t for name, t in tensors.items() if isinstance(t, Tensor) and t not in counted}
+        counted.update(own.values())
+        for name, grown in sizes.items():
+            size = getattr(module, name) // groups
+            is_vocabulary = size == vocabulary and name in ("num_embeddings", "out_features")
+            if name == "num_embeddings" and not is_vocabulary:
+                continue  # rows that are only looked up are in no product
+            if name == "head_dim" and size == module.embed_dim:
+                continue
+            yield from _pad(
+                f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1),
+                size,
+                vocabulary_multiple if is_vocabulary and size >= vocabulary_multiple else multiple,
+                sum(own[each].numel() for each in grown if each in own) // size if grown else None,
+                all_parameters,
+                1 if is_vocabulary else heads.get(size, 1),
+            )
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Returns the size of the vocabulary, or 0 if there is none.
+
+    Few embeddings, or as many as they are wide, are of another kind: types of tokens, positions.
+    """
+    tables = {
+        (each.embedding_dim, each.num_embeddings)
+        for each in model.modules()
+        if isinstance(each, _EMBEDDINGS)
+        and each.num_embeddings >= _SMALLEST_VOCABULARY
+        and each.num_embeddings != each.embedding_dim
+    }
+    outputs = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
+    return max((number for _, number in tables & outputs or tables), default=0)
+
+
+def _inside(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields a configuration and those inside it, each with its path."""
+    yield prefix, config
+    for name, inner in config.items():
+        if isinstance(inner, Mapping):
+            yield from _inside(inner, f"{prefix}{name}.")
+
+
+def _of_config(model: Any, multiple: int, vocabulary_multiple: int) -> Iterator[Advice]:
     config = model.to_dict() if hasattr(model, "to_dict") else model
     if not isinstance(config, Mapping):
         raise TypeError(
             "tensor_core_advice: model must be a torch.nn.Module, a mapping or a configuration "
             f"with to_dict(), got {type(model).__name__}"
         )
-    found = list(of_config.dimensions(config))
-    if not found:
+    configs = list(_inside(config))
+    if not any(name in inner for _, inner in configs for name in _NAMES):
         raise ValueError(
-            f"tensor_core_advice: a configuration must have some of {', '.join(of_config.NAMES)}, "
+            f"tensor_core_advice: a configuration must have some of {', '.join(_NAMES)}, "
             f"got {list(config)}"
         )
-    return found
+    for prefix, inner in configs:
+        named = {name: plain(inner[name]) for name in _NAMES if inner.get(name) is not None}
+        heads = {name: named[name] for name in _HEADS if name in named}
+        if any(name in named for name in _HEAD_WIDTHS):
+            heads = {}
+        for name, size in named.items():
+            path = f"{prefix}{name}"
+            if not is_count(size):
+                raise ValueError(f"tensor_core_advice: {path} must be a positive int, got {size!r}")
+            if name == "vocab_size":
+                tables = 1 if inner.get("tie_word_embeddings", True) else 2
+                width = next((named[each] for each in _WIDTHS if each in named), None)
+                wanted = vocabulary_multiple if size >= vocabulary_multiple else multiple
+                yield from _pad(path, size, wanted, width and tables * width)
+            elif name in _WIDTHS:
+                yield from _pad(path, size, multiple, heads=math.lcm(*heads.values()))
+                for shared_by, number in heads.items():
+                    yield from _pad(f"{path} / {shared_by}", size // number, multiple)
+            elif name not in _HEADS:
+                yield from _pad(path, size, multiple)
 
 
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _advise(dimension: Dimension, multiple: int, vocabulary_multiple: int) -> Advice | None:
-    if dimension.vocabulary and dimension.size >= vocabulary_multiple:
-        multiple = vocabulary_multiple
-    if dimension.size % multiple == 0:
-        return None
-    multiple *= dimension.heads
-    padded = _padded(dimension.size, multiple)
-    extra = dimension.extra_parameters(padded) if dimension.extra_parameters else None
-    percent = None
-    if extra is not None and dimension.all_parameters:
-        percent = 100 * extra / dimension.all_parameters
-    return Advice(dimension.name, 1, dimension.size, multiple, padded, extra, percent)
-
-
-def _advise_on_batch(
-    batch_size: int | None, sequence_length: int | None, multiple: int
-) -> Iterator[Advice]:
-    """Yields what to pad so that the number of tokens in a batch is a multiple."""
-    if sequence_length is not None and sequence_length % multiple:
-        padded = _padded(sequence_length, multiple)
-        yield Advice("sequence_length", 1, sequence_length, multiple, padded, 0, 0.0)
-    if batch_size is not None:
-        needed = multiple // math.gcd(multiple, sequence_length or 1)
-        if batch_size % needed:
-            padded = _padded(batch_size, needed)
-            yield Advice("batch_size", 1, batch_size, needed, padded, 0, 0.0)
-
-
-def _joined(rows: Iterator[Advice]) -> list[Advice]:
+def _joined(rows: Sequence[Advice]) -> list[Advice]:
     """Joins rows that differ in the number of their layer only."""
     alike: dict[tuple[Any, ...], list[Advice]] = {}
     for row in rows:
@@ -170,14 +257,14 @@ def _joined(rows: Iterator[Advice]) -> list[Advice]:
     for (pattern, _, _), same in alike.items():
         row = same[0]
         if len(same) > 1:
-            extra = [row.extra_parameters for row in same if row.extra_parameters is not None]
-            percent = [row.extra_percent for row in same if row.extra_percent is not None]
+            costs = [(each.extra_parameters, each.extra_percent) for each in same]
+            extra, percent = (None if None in c else sum(c) for c in zip(*costs, strict=True))
             row = replace(
                 row,
                 dimension=pattern,
                 layers=len(same),
-                extra_parameters=sum(extra) if extra else None,
-                extra_percent=math.fsum(percent) if percent else None,
+                extra_parameters=extra,
+                extra_percent=percent,
             )
         joined.append(row)
     return joined

@@ -17,13 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_ext.program import make_console, parse_json, run_program
-from amp_ext.tensor_core import (
-    MULTIPLE,
-    VOCABULARY_MULTIPLE,
-    make_table,
-    of_config,
-    tensor_core_advice,
-)
+from amp_ext.tensor_core import MULTIPLE, VOCABULARY_MULTIPLE, make_table, tensor_core_advice
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,23 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code, 0 whatever the advice. Bad input exits with 2.
     """
     parser = _parser()
-    options = parser.parse_intermixed_args(arguments)
+    options = vars(parser.parse_intermixed_args(arguments))
+    as_json = options.pop("json")
     try:
         config: dict[str, Any] = {}
-        for text in options.config:
+        for text in options.pop("config"):
             config |= _read(text)
-        advice = tensor_core_advice(
-            config,
-            batch_size=options.batch_size,
-            sequence_length=options.sequence_length,
-            multiple=options.multiple,
-            vocabulary_multiple=options.vocabulary_multiple,
-        )
+        advice = tensor_core_advice(config, **options)
     except ValueError as error:
         parser.error(str(error))
-    except RecursionError:
-        parser.error("configurations are nested too deeply")
-    if options.json:
+    if as_json:
         print(json.dumps([asdict(row) for row in advice], indent=1))
         return 0
     if importlib.util.find_spec("rich") is None:
@@ -60,43 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     if advice:
         console.print(make_table(advice))
-        console.print("Adds: parameters, an estimate, if only this row is padded.", style="dim")
+        console.print("Adds: parameters, if only this row is padded.", style="dim")
     else:
         console.print(
-            f"Every dimension is a multiple of {options.multiple}, "
-            f"the vocabulary of {options.vocabulary_multiple}."
+            f"Every dimension is a multiple of {options['multiple']}, "
+            f"the vocabulary of {options['vocabulary_multiple']}."
         )
     return 0
-
-
-def _read(text: str) -> dict[str, Any]:
-    """Reads one argument: a JSON object, ``name=value`` or the path of a JSON file.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
-    if text.lstrip().startswith("{"):
-        return _parse(text, "the JSON object")
-    name, equals, value = text.partition("=")
-    if equals and name.isidentifier():
-        if name not in of_config.NAMES:
-            raise ValueError(f"{name} is unknown; known are {', '.join(of_config.NAMES)}")
-        try:
-            return {name: parse_json(value, name)}
-        except ValueError:
-            return {name: value}
-    try:
-        content = Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{text} is neither name=value nor a file to read: {error}") from error
-    return _parse(content, text)
-
-
-def _parse(text: str, source: str) -> dict[str, Any]:
-    config = parse_json(text, source)
-    if not isinstance(config, dict):
-        raise ValueError(f"{source} must hold a JSON object, got {type(config).__name__}")
-    return config
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,25 +62,42 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows which dimensions of a model should be padded so that fp16 and bf16 "
         "matrix products run on Tensor Cores at full speed.",
     )
-    parser.add_argument(
-        "config",
-        nargs="+",
-        help="name=value, a JSON file or a JSON object, with Hugging Face's names; later ones "
-        "replace values of earlier ones",
-    )
+    names = "name=value or a JSON file, with Hugging Face's names; later ones replace earlier ones"
+    parser.add_argument("config", nargs="+", help=names)
     parser.add_argument("--batch-size", type=int, help="sequences in a batch")
     parser.add_argument("--sequence-length", type=int, help="tokens in a sequence")
     parser.add_argument(
-        "--multiple", type=int, default=MULTIPLE, help=f"for dimensions ({MULTIPLE})"
+        "--multiple", type=int, default=MULTIPLE, help="for dimensions (%(default)s)"
     )
     parser.add_argument(
         "--vocabulary-multiple",
         type=int,
         default=VOCABULARY_MULTIPLE,
-        help=f"for the vocabulary ({VOCABULARY_MULTIPLE})",
+        help="for the vocabulary (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="prints a list instead of a table")
     return parser
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Reads one argument: ``name=value`` or the path of a JSON file.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    name, equals, value = text.partition("=")
+    if equals and name.isidentifier():
+        try:
+            return {name: json.loads(value)}
+        except ValueError:
+            return {name: value}
+    try:
+        config = parse_json(Path(text).read_text(encoding="utf-8"), text)
+    except OSError as error:
+        raise ValueError(f"{text} is neither name=value nor a file to read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{text} must hold a JSON object, got {type(config).__name__}")
+    return config
 
 
 if __name__ == "__main__":

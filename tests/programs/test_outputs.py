@@ -170,12 +170,3 @@ def test_a_file_that_is_there_keeps_what_it_holds_until_the_end(tmp_path, capsys
     with pytest.raises(SystemExit, match="2"):
         bench.main([*BENCH, "--filter=nothing-like-this", f"--json={stored}"])
     assert stored.read_text() == "old"
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 600 + "{}" + "}" * 600], ids=len)
-def test_configurations_in_configurations_are_refused_in_a_line(text, tmp_path, capsys):
-    file = tmp_path / "deep.json"
-    file.write_text(text)
-    with pytest.raises(SystemExit, match="2"):
-        importlib.import_module("amp_ext.tensor_core.__main__").main([str(file)])
-    assert "tensor_core: error: " in capsys.readouterr().err

@@ -17,11 +17,6 @@ from torch import nn
 from amp_ext.tensor_core import __main__ as command_line
 from amp_ext.tensor_core import tensor_core_advice
 
-LLAMA_3 = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
-BERT = {
-    **{"hidden_size": 768, "intermediate_size": 3072, "vocab_size": 30522},
-    **{"num_hidden_layers": 12, "num_attention_heads": 12, "layer_norm_eps": 1e-12},
-}
 GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_inner": None}
 LLAMA = {
     **{"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "rms_norm_eps": 1e-5},
@@ -64,7 +59,7 @@ class Text(nn.Module):
 LINEAR = {"in_features": (30, 32), "out_features": (17, 24)}
 CHANNELS = {"in_channels": (3, 8), "out_channels": (20, 24)}
 TABLE = {"num_embeddings": (100, 128), "embedding_dim": (6, 8)}
-ATTENTION, OTHER_WIDTHS = {"embed_dim": (30, 48)}, {"kdim": (20, 24), "vdim": (7, 8)}
+ATTENTION = {"embed_dim": (30, 48)}
 RECURRENT = {"input_size": (7, 8), "hidden_size": (12, 16)}
 ONE_HEAD, THREE_HEADS = (partial(nn.MultiheadAttention, num_heads=heads) for heads in (1, 3))
 BOTH_WAYS = partial(nn.LSTM, num_layers=3, bidirectional=True)
@@ -77,14 +72,14 @@ LAYERS = {
     "embedding": (nn.Embedding, TABLE),
     "embedding-bag": (nn.EmbeddingBag, TABLE),
     "attention": (THREE_HEADS, ATTENTION),
-    "attention-on-other-widths": (partial(THREE_HEADS, add_bias_kv=True), ATTENTION | OTHER_WIDTHS),
     "attention-without-bias": (partial(ONE_HEAD, bias=False), {"embed_dim": (30, 32)}),
-    "lstm-with-projection": (BOTH_WAYS, RECURRENT | {"proj_size": (5, 8)}),
+    "lstm-both-ways": (BOTH_WAYS, RECURRENT),
     "gru-without-bias": (partial(nn.GRU, num_layers=2, bias=False), RECURRENT),
     "rnn": (nn.RNN, RECURRENT),
     "lstm-cell": (nn.LSTMCell, RECURRENT),
     "gru-cell-without-bias": (partial(nn.GRUCell, bias=False), RECURRENT),
 }
+COST_IS_UNTOLD = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
 @pytest.mark.parametrize(("build", "expected"), LAYERS.values(), ids=LAYERS)
@@ -95,6 +90,9 @@ def test_padding_costs_what_a_padded_layer_has_more(build, expected):
     advice.pop("head_dim", None)
     assert {name: (row.size, row.padded) for name, row in advice.items()} == expected
     for name, row in advice.items():
+        if isinstance(layer, COST_IS_UNTOLD):
+            assert (row.extra_parameters, row.extra_percent) == (None, None)
+            continue
         extra = parameters(build(**{**given, name: padded[name]})) - parameters(layer)
         assert row.extra_parameters == extra > 0
         assert row.extra_percent == pytest.approx(100 * extra / parameters(layer))
@@ -105,7 +103,6 @@ def test_heads_share_the_width():
     layer = nn.MultiheadAttention(1000, num_heads=8)
     (row,) = tensor_core_advice(layer)  # 1000 is a multiple of 8, 125 is not
     assert (row.dimension, row.size, row.padded) == ("head_dim", 125, 128)
-    assert row.extra_parameters == parameters(nn.MultiheadAttention(1024, 8)) - parameters(layer)
 
 
 def test_layers_around_attention_get_its_padded_width():
@@ -192,29 +189,12 @@ def test_a_model_is_not_changed_and_may_have_no_memory():
     assert (model.tokens.weight.shape, model.tokens.weight.device.type) == ((10**9, 16), "meta")
 
 
-# Without biases, norms, positions and pooling, which are less than 2 %.
-PUBLISHED = {
-    "gpt2": (GPT2, 124_439_808),
-    "llama-2-7b": (LLAMA, 6_738_415_616),
-    "llama-3-8b": ({**LLAMA, **LLAMA_3}, 8_030_261_248),
-    "bert-base": (BERT, 109_482_240),
-}
-
-
-@pytest.mark.parametrize(("config", "published"), rows(PUBLISHED))
-def test_parameters_of_a_configuration_are_close_to_the_published(config, published):
-    config = {**config, "vocab_size": config["vocab_size"] + 1}
-    (row,) = tensor_core_advice(config)
-    assert 100 * row.extra_parameters / row.extra_percent == pytest.approx(published, rel=0.02)
-
-
 def test_a_configuration_of_gpt2():
     (row,) = tensor_core_advice(GPT2)
     with pytest.raises(FrozenInstanceError):
         row.padded = 3
     assert (row.dimension, row.size, row.multiple, row.padded) == ("vocab_size", 50257, 64, 50304)
-    assert row.extra_parameters == 47 * 768
-    assert row.extra_percent == pytest.approx(0.029, abs=0.0005)
+    assert (row.extra_parameters, row.extra_percent) == (47 * 768, None)
     (untied,) = tensor_core_advice({**GPT2, "tie_word_embeddings": False})
     assert untied.extra_parameters == 2 * 47 * 768
 
@@ -241,23 +221,6 @@ DIMENSIONS = [
 @pytest.mark.parametrize(("config", "expected"), DIMENSIONS)
 def test_dimensions_of_configurations(config, expected):
     assert sizes(config) == expected
-
-
-def test_a_wider_configuration_costs_in_every_matrix():
-    small = {"hidden_size": 300, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 6}
-    advice = by_dimension(small)
-    extra = (64 * 336 + 2 * 12 * 336**2) - (64 * 300 + 2 * 12 * 300**2)
-    assert advice["hidden_size"].extra_parameters == advice[HEADS].extra_parameters == extra
-
-
-UNTOLD = [{"num_local_experts": 8}, {"is_encoder_decoder": True}, {"kv_lora_rank": 512}]
-UNTOLD += [{"d_ff": 4000}, {"num_hidden_layers": None}]
-
-
-@pytest.mark.parametrize("change", UNTOLD, ids=str)
-def test_parameters_that_cannot_be_told_are_left_open(change):
-    row = by_dimension({**LLAMA, "vocab_size": 32001, **change})["vocab_size"]
-    assert (row.padded, row.extra_parameters, row.extra_percent) == (32064, None, None)
 
 
 def test_layers_of_a_configuration_are_joined_without_a_cost():
@@ -288,17 +251,13 @@ def test_multiples_can_be_chosen():
     assert sizes({"vocab_size": 65}, vocabulary_multiple=8) == {"vocab_size": (65, 72)}
 
 
-LAZY = nn.Sequential(nn.LazyLinear(3))
-MULTIPLE = "n_embd must be a multiple of n_head, or head_dim be given, got 100 and 3"
 KINDS = "model must be a torch.nn.Module, a mapping or a configuration with to_dict(), got list"
 BAD = [
     ({"hidden": 8}, {}, "a configuration must have some of vocab_size, hidden_size, "),
     ({"hidden_size": 8.5}, {}, "hidden_size must be a positive int, got 8.5"),
     ({"inside": {"dim": True}}, {}, "inside.dim must be a positive int, got True"),
-    ({"n_embd": 100, "n_head": 3}, {}, MULTIPLE),
     (nn.Linear(8, 8), {"batch_size": 0}, "batch_size must be a positive int, got 0"),
     (nn.Linear(8, 8), {"multiple": 2.5}, "multiple must be a positive int, got 2.5"),
-    (LAZY, {}, "0.weight must have a shape, got a lazy parameter: run the model"),
     ([8], {}, KINDS),
 ]
 
@@ -317,7 +276,7 @@ def test_the_command_line_prints_a_table(capsys):
     shown = capsys.readouterr().out
     for line in (
         "dimension layers size multiple padded adds %",
-        "vocab_size 1 50,257 64 50,304 36,096 0.0292",
+        "vocab_size 1 50,257 64 50,304 36,096",
         "batch_size 1 3 8 8 0 0",
     ):
         (found,) = re.findall(f" {line.split()[0]} .*", shown)
@@ -337,13 +296,12 @@ def test_the_command_line_says_that_nothing_needs_padding(capsys):
     assert shown == "Every dimension is a multiple of 8, the vocabulary of 64.\n"
 
 
-def test_the_command_line_reads_files_objects_and_names_in_turn(tmp_path, capsys):
+def test_the_command_line_reads_files_and_names_in_turn(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**GPT2, "vocab_size": 10, "architectures": ["GPT2LMHeadModel"]}))
-    assert command_line.main([str(file), '{"vocab_size": 20}', "vocab_size=50257", "--json"]) == 0
+    assert command_line.main([str(file), "vocab_size=50257", "--json"]) == 0
     expected = {"dimension": "vocab_size", "layers": 1, "size": 50257, "multiple": 64}
-    expected |= {"padded": 50304, "extra_parameters": 36096}
-    expected["extra_percent"] = pytest.approx(0.0292, abs=1e-4)
+    expected |= {"padded": 50304, "extra_parameters": 36096, "extra_percent": None}
     assert json.loads(capsys.readouterr().out) == [expected]
     assert command_line.main([str(file), "--json", "--multiple=1", "vocab_size=64"]) == 0
     assert json.loads(capsys.readouterr().out) == []
