@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_ext.optim.moments import CODED_STATES, GROUP, has_groups
 
@@ -27,9 +26,7 @@ __all__ = [
     "NOT_COUNTED",
     "OPTIMIZERS",
     "Configuration",
-    "ElementCount",
     "MemoryUsage",
-    "count_elements",
     "make_table",
     "parse_count",
     "training_memory",
@@ -48,7 +45,6 @@ NOT_COUNTED = (
     "for a number instead of a model: what 8-bit states of small or odd parameters take more",
 )
 
-_LARGEST_COUNT = 10**18
 _COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([kmbt]?)", re.I)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -119,24 +115,6 @@ CONFIGURATIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ElementCount:
-    """How many elements a model has, by dtype.
-
-    Attributes:
-        trainable: In parameters that require a gradient.
-        frozen: In other parameters.
-        buffers: In buffers.
-        grouped: In those parameters that require a gradient of which 8-bit states have groups of 32
-            elements.
-    """
-
-    trainable: Mapping[torch.dtype, int]
-    frozen: Mapping[torch.dtype, int]
-    buffers: Mapping[torch.dtype, int]
-    grouped: Mapping[torch.dtype, int] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryUsage:
     """The bytes that one configuration takes.
 
@@ -145,29 +123,16 @@ class MemoryUsage:
         optimizer: A name of :data:`OPTIMIZERS`.
         parameter_count: How many parameters there are.
         trainable_count: How many of them require a gradient.
-        parameters: Bytes of all of them.
-        masters: Bytes of the masters, or of what split ones have beside the parameters.
-        gradients: Bytes of one gradient, in the parameter's dtype, for each trainable parameter.
-        states: Bytes of the optimizer's states, masters apart.
-        buffers: Bytes of a model's buffers.
+        bytes: Of ``parameters``, of ``masters`` or what split ones have beside the parameters, of
+            ``gradients`` (one for each trainable parameter, in its dtype), of the optimizer's
+            ``states``, masters apart, of a model's ``buffers``, and the ``total``.
     """
 
     configuration: Configuration
     optimizer: str
     parameter_count: int
     trainable_count: int
-    parameters: int
-    masters: int
-    gradients: int
-    states: int
-    buffers: int
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """All sizes by name, and their ``total``."""
-        names = ("parameters", "masters", "gradients", "states", "buffers")
-        sizes = {name: getattr(self, name) for name in names}
-        return {**sizes, "total": sum(sizes.values())}
+    bytes: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -196,6 +161,16 @@ class MemoryUsage:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Elements:
+    """Those of a parameter or a buffer, or of parameters that are alike."""
+
+    dtype: torch.dtype
+    number: int
+    is_trained: bool = False
+    has_groups: bool = False  # in 8-bit states
+
+
 def training_memory(
     model: nn.Module | int | float | str,
     optimizer: str = "adamw",
@@ -219,8 +194,7 @@ def training_memory(
         with its own dtypes under amp_ext's optimizers.
 
     Raises:
-        ValueError: If the model has no parameters, or some without a shape yet, or a name or a
-            number is not one.
+        ValueError: If the model has no parameters, or a name or a number is not one.
 
     Example:
         >>> with torch.device("meta"):
@@ -232,33 +206,81 @@ def training_memory(
         raise ValueError(
             f"training_memory: optimizer must be one of {list(OPTIMIZERS)}, got {optimizer!r}"
         )
+    rows, buffers = list(CONFIGURATIONS), []
     if isinstance(model, nn.Module):
         if trainable is not None:
             raise ValueError(
                 "training_memory: trainable must be None for a model, whose parameters say "
                 f"themselves whether they require a gradient, got {trainable!r}"
             )
-        count = count_elements(model)
-        return [_usage(row, optimizer, count) for row in (_AS_IT_IS, *_configurations(optimizer))]
-    parameters = parse_count(model)
-    trained = parameters if trainable is None else parse_count(trainable)
-    if trained > parameters:
-        raise ValueError(
-            f"training_memory: trainable must be at most the {parameters} parameters, got {trained}"
-        )
-    frozen = parameters - trained
-    trainable_elements = {torch.float32: trained}
-    count = ElementCount(trainable_elements, {torch.float32: frozen}, {}, trainable_elements)
-    return [_usage(row, optimizer, count) for row in _configurations(optimizer)]
-
-
-def _configurations(optimizer: str) -> list[Configuration]:
-    """Returns those that an optimizer does not refuse: amsgrad's maximum has no code."""
+        params = [
+            _Elements(param.dtype, param.numel(), param.requires_grad, has_groups(param))
+            for param in model.parameters()
+        ]
+        buffers = [_Elements(buffer.dtype, buffer.numel()) for buffer in model.buffers()]
+        rows.insert(0, _AS_IT_IS)
+        if not any(each.number for each in params):
+            raise ValueError(
+                f"training_memory: model must have parameters, got {type(model).__name__} without"
+            )
+    else:
+        number = parse_count(model)
+        trained = number if trainable is None else parse_count(trainable)
+        if trained > number:
+            raise ValueError(
+                f"training_memory: trainable must be at most the {number} parameters, got {trained}"
+            )
+        params = [
+            _Elements(torch.float32, trained, True, True),
+            _Elements(torch.float32, number - trained),
+        ]
+    refused = CODED_STATES if optimizer == "amsgrad" else ()  # whose maximum has no code
     return [
-        row
-        for row in CONFIGURATIONS
-        if optimizer != "amsgrad" or row.state_dtype not in CODED_STATES
+        _usage(row, optimizer, params, buffers) for row in rows if row.state_dtype not in refused
     ]
+
+
+def _usage(
+    configuration: Configuration,
+    optimizer: str,
+    params: Sequence[_Elements],
+    buffers: Sequence[_Elements],
+) -> MemoryUsage:
+    def stored(each: _Elements) -> torch.dtype:
+        return (each.dtype.is_floating_point and configuration.dtype) or each.dtype
+
+    def size(elements: Sequence[_Elements]) -> int:
+        return sum(each.number * stored(each).itemsize for each in elements)
+
+    trained = [each for each in params if each.is_trained]
+    masters = states = 0
+    for each in trained:
+        dtype, state_dtype = stored(each), configuration.state_dtype
+        if dtype in _SIXTEEN_BIT:
+            masters += each.number * MASTER_BYTES[configuration.master_weights]
+        elif dtype != torch.float32:
+            state_dtype = None
+        states += _state_bytes(each, state_dtype or dtype, OPTIMIZERS[optimizer])
+    sizes = {"parameters": size(params), "masters": masters, "gradients": size(trained)}
+    sizes |= {"states": states, "buffers": size(buffers)}
+    return MemoryUsage(
+        configuration,
+        optimizer,
+        parameter_count=sum(each.number for each in params),
+        trainable_count=sum(each.number for each in trained),
+        bytes={**sizes, "total": sum(sizes.values())},
+    )
+
+
+def _state_bytes(each: _Elements, dtype: torch.dtype | str, states: int) -> int:
+    """Returns the bytes of some states; of those of 8 bits a group has an exponent."""
+    if isinstance(dtype, torch.dtype):
+        return each.number * dtype.itemsize * states
+    # Without groups a moment is in bfloat16, as is Adam's second with "8bit-bf16".
+    in_groups = each.number + -(-each.number // GROUP) if each.has_groups else 2 * each.number
+    if states < 2:
+        return states * in_groups
+    return each.number + (in_groups if dtype == "8bit" else 2 * each.number)
 
 
 def parse_count(text: int | float | str) -> int:
@@ -275,7 +297,7 @@ def parse_count(text: int | float | str) -> int:
         whole, fraction, exponent, suffix = match.groups(default="")
         digits = Fraction(re.sub("[,_]", "", whole) + fraction)
         number = digits * 10 ** int(exponent or 0) * _SUFFIXES[suffix.lower()]
-        if number.denominator == 1 and 1 <= number <= _LARGEST_COUNT:
+        if number.denominator == 1 and 1 <= number <= 10**18:
             return int(number)
     raise ValueError(
         "parse_count: a number of parameters must be a whole number from 1 to 10**18 such as 7B, "
@@ -283,86 +305,8 @@ def parse_count(text: int | float | str) -> int:
     )
 
 
-def count_elements(model: nn.Module) -> ElementCount:
-    """Counts a model's elements by dtype; tied parameters and shared buffers once.
-
-    Args:
-        model: Of which only shapes and dtypes are read.
-
-    Raises:
-        ValueError: If it has no parameters, or a lazy one without a shape.
-    """
-    for name, param in model.named_parameters():
-        if nn.parameter.is_lazy(param):
-            raise ValueError(
-                f"count_elements: {name} must have a shape, got a lazy parameter: run the model "
-                "once first"
-            )
-    params = list(model.parameters())
-    if not any(param.numel() for param in params):
-        raise ValueError(
-            f"count_elements: model must have parameters, got {type(model).__name__} without"
-        )
-    return ElementCount(
-        trainable=_by_dtype(param for param in params if param.requires_grad),
-        frozen=_by_dtype(param for param in params if not param.requires_grad),
-        buffers=_by_dtype(model.buffers()),
-        grouped=_by_dtype(param for param in params if param.requires_grad and has_groups(param)),
-    )
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, int]:
-    counter: Counter[torch.dtype] = Counter()
-    for tensor in tensors:
-        counter[tensor.dtype] += tensor.numel()
-    return dict(counter)
-
-
-def _usage(configuration: Configuration, optimizer: str, count: ElementCount) -> MemoryUsage:
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        if configuration.dtype is None or not dtype.is_floating_point:
-            return dtype
-        return configuration.dtype
-
-    def size(counts: Mapping[torch.dtype, int]) -> int:
-        return sum(number * stored(dtype).itemsize for dtype, number in counts.items())
-
-    masters = states = 0
-    for original, number in count.trainable.items():
-        dtype = stored(original)
-        state_dtype: torch.dtype | str = dtype
-        if dtype in (*_SIXTEEN_BIT, torch.float32):
-            state_dtype = configuration.state_dtype or dtype
-        if dtype in _SIXTEEN_BIT:
-            masters += number * MASTER_BYTES[configuration.master_weights]
-        if isinstance(state_dtype, torch.dtype):
-            states += number * state_dtype.itemsize * OPTIMIZERS[optimizer]
-        else:
-            states += _coded_bytes(state_dtype, optimizer, number, count.grouped.get(original, 0))
-    trainable, frozen = sum(count.trainable.values()), sum(count.frozen.values())
-    return MemoryUsage(
-        configuration=configuration,
-        optimizer=optimizer,
-        parameter_count=trainable + frozen,
-        trainable_count=trainable,
-        parameters=size(count.trainable) + size(count.frozen),
-        masters=masters,
-        gradients=size(count.trainable),
-        states=states,
-        buffers=size(count.buffers),
-    )
-
-
-def _coded_bytes(state_dtype: str, optimizer: str, number: int, grouped: int) -> int:
-    """Returns the bytes of states in 8 bits, with an exponent for each group; else in bfloat16."""
-    in_groups = grouped + -(-grouped // GROUP) + 2 * (number - grouped)
-    if OPTIMIZERS[optimizer] < 2:
-        return OPTIMIZERS[optimizer] * in_groups
-    return number + (in_groups if state_dtype == "8bit" else 2 * number)
-
-
 def make_table(usages: Sequence[MemoryUsage]) -> Table:
-    """Returns a table for the terminal: sizes in one unit, and bytes per parameter.
+    """Returns a table for the terminal: sizes in GiB, and bytes per parameter.
 
     These are the same sizes in the same order, divided by the number of all parameters.
 
@@ -375,13 +319,12 @@ def make_table(usages: Sequence[MemoryUsage]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    unit, divisor = _unit(max(usage.total for usage in usages))
-    left_out = "" if any(usage.buffers for usage in usages) else "buffers"
+    left_out = "" if any(usage.bytes["buffers"] for usage in usages) else "buffers"
     names = [name for name in usages[0].bytes if name != left_out]
     table = Table(
         box=SIMPLE_HEAD,
         pad_edge=False,
-        title=f"Sizes in {unit}; 16-bit is fp16 or bf16",
+        title="Sizes in GiB; 16-bit is fp16 or bf16",
         title_justify="left",
     )
     table.add_column("configuration")
@@ -397,20 +340,8 @@ def make_table(usages: Sequence[MemoryUsage]) -> Table:
             shares = [f"{row.bytes_per_parameter[name]:.3g}" for name in names]
             table.add_row(
                 row.configuration.name,
-                *(_three_digits(row.bytes[name] / divisor) for name in names),
+                *(f"{row.bytes[name] / 2**30:,.2f}" for name in names),
                 f"{'+'.join(shares[:-1])} = {shares[-1]}",
                 row.configuration.options or "defaults",
             )
     return table
-
-
-def _unit(size: int) -> tuple[str, int]:
-    """Returns the unit, GiB at most, in which a size is readable."""
-    names = ("B", "KiB", "MiB", "GiB")
-    power = min((size.bit_length() - 1) // 10, len(names) - 1)
-    return names[power], 1024**power
-
-
-def _three_digits(size: float) -> str:
-    decimals = 0 if size == 0 or size >= 100 else 1 if size >= 10 else 2
-    return f"{size:,.{decimals}f}"

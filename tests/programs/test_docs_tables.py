@@ -49,7 +49,7 @@ def test_the_calculator_of_memory_counts_the_same(name):
     """In fp32 and in 16 bits with masters and without, states and masters together."""
     (row,) = [row for row in rows_of(TABLES["states"]()) if row[0] == CALCULATED[name]]
     usages = {
-        usage.configuration.name: (usage.states + usage.masters) // 1_000
+        usage.configuration.name: (usage.bytes["states"] + usage.bytes["masters"]) // 1_000
         for usage in amp_ext.memory.training_memory(1_000, name)
     }
     wanted = ("fp32", "16-bit + masters, fp32 states", "16-bit, 16-bit states")
