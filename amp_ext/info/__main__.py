@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from amp_ext import ops
-from amp_ext.info import facts, report
-from amp_ext.info.causes import recognise
+from amp_ext.info import facts
+from amp_ext.info.causes import CAUSES, UNKNOWN, recognise
 from amp_ext.info.check import DTYPES, check
 from amp_ext.program import run_program
 
@@ -35,9 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = examine(take_steps=options.check)
     if options.json:
         print(json.dumps(found, indent=2))
-    else:
-        report.show(found)
-    return 0 if found["ok"] else 1
+        return 0 if found["ok"] else 1
+    for label, text in [*_facts(found), *_steps(found["check"])]:
+        print(f"{label:<18}{text}")
+    if found["ok"]:
+        loads = "It loads; --check takes real steps on each device."
+        print(f"\n{'It works.' if options.check else loads}")
+        return 0
+    texts = {cause.key: cause.text for cause in (*CAUSES, UNKNOWN)}
+    for problem in found["problems"]:
+        print(f"\nProblem: {problem['message']}\nCause: {texts[problem['cause']]}")
+    print("\nType this:\n")
+    for line in dict.fromkeys(problem["cure"] for problem in found["problems"]):
+        print(f"    {line}")
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,8 +103,7 @@ def _messages(found: dict[str, Any]) -> Iterator[str]:
         ops.cpu_isa()
     except (ImportError, RuntimeError) as error:
         # The line to type follows from the cause and is more exact than the error's.
-        told = str(error).splitlines()[0].partition(" Rebuild: ")[0].partition(" Build it: ")[0]
-        yield "\n".join([told, *facts.look_at_binary()])
+        yield str(error).splitlines()[0].partition(" Rebuild: ")[0].partition(" Build it: ")[0]
         return
     build = found["build"]
     for index, gpu in enumerate(found["gpus"]):
@@ -106,6 +116,46 @@ def _messages(found: dict[str, Any]) -> Iterator[str]:
     for step in found["check"]:
         if step["error"]:
             yield f"steps on {step['device']} in {step['dtype']}: {step['error']}"
+
+
+def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    versions, build, cpu = found["versions"], found["build"], found["cpu"]
+    yield "amp_ext", f"{versions['amp_ext']} in {found['folder']}"
+    yield "torch", f"{versions['torch']}, {_with_cuda(versions['cuda'])}"
+    yield "Python", versions["python"]
+    yield "library", found["library"] or "none that programs in C++ could link"
+    if build is None:
+        yield "build", "unknown: no _build_info.json lies beside the compiled module"
+    else:
+        built_for = f"for torch {build['torch']}, {_with_cuda(build['cuda'])}"
+        toolkit = f", CUDA toolkit {build['toolkit']}" if build["toolkit"] else ""
+        changes = ", with uncommitted changes" if build["uncommitted_changes"] else ""
+        yield "build", f"{built_for}, Python {build['python']}"
+        yield "compiler", f"{build['compiler'] or 'unknown'}{toolkit}"
+        yield "commit", f"{build['commit'] or 'unknown'}{changes}"
+        yield "backends", ", ".join([*build["backends"], *build["architectures"]])
+    variable = "not set" if cpu["variable"] is None else cpu["variable"]
+    instructions = f"{cpu['instructions'] or 'unknown'} ({facts.ISA_VARIABLE} {variable})"
+    yield "CPU", f"{instructions}, threads: {cpu['threads']}, cores: {cpu['cores']}"
+    for index, gpu in enumerate(found["gpus"]):
+        code = gpu["code"] or "no code for it"
+        if code.startswith("compute_"):
+            code += ", compiled by the driver (PTX)"
+        about = f"{gpu['name']}, compute capability {gpu['capability']}"
+        yield f"GPU {index}", f"{about}, {'code for it unknown' if build is None else code}"
+    if not found["gpus"]:
+        yield "GPU", "none that torch sees"
+
+
+def _with_cuda(version: str | None) -> str:
+    return f"CUDA {version}" if version else "without CUDA"
+
+
+def _steps(steps: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for device in dict.fromkeys(step["device"] for step in steps):
+        of_device = [step for step in steps if step["device"] == device]
+        told = (f"{step['dtype']} {'fails' if step['error'] else 'works'}" for step in of_device)
+        yield f"steps on {device}", ", ".join(told)
 
 
 if __name__ == "__main__":

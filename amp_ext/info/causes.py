@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
-import json
 import re
 import shlex
 import sys
-import urllib.parse
-import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from amp_ext.info.facts import ISA_VARIABLE, PACKAGE
 
 
-@dataclasses.dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """One row of the table.
 
     Attributes:
@@ -33,20 +29,13 @@ class Cause:
     setting: str = ""
     command: str = ""
 
-    @property
-    def cure(self) -> str:
-        """What to do, in short."""
-        setting = self.setting.format(capabilities="…")
-        return self.command or f"rebuild{setting and f' with {setting}'}"
-
-    def line(self, capabilities: list[str]) -> str:
+    def line(self, capabilities: Sequence[str]) -> str:
         """Returns the line to type.
 
         Args:
             capabilities: Those of the GPUs, ["9.0"].
         """
-        setting = self.setting.format(capabilities=";".join(capabilities))
-        return self.command or rebuild_line(setting)
+        return self.command or rebuild_line(self.setting.format(";".join(capabilities)))
 
 
 _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
@@ -64,16 +53,10 @@ CAUSES = (
         "sources that are not built hide an installed amp_ext: start elsewhere, or",
         r"^amp_ext's sources at .* are imported",
     ),
-    Cause("missing", "the compiled module is not there", "no compiled module lies"),
     Cause(
-        "other-python",
-        "it was built for another Python or platform",
-        "for another Python or platform|was compiled for Python",
-    ),
-    Cause(
-        "other-processor",
-        "it was built for another processor",
-        "for another processor|wrong ELF class",
+        "missing",
+        "the compiled module is not there, or is for another Python or platform",
+        "is not there for this Python",
     ),
     Cause(
         "no-library",
@@ -109,16 +92,6 @@ CAUSES = (
         "cannot open shared object file",
     ),
     Cause(
-        "damaged",
-        "the file is damaged, or not amp_ext's",
-        "no shared library|file too short|cannot read file data|ELF|does not define module export",
-    ),
-    Cause(
-        "other-version",
-        "it is older or newer than the Python files beside it",
-        r"amp_ext\._C.* has no attribute|incompatible (function|constructor) arguments",
-    ),
-    Cause(
         "no-cuda",
         "there is a GPU, and it was built for the CPU alone",
         "built without CUDA",
@@ -128,10 +101,10 @@ CAUSES = (
         "gpu-architecture",
         "it holds no code for this GPU",
         "no code for GPU|no kernel image is available",
-        setting="TORCH_CUDA_ARCH_LIST='{capabilities}'",
+        setting="TORCH_CUDA_ARCH_LIST='{}'",
     ),
 )
-UNKNOWN = Cause("unknown", "none of these", "")
+UNKNOWN = Cause("unknown", "none that is known", "")
 
 
 def recognise(seen: str) -> Cause:
@@ -147,8 +120,7 @@ def recognise(seen: str) -> Cause:
 def rebuild_line(setting: str = "") -> str:
     """Returns the line that builds the extension anew for this Python.
 
-    In place where the package lies in its source folder, else with pip, from the folder that it was
-    installed from.
+    In place where the package lies in its source folder, else with pip.
 
     Args:
         setting: Environment variable to set, ``AMP_EXT_CUDA=1``.
@@ -158,15 +130,5 @@ def rebuild_line(setting: str = "") -> str:
         return f"{setting}make -C {shlex.quote(str(PACKAGE.parent))} clean build PYTHON={python}"
     return (
         f"{setting}{python} -m pip install --no-build-isolation --force-reinstall --no-deps "
-        f"--no-cache-dir {_source_folder() or '<the source folder of amp_ext>'}"
+        "--no-cache-dir <the source folder of amp_ext>"
     )
-
-
-def _source_folder() -> str | None:
-    """Returns the folder that pip installed from, as it noted it."""
-    try:
-        noted = importlib.metadata.distribution("amp-ext").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    url = urllib.parse.urlparse(json.loads(noted or "{}").get("url", ""))
-    return shlex.quote(urllib.request.url2pathname(url.path)) if url.scheme == "file" else None

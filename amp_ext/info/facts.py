@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import os
 import platform
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,6 @@ from amp_ext import ops
 
 PACKAGE = Path(amp_ext.__file__).parent
 ISA_VARIABLE = "AMP_EXT_CPU_ISA"
-
-_ELF_MAGIC = b"\x7fELF"
-_ELF_PROCESSORS = {3: "x86", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv"}
 
 
 def describe() -> dict[str, Any]:
@@ -107,39 +102,9 @@ def code_for(capability: tuple[int, int], architectures: Sequence[str]) -> str |
         parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
         if parts is None:
             continue
-        made_for = int(parts[2]), int(parts[3])
-        if parts[4] == "a":
-            fits = made_for == capability
-        elif parts[1] == "sm" or parts[4] == "f":
-            fits = made_for[0] == capability[0] and made_for <= capability
-        else:
-            fits = made_for <= capability
-        if fits:
-            fitting.append((parts[1] == "sm", made_for, name))
+        kind, made_for, only_for = parts[1], (int(parts[2]), int(parts[3])), parts[4]
+        is_of_family = made_for[0] == capability[0] or (kind == "compute" and not only_for)
+        is_later = made_for <= capability and is_of_family and only_for != "a"
+        if is_later or made_for == capability:
+            fitting.append((kind == "sm", made_for, name))
     return max(fitting)[2] if fitting else None
-
-
-def look_at_binary() -> list[str]:
-    """Returns sentences about what is wrong with the file of the compiled module, if it shows."""
-    found = sorted(path.name for path in PACKAGE.glob("_C.*") if path.suffix in (".so", ".pyd"))
-    wanted = [f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    fitting = [name for name in wanted if name in found]
-    if not found:
-        return [f"no compiled module lies in {PACKAGE}"]
-    if not fitting:
-        return [f"for another Python or platform: {', '.join(found)}; this one wants {wanted[0]}"]
-    header, own = (_elf_header(path) for path in (PACKAGE / fitting[0], Path(sys.executable)))
-    if not own.startswith(_ELF_MAGIC):
-        return []
-    if not header.startswith(_ELF_MAGIC):
-        return [f"no shared library: {fitting[0]} begins with {header[:4]!r}"]
-    made_for, needed = (int.from_bytes(part[18:20], sys.byteorder) for part in (header, own))
-    if made_for != needed:
-        names = [_ELF_PROCESSORS.get(number, str(number)) for number in (made_for, needed)]
-        return [f"for another processor: {fitting[0]} is for {names[0]}, this one is {names[1]}"]
-    return []
-
-
-def _elf_header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(20)

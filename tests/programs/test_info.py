@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,23 +64,13 @@ def link_with(name: str, version: str, binary: Path) -> None:
 
 
 REBUILD = "-m pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir"
-OTHER_NAME = "_C.cpython-36m-x86_64-linux-gnu.so"
 USES_UNDEFINED = "void _ZN3c105Error(void); void use(void) { _ZN3c105Error(); }"
-
-
-def for_arm(file: Path) -> bytes:
-    content = file.read_bytes()
-    return content[:18] + (40).to_bytes(2, sys.byteorder) + content[20:]
 
 
 # What is done to the binary, the cause that is to be found, and a part of the message.
 BROKEN = [
     (Path.unlink, "missing", "is not there for this Python"),
-    (lambda file: file.rename(file.with_name(OTHER_NAME)), "other-python", "_C.cpython-36m"),
-    (lambda file: file.write_bytes(file.read_bytes()[:64]), "damaged", "does not load"),
-    (lambda file: file.write_text("version 1"), "damaged", "begins with b'vers'"),
-    (functools.partial(link, "int nothing = 0;"), "damaged", "PyInit__C"),
-    (lambda file: file.write_bytes(for_arm(file)), "other-processor", "is for arm, this one"),
+    (lambda file: file.write_text("version 1"), "unknown", "does not load"),
     (lambda file: note_in(file.parent, torch="1.2.3"), "other-torch", "for torch 1.2.3"),
     (functools.partial(link, USES_UNDEFINED), "undefined-symbol", "_ZN3c105Error"),
     (functools.partial(link_with, "libcudart.so.9", "V1"), "other-cuda", "libcudart.so.9"),
@@ -145,15 +131,12 @@ def test_a_broken_binary_is_explained(use_copy, info, change, key: str, wanted: 
     assert REBUILD in problem["cure"] or problem["cure"].startswith("conda install")
 
 
-def test_the_table_marks_the_cause_and_says_what_to_type(use_copy, info):
-    copy = use_copy(Path.unlink)
+def test_the_cause_is_told_and_what_to_type(use_copy, info):
+    use_copy(Path.unlink)
     code, out = info()
     assert code == 1
-    assert "✗ amp_ext's compiled module amp_ext._C is not there" in out
-    assert f"no compiled module lies in {copy}" in out
-    for cause in causes.CAUSES:
-        (row,) = (line for line in out.splitlines() if cause.text in line)
-        assert row.strip().startswith("→") == (cause.key == "missing")
+    assert "Problem: amp_ext's compiled module amp_ext._C is not there" in out
+    assert "Cause: the compiled module is not there, or is for another Python or platform" in out
     last = out.partition("Type this:\n")[2].strip()
     assert last.startswith(f"{sys.executable} {REBUILD}")
 
@@ -207,14 +190,9 @@ def test_a_healthy_package_is_described_and_checked(pretend, info, tmp_path, mon
     assert info("--check", "--json") == (0, expected)
 
 
-@pytest.mark.parametrize("with_rich", [True, False], ids=["rich", "plain"])
-def test_the_facts_are_printed_with_and_without_rich(pretend, info, with_rich, monkeypatch):
+def test_the_facts_are_printed(pretend, info, monkeypatch):
     pretend((8, 6), (9, 0))
     monkeypatch.delenv("AMP_EXT_CPU_ISA", raising=False)
-    if with_rich:
-        pytest.importorskip("rich")
-    else:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, out = info()
     lines = [" ".join(line.split()) for line in out.splitlines()]
     cpu = f"CPU {ops.cpu_isa()} (AMP_EXT_CPU_ISA not set), threads: {torch.get_num_threads()}"
@@ -230,17 +208,7 @@ def test_the_facts_are_printed_with_and_without_rich(pretend, info, with_rich, m
         "GPU 0 NVIDIA X0, compute capability 8.6, sm_80",
         "GPU 1 NVIDIA X1, compute capability 9.0, compute_90, compiled by the driver (PTX)",
     } <= set(lines)
-    assert lines[-1] == "✓ It loads; --check takes real steps on each device."
-
-
-def test_without_rich_the_table_of_causes_is_plain(pretend, info, monkeypatch):
-    pretend((12, 0), architectures=["sm_90"])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    lines = info()[1].splitlines()
-    (heading,) = (line for line in lines if line.strip().startswith("cause"))
-    (row,) = (line for line in lines if line.startswith("→"))
-    assert row.index("it holds no code for this GPU") == heading.index("cause")
-    assert row.index("rebuild with TORCH_CUDA_ARCH_LIST='…'") == heading.index("cure")
+    assert lines[-1] == "It loads; --check takes real steps on each device."
 
 
 def test_a_build_without_a_note_is_unknown(pretend, info, tmp_path):
@@ -331,8 +299,7 @@ def test_an_overflow_that_is_missed_is_noticed(monkeypatch):
 
 FAILURES = [
     ("CUDA error: no kernel image is available", "gpu-architecture", "it holds no code for"),
-    ("module 'amp_ext._C' has no attribute 'Plan'", "other-version", "it is older or newer"),
-    ("something new", "unknown", "none of these"),
+    ("something new", "unknown", "none that is known"),
 ]
 
 
@@ -348,9 +315,8 @@ def test_steps_that_fail_are_shown_with_a_cure(pretend, info, monkeypatch, text,
     assert problem["cure"].endswith(causes.rebuild_line())
     code, out = info("--check")
     assert code == 1
-    assert "float32 ✗, float16 ✗, bfloat16 ✗" in out
-    assert f"✗ {message}" in out
-    assert re.search(f"→ +{mark}", out)
+    assert "float32 fails, float16 fails, bfloat16 fails" in out
+    assert f"Problem: {message}\nCause: {mark}" in out
 
 
 def test_each_cause_has_a_name_and_words_of_its_own():
@@ -360,12 +326,10 @@ def test_each_cause_has_a_name_and_words_of_its_own():
 
 
 OF_THE_LOADER = [
-    ("module was compiled for Python 3.10, but the interpreter version is", "other-python"),
     ("libc10_cuda.so: cannot open shared object file", "other-cuda"),
     ("libamp_ext.so: cannot open shared object file", "no-library"),
     ("/a/lib/libamp_ext.so: version `AMP_EXT_1' not found (required by /a/_C.so)", "other-build"),
     ("version `CXXABI_1.3.15' not found", "old-libstdc++"),
-    ("wrong ELF class: ELFCLASS32", "other-processor"),
     ("segment prefix", "unknown"),
 ]
 
@@ -383,16 +347,6 @@ def test_in_its_source_folder_the_package_is_rebuilt_in_place(monkeypatch, tmp_p
     assert causes.rebuild_line("AMP_EXT_CUDA=1") == f"AMP_EXT_CUDA=1 {line}"
 
 
-@pytest.mark.parametrize(
-    ("noted", "source"),
-    [
-        ('{"url": "file:///my%20code/amp"}', "'/my code/amp'"),
-        ('{"url": "https://host/amp.git"}', "<the source folder of amp_ext>"),
-        (None, "<the source folder of amp_ext>"),
-    ],
-)
-def test_an_installed_package_is_rebuilt_from_where_it_came(monkeypatch, tmp_path, noted, source):
-    installed = types.SimpleNamespace(read_text={"direct_url.json": noted}.__getitem__)
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+def test_elsewhere_the_package_is_rebuilt_with_pip(monkeypatch, tmp_path):
     monkeypatch.setattr(causes, "PACKAGE", tmp_path / "amp_ext")
-    assert causes.rebuild_line().endswith(f"{REBUILD} {source}")
+    assert causes.rebuild_line().endswith(f"{REBUILD} <the source folder of amp_ext>")

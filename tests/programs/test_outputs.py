@@ -43,9 +43,7 @@ def test_every_encoding_will_do(monkeypatch, name, arguments, encoding):
     text = written.getvalue().decode(encoding)
     assert code == 0
     if name == "info":
-        mark = "✓" if encoding == "utf-8" else "v"
-        assert f"\n{mark} It works.\n" in text
-        assert f"float32 {mark}, float16 {mark}, bfloat16 {mark}" in text
+        assert "float32 works, float16 works, bfloat16 works\n\nIt works.\n" in text
 
 
 def test_a_name_that_no_encoding_has_is_shown(monkeypatch):
