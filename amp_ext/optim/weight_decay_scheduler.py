@@ -6,13 +6,12 @@ import copy
 import math
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_ext.plain_numbers import is_count, is_number, plain, with_plain_numbers
-from amp_ext.put_back import Before
+from amp_ext.plain_numbers import with_plain_numbers
 
 __all__ = [
     "CosineAnnealingWeightDecay",
@@ -59,9 +58,6 @@ class WeightDecayScheduler(ABC):
             raise TypeError(
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        last_epoch = plain(last_epoch)
-        if not isinstance(last_epoch, int) or last_epoch < -1:
-            raise ValueError(f"{name}: last_epoch must be an int of at least -1, got {last_epoch}")
         for index, group in enumerate(optimizer.param_groups):
             if last_epoch >= 0 and "initial_weight_decay" not in group:
                 raise ValueError(
@@ -88,8 +84,8 @@ class WeightDecayScheduler(ABC):
         """Writes the next weight decay into every group; to be called after ``optimizer.step()``.
 
         Raises:
-            ValueError: If a value is negative or not finite, a group has no weight decay, or groups
-                have gone. Nothing has been changed then, nor after an interrupt.
+            ValueError: If a value is negative or not finite, or a group has no weight decay.
+                Nothing has been changed then.
         """
         bases = self._bases()
         epoch = self.last_epoch + 1
@@ -100,13 +96,8 @@ class WeightDecayScheduler(ABC):
                     f"{type(self).__name__}.step: weight_decay of group {index} must be finite and "
                     f"at least 0, got {value} for epoch {epoch}"
                 )
-        before = Before(self._written())
-        try:
-            self.last_epoch = epoch
-            self._write(bases, values)
-        except BaseException:  # also an interrupt, after which a notebook goes on
-            before.put_back()
-            raise
+        self.last_epoch = epoch
+        self._write(bases, values)
 
     def get_last_weight_decay(self) -> list[float]:
         """Returns the values that were written last, one for each group."""
@@ -122,70 +113,18 @@ class WeightDecayScheduler(ABC):
 
         Args:
             state_dict: From ``state_dict()`` of the same class.
-
-        Raises:
-            ValueError: If the state is another class's, of more groups than there are, or has an
-                entry that is out of range. Nothing has been changed then, nor after an interrupt.
         """
-        self._bases()  # raises if the groups do not fit
-        self._check_saved(f"{type(self).__name__}.load_state_dict", state_dict)
-        before = Before(self._written())
-        try:
-            self._restore(copy.deepcopy(state_dict))
-            bases, last = self._bases(), self._last_weight_decay
-            self._write(bases, last + bases[len(last) :])
-        except BaseException:
-            before.put_back()
-            raise
-
-    def _written(self) -> list[dict[str, Any]]:
-        """Returns what a step or a load writes: the attributes of this object, and the groups."""
-        return [vars(self), *self.optimizer.param_groups]
+        self.__dict__.update(copy.deepcopy(state_dict))
+        bases, last = self._bases(), self._last_weight_decay
+        self._write(bases, last + bases[len(last) :])
 
     def _saved(self) -> dict[str, Any]:
         """Returns what a state dict holds."""
         return {name: value for name, value in self.__dict__.items() if name != "optimizer"}
 
-    def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
-        """Raises ValueError if a state dict does not fit."""
-        if not isinstance(saved, Mapping):
-            raise ValueError(f"{operation}: state_dict must be a dict, got {type(saved).__name__}")
-        wanted, got = sorted(self._saved()), sorted(saved)
-        if wanted != got:
-            raise ValueError(f"{operation}: state_dict must have {wanted}, got {got}")
-        if not isinstance(saved["last_epoch"], int) or saved["last_epoch"] < 0:
-            raise ValueError(
-                f"{operation}: last_epoch must be an int of at least 0, got {saved['last_epoch']!r}"
-            )
-        for name in ("base_weight_decays", "_last_weight_decay"):
-            values = saved[name]
-            if not isinstance(values, list):
-                raise ValueError(f"{operation}: {name} must be a list, got {values!r}")
-            for index, value in enumerate(values):
-                _not_negative(f"{operation}: {name}[{index}]", value)
-        count, groups = len(saved["base_weight_decays"]), len(self.optimizer.param_groups)
-        if count > groups:
-            raise ValueError(
-                f"{operation}: base_weight_decays must be of at most {groups} groups, got {count}"
-            )
-        if count != len(saved["_last_weight_decay"]):
-            raise ValueError(
-                f"{operation}: _last_weight_decay must be of {count} groups as base_weight_decays, "
-                f"got {len(saved['_last_weight_decay'])}"
-            )
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        """Takes over a state dict that fits."""
-        self.__dict__.update(saved)
-
     def _bases(self) -> list[float]:
         """Returns the value that each group starts from; new groups bring their own."""
         groups, known = self.optimizer.param_groups, self.base_weight_decays
-        if len(groups) < len(known):
-            raise ValueError(
-                f"{type(self).__name__}.step: optimizer must have at least {len(known)} groups as "
-                f"before, got {len(groups)}"
-            )
         joining = []
         for index, group in enumerate(groups[len(known) :], len(known)):
             initial = group.get("initial_weight_decay", group.get("weight_decay"))
@@ -216,7 +155,6 @@ class LambdaWeightDecay(WeightDecayScheduler):
         last_epoch: -1, or where to go on from.
 
     Raises:
-        TypeError: If a function is not callable.
         ValueError: If there is not one function for each group.
 
     Note:
@@ -230,15 +168,9 @@ class LambdaWeightDecay(WeightDecayScheduler):
         weight_decay_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
         last_epoch: int = -1,
     ) -> None:
-        """Checks the functions; see the class."""
+        """Keeps the functions; see the class."""
         self._one_for_all = not isinstance(weight_decay_lambda, (list, tuple))
         given: Any = [weight_decay_lambda] if self._one_for_all else weight_decay_lambda
-        for index, function in enumerate(given):
-            if not callable(function):
-                raise TypeError(
-                    f"LambdaWeightDecay: weight_decay_lambda[{index}] must be callable, got "
-                    f"{type(function).__name__}"
-                )
         self.weight_decay_lambdas: list[Callable[[int], float]] = list(given)
         super().__init__(optimizer, last_epoch)
 
@@ -255,41 +187,21 @@ class LambdaWeightDecay(WeightDecayScheduler):
             )
         return super()._bases()
 
-    def _saved(self) -> dict[str, Any]:
-        attributes = [_attributes(function) for function in self.weight_decay_lambdas]
-        return {**super()._saved(), "weight_decay_lambdas": attributes}
-
-    def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
-        super()._check_saved(operation, saved)
-        attributes = saved["weight_decay_lambdas"]
-        if not isinstance(attributes, list):
-            raise ValueError(
-                f"{operation}: weight_decay_lambdas must be a list, got {attributes!r}"
-            )
-        functions, count = len(self.weight_decay_lambdas), len(attributes)
-        if count != functions:
-            raise ValueError(
-                f"{operation}: weight_decay_lambdas must be of {functions} functions, got {count}"
-            )
-        for index, (function, one) in enumerate(
-            zip(self.weight_decay_lambdas, attributes, strict=True)
-        ):
-            if one is not None and not (isinstance(one, dict) and hasattr(function, "__dict__")):
-                raise ValueError(
-                    f"{operation}: weight_decay_lambdas[{index}] must be None or the attributes of "
-                    f"an object, got {one!r}"
-                )
-
-    def _written(self) -> list[dict[str, Any]]:
-        own = [_attributes(function) for function in self.weight_decay_lambdas]
-        return [*super()._written(), *(one for one in own if one is not None)]
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        all_attributes = saved.pop("weight_decay_lambdas")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state, and the attributes of callable objects into those that are here."""
+        rest = dict(state_dict)
+        all_attributes = copy.deepcopy(rest.pop("weight_decay_lambdas"))
         for function, attributes in zip(self.weight_decay_lambdas, all_attributes, strict=True):
             if attributes is not None:
                 function.__dict__.update(attributes)
-        super()._restore(saved)
+        super().load_state_dict(rest)
+
+    def _saved(self) -> dict[str, Any]:
+        attributes = [
+            None if isinstance(each, types.FunctionType) else getattr(each, "__dict__", None)
+            for each in self.weight_decay_lambdas
+        ]
+        return {**super()._saved(), "weight_decay_lambdas": attributes}
 
 
 class StepWeightDecay(WeightDecayScheduler):
@@ -300,23 +212,15 @@ class StepWeightDecay(WeightDecayScheduler):
         step_size: Steps between two changes.
         gamma: The factor of a change.
         last_epoch: -1, or where to go on from.
-
-    Raises:
-        ValueError: If ``step_size`` is no positive int, or ``gamma`` negative or not finite.
     """
 
     def __init__(
         self, optimizer: Optimizer, step_size: int, gamma: float = 0.1, last_epoch: int = -1
     ) -> None:
-        """Checks the options; see the class."""
-        self.step_size = _positive_int("StepWeightDecay: step_size", step_size)
-        self.gamma = _not_negative("StepWeightDecay: gamma", gamma)
+        """Keeps the options; see the class."""
+        self.step_size = step_size
+        self.gamma = gamma
         super().__init__(optimizer, last_epoch)
-
-    def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
-        super()._check_saved(operation, saved)
-        _positive_int(f"{operation}: step_size", saved["step_size"])
-        _not_negative(f"{operation}: gamma", saved["gamma"])
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
         """Returns ``initial * gamma ** (epoch // step_size)``."""
@@ -336,10 +240,6 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         final_weight_decay: The value after ``T_max`` steps.
         last_epoch: -1, or where to go on from.
 
-    Raises:
-        ValueError: If ``T_max`` is no positive int, or ``final_weight_decay`` negative or not
-            finite.
-
     Reference:
         Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017,
         equation 5, without restarts.
@@ -352,16 +252,10 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         final_weight_decay: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        """Checks the options; see the class."""
-        name = "CosineAnnealingWeightDecay"
-        self.T_max = _positive_int(f"{name}: T_max", T_max)
-        self.final_weight_decay = _not_negative(f"{name}: final_weight_decay", final_weight_decay)
+        """Keeps the options; see the class."""
+        self.T_max = T_max
+        self.final_weight_decay = final_weight_decay
         super().__init__(optimizer, last_epoch)
-
-    def _check_saved(self, operation: str, saved: dict[str, Any]) -> None:
-        super()._check_saved(operation, saved)
-        _positive_int(f"{operation}: T_max", saved["T_max"])
-        _not_negative(f"{operation}: final_weight_decay", saved["final_weight_decay"])
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
         """Returns the mean of both values, the initial one with the share that is left of it."""
@@ -371,25 +265,5 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         return initial * left + self.final_weight_decay * (1.0 - left)
 
 
-def _attributes(function: Callable[[int], float]) -> dict[str, Any] | None:
-    """Returns what can be stored of a callable object, None for a function."""
-    if isinstance(function, types.FunctionType):
-        return None
-    return getattr(function, "__dict__", None)
-
-
 def _options(group: dict[str, Any]) -> list[str]:
     return [name for name in group if name != "params"]
-
-
-def _positive_int(what: str, value: int) -> int:
-    value = plain(value)
-    if not is_count(value):
-        raise ValueError(f"{what} must be a positive int, got {value!r}")
-    return value
-
-
-def _not_negative(what: str, value: float) -> float:
-    if not (is_number(plain(value)) and 0.0 <= value < math.inf):
-        raise ValueError(f"{what} must be finite and at least 0, got {value!r}")
-    return float(value)

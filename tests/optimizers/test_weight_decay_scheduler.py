@@ -11,7 +11,6 @@ from typing import Any
 import optimizer_cases as cases
 import pytest
 import torch
-from interrupts import interrupted_at_each_line
 from optimizer_cases import assert_same_bits, make_params, ours, params_of, theirs, train, twins
 from reference import assert_close
 from rows import rows
@@ -264,23 +263,11 @@ def test_values_that_were_handed_out_can_be_changed():
 BAD_ARGUMENTS = [
     (lambda: StepWeightDecay([Parameter(torch.ones(1))], 1), TypeError,
      "StepWeightDecay: optimizer must be a torch.optim.Optimizer, got list"),
-    (lambda: StepWeightDecay(sgd(), 1, last_epoch=-2), ValueError,
-     "StepWeightDecay: last_epoch must be an int of at least -1, got -2"),
     (lambda: StepWeightDecay(sgd(), 1, last_epoch=3), ValueError,
      "StepWeightDecay: param_groups[0] must have initial_weight_decay to go on after "
      "last_epoch=3, got ['lr', "),
     (lambda: StepWeightDecay(torch.optim.Rprop([Parameter(torch.ones(1))]), 1), ValueError,
      "StepWeightDecay: param_groups[0] must have weight_decay, got ['lr', 'etas', "),
-    (lambda: StepWeightDecay(sgd(), 0), ValueError,
-     "StepWeightDecay: step_size must be a positive int, got 0"),
-    (lambda: StepWeightDecay(sgd(), 1, gamma=-0.5), ValueError,
-     "StepWeightDecay: gamma must be finite and at least 0, got -0.5"),
-    (lambda: CosineAnnealingWeightDecay(sgd(), T_max=2.5), ValueError,
-     "CosineAnnealingWeightDecay: T_max must be a positive int, got 2.5"),
-    (lambda: CosineAnnealingWeightDecay(sgd(), 5, final_weight_decay=math.nan), ValueError,
-     "CosineAnnealingWeightDecay: final_weight_decay must be finite and at least 0, got nan"),
-    (lambda: LambdaWeightDecay(sgd(groups=2), [ramp, 0.5]), TypeError,
-     "LambdaWeightDecay: weight_decay_lambda[1] must be callable, got float"),
     (lambda: LambdaWeightDecay(sgd(groups=3), [ramp, ramp]), ValueError,
      "LambdaWeightDecay: weight_decay_lambda must be one function, or one for each of 3 groups, "
      "got 2"),
@@ -307,79 +294,14 @@ def test_a_bad_value_changes_nothing():
     assert all_of(scheduler) == before
 
 
-def test_groups_that_do_not_fit_are_refused():
+def test_a_list_of_functions_that_a_group_lacks_is_refused():
     optimizer = sgd(groups=2)
-    scheduler = StepWeightDecay(optimizer, 1)
-    of_each = LambdaWeightDecay(optimizer, [ramp, ramp])
-    before = of_each.state_dict()
-    later = {**before, "last_epoch": 5}
+    scheduler = LambdaWeightDecay(optimizer, [ramp, ramp])
+    before = scheduler.state_dict()
     optimizer.add_param_group({"params": [Parameter(torch.ones(1))]})
-    for action in (of_each.step, lambda: of_each.load_state_dict(later)):
-        with pytest.raises(ValueError, match="one for each of 3 groups, got 2"):
-            action()
-        assert of_each.state_dict() == before
-    del optimizer.param_groups[1:]
-    with pytest.raises(ValueError, match="must have at least 2 groups as before, got 1"):
+    with pytest.raises(ValueError, match="one for each of 3 groups, got 2"):
         scheduler.step()
-
-
-def test_a_state_that_does_not_fit_changes_nothing():
-    scheduler = LambdaWeightDecay(sgd(), Decline())
-    before = all_of(scheduler)
-    of_another_kind = CosineAnnealingWeightDecay(sgd(), 5).state_dict()
-    of_two_groups = LambdaWeightDecay(sgd(groups=2), Decline()).state_dict()
-    of_two_functions = before[1] | {"weight_decay_lambdas": [None, None]}
-    for state, message in (
-        (of_another_kind, "state_dict must have ['_last_weight_decay', "),
-        (of_two_groups, "base_weight_decays must be of at most 1 groups, got 2"),
-        (of_two_functions, "weight_decay_lambdas must be of 1 functions, got 2"),
-    ):
-        words = re.escape(f"LambdaWeightDecay.load_state_dict: {message}")
-        with pytest.raises(ValueError, match=words):
-            scheduler.load_state_dict(state)
-        assert all_of(scheduler) == before
-
-
-OF_ANY = [("last_epoch", -1), ("last_epoch", 2.5), ("base_weight_decays", 0.5)]
-OF_ANY += [("base_weight_decays", [math.nan]), ("base_weight_decays", ["0.5"])]
-OF_ANY += [("_last_weight_decay", [-1.0]), ("_last_weight_decay", [])]
-DAMAGED = {
-    StepWeightDecay: [*OF_ANY, ("step_size", 0), ("gamma", math.inf)],
-    CosineAnnealingWeightDecay: [("T_max", 0), ("final_weight_decay", -1.0)],
-    LambdaWeightDecay: [*OF_ANY, ("weight_decay_lambdas", None), ("weight_decay_lambdas", [5])],
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_state_is_refused_by_name_and_as_a_whole(kind):
-    schedule = kind(sgd(), Decline() if kind is LambdaWeightDecay else 5)
-    before = all_of(schedule)
-    for entry, value in DAMAGED[kind]:
-        words = rf"^{kind.__name__}.load_state_dict: {entry}(\[0\])? must be (.|\n)*got"
-        with pytest.raises(ValueError, match=words):
-            schedule.load_state_dict(before[1] | {"last_epoch": 7} | {entry: value})
-        assert all_of(schedule) == before
-    with pytest.raises(ValueError, match=r"WeightDecay.*: state_dict must be a dict"):
-        schedule.load_state_dict([1])
-
-
-@pytest.mark.parametrize("action", ["step", "load_state_dict"])
-def test_an_interrupted_schedule_has_moved_as_a_whole_or_not_at_all(action):
-    def make(rate: float = 0.5) -> Any:
-        if action == "step":
-            return StepWeightDecay(sgd(groups=2), 1)
-        return LambdaWeightDecay(sgd(groups=2), Decline(rate))
-
-    arguments = [make(0.25).state_dict()] if action == "load_state_dict" else []
-    untouched, done = make(), make()
-    getattr(done, action)(*arguments)
-    found = []
-    for schedule, line in interrupted_at_each_line(
-        make, lambda schedule: getattr(schedule, action)(*arguments)
-    ):
-        found.append(all_of(schedule))
-        assert found[-1] in (all_of(untouched), all_of(done)), line
-    assert all_of(untouched) in found
+    assert scheduler.state_dict() == before
 
 
 def test_numbers_of_numpy_set_a_schedule():
