@@ -2,7 +2,6 @@
 #include "file_beside.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -48,33 +47,6 @@ std::string random_digits() {
   return digits;
 }
 
-bool lock(int descriptor, int how) {
-  int result = 0;
-  do {
-    result = ::flock(descriptor, how);
-  } while (result != 0 && errno == EINTR);
-  return result == 0;
-}
-
-// A process holds a lock on what it writes; the lock goes with the process, however that ends.
-void remove_abandoned(const fs::path& folder, const std::string& beginning) {
-  std::error_code error;
-  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
-       entry.increment(error)) {
-    const std::string name = entry->path().filename();
-    const size_t end_of_digits = beginning.size() + kDigits;
-    if (name.compare(0, beginning.size(), beginning) != 0 ||
-        name.find_first_not_of("0123456789abcdef", beginning.size()) != end_of_digits ||
-        name.substr(end_of_digits) != kEnd) {
-      continue;
-    }
-    const int descriptor = ::open(entry->path().c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0) continue;
-    if (lock(descriptor, LOCK_EX | LOCK_NB)) ::unlink(entry->path().c_str());
-    ::close(descriptor);
-  }
-}
-
 }  // namespace
 
 FileBeside open_beside(const std::string& path) {
@@ -93,23 +65,14 @@ FileBeside open_beside(const std::string& path) {
   const fs::path target = end_of_links(path);
   const fs::path folder = target.has_parent_path() ? target.parent_path() : fs::path(".");
   const std::string beginning = target.filename().string().substr(0, kLongestName - kAdded) + ".";
-  remove_abandoned(folder, beginning);
   const mode_t mode = is_there ? there.st_mode & 07777 : 0666;
-  while (true) {
-    file.temporary = folder / (beginning + random_digits() + kEnd);
-    file.descriptor =
-        ::open(file.temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode & 0777);
-    if (file.descriptor < 0 && errno == EEXIST) continue;
-    if (file.descriptor < 0) {
-      file.error = errno;
-      file.temporary.clear();
-      return file;
-    }
-    lock(file.descriptor, LOCK_EX);  // some network file systems have none
-    // Before it was locked, another process may have taken it for one that was left.
-    struct stat mine;
-    if (::fstat(file.descriptor, &mine) == 0 && mine.st_nlink > 0) break;
-    ::close(file.descriptor);
+  file.temporary = folder / (beginning + random_digits() + kEnd);
+  file.descriptor =
+      ::open(file.temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode & 0777);
+  if (file.descriptor < 0) {
+    file.error = errno;
+    file.temporary.clear();
+    return file;
   }
   if (is_there) ::fchmod(file.descriptor, mode);  // what the umask took away
   file.target = target;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,15 +11,14 @@ import torch
 
 from amp_ext import ops
 
-__all__ = ["check_dict", "read_checkpoint", "write_checkpoint"]
+__all__ = ["write_checkpoint"]
 
 
 def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str]) -> None:
     """Puts a file in place of what is at a path, in one step and only when it is on the disk.
 
     It is written beside it under another name, ``<name>.<16 digits>.tmp``, in which a long name is
-    cut. What a process that died has left of these for the same path is removed first. The mode of
-    what is there stays.
+    cut. The mode of what is there stays.
 
     Args:
         operation: What errors call it.
@@ -50,18 +48,11 @@ def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str])
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         raise
-    _sync_folder(os.path.dirname(temporary))
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> Any:
-    """Returns the content of a file, with all tensors on the CPU."""
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def check_dict(name: str, value: object) -> None:
-    """Raises ValueError if a value is no dict."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a dict, got {type(value).__name__}")
+    folder = os.open(os.path.dirname(temporary), os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the names in it
+    finally:
+        os.close(folder)
 
 
 def _save(content: Any, file: BinaryIO) -> None:
@@ -82,12 +73,3 @@ def _check_readable(operation: str, path: Path) -> None:
             f"{operation}: model, trainer and extra must have tensors, numbers, text and lists and "
             f"dicts of these alone, got {', '.join(sorted(classes))}"
         )
-
-
-def _sync_folder(folder: bytes) -> None:
-    """Waits until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,14 +19,14 @@ from amp_ext.interrupts import may_have_stepped, version_of, versions_of_params
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.plain_numbers import is_count, with_plain_numbers
+from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.put_back import Before
 from amp_ext.sharding import is_dtensor
-from amp_ext.training.checkpoint_file import check_dict, read_checkpoint, write_checkpoint
+from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics
-from amp_ext.training.random_state import check_random_state, random_state, set_random_state
+from amp_ext.training.random_state import random_state, set_random_state
 from amp_ext.training.scaler import create_fp16_grad_scaler
 
 
@@ -372,9 +372,9 @@ class MixedPrecisionTrainer:
 
         Raises:
             KeyError: If an entry is missing.
-            ValueError: If only one side has a scheduler, an entry is of another kind or out of
-                range, or the batches that have accumulated do not fit this trainer. Nothing has
-                been changed after any error, nor after an interrupt.
+            ValueError: If only one side has a scheduler, or the batches that have accumulated do
+                not fit this trainer. Nothing has been changed after any error, nor after an
+                interrupt.
         """
         self._load("MixedPrecisionTrainer.load_state_dict", state_dict)
 
@@ -384,10 +384,9 @@ class MixedPrecisionTrainer:
         It holds the state of the model, all of :meth:`state_dict`, torch's random generators (that
         of the CPU and those of all GPUs) and ``extra``. It takes the place of an older one in one
         step, after it has been written beside it and is on the disk: a process that is killed at
-        any moment leaves the old file or the new one, and never a part of either. What it leaves of
-        ``<name>.<16 digits>.tmp`` goes at the next save to the same path. The mode of a file stays,
-        and so do symbolic links. Its own dicts are plain ones, so that a program in C++ reads it
-        too.
+        any moment leaves the old file or the new one, and never a part of either; what it leaves of
+        ``<name>.<16 digits>.tmp`` can go. The mode of a file stays, and so do symbolic links. Its
+        own dicts are plain ones, so that a program in C++ reads it too.
 
         Of several processes that train together, let one save. Waits for the device.
 
@@ -406,9 +405,10 @@ class MixedPrecisionTrainer:
         operation = "MixedPrecisionTrainer.save"
         self._check_not_sharded(operation)
         model = self.model.state_dict()
+        metadata = getattr(model, "_metadata", {})  # the versions of the modules
         content = {
             "model": dict(model),
-            "model_metadata": {name: dict(each) for name, each in _metadata_of(model).items()},
+            "model_metadata": {name: dict(each) for name, each in metadata.items()},
             "trainer": self.state_dict(),
             "random": random_state(),
             "extra": extra,
@@ -439,20 +439,16 @@ class MixedPrecisionTrainer:
         operation = "MixedPrecisionTrainer.load"
         self._check_not_sharded(operation)
         with outside_inference_mode():
-            content = read_checkpoint(path)
-        check_dict(f"{operation}: the file's content", content)
+            content = torch.load(path, map_location="cpu", weights_only=True)
         missing = [name for name in ("model", "trainer", "random", "extra") if name not in content]
         if missing:
             raise KeyError(
                 f"{operation}: the file must have {missing}, got {list(content)[:8]}; those of "
                 "MixedPrecisionTrainer.save have"
             )
-        check_dict(f"{operation}: model", content["model"])
-        check_random_state(operation, content["random"])
-        model = content["model"]
+        model: Any = content["model"]
         if "model_metadata" in content:  # not in those of earlier releases, nor of programs in C++
-            check_dict(f"{operation}: model_metadata", content["model_metadata"])
-            model = _StateDict(model)
+            model = OrderedDict(model)
             model._metadata = content["model_metadata"]
         self._load(operation, content["trainer"], model, content["random"])
         return content["extra"]
@@ -479,11 +475,21 @@ class MixedPrecisionTrainer:
         random: Mapping[str, Any] | None = None,
     ) -> None:
         """Takes over a state, with those of the model and the generators if they are given."""
-        self._check_entries(operation, state_dict)
-        params = params_of(self.optimizer)
+        entries = ("optimizer", "scaler", "scheduler", "gradient_accumulation_steps")
+        wanted = (*entries, "accumulated", "gradients")
+        missing = [name for name in wanted if name not in state_dict]
+        if missing:
+            raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state_dict)}")
+        if (self.scheduler is None) != (state_dict["scheduler"] is None):
+            here, there = ("none", "one") if self.scheduler is None else ("one", "none")
+            raise ValueError(
+                f"{operation}: state_dict must have {here} of a scheduler, got {there}"
+            )
+        params, loss = params_of(self.optimizer), state_dict.get("loss")
         with outside_inference_mode():
             gradients = self._copied_gradients(operation, state_dict, params)
-            loss = self._copied_loss(operation, state_dict)
+            # Earlier releases did not write the loss of the last batch.
+            loss = self._no_loss if loss is None else loss.to(self._some_param.device, copy=True)
             schedule = copy.deepcopy(state_dict["scheduler"])  # torch's take entries out meanwhile
         written, tensors = [vars(self), vars(self.optimizer)], []
         if self.scaler is not None:
@@ -520,51 +526,6 @@ class MixedPrecisionTrainer:
             set_random_state(random_before)
             raise
 
-    def _check_entries(self, operation: str, state_dict: Mapping[str, Any]) -> None:
-        """Checks that a state dict has entries of the right kinds, as many as this trainer."""
-        check_dict(f"{operation}: state_dict", state_dict)
-        missing = [name for name in _ENTRIES if name not in state_dict]
-        if missing:
-            raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state_dict)}")
-        if (self.scheduler is None) != (state_dict["scheduler"] is None):
-            here, there = ("none", "one") if self.scheduler is None else ("one", "none")
-            raise ValueError(
-                f"{operation}: state_dict must have {here} of a scheduler, got {there}"
-            )
-        check_dict(f"{operation}: optimizer", state_dict["optimizer"])
-        if state_dict["scheduler"] is not None:
-            check_dict(f"{operation}: scheduler", state_dict["scheduler"])
-            if not all(isinstance(name, str) for name in state_dict["scheduler"]):
-                raise ValueError(
-                    f"{operation}: scheduler must have names as keys, got "
-                    f"{list(state_dict['scheduler'])}"
-                )
-        if state_dict["scaler"] is not None:
-            check_dict(f"{operation}: scaler", state_dict["scaler"])
-            lacking = [name for name in _ENTRIES_OF_SCALERS if name not in state_dict["scaler"]]
-            if self.scaler is not None and lacking:
-                raise KeyError(
-                    f"{operation}: scaler must have {lacking}, got {list(state_dict['scaler'])}"
-                )
-        batches, accumulated = (
-            state_dict[name] for name in ("gradient_accumulation_steps", "accumulated")
-        )
-        if not is_count(batches):
-            raise ValueError(
-                f"{operation}: gradient_accumulation_steps must be an int of 1 or more, got "
-                f"{batches!r}"
-            )
-        if not (accumulated == 0 or is_count(accumulated)) or accumulated >= batches:
-            raise ValueError(
-                f"{operation}: accumulated must be an int from 0 to {batches - 1}, got "
-                f"{accumulated!r}"
-            )
-        if not isinstance(state_dict["gradients"], (list, tuple)):
-            raise ValueError(
-                f"{operation}: gradients must be a list, got "
-                f"{type(state_dict['gradients']).__name__}"
-            )
-
     def _copied_gradients(
         self, operation: str, state_dict: Mapping[str, Any], params: list[Tensor]
     ) -> list[Tensor | None]:
@@ -585,65 +546,16 @@ class MixedPrecisionTrainer:
                 f"{operation}: batches that have accumulated must be {wanted}, got {got}: call "
                 "flush() before you save"
             )
-        copies: list[Tensor | None] = []
-        for index, (param, grad) in enumerate(zip(params, gradients, strict=True)):
-            if grad is not None and (
-                not isinstance(grad, Tensor)
-                or grad.shape != param.shape
-                or grad.dtype != param.dtype
-            ):
-                got = type(grad).__name__
-                if isinstance(grad, Tensor):
-                    got = f"{grad.dtype} of shape {tuple(grad.shape)}"
-                raise ValueError(
-                    f"{operation}: gradients[{index}] must be {param.dtype} of shape "
-                    f"{tuple(param.shape)}, got {got}"
-                )
-            copies.append(None if grad is None else grad.to(param.device, copy=True))
-        return copies
-
-    def _copied_loss(self, operation: str, state_dict: Mapping[str, Any]) -> Tensor:
-        """Returns the loss of the last batch of an accumulation, NaN if the file lacks it."""
-        loss = state_dict.get("loss")  # earlier releases did not write it
-        if loss is None:
-            return self._no_loss
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"{operation}: loss must be a tensor of one number, got {loss!r}")
-        return loss.to(self._some_param.device, copy=True)
-
-
-_ENTRIES = (
-    "optimizer",
-    "scaler",
-    "scheduler",
-    "gradient_accumulation_steps",
-    "accumulated",
-    "gradients",
-)
-_ENTRIES_OF_SCALERS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
+        return [
+            None if grad is None else grad.to(param.device, copy=True)
+            for param, grad in zip(params, gradients, strict=True)
+        ]
 
 
 def _with_inner(scheduler: Any) -> list[Any]:
     """Returns a scheduler and those that it is made of."""
     inner = getattr(scheduler, "_schedulers", ())
     return [scheduler, *(each for one in inner for each in _with_inner(one))]
-
-
-class _StateDict(OrderedDict[str, Any]):
-    """A model's, with the versions of its modules where torch looks for them."""
-
-    _metadata: Mapping[str, Any]
-
-
-def _metadata_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the versions of the modules that a model's state dict is of."""
-    return getattr(state_dict, "_metadata", {})
 
 
 def _check_kind(name: str, part: object, kind: type) -> None:
