@@ -107,12 +107,9 @@ def _messages(found: dict[str, Any]) -> Iterator[str]:
         return
     build = found["build"]
     for index, gpu in enumerate(found["gpus"]):
-        name = f"GPU {index} ({gpu['name']}, compute capability {gpu['capability']})"
         if build is not None and "cuda" not in build["backends"]:
+            name = f"GPU {index} ({gpu['name']}, compute capability {gpu['capability']})"
             yield f"amp_ext was built without CUDA, and there is {name}"
-        elif build is not None and gpu["code"] is None:
-            held = ", ".join(build["architectures"]) or "none"
-            yield f"the compiled module holds no code for {name}; it holds {held}"
     for step in found["check"]:
         if step["error"]:
             yield f"steps on {step['device']} in {step['dtype']}: {step['error']}"
@@ -138,11 +135,7 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     instructions = f"{cpu['instructions'] or 'unknown'} ({facts.ISA_VARIABLE} {variable})"
     yield "CPU", f"{instructions}, threads: {cpu['threads']}, cores: {cpu['cores']}"
     for index, gpu in enumerate(found["gpus"]):
-        code = gpu["code"] or "no code for it"
-        if code.startswith("compute_"):
-            code += ", compiled by the driver (PTX)"
-        about = f"{gpu['name']}, compute capability {gpu['capability']}"
-        yield f"GPU {index}", f"{about}, {'code for it unknown' if build is None else code}"
+        yield f"GPU {index}", f"{gpu['name']}, compute capability {gpu['capability']}"
     if not found["gpus"]:
         yield "GPU", "none that torch sees"
 

@@ -100,7 +100,7 @@ CAUSES = (
     Cause(
         "gpu-architecture",
         "it holds no code for this GPU",
-        "no code for GPU|no kernel image is available",
+        "no kernel image is available",
         setting="TORCH_CUDA_ARCH_LIST='{}'",
     ),
 )
