@@ -18,17 +18,6 @@ REFUSED = [
     ("memory", "7B --trainable=8B", "training_memory: trainable must be at most the 7000000000"),
     ("memory", "7B --optimizer=tiger", "invalid choice: 'tiger'"),
     ("memory", "", "parameters"),
-    ("run", "no_such.py", "can't open script 'no_such.py': No such file"),
-    ("run", ".", "can't open script '.': Is a directory"),
-    ("run", "-m no_such", "no module 'no_such' of Python code"),
-    ("run", "-m no_such.one", "no module 'no_such.one' of Python"),
-    ("run", "-m json", "no module 'json.__main__' of Python code"),
-    ("run", "-m math", "no module 'math' of Python code"),
-    ("run", "-m ./train.py", "by its full name, got './train.py'"),
-    ("run", "--fast train.py", "unrecognized arguments: --fast"),
-    ("run", "--opt train.py", "unrecognized arguments: --opt"),
-    ("run", "", "required: script.py or module"),
-    ("run", "-m", "required: script.py or module"),
     ("tensor_core", "", "the following arguments are required: config"),
     ("tensor_core", "hidden=8", "a configuration must have some of vocab_size, hidden_size,"),
     ("tensor_core", "n_embd=wide", "n_embd must be a positive int, got 'wide'"),
@@ -41,14 +30,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
-def test_bad_arguments_exit_with_2(name, arguments, message, monkeypatch, tmp_path, capsys):
+def test_bad_arguments_exit_with_2(name, arguments, message, tmp_path, capsys):
     if name == "bench":
         pytest.importorskip("rich")
         pytest.importorskip("matplotlib")
-    program = importlib.import_module(
-        "amp_ext.run" if name == "run" else f"amp_ext.{name}.__main__"
-    )
-    monkeypatch.setattr(program, "patch_torch", lambda **_: None, raising=False)
+    program = importlib.import_module(f"amp_ext.{name}.__main__")
     file = tmp_path / "config.json"
     if isinstance(arguments, bytes):
         file.write_bytes(arguments)

@@ -141,13 +141,8 @@ COMMANDS = [
 def test_commands_have_options_that_exist(command):
     words = shlex.split(command, comments=True)[2:]
     name, arguments = words[0], words[1:]
-    if name == "amp_ext.run":
-        parser = importlib.import_module(name)._parser()
-        given = next(i for i, word in enumerate(arguments) if not word.startswith("-"))
-        parser.parse_args(arguments[: given + 1])
-    else:
-        parser = importlib.import_module(f"{name}.__main__")._parser()
-        parser.parse_intermixed_args(arguments)
+    parser = importlib.import_module(f"{name}.__main__")._parser()
+    parser.parse_intermixed_args(arguments)
 
 
 def test_files_that_pages_name_are_there():

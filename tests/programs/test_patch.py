@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import pickle
+import re
+import runpy
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +19,7 @@ import optimizer_cases as cases
 import pytest
 import torch
 from optimizer_cases import assert_same_bits, each_class_in_torch, train
+from rows import rows
 from torch.amp import GradScaler as ImportedBefore
 from torch.cpu.amp.grad_scaler import GradScaler as TorchCpuScaler
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
@@ -236,3 +243,127 @@ def test_a_module_that_does_not_load_is_reported_before_anything_is_patched(monk
     with pytest.raises(ImportError, match="does not load"):
         patch_torch()
     assert patched() == NOTHING
+
+
+# Scripts that print their losses; what they make is shown on standard error.
+
+CLIPPING = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch.amp import GradScaler, autocast
+from torch.optim import SGD
+
+torch.manual_seed(1)
+weight = torch.randn(6, 3, requires_grad=True)
+optimizer = SGD([weight], lr=0.1, momentum=0.9, nesterov=True)
+scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+x, target = torch.randn(16, 6), torch.randint(3, (16,))
+for step in range(6):
+    loss = F.cross_entropy(x @ weight, target)
+    scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_([weight], max_norm=0.2)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    print(f"{step} {loss.item():.7g} {float(norm):.6g} {scaler.get_scale()}")
+assert isinstance(scaler, torch.amp.GradScaler) and isinstance(optimizer, torch.optim.SGD)
+print(type(scaler).__mro__, type(optimizer).__mro__, file=sys.stderr)
+"""
+
+RESUMES = """
+import argparse, copy, dataclasses, io, pickle, sys
+import torch
+
+
+@dataclasses.dataclass
+class Config:
+    data: str
+    lr: float
+
+
+def build(make_scaler):
+    param = torch.nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.Adam([param], lr=config.lr, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
+    return param, optimizer, schedule, make_scaler(growth_interval=3)
+
+
+def train(param, optimizer, schedule, scaler):
+    for _ in range(4):
+        loss = (param - torch.arange(5.0)).square().sum()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        print("loss=%.6f" % loss.item(), schedule.get_last_lr()[0], scaler.state_dict())
+    print(type(scaler).__mro__, type(optimizer).__mro__, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data")
+    parser.add_argument("--lr", type=float, default=0.1)
+    config = pickle.loads(pickle.dumps(Config(**vars(parser.parse_args()))))
+    first = build(torch.cpu.amp.GradScaler)
+    train(*first)
+    file = io.BytesIO()
+    torch.save({"made": first[:2] + first[3:], "config": config}, file)
+    file.seek(0)
+    saved = copy.deepcopy(torch.load(file, weights_only=False))
+    param, optimizer, scaler = saved["made"]
+    print(saved["config"], optimizer.param_groups[0]["params"][0] is param)
+    second = build(lambda **options: torch.amp.grad_scaler.GradScaler("cpu", **options))
+    for new, old in zip(second[1:], (optimizer, first[2], scaler)):
+        new.load_state_dict(old.state_dict())
+    train(*second)
+    raise SystemExit(3)
+"""
+
+STYLES = {
+    "clipping": (CLIPPING, [], False),
+    "clipping-optimizers": (CLIPPING, [], True),
+    "resumes-exits-with-3": (RESUMES, ["data", "--lr", "0.2"], True),
+}
+
+
+def run_script(path: Path) -> tuple[int, str, str]:
+    """Runs a script in this process; returns its exit code and what it prints."""
+    printed, errors, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as error:
+            code = error.code
+    return code, printed.getvalue(), errors.getvalue()
+
+
+def words_and_numbers(text: str) -> tuple[list[str], list[float]]:
+    number = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?"
+    return re.split(number, text), [float(found) for found in re.findall(number, text)]
+
+
+@pytest.mark.filterwarnings("error", "ignore:.*is deprecated", "ignore:.*CUDA is not available")
+@pytest.mark.parametrize(("source", "arguments", "optimizers"), rows(STYLES))
+def test_a_training_script_prints_the_same_losses(
+    source, arguments, optimizers, tmp_path, monkeypatch
+):
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    expected = run_script(script)
+    with patch_torch(optimizers=optimizers):
+        actual = run_script(script)
+    assert actual[0] == expected[0]
+    words, numbers = words_and_numbers(actual[1])
+    wanted_words, wanted_numbers = words_and_numbers(expected[1])
+    assert words == wanted_words
+    # Both sides round some dozen operations to float32, in another order.
+    assert numbers == pytest.approx(wanted_numbers, rel=1e-5, abs=2e-6)
+    assert len(numbers) > 4
+    for line in actual[2].splitlines():
+        scaler, optimizer = line.split(") (")
+        assert "amp_ext.grad_scaler.GradScaler" in scaler
+        assert ("amp_ext.optim" in optimizer) == optimizers
