@@ -5,7 +5,7 @@
 #   BASE_PYTHON=python  makes it: by default python3
 #   RESULTS=folder      takes figures, table and picture: by default results/peers
 #   TEST=1              runs the tests of the benchmark there instead
-#   arguments           go to `python -m amp_ext.bench --peers`, or to pytest
+#   arguments           go to benchmarks/peers.py, or to pytest
 #
 # Takes the extension that was built in the checkout if that fits, else builds one into .venv-peers.
 # DeepSpeed builds its own there when it is first used, and torchao compiles for each shape.
@@ -15,6 +15,7 @@ source scripts/own_environment.sh
 
 results=${RESULTS:-results/peers}
 tests=$PWD/tests/programs/test_bench
+program=$PWD/benchmarks/peers.py
 export DS_BUILD_OPS=0 # DeepSpeed's are built at first use
 make_environment .venv-peers requirements-peers.txt
 provide_extension
@@ -29,5 +30,4 @@ if [ -z "${PYTHONPATH:-}" ]; then # so that the checkout does not hide what is i
   results=$(realpath -m "$results")
   cd "$home"
 fi
-exec "$python" -m amp_ext.bench --peers \
-  --json "$results" --plot "$results" --markdown "$results" "$@"
+exec "$python" "$program" --out "$results" "$@"

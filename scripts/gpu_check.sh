@@ -76,9 +76,9 @@ step build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$
 step tuning-build 120 make "$tuning"
 # Which constants of csrc/cuda this GPU would like better: the last lines of its log.
 step tuning 75 "$tuning"
-step benchmark 110 "${benchmark[@]}" --quick --json "$out/benchmark.json" --plot "$out/benchmark.png"
-step low-memory 75 "${benchmark[@]}" --filter 'AdamW.*(split|(bf16|8bit) states).*4 . 64M' \
-  --rounds 3 --seconds 0.05 --json "$out/low-memory.json"
+step benchmark 110 "${benchmark[@]}" --quick --json "$out/benchmark.json"
+step picture 30 "$python" benchmarks/plot.py "$out/benchmark.json" "$out/benchmark.png"
+step low-memory 75 "${benchmark[@]}" --filter 'split|(bf16|8bit) states' --json "$out/low-memory.json"
 # Graphs, streams, waiting, launches.
 step gpu-tests 100 "${pytest[@]}" tests/operations/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml" &
 # What only the emulator runs needs no GPU.

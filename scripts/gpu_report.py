@@ -85,7 +85,7 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints the steps and the rows of the benchmark."""
+    """Prints the steps."""
     try:
         from rich.console import Console
         from rich.markup import escape
@@ -109,17 +109,6 @@ def show(report: dict[str, Any]) -> None:
         numbers = (str(step["seconds"]), str(step["limit"]))
         table.add_row(step["step"], f"[{colour}]{step['result']}", *numbers, escape(step["says"]))
     console.print(table)
-    benchmark = report.get("benchmark") or {}
-    wanted = {"case", "tensors", "elements", "ours", "torch", "speedup"}
-    rows = [row for row in benchmark.get("rows", []) if wanted <= row.keys()]
-    if rows:
-        table = Table("case", "tensors", "ours, ms", "torch, ms", "times as fast", "of a copy")
-        for row in rows:
-            sizes = f"{row['tensors']} × {row['elements']:,}"
-            milliseconds = [f"{row[side]['ms']:.3f}" for side in ("ours", "torch")]
-            shares = f"{row['speedup']:.2f}", f"{row['ours']['of_copy']:.0%}"
-            table.add_row(row["case"], sizes, *milliseconds, *shares)
-        console.print(table)
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from amp_ext import cmake
 
 PACKAGE = Path(amp_ext.__file__).parent
 ROOT = PACKAGE.parent
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 # Forks for each line that it reads and goes on as `python -m` would, whose own frames have such
 # names too: no traceback of a program begins with this one.

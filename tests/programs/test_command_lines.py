@@ -33,7 +33,6 @@ REFUSED = [
 def test_bad_arguments_exit_with_2(name, arguments, message, tmp_path, capsys):
     if name == "bench":
         pytest.importorskip("rich")
-        pytest.importorskip("matplotlib")
     program = importlib.import_module(f"amp_ext.{name}.__main__")
     file = tmp_path / "config.json"
     if isinstance(arguments, bytes):

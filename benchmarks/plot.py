@@ -1,0 +1,126 @@
+"""Draws what a benchmark stored: shares of the streaming bandwidth, or times divided by ours.
+
+python benchmarks/plot.py results.json picture.png    # of `python -m amp_ext.bench --json`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from amp_ext.bench.work import SIDES
+from amp_ext.program import run_program
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Colours that colour-blind people can tell apart.
+COLOURS = {
+    "ours": "#004D7A",
+    "fused": "#56B4E9",
+    "default": "#B8BEC6",
+    "foreach": "#8A9099",
+    "by_hand": "#E69F00",
+    "buffered": "#F5D08A",
+    "in_float32": "#7FA8C9",
+    "DeepSpeed": "#D55E00",
+    "bitsandbytes": "#009E73",
+    "torchao": "#CC79A7",
+    "optimi": "#0072B2",
+    "bnb 8-bit": "#009E73",
+    "torchao 8-bit": "#CC79A7",
+}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws a panel for each list of shapes.
+
+    Args:
+        result: What was measured, alone or beside peers.
+        path: A PNG file to write, or another that matplotlib knows.
+    """
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        panels.setdefault(row["shapes"], []).append(row)
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    beside_peers = "methods" in result
+    tallest = max(
+        sum(2.0 if beside_peers else len(row["sides"]) + 0.8 for row in rows)
+        for rows in panels.values()
+    )
+    size = (1.5 + 4.6 * across, (0.17 * tallest + 0.9) * down + 0.9)
+    figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (shapes, rows) in zip(grid.flat, panels.items(), strict=False):
+        if beside_peers:
+            draw_ratios(axes, rows)
+        else:
+            draw_bars(axes, rows)
+            axes.set_ylim(tallest - 0.5, -1)  # bars of one size, downwards
+        axes.set_title(shapes, fontsize=10, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0, labelsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+    sides = dict.fromkeys(side for row in result["rows"] for side in row["sides"])
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, color=COLOURS[side], label=SIDES.get(side, side))
+        for side in sides
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 * across, frameon=False)
+    figure.suptitle("\n".join(result["surroundings"]), fontsize=9, x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_ratios(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Draws the times of all sides divided by ours; hollow where the work is not the same."""
+    for place, row in enumerate(rows):
+        for side, ratio in row["ratios"].items():
+            face = "white" if side in row["unequal"] else COLOURS[side]
+            marker = "s" if side.endswith("8-bit") else "o"
+            axes.plot(ratio, place, marker, color=COLOURS[side], markerfacecolor=face)
+    axes.set_yticks(range(len(rows)), [row["work"] for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.8)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.axvline(1, color=COLOURS["ours"], linewidth=2)
+    axes.set_xlabel("time ÷ amp_ext's; hollow: not the same work", fontsize=8)
+
+
+def draw_bars(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Draws shares of the streaming bandwidth, or µs per tensor where the host is what counts."""
+    many_small = rows[0]["many_small"]
+    figure, factor = ("host_us_per_tensor", 1.0) if many_small else ("share_of_streaming", 100.0)
+    place, ticks = 0.0, {}
+    for row in rows:
+        ticks[place + (len(row["sides"]) - 1) / 2] = row["work"]
+        for side, figures in row["sides"].items():
+            bar = axes.barh(place, factor * figures[figure], 0.92, color=COLOURS[side])
+            axes.bar_label(bar, fmt="{:,.2f}" if many_small else "{:.0f} %", padding=3, fontsize=7)
+            place += 1
+        place += 0.8
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.margins(x=0.12)
+    if many_small:
+        axes.set_xlabel("host µs per tensor: less is better", fontsize=8)
+    else:
+        axes.axvline(100, color="black", linestyle="--", linewidth=1)
+        axes.set_xlabel("% of the streaming bandwidth: more is better", fontsize=8)
+
+
+def main() -> int:
+    """Draws one file into another."""
+    if len(sys.argv) != 3:
+        sys.exit("usage: python benchmarks/plot.py results.json picture.png")
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
