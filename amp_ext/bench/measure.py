@@ -30,11 +30,10 @@ def describe(device: torch.device) -> list[str]:
     gpu = f"{torch.cuda.get_device_name(device)}; " if device.type == "cuda" else ""
     cpu = f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} threads"
     commit = (json.loads(info.read_text()).get("git") or "unknown")[:12]
-    date = datetime.datetime.now(datetime.timezone.utc).date()
     return [
         f"{gpu}{cpu}, load average {os.getloadavg()[0]:.1f}",
         f"torch {torch.__version__}, Python {platform.python_version()}, amp_ext "
-        f"{amp_ext.__version__} ({ops.cpu_isa()}), commit {commit}, {date}",
+        f"{amp_ext.__version__} ({ops.cpu_isa()}), commit {commit}, {datetime.date.today()}",
     ]
 
 
@@ -50,8 +49,7 @@ def make_streaming(device: torch.device) -> tuple[Step, int]:
 def bytes_of(work: Work, program: Program) -> tuple[float, float]:
     """Returns the bytes that ours keeps of an element, and the least that its step must move.
 
-    Each operand is read or written once; gradients that are looked at first, for inf and NaN or for
-    the norm, are read a second time.
+    Each operand is read or written once, a gradient that a scaler or a norm looks at once more.
     """
     states = [value for state in program.optimizer.state.values() for value in state.values()]
     elements = sum(param.numel() for param in program.params)

@@ -116,8 +116,8 @@ def test_each_program_is_one_of_those(command):
 
 REFUSED = {
     "filter": ("--filter=(", "--filter: '(' is no regular expression: missing )"),
-    "device": ("--device=no", "argument --device: must be cpu or a GPU that torch sees"),
-    "meta": ("--device=meta", "argument --device: must be cpu or a GPU that torch sees"),
+    "device": ("--device=no", "--device: must be cpu or a GPU that torch sees"),
+    "meta": ("--device=meta", "--device: must be cpu or a GPU that torch sees"),
 }
 
 
