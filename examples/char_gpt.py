@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import check_folder, run_program
+from amp_ext.program import run_program
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 
 
@@ -474,7 +474,7 @@ def main() -> int:
         "--quick", action="store_true", help="a few seconds, judges only the resumption"
     )
     arguments = parser.parse_args()
-    check_folder(parser, "--out", arguments.out)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = QUICK if arguments.quick else Settings()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line needs on CUDA

@@ -38,7 +38,7 @@ from rich.table import Table
 from torch import Tensor
 
 from amp_ext.optim import AdamW
-from amp_ext.program import check_folder, run_program
+from amp_ext.program import run_program
 
 BF16 = torch.bfloat16
 
@@ -305,7 +305,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=folder, help="folder to write")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
-    check_folder(parser, "--out", arguments.out)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the matrices are too small to gain much from a second
 
     console = Console()

@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from amp_ext.optim import AdamW
-from amp_ext.program import check_folder, run_program
+from amp_ext.program import run_program
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +292,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=folder, help="folder to write")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
-    check_folder(parser, "--out", arguments.out)
+    arguments.out.mkdir(parents=True, exist_ok=True)
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = QUICK if arguments.quick else DEFAULT

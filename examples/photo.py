@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import check_folder, run_program
+from amp_ext.program import run_program
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 from amp_ext.training.random_state import random_state
 
@@ -473,7 +473,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
     if not arguments.write_start:
-        check_folder(parser, "--out", arguments.out)
+        arguments.out.mkdir(parents=True, exist_ok=True)
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     default = DEFAULTS["quick" if arguments.quick else device]
@@ -496,9 +496,9 @@ def main() -> int:
     if files.resume:
         check_resume(parser, files.resume, about, settings.steps)
     if files.checkpoint:
-        check_folder(parser, "--checkpoint", files.checkpoint.absolute().parent)
+        files.checkpoint.absolute().parent.mkdir(parents=True, exist_ok=True)
     if arguments.write_start:
-        check_folder(parser, "--write-start", arguments.write_start.absolute().parent)
+        arguments.write_start.absolute().parent.mkdir(parents=True, exist_ok=True)
 
     console = Console()
     try:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import check_folder, run_program
+from amp_ext.program import run_program
 
 STEPS = 3000
 QUICK_STEPS = 160
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=folder, help="folder to write")
     parser.add_argument("--quick", action="store_true", help="a few seconds, judges no samples")
     arguments = parser.parse_args()
-    check_folder(parser, "--out", arguments.out)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     steps = QUICK_STEPS if arguments.quick else STEPS
     torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain from a second

@@ -76,12 +76,6 @@ def test_a_full_device_is_told_in_a_line(monkeypatch, capsys, name, arguments):
     assert line.endswith(": error: can't write the output: No space left on device")
 
 
-@each_program
-def test_a_closed_output_is_no_error(monkeypatch, capsys, name, arguments):
-    assert run(monkeypatch, None, name, arguments) == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_what_stops_a_program_gives_its_exit_code(monkeypatch):
     def stop(error: BaseException) -> int:
         raise error
