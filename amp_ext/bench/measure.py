@@ -29,7 +29,8 @@ def describe(device: torch.device) -> list[str]:
     found = re.search(r"model name\s*: *(.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
     gpu = f"{torch.cuda.get_device_name(device)}; " if device.type == "cuda" else ""
     cpu = f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} threads"
-    commit = (json.loads(info.read_text()).get("git") or "unknown")[:12]
+    build = json.loads(info.read_text()) if info.exists() else {}
+    commit = (build.get("git") or "unknown")[:12]
     return [
         f"{gpu}{cpu}, load average {os.getloadavg()[0]:.1f}",
         f"torch {torch.__version__}, Python {platform.python_version()}, amp_ext "
