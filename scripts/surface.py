@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import importlib
 import inspect
 import io
@@ -25,7 +26,8 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".txt")
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests")]
+sys.path.append(str(ROOT))  # behind a package that is installed
 
 import checkpoint_corpus as corpus  # noqa: E402
 from optimizer_cases import CLASSES  # noqa: E402
@@ -62,7 +64,8 @@ def names_of(module: ModuleType) -> list[str]:
 
 def of_class(name: str, kind: type) -> Iterator[str]:
     """Yields a class with its public methods and properties, those of other packages left out."""
-    yield f"{name}{inspect.signature(kind)}"
+    # Those of an enumeration are Python's, and others in each version.
+    yield name if issubclass(kind, enum.Enum) else f"{name}{inspect.signature(kind)}"
     for member in sorted({member for each in kind.__mro__ for member in vars(each)}):
         owner = next(each for each in kind.__mro__ if member in vars(each))
         if member.startswith("_") or not owner.__module__.startswith("amp_ext"):
