@@ -195,8 +195,9 @@ def join_master(param: Tensor, low: Tensor) -> Tensor:
 def encode_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
     """Returns first moments as codes of their ratios to the roots of the second moments.
 
-    A code c >= 0 stands for the ratio c / (269.875 - 2 c), which is 8 for 127, rounded to nearest;
-    -128 for what is not finite. Copies tensors of a GPU to the CPU and back.
+    A ratio is measured in the power of two at or below that root, and rounded to nearest: bit 7 of
+    a code is its sign, the others its place, from 0 for 0 to 126 for 15.27 and more. Place 127
+    stands for what is not finite. Copies tensors of a GPU to the CPU and back.
 
     Args:
         moment: float32, of any shape.
@@ -231,9 +232,10 @@ def encode_groups(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     """Returns moments as codes of 8 bits, and an exponent for each 32 of them.
 
     A second moment ("q8s") is coded by its root, and no positive one becomes 0; a momentum ("q8m")
-    by sign and magnitude. Both are rounded to nearest, in units of the power of two above the
-    largest of their group: linear below an eighth of it, by octaves above. A group that has inf or
-    NaN decodes to NaN. Copies tensors of a GPU to the CPU and back.
+    by sign and magnitude. Both are rounded to nearest, in units of a power of two above the largest
+    of their group: a root with a sixteenth of the unit more, with 6 bits of its mantissa; a
+    magnitude linear below an eighth of the unit, by octaves above. A group that has inf or NaN
+    decodes to NaN. Copies tensors of a GPU to the CPU and back.
 
     Args:
         moment: float32, of a shape whose first dimension is outermost in memory, and whose others
