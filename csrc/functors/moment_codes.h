@@ -96,48 +96,6 @@ struct GroupUnit {
   AMP_EXT_INLINE float inverse() const { return float_of((254 - byte) << 23); }
 };
 
-// Numbers from 0 to 1: below 1/8 linear, above it octaves, each of as many codes.
-template <int kMantissaBits>
-struct MagnitudeCode {
-  static constexpr int kDropped = 23 - kMantissaBits;
-  static constexpr uint32_t kRange = 1u << kMantissaBits;
-  static constexpr uint32_t kEighth = 0x3e000000u;
-
-  template <typename U>
-  static AMP_EXT_INLINE auto decode(U code) {
-    const auto linear = to_number(code) * (1.0f / (8 * kRange));
-    const auto octave = float_of((code << kDropped) + (kEighth - (kRange << kDropped)));
-    return select(as_signed(code) < static_cast<int32_t>(kRange), linear, octave);
-  }
-
-  // The bits of a magnitude with what rounds it up, for the unit of its group: cut off at the last
-  // code below that, the largest could not grow by less than a code in a step.
-  template <typename U>
-  static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
-    const U sum = bits + added(dithers, word);
-    const U limited = select(as_signed(sum) < 0x7f800000, sum, U{} + 0x7f7fffffu);
-    const U finite = select(as_signed(bits) < 0x7f800000, limited, bits);
-    return select(as_signed(bits) < 0x00800000, bits, finite);  // the least unit has these
-  }
-
-  template <typename V, typename U>
-  static AMP_EXT_INLINE U encode(V number, bool dithers, U word) {
-    // With an eighth more, floats are linear there.
-    const auto is_linear = number < 0.125f;
-    const U bits = bits_of(select(is_linear, number + 0.125f, number)) - kEighth;
-    const U code =
-        ((bits + added(dithers, word)) >> kDropped) + select(is_linear, U{}, U{} + kRange);
-    constexpr uint32_t kLargest = 4 * kRange - 1;
-    return select(as_signed(code) < static_cast<int32_t>(kLargest), code, U{} + kLargest);
-  }
-
- private:
-  template <typename U>
-  static AMP_EXT_INLINE U added(bool dithers, U word) {
-    return select(dithers, word >> (32 - kDropped), U{} + (1u << (kDropped - 1)));
-  }
-};
-
 // A second moment: its root, with 1/16 more, so that floats are linear near to 0 and no range is a
 // case of its own. None but 0 has code 0, or a small one beside large ones would soon divide its
 // first moment by eps alone.
@@ -181,15 +139,11 @@ struct RootCode {
   }
 };
 
-// A momentum: sign and magnitude.
+// A momentum: its sign, and its magnitude from 0 to 1: below 1/8 linear, above it octaves, each of
+// as many codes.
 struct MomentumCode {
-  using Magnitude = MagnitudeCode<5>;
-  static constexpr uint32_t kReserve = 0;
-  template <typename U>
-  static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
-    return Magnitude::lifted(bits, dithers, word);
-  }
   static constexpr uint32_t kLastUnit = 127 + 126;  // the inverse of 2^127 is no normal number
+  static constexpr uint32_t kReserve = 0;
 
   template <typename V>
   static AMP_EXT_INLINE V measured(V momentum) {
@@ -199,16 +153,45 @@ struct MomentumCode {
   static AMP_EXT_INLINE V number(V measured) {
     return measured;
   }
+  // The bits of a magnitude with what rounds it up, for the unit of its group: cut off at the last
+  // code below that, the largest could not grow by less than a code in a step.
+  template <typename U>
+  static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
+    const U sum = bits + added(dithers, word);
+    const U limited = select(as_signed(sum) < 0x7f800000, sum, U{} + 0x7f7fffffu);
+    const U finite = select(as_signed(bits) < 0x7f800000, limited, bits);
+    return select(as_signed(bits) < 0x00800000, bits, finite);  // the least unit has these
+  }
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V measured, float inverse_unit, bool dithers, U word) {
-    const U bits = bits_of(measured);
-    const V size = float_of(bits & 0x7fffffffu);
-    return Magnitude::encode(size * inverse_unit, dithers, word) | ((bits >> 31) << 7);
+    const U sign = (bits_of(measured) >> 31) << 7;
+    const V size = float_of(bits_of(measured) & 0x7fffffffu) * inverse_unit;
+    // With an eighth more, floats are linear there.
+    const auto is_linear = size < 0.125f;
+    const U bits = bits_of(select(is_linear, size + 0.125f, size)) - kEighth;
+    const U code =
+        ((bits + added(dithers, word)) >> kDropped) + select(is_linear, U{}, U{} + kRange);
+    constexpr uint32_t kLargest = 4 * kRange - 1;
+    return select(as_signed(code) < static_cast<int32_t>(kLargest), code, U{} + kLargest) | sign;
   }
   template <typename U, typename Unit>
   static AMP_EXT_INLINE auto decode(U code, Unit unit) {
-    const auto size = Magnitude::decode(code & 0x7fu) * unit;
-    return float_of(bits_of(size) | ((code >> 7) << 31));
+    const U place = code & 0x7fu;
+    const auto linear = to_number(place) * (1.0f / (8 * kRange));
+    const auto octave = float_of((place << kDropped) + (kEighth - (kRange << kDropped)));
+    const auto size = select(as_signed(place) < static_cast<int32_t>(kRange), linear, octave);
+    return float_of(bits_of(size * unit) | ((code >> 7) << 31));
+  }
+
+ private:
+  static constexpr int kMantissaBits = 5;
+  static constexpr int kDropped = 23 - kMantissaBits;
+  static constexpr uint32_t kRange = 1u << kMantissaBits;
+  static constexpr uint32_t kEighth = 0x3e000000u;  // the bits of 1/8
+
+  template <typename U>
+  static AMP_EXT_INLINE U added(bool dithers, U word) {
+    return select(dithers, word >> (32 - kDropped), U{} + (1u << (kDropped - 1)));
   }
 };
 
