@@ -190,10 +190,9 @@ struct Streams {
       T elements[kMaxBuffers] = {load_buffer0(values, i), values.buffer1.load(i),
                                  values.buffer2.load(i)};
       const T scaled_grad = static_cast<T>(values.grad.load(i));
-      if constexpr (kTakesRoot) {
-        if (constants.skips(scaled_grad)) elements[1] = values.buffer1.root(i);
-      }
-      if (!constants.skips(scaled_grad)) {
+      if (constants.skips(scaled_grad)) {
+        if constexpr (kTakesRoot) elements[1] = values.buffer1.root(i);
+      } else {
         const T unscaled = constants.unscale_and_clip(scaled_grad);
         update_element<kBuffers, kTakesRoot>(constants, unscaled, value, elements[0], elements[1],
                                              elements[2]);
