@@ -506,9 +506,9 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-// A small GPU of the Ampere generation, so that a grid that fills it has few blocks.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 8;
+// A GPU of the Ampere generation.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*major*/, int /*device*/) {
+  *value = 8;
   return cudaSuccess;
 }
 
