@@ -51,7 +51,7 @@ class Dither {
 
   const TensorRecord& record_;
   uint32_t step_;
-  alignas(64) uint32_t phases_[kBlockSize + 14];
+  alignas(64) uint32_t phases_[kBlockSize + kBesidePhases];
   const uint32_t* first_phase_ = nullptr;
 };
 

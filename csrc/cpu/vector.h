@@ -70,6 +70,32 @@ AMP_EXT_INLINE void prefetch(const T* elements, int64_t begin, int64_t count) {
   }
 }
 
+// 0, 1, 2, ...
+AMP_EXT_INLINE Vector<uint32_t> lane_indices() {
+  alignas(64) static constexpr uint32_t kIndices[] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                      8, 9, 10, 11, 12, 13, 14, 15};
+  return load_bits<Vector<uint32_t>>(kIndices);
+}
+
+// Eight vectors in which each lane of one stands eight times.
+class EightTimes {
+ public:
+  explicit AMP_EXT_INLINE EightTimes(Vector<uint32_t> lanes) : lanes_(lanes) {}
+
+  AMP_EXT_INLINE Vector<uint32_t> operator[](int index) const {
+#if AMP_EXT_VECTOR_X86 == 64
+    const auto which = (lane_indices() >> 3) + 2 * static_cast<uint32_t>(index);
+    return (Vector<uint32_t>)_mm512_maskz_permutexvar_epi32(0xffff, (__m512i)which,
+                                                            (__m512i)lanes_);
+#else
+    return Vector<uint32_t>{} + lanes_[index * kLanes<uint32_t> / 8];
+#endif
+  }
+
+ private:
+  Vector<uint32_t> lanes_;
+};
+
 // The smaller and the larger of two numbers, the second if one of them is NaN.
 template <typename V>
 AMP_EXT_INLINE V minimum(V first, V second) {

@@ -12,6 +12,7 @@ namespace {
 using namespace amp_ext;  // NOLINT(build/namespaces)
 
 constexpr int64_t kCount = 512;
+constexpr int64_t kPhases = kCount;
 constexpr int kPack = 8;
 
 struct Rounding {
@@ -36,7 +37,7 @@ struct Block {
   alignas(16) float loaded[kCount];
   alignas(16) Storage params[kCount];
   alignas(16) typename Kind::Low lows[kCount];
-  alignas(16) uint32_t phases[kCount + 14];
+  alignas(16) uint32_t phases[kPhases];
 
   cuda::Numbers<Kind> numbers() { return {params, lows}; }
   void store(const Rounding& rounding) {
@@ -63,7 +64,7 @@ struct RatioBlock {
   alignas(16) float values[kCount];
   alignas(16) float loaded[kCount];
   alignas(16) uint8_t codes[kCount];
-  alignas(16) uint32_t phases[kCount + 14];
+  alignas(16) uint32_t phases[kPhases];
   Units beside;
 
   cuda::Numbers<Ratio> numbers() { return {codes}; }
@@ -103,7 +104,7 @@ struct GroupBlock {
   alignas(16) float roots[kCount];
   alignas(16) uint8_t codes[kCount];
   alignas(16) uint8_t exponents[kCount / kGroupSize];
-  alignas(16) uint32_t phases[kCount + 14];
+  alignas(16) uint32_t phases[kPhases];
 
   cuda::Numbers<Grouped<Code>> numbers() { return {codes, exponents}; }
   void store(const Rounding& rounding) {

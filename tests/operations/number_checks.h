@@ -1,6 +1,6 @@
 // What is stored and loaded again of every kind of number, and what must come back. Read behind
 // what an engine does it with: Block, RatioBlock and GroupBlock, of kCount elements, Rounding and
-// fill_phases, which returns where the first phase is.
+// fill_phases, which fills in up to kPhases and returns where the first phase is.
 #pragma once
 
 namespace {
@@ -101,7 +101,7 @@ void check(uint64_t stride) {
 
 // Phases of blocks that begin anywhere, also where the lower half of a place passes its largest.
 void check_phases() {
-  static uint32_t phases[kCount + 14];
+  static uint32_t phases[kPhases];
   for (const int64_t origin : {int64_t{0}, (int64_t{1} << 35) - 300, (int64_t{1} << 62) + 5}) {
     for (int64_t first = origin; first < origin + 40; ++first) {
       const int64_t count = first % 3 == 0 ? kCount : 1 + first % 71;

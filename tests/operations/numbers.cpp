@@ -18,6 +18,7 @@ using namespace amp_ext;  // NOLINT(build/namespaces)
 using namespace amp_ext::cpu::AMP_EXT_ISA;
 
 constexpr int64_t kCount = 512;
+constexpr int64_t kPhases = kCount + kBesidePhases;
 
 // A block of numbers in memory, rounded to nearest and, where that is another thing, dithered.
 template <typename Storage, int kBits>
@@ -27,7 +28,7 @@ struct Block {
   alignas(64) float loaded[kCount];
   alignas(64) Storage params[kCount];
   alignas(64) typename Kind::Low lows[kCount];
-  alignas(64) uint32_t phases[kCount + 14];
+  alignas(64) uint32_t phases[kPhases];
 
   Numbers<Kind> numbers() { return Numbers<Kind>::at(params, lows, 0); }
   void store(const Rounding& rounding) { numbers().round(values, kCount, rounding); }
@@ -49,7 +50,7 @@ struct RatioBlock {
   alignas(64) float values[kCount];
   alignas(64) float loaded[kCount];
   alignas(64) uint8_t codes[kCount];
-  alignas(64) uint32_t phases[kCount + 14];
+  alignas(64) uint32_t phases[kPhases];
   Units beside;
 
   Numbers<Ratio> numbers() { return Numbers<Ratio>::at(codes, nullptr, 0); }
@@ -68,7 +69,7 @@ struct GroupBlock {
   alignas(64) float roots[kCount];
   alignas(64) uint8_t codes[kCount];
   alignas(64) uint8_t exponents[kCount / kGroupSize];
-  alignas(64) uint32_t phases[kCount + 14];
+  alignas(64) uint32_t phases[kPhases];
 
   Numbers<Grouped<Code>> numbers() { return Numbers<Grouped<Code>>::at(codes, exponents, 0); }
   void store(const Rounding& rounding) { numbers().round(values, kCount, rounding); }
