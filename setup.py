@@ -31,9 +31,9 @@ INSTALL = (
 
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
 BINDINGS = ["csrc/bindings.cpp"]  # all that needs Python
-# The sources of each are compiled as one: PyTorch's headers take longer than they do.
-# The first takes longer than an engine of the CPU, the second shorter; the engines come between.
-UNITED = ("csrc/frontend", "csrc")
+# Whose sources are compiled one by one. Those of csrc/libtorch/ are compiled as one, and so are all
+# others: PyTorch's headers take longer than they do.
+ENGINES = ("csrc/cpu", "csrc/cuda")
 
 
 def flags_of(kind: str) -> list[str]:
@@ -199,7 +199,7 @@ library_dirs = cpp_extension.library_paths(device_type)
 torch_folder = str(Path(torch.__file__).parent)
 
 # CMakeLists.txt takes the same files.
-core = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") + glob("csrc/frontend/*.cpp")
+core = glob("csrc/**/*.cpp", recursive=True)
 core += glob("csrc/cuda/*.cu") if with_cuda else []
 core = sorted(set(core) - set(BINDINGS))
 
@@ -294,9 +294,12 @@ class BuildExtension(cpp_extension.BuildExtension):
         if extension.name == MODULE:
             extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
         else:
-            # So that no core waits long for another at the end.
-            alone = [file for file in core if str(Path(file).parent) not in UNITED]
-            longer, shorter = map(self.unite, UNITED)
+            alone = [file for file in core if file.startswith(ENGINES)]
+            libtorch = [file for file in core if file.startswith("csrc/libtorch")]
+            others = [file for file in core if file not in (*alone, *libtorch)]
+            # One takes longer than an engine, the other shorter, so that no core waits long for
+            # another at the end.
+            longer, shorter = self.unite("libtorch", libtorch), self.unite("others", others)
             extension.sources = [longer, *alone, shorter]
             if self.use_ninja:
                 # Each extension has its own run of ninja, which finds then that all is done.
@@ -315,12 +318,10 @@ class BuildExtension(cpp_extension.BuildExtension):
                 extension.extra_link_args.append(f"-Wl,-rpath,{torch_folder}/lib")
         super().build_extension(extension)
 
-    def unite(self, folder: str) -> str:
-        """Writes a source that includes those of a folder, and returns where."""
-        united = Path(self.build_temp, folder, "united.cpp")
-        text = "".join(
-            f'#include "{ROOT / file}"\n' for file in core if str(Path(file).parent) == folder
-        )
+    def unite(self, name: str, files: list[str]) -> str:
+        """Writes a source that includes others, and returns where."""
+        united = Path(self.build_temp, "csrc", "united", f"{name}.cpp")
+        text = "".join(f'#include "{ROOT / file}"\n' for file in files)
         if not united.is_file() or united.read_text() != text:
             united.parent.mkdir(parents=True, exist_ok=True)
             united.write_text(text)

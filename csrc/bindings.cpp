@@ -15,15 +15,15 @@
 #include <variant>
 #include <vector>
 
-#include "dispatch.h"
-#include "file_beside.h"
+#include "devices/dispatch.h"
+#include "files/file_beside.h"
 #include "kept_states.h"
-#include "param_names.h"
-#include "plan.h"
-#include "scaler_monitor.h"
-#include "scaler_ranges.h"
-#include "unscaled_grads.h"
-#include "writers.h"
+#include "optimizer/param_names.h"
+#include "optimizer/plan.h"
+#include "optimizer/writers.h"
+#include "scaler/scaler_monitor.h"
+#include "scaler/scaler_ranges.h"
+#include "scaler/unscaled_grads.h"
 
 namespace py = pybind11;
 using namespace amp_ext;

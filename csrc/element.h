@@ -4,10 +4,10 @@
 
 #include <type_traits>
 
-#include "functors/clipping.h"
-#include "functors/loss_scale.h"
-#include "functors/numeric.h"
-#include "functors/step_counter.h"
+#include "elements/clipping.h"
+#include "elements/loss_scale.h"
+#include "elements/numeric.h"
+#include "elements/step_counter.h"
 #include "launches.h"
 
 namespace amp_ext {

@@ -7,13 +7,13 @@
 #include <iterator>
 #include <type_traits>
 
-#include "functors/clipping.h"
-#include "functors/loss_scale.h"
-#include "functors/numeric.h"
-#include "functors/scaler_report.h"
-#include "kernel_list.h"
-#include "numbers.h"
-#include "storage.h"
+#include "elements/clipping.h"
+#include "elements/loss_scale.h"
+#include "elements/numbers.h"
+#include "elements/numeric.h"
+#include "elements/scaler_report.h"
+#include "elements/storage.h"
+#include "kernels.h"
 
 namespace amp_ext {
 
@@ -26,8 +26,8 @@ struct TensorRecord {
   void* param = nullptr;
   void* master_param = nullptr;     // as `master` says
   void* buffers[kMaxBuffers] = {};  // exp_avg, ...: as many as the kernel has
-  uint8_t* exponents = nullptr;     // [numel / kGroupSize], of the buffer of groups, or null
-  float* step = nullptr;            // [1], as functors/step_counter.h counts, or null
+  uint8_t* exponents = nullptr;     // [numel / kBlockSize], of the buffer in blocks, or null
+  float* step = nullptr;            // [1], as elements/step_counter.h counts, or null
   int64_t numel = 0;
   // Index into the launch's hyperparameters; in an operation on gradients alone the number by which
   // it reports this one.

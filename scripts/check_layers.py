@@ -1,7 +1,7 @@
 """Checks that includes and imports point one way.
 
-Python, bindings, front end in C++, operations, engines, functors: none includes what comes before
-it. Public headers (amp_ext/include) include no header that is not public.
+Each folder of csrc/ includes what comes before it in ``FOLDERS``, and no other of its layer.
+Public headers (amp_ext/include) include no header that is not public.
 
 Prints every violation as ``file:line: what is wrong`` and exits with 1 if there is one.
 """
@@ -17,10 +17,30 @@ CSRC = ROOT / "csrc"
 PUBLIC = ROOT / "amp_ext" / "include"
 
 CXX = {".h", ".cuh", ".cpp", ".cu"}
-FUNCTORS, ENGINES, OPERATIONS, FRONTEND, BINDINGS = range(5)
-OF_BINDINGS = ("bindings.cpp", "kept_states.h")  # which alone know Python
-# Public headers that the operations share with programs; others are torch-free or of the front end.
-OF_OPERATIONS = ("autocast.h", "options.h", "ops.h")
+# The folders of csrc/, and the files that stand beside them, by layers.
+FOLDERS = {
+    "elements": 0,
+    "kernels.h": 1,
+    "launches.h": 2,
+    "element.h": 3,
+    "cpu": 4,
+    "cuda": 4,
+    "devices": 5,
+    "tensors": 5,
+    "scaler": 6,
+    "optimizer": 6,
+    "lists": 7,
+    "files": 7,
+    "libtorch": 8,
+    "kept_states.h": 9,
+    "bindings.cpp": 10,
+}
+ELEMENTS, TENSORS, LIBTORCH, PYTHON = (
+    FOLDERS[name] for name in ("elements", "tensors", "libtorch", "kept_states.h")
+)
+TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
+# Public headers of tensors; others are torch-free or of libtorch/.
+OF_TENSORS = ("autocast.h", "options.h", "ops.h")
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = re.compile(r"(torch|ATen|c10)/")
@@ -34,7 +54,7 @@ LIGHT = (
 # What tells torch's version, in plain C.
 VERSION = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/headeronly/version.h")
 NATIVE = re.compile(r"ATen/native/")
-PYTHON = re.compile(
+OF_PYTHON = re.compile(
     r"pybind11/|Python\.h|torch/(torch|all|extension|python)\.h"
     r"|torch/csrc/(Exceptions|THP|Export|python|utils/py)"
 )
@@ -42,21 +62,12 @@ CUDA = re.compile(r"cuda|cub/|thrust/|cooperative_groups|nv|c10/cuda/|ATen/cuda/
 
 
 def layer(path: Path) -> int:
-    """Returns the layer of a file; a header in csrc with a source beside it is an operation."""
-    if path.is_relative_to(PUBLIC):
-        if path.name in OF_OPERATIONS:
-            return OPERATIONS
-        return FRONTEND if any(TORCH.match(name) for name in all_included(path)) else FUNCTORS
-    inside = path.relative_to(CSRC)
-    if inside.name in OF_BINDINGS:
-        return BINDINGS
-    if inside.parts[0] == "frontend":
-        return FRONTEND
-    if inside.parts[0] in ("cpu", "cuda"):
-        return ENGINES
-    if len(inside.parts) == 1 and path.with_suffix(".cpp").is_file():
-        return OPERATIONS
-    return FUNCTORS
+    """Returns the layer of a file of csrc/ or of a public header."""
+    if not path.is_relative_to(PUBLIC):
+        return FOLDERS[path.relative_to(CSRC).parts[0]]
+    if path.name in OF_TENSORS:
+        return TENSORS
+    return LIBTORCH if any(TORCH.match(name) for name in all_included(path)) else ELEMENTS
 
 
 def includes(path: Path) -> Iterator[tuple[int, bool, str, bool]]:
@@ -113,8 +124,8 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
                     yield path, line, f'"{name}" is not a path inside csrc'
                 elif layer(target) > mine:
                     yield path, line, f'"{name}" belongs to a higher layer'
-                elif {folder, Path(name).parts[0]} == {"cpu", "cuda"}:
-                    yield path, line, f'"{name}" belongs to the other engine'
+                elif layer(target) == mine and Path(name).parts[0] != folder:
+                    yield path, line, f'"{name}" belongs to another folder of the same layer'
                 elif Path(name).parts[0] == "cuda" and folder != "cuda" and not behind_cuda:
                     yield path, line, f'"{name}" must be behind AMP_EXT_WITH_CUDA'
                 continue
@@ -122,17 +133,17 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
                 target = PUBLIC / name
                 if not target.is_file():
                     yield path, line, f"<{name}> is not a public header"
-                elif layer(target) > (FUNCTORS if mine == ENGINES else mine):
+                elif layer(target) > mine:
                     yield path, line, f"<{name}> belongs to a higher layer"
                 continue
             if NATIVE.match(name):
                 yield path, line, f"<{name}>: ATen/native is not PyTorch's public interface"
-            if TORCH.match(name) and folder in ("functors", "cpu", "cuda"):
+            if TORCH.match(name) and folder in TORCH_FREE:
                 yield path, line, f"<{name}>: no PyTorch header in {folder}"
-            if PYTHON.match(name) and mine != BINDINGS:
+            if OF_PYTHON.match(name) and mine < PYTHON:
                 yield path, line, f"<{name}> belongs to the bindings"
-            elif name.startswith("torch/") and name not in VERSION and mine < FRONTEND:
-                yield path, line, f"<{name}> belongs to the front end: ATen and c10 serve here"
+            elif name.startswith("torch/") and name not in VERSION and mine < LIBTORCH:
+                yield path, line, f"<{name}> belongs to libtorch/: ATen and c10 serve here"
             if CUDA.match(name) and folder != "cuda":
                 cuda_users.add(path)
                 if not behind_cuda:

@@ -9,9 +9,9 @@
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
-#include "kernel_list.h"
+#include "kernels.h"
 #include "launches.h"
-#include "storage.h"
+#include "elements/storage.h"
 
 namespace {
 

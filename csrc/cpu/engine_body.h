@@ -5,9 +5,9 @@
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
-#include "kernel_list.h"
+#include "elements/storage.h"
+#include "kernels.h"
 #include "launches.h"
-#include "storage.h"
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 

@@ -6,11 +6,11 @@
 
 #include "cpu/vector.h"
 // Only now, the functors:
-#include "functors/dither.h"
-#include "functors/moment_codes.h"
-#include "functors/split.h"
-#include "numbers.h"
-#include "storage.h"
+#include "elements/dither.h"
+#include "elements/moment_codes.h"
+#include "elements/numbers.h"
+#include "elements/split.h"
+#include "elements/storage.h"
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 

@@ -7,8 +7,8 @@
 // of x86-64 and of 64-bit Arm. Where there is none the plain text below makes the same bits.
 #pragma once
 
-#include "functors/numeric.h"
-#include "storage.h"
+#include "elements/numeric.h"
+#include "elements/storage.h"
 
 #if defined(__x86_64__) && !defined(AMP_EXT_NO_INTRINSICS)
 #define AMP_EXT_VECTOR_X86 AMP_EXT_VECTOR_BYTES

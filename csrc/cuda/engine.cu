@@ -3,7 +3,7 @@
 
 #include "cuda/engine.h"
 #include "cuda/gradients.cuh"
-#include "kernel_list.h"
+#include "kernels.h"
 
 namespace amp_ext::cuda {
 

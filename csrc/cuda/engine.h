@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/platform.h"
-#include "functors/loss_scale.h"
+#include "elements/loss_scale.h"
 #include "launches.h"
 
 namespace amp_ext::cuda {

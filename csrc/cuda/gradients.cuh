@@ -6,8 +6,8 @@
 #include "cuda/engine.h"
 #include "cuda/tensor_table.cuh"
 #include "element.h"
+#include "elements/storage.h"
 #include "launches.h"
-#include "storage.h"
 
 namespace amp_ext::cuda {
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "cuda/tensor_table.cuh"
-#include "functors/dither.h"
-#include "functors/moment_codes.h"
-#include "functors/split.h"
-#include "numbers.h"
+#include "elements/dither.h"
+#include "elements/moment_codes.h"
+#include "elements/numbers.h"
+#include "elements/split.h"
 
 namespace amp_ext::cuda {
 

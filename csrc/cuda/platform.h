@@ -16,7 +16,7 @@
 
 #if defined(__CUDACC__) || defined(AMP_EXT_CUDA_EMULATOR)
 
-#include "storage.h"
+#include "elements/storage.h"
 
 namespace amp_ext::cuda {
 

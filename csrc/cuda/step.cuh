@@ -8,9 +8,9 @@
 #include "cuda/number.cuh"
 #include "cuda/tensor_table.cuh"
 #include "element.h"
-#include "kernel_list.h"
+#include "elements/storage.h"
+#include "kernels.h"
 #include "launches.h"
-#include "storage.h"
 
 namespace amp_ext::cuda {
 

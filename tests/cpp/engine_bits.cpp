@@ -13,10 +13,10 @@
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
+#include "elements/storage.h"
 #include "every_number.h"
-#include "kernel_list.h"
+#include "kernels.h"
 #include "launches.h"
-#include "storage.h"
 
 using namespace amp_ext;  // NOLINT(build/namespaces)
 

@@ -2,8 +2,8 @@
 // not.
 #pragma once
 
-#include "numbers.h"
-#include "storage.h"
+#include "elements/numbers.h"
+#include "elements/storage.h"
 
 inline constexpr amp_ext::DType kDTypes[] = {amp_ext::DType::kFloat32, amp_ext::DType::kFloat64,
                                              amp_ext::DType::kFloat16, amp_ext::DType::kBFloat16};

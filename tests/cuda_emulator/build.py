@@ -77,7 +77,7 @@ def torch_flags() -> tuple[Command, Command]:
 
 def host_sources() -> list[Path]:
     """Returns the sources that know no kernel, the slowest to compile first."""
-    sources = [*CSRC.glob("*.cpp"), *CSRC.glob("cpu/*.cpp")]
+    sources = [file for file in CSRC.rglob("*.cpp") if file.parent.name != "libtorch"]
     return sorted(sources, key=lambda source: (source.name != "bindings.cpp", source))
 
 

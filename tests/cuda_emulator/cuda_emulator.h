@@ -28,7 +28,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "storage.h"
+#include "elements/storage.h"
 
 namespace cuda_emulator {
 

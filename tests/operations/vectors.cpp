@@ -10,7 +10,7 @@
 #include "cpu/vector.h"
 // After the vectors:
 #include "element.h"
-#include "kernel_list.h"
+#include "kernels.h"
 
 namespace {
 

@@ -19,7 +19,7 @@ struct BufferDescription {
   uint32_t dither_stride = 0;  // of the sequence by which it is dithered; 0: it never is
 };
 
-// Strides of sequences, as parts of 2^32. csrc/functors/dither.h says why these.
+// Strides of sequences, as parts of 2^32. csrc/elements/dither.h says why these.
 inline constexpr uint32_t kFirstMomentStride = 0x61C88647u;   // 0.382
 inline constexpr uint32_t kMomentumStride = 0x6A09E667u;      // 0.414
 inline constexpr uint32_t kSignMomentStride = 0xABC98389u;    // 0.671

@@ -1,0 +1,133 @@
+// Launches of the CUDA engine: on torch's current stream, with memory of torch's allocator.
+#if defined(AMP_EXT_WITH_CUDA)
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#if !defined(AMP_EXT_CUDA_EMULATOR)
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include "cuda/engine.h"
+#include "devices/dispatch.h"
+
+namespace amp_ext {
+
+namespace {
+
+#if defined(AMP_EXT_CUDA_EMULATOR)
+
+struct DeviceGuard {
+  explicit DeviceGuard(const at::Device&) {}
+};
+
+cudaStream_t current_stream(const at::Device&) { return nullptr; }
+
+// As C10_CUDA_CHECK does.
+void check_launch(int error) {
+  if (error == cudaSuccess) return;
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, __LINE__}, error,
+      c10::str("CUDA error: ", cudaGetErrorString(static_cast<cudaError_t>(error))));
+}
+
+#else
+
+using DeviceGuard = c10::cuda::CUDAGuard;
+
+cudaStream_t current_stream(const at::Device& device) {
+  return c10::cuda::getCurrentCUDAStream(device.index());
+}
+
+void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
+
+#endif
+
+// Calls launch(stream) on the device and checks the error that it returns.
+template <typename Launch>
+void on_stream(const at::Device& device, const Launch& launch) {
+  const DeviceGuard guard(device);
+  check_launch(launch(current_stream(device)));
+}
+
+class CudaEngine : public DeviceEngine {
+ public:
+  void step(const at::Device& device, const StepLaunch& launch,
+            StepScratch& scratch) const override {
+    on_stream(device, [&](cudaStream_t stream) {
+      return cuda::step(launch, scratch.block_counter(device), stream);
+    });
+  }
+
+  void look(const at::Device& device, const LookLaunch& launch,
+            StepScratch& scratch) const override {
+    on_stream(device, [&](cudaStream_t stream) {
+      if (launch.sum_of_squares == nullptr) return cuda::look(launch, {}, stream);
+      // Freed before the kernels run, in the order of the stream.
+      const int64_t tiles = cuda::number_of_tiles(launch.records, launch.count);
+      const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
+      return cuda::look(
+          launch, {tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)}, stream);
+    });
+  }
+
+  void multiply(const at::Device& device, const std::vector<TensorRecord>& records,
+                const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
+                bool* is_launched) const override {
+    on_stream(device, [&](cudaStream_t stream) {
+      return cuda::multiply(records.data(), static_cast<int64_t>(records.size()), inputs, found_inf,
+                            first_nonfinite, is_launched, stream);
+    });
+  }
+
+  void count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
+                       int64_t* counts) const override {
+    on_stream(device, [&](cudaStream_t stream) {
+      return cuda::count_nonfinite(records.data(), static_cast<int64_t>(records.size()), counts,
+                                   stream);
+    });
+  }
+
+  void update_scale(const at::Device& device, const ScaleUpdate& update,
+                    const std::vector<OverflowFlag>& flags) const override {
+    on_stream(device, [&](cudaStream_t stream) {
+      at::Tensor earlier_overflow;
+      if (flags.size() > cuda::kMaxFlags) {
+        earlier_overflow = at::zeros({1}, at::TensorOptions(device).dtype(at::kInt));
+      }
+      return cuda::update_scale(
+          update, flags.data(), static_cast<int64_t>(flags.size()),
+          earlier_overflow.defined() ? earlier_overflow.mutable_data_ptr<int32_t>() : nullptr,
+          stream);
+    });
+  }
+};
+
+}  // namespace
+
+uint32_t* StepScratch::block_counter(const at::Device& device) {
+  auto counter = counters_.find(device);
+  if (counter == counters_.end()) {
+    const at::Tensor zero = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
+    counter = counters_.emplace(device, zero).first;
+  }
+  return reinterpret_cast<uint32_t*>(counter->second.mutable_data_ptr<int32_t>());
+}
+
+void check_driver(const std::string& operation) {
+  static const int version = cuda::driver_version();
+  TORCH_CHECK(version >= cuda::kLeastDriverVersion, operation,
+              ": the GPU's driver must be that of CUDA 12.1 or later, got that of CUDA ",
+              version / 1000, ".", version % 1000 / 10);
+}
+
+const DeviceEngine& cuda_engine() {
+  static const CudaEngine engine;
+  return engine;
+}
+
+}  // namespace amp_ext
+
+#endif

@@ -1,0 +1,25 @@
+// Clipping of gradients by their global norm and by value.
+//
+// Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013,
+// algorithm 1, with the guard of torch.nn.utils.clip_grad_norm_ against a norm of 0.
+#pragma once
+
+#include "elements/numeric.h"
+
+namespace amp_ext {
+
+// What gradients of this norm are multiplied by: 1 if the norm is small enough, NaN if it is NaN.
+template <typename T>
+AMP_EXT_INLINE T clip_coefficient(double max_norm, T total_norm) {
+  const double coefficient = max_norm / (static_cast<double>(total_norm) + 1e-6);
+  return coefficient > 1.0 ? T(1) : static_cast<T>(coefficient);
+}
+
+// NaN stays NaN.
+template <typename V, typename T>
+AMP_EXT_INLINE V clip_value(V value, T limit) {
+  const V below = select(value > limit, limit, value);
+  return select(below < -limit, -limit, below);
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,60 @@
+// Dynamic loss scaling: the inverse of the scale, and how the scale follows overflows.
+//
+// Micikevicius et al., "Mixed Precision Training", 2018, section 3.2, with torch's rules.
+#pragma once
+
+#include <amp_ext/hyperparameters.h>
+
+#include <cstdint>
+
+#include "elements/numeric.h"
+
+namespace amp_ext {
+
+// What gradients are multiplied by. The division is made in double, as torch does.
+AMP_EXT_INLINE float inverse_scale(float scale) {
+  return static_cast<float>(1.0 / static_cast<double>(scale));
+}
+
+// What an update reads and writes.
+struct LossScale {
+  float* scale;                 // [1]
+  int32_t* growth_tracker;      // [1], clean steps since the last change
+  int32_t* hysteresis_tracker;  // [1], overflows left until one backs off; null: each does
+};
+
+// Backs off after an overflow; grows when the count of clean steps equals the interval, unless the
+// grown scale would be inf. Only a growth refills the hysteresis: once it is used up, every
+// overflow backs off.
+AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparameters,
+                                      bool overflow, const LossScale& state) {
+  if (!hyperparameters.dynamic) return;
+  const float scale = *state.scale;
+  if (overflow) {
+    *state.growth_tracker = 0;
+    if (state.hysteresis_tracker != nullptr && *state.hysteresis_tracker > 1) {
+      *state.hysteresis_tracker -= 1;
+      return;
+    }
+    const double backed_off = static_cast<double>(scale) * hyperparameters.backoff_factor;
+    // A scale that was set below the limit by hand does not rise at an overflow.
+    const double lowest = hyperparameters.min_scale < static_cast<double>(scale)
+                              ? hyperparameters.min_scale
+                              : static_cast<double>(scale);
+    *state.scale = static_cast<float>(backed_off < lowest ? lowest : backed_off);
+    return;
+  }
+  *state.growth_tracker += 1;
+  if (*state.growth_tracker != hyperparameters.growth_interval) return;
+  *state.growth_tracker = 0;
+  double wanted = static_cast<double>(scale) * hyperparameters.growth_factor;
+  if (wanted > hyperparameters.max_scale) {
+    wanted = larger<double>(hyperparameters.max_scale, scale);  // a scale above it was set by hand
+  }
+  const auto grown = static_cast<float>(wanted);
+  if (!is_finite(grown) || grown == scale) return;
+  *state.scale = grown;
+  if (state.hysteresis_tracker != nullptr) *state.hysteresis_tracker = hyperparameters.hysteresis;
+}
+
+}  // namespace amp_ext

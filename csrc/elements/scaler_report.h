@@ -1,0 +1,92 @@
+// What a scaler tells of its updates: counts, limits and the last scales. It is kept beside the
+// scale and copied to host memory, so that reading it never waits.
+#pragma once
+
+#include <cstdint>
+
+#include "elements/numeric.h"
+
+namespace amp_ext {
+
+// Updates that are remembered one by one.
+inline constexpr int kHistory = 4096;
+
+// All fields of the reports have eight bytes: they are copied as such.
+struct ScalerSummary {
+  int64_t started = 0;  // number of the update that writes this copy, and of the one that wrote it
+  int64_t finished = 0;
+  int64_t updates = 0;
+  int64_t skips = 0;  // updates with an overflow
+  int64_t consecutive_skips = 0;
+  int64_t settled_after = -1;     // updates before the first clean one; -1: there was none yet
+  int64_t nonfinite_slot = -1;    // whose gradient was the last bad one
+  int64_t nonfinite_number = -1;  // its number among the optimizer's
+  int64_t nonfinite_update = 0;   // the update that reported it
+  double scale = 0.0;             // after the update
+  double smallest_scale = 0.0;
+  double largest_scale = 0.0;
+  double settled_scale = 0.0;
+};
+
+struct ScalerReport : ScalerSummary {
+  double history[kHistory] = {};  // scales that the steps had; negative: skipped
+};
+
+struct OptimizerReport {
+  int64_t update = 0;  // the last one that the optimizer took part in; 0: none
+  int64_t skips = 0;
+  int64_t last_was_skipped = 0;
+};
+
+// Where the number of the first bad tensor of a look stands that found none.
+inline constexpr int64_t kNoTensor = INT64_MAX;
+
+// The flag of one optimizer's look on one device.
+struct OverflowFlag {
+  const float* found_inf;    // [1]; anything but 0 is an overflow
+  int64_t* first_nonfinite;  // [1], number of a tensor or kNoTensor, which it is set to; or null
+  int64_t slot;              // of the optimizer's report
+};
+
+// Counts a flag before its update; `found` is whether it is set.
+AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerReport& report,
+                                OptimizerReport* optimizers) {
+  OptimizerReport& optimizer = optimizers[flag.slot];
+  const bool is_first = optimizer.update != report.updates + 1;
+  if (is_first) optimizer.last_was_skipped = 0;
+  optimizer.update = report.updates + 1;
+  if (found && optimizer.last_was_skipped == 0) {
+    optimizer.last_was_skipped = 1;
+    optimizer.skips += 1;
+  }
+  if (flag.first_nonfinite == nullptr) return;
+  if (found && *flag.first_nonfinite != kNoTensor) {
+    report.nonfinite_slot = flag.slot;
+    report.nonfinite_number = *flag.first_nonfinite;
+    report.nonfinite_update = report.updates + 1;
+  }
+  *flag.first_nonfinite = kNoTensor;
+}
+
+// Counts an update, of which all flags were counted.
+AMP_EXT_INLINE void report_update(bool overflow, float scale_before, float scale_after,
+                                  ScalerReport& report) {
+  if (report.updates == 0) report.smallest_scale = report.largest_scale = scale_before;
+  report.history[report.updates % kHistory] =
+      overflow ? -static_cast<double>(scale_before) : static_cast<double>(scale_before);
+  report.updates += 1;
+  report.skips += overflow ? 1 : 0;
+  report.consecutive_skips = overflow ? report.consecutive_skips + 1 : 0;
+  report.scale = scale_after;
+  const float scales[] = {scale_before, scale_after};  // the first may have been set by hand
+  for (const float scale : scales) {
+    if (report.smallest_scale > scale) report.smallest_scale = scale;
+    if (report.largest_scale < scale) report.largest_scale = scale;
+  }
+  if (!overflow && report.settled_after < 0) {
+    report.settled_after = report.updates - 1;
+    report.settled_scale = scale_before;
+  }
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,53 @@
+// Stochastic gradient descent, plain or with (Nesterov) momentum, for one element.
+//
+// Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep
+// learning", 2013, in torch's form: the learning rate multiplies the whole update.
+#pragma once
+
+#include <amp_ext/hyperparameters.h>
+
+#include "elements/numeric.h"
+#include "elements/weight_decay.h"
+
+namespace amp_ext {
+
+template <typename T>
+struct Sgd {
+  using Hyperparameters = SgdHyperparameters;
+
+  WeightDecay<T> weight_decay;
+  T lr;
+  T momentum;
+  T buffer_weight;  // of the old momentum_buffer in the new one
+  T grad_weight;    // of the gradient in the new momentum_buffer
+  bool nesterov;
+
+  // `step` counts from 1. The first step is not dampened: its buffer is the gradient. That matters
+  // only with dampening, and only then is there a step counter; without one `step` is 0.
+  static AMP_EXT_INLINE Sgd for_tensor(const SgdHyperparameters& hyperparameters, double lr,
+                                       double step) {
+    const bool first = step == 1.0;
+    const double momentum = hyperparameters.momentum;
+    return {WeightDecay<T>::for_tensor(hyperparameters, lr),
+            static_cast<T>(lr),
+            static_cast<T>(momentum),
+            static_cast<T>(first ? 0.0 : momentum),
+            static_cast<T>(first ? 1.0 : 1.0 - hyperparameters.dampening),
+            hyperparameters.nesterov};
+  }
+
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V grad, V& param) const {
+    weight_decay(grad, param);
+    param = param - lr * grad;
+  }
+
+  template <typename V>
+  AMP_EXT_INLINE void operator()(V grad, V& param, V& momentum_buffer) const {
+    weight_decay(grad, param);
+    momentum_buffer = buffer_weight * momentum_buffer + grad_weight * grad;
+    param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);
+  }
+};
+
+}  // namespace amp_ext

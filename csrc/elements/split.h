@@ -1,0 +1,144 @@
+// Masters that are split: a 16-bit parameter, and 16 or 8 bits that make a float32 of it, or the
+// upper 24 bits of one.
+//
+// bfloat16, and float16 with 8 bits: the bits of the magnitude are cut in two, and the lower part
+// is a signed number. Its sign says both that it is a half or more and that the parameter was
+// rounded up, as in apex's distributed fused Adam. So the parameter is the master, rounded to
+// nearest, ties away from zero. Nothing is stored as a zero and a negative lower part: there
+// somebody has written a zero into the parameter, and it is one.
+//
+// float16 with 16 bits: the parameter is the master, rounded to nearest even, and the lower part
+// what is missing, in units of 2^-15 of the parameter's last place. That is exact from 2^-16 on.
+// What would round to inf becomes 65504.
+//
+// V is float or a vector of it, U uint32_t or a vector of as many.
+#pragma once
+
+#include <cstdint>
+
+#include "elements/numeric.h"
+#include "elements/storage.h"
+
+namespace amp_ext {
+
+// The bits of a magnitude, of the parts of it; `low` has kLowBits bits, and none above.
+template <int kLowBits, typename U>
+AMP_EXT_INLINE U joined_magnitude(U param, U low) {
+  const U magnitude = param & 0x7fffu;
+  const U was_rounded_up = low >> (kLowBits - 1);
+  const U joined = ((magnitude - was_rounded_up) << kLowBits) | low;
+  return select(as_signed(magnitude) < as_signed(was_rounded_up), U{}, joined);
+}
+
+// The parameter's magnitude; the lower part is what stands below it in `bits`.
+template <int kLowBits, typename U>
+AMP_EXT_INLINE U upper_part(U bits) {
+  return (bits >> kLowBits) + ((bits >> (kLowBits - 1)) & 1u);
+}
+
+// Without the last bits: rounded to nearest even, or dithered by the first bits of `word`.
+template <int kBits, typename U>
+AMP_EXT_INLINE U without_last_bits(U bits, bool dithers, U word) {
+  const U to_even = ((1u << (kBits - 1)) - 1u) + ((bits >> kBits) & 1u);
+  return (bits + select(dithers, word >> (32 - kBits), to_even)) >> kBits;
+}
+
+// A master and its parts. `param` are the parameter's bits.
+template <typename Storage, int kLowBits>
+struct SplitMaster;
+
+template <int kLowBits>
+struct SplitMaster<BFloat16, kLowBits> {
+  template <typename U>
+  static AMP_EXT_INLINE auto join(U param, U low) {
+    const U magnitude = joined_magnitude<kLowBits>(param, low) << (16 - kLowBits);
+    return float_of(magnitude | ((param >> 15) << 31));
+  }
+
+  template <typename V, typename U>
+  static AMP_EXT_INLINE void split(V master, bool dithers, U word, U& param, U& low) {
+    U kept = bits_of(master);
+    if constexpr (kLowBits == 8) kept = without_last_bits<8>(kept, dithers, word);
+    param = select(master != master, U{} + 0x7fc0u, upper_part<kLowBits>(kept));
+    low = select(master != master, U{}, kept & ((1u << kLowBits) - 1u));
+  }
+};
+
+template <>
+struct SplitMaster<Half, 8> {
+  template <typename U>
+  static AMP_EXT_INLINE auto join(U param, U low) {
+    const U joined = joined_magnitude<8>(param, low);
+    const auto normal = (joined << 5) + ((127u - 15u) << 23);
+    const auto subnormal = bits_of(to_number(joined) * 0x1p-32f);
+    U magnitude = select(as_signed(joined) < (1 << 18), subnormal, normal);
+    // inf and NaN have no lower part.
+    const U special = 0x7f800000u | ((param & 0x03ffu) << 13);
+    magnitude = select(as_signed(param & 0x7fffu) < 0x7c00, magnitude, special);
+    return float_of(magnitude | ((param >> 15) << 31));
+  }
+
+  template <typename V, typename U>
+  static AMP_EXT_INLINE void split(V master, bool dithers, U word, U& param, U& low) {
+    const U sign = (bits_of(master) >> 16) & 0x8000u;
+    const U magnitude = bits_of(master) & 0x7fffffffu;
+    const auto size = as_signed(magnitude);
+    // In units of 2^-37 where float16 is subnormal; else the bits, with the exponent of a float16.
+    const V small = select(size < 0x38800000, float_of(magnitude), V{});
+    const U fine =
+        select(size < 0x38800000, to_integer(small * 0x1p37f), magnitude - ((127u - 15u) << 23));
+    U kept = without_last_bits<5>(fine, dithers, word);
+    kept = select(as_signed(kept) < 0x7bff7f, kept, U{} + 0x7bff7fu);
+    const auto is_finite = size < 0x7f800000;
+    const U special = 0x7c00u | select(size > 0x7f800000, U{} + 0x0200u, U{});
+    param = sign | select(is_finite, upper_part<8>(kept), special);
+    low = select(is_finite, kept & 0xffu, U{});
+  }
+};
+
+// The lower 16 bits of a float16 parameter; both are floats here.
+struct SplitHalf16 {
+  // The exponent of 2^-15 of the last place of a float16, as a float32 has it.
+  template <typename V>
+  static AMP_EXT_INLINE auto unit_exponent(V param) {
+    using U = decltype(bits_of(V{}));
+    const U exponent = (bits_of(param) >> 23) & 0xffu;
+    return select(as_signed(exponent) < 113, U{} + 113u, exponent) - 25u;  // 10 + 15
+  }
+
+  // What `param`, to be rounded, is made of.
+  template <typename V>
+  static AMP_EXT_INLINE V saturated(V master) {
+    const auto size = as_signed(bits_of(master) & 0x7fffffffu);
+    const V largest = float_of(0x477fe000u | (bits_of(master) & 0x80000000u));  // 65504
+    const V limited = select(size < 0x477ff000, master, largest);               // 65520
+    return select(size < 0x7f800000, limited, master);
+  }
+
+  // `low` is a signed number in the lower 16 bits.
+  template <typename V, typename U>
+  static AMP_EXT_INLINE V join(V param, U low) {
+    const V number = to_number(low << 16) * 0x1p-16f;
+    // Below a power of two numbers are half as far apart. More than half of that towards zero is of
+    // another parameter, to which somebody has written this one.
+    const U bits = bits_of(param);
+    const U mantissa = bits & 0x007fffffu;
+    const U nearest = select(as_signed(bits & 0x7fffffffu) > 0x38800000, mantissa, U{} + 1u);
+    const V inwards = select(param < 0, number, V{} - number);
+    const V limited = select(inwards > 8192, V{} + 8192, inwards);
+    const V kept = select(nearest == U{}, limited, inwards);
+    const V master =
+        param + select(param < 0, kept, V{} - kept) * float_of(unit_exponent(param) << 23);
+    return select(is_finite(param), master, param);
+  }
+
+  template <typename V>
+  static AMP_EXT_INLINE auto low_of(V master, V param) {
+    const V number = (master - param) * float_of((254u - unit_exponent(param)) << 23);
+    // Adding 1.5 * 2^23 rounds to a whole number, which the last bits are then.
+    using U = decltype(bits_of(V{}));
+    return select(is_finite(param), bits_of(number + 0x1.8p23f) & 0xffffu, U{});
+  }
+};
+
+}  // namespace amp_ext

@@ -1,0 +1,82 @@
+// Opens files that are to take the place of others.
+#include "files/file_beside.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <random>
+#include <system_error>
+
+namespace amp_ext {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kEnd[] = ".tmp";
+constexpr size_t kDigits = 16;
+constexpr size_t kAdded = 1 + kDigits + sizeof kEnd - 1;  // a dot before them
+constexpr size_t kLongestName = 255;                      // of a file, in bytes
+
+const char* name_of_kind(mode_t mode) {
+  if (S_ISDIR(mode)) return "a folder";
+  if (S_ISFIFO(mode)) return "a pipe";
+  return S_ISSOCK(mode) ? "a socket" : "a device";
+}
+
+// What links at a path end at, which may not be there.
+fs::path end_of_links(fs::path path) {
+  constexpr int kMost = 40;  // as Linux follows
+  std::error_code error;
+  for (int i = 0; i < kMost && fs::is_symlink(path, error); ++i) {
+    path = path.parent_path() / fs::read_symlink(path, error);
+  }
+  return path;
+}
+
+std::string random_digits() {
+  std::random_device source;
+  const uint64_t number = uint64_t{source()} << 32 | source();
+  char digits[kDigits + 1];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(number));
+  return digits;
+}
+
+}  // namespace
+
+FileBeside open_beside(const std::string& path) {
+  FileBeside file;
+  struct stat there;
+  const bool is_there = ::stat(path.c_str(), &there) == 0;
+  if (!is_there && errno != ENOENT) {
+    file.error = errno;
+    return file;
+  }
+  if (is_there && !S_ISREG(there.st_mode)) {
+    file.refusal = std::string("path must be of a file, or of nothing yet, got ") +
+                   name_of_kind(there.st_mode) + ": " + path;
+    return file;
+  }
+  const fs::path target = end_of_links(path);
+  const fs::path folder = target.has_parent_path() ? target.parent_path() : fs::path(".");
+  const std::string beginning = target.filename().string().substr(0, kLongestName - kAdded) + ".";
+  const mode_t mode = is_there ? there.st_mode & 07777 : 0666;
+  file.temporary = folder / (beginning + random_digits() + kEnd);
+  file.descriptor =
+      ::open(file.temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode & 0777);
+  if (file.descriptor < 0) {
+    file.error = errno;
+    file.temporary.clear();
+    return file;
+  }
+  if (is_there) ::fchmod(file.descriptor, mode);  // what the umask took away
+  file.target = target;
+  return file;
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,344 @@
+// Files: those of torch.save, without Python, and archives of torch::save, which hold the same.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <amp_ext/checkpoint.h>
+#include <amp_ext/grad_scaler.h>
+#include <amp_ext/optim.h>
+#include <caffe2/serialize/inline_container.h>
+#include <caffe2/serialize/read_adapter_interface.h>
+#include <fcntl.h>
+#include <torch/csrc/jit/serialization/import_read.h>
+#include <torch/csrc/jit/serialization/pickler.h>
+#include <torch/serialize/archive.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <utility>
+
+#include "files/file_beside.h"
+#include "libtorch/optimizer_impl.h"
+#include "libtorch/torch_archive.h"
+#include "libtorch/values.h"
+
+namespace amp_ext {
+
+namespace {
+
+// Whether Python has a class of storages for it; of others LibTorch writes none.
+bool is_portable(at::ScalarType dtype) {
+  constexpr at::ScalarType kPortable[] = {
+      at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,         at::kInt,
+      at::kShort, at::kChar,   at::kByte, at::kBool,     at::kComplexFloat, at::kComplexDouble};
+  return std::find(std::begin(kPortable), std::end(kPortable), dtype) != std::end(kPortable);
+}
+
+// A copy with tensors on the CPU, of types that Python reads without torch's script types. Throws
+// on what Python would not read; `where` says where that is.
+c10::IValue portable(const std::string& operation, const c10::IValue& value,
+                     const std::string& where) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, operation, ": ", where,
+                " must be a dense tensor, got ",
+                tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+    TORCH_CHECK(is_portable(tensor.scalar_type()), operation, ": ", where,
+                " must be of a dtype that torch.load reads with weights_only=True, got ",
+                tensor.scalar_type());
+    const at::Tensor copy = tensor.detach().cpu();
+    // A view would take all of its storage with it.
+    const bool is_whole = copy.storage().nbytes() == copy.nbytes();
+    return is_whole ? copy : copy.clone();
+  }
+  if (value.isNone() || value.isBool() || value.isInt() || value.isDouble() || value.isString()) {
+    return value;
+  }
+  if (value.isGenericDict()) {
+    auto copy = new_dict();
+    for (const auto& entry : value.toGenericDict()) {
+      TORCH_CHECK(entry.key().isString() || entry.key().isInt(), operation, ": keys of ", where,
+                  " must be strings or ints, got ", repr(entry.key()));
+      copy.insert(entry.key(),
+                  portable(operation, entry.value(), where + "[" + repr(entry.key()) + "]"));
+    }
+    return copy;
+  }
+  TORCH_CHECK(value.isList() || value.isTuple(), operation, ": ", where,
+              " must be a dict, list, tuple, string, number, bool, None or tensor, got ",
+              type_name(value));
+  const auto elements = value.isList() ? value.toListRef().vec()
+                                       : std::vector<c10::IValue>(value.toTupleRef().elements());
+  std::vector<c10::IValue> copies;
+  for (size_t i = 0; i < elements.size(); ++i) {
+    copies.push_back(portable(operation, elements[i], c10::str(where, "[", i, "]")));
+  }
+  if (value.isTuple()) return c10::ivalue::Tuple::create(std::move(copies));
+  auto list = new_list();
+  for (auto& copy : copies) list.push_back(std::move(copy));
+  return list;
+}
+
+// Reads a file that lies in memory.
+class BytesReader : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  explicit BytesReader(const std::vector<char>& bytes) : bytes_(bytes) {}
+
+  size_t size() const override { return bytes_.size(); }
+  size_t read(uint64_t position, void* buffer, size_t count, const char*) const override {
+    const uint64_t begin = std::min<uint64_t>(position, bytes_.size());
+    count = std::min<size_t>(count, bytes_.size() - begin);
+    if (count > 0) std::memcpy(buffer, bytes_.data() + begin, count);
+    return count;
+  }
+
+ private:
+  const std::vector<char>& bytes_;
+};
+
+// What a call of torch or of the standard library throws, as an error that names the operation.
+template <typename Call>
+auto with_errors_of(const std::string& operation, const Call& call) {
+  try {
+    return call();
+  } catch (c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    if (text.compare(0, operation.size(), operation) != 0) error.add_context(operation);
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, operation, ": ", error.what());
+  }
+}
+
+std::vector<char> bytes_of(const std::string& operation, const c10::IValue& value) {
+  check_nesting(operation, "value", value);
+  std::vector<char> data;
+  torch::jit::Pickler pickler(
+      [&](const char* bytes, size_t size) { data.insert(data.end(), bytes, bytes + size); },
+      /*tensor_table=*/nullptr, /*type_renamer=*/nullptr, /*memoized_class_types=*/nullptr,
+      /*get_tensor_id=*/nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(portable(operation, value, "value"));
+  pickler.stop();
+  std::vector<char> file;
+  caffe2::serialize::PyTorchStreamWriter writer([&](const void* bytes, size_t size) {
+    const char* const begin = static_cast<const char*>(bytes);
+    file.insert(file.end(), begin, begin + size);
+    return size;
+  });
+  writer.writeRecord("data.pkl", data.data(), data.size());
+  int64_t number = 0;
+  for (const at::Tensor& tensor : pickler.tensorData()) {
+    writer.writeRecord("data/" + std::to_string(number++), tensor.storage().data(),
+                       tensor.storage().nbytes());
+  }
+  writer.writeEndOfFile();
+  return file;
+}
+
+// The CRC-32 of zip files.
+uint32_t crc_of(const char* bytes, size_t size) {
+  using Table = std::array<uint32_t, 256>;
+  static const auto tables = [] {  // the effect of a byte that has 0 to 7 others behind it
+    std::array<Table, 8> made;
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      uint32_t crc = byte;
+      for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
+      made[0][byte] = crc;
+    }
+    for (size_t i = 1; i < made.size(); ++i) {
+      for (uint32_t byte = 0; byte < 256; ++byte) {
+        const uint32_t crc = made[i - 1][byte];
+        made[i][byte] = crc >> 8 ^ made[0][crc & 255];
+      }
+    }
+    return made;
+  }();
+  const auto* next = reinterpret_cast<const unsigned char*>(bytes);
+  uint32_t crc = ~uint32_t{0};
+  for (; size >= 8; size -= 8, next += 8) {
+    uint32_t sum = 0;
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t byte = i < 4 ? next[i] ^ (crc >> 8 * i & 255) : next[i];
+      sum ^= tables[7 - i][byte];
+    }
+    crc = sum;
+  }
+  for (; size > 0; --size) crc = crc >> 8 ^ tables[0][(crc ^ *next++) & 255];
+  return ~crc;
+}
+
+// Throws if a record is not as it was written: torch's reader does not look at the CRC, which
+// stands behind each record that is not empty. A file that was written without CRCs has 0 in all
+// places.
+void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStreamReader& reader) {
+  constexpr char kSignature[] = {'P', 'K', 7, 8};
+  std::string damaged;
+  bool has_crcs = false;
+  for (const std::string& name : reader.getAllRecords()) {
+    const size_t size = reader.getRecordSize(name);
+    const size_t begin = reader.getRecordOffset(name);
+    if (size == 0) continue;
+    const bool fits = begin <= bytes.size() && size <= bytes.size() - begin &&
+                      bytes.size() - begin - size >= sizeof kSignature + sizeof(uint32_t);
+    TORCH_CHECK(fits, "record ", name, " of ", size, " bytes ends behind the file");
+    const char* const record = bytes.data() + begin;
+    const char* const behind = record + size;
+    TORCH_CHECK(std::equal(std::begin(kSignature), std::end(kSignature), behind), "record ", name,
+                " has no CRC behind it");
+    // What a damaged header calls a folder is left unread, with whatever the memory held before.
+    const std::unique_ptr<char[]> read(new char[size]);
+    read[0] = static_cast<char>(~record[0]);
+    reader.getRecord(name, read.get(), size);
+    TORCH_CHECK(std::equal(record, behind, read.get()), "record ", name, " is not read whole");
+    uint32_t crc = 0;
+    std::memcpy(&crc, behind + sizeof kSignature, sizeof crc);
+    has_crcs |= crc != 0;
+    if (damaged.empty() && crc != crc_of(record, size)) damaged = name;
+  }
+  TORCH_CHECK(damaged.empty() || !has_crcs, "record ", damaged, " was damaged: its CRC differs");
+}
+
+c10::IValue value_of(const std::string& operation, const std::vector<char>& bytes) {
+  try {
+    caffe2::serialize::PyTorchStreamReader reader(std::make_shared<BytesReader>(bytes));
+    check_crcs(bytes, reader);
+    // On the CPU, wherever they were.
+    return torch::jit::readArchiveAndTensors("data", "", "", std::nullopt, std::nullopt, at::kCPU,
+                                             reader);
+  } catch (const std::exception& error) {  // some of the standard library, of damaged sizes
+    const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
+    const std::string reason =
+        of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
+    TORCH_CHECK(reason.find("Expected GenericDict") == std::string::npos, operation,
+                ": all dicts must be plain ones, got an OrderedDict, as "
+                "model.state_dict() is; write it in Python by torch.save(dict(model.state_dict()), "
+                "path)");
+    TORCH_CHECK(false, operation,
+                ": the file must be one that torch.save wrote, of plain dicts, "
+                "lists, numbers and tensors, got another: ",
+                reason.substr(0, reason.find('\n')));
+  }
+}
+
+// Returns the errno of what failed, or 0.
+int written_in_place(const FileBeside& file, const std::vector<char>& bytes) {
+  for (size_t done = 0; done < bytes.size();) {
+    const ssize_t size = ::write(file.descriptor, bytes.data() + done, bytes.size() - done);
+    if (size < 0 && errno != EINTR) return errno;
+    if (size > 0) done += size;
+  }
+  if (::fsync(file.descriptor) != 0) return errno;
+  if (std::rename(file.temporary.c_str(), file.target.c_str()) != 0) return errno;
+  // The name is there; now it has to reach the disk, too.
+  const auto folder = std::filesystem::path(file.temporary).parent_path();
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_CLOEXEC);
+  ::fsync(descriptor);
+  ::close(descriptor);
+  return 0;
+}
+
+}  // namespace
+
+std::vector<char> state_to_bytes(const c10::IValue& value) {
+  return with_errors_of("state_to_bytes", [&] { return bytes_of("state_to_bytes", value); });
+}
+
+c10::IValue state_from_bytes(const std::vector<char>& bytes) {
+  return value_of("state_from_bytes", bytes);
+}
+
+void save_state(const std::string& path, const c10::IValue& value) {
+  const std::string operation = "save_state of " + path;
+  const std::vector<char> bytes =
+      with_errors_of(operation, [&] { return bytes_of(operation, value); });
+  const FileBeside file = with_errors_of(operation, [&] { return open_beside(path); });
+  TORCH_CHECK(file.refusal.empty(), "save_state: ", file.refusal);
+  int error = file.error;
+  if (error == 0) {
+    error = written_in_place(file, bytes);
+    if (error != 0) ::unlink(file.temporary.c_str());
+    ::close(file.descriptor);
+  }
+  TORCH_CHECK(error == 0, "save_state: path must be of a file that can be written, got ", path,
+              ": ", std::strerror(error));
+}
+
+c10::IValue load_state(const std::string& path) {
+  const std::string operation = "load_state of " + path;
+  std::vector<char> bytes;
+  const bool is_read = with_errors_of(operation, [&] {
+    constexpr size_t kStretch = 1 << 20;
+    std::ifstream file(path, std::ios::binary);
+    while (file.good()) {
+      const size_t size = bytes.size();
+      bytes.resize(size + kStretch);
+      file.read(bytes.data() + size, kStretch);
+      bytes.resize(size + file.gcount());
+    }
+    return file.eof();
+  });
+  TORCH_CHECK(is_read, "load_state: path must be of a file that can be read, got ", path);
+  return value_of(operation, bytes);
+}
+
+// Archives.
+
+namespace {
+
+constexpr const char* kKey = "amp_ext_state_dict";
+
+void write(torch::serialize::OutputArchive& archive, const c10::IValue& state_dict) {
+  const std::vector<char> bytes = state_to_bytes(state_dict);
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  archive.write(kKey, tensor, /*is_buffer=*/true);
+}
+
+c10::IValue read(torch::serialize::InputArchive& archive, const char* operation) {
+  at::Tensor tensor;
+  TORCH_CHECK(archive.try_read(kKey, tensor, /*is_buffer=*/true), operation,
+              ": the archive must be one that torch::save wrote of it, got another");
+  const at::Tensor bytes = tensor.cpu().contiguous();
+  const char* const begin = static_cast<const char*>(bytes.const_data_ptr());
+  return value_of(operation, std::vector<char>(begin, begin + bytes.numel()));
+}
+
+}  // namespace
+
+namespace optim {
+
+void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  write(archive, state_dict());
+}
+
+void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
+  const OptimizerKind& kind = checked("load_state_dict").kind;
+  const auto of_torch = with_errors_of("torch::load of an optimizer", [&] {
+    return read_torch_archive(kind.name, archive, param_groups_);
+  });
+  load_state_dict(of_torch.has_value() ? *of_torch : read(archive, "torch::load of an optimizer"));
+}
+
+}  // namespace optim
+
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const GradScaler& scaler) {
+  write(archive, scaler.state_dict());
+  return archive;
+}
+
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           GradScaler& scaler) {
+  scaler.load_state_dict(read(archive, "torch::load of a GradScaler"));
+  return archive;
+}
+
+}  // namespace amp_ext

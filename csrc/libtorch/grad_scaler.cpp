@@ -1,0 +1,762 @@
+// Dynamic loss scaling in the C++ interface.
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <amp_ext/grad_scaler.h>
+#include <amp_ext/ops.h>
+#include <amp_ext/optim.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "libtorch/marked_grads.h"
+#include "libtorch/values.h"
+#include "scaler/scaler_monitor.h"
+#include "scaler/scaler_ranges.h"
+#include "scaler/unscaled_grads.h"
+#include "tensors/autocast_cache.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext {
+
+namespace {
+
+using torch::optim::Optimizer;
+
+// However a step ends, it may have written parameters.
+struct ClearsCasts {
+  ~ClearsCasts() { clear_autocast_cache(); }
+};
+
+template <typename Number>
+void check_range(const char* operation, const char* name, Number value) {
+  const std::string wanted = wanted_of_scaler(name, static_cast<double>(value));
+  TORCH_CHECK(wanted.empty(), operation, ": ", name, " must be ", wanted, ", got ", value);
+}
+
+void check_options(const GradScalerOptions& options) {
+  const char* const operation = "GradScaler";
+  TORCH_CHECK(!(options.growth_factor() <= 1.0), "The growth factor must be > 1.0.");
+  TORCH_CHECK(!(options.backoff_factor() >= 1.0), "The backoff factor must be < 1.0.");
+  const double smallest = options.min_scale(), largest = options.max_scale();
+  check_range(operation, "init_scale", options.init_scale());
+  check_range(operation, "growth_factor", options.growth_factor());
+  check_range(operation, "backoff_factor", options.backoff_factor());
+  check_range(operation, "growth_interval", options.growth_interval());
+  check_range(operation, "min_scale", smallest);
+  check_range(operation, "max_scale", largest);
+  check_range(operation, "hysteresis", options.hysteresis());
+  check_range(operation, "warn_after", options.warn_after());
+  TORCH_CHECK(smallest <= options.init_scale() && options.init_scale() <= largest,
+              "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=",
+              options.init_scale(), ", min_scale=", smallest, ", max_scale=", largest);
+  TORCH_CHECK(options.device() == at::kCPU || options.device() == at::kCUDA,
+              "GradScaler: device must be cuda or cpu, got ", options.device());
+}
+
+ParamGrad grad_of(const at::Tensor& param) {
+  const at::Tensor& grad = param.grad();
+  return {param.unsafeGetTensorImpl(), grad.defined() && grad.is_sparse() ? grad._values() : grad,
+          grad.defined() ? version_of(grad) : 0};
+}
+
+std::vector<ParamGrad> grads_in(const Optimizer& optimizer) {
+  std::vector<ParamGrad> grads;
+  for_each_param(optimizer,
+                 [&](const at::Tensor& param, int64_t) { grads.push_back(grad_of(param)); });
+  return grads;
+}
+
+// A new tensor with the sum of all devices' flags.
+at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& device) {
+  at::Tensor sum;
+  for (const at::Tensor& flag : flags) {
+    const at::Tensor here = flag.to(device, /*non_blocking=*/true);
+    sum = sum.defined() ? sum + here : here.clone();
+  }
+  return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+}
+
+// Where the parameter of this number among those of all groups stands.
+std::string place_in(const std::vector<size_t>& group_sizes, int64_t number) {
+  for (size_t group = 0; group < group_sizes.size(); ++group) {
+    const auto size = static_cast<int64_t>(group_sizes[group]);
+    if (number < size) return c10::str("group ", group, ", param ", number);
+    number -= size;
+  }
+  return {};
+}
+
+std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
+  std::vector<size_t> sizes;
+  for (const auto& group : optimizer.param_groups()) sizes.push_back(group.params().size());
+  return sizes;
+}
+
+// For each device that holds one the gradients of all parameters, so that the index tells which it
+// is; an empty tensor stands for the others.
+std::vector<std::pair<at::Device, TensorList>> gradients_of(const Optimizer& optimizer,
+                                                            bool allow_fp16) {
+  std::vector<at::Tensor> grads;
+  for_each_param(optimizer, [&](const at::Tensor& param, int64_t number) {
+    const at::Tensor& grad = param.grad();
+    TORCH_CHECK(!grad.defined() || !grad.is_complex(), "GradScaler: the gradient of ",
+                place_in(group_sizes_of(optimizer), number),
+                " must be real, got a complex one: keep its parameter out of the optimizers that "
+                "the scaler steps");
+    TORCH_CHECK(!grad.defined() || grad.scalar_type() != at::kHalf || allow_fp16,
+                "Attempting to unscale FP16 gradients. They would vanish in float16: call "
+                "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales "
+                "them in float32 inside its step; to clip them, construct it with max_grad_norm=.");
+    grads.push_back(grad.defined() && grad.is_sparse() ? grad._values() : grad);
+  });
+  std::vector<std::pair<at::Device, TensorList>> by_device;
+  for (const at::Tensor& grad : grads) {
+    if (!grad.defined()) continue;
+    const auto is_it = [&](const auto& entry) { return entry.first == grad.device(); };
+    if (std::any_of(by_device.begin(), by_device.end(), is_it)) continue;
+    const at::Tensor nothing = at::empty({0}, at::TensorOptions(grad.device()).dtype(at::kFloat));
+    TensorList list;
+    for (const at::Tensor& other : grads) {
+      list.push_back(other.defined() && other.device() == grad.device() ? other : nothing);
+    }
+    by_device.emplace_back(grad.device(), std::move(list));
+  }
+  return by_device;
+}
+
+}  // namespace
+
+ScaledStep::~ScaledStep() = default;
+
+std::optional<GradientLook> ScaledStep::look_at_gradients(const at::Tensor&, const at::Tensor&) {
+  return {};
+}
+
+struct GradScaler::State {
+  enum class Stage { kReady, kUnscaled, kStepped };
+
+  // Tells an optimizer from others: one of ours by what moves along with it, also from a later one
+  // at the same address; another by its address alone.
+  struct Identity {
+    const void* key;
+    std::optional<std::weak_ptr<const void>> token;
+
+    static Identity of(const Optimizer& optimizer, const char* operation) {
+      const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+      if (ours == nullptr) return {&optimizer, {}};
+      const std::shared_ptr<const void> token = ours->identity();
+      TORCH_CHECK(token != nullptr, "GradScaler.", operation,
+                  ": the optimizer must have its parameters, got one that was moved from");
+      return {token.get(), token};
+    }
+    bool is(const Identity& other) const {
+      return key == other.key && token.has_value() == other.token.has_value() &&
+             (!token.has_value() || !token->expired());
+    }
+  };
+
+  // What is known of an optimizer for good.
+  struct Record {
+    Identity identity;
+    int64_t slot;  // of its report
+    std::vector<size_t> group_sizes = {};
+    std::vector<std::pair<at::Device, at::Tensor>> first_nonfinites = {};
+    std::vector<at::Tensor> of_last_look = {};  // which an update has not read and reset yet
+
+    void forget() {
+      for (const at::Tensor& first : of_last_look) first.fill_(kNoTensor);
+      of_last_look.clear();
+    }
+  };
+
+  // What is known of an optimizer since the last update.
+  struct Iteration {
+    Iteration(Optimizer& its_optimizer, Identity its_identity)
+        : optimizer(&its_optimizer), identity(std::move(its_identity)) {}
+
+    Optimizer* optimizer;
+    Identity identity;
+    Record* record = nullptr;  // from the first look on
+    Stage stage = Stage::kReady;
+    bool may_have_stepped = false;       // in a step of somebody else that threw
+    std::vector<at::Tensor> found_infs;  // one for each device
+    std::vector<at::Tensor> first_nonfinites;
+    std::optional<UnscaledGrads> unscaled;                         // since unscale_
+    std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // when unscale_ looked
+    std::optional<MarkedGrads> in_part;        // gradients of an unscale_ that was refused amid it
+    std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
+  };
+
+  GradScalerOptions options;
+  bool enabled;
+  double init_scale;
+  int64_t init_growth_tracker = 0;
+  int64_t init_hysteresis_tracker;
+  at::Tensor scale, growth_tracker, hysteresis_tracker;
+  // By optimizer, in the order of their looks; a step may ask for another optimizer's.
+  std::deque<Iteration> iterations;
+  std::deque<Record> records;
+  bool is_stepping = false;
+  std::unique_ptr<ScalerMonitor> monitor;
+  bool warned_of_scale = false;
+  bool told_of_skips = false;
+
+  void make_scale(const at::Device& device) {
+    if (scale.defined()) return;
+    const OutsideInferenceMode normal;
+    const auto on_device = at::TensorOptions(device);
+    growth_tracker = at::full({}, init_growth_tracker, on_device.dtype(at::kInt));
+    if (options.hysteresis() != 1) {
+      hysteresis_tracker = at::full({}, init_hysteresis_tracker, on_device.dtype(at::kInt));
+    }
+    monitor = std::make_unique<ScalerMonitor>(device);
+    scale =
+        at::full({}, init_scale, on_device.dtype(at::kFloat));  // last: it tells that all is there
+  }
+
+  void check_scale(const char* operation) const {
+    TORCH_CHECK(scale.defined(), "Attempted ", operation,
+                " but _scale is None.  This may indicate your script did not use "
+                "scaler.scale(loss or outputs) earlier in the iteration.");
+  }
+
+  Iteration& iteration_of(Optimizer& optimizer, const char* operation) {
+    Identity identity = Identity::of(optimizer, operation);
+    for (Iteration& iteration : iterations) {
+      if (!iteration.identity.is(identity)) continue;
+      iteration.optimizer = &optimizer;  // it may have been moved
+      return iteration;
+    }
+    return iterations.emplace_back(optimizer, std::move(identity));
+  }
+
+  // Null if nothing is known of it.
+  Record* find_record(const Identity& identity) {
+    const auto found = std::find_if(records.begin(), records.end(), [&](const Record& record) {
+      return record.identity.is(identity);
+    });
+    return found == records.end() ? nullptr : &*found;
+  }
+
+  Record& record_of(const Iteration& iteration) {
+    Record* record = find_record(iteration.identity);
+    if (record == nullptr) {
+      record = &records.emplace_back(Record{iteration.identity, monitor->add_optimizer()});
+    }
+    record->group_sizes = group_sizes_of(*iteration.optimizer);
+    return *record;
+  }
+
+  at::Tensor first_nonfinite(Record& record, const at::Device& device) const {
+    for (const auto& [other, first] : record.first_nonfinites) {
+      if (other == device) return first;
+    }
+    const OutsideInferenceMode normal;
+    const auto on_device = at::TensorOptions(device).dtype(at::kLong);
+    return record.first_nonfinites.emplace_back(device, at::full({}, kNoTensor, on_device)).second;
+  }
+
+  // Runs an operation on the gradients of each device, and keeps what it found.
+  using Operation = std::function<void(const TensorList& grads, const at::Tensor& found_inf,
+                                       const at::Tensor& first_nonfinite)>;
+  void look(Iteration& iteration, bool allow_fp16, const Operation& operation) {
+    const auto by_device = gradients_of(*iteration.optimizer, allow_fp16);
+    iteration.record = &record_of(iteration);
+    Record& record = *iteration.record;
+    record.forget();  // the iteration of the last look was dropped
+    std::vector<at::Tensor> flags, firsts;
+    for (const auto& [device, grads] : by_device) {
+      flags.push_back(at::zeros({}, at::TensorOptions(device).dtype(at::kFloat)));
+      firsts.push_back(first_nonfinite(record, device));
+      operation(grads, flags.back(), firsts.back());
+    }
+    record.of_last_look = firsts;
+    iteration.found_infs = std::move(flags);
+    iteration.first_nonfinites = std::move(firsts);
+  }
+
+  void check_in_part(const char* operation, Iteration& iteration) {
+    if (!iteration.in_part.has_value() || iteration.stage != Stage::kReady) return;
+    TORCH_CHECK(!iteration.in_part->has_any_of(*iteration.optimizer), "GradScaler.", operation,
+                ": gradients must be new, got those that were unscaled in part when unscale_() was "
+                "interrupted: call optimizer.zero_grad(), and backward anew");
+    iteration.in_part.reset();
+  }
+
+  void unscale(Iteration& iteration) {
+    Optimizer& optimizer = *iteration.optimizer;
+    check_in_part("unscale_", iteration);
+    TORCH_CHECK(iteration.stage != Stage::kUnscaled,
+                "unscale_() has already been called on this optimizer since the last update().");
+    TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
+    check_still_scaled("unscale_", iteration);
+    const at::Tensor inv_scale = scale.to(at::kDouble).reciprocal().to(at::kFloat);
+    bool some_are_unscaled = false;
+    try {
+      look(iteration, /*allow_fp16=*/false,
+           [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
+             amp_ext::unscale_(grads, inv_scale.to(found_inf.device(), /*non_blocking=*/true),
+                               found_inf, first);
+             some_are_unscaled = true;
+           });
+    } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
+      iteration.in_part.emplace(optimizer);
+      throw;
+    } catch (...) {
+      if (some_are_unscaled) iteration.in_part.emplace(optimizer);
+      throw;
+    }
+    iteration.unscaled.emplace(grads_in(optimizer));
+    iteration.params.clear();
+    for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {
+      iteration.params.emplace_back(param.getIntrusivePtr());
+    });
+    iteration.stage = Stage::kUnscaled;
+  }
+
+  // Refuses gradients that unscale_ has not seen: they may still be scaled.
+  void check_unscaled(Iteration& iteration) {
+    const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
+    const auto late = iteration.unscaled->first_late(grads);
+    TORCH_CHECK(!late.has_value() || !iteration.found_infs.empty(),
+                "No inf checks were recorded for this optimizer.");
+    TORCH_CHECK(!late.has_value(), "GradScaler: the gradient of ",
+                place_in(group_sizes_of(*iteration.optimizer), *late),
+                " must be there when unscale_() is called, got it later: it may still be scaled");
+    const auto written = iteration.unscaled->first_written(grads);
+    TORCH_CHECK(!written.has_value(), "GradScaler: the gradient of ",
+                place_in(group_sizes_of(*iteration.optimizer), *written),
+                " must be as unscale_() left it when the next loss is scaled, got one that was "
+                "written or replaced since: it may carry the scale; call optimizer.zero_grad() and "
+                "update(), and backward anew");
+  }
+
+  // Gradients that come from here on may be scaled. Their optimizers may be gone.
+  void note_scale() {
+    for (Iteration& iteration : iterations) {  // none in most loops
+      if (!iteration.unscaled.has_value()) continue;
+      std::vector<ParamGrad> grads;
+      for (const auto& param : iteration.params) {
+        if (auto present = param.lock()) grads.push_back(grad_of(at::Tensor(std::move(present))));
+      }
+      iteration.unscaled->note_scale(grads, iteration.stage == Stage::kStepped);
+    }
+  }
+
+  // Refuses gradients that were unscaled as those of another optimizer: of parameters of both.
+  void check_still_scaled(const char* operation, Iteration& iteration) {
+    if (iterations.size() < 2) return;
+    const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
+    for (const Iteration& other : iterations) {
+      if (&other == &iteration || !other.unscaled.has_value()) continue;
+      const auto number = other.unscaled->first_unscaled(grads);
+      TORCH_CHECK(!number.has_value(), "GradScaler.", operation, ": the gradient of ",
+                  place_in(group_sizes_of(*iteration.optimizer), *number),
+                  " must carry the scale, got one that was unscaled with another optimizer, which "
+                  "has this parameter too: give each parameter to one optimizer");
+    }
+  }
+
+  // Gradients that a failed step has left were unscaled; new ones are not.
+  void look_after_failure(Iteration& iteration) {
+    if (iteration.stage != Stage::kUnscaled || !iteration.left_unscaled.has_value()) return;
+    const MarkedGrads& left = *iteration.left_unscaled;
+    const Optimizer& optimizer = *iteration.optimizer;
+    if (left.are_all_of(optimizer)) return;
+    const char* const wanted =
+        "GradScaler.step: gradients must be as the last step left them, which was interrupted "
+        "after they had been unscaled, or all be new, got";
+    TORCH_CHECK(!left.has_any_of(optimizer), wanted,
+                " some that were written: call optimizer.zero_grad(), and backward anew");
+    TORCH_CHECK(!left.has_others(optimizer), wanted,
+                " those of parameters that were not there: call update() first");
+    iteration = Iteration(*iteration.optimizer, iteration.identity);
+  }
+
+  std::string name_of_nonfinite(const ScalerSummary& report) const {
+    for (const Record& record : records) {
+      if (record.slot != report.nonfinite_slot) continue;
+      return place_in(record.group_sizes, report.nonfinite_number);
+    }
+    return {};
+  }
+
+  at::Tensor step_scaled(Iteration& iteration, ScaledStep& scaled, bool grad_mode) {
+    at::Tensor grad_scale;
+    if (iteration.stage == Stage::kReady) {
+      check_still_scaled("step", iteration);
+      grad_scale = scale.clone();
+      const at::Tensor none = at::zeros_like(scale);
+      std::optional<GradientLook> found = scaled.look_at_gradients(none, scale);
+      if (found.has_value()) {
+        TORCH_CHECK(found->first_nonfinites.size() == found->found_infs.size(),
+                    "GradScaler.step: look_at_gradients must give a first_nonfinite for each "
+                    "found_inf, got ",
+                    found->first_nonfinites.size(), " for ", found->found_infs.size());
+        iteration.record = &record_of(iteration);
+        iteration.record->forget();
+        iteration.record->of_last_look = found->first_nonfinites;
+        iteration.found_infs = std::move(found->found_infs);
+        iteration.first_nonfinites = std::move(found->first_nonfinites);
+      } else {
+        look(iteration, /*allow_fp16=*/true,
+             [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
+               check_finite_(grads, found_inf, scale.to(found_inf.device(), /*non_blocking=*/true),
+                             {}, first);
+             });
+      }
+    }
+    const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
+    iteration.may_have_stepped =
+        dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
+    const at::AutoGradMode as_outside(grad_mode);
+    return scaled.step_scaled(grad_scale, found_inf);
+  }
+
+  at::Tensor step_unscaled(Iteration& iteration, bool grad_mode) {
+    if (iteration.stage == Stage::kReady) unscale(iteration);
+    TORCH_CHECK(!iteration.found_infs.empty(), "No inf checks were recorded for this optimizer.");
+    for (const at::Tensor& found_inf : iteration.found_infs) {
+      if (found_inf.item().toDouble() != 0.0) return {};
+    }
+    iteration.may_have_stepped = true;
+    const at::AutoGradMode as_outside(grad_mode);
+    return iteration.optimizer->step();
+  }
+
+  // Takes the flags of this iteration's looks to the kernel that updates the scale.
+  void update_from_looks(bool follows) {
+    TensorList flags;
+    std::vector<OptionalTensor> firsts;
+    std::vector<int64_t> slots;
+    TensorList elsewhere;
+    for (const Iteration& iteration : iterations) {
+      for (size_t i = 0; i < iteration.found_infs.size(); ++i) {
+        at::Tensor first = iteration.first_nonfinites[i];
+        if (first.device() != scale.device()) {
+          elsewhere.push_back(first);
+          first = first.to(scale.device(), /*non_blocking=*/true);
+        }
+        flags.push_back(iteration.found_infs[i].to(scale.device(), /*non_blocking=*/true));
+        firsts.emplace_back(first);
+        slots.push_back(iteration.record->slot);
+      }
+    }
+    LossScaleHyperparameters hyperparameters;
+    hyperparameters.growth_factor = options.growth_factor();
+    hyperparameters.backoff_factor = options.backoff_factor();
+    hyperparameters.growth_interval = options.growth_interval();
+    hyperparameters.min_scale = options.min_scale();
+    hyperparameters.max_scale = options.max_scale();
+    hyperparameters.hysteresis = static_cast<int32_t>(options.hysteresis());
+    hyperparameters.dynamic = follows;
+    OptionalTensor hysteresis;
+    if (hysteresis_tracker.defined()) hysteresis = hysteresis_tracker;
+    update_scale_(scale, growth_tracker, flags, firsts, slots, hyperparameters, hysteresis,
+                  monitor.get());
+    for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
+    for (Record& record : records) record.of_last_look.clear();
+    warn_of_skips();
+  }
+
+  void update(const std::function<void()>& set) {
+    check_scale("update");
+    TORCH_CHECK(!is_stepping,
+                "GradScaler.update: must be called after the steps of an iteration, "
+                "got a call inside of one");
+    const auto has_flags = [](const Iteration& iteration) { return !iteration.found_infs.empty(); };
+    if (std::any_of(iterations.begin(), iterations.end(), has_flags)) {
+      update_from_looks(options.dynamic() && set == nullptr);
+    } else {
+      TORCH_CHECK(set != nullptr, "No inf checks were recorded prior to update.");
+    }
+    if (set != nullptr) set();
+    iterations.clear();
+    if (scale.is_cpu()) warn_of_scale(scale.item().toDouble());
+  }
+
+  void warn_of_skips() {
+    const ScalerSummary report = monitor->read();
+    if (report.consecutive_skips < options.warn_after()) {
+      told_of_skips = false;
+    } else if (!told_of_skips) {
+      told_of_skips = true;
+      const bool is_of_these = report.nonfinite_update > report.updates - report.consecutive_skips;
+      const std::string name = is_of_these ? name_of_nonfinite(report) : std::string();
+      TORCH_WARN("GradScaler: ", report.consecutive_skips,
+                 " updates in a row were skipped, up to update ", report.updates,
+                 "; the loss scale is ", report.scale, ". The first bad gradient was that of ",
+                 name.empty() ? "a parameter that is not known here" : name,
+                 ". Gradients that are inf or NaN at any scale come from the model or the data.");
+    }
+  }
+
+  void warn_of_scale(double value) {
+    if (warned_of_scale || std::abs(value) > 0x1p-128 || std::isnan(value)) return;
+    warned_of_scale = true;
+    TORCH_WARN("GradScaler: the scale fell to ", value,
+               ", whose inverse is not finite: every step is skipped from here on. The gradients "
+               "are inf or NaN at any scale; look for the cause in the model or the data, then set "
+               "the scale with update(new_scale).");
+  }
+
+  void wait() const {
+    if (!scale.defined() || scale.is_cpu()) return;
+    const c10::impl::VirtualGuardImpl guard(scale.device().type());
+    guard.synchronizeDevice(scale.device().index());
+  }
+};
+
+GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<State>()) {
+  state_->enabled = options.enabled();
+  if (options.enabled() && options.device() == at::kCUDA && !at::hasCUDA()) {
+    TORCH_WARN(
+        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. Where the "
+        "CPU trains: GradScalerOptions().device(torch::kCPU).");
+    state_->enabled = false;
+  }
+  if (state_->enabled) check_options(options);
+  state_->init_scale = options.init_scale();
+  state_->init_hysteresis_tracker = options.hysteresis();
+  state_->options = std::move(options);
+}
+
+GradScaler::~GradScaler() = default;
+GradScaler::GradScaler(GradScaler&&) noexcept = default;
+GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
+
+GradScaler::State& GradScaler::checked(const char* operation) const {
+  TORCH_CHECK(state_ != nullptr, "GradScaler.", operation,
+              ": the scaler must have its state, got one that was moved from");
+  return *state_;
+}
+
+at::Tensor GradScaler::scale(const at::Tensor& output) {
+  State& state = checked("scale");
+  if (!state.enabled) return output;
+  TORCH_CHECK(output.defined(), "outputs must be a Tensor or an iterable of Tensors");
+  state.note_scale();
+  state.make_scale(output.device());
+  return output * state.scale.to(output.device(), /*non_blocking=*/true);
+}
+
+std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {
+  std::vector<at::Tensor> scaled;
+  for (const at::Tensor& output : outputs) scaled.push_back(scale(output));
+  return scaled;
+}
+
+void GradScaler::unscale_(Optimizer& optimizer) {
+  State& state = checked("unscale_");
+  if (!state.enabled) return;
+  const at::NoGradGuard no_grad;
+  state.check_scale("unscale_");
+  state.unscale(state.iteration_of(optimizer, "unscale_"));
+}
+
+at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& closure) {
+  State& state = checked("step");
+  const ClearsCasts clears_casts;
+  if (!state.enabled) return optimizer.step(closure);
+  const bool grad_mode = at::GradMode::is_enabled();
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK(closure == nullptr,
+              "Closure use is not currently supported if GradScaler is enabled.");
+  state.check_scale("step");
+  State::Iteration& iteration = state.iteration_of(optimizer, "step");
+  state.check_in_part("step", iteration);
+  state.look_after_failure(iteration);
+  if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);
+  TORCH_CHECK(iteration.stage != State::Stage::kStepped,
+              "step() has already been called since the last update().");
+  auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
+  const bool was_stepping = std::exchange(state.is_stepping, true);
+  try {
+    at::Tensor returned = scaled != nullptr ? state.step_scaled(iteration, *scaled, grad_mode)
+                                            : state.step_unscaled(iteration, grad_mode);
+    iteration.stage = State::Stage::kStepped;
+    state.is_stepping = was_stepping;
+    return returned;
+  } catch (...) {
+    state.is_stepping = was_stepping;
+    // Others than ours may have written parameters: torch's do so behind their versions.
+    if (iteration.may_have_stepped) iteration.stage = State::Stage::kStepped;
+    // The next gradients are not unscaled as these are.
+    const bool is_unscaled =
+        iteration.stage == State::Stage::kUnscaled && !iteration.found_infs.empty();
+    if (is_unscaled && !iteration.left_unscaled.has_value()) {
+      iteration.left_unscaled.emplace(optimizer);
+    }
+    throw;
+  }
+}
+
+void GradScaler::update() {
+  State& state = checked("update");
+  if (state.enabled) state.update(nullptr);
+}
+
+void GradScaler::update(double new_scale) {
+  State& state = checked("update");
+  if (!state.enabled) return;
+  state.check_scale("update");
+  check_range("GradScaler.update", "new_scale", new_scale);
+  state.update([&] { state.scale.fill_(new_scale); });
+}
+
+void GradScaler::update(const at::Tensor& new_scale) {
+  State& state = checked("update");
+  if (!state.enabled) return;
+  TORCH_CHECK(new_scale.defined() && new_scale.device().type() == state.options.device() &&
+                  new_scale.numel() == 1 && !new_scale.requires_grad(),
+              "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+              "torch.FloatTensor with requires_grad=False.");
+  if (new_scale.is_cpu()) {
+    TORCH_CHECK(!new_scale.is_complex(), "GradScaler.update: new_scale must be a number, got ",
+                new_scale.scalar_type());
+    check_range("GradScaler.update", "new_scale", new_scale.item().toDouble());
+  }
+  state.update([&] { state.scale.copy_(new_scale.reshape({})); });
+}
+
+double GradScaler::get_scale() const {
+  State& state = checked("get_scale");
+  if (!state.enabled) return 1.0;
+  const double scale = state.scale.defined() ? state.scale.item().toDouble() : state.init_scale;
+  state.warn_of_scale(scale);
+  return scale;
+}
+
+bool GradScaler::is_enabled() const { return checked("is_enabled").enabled; }
+double GradScaler::get_growth_factor() const {
+  return checked("get_growth_factor").options.growth_factor();
+}
+void GradScaler::set_growth_factor(double factor) {
+  State& state = checked("set_growth_factor");
+  if (state.enabled) check_range("GradScaler.set_growth_factor", "growth_factor", factor);
+  state.options.growth_factor(factor);
+}
+double GradScaler::get_backoff_factor() const {
+  return checked("get_backoff_factor").options.backoff_factor();
+}
+void GradScaler::set_backoff_factor(double factor) {
+  State& state = checked("set_backoff_factor");
+  if (state.enabled) check_range("GradScaler.set_backoff_factor", "backoff_factor", factor);
+  state.options.backoff_factor(factor);
+}
+int64_t GradScaler::get_growth_interval() const {
+  return checked("get_growth_interval").options.growth_interval();
+}
+void GradScaler::set_growth_interval(int64_t interval) {
+  State& state = checked("set_growth_interval");
+  if (state.enabled) check_range("GradScaler.set_growth_interval", "growth_interval", interval);
+  state.options.growth_interval(interval);
+}
+
+std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bool wait) const {
+  State& state = checked("last_step_skipped");
+  if (!state.enabled) return false;
+  if (wait) state.wait();
+  if (state.monitor == nullptr) return {};
+  if (optimizer == nullptr) {
+    const ScalerSummary report = state.monitor->read();
+    if (report.updates == 0) return {};
+    return report.consecutive_skips > 0;
+  }
+  const State::Record* const record =
+      state.find_record(State::Identity::of(*optimizer, "last_step_skipped"));
+  if (record == nullptr) return {};
+  const OptimizerReport report = state.monitor->read_optimizer(record->slot);
+  if (report.update == 0) return {};
+  return report.last_was_skipped != 0;
+}
+
+ScalerStats GradScaler::stats(bool wait) const {
+  State& state = checked("stats");
+  if (wait) state.wait();
+  const ScalerSummary report = state.monitor != nullptr ? state.monitor->read() : ScalerSummary();
+  if (report.updates == 0) {
+    const double scale = state.enabled ? state.init_scale : 1.0;
+    return {0, 0, 0, 0, scale, scale, scale, {}};
+  }
+  return {report.updates,       report.updates - report.skips,
+          report.skips,         report.consecutive_skips,
+          report.scale,         report.smallest_scale,
+          report.largest_scale, state.name_of_nonfinite(report)};
+}
+
+c10::IValue GradScaler::state_dict() const {
+  State& state = checked("state_dict");
+  auto dict = new_dict();
+  if (!state.enabled) return dict;
+  const auto value = [](const at::Tensor& tracker, int64_t initial) {
+    return tracker.defined() ? tracker.item().toLong() : initial;
+  };
+  dict.insert("scale", get_scale());
+  dict.insert("growth_factor", state.options.growth_factor());
+  dict.insert("backoff_factor", state.options.backoff_factor());
+  dict.insert("growth_interval", state.options.growth_interval());
+  dict.insert("_growth_tracker", value(state.growth_tracker, state.init_growth_tracker));
+  if (state.options.hysteresis() != 1) {
+    dict.insert("_hysteresis_tracker",
+                value(state.hysteresis_tracker, state.init_hysteresis_tracker));
+  }
+  return dict;
+}
+
+void GradScaler::load_state_dict(const c10::IValue& state_dict) {
+  State& state = checked("load_state_dict");
+  if (!state.enabled) return;
+  TORCH_CHECK(state_dict.isGenericDict(),
+              "GradScaler.load_state_dict: state_dict must be a dict, got ", type_name(state_dict));
+  const Dict dict = state_dict.toGenericDict();
+  TORCH_CHECK(!dict.empty(),
+              "The source state dict is empty, possibly because it was saved from a disabled "
+              "instance of GradScaler.");
+  const auto entry = [&](const char* name) {
+    auto value = find(dict, name);
+    TORCH_CHECK(value.has_value(), "GradScaler.load_state_dict: state_dict must have '", name,
+                "', got ", first_keys(dict));
+    if (value->isTensor() && value->toTensor().numel() == 1) {
+      value = c10::IValue(value->toTensor().item());
+    }
+    const bool is_count = name[0] == '_' || name == std::string("growth_interval");
+    const bool is_kind = value->isInt() || (value->isDouble() && !is_count);
+    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(*value) : NAN);
+    TORCH_CHECK(wanted.empty(), "GradScaler.load_state_dict: ", name, " must be ", wanted, ", got ",
+                repr(*value));
+    return *value;
+  };
+  const double scale = number_in(entry("scale"));
+  const double growth_factor = number_in(entry("growth_factor"));
+  const double backoff_factor = number_in(entry("backoff_factor"));
+  const int64_t growth_interval = entry("growth_interval").toInt();
+  const int64_t growth_tracker = entry("_growth_tracker").toInt();
+  int64_t hysteresis = state.options.hysteresis();
+  if (find(dict, "_hysteresis_tracker").has_value()) {  // torch's scaler has none
+    hysteresis = std::min(hysteresis, entry("_hysteresis_tracker").toInt());
+  }
+
+  state.init_scale = scale;
+  state.options.growth_factor(growth_factor).backoff_factor(backoff_factor);
+  state.options.growth_interval(growth_interval);
+  state.init_growth_tracker = growth_tracker;
+  state.init_hysteresis_tracker = hysteresis;
+  if (!state.scale.defined()) return;
+  state.scale.fill_(scale);
+  state.growth_tracker.fill_(growth_tracker);
+  if (state.hysteresis_tracker.defined()) state.hysteresis_tracker.fill_(hysteresis);
+}
+
+}  // namespace amp_ext

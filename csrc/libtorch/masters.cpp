@@ -1,0 +1,125 @@
+// Masters of 16-bit parameters in states and files, with the rules of Python's.
+#include "libtorch/masters.h"
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/nextafter.h>
+#include <ATen/ops/where.h>
+#include <amp_ext/ops.h>
+
+#include <vector>
+
+#include "libtorch/optimizer_impl.h"
+#include "libtorch/values.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext::optim {
+
+namespace {
+
+struct LowerPart {
+  const char* key;
+  int64_t bits;
+  at::ScalarType param;  // that it is of
+};
+
+constexpr LowerPart kLowerParts[] = {{kMasterKeys[1], 16, at::kBFloat16},
+                                     {kMasterKeys[2], 16, at::kHalf},
+                                     {kMasterKeys[3], 8, at::kBFloat16},
+                                     {kMasterKeys[4], 8, at::kHalf}};
+
+int64_t bits_of(const std::string& key) {
+  for (const LowerPart& part : kLowerParts) {
+    if (part.key == key) return part.bits;
+  }
+  return 0;  // of a whole master
+}
+
+// The float32 master, whatever its form; undefined where there is none. So it is for lower parts of
+// float16 parameters that have become something else, too: their upper parts are gone.
+at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
+  const auto whole = masters.find(kWholeMaster);
+  if (whole != masters.end()) return whole->second;
+  for (const LowerPart& part : kLowerParts) {
+    const auto low = masters.find(part.key);
+    if (low == masters.end()) continue;
+    // Every bfloat16 that a float16 can hold comes back from it.
+    if (part.param != param.scalar_type() && part.param != at::kBFloat16) continue;
+    return join_master(param.detach().to(part.param), low->second.to(param.device()));
+  }
+  return {};
+}
+
+// A float32 copy of a parameter, or of other values for it.
+at::Tensor in_float32(const at::Tensor& param, const at::Tensor& values) {
+  const at::Tensor copy = param.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  return values.defined() ? copy.copy_(values) : copy;
+}
+
+}  // namespace
+
+Masters masters_in(const FusedParamState& state) {
+  Masters masters;
+  for (const char* const key : kMasterKeys) {
+    const at::Tensor master = state.get(key);
+    if (master.defined()) masters[key] = master;
+  }
+  return masters;
+}
+
+std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param) {
+  if (!master_weights || !is_16_bit(param)) return {};
+  const int64_t bits = master_weights == "split" ? 16 : master_weights == "split8" ? 8 : 0;
+  for (const LowerPart& part : kLowerParts) {
+    if (part.bits == bits && part.param == param) return part.key;
+  }
+  return kWholeMaster;
+}
+
+at::Tensor made_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
+  at::Tensor decoded = decoded_master(param, masters);
+  const at::Tensor upper = param.detach();
+  if (key != kWholeMaster) {
+    return split_master(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
+  }
+  if (decoded.defined()) {
+    // What is split rounds a tie away from zero. The next number rounds to its parameter.
+    const at::Tensor nearest = at::nextafter(decoded, upper.to(at::kFloat));
+    decoded = at::where(decoded.to(upper.scalar_type()).eq(upper), decoded, nearest);
+  }
+  return in_float32(param, decoded);
+}
+
+at::Tensor whole_master(const at::Tensor& param, const Masters& masters) {
+  const auto whole = masters.find(kWholeMaster);
+  const bool is_split = masters.size() > (whole != masters.end() ? 1U : 0U);
+  if (is_split) return in_float32(param, decoded_master(param, masters));
+  return (whole != masters.end() ? whole->second : param).detach();
+}
+
+at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
+  const auto same = masters.find(key);
+  const bool is_newest = key == kWholeMaster || masters.count(kWholeMaster) == 0;
+  return same != masters.end() && is_newest ? same->second : made_master(param, masters, key);
+}
+
+at::Tensor read_lower_part(const std::string& key, const c10::IValue& value,
+                           const at::Tensor& param, const std::string& where) {
+  const bool has_16_bits = bits_of(key) == 16;
+  const at::ScalarType dtype = has_16_bits ? at::kByte : at::kChar;
+  std::vector<int64_t> sizes = param.sizes().vec();
+  if (has_16_bits) sizes.push_back(2);
+  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
+  const at::Tensor low = value.toTensor();
+  if (low.is_floating_point()) return {};
+  TORCH_CHECK(low.scalar_type() == dtype && low.sizes().equals(sizes), where, " must be ",
+              python_name(dtype), " of shape ", repr_of_sizes(sizes), ", got ",
+              python_name(low.scalar_type()), " of ", shape_of(low));
+  TORCH_CHECK(low.layout() == at::kStrided && !low.is_meta(), where,
+              " must be dense and hold its elements, got ", python_name(low.layout()));
+  const auto options = param.options().requires_grad(false);
+  at::Tensor copy = at::empty_like(param, options.dtype(has_16_bits ? at::kShort : at::kChar));
+  if (has_16_bits) copy = copy.unsqueeze(-1).view(at::kByte);
+  return copy.copy_(low);
+}
+
+}  // namespace amp_ext::optim

@@ -1,0 +1,66 @@
+// What an optimizer of the C++ interface keeps from step to step.
+#pragma once
+
+#include <amp_ext/optim.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "libtorch/optimizer_kind.h"
+#include "libtorch/values.h"
+#include "optimizer/plan.h"
+
+namespace amp_ext::optim {
+
+// What decides which tensors the states of a group have: buffers, counter, masters, moments.
+using KeptByGroup = std::tuple<int, bool, MasterWeights, StateDType>;
+
+struct FusedOptimizer::Impl {
+  explicit Impl(const OptimizerKind& kind_of_optimizer) : kind(kind_of_optimizer) {}
+
+  const OptimizerKind& kind;
+  std::unique_ptr<Plan> plan;
+  RoundedParams rounded_params;                   // of the last plan, for the next one
+  ScaledGrads scaled_grads;                       // likewise
+  std::vector<KeptByGroup> kept;                  // when the plan was made
+  std::vector<std::pair<size_t, size_t>> places;  // by number in the plan: group, index in it
+  size_t state_count = 0;                         // likewise
+  // By number, of parameters whose states are in codes. Only contiguous ones have groups.
+  std::map<int64_t, bool> were_contiguous;
+  std::shared_ptr<StepProgress> progress;  // of the last plan
+  at::Tensor grad_norm;
+  std::vector<Dict> other_entries;  // by group, of the state dict that was loaded
+  Dict other_states = new_dict();   // of it likewise, which belong to no parameter
+  std::mutex mutex;                 // of the next one
+  std::optional<std::thread::id> user;
+};
+
+// Throws if an option can't be used. `place` is asked for what stands behind its name then: " of
+// group 1".
+void check_options(const std::string& operation, const OptimizerKind& kind,
+                   const std::vector<FusedOptions::Option>& options,
+                   const std::function<std::string()>& place);
+
+// Likewise for those of a group, which have to go together as well.
+void check_group(const std::string& operation, const OptimizerKind& kind,
+                 const std::vector<FusedOptions::Option>& options,
+                 const std::function<std::string()>& place);
+
+// A copy of numbers in a saved state, laid out as their parameter. Throws if they are not of its
+// shape, or no numbers.
+at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
+                       const std::string& where);
+
+// A dtype or a layout as Python prints it: "torch.float32", "torch.strided".
+std::string python_name(at::ScalarType dtype);
+std::string python_name(at::Layout layout);
+
+}  // namespace amp_ext::optim

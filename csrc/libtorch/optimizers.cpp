@@ -1,0 +1,155 @@
+// The four optimizers: their options, and what tells them from each other.
+#include <amp_ext/optim.h>
+#include <c10/util/Exception.h>
+
+#include <iterator>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "libtorch/optimizer_kind.h"
+
+namespace amp_ext::optim {
+
+namespace {
+
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+Groups one_group(std::vector<at::Tensor> params) {
+  TORCH_CHECK(!params.empty(), "optimizer got an empty parameter list");
+  Groups groups;
+  groups.emplace_back(std::move(params));
+  return groups;
+}
+
+// In torch's words.
+template <typename Options>
+void check_common(const Options& options) {
+  TORCH_CHECK(options.lr() >= 0.0, "Invalid learning rate: ", options.lr());
+  TORCH_CHECK(options.weight_decay() >= 0.0,
+              "Invalid weight_decay value: ", options.weight_decay());
+}
+
+void check_betas(const std::tuple<double, double>& betas) {
+  const double values[] = {std::get<0>(betas), std::get<1>(betas)};
+  for (int i = 0; i < 2; ++i) {
+    TORCH_CHECK(0.0 <= values[i] && values[i] < 1.0, "Invalid beta parameter at index ", i, ": ",
+                values[i]);
+  }
+}
+
+// What follows from the types.
+template <typename Options, typename Hyperparameters>
+OptimizerKind kind_of(const char* name, std::vector<std::string> required) {
+  OptimizerKind kind;
+  kind.name = kind.base_class = name;
+  kind.buffers.assign(std::begin(Hyperparameters::kBuffers), std::end(Hyperparameters::kBuffers));
+  kind.required = std::move(required);
+  kind.make_options = []() -> std::unique_ptr<FusedOptions> { return std::make_unique<Options>(); };
+  kind.step = &step_plan<Hyperparameters>;
+  return kind;
+}
+
+template <typename Options>
+OptimizerKind any_adam(const char* name) {
+  auto kind = kind_of<Options, AdamHyperparameters>(name, {"lr", "betas", "eps", "weight_decay"});
+  kind.base_class = "Adam";
+  kind.not_negative = {"denominator_floor"};
+  kind.constants.push_back("capturable");
+  kind.buffer_count = [](const FusedOptions& options) {
+    return static_cast<const Options&>(options).amsgrad() ? 3 : 2;
+  };
+  kind.needs_step = [](const FusedOptions&) { return true; };
+  kind.check = [](const FusedOptions& options) {
+    const auto& own = static_cast<const Options&>(options);
+    check_common(own);
+    TORCH_CHECK(own.eps() >= 0.0, "Invalid epsilon value: ", own.eps());
+    check_betas(own.betas());
+  };
+  return kind;
+}
+
+const OptimizerKind& adam_kind() {
+  static const OptimizerKind kind = any_adam<AdamOptions>("Adam");
+  return kind;
+}
+
+const OptimizerKind& adamw_kind() {
+  static const OptimizerKind kind = [] {
+    auto adamw = any_adam<AdamWOptions>("AdamW");
+    adamw.fixed_option = "decoupled_weight_decay";
+    return adamw;
+  }();
+  return kind;
+}
+
+const OptimizerKind& sgd_kind() {
+  static const OptimizerKind kind = [] {
+    auto sgd = kind_of<SGDOptions, SgdHyperparameters>(
+        "SGD", {"lr", "momentum", "dampening", "weight_decay"});
+    sgd.counts_from_buffer = true;
+    sgd.not_of_torch = {"decoupled_weight_decay"};
+    sgd.buffer_count = [](const FusedOptions& options) {
+      return static_cast<const SGDOptions&>(options).momentum() != 0.0 ? 1 : 0;
+    };
+    sgd.needs_step = [](const FusedOptions& options) {  // only dampening tells the first step
+      const auto& own = static_cast<const SGDOptions&>(options);
+      return own.momentum() != 0.0 && own.dampening() != 0.0;
+    };
+    sgd.check = [](const FusedOptions& options) {
+      const auto& own = static_cast<const SGDOptions&>(options);
+      check_common(own);
+      TORCH_CHECK(own.momentum() >= 0.0, "Invalid momentum value: ", own.momentum());
+      TORCH_CHECK(!own.nesterov() || (own.momentum() > 0.0 && own.dampening() == 0.0),
+                  "Nesterov momentum requires a momentum and zero dampening");
+    };
+    return sgd;
+  }();
+  return kind;
+}
+
+const OptimizerKind& lion_kind() {
+  static const OptimizerKind kind = [] {
+    auto lion = kind_of<LionOptions, LionHyperparameters>("Lion", {"lr", "betas", "weight_decay"});
+    lion.not_of_torch = {"maximize", "decoupled_weight_decay"};
+    lion.buffer_count = [](const FusedOptions&) { return 1; };
+    lion.needs_step = [](const FusedOptions&) { return false; };
+    lion.check = [](const FusedOptions& options) {
+      const auto& own = static_cast<const LionOptions&>(options);
+      check_common(own);
+      check_betas(own.betas());
+    };
+    return lion;
+  }();
+  return kind;
+}
+
+}  // namespace
+
+std::vector<FusedOptions::Option> SGDOptions::options() {
+  auto all = FusedOptions::options();
+  all.insert(all.end(),
+             {{"momentum", &momentum_}, {"dampening", &dampening_}, {"nesterov", &nesterov_}});
+  return all;
+}
+
+std::vector<FusedOptions::Option> LionOptions::options() {
+  auto all = FusedOptions::options();
+  all.push_back({"betas", &betas_});
+  return all;
+}
+
+#define AMP_EXT_CONSTRUCTORS(Name, kind)                                        \
+  Name::Name(const Groups& param_groups, Name##Options defaults)                \
+      : FusedOptimizer(kind(), param_groups,                                    \
+                       std::make_unique<Name##Options>(std::move(defaults))) {} \
+  Name::Name(std::vector<at::Tensor> params, Name##Options defaults)            \
+      : Name(one_group(std::move(params)), std::move(defaults)) {}
+AMP_EXT_CONSTRUCTORS(Adam, adam_kind)
+AMP_EXT_CONSTRUCTORS(AdamW, adamw_kind)
+AMP_EXT_CONSTRUCTORS(SGD, sgd_kind)
+AMP_EXT_CONSTRUCTORS(Lion, lion_kind)
+#undef AMP_EXT_CONSTRUCTORS
+
+}  // namespace amp_ext::optim

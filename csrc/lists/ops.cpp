@@ -1,0 +1,262 @@
+// The operations over lists of tensors: checks them and runs the engines.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <amp_ext/ops.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "devices/dispatch.h"
+#include "launches.h"
+#include "optimizer/plan.h"
+#include "scaler/scaler_monitor.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext {
+
+namespace {
+
+void check_gradients(const char* operation, const char* list, const TensorList& grads,
+                     const at::Device& device) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const std::string name = c10::str(list, "[", i, "]");
+    check_is_plain(operation, name, grads[i]);
+    TORCH_CHECK(dtype_of(grads[i]).has_value(), operation, ": ", name,
+                " must be Float, Double, Half or BFloat16, got ", grads[i].scalar_type());
+    TORCH_CHECK(grads[i].device() == device, operation, ": ", name, " must be on ", device,
+                ", got ", grads[i].device());
+  }
+}
+
+// Records of tensors that are only read.
+struct DenseReads {
+  TensorList copies;  // of those with gaps
+  std::vector<TensorRecord> records;
+
+  explicit DenseReads(const TensorList& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      copies.push_back(tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous());
+      records.push_back(gradient_record(tensor, const_cast<void*>(copies.back().const_data_ptr()),
+                                        static_cast<int64_t>(records.size())));
+    }
+  }
+};
+
+// Memory of an optional first_nonfinite.
+int64_t* number_data(const char* operation, const std::string& name, const OptionalTensor& number,
+                     const at::Device& device) {
+  if (!number.has_value()) return nullptr;
+  check_number(operation, name, *number, at::kLong, device);
+  return number->mutable_data_ptr<int64_t>();
+}
+
+// Throws unless gradients can be multiplied in place.
+void check_multiplied(const char* operation, const TensorList& grads, const at::Device& device) {
+  check_gradients(operation, "grads", grads, device);
+  std::vector<MemoryUse> uses;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    uses.push_back({&grads[i], true, 0, static_cast<int64_t>(i)});
+  }
+  check_no_overlap(operation, uses,
+                   [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
+}
+
+// Multiplies checked gradients in place, through dense copies of those with gaps. Where a launch is
+// refused, those of the launches before are multiplied, and the error says how many.
+void multiply(const char* operation, const TensorList& grads, const at::Device& device,
+              const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
+  const at::NoGradGuard no_grad;
+  TensorList memory;  // the gradients, or dense copies of those with gaps
+  std::vector<TensorRecord> records;
+  for (const at::Tensor& grad : grads) {
+    at::Tensor dense = grad;
+    if (!grad.is_non_overlapping_and_dense()) {
+      dense = at::empty(grad.sizes(), grad.options().requires_grad(false));
+      dense.copy_(grad);
+    }
+    records.push_back(
+        gradient_record(grad, dense.mutable_data_ptr(), static_cast<int64_t>(records.size())));
+    memory.push_back(std::move(dense));
+  }
+  const auto is_launched = std::make_unique<bool[]>(grads.size());
+  int64_t multiplied = 0;
+  const auto write_back = [&] {
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (!is_launched[i]) continue;
+      if (!memory[i].is_same(grads[i])) grads[i].copy_(memory[i]);
+      bump_version(grads[i]);
+      ++multiplied;
+    }
+  };
+  try {
+    engine_of(device).multiply(device, records, inputs, found_inf, first_nonfinite,
+                               is_launched.get());
+  } catch (c10::Error& error) {
+    write_back();
+    if (multiplied == 0) throw;
+    error.add_context(c10::str(operation, ": ", multiplied, " of ", grads.size(),
+                               " grads have been multiplied; compute all of them anew"));
+    throw;
+  }
+  if (device.is_cpu() && inputs.factor() == 1.0f) return;  // nothing was written
+  write_back();
+}
+
+// Clips checked float64 gradients in the precision of their norm, as torch does.
+void clip_in_float64(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
+  if (grads.empty()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor inverse = (total_norm.reshape({}) + 1e-6).reciprocal();
+  const at::Tensor coefficient = (inverse * max_norm).clamp_max(1.0);
+  if (coefficient.is_cpu() && coefficient.item().toDouble() == 1.0) return;
+  for (const at::Tensor& grad : grads) grad.mul_(coefficient);
+}
+
+}  // namespace
+
+void refresh_masters_(const TensorList& params, const TensorList& master_params) {
+  check_length("refresh_masters_", "master_params", master_params, params);
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK(master_params[i].scalar_type() == at::kFloat &&
+                    master_params[i].sizes().equals(params[i].sizes()) &&
+                    master_params[i].device() == params[i].device(),
+                "refresh_masters_: master_params[", i, "] must be ", at::kFloat, " of sizes ",
+                params[i].sizes(), " on ", params[i].device(), ", got ",
+                master_params[i].scalar_type(), " of sizes ", master_params[i].sizes(), " on ",
+                master_params[i].device());
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    master_params[i].copy_(refreshed_master(params[i], master_params[i]));
+  }
+}
+
+void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
+                   const OptionalTensor& grad_scale, const OptionalTensor& sum_of_squares,
+                   const OptionalTensor& first_nonfinite) {
+  const char* const operation = "check_finite_";
+  check_is_plain(operation, "found_inf", found_inf);
+  const at::Device device = found_inf.device();
+  check_device(operation, "found_inf", device);
+  check_number(operation, "found_inf", found_inf, at::kFloat, device);
+  if (grad_scale.has_value()) {
+    check_number(operation, "grad_scale", *grad_scale, at::kFloat, device);
+  }
+  double* sum = nullptr;
+  if (sum_of_squares.has_value()) {
+    check_number(operation, "sum_of_squares", *sum_of_squares, at::kDouble, device);
+    sum = sum_of_squares->mutable_data_ptr<double>();
+  }
+  int64_t* const first = number_data(operation, "first_nonfinite", first_nonfinite, device);
+  check_gradients(operation, "tensors", tensors, device);
+  const DenseReads reads(tensors);
+  if (sum != nullptr) sum_of_squares->zero_();
+  StepScratch scratch;
+  const LookLaunch launch{reads.records.data(),
+                          static_cast<int64_t>(reads.records.size()),
+                          grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
+                          found_inf.mutable_data_ptr<float>(),
+                          first,
+                          sum,
+                          /*skip_nonfinite=*/false};
+  engine_of(device).look(device, launch, scratch);
+}
+
+at::Tensor count_nonfinite(const TensorList& tensors) {
+  const char* const operation = "count_nonfinite";
+  const auto count = static_cast<int64_t>(tensors.size());
+  if (count == 0) return at::zeros({0}, at::TensorOptions().dtype(at::kLong));
+  check_is_plain(operation, "tensors[0]", tensors[0]);
+  const at::Device device = tensors[0].device();
+  check_device(operation, "tensors[0]", device);
+  check_gradients(operation, "tensors", tensors, device);
+  const at::Tensor counts = at::zeros({count}, at::TensorOptions(device).dtype(at::kLong));
+  engine_of(device).count_nonfinite(device, DenseReads(tensors).records,
+                                    counts.mutable_data_ptr<int64_t>());
+  return counts;
+}
+
+void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf,
+              const OptionalTensor& first_nonfinite) {
+  const char* const operation = "unscale_";
+  check_is_plain(operation, "found_inf", found_inf);
+  const at::Device device = found_inf.device();
+  check_device(operation, "found_inf", device);
+  check_number(operation, "found_inf", found_inf, at::kFloat, device);
+  check_number(operation, "inv_scale", inv_scale, at::kFloat, device);
+  check_multiplied(operation, grads, device);
+  MultiplyInputs inputs;
+  inputs.inv_scale = inv_scale.const_data_ptr<float>();
+  multiply(operation, grads, device, inputs, found_inf.mutable_data_ptr<float>(),
+           number_data(operation, "first_nonfinite", first_nonfinite, device));
+}
+
+void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
+  const char* const operation = "clip_grads_";
+  check_is_plain(operation, "total_norm", total_norm);
+  const at::Device device = total_norm.device();
+  check_device(operation, "total_norm", device);
+  const bool is_wide = total_norm.scalar_type() == at::kDouble;
+  check_number(operation, "total_norm", total_norm, is_wide ? at::kDouble : at::kFloat, device);
+  check_multiplied(operation, grads, device);
+  TensorList narrow, wide;
+  for (const at::Tensor& grad : grads) {
+    (is_wide && grad.scalar_type() == at::kDouble ? wide : narrow).push_back(grad);
+  }
+  const at::Tensor norm = total_norm.to(at::kFloat);
+  MultiplyInputs inputs;
+  inputs.total_norm = norm.const_data_ptr<float>();
+  inputs.max_norm = max_norm;
+  multiply(operation, narrow, device, inputs, nullptr, nullptr);
+  clip_in_float64(wide, total_norm, max_norm);
+}
+
+void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                   const TensorList& found_infs,
+                   const std::vector<OptionalTensor>& first_nonfinites,
+                   const std::vector<int64_t>& slots,
+                   const LossScaleHyperparameters& hyperparameters,
+                   const OptionalTensor& hysteresis_tracker, const ScalerMonitor* monitor) {
+  const char* const operation = "update_scale_";
+  check_is_plain(operation, "scale", scale);
+  const at::Device device = scale.device();
+  check_device(operation, "scale", device);
+  check_number(operation, "scale", scale, at::kFloat, device);
+  check_number(operation, "growth_tracker", growth_tracker, at::kInt, device);
+  TORCH_CHECK(hysteresis_tracker.has_value() || hyperparameters.hysteresis == 1, operation,
+              ": hysteresis_tracker must be given with a hysteresis of ",
+              hyperparameters.hysteresis, ", got None");
+  int32_t* hysteresis = nullptr;
+  if (hysteresis_tracker.has_value()) {
+    check_number(operation, "hysteresis_tracker", *hysteresis_tracker, at::kInt, device);
+    hysteresis = hysteresis_tracker->mutable_data_ptr<int32_t>();
+  }
+  if (monitor != nullptr) {
+    TORCH_CHECK(monitor->device() == device, operation, ": monitor must be on ", device, ", got ",
+                monitor->device());
+  }
+  std::vector<OverflowFlag> flags;
+  for (size_t i = 0; i < found_infs.size(); ++i) {
+    check_number(operation, c10::str("found_infs[", i, "]"), found_infs[i], at::kFloat, device);
+    const int64_t slot = i < slots.size() ? slots[i] : 0;
+    TORCH_CHECK(monitor == nullptr || (slot >= 0 && slot < monitor->number_of_optimizers()),
+                operation, ": slots[", i, "] must be one that the monitor has added, got ", slot);
+    int64_t* const first_nonfinite =
+        i < first_nonfinites.size() ? number_data(operation, c10::str("first_nonfinites[", i, "]"),
+                                                  first_nonfinites[i], device)
+                                    : nullptr;
+    flags.push_back({found_infs[i].const_data_ptr<float>(), first_nonfinite, slot});
+  }
+  const ScaleUpdate update{
+      hyperparameters,
+      {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
+      monitor != nullptr ? monitor->memory() : ReportMemory()};
+  engine_of(device).update_scale(device, update, flags);
+  bump_version(scale);
+  bump_version(growth_tracker);
+  if (hysteresis_tracker.has_value()) bump_version(*hysteresis_tracker);
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,155 @@
+// Split masters as tensors: made of float32 ones, and joined to them, on the CPU.
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <amp_ext/ops.h>
+
+#include <cmath>
+#include <type_traits>
+
+#include "elements/numbers.h"
+#include "elements/split.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext {
+
+namespace {
+
+// One element. The parameter has the bits that it is to keep.
+template <typename Storage, int kBits>
+struct Element {
+  using Low = typename Split<Storage, kBits>::Low;
+  static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
+
+  static float join(Storage param, Low low) {
+    if constexpr (kIsDifference) {
+      return SplitHalf16::join(to_float(param), uint32_t{low});
+    } else {
+      return SplitMaster<Storage, kBits>::join(uint32_t{param.bits}, uint32_t{low});
+    }
+  }
+
+  // The lower part with which this parameter is nearest to a master that rounds to it; 0, and so
+  // the parameter itself, if it does not. A tie rounds to two parameters: to even, or away from
+  // zero.
+  static Low low_for(Storage param, float master) {
+    if constexpr (kIsDifference) {
+      const float half = float_of((SplitHalf16::unit_exponent(to_float(param)) + 14u) << 23);
+      const float limited = SplitHalf16::saturated(master);
+      const bool is_near = std::abs(limited - to_float(param)) <= half;
+      return is_near ? static_cast<Low>(SplitHalf16::low_of(limited, to_float(param))) : Low{0};
+    } else {
+      Storage rounded, parts;
+      Low low;
+      from_float(master, rounded);
+      split(master, parts, low);
+      if (parts.bits == param.bits) return low;
+      constexpr auto kLargest = static_cast<Low>((1u << (kBits - 1)) - 1u);
+      return rounded.bits == param.bits ? kLargest : Low{0};
+    }
+  }
+
+ private:
+  static void split(float master, Storage& param, Low& low) {
+    uint32_t param_bits, low_bits;
+    SplitMaster<Storage, kBits>::split(master, false, 0u, param_bits, low_bits);
+    param.bits = static_cast<uint16_t>(param_bits);
+    low = static_cast<Low>(low_bits);
+  }
+};
+
+template <typename Function>
+void for_kind(const at::Tensor& param, bool has_16_bits, const Function& function) {
+  const auto for_bits = [&](auto storage) {
+    if (has_16_bits) {
+      function(Element<decltype(storage), 16>(), storage);
+    } else {
+      function(Element<decltype(storage), 8>(), storage);
+    }
+  };
+  if (param.scalar_type() == at::kHalf) {
+    for_bits(Half());
+  } else {
+    for_bits(BFloat16());
+  }
+}
+
+void check_param(const char* operation, const at::Tensor& param) {
+  check_is_plain(operation, "param", param);
+  TORCH_CHECK(is_16_bit(param.scalar_type()), operation, ": param must be Half or BFloat16, got ",
+              param.scalar_type());
+}
+
+}  // namespace
+
+at::Tensor low_elements(const at::Tensor& low) {
+  return low.scalar_type() == at::kByte ? low.view(at::kShort).squeeze(-1) : low;
+}
+
+at::Tensor join_master(const at::Tensor& param, const at::Tensor& low) {
+  const char* const operation = "join_master";
+  const at::NoGradGuard no_grad;
+  check_param(operation, param);
+  check_is_low(operation, "low", low, param);
+  const at::Tensor params = param.detach().cpu().contiguous();
+  const at::Tensor lows = low_elements(low).cpu().contiguous();
+  at::Tensor masters = at::empty_like(params, params.options().dtype(at::kFloat));
+  auto* const to = masters.mutable_data_ptr<float>();
+  for_kind(params, low.scalar_type() == at::kByte, [&](auto element, auto storage) {
+    using Storage = decltype(storage);
+    using Low = typename decltype(element)::Low;
+    const auto* const from = static_cast<const Storage*>(params.const_data_ptr());
+    const auto* const from_low = static_cast<const Low*>(lows.const_data_ptr());
+    at::parallel_for(0, params.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) to[i] = element.join(from[i], from_low[i]);
+    });
+  });
+  at::Tensor found = at::empty_like(param, param.options().dtype(at::kFloat).requires_grad(false));
+  return found.copy_(masters);
+}
+
+at::Tensor split_master(const at::Tensor& param, const at::Tensor& master, int64_t low_bits) {
+  const char* const operation = "split_master";
+  const at::NoGradGuard no_grad;
+  check_param(operation, param);
+  check_is_plain(operation, "master", master);
+  TORCH_CHECK(low_bits == 16 || low_bits == 8, operation, ": low_bits must be 16 or 8, got ",
+              low_bits);
+  TORCH_CHECK(master.scalar_type() == at::kFloat && master.sizes().equals(param.sizes()), operation,
+              ": master must be Float of sizes ", param.sizes(), ", got ", master.scalar_type(),
+              " of sizes ", master.sizes());
+  const at::Tensor params = param.detach().cpu().contiguous();
+  const at::Tensor masters = master.detach().cpu().contiguous();
+  const at::ScalarType dtype = low_bits == 16 ? at::kShort : at::kChar;
+  at::Tensor lows = at::empty_like(params, params.options().dtype(dtype));
+  const auto* const from = masters.const_data_ptr<float>();
+  for_kind(params, low_bits == 16, [&](auto element, auto storage) {
+    using Storage = decltype(storage);
+    using Low = typename decltype(element)::Low;
+    const auto* const from_param = static_cast<const Storage*>(params.const_data_ptr());
+    auto* const to = static_cast<Low*>(lows.mutable_data_ptr());
+    at::parallel_for(0, params.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) to[i] = element.low_for(from_param[i], from[i]);
+    });
+  });
+  at::Tensor low = at::empty_like(param, param.options().dtype(dtype).requires_grad(false));
+  low.copy_(lows);
+  return low_bits == 16 ? low.unsqueeze(-1).view(at::kByte) : low;
+}
+
+void check_is_low(const std::string& operation, const std::string& name, const at::Tensor& low,
+                  const at::Tensor& param) {
+  check_is_plain(operation, name, low);
+  std::vector<int64_t> sizes = param.sizes().vec();
+  if (low.scalar_type() == at::kByte) sizes.push_back(2);
+  TORCH_CHECK(low.scalar_type() == at::kByte || low.scalar_type() == at::kChar, operation, ": ",
+              name, " must be Float, Byte or Char, got ", low.scalar_type());
+  TORCH_CHECK(low.sizes().equals(sizes), operation, ": ", name, " must be of sizes ",
+              at::IntArrayRef(sizes), ", got ", low.sizes());
+  if (low.scalar_type() == at::kChar) return;
+  bool is_in_pairs = low.stride(-1) == 1 && low.storage_offset() % 2 == 0;
+  for (int64_t dim = 0; dim + 1 < low.dim(); ++dim) is_in_pairs &= low.stride(dim) % 2 == 0;
+  TORCH_CHECK(is_in_pairs, operation, ": ", name, " must have its last dimension in one piece");
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,197 @@
+// The tensors of one parameter: whether they are as they were, what an engine is told of them, and
+// what a step leaves behind.
+#include "optimizer/row.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+
+namespace amp_ext {
+
+at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes) {
+  if (has_codes) return param;
+  if (grad == param || (param == at::kFloat && is_16_bit(grad))) return grad;
+  return at::kFloat;
+}
+
+at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor rounded = master_param.to(param.scalar_type());
+  return at::where(rounded.eq(param), master_param, param.to(at::kFloat));
+}
+
+// A write to a sharded parameter shows there; one to its shard, here.
+int64_t Row::version() const {
+  return version_of(param()) + (is_sharded ? version_of(*shard_of) : 0);
+}
+
+Master Row::master() const {
+  if (!master_param().defined()) return Master::kNone;
+  switch (master_param().scalar_type()) {
+    case at::kByte:
+    case at::kShort:
+      return Master::kLow16;
+    case at::kChar:
+      return Master::kLow8;
+    default:
+      return Master::kFloat32;
+  }
+}
+
+BufferFormat Row::format(int buffer) const {
+  const at::Tensor& tensor = buffer < number_of_buffers ? owned[kBuffer0 + buffer] : param();
+  switch (tensor.scalar_type()) {
+    case at::kChar:
+      return BufferFormat::kRatio8;
+    case at::kByte:
+      return BufferFormat::kGroup8;
+    default:
+      return format_of(dtype_of(tensor).value_or(DType::kFloat32));
+  }
+}
+
+bool Row::has_fresh_master() const {
+  return param_of_master.has_value() && param_of_master->is(param(), version());
+}
+
+// A write to a sharded gradient shows there; one to its shard, here.
+int64_t Row::grad_version() const {
+  const at::Tensor* const whole = is_sharded ? &shard_of->grad() : nullptr;
+  return version_of(grad()) + (whole != nullptr && whole->defined() ? version_of(*whole) : 0);
+}
+
+bool Row::grad_is_as_seen() const {
+  return seen_grad.has_value() && seen_grad->is(grad(), grad_version()) &&
+         seen_grad_data == grad().const_data_ptr();
+}
+
+void Row::see_grad() {
+  if (grad_is_as_seen()) return;
+  SeenTensor::remember(seen_grad, grad(), grad_version());
+  seen_grad_data = grad().const_data_ptr();
+  seen_grad_is_scaled = false;
+}
+
+bool Row::leave_lazy_clone(int list) {
+  const at::Tensor& tensor = this->tensor(list);
+  if (!tensor.defined() || !is_lazily_cloned(tensor)) return false;
+  const void* const shared = storage_of(tensor)->data();
+  const void* const own = tensor.storage().mutable_data();
+  if (fingerprints[list].storage == shared) fingerprints[list].storage = own;
+  return true;
+}
+
+bool Row::take_fingerprint(int list) {
+  const at::Tensor& tensor = this->tensor(list);
+  if (!tensor.defined()) return false;
+  Fingerprint fingerprint = Fingerprint::of(tensor);
+  if (list == kParam) fingerprint.take_sizes(tensor);
+  if (fingerprint == fingerprints[list]) return false;
+  fingerprints[list] = fingerprint;
+  return true;
+}
+
+// Most gradients are new at each step and like the last ones: only the address changes.
+bool Row::take_new_grad() {
+  const at::Tensor& grad = this->grad();
+  if (!is_plain(grad) || !grad.is_contiguous() || !grad.sizes().equals(param().sizes()) ||
+      grad.device() != param().device() ||
+      gradient_dtype(grad.scalar_type(), param().scalar_type(), has_codes()) !=
+          grad.scalar_type() ||
+      !dtype_of(grad).has_value() || !has_all_elements(grad)) {
+    return false;
+  }
+  record.grad = const_cast<void*>(grad.const_data_ptr());
+  record.grad_dtype = *dtype_of(grad);
+  grad_is_current = true;
+  return true;
+}
+
+void Row::fill_record() {
+  staged.clear();
+  // All memory is walked in the order of the parameter's, or of its dense copy.
+  at::Tensor layout = param();
+  if (!layout.is_non_overlapping_and_dense()) {
+    layout = at::empty(param().sizes(), param().options().requires_grad(false));
+  }
+  const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype, bool written) -> void* {
+    if (!tensor.defined()) return nullptr;
+    if (tensor.scalar_type() == dtype && have_same_dense_layout(tensor, layout)) {
+      return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+    }
+    const at::Tensor dense = at::empty_strided(layout.sizes(), layout.strides(),
+                                               tensor.options().dtype(dtype).requires_grad(false));
+    staged.push_back({tensor, dense, written});
+    return dense.mutable_data_ptr();
+  };
+  const at::ScalarType param_dtype = param().scalar_type();
+  const at::ScalarType grad_dtype = gradient_dtype(grad().scalar_type(), param_dtype, has_codes());
+  record = TensorRecord();
+  record.param = memory(param(), param_dtype, true);
+  record.param_dtype = *dtype_of(param());
+  record.grad = memory(grad(), grad_dtype, writes_grad);
+  record.grad_dtype = *dtype_of(grad_dtype);
+  record.master = master();
+  if (record.master != Master::kNone) {
+    record.master_param = memory(master_param(), master_param().scalar_type(), true);
+  }
+  const bool is_narrow =
+      record.master == Master::kLow8 || (record.master == Master::kNone && is_16_bit(param_dtype));
+  narrow = is_narrow ? kDithersParam : 0;
+  dithers = 0;
+  for (int i = 0; i < number_of_buffers; ++i) {
+    const at::Tensor& buffer = owned[kBuffer0 + i];
+    record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
+    record.buffer_formats[i] = format(i);
+    if (buffer.element_size() < 4) narrow |= kDithersBuffer0 << i;
+    if (is_code(format(i))) dithers |= kDithersBuffer0 << i;
+  }
+  if (owned[kExponents].defined()) {
+    record.exponents = owned[kExponents].mutable_data_ptr<uint8_t>();
+  }
+  if (owned[kStep].defined()) {
+    record.step = owned[kStep].mutable_data_ptr<float>();
+  }
+  record.numel = param().numel();
+  record.first_element = first_element;
+  record.group = static_cast<int32_t>(group);
+  grad_is_current = true;
+  // Other strides would not show in the fingerprint of a tensor that is not contiguous.
+  record_is_current =
+      staged.empty() &&
+      std::all_of(fingerprints.begin(), fingerprints.end(), [](const Fingerprint& fingerprint) {
+        return fingerprint.contiguous || fingerprint.numel < 0;
+      });
+}
+
+void Row::mark_written() {
+  for (int list = 0; list < kLists; ++list) {
+    const bool written = tensor(list).defined() && (list != kGrad || writes_grad);
+    if (written) bump_version(tensor(list));
+  }
+  if (is_sharded) bump_version(*shard_of);
+  master_is_fresh = true;
+}
+
+// An element of a gradient that was skipped stays as it was, also where converting it to the dtype
+// of the dense copy and back would change it: the bits of NaN, and a number too large for that
+// dtype.
+void Row::copy_back(bool skip_nonfinite) const {
+  for (const Staged& staged : staged) {
+    if (!staged.written) continue;
+    const at::ScalarType dtype = staged.original.scalar_type();
+    if (skip_nonfinite && staged.original.is_same(grad()) && dtype != staged.dense.scalar_type()) {
+      const at::Tensor stepped = staged.original.to(staged.dense.scalar_type()).isfinite();
+      staged.original.copy_(at::where(stepped, staged.dense.to(dtype), staged.original));
+    } else {
+      staged.original.copy_(staged.dense);
+    }
+  }
+}
+
+}  // namespace amp_ext

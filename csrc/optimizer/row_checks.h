@@ -1,0 +1,35 @@
+// What a step refuses of a row, by the names of its tensors.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "optimizer/row.h"
+
+namespace amp_ext {
+
+// How messages name a tensor: "exp_avgs[3]" in a list, "exp_avg of group 0, param 3" in an
+// optimizer.
+enum class Naming { kLists, kGroups };
+
+// Whether moments are compiled whose first is in a format, beside so many buffers in all.
+using TakesFormat = bool(BufferFormat first, int buffers);
+
+struct RowChecks {
+  std::string operation;
+  std::vector<std::string> buffer_names;  // keys, or names of lists
+  Naming naming;
+
+  std::string name_of(const Row& row, int list) const;
+  void check_grad(const Row& row) const;
+  // The dtypes, sizes and devices of all tensors.
+  void check_tensors(const Row& row, TakesFormat* takes_format) const;
+  // Whether the gradient still carries the scale of an earlier step.
+  void check_carries_no_scale(const Row& row) const;
+
+ private:
+  void check_buffers(const Row& row, TakesFormat* takes_format) const;
+  std::string code_name(const Row& row, int buffer) const;
+};
+
+}  // namespace amp_ext

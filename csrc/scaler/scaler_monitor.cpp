@@ -1,0 +1,109 @@
+// Keeps the reports of a scaler and reads their mirrors without waiting.
+#include "scaler/scaler_monitor.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "devices/dispatch.h"
+
+namespace amp_ext {
+
+namespace {
+
+constexpr int64_t kFirstRoom = 8;  // optimizers
+
+at::Tensor bytes_on_device(const at::Device& device, int64_t size) {
+  return at::zeros({size}, at::TensorOptions(device).dtype(at::kByte));
+}
+
+// Host memory that kernels on the device can write.
+at::Tensor bytes_on_host(const at::Device& device, int64_t size) {
+  const auto options = at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda());
+  const at::Tensor bytes = at::empty({size}, options);
+  std::memset(bytes.mutable_data_ptr(), 0, static_cast<size_t>(size));
+  return bytes;
+}
+
+template <typename Report>
+Report* as(const at::Tensor& bytes) {
+  return static_cast<Report*>(bytes.mutable_data_ptr());
+}
+
+}  // namespace
+
+ScalerMonitor::ScalerMonitor(at::Device device)
+    : device_(device),
+      report_(bytes_on_device(device, sizeof(ScalerReport))),
+      mirror_(bytes_on_host(device, sizeof(ScalerReport))),
+      optimizers_(bytes_on_device(device, kFirstRoom * sizeof(OptimizerReport))),
+      optimizers_mirror_(bytes_on_host(device, kFirstRoom * sizeof(OptimizerReport))) {
+  const ScalerReport blank;  // not all of it is zero
+  std::memcpy(mirror_.mutable_data_ptr(), &blank, sizeof blank);
+  report_.copy_(mirror_, /*non_blocking=*/true);
+}
+
+int64_t ScalerMonitor::add_optimizer() {
+  const int64_t size = optimizers_.numel();
+  if ((number_of_optimizers_ + 1) * static_cast<int64_t>(sizeof(OptimizerReport)) > size) {
+    const at::Tensor larger = bytes_on_device(device_, 2 * size);
+    larger.narrow(0, 0, size).copy_(optimizers_);
+    const at::Tensor larger_mirror = bytes_on_host(device_, 2 * size);
+    std::memcpy(larger_mirror.mutable_data_ptr(), optimizers_mirror_.const_data_ptr(),
+                static_cast<size_t>(size));
+    retired_.push_back(optimizers_);  // a captured graph writes both as long as it is replayed
+    retired_.push_back(optimizers_mirror_);
+    optimizers_ = larger;
+    optimizers_mirror_ = larger_mirror;
+  }
+  return number_of_optimizers_++;
+}
+
+template <typename Copy>
+void ScalerMonitor::read_consistently(const Copy& copy) const {
+  const auto* mirror = as<ScalerReport>(mirror_);
+  int64_t finished = 0;
+  do {
+    finished = __atomic_load_n(&mirror->finished, __ATOMIC_ACQUIRE);
+    copy();
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  } while (__atomic_load_n(&mirror->started, __ATOMIC_RELAXED) != finished);
+}
+
+ScalerSummary ScalerMonitor::read() const {
+  ScalerSummary summary;
+  read_consistently([&] { summary = *as<ScalerReport>(mirror_); });
+  return summary;
+}
+
+OptimizerReport ScalerMonitor::read_optimizer(int64_t slot) const {
+  TORCH_CHECK(slot >= 0 && slot < number_of_optimizers_, "ScalerMonitor: slot must be below ",
+              number_of_optimizers_, ", got ", slot);
+  OptimizerReport report;
+  read_consistently(
+      [&] { std::memcpy(&report, as<OptimizerReport>(optimizers_mirror_) + slot, sizeof report); });
+  return report;
+}
+
+ScaleHistory ScalerMonitor::history() const {
+  ScalerReport report;
+  read_consistently([&] { std::memcpy(&report, mirror_.const_data_ptr(), sizeof report); });
+  const int64_t first = std::max<int64_t>(0, report.updates - kHistory);
+  ScaleHistory history{first + 1, {}, {}};
+  for (int64_t i = first; i < report.updates; ++i) {
+    const double signed_scale = report.history[i % kHistory];
+    history.scales.push_back(std::abs(signed_scale));
+    history.skipped.push_back(std::signbit(signed_scale));
+  }
+  return history;
+}
+
+ReportMemory ScalerMonitor::memory() const {
+  return {as<ScalerReport>(report_), as<ScalerReport>(mirror_), as<OptimizerReport>(optimizers_),
+          as<OptimizerReport>(optimizers_mirror_), number_of_optimizers_};
+}
+
+}  // namespace amp_ext
