@@ -45,7 +45,7 @@ struct Combination {
 // it, or alone.
 template <typename Hyperparameters>
 constexpr bool takes_format(BufferFormat first, int number_of_buffers) {
-  if (first == BufferFormat::kGroup8) return number_of_buffers == 1;
+  if (first == BufferFormat::kBlockwise8) return number_of_buffers == 1;
   if (first != BufferFormat::kRatio8) return true;
   constexpr bool kHasTwo = std::size(Hyperparameters::kBuffers) > 1;
   constexpr BufferRole kSecond = Hyperparameters::kBuffers[kHasTwo ? 1 : 0].role;
@@ -86,8 +86,8 @@ struct WithBuffers {
 // A gradient and a parameter with all moments in 8 bits that are compiled.
 template <typename Grad, typename Param>
 using WithCodes = Combinations<Combination<Grad, Param, Ratio, Plain<BFloat16>>,
-                               Combination<Grad, Param, Ratio, Grouped<RootCode>>,
-                               Combination<Grad, Param, Grouped<MomentumCode>>>;
+                               Combination<Grad, Param, Ratio, Blockwise<RootCode>>,
+                               Combination<Grad, Param, Blockwise<MomentumCode>>>;
 
 // The same for 16-bit parameters with every master, with gradients of their own dtype.
 template <typename Param>

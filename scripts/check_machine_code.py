@@ -215,7 +215,7 @@ def buffers_of(first: str, second: str, count: int) -> tuple[str, int]:
     """Returns what buffers of these kinds are stored in, and their bytes of an element."""
     if first == "Ratio":
         return ("8bit-bf16", 3) if second.startswith("Plain") else ("8bit", 2)
-    if first.startswith("Grouped"):
+    if first.startswith("Blockwise"):
         return "8bit", count
     dtype = first.removeprefix("Plain<").removesuffix(">")
     return dtype, count * BYTES[dtype]
@@ -226,7 +226,7 @@ def arrays_of_bytes(kernel: Kernel) -> int:
     count = 1 if " split8" in kernel.name else 0
     if " 8bit-bf16 buffers" in kernel.name:
         return count + 1
-    if " 8bit buffers" in kernel.name:  # codes, and the exponents of groups
+    if " 8bit buffers" in kernel.name:  # codes, and the exponents of blocks
         return count + (3 if " Adam2" in kernel.name else 2)
     return count
 
@@ -237,7 +237,7 @@ def name_of(signature: str) -> tuple[str, int, int]:
     shape = re.search(r"\bShape<(\d+)", text)
     threads = int(shape[1]) if shape else 256
     plain = r"Plain<(\w+)>"
-    buffer = r"(Plain<\w+>|Ratio|Grouped<\w+>)"
+    buffer = r"(Plain<\w+>|Ratio|Blockwise<\w+>)"
     maximum = rf", {buffer} ?"  # is like the second moment
     kinds = rf"Combination<{plain}, (\w+)<(\w+)(?:, (\d+))?>, {buffer}, {buffer}{maximum}>"
     step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}, \w+, (\d)>", text)

@@ -70,7 +70,7 @@ BufferFormat format_named(const std::string& name, const std::string& operation,
   const bool is_adam = operation.rfind("Adam", 0) == 0;
   if (name == "8bit-bf16" && is_adam && index > 0) return BufferFormat::kBFloat16;
   if (name.rfind("8bit", 0) != 0) return format_of(dtype_named(name));
-  return is_adam && index == 0 ? BufferFormat::kRatio8 : BufferFormat::kGroup8;
+  return is_adam && index == 0 ? BufferFormat::kRatio8 : BufferFormat::kBlockwise8;
 }
 
 template <typename Run>
@@ -113,7 +113,7 @@ extern "C" __attribute__((visibility("default"))) double time_engine(
   Stream grads(dtype_named(grad), numel, 0.125f);
   Stream masters(DType::kFloat32, numel, 1.0f);
   std::vector<Stream> buffers;
-  std::vector<uint8_t> exponents(numel / kGroupSize, 127);
+  std::vector<uint8_t> exponents(numel / kBlockSize, 127);
   TensorRecord record;
   record.numel = numel;
   record.grad = grads.data();

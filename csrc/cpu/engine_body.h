@@ -13,7 +13,7 @@ namespace amp_ext::cpu::AMP_EXT_ISA {
 
 // Elements that are updated before any of them is rounded: the many instructions that round one
 // vector would wait behind the division of the next.
-constexpr int64_t kBlockSize = 512;
+constexpr int64_t kChunkSize = 512;
 
 // Elements are asked for this long before they are loaded: processors look ahead by themselves, but
 // not behind the end of a page, which all streams of a step reach together.
@@ -33,7 +33,7 @@ class Dither {
  public:
   Dither(const TensorRecord& record, uint32_t step) : record_(record), step_(step) {}
 
-  // For a block from an element on.
+  // For a chunk from an element on.
   AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
     if (record_.dithered == 0) return;
     first_phase_ = fill_phases(record_.first_element + offset, count, phases_);
@@ -51,19 +51,19 @@ class Dither {
 
   const TensorRecord& record_;
   uint32_t step_;
-  alignas(64) uint32_t phases_[kBlockSize + kBesidePhases];
+  alignas(64) uint32_t phases_[kChunkSize + kBesidePhases];
   const uint32_t* first_phase_ = nullptr;
 };
 
-// Rounds the results of a block, if they have to be. Copies in all kernels would be a quarter of
+// Rounds the results of a chunk, if they have to be. Copies in all kernels would be a quarter of
 // the engine's code and of the time that it takes to compile.
 template <typename Stored, typename T, typename... Beside>
-__attribute__((noinline)) void round_block(Stored stored, const T* results, int64_t count,
+__attribute__((noinline)) void round_chunk(Stored stored, const T* results, int64_t count,
                                            Rounding rounding, Beside... beside) {
   stored.round(results, count, rounding, beside...);
 }
 template <typename T>
-AMP_EXT_INLINE void round_block(Numbers<Plain<T>> /*native*/, const T* /*results*/,
+AMP_EXT_INLINE void round_chunk(Numbers<Plain<T>> /*native*/, const T* /*results*/,
                                 int64_t /*count*/, Rounding /*rounding*/) {}
 
 // The numbers of one tensor, from some element on.
@@ -84,7 +84,7 @@ struct Streams {
 
   static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
   // Whether the second moment is stored as the root that the functor has taken.
-  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Grouped<RootCode>>>;
+  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Blockwise<RootCode>>>;
 
   Grad grad;
   Param param;
@@ -122,7 +122,7 @@ struct Streams {
   }
 
   // Where results are left before they are rounded.
-  AMP_EXT_INLINE void results_in(T (*scratch)[kBlockSize], T** results) const {
+  AMP_EXT_INLINE void results_in(T (*scratch)[kChunkSize], T** results) const {
     if constexpr (kBuffers > 0) results[0] = buffer0.results_in(scratch[0]);
     if constexpr (kBuffers > 1) results[1] = buffer1.results_in(scratch[1]);
     if constexpr (kBuffers > 2) results[2] = buffer2.results_in(scratch[2]);
@@ -133,12 +133,12 @@ struct Streams {
     const auto rounding = [&](int index) __attribute__((always_inline)) {
       return dither.of_buffer(index, Hyperparameters::kBuffers[index].dither_stride);
     };
-    if constexpr (kBuffers > 2) round_block(buffer2, results[2], count, rounding(2));
-    if constexpr (kBuffers > 1) round_block(buffer1, results[1], count, rounding(1));
+    if constexpr (kBuffers > 2) round_chunk(buffer2, results[2], count, rounding(2));
+    if constexpr (kBuffers > 1) round_chunk(buffer1, results[1], count, rounding(1));
     if constexpr (kHasRatio) {
-      round_block(buffer0, results[0], count, rounding(0), buffer1);
+      round_chunk(buffer0, results[0], count, rounding(0), buffer1);
     } else if constexpr (kBuffers > 0) {
-      round_block(buffer0, results[0], count, rounding(0));
+      round_chunk(buffer0, results[0], count, rounding(0));
     }
   }
 };
@@ -179,7 +179,7 @@ AMP_EXT_INLINE bool is_nonfinite(Storage value) {
 template <typename Storage, typename T>
 void round_finite_results(const T* results, int64_t count, Storage* stored) {
   if constexpr (!std::is_same_v<Storage, T>) {
-    alignas(64) Storage rounded[kBlockSize];
+    alignas(64) Storage rounded[kChunkSize];
     round_all(results, count, rounded);
     for (int64_t i = 0; i < count; ++i) {
       stored[i] = is_nonfinite(stored[i]) ? stored[i] : rounded[i];
@@ -187,15 +187,15 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
   }
 }
 
-// Updates `count` elements: whole vectors, up to kBlockSize unless the streams are native. From the
+// Updates `count` elements: whole vectors, up to kChunkSize unless the streams are native. From the
 // first of them on `rest` elements may be asked for.
 template <typename Streams, typename Functor, typename T>
-AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
+AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
                                  const Streams& streams, const Dither& dither, int64_t count,
                                  int64_t rest) {
   using V = Vector<T>;
   constexpr int kBuffers = Streams::kBuffers;
-  alignas(64) T scratch[2 + kMaxBuffers][kBlockSize];
+  alignas(64) T scratch[2 + kMaxBuffers][kChunkSize];
   T* const grads = streams.grad.results_in(scratch[0]);
   T* const params = streams.param.results_in(scratch[1]);
   T* buffers[kMaxBuffers];
@@ -231,9 +231,9 @@ AMP_EXT_INLINE void update_block(const TensorConstants<Functor, T>& constants,
   if (constants.write_back_grads && constants.skip_nonfinite) {
     round_finite_results(grads, count, streams.grad.elements);
   } else if (constants.write_back_grads) {
-    round_block(streams.grad, grads, count, {});
+    round_chunk(streams.grad, grads, count, {});
   }
-  round_block(streams.param, params, count, dither.of_param());
+  round_chunk(streams.param, params, count, dither.of_param());
   streams.round_buffers(buffers, count, dither);
 }
 
@@ -245,7 +245,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
     const int64_t rest = tile.end - offset;
     Streams streams = Streams::at(tile.record, offset);
     int64_t count = rest / kLanes<T> * kLanes<T>;
-    if (!Streams::kIsNative) count = std::min(count, kBlockSize);
+    if (!Streams::kIsNative) count = std::min(count, kChunkSize);
     Tail<Streams> tail;
     const bool is_tail = count == 0;
     if (is_tail) {
@@ -253,7 +253,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
       count = kLanes<T>;
     }
     if (!Streams::kIsNative) dither.begin(offset, count);
-    update_block(constants, streams, dither, count, tile.end_ahead - offset);
+    update_chunk(constants, streams, dither, count, tile.end_ahead - offset);
     if (is_tail) tail.close(rest, constants.write_back_grads);
     offset += count;
   }
@@ -535,23 +535,23 @@ bool multiply_elements(Storage* elements, int64_t count, float factor_in_float) 
   const T factor = factor_in_float;
   V differences = {};  // of elements and themselves: 0 or NaN
   int64_t whole = count / kLanes<T> * kLanes<T>;
-  alignas(64) T scratch[kBlockSize];
+  alignas(64) T scratch[kChunkSize];
   for (int64_t offset = 0; offset < count;) {
-    Storage* block = elements + offset;
-    int64_t size = std::min(kBlockSize, whole - offset);
+    Storage* chunk = elements + offset;
+    int64_t size = std::min(kChunkSize, whole - offset);
     PaddedCopy<Storage> tail;
     const bool is_tail = size == 0;
     if (is_tail) {
-      block = tail.open(block, count - offset);
+      chunk = tail.open(chunk, count - offset);
       size = kLanes<T>;
     }
-    T* const results = results_in(block, scratch);
+    T* const results = results_in(chunk, scratch);
     for (int64_t i = 0; i < size; i += kLanes<T>) {
-      const V value = load<V>(block + i);
+      const V value = load<V>(chunk + i);
       differences += value - value;
       store(results + i, value * factor);
     }
-    round_results(results, size, block);
+    round_results(results, size, chunk);
     if (is_tail) tail.close(count - offset);
     offset += size;
   }

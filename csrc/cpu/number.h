@@ -1,6 +1,6 @@
 // Numbers in memory as the kernels of one instruction set load and store them.
 //
-// The results of a block are left in `results_in(scratch)`: the memory of the numbers, where that
+// The results of a chunk are left in `results_in(scratch)`: the memory of the numbers, where that
 // has the type that is computed in. Then `round` stores them as they are kept.
 #pragma once
 
@@ -43,7 +43,7 @@ AMP_EXT_INLINE T* results_in(Storage* stored, T* scratch) {
 
 // How results are rounded where they are stored in 16 or 8 bits.
 struct Rounding {
-  const uint32_t* phases = nullptr;  // of the elements of a block, or null: to nearest
+  const uint32_t* phases = nullptr;  // of the elements of a chunk, or null: to nearest
   uint32_t offset = 0;               // that the step adds to them
 
   AMP_EXT_INLINE bool dithers() const { return phases != nullptr; }
@@ -81,7 +81,7 @@ AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stor
   if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
 }
 
-// What is written behind the phases of a block, and before those of one that begins among eight.
+// What is written behind the phases of a chunk, and before those of one that begins among eight.
 inline constexpr int64_t kBesidePhases = 8 * kLanes<uint32_t> + 7;
 
 // Fills in the phases of the elements from number `first` of the whole tensor on: `phases` has room
@@ -299,17 +299,17 @@ struct Numbers<Ratio> {
 };
 
 template <typename Code>
-struct Numbers<Grouped<Code>> {
+struct Numbers<Blockwise<Code>> {
   template <typename T>
   static constexpr bool kIsNative = false;
 
   uint8_t* codes;
   uint8_t* exponents;
 
-  // `offset` is that of a group.
+  // `offset` is that of a block.
   AMP_EXT_INLINE static Numbers at(void* codes, void* exponents, int64_t offset) {
     return {static_cast<uint8_t*>(codes) + offset,
-            static_cast<uint8_t*>(exponents) + offset / kGroupSize};
+            static_cast<uint8_t*>(exponents) + offset / kBlockSize};
   }
   AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
     amp_ext::prefetch(codes, index, count);
@@ -323,17 +323,17 @@ struct Numbers<Grouped<Code>> {
     return unit_below(bits_of(root(index)));
   }
   AMP_EXT_INLINE Vector<float> root(int64_t index) const {
-    const GroupUnit unit{exponents[index / kGroupSize]};
+    const BlockUnit unit{exponents[index / kBlockSize]};
     return Code::decode(load_wide(codes + index), unit.value());
   }
   AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
   AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding& rounding) const {
-    for (int64_t first = 0; first < count; first += kGroupSize) {
-      round_group(results + first, first, rounding);
+    for (int64_t first = 0; first < count; first += kBlockSize) {
+      round_block(results + first, first, rounding);
     }
   }
 
-  // Tensors of whole groups have no such end.
+  // Tensors of whole blocks have no such end.
   struct Padded {
     AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t /*count*/) { return numbers; }
     AMP_EXT_INLINE void close(int64_t /*count*/) {}
@@ -342,9 +342,9 @@ struct Numbers<Grouped<Code>> {
  private:
   using V = Vector<float>;
 
-  AMP_EXT_INLINE void round_group(const float* results, int64_t first,
+  AMP_EXT_INLINE void round_block(const float* results, int64_t first,
                                   const Rounding& rounding) const {
-    constexpr int kVectors = kGroupSize / kLanes<float>;
+    constexpr int kVectors = kBlockSize / kLanes<float>;
     V measured[kVectors];
     Vector<int32_t> largest = {};
     for (int k = 0; k < kVectors; ++k) {
@@ -356,11 +356,11 @@ struct Numbers<Grouped<Code>> {
       // decides nothing.
       largest = maximum(as_signed(lifted >> 1), largest);
     }
-    const GroupUnit unit = GroupUnit::above(static_cast<uint32_t>(largest_lane(largest)) << 1,
+    const BlockUnit unit = BlockUnit::above(static_cast<uint32_t>(largest_lane(largest)) << 1,
                                             Code::kLastUnit, Code::kReserve);
-    exponents[first / kGroupSize] = static_cast<uint8_t>(unit.byte);
+    exponents[first / kBlockSize] = static_cast<uint8_t>(unit.byte);
     if (unit.is_nan()) {
-      std::memset(codes + first, 0, kGroupSize);
+      std::memset(codes + first, 0, kBlockSize);
       return;
     }
     for (int k = 0; k < kVectors; ++k) {

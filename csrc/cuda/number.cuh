@@ -220,9 +220,9 @@ struct Numbers<Ratio> {
   }
 };
 
-// A group is loaded and stored by neighbouring threads together.
+// A block of elements is loaded and stored by neighbouring threads together.
 template <typename Code>
-struct Numbers<Grouped<Code>> {
+struct Numbers<Blockwise<Code>> {
   static constexpr int kPointers = 2;
   static constexpr int kLeastBytes = sizeof(float);
   static constexpr bool kMayDither = true;
@@ -242,19 +242,19 @@ struct Numbers<Grouped<Code>> {
   template <int kCount>
   struct Values {
     Pack<uint8_t, kCount> pack;
-    GroupUnit group;
+    BlockUnit block;
 
     __device__ float root(int i) const {
-      return Code::decode(uint32_t{pack.values[i]}, group.value());
+      return Code::decode(uint32_t{pack.values[i]}, block.value());
     }
     __device__ uint32_t unit(int i) const { return unit_below(bits_of(root(i))); }
     __device__ float load(int i) const { return Code::number(root(i)); }
 
-    // Before the first of these moments is stored: all threads of the group come here.
+    // Before the first of these moments is stored: all threads that have the block come here.
     // `rounding_of` gives that of each.
     template <typename RoundingOf>
     __device__ void choose_unit(const float (&moments)[kCount], const RoundingOf& rounding_of) {
-      constexpr int kGroupThreads = kGroupSize / kCount;
+      constexpr int kThreads = kBlockSize / kCount;
       uint32_t largest = 0;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -262,32 +262,32 @@ struct Numbers<Grouped<Code>> {
         const Rounding rounding = rounding_of(i);
         largest = max(largest, Code::lifted(bits, rounding.dithers, rounding.word));
       }
-      const unsigned first = threadIdx.x % warpSize / kGroupThreads * kGroupThreads;
-      const unsigned mask = (0xffffffffu >> (32 - kGroupThreads)) << first;
+      const unsigned first = threadIdx.x % warpSize / kThreads * kThreads;
+      const unsigned mask = (0xffffffffu >> (32 - kThreads)) << first;
       // All have loaded the exponent before one stores the next: shuffles order no memory.
       __syncwarp(mask);
 #pragma unroll
-      for (int distance = kGroupThreads / 2; distance > 0; distance /= 2) {
+      for (int distance = kThreads / 2; distance > 0; distance /= 2) {
         largest = max(largest, __shfl_xor_sync(mask, largest, distance));
       }
-      group = GroupUnit::above(largest, Code::kLastUnit, Code::kReserve);
+      block = BlockUnit::above(largest, Code::kLastUnit, Code::kReserve);
     }
     __device__ void store(float value, int i, const Rounding& rounding) {
       const uint32_t code =
-          Code::encode(Code::measured(value), group.inverse(), rounding.dithers, rounding.word);
+          Code::encode(Code::measured(value), block.inverse(), rounding.dithers, rounding.word);
       pack.values[i] = static_cast<uint8_t>(code);
     }
   };
   template <int kCount>
   __device__ Values<kCount> load(int64_t index) const {
-    return {pack_at<kCount>(codes, index), {exponents[index / kGroupSize]}};
+    return {pack_at<kCount>(codes, index), {exponents[index / kBlockSize]}};
   }
   template <int kCount>
   __device__ void store(const Values<kCount>& values, int64_t index) const {
     Pack<uint8_t, kCount> zeros{};
-    pack_at<kCount>(codes, index) = values.group.is_nan() ? zeros : values.pack;
-    if (index % kGroupSize == 0) {
-      exponents[index / kGroupSize] = static_cast<uint8_t>(values.group.byte);
+    pack_at<kCount>(codes, index) = values.block.is_nan() ? zeros : values.pack;
+    if (index % kBlockSize == 0) {
+      exponents[index / kBlockSize] = static_cast<uint8_t>(values.block.byte);
     }
   }
 };

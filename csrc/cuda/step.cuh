@@ -69,8 +69,8 @@ struct Streams {
   }
 
   static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
-  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Grouped<RootCode>>>;
-  static constexpr bool kHasGroups = (Buffer<0>::kPointers > 1 || Buffer<1>::kPointers > 1);
+  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Blockwise<RootCode>>>;
+  static constexpr bool kHasBlocks = (Buffer<0>::kPointers > 1 || Buffer<1>::kPointers > 1);
 
   static constexpr bool kMayDither =
       Param::kMayDither || Buffer<0>::kMayDither || Buffer<1>::kMayDither || Buffer<2>::kMayDither;
@@ -138,10 +138,10 @@ struct Streams {
   }
 
   // Where packs can start in [begin, end): at the next 16-byte boundary of all streams, or nowhere.
-  // `begin` is that of a group: without packs a warp has one.
+  // `begin` is that of a block of elements: without packs a warp has one.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
-    const bool aligned = first < end && (!kHasGroups || first == begin) &&
+    const bool aligned = first < end && (!kHasBlocks || first == begin) &&
                          param.is_at_boundary(first) && grad.is_at_boundary(first) &&
                          buffer0.is_at_boundary(first) && buffer1.is_at_boundary(first) &&
                          buffer2.is_at_boundary(first);
@@ -200,16 +200,16 @@ struct Streams {
       }
       const auto words = all_words.at(i);
       values.param.store(value, i, words.of(kDithersParam, kParamStride));
-      if constexpr (kHasGroups) {
+      if constexpr (kHasBlocks) {
         for (int k = 0; k < kBuffers; ++k) moments[k][i] = elements[k];
       } else {
         store_buffers(values, elements, i, words);
       }
     }
-    if constexpr (kHasGroups) {
-      constexpr int kGrouped = kHasRatio ? 1 : 0;
+    if constexpr (kHasBlocks) {
+      constexpr int kBlockwise = kHasRatio ? 1 : 0;
       const auto rounding_of = [&](int i) {
-        return all_words.at(i).of(kDithersBuffer0 << kGrouped, kStride<kGrouped>);
+        return all_words.at(i).of(kDithersBuffer0 << kBlockwise, kStride<kBlockwise>);
       };
       if constexpr (kHasRatio) {
         values.buffer1.choose_unit(moments[1], rounding_of);

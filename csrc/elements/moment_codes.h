@@ -1,12 +1,12 @@
 // Moments in 8 bits.
 //
 // A first moment beside a second one is a ratio to its root (RatioCode): at most 7.3 with Adam's
-// betas, so that no group needs a scale, and an update errs by a bounded part of itself whatever
+// betas, so that no block needs a scale, and an update errs by a bounded part of itself whatever
 // the first moments beside it are. It is measured in the power of two below that root. A second
-// moment (RootCode) and a momentum (MomentumCode) are measured in a power of two for a group of 32
+// moment (RootCode) and a momentum (MomentumCode) are measured in a power of two for a block of 32
 // elements.
 //
-// Nothing that is not finite gets lost: a ratio has a code for it, a group an exponent, by which
+// Nothing that is not finite gets lost: a ratio has a code for it, a block an exponent, by which
 // all 32 are NaN.
 //
 // V is float or a vector of it, U uint32_t or a vector of as many; a code is in the last 8 bits.
@@ -20,7 +20,7 @@
 namespace amp_ext {
 
 // Elements that share an exponent.
-inline constexpr int kGroupSize = 32;
+inline constexpr int kBlockSize = 32;
 
 // The power of two at or below the root of a second moment, which is not negative, by its bits: no
 // root has to be taken. 2^-64 for 0 and subnormal numbers; inf for inf and NaN, half of whose
@@ -78,16 +78,16 @@ struct RatioCode {
   }
 };
 
-// What all members of a group are measured in. Its byte is the exponent of a float32; that of inf
+// What all elements of a block are measured in. Its byte is the exponent of a float32; that of inf
 // makes NaN of all codes, which are 0 then.
-struct GroupUnit {
+struct BlockUnit {
   static constexpr uint32_t kNan = 255;
 
   uint32_t byte;
 
   // `largest` are the bits of the largest magnitude, as it is rounded; `last` is the last unit that
   // there is, above which codes saturate; `reserve` is what the largest code lies below the unit.
-  static AMP_EXT_INLINE GroupUnit above(uint32_t largest, uint32_t last, uint32_t reserve) {
+  static AMP_EXT_INLINE BlockUnit above(uint32_t largest, uint32_t last, uint32_t reserve) {
     const uint32_t exponent = ((largest + reserve) >> 23) + 1;
     return {largest >= 0x7f800000u ? kNan : exponent < last ? exponent : last};
   }
@@ -153,7 +153,7 @@ struct MomentumCode {
   static AMP_EXT_INLINE V number(V measured) {
     return measured;
   }
-  // The bits of a magnitude with what rounds it up, for the unit of its group: cut off at the last
+  // The bits of a magnitude with what rounds it up, for the unit of its block: cut off at the last
   // code below that, the largest could not grow by less than a code in a step.
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {

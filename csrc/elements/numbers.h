@@ -12,13 +12,13 @@
 namespace amp_ext {
 
 // What a buffer's elements are: numbers of a dtype, or 8-bit codes.
-enum class BufferFormat : uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kRatio8, kGroup8 };
+enum class BufferFormat : uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kRatio8, kBlockwise8 };
 
 constexpr BufferFormat format_of(DType dtype) { return static_cast<BufferFormat>(dtype); }
 static_assert(format_of(DType::kBFloat16) == BufferFormat::kBFloat16);
 
 constexpr bool is_code(BufferFormat format) {
-  return format == BufferFormat::kRatio8 || format == BufferFormat::kGroup8;
+  return format == BufferFormat::kRatio8 || format == BufferFormat::kBlockwise8;
 }
 
 // What a parameter has beside its own array.
@@ -55,11 +55,11 @@ struct Ratio {
   static constexpr BufferFormat kFormat = BufferFormat::kRatio8;
 };
 
-// Moments in 8 bits with a byte beside them for each group of kGroupSize elements.
+// Moments in 8 bits with a byte beside them for each block of kBlockSize elements.
 template <typename MomentCode>
-struct Grouped {
+struct Blockwise {
   using Code = MomentCode;
-  static constexpr BufferFormat kFormat = BufferFormat::kGroup8;
+  static constexpr BufferFormat kFormat = BufferFormat::kBlockwise8;
 };
 
 // A buffer that a kernel does not have.

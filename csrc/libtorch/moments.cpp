@@ -19,7 +19,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-// Of smaller tensors groups save nothing that counts.
+// Of smaller tensors blocks save nothing that counts.
 constexpr int64_t kLeastElements = 4096;
 
 constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};
@@ -42,20 +42,20 @@ int64_t elements_of_row(const at::Tensor& param) {
   return param.dim() == 0 ? 1 : c10::multiply_integers(param.sizes().slice(1));
 }
 
-// Whether moments of a parameter may be kept in groups of 32 elements. They lie within the rows of
+// Whether moments of a parameter may be kept in blocks of 32 elements. They lie within the rows of
 // dimension 0, and are those of memory: codes in another order would be measured by the exponents
 // of others.
-bool has_groups(const at::Tensor& param) {
+bool has_blocks(const at::Tensor& param) {
   return param.numel() >= kLeastElements && param.dim() >= 2 &&
-         elements_of_row(param) % kGroupSize == 0 && param.is_contiguous();
+         elements_of_row(param) % kBlockSize == 0 && param.is_contiguous();
 }
 
 std::vector<int64_t> sizes_of(const MomentFormat& format, const std::string& key,
                               const at::Tensor& param) {
   if (key != format.exponents_key()) return param.sizes().vec();
-  const int64_t groups = elements_of_row(param) / kGroupSize;
-  if (param.dim() == 0) return {groups};
-  return {param.size(0), groups};
+  const int64_t blocks = elements_of_row(param) / kBlockSize;
+  if (param.dim() == 0) return {blocks};
+  return {param.size(0), blocks};
 }
 
 at::ScalarType dtype_of(const MomentFormat& format, const std::string& key) {
@@ -91,7 +91,7 @@ Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::
     if (moved.strides().equals(param.strides())) return {{format.key(), moved}};
     return {{format.key(), at::empty_like(param, options.dtype(format.dtype)).copy_(moved)}};
   }
-  if (!number.defined()) {  // made where the parameter is; a group of zeros has the exponent 1
+  if (!number.defined()) {  // made where the parameter is; a block of zeros has the exponent 1
     Moments made{{format.key(), at::zeros_like(param, options.dtype(format.dtype))}};
     const std::string key = format.exponents_key();
     if (!key.empty()) {
@@ -129,7 +129,7 @@ at::Tensor read_code(const c10::IValue& value, const MomentFormat& format, const
   TORCH_CHECK(saved.layout() == at::kStrided && !saved.is_meta(), where,
               " must be dense and hold its elements, got ", python_name(saved.layout()));
   const auto options = param.options().dtype(dtype).requires_grad(false);
-  // Contiguous, as groups are, also for a parameter that has none any more.
+  // Contiguous, as blocks are, also for a parameter that has none any more.
   const bool has_exponents = !format.exponents_key().empty();
   return (has_exponents ? at::empty(sizes, options) : at::empty_like(param, options)).copy_(saved);
 }
@@ -186,13 +186,13 @@ std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
       [](const BufferDescription& buffer) { return buffer.role == BufferRole::kSecondMoment; });
   const auto* const given = std::get_if<at::ScalarType>(&state_dtype.value());
   const bool is_coded = param.scalar_type() != at::kDouble && state_dtype.is_coded();
-  const bool has_groups_of_codes = is_coded && has_groups(param);
+  const bool has_blocks_of_codes = is_coded && has_blocks(param);
   at::ScalarType dtype = is_coded ? at::kBFloat16 : param.scalar_type();
   if (given != nullptr && param.scalar_type() != at::kDouble) dtype = *given;
   const auto code_of = [&](BufferRole role) {
     if (!is_coded) return "";
     if (role == BufferRole::kFirstMoment && has_second) return "q8h";
-    if (!has_groups_of_codes) return "";
+    if (!has_blocks_of_codes) return "";
     if (role == BufferRole::kFirstMoment) return "q8m";
     return role == BufferRole::kSecondMoment && state_dtype == "8bit" ? "q8s" : "";
   };

@@ -39,7 +39,7 @@ void check_tensor(const char* operation, const char* name, const at::Tensor& ten
               tensor.sizes());
 }
 
-// The sizes of the exponents of a tensor, whose groups lie within the rows of dimension 0: throws
+// The sizes of the exponents of a tensor, whose blocks lie within the rows of dimension 0: throws
 // unless that is outermost in memory.
 std::vector<int64_t> sizes_of_exponents(const char* operation, const char* name,
                                         const at::Tensor& tensor) {
@@ -49,12 +49,12 @@ std::vector<int64_t> sizes_of_exponents(const char* operation, const char* name,
     row *= tensor.size(dim);
     if (tensor.size(dim) > 1) largest = std::max(largest, tensor.stride(dim));
   }
-  TORCH_CHECK(tensor.dim() >= 2 && row % kGroupSize == 0 &&
+  TORCH_CHECK(tensor.dim() >= 2 && row % kBlockSize == 0 &&
                   (tensor.size(0) < 2 || tensor.stride(0) >= largest),
-              operation, ": ", name, " must have rows of a multiple of ", kGroupSize,
+              operation, ": ", name, " must have rows of a multiple of ", kBlockSize,
               " elements, dimension 0 outermost, got sizes ", tensor.sizes(), " and strides ",
               tensor.strides());
-  return {tensor.size(0), row / kGroupSize};
+  return {tensor.size(0), row / kBlockSize};
 }
 
 bool is_of_roots(const char* operation, const std::string& code) {
@@ -70,26 +70,26 @@ float handed_over(float moment) {
 }
 
 template <typename Code>
-void encode_group(const float* moments, uint8_t* codes, uint8_t& exponent) {
-  float measured[kGroupSize];
+void encode_block(const float* moments, uint8_t* codes, uint8_t& exponent) {
+  float measured[kBlockSize];
   uint32_t largest = 0;
-  for (int i = 0; i < kGroupSize; ++i) {
+  for (int i = 0; i < kBlockSize; ++i) {
     measured[i] = Code::measured(handed_over<Code>(moments[i]));
     const uint32_t bits = bits_of(measured[i]) & 0x7fffffffu;
     largest = std::max(largest, Code::lifted(bits, false, 0u));
   }
-  const GroupUnit unit = GroupUnit::above(largest, Code::kLastUnit, Code::kReserve);
+  const BlockUnit unit = BlockUnit::above(largest, Code::kLastUnit, Code::kReserve);
   exponent = static_cast<uint8_t>(unit.byte);
-  for (int i = 0; i < kGroupSize; ++i) {
+  for (int i = 0; i < kBlockSize; ++i) {
     const uint32_t code = Code::encode(measured[i], unit.inverse(), false, 0u);
     codes[i] = static_cast<uint8_t>(unit.is_nan() ? 0 : code);
   }
 }
 
 template <typename Code>
-void decode_group(const uint8_t* codes, uint8_t exponent, float* moments) {
-  const GroupUnit unit{exponent};
-  for (int i = 0; i < kGroupSize; ++i) {
+void decode_block(const uint8_t* codes, uint8_t exponent, float* moments) {
+  const BlockUnit unit{exponent};
+  for (int i = 0; i < kBlockSize; ++i) {
     moments[i] = Code::number(Code::decode(uint32_t{codes[i]}, unit.value()));
   }
 }
@@ -148,10 +148,10 @@ std::pair<at::Tensor, at::Tensor> encode_groups(const at::Tensor& moment, const 
   const auto* const from = moments.const_data_ptr<float>();
   auto* const to = codes.mutable_data_ptr<uint8_t>();
   auto* const to_exponents = exponents.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, exponents.numel(), kGrain / kGroupSize, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, exponents.numel(), kGrain / kBlockSize, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto encode = of_roots ? &encode_group<RootCode> : &encode_group<MomentumCode>;
-      encode(from + i * kGroupSize, to + i * kGroupSize, to_exponents[i]);
+      const auto encode = of_roots ? &encode_block<RootCode> : &encode_block<MomentumCode>;
+      encode(from + i * kBlockSize, to + i * kBlockSize, to_exponents[i]);
     }
   });
   return {codes.to(moment.device()), exponents.to(moment.device())};
@@ -171,10 +171,10 @@ at::Tensor decode_groups(const at::Tensor& codes, const at::Tensor& exponents,
   const auto* const from = all.const_data_ptr<uint8_t>();
   const auto* const from_exponents = all_exponents.const_data_ptr<uint8_t>();
   auto* const to = moments.mutable_data_ptr<float>();
-  at::parallel_for(0, exponents.numel(), kGrain / kGroupSize, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, exponents.numel(), kGrain / kBlockSize, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto decode = of_roots ? &decode_group<RootCode> : &decode_group<MomentumCode>;
-      decode(from + i * kGroupSize, from_exponents[i], to + i * kGroupSize);
+      const auto decode = of_roots ? &decode_block<RootCode> : &decode_block<MomentumCode>;
+      decode(from + i * kBlockSize, from_exponents[i], to + i * kBlockSize);
     }
   });
   return moments.to(codes.device());

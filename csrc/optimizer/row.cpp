@@ -49,7 +49,7 @@ BufferFormat Row::format(int buffer) const {
     case at::kChar:
       return BufferFormat::kRatio8;
     case at::kByte:
-      return BufferFormat::kGroup8;
+      return BufferFormat::kBlockwise8;
     default:
       return format_of(dtype_of(tensor).value_or(DType::kFloat32));
   }

@@ -16,14 +16,14 @@ std::string low_name(const Row& row) {
 
 }  // namespace
 
-// The key of a buffer: "exp_avg", or with its code "exp_avg_q8h". A group is of second moments,
+// The key of a buffer: "exp_avg", or with its code "exp_avg_q8h". A block is of second moments,
 // which are no first buffer, or of a momentum.
 std::string RowChecks::code_name(const Row& row, int buffer) const {
   const BufferFormat format = row.format(buffer);
-  const char* const code = format == BufferFormat::kRatio8   ? "_q8h"
-                           : format != BufferFormat::kGroup8 ? ""
-                           : buffer == 0                     ? "_q8m"
-                                                             : "_q8s";
+  const char* const code = format == BufferFormat::kRatio8       ? "_q8h"
+                           : format != BufferFormat::kBlockwise8 ? ""
+                           : buffer == 0                         ? "_q8m"
+                                                                 : "_q8s";
   return buffer_names.at(buffer) + code;
 }
 
@@ -101,11 +101,11 @@ void RowChecks::check_buffers(const Row& row, TakesFormat* takes_format) const {
   const bool has_codes =
       row.has_codes() && dtype != at::kDouble && takes_format(row.format(0), row.number_of_buffers);
   const at::ScalarType computed = dtype == at::kDouble ? at::kDouble : at::kFloat;
-  bool has_groups = false;
+  bool has_blocks = false;
   for (int i = 0; i < row.number_of_buffers; ++i) {
     const int list = kBuffer0 + i;
     const at::ScalarType got = row.owned[list].scalar_type();
-    has_groups |= row.format(i) == BufferFormat::kGroup8;
+    has_blocks |= row.format(i) == BufferFormat::kBlockwise8;
     if (has_codes) {
       if (i > 0) {
         check(list, got == at::kBFloat16 || got == at::kByte,
@@ -128,11 +128,11 @@ void RowChecks::check_buffers(const Row& row, TakesFormat* takes_format) const {
   }
   const at::Tensor& exponents = row.owned[kExponents];
   const int64_t got = exponents.defined() ? exponents.numel() : 0;
-  if (has_groups) {
+  if (has_blocks) {
     const int64_t numel = row.param().numel();
-    check(kParam, numel % kGroupSize == 0, "of a multiple of ", kGroupSize,
+    check(kParam, numel % kBlockSize == 0, "of a multiple of ", kBlockSize,
           " elements for moments in groups, got ", numel);
-    check(kExponents, got == numel / kGroupSize, "of ", numel / kGroupSize, " elements, got ", got);
+    check(kExponents, got == numel / kBlockSize, "of ", numel / kBlockSize, " elements, got ", got);
     check(kExponents,
           got == 0 || (exponents.scalar_type() == at::kByte && exponents.is_contiguous()),
           "Byte and contiguous, got ", exponents.scalar_type());

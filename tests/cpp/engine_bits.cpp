@@ -143,7 +143,7 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
       arrays.emplace_back(static_cast<DType>(format), numel, 3 + i, true, i > 0);
     }
   }
-  arrays.emplace_back(1, numel / kGroupSize);
+  arrays.emplace_back(1, numel / kBlockSize);
 
   Hyperparameters hyperparameters;
   hyperparameters.lr = 0.01;
@@ -193,13 +193,13 @@ constexpr Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)
 #undef AMP_EXT_KERNEL
 
 void step_all(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers) {
-  const bool has_groups = kernel.buffers > 0 && numbers.have_groups();
+  const bool has_blocks = kernel.buffers > 0 && numbers.have_blocks();
   for (const Option& option : kOptions) {
     Hash hash;
     bool is_stepped = false;
     for (const int64_t size : kSizes) {
-      const int64_t groups = (size + kGroupSize - 1) / kGroupSize;
-      const int64_t numel = has_groups ? groups * kGroupSize : size;
+      const int64_t blocks = (size + kBlockSize - 1) / kBlockSize;
+      const int64_t numel = has_blocks ? blocks * kBlockSize : size;
       is_stepped = kernel.take_steps(engine, kernel, numbers, option, numel, hash);
     }
     if (!is_stepped) return;  // by the largest: there is no such kernel

@@ -13,8 +13,8 @@ struct Numbers {
   amp_ext::Master master;
   amp_ext::BufferFormat formats[2];  // of the first buffer, and of those behind it
 
-  // Tensors of such numbers have whole groups.
-  bool have_groups() const { return formats[1] == amp_ext::BufferFormat::kGroup8; }
+  // Tensors of such numbers have whole blocks.
+  bool have_blocks() const { return formats[1] == amp_ext::BufferFormat::kBlockwise8; }
 };
 
 // Calls visit(numbers) for all of them, in which a kernel of that many buffers differs.
@@ -29,8 +29,8 @@ void for_each_numbers(int buffers, const Visit& visit) {
       {BufferFormat::kFloat16, BufferFormat::kFloat16},
       {BufferFormat::kBFloat16, BufferFormat::kBFloat16},
       {BufferFormat::kRatio8, BufferFormat::kBFloat16},
-      {BufferFormat::kRatio8, BufferFormat::kGroup8},
-      {BufferFormat::kGroup8, BufferFormat::kGroup8},
+      {BufferFormat::kRatio8, BufferFormat::kBlockwise8},
+      {BufferFormat::kBlockwise8, BufferFormat::kBlockwise8},
   };
   for (const amp_ext::DType param : kDTypes) {
     for (const amp_ext::DType grad : kDTypes) {

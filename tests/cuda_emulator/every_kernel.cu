@@ -10,7 +10,7 @@
 
 using amp_ext::BufferFormat;
 using amp_ext::DType;
-using amp_ext::kGroupSize;
+using amp_ext::kBlockSize;
 using amp_ext::Master;
 using amp_ext::OptimizerKernel;
 using amp_ext::StepLaunch;
@@ -77,11 +77,11 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   Memory memory;
   std::vector<TensorRecord> records;
   std::vector<float> steps(std::size(kSizes) * 2, 0.0f);
-  const bool has_groups = numbers.have_groups();
+  const bool has_blocks = numbers.have_blocks();
   for (const bool misaligned : {false, true}) {
     for (const int64_t size : kSizes) {
-      const int64_t groups = (size + kGroupSize - 1) / kGroupSize;
-      const int64_t numel = has_groups ? groups * kGroupSize : size;
+      const int64_t blocks = (size + kBlockSize - 1) / kBlockSize;
+      const int64_t numel = has_blocks ? blocks * kBlockSize : size;
       TensorRecord record;
       record.param_dtype = numbers.param;
       record.grad_dtype = numbers.grad;
@@ -97,8 +97,8 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
         record.buffers[i] = memory.tensor(size_of(format), numel, misaligned);
         record.buffer_formats[i] = format;
       }
-      if (has_groups) {
-        record.exponents = static_cast<uint8_t*>(memory.tensor(1, groups, misaligned));
+      if (has_blocks) {
+        record.exponents = static_cast<uint8_t*>(memory.tensor(1, blocks, misaligned));
       }
       record.step = &steps[records.size()];
       record.group = misaligned ? 1 : 0;
@@ -142,7 +142,7 @@ bool step_all() {
       right &= step_twice(kernel, numbers, launched);
       combinations += launched;
     });
-    // With one buffer, ratios are refused and groups are alone; what the second has says nothing.
+    // With one buffer, ratios are refused and blocks are alone; what the second has says nothing.
     right &= combinations == kernel.combinations;
   }
   return right;

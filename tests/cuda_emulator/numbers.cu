@@ -86,7 +86,7 @@ struct RatioBlock {
 };
 
 template <typename Block>
-__global__ void store_groups(Block* block, Rounding rounding) {
+__global__ void store_blocks(Block* block, Rounding rounding) {
   const int64_t i = static_cast<int64_t>(threadIdx.x) * kPack;
   auto pack = block->numbers().template load<kPack>(i);
   float moments[kPack];
@@ -96,19 +96,19 @@ __global__ void store_groups(Block* block, Rounding rounding) {
   block->numbers().store(pack, i);
 }
 
-// Threads that have a group store it together.
+// Threads that have a block store it together.
 template <typename Code>
-struct GroupBlock {
+struct BlockwiseBlock {
   alignas(16) float values[kCount];
   alignas(16) float loaded[kCount];
   alignas(16) float roots[kCount];
   alignas(16) uint8_t codes[kCount];
-  alignas(16) uint8_t exponents[kCount / kGroupSize];
+  alignas(16) uint8_t exponents[kCount / kBlockSize];
   alignas(16) uint32_t phases[kPhases];
 
-  cuda::Numbers<Grouped<Code>> numbers() { return {codes, exponents}; }
+  cuda::Numbers<Blockwise<Code>> numbers() { return {codes, exponents}; }
   void store(const Rounding& rounding) {
-    cuda::launch(store_groups<GroupBlock>, 1, kCount / kPack, nullptr, this, rounding);
+    cuda::launch(store_blocks<BlockwiseBlock>, 1, kCount / kPack, nullptr, this, rounding);
   }
   void load() {
     for (int64_t i = 0; i < kCount; i += kPack) {

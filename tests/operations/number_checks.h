@@ -1,6 +1,6 @@
 // What is stored and loaded again of every kind of number, and what must come back. Read behind
-// what an engine does it with: Block, RatioBlock and GroupBlock, of kCount elements, Rounding and
-// fill_phases, which fills in up to kPhases and returns where the first phase is.
+// what an engine does it with: Block, RatioBlock and BlockwiseBlock, of kCount elements, Rounding
+// and fill_phases, which fills in up to kPhases and returns where the first phase is.
 #pragma once
 
 namespace {
@@ -212,7 +212,7 @@ void check_units(uint64_t stride) {
   }
 }
 
-// The unit of a group and how far codes are apart around a number in it.
+// The unit of a block and how far codes are apart around a number in it.
 double unit_of(uint8_t exponent) { return std::ldexp(1.0, exponent - 127); }
 template <typename Code>
 double distance_at(double scaled) {
@@ -226,11 +226,11 @@ float handed_over(float moment) {
   return std::is_same_v<Code, RootCode> ? std::sqrt(moment) : moment;
 }
 
-// Every number in a group of its like or, if it is spread, of 32 exponents.
+// Every number in a block of its like or, if it is spread, of 32 exponents.
 template <typename Code>
-void store_every_grouped(uint64_t stride, bool is_spread, bool dithers) {
+void store_every_blockwise(uint64_t stride, bool is_spread, bool dithers) {
   constexpr bool kIsRoot = std::is_same_v<Code, RootCode>;
-  static GroupBlock<Code> block;
+  static BlockwiseBlock<Code> block;
   static float moments[kCount];
   const uint64_t blocks = (1ull << 32) / kCount / stride;
   for (uint64_t number = 0; number < blocks; ++number) {
@@ -242,13 +242,13 @@ void store_every_grouped(uint64_t stride, bool is_spread, bool dithers) {
     }
     block.store(dithers ? dithered(block) : Rounding{});
     block.load();
-    for (int64_t first = 0; first < kCount; first += kGroupSize) {
+    for (int64_t first = 0; first < kCount; first += kBlockSize) {
       bool is_finite = true;
-      for (int64_t i = first; i < first + kGroupSize; ++i) {
+      for (int64_t i = first; i < first + kBlockSize; ++i) {
         is_finite &= std::isfinite(block.values[i]);
       }
-      const uint8_t exponent = block.exponents[first / kGroupSize];
-      for (int64_t i = first; i < first + kGroupSize; ++i) {
+      const uint8_t exponent = block.exponents[first / kBlockSize];
+      for (int64_t i = first; i < first + kBlockSize; ++i) {
         const float stored = moments[i];
         const float loaded = block.loaded[i];
         const float root = block.roots[i];
@@ -285,16 +285,16 @@ void store_every_grouped(uint64_t stride, bool is_spread, bool dithers) {
   }
 }
 
-// All codes with all exponents that a group can have, beside the largest code in each.
+// All codes with all exponents that a block can have, beside the largest code in each.
 template <typename Code>
-void load_every_grouped() {
+void load_every_blockwise() {
   constexpr bool kIsRoot = std::is_same_v<Code, RootCode>;
-  static GroupBlock<Code> block;
-  static GroupBlock<Code> again;
+  static BlockwiseBlock<Code> block;
+  static BlockwiseBlock<Code> again;
   for (int exponent = kIsRoot ? 65 : 1; exponent <= (kIsRoot ? 191 : 253); ++exponent) {
     for (int64_t i = 0; i < kCount; ++i) {
-      block.codes[i] = i % kGroupSize == 31 ? (kIsRoot ? 255 : 127) : i - i / kGroupSize;
-      block.exponents[i / kGroupSize] = static_cast<uint8_t>(exponent);
+      block.codes[i] = i % kBlockSize == 31 ? (kIsRoot ? 255 : 127) : i - i / kBlockSize;
+      block.exponents[i / kBlockSize] = static_cast<uint8_t>(exponent);
     }
     block.load();
     for (int repeat = 0; repeat < 20; ++repeat) {
@@ -303,9 +303,9 @@ void load_every_grouped() {
       for (int64_t i = 0; i < kCount; ++i) {
         // What is below 2^-126 counts as 0, as it does when it is stored.
         const int wanted = kIsRoot && block.loaded[i] < 0x1p-126f ? 0 : block.codes[i];
-        if (again.codes[i] != wanted || again.exponents[i / kGroupSize] != exponent) {
-          fail("loaded in a group", block.loaded[i], block.roots[i], block.codes[i],
-               again.codes[i] << 8 | again.exponents[i / kGroupSize]);
+        if (again.codes[i] != wanted || again.exponents[i / kBlockSize] != exponent) {
+          fail("loaded in a block", block.loaded[i], block.roots[i], block.codes[i],
+               again.codes[i] << 8 | again.exponents[i / kBlockSize]);
         }
       }
     }
@@ -313,13 +313,13 @@ void load_every_grouped() {
 }
 
 template <typename Code>
-void check_groups(uint64_t stride) {
+void check_blocks(uint64_t stride) {
   for (const bool is_spread : {false, true}) {
     for (const bool dithers : {false, true}) {
-      store_every_grouped<Code>(stride, is_spread, dithers);
+      store_every_blockwise<Code>(stride, is_spread, dithers);
     }
   }
-  load_every_grouped<Code>();
+  load_every_blockwise<Code>();
 }
 
 void check_ratios(uint64_t stride) {
@@ -337,8 +337,8 @@ int run(int count, char** arguments) {
   check<BFloat16>(stride);
   check<Half>(stride);
   check_ratios(stride);
-  check_groups<RootCode>(stride);
-  check_groups<MomentumCode>(stride);
+  check_blocks<RootCode>(stride);
+  check_blocks<MomentumCode>(stride);
   return faults == 0 ? 0 : 1;
 }
 

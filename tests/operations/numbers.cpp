@@ -63,15 +63,15 @@ struct RatioBlock {
 };
 
 template <typename Code>
-struct GroupBlock {
+struct BlockwiseBlock {
   alignas(64) float values[kCount];
   alignas(64) float loaded[kCount];
   alignas(64) float roots[kCount];
   alignas(64) uint8_t codes[kCount];
-  alignas(64) uint8_t exponents[kCount / kGroupSize];
+  alignas(64) uint8_t exponents[kCount / kBlockSize];
   alignas(64) uint32_t phases[kPhases];
 
-  Numbers<Grouped<Code>> numbers() { return Numbers<Grouped<Code>>::at(codes, exponents, 0); }
+  Numbers<Blockwise<Code>> numbers() { return Numbers<Blockwise<Code>>::at(codes, exponents, 0); }
   void store(const Rounding& rounding) { numbers().round(values, kCount, rounding); }
   void load() {
     for (int64_t i = 0; i < kCount; i += kLanes<float>) {

@@ -66,7 +66,7 @@ AMP_EXT_API at::Tensor join_master(const at::Tensor& param, const at::Tensor& lo
 AMP_EXT_API at::Tensor encode_ratios(const at::Tensor& moment, const at::Tensor& second_moment);
 AMP_EXT_API at::Tensor decode_ratios(const at::Tensor& codes, const at::Tensor& second_moment);
 
-// Moments in 8 bits with an exponent for each group of 32 elements, rounded to nearest: second
+// Moments in 8 bits with an exponent for each block of 32 elements, rounded to nearest: second
 // moments are "q8s", momenta "q8m".
 AMP_EXT_API std::pair<at::Tensor, at::Tensor> encode_groups(const at::Tensor& moment,
                                                             const std::string& code);

@@ -46,7 +46,7 @@ struct AMP_EXT_API StepLists {
   // Where the first element of each parameter stands in the whole of which it is a part; None: it
   // is the whole. What is dithered depends on it.
   std::optional<std::vector<int64_t>> first_elements;
-  OptionalTensorList exponents;  // uint8, of the groups of moments in 8 bits; empty where are none
+  OptionalTensorList exponents;  // uint8, of the blocks of moments in 8 bits; empty where are none
 };
 
 // The names of the lists of an optimizer's buffers.
