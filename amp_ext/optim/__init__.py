@@ -1,8 +1,8 @@
 """Optimizers with the constructors of torch.optim, one fused kernel each, and float32 masters."""
 
 from amp_ext.optim.adam import Adam, AdamW
-from amp_ext.optim.export import float32_state_dict
 from amp_ext.optim.lion import Lion
+from amp_ext.optim.saved_optimizer import float32_state_dict
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_decay_scheduler import (
     CosineAnnealingWeightDecay,

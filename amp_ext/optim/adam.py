@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from amp_ext.optim.fused_optimizer import FusedOptimizer, check_betas, options_of
+from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.moments import CODED_STATES
+from amp_ext.optim.options import check_betas, options_of
 
 
 class Adam(FusedOptimizer):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +14,44 @@ from torch.nn.parameter import is_lazy
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.nonfinite import check_params
+from amp_ext.optim.kept import Kept
 from amp_ext.optim.masters import MASTER_KEYS, loaded_master, read_lower_part
 from amp_ext.optim.moments import copied_moments, has_moment, is_key_of, made_moments
 from amp_ext.optim.writers import options_since, other_writer
 from amp_ext.sharding import is_flattened
 
-if TYPE_CHECKING:
-    from amp_ext.optim.fused_optimizer import FusedOptimizer
-
-__all__ = ["in_one_dtype", "read_state_dict"]
+__all__ = ["Target", "check_states_have_groups", "in_one_dtype", "keys_in_order", "read_state_dict"]
 
 Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a state dict is read for.
+
+    Attributes:
+        kind: The class of the optimizer.
+        groups: Its groups.
+        defaults: Its options as it was constructed.
+        required_options: Names of those that a file must have.
+        kept_by: Gives what the parameters of a group keep.
+        check_options: Checks the options of a group; takes it and what messages say, with ``%s``
+            for the name of an option.
+    """
+
+    kind: type
+    groups: Sequence[Options]
+    defaults: Options
+    required_options: tuple[str, ...]
+    kept_by: Callable[[Options], Kept]
+    check_options: Callable[[Options, str], None]
+
+    @property
+    def operation(self) -> str:
+        """The load, as errors name it."""
+        return _operation(self.kind)
+
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _LARGEST = torch.finfo(torch.float32).max
@@ -41,11 +69,11 @@ def in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @outside_inference_mode()
-def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def read_state_dict(target: Target, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Builds what an optimizer has after a load; writes nothing.
 
     Args:
-        optimizer: Which is to load it.
+        target: Which is to load it.
         state_dict: From ``state_dict()`` of it, or of what writes the same layout.
 
     Returns:
@@ -58,36 +86,59 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
         ValueError: If another class wrote it, it does not fit the groups, or a part is missing or
             does not fit.
     """
-    _check_layout(optimizer, state_dict)
-    state_dict = _with_empty_groups(optimizer, state_dict)
-    _check_writer(optimizer, state_dict)
+    _check_layout(target.operation, state_dict)
+    state_dict = _with_empty_groups(target.groups, state_dict)
+    _check_writer(target, state_dict)
     saved_groups, saved_states = _with_own_steps(state_dict)
-    saved_groups = _in_order_of_names(optimizer, saved_groups)
-    groups = _loaded_groups(optimizer, saved_groups)
-    _check_groups(optimizer, groups)
-    states = _copied_states(optimizer, saved_groups, saved_states, groups)
+    saved_groups = _in_order_of_names(target.operation, target.groups, saved_groups)
+    groups = _loaded_groups(target, saved_groups)
+    _check_groups(target, groups)
+    states = _copied_states(target, saved_groups, saved_states, groups)
     return {"state": defaultdict(dict, states), "param_groups": groups}
 
 
-def keys_in_order(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> list[Any]:
+def keys_in_order(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Any]:
     """Returns the key that each parameter's state has in a file, in the optimizer's order.
 
     Args:
         optimizer: Which is to load it.
         state_dict: As for :func:`read_state_dict`, whose errors are those of this one.
     """
-    _check_layout(optimizer, state_dict)
-    groups = _in_order_of_names(optimizer, state_dict["param_groups"])
+    operation = _operation(type(optimizer))
+    _check_layout(operation, state_dict)
+    groups = _in_order_of_names(operation, optimizer.param_groups, state_dict["param_groups"])
     return [key for group in groups for key in group["params"]]
 
 
-def _operation(optimizer: FusedOptimizer) -> str:
-    return f"{type(optimizer).__name__}.load_state_dict"
+def check_states_have_groups(
+    kind: str, groups: Sequence[Options], states: Mapping[Any, Any]
+) -> None:
+    """Checks that all states of an optimizer are of parameters that it lists.
+
+    Args:
+        kind: The name of the optimizer.
+        groups: Its groups.
+        states: Its states.
+
+    Raises:
+        ValueError: If one is not, which torch's ``state_dict`` has no key for.
+    """
+    listed = {id(param) for group in groups for param in group["params"]}
+    for param in states:
+        if isinstance(param, Tensor) and id(param) not in listed:
+            raise ValueError(
+                f"{kind}.state_dict: state must be of parameters in "
+                f"param_groups, got one of shape {tuple(param.shape)} that is in no group: put "
+                "it back, or drop its state, del optimizer.state[param]"
+            )
 
 
-def _check_layout(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _operation(kind: type) -> str:
+    return f"{kind.__name__}.load_state_dict"
+
+
+def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has groups and states, each of its kind."""
-    operation = _operation(optimizer)
     for name in ("state", "param_groups"):
         if name not in state_dict:
             raise KeyError(
@@ -109,31 +160,33 @@ def _check_layout(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> N
             _check_kind(state, (Mapping, type(None)), f"{operation}: state[{key!r}] must be a dict")
 
 
-def _with_empty_groups(
-    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Gives groups without parameters the options of the optimizer where torch has lost them.
+def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gives groups without parameters the optimizer's own options where torch has lost them.
 
     ``set_optimizer_state_dict`` does, unless the group is the last one.
     """
     groups = list(state_dict["param_groups"])
-    for index, group in enumerate(optimizer.param_groups[: len(groups)]):
+    for index, group in enumerate(own[: len(groups)]):
         if groups[index] == {"params": []}:
             groups[index] = {**group, "params": []}
     return {**state_dict, "param_groups": groups}
 
 
-def _check_writer(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check_writer(target: Target, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict is one of an optimizer with the options of this one."""
-    operation = _operation(optimizer)
-    writer = other_writer(optimizer, state_dict["param_groups"], state_dict["state"])
+    operation = target.operation
+    own = [
+        *target.defaults,
+        *(name for group in target.groups for name in target.kept_by(group).names),
+    ]
+    writer = other_writer(target.kind, own, state_dict["param_groups"], state_dict["state"])
     if writer is not None:
         raise ValueError(
             f"{operation}: state_dict must have the options and states of "
-            f"{type(optimizer).__name__}, but is a state dict of {writer}"
+            f"{target.kind.__name__}, but is a state dict of {writer}"
         )
     for index, saved in enumerate(state_dict["param_groups"]):
-        missing = [name for name in optimizer._required_options if name not in saved]
+        missing = [name for name in target.required_options if name not in saved]
         if missing:
             raise ValueError(
                 f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
@@ -159,9 +212,9 @@ def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[
     return groups, states
 
 
-def _check_lengths(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> None:
+def _check_lengths(groups: Sequence[Options], saved_groups: Sequence[Options]) -> None:
     """Checks that the groups are as many and as long as the optimizer's, in torch's words."""
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    lengths = [len(group["params"]) for group in groups]
     saved_lengths = [len(group["params"]) for group in saved_groups]
     if len(lengths) != len(saved_lengths):
         raise ValueError("loaded state dict has a different number of parameter groups")
@@ -172,26 +225,29 @@ def _check_lengths(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
         )
 
 
-def _in_order_of_names(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
+def _in_order_of_names(
+    operation: str, groups: Sequence[Options], saved_groups: Sequence[Options]
+) -> list[Options]:
     """Returns the groups of a file with the keys of their states in the order of the parameters.
 
     Where both sides have the same names, these tell which is which; else the place does. Keys that
     are names themselves, or were made for this optimizer by FullyShardedDataParallel, stay: whoever
     wrote them has matched the names, and left ``param_names`` in the order of the file.
     """
-    optimizer._check_params("load_state_dict")
-    _check_lengths(optimizer, saved_groups)
+    for index, group in enumerate(groups):
+        check_params(group, f"{operation}: %s of group {index}")
+    _check_lengths(groups, saved_groups)
     in_order = [dict(group) for group in saved_groups]
-    own = [_names_in(group) for group in optimizer.param_groups]
+    own = [_names_in(group) for group in groups]
     saved = [_names_in(group) for group in saved_groups]
-    for group, loaded in zip(optimizer.param_groups, in_order, strict=True):
+    for group, loaded in zip(groups, in_order, strict=True):
         has_names = any(isinstance(key, str) for key in loaded["params"])
         if has_names or any(map(is_flattened, group["params"])):
             loaded.pop("param_names", None)
             saved = [[] for _ in saved]
     misplaced = ops.name_of_another_group(own, saved)
     if misplaced:
-        raise ValueError(f"{_operation(optimizer)}: {misplaced}")
+        raise ValueError(f"{operation}: {misplaced}")
     for loaded, names, saved_names in zip(in_order, own, saved, strict=True):
         places = ops.places_by_name(names, saved_names)
         if places:
@@ -207,20 +263,21 @@ def _names_in(group: Options) -> list[str]:
     return list(names) if len(names) == len(group["params"]) else []
 
 
-def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
+def _loaded_groups(target: Target, saved_groups: Sequence[Options]) -> list[Options]:
     """Returns the groups of a file over the optimizer's parameters, with all options.
 
     Those of torch that the file lacks are what torch takes them for; those that torch does not have
     stay as they are configured.
     """
-    since = options_since(type(optimizer))
-    pairs = list(zip(optimizer.param_groups, saved_groups, strict=True))
+    since = options_since(target.kind)
+    configured = ops.configured_options()
+    pairs = list(zip(target.groups, saved_groups, strict=True))
     groups: list[Options] = copy.deepcopy(
         [
-            {name: group[name] for name in optimizer.defaults if name in group}
-            | {name: since[name] for name in optimizer.defaults if name in since}
+            {name: group[name] for name in target.defaults if name in group}
+            | {name: since[name] for name in target.defaults if name in since}
             | saved
-            | optimizer._configured(group)
+            | {name: group[name] for name in configured if name in group}
             | {"params": None}
             for group, saved in pairs
         ]
@@ -232,65 +289,62 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
     return groups
 
 
-def _check_groups(optimizer: FusedOptimizer, groups: Sequence[Options]) -> None:
+def _check_groups(target: Target, groups: Sequence[Options]) -> None:
     """Checks the options of all groups as they would be after the load."""
     for index, group in enumerate(groups):
         if group.get("differentiable"):
             raise ValueError(
-                f"{_operation(optimizer)}: differentiable of param_groups[{index}] must be False, "
+                f"{target.operation}: differentiable of param_groups[{index}] must be False, "
                 "got True: a fused kernel is not differentiable; set it to False in the state dict "
                 "to go on without gradients through the steps"
             )
-        optimizer._check_options(group, f"{_operation(optimizer)}: %s of param_groups[{index}]")
+        target.check_options(group, f"{target.operation}: %s of param_groups[{index}]")
 
 
 def _copied_states(
-    optimizer: FusedOptimizer,
+    target: Target,
     saved_groups: Sequence[Options],
     saved_states: Mapping[Any, Any],
     groups: Sequence[Options],
 ) -> dict[Any, Any]:
     """Returns the states of a file, checked and copied as the optimizer keeps them."""
-    operation = _operation(optimizer)
     states: dict[Any, Any] = {}
     param_keys = set()
     for group_index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        kept = target.kept_by(group)
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             param_keys.add(key)
             if saved_states.get(key):
-                where = f"{operation}: %s of group {group_index}, param {index}"
-                states[param] = _copied_state(optimizer, group, param, saved_states[key], where)
+                where = f"{target.operation}: %s of group {group_index}, param {index}"
+                states[param] = _copied_state(kept, param, saved_states[key], where)
     others = {key: value for key, value in saved_states.items() if key not in param_keys}
     if others and len(others) == len(saved_states):
         raise ValueError(
-            f"{operation}: state must have entries of the parameters that param_groups lists, "
-            f"got {_first_keys(others)}"
+            f"{target.operation}: state must have entries of the parameters that param_groups "
+            f"lists, got {_first_keys(others)}"
         )
     return {**states, **copy.deepcopy(others)}
 
 
-def _copied_state(
-    optimizer: FusedOptimizer, group: Options, param: Tensor, saved: dict[str, Any], where: str
-) -> dict[str, Any]:
+def _copied_state(kept: Kept, param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Any]:
     """Copies a saved state in the configured dtypes, the parameter's device and layout."""
     if is_lazy(param):
         raise ValueError(
             f"{where % 'param'} must have a shape, got a lazy parameter: run the model once first"
         )
-    for name in optimizer._missing_from(group, saved):
+    for name in kept.missing_from(saved):
         raise ValueError(f"{where % name} must be there, got {list(saved)}")
-    names = dict(optimizer._description().buffers)
     state: dict[str, Any] = {}
-    key = optimizer._master_key(group, param)
+    key = kept.master_key(param)
     masters = _saved_masters(param, saved, where)
-    moments = _loaded_moments(optimizer, group, param, saved, where)
+    moments = _loaded_moments(kept, param, saved, where)
     for name, value in saved.items():
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
         elif name in MASTER_KEYS:
             if masters and key is not None and key not in state:  # in the order of the file
                 state[key] = loaded_master(param, masters, key)
-        elif not is_key_of(name, names):
+        elif not is_key_of(name, kept.roles):
             state[name] = copy.deepcopy(value)
         else:
             state.update(moments)
@@ -298,15 +352,14 @@ def _copied_state(
 
 
 def _loaded_moments(
-    optimizer: FusedOptimizer, group: Options, param: Tensor, saved: dict[str, Any], where: str
+    kept: Kept, param: Tensor, saved: dict[str, Any], where: str
 ) -> dict[str, Tensor]:
     """Returns copies of the moments in a saved state, in the formats that the group wants.
 
     Also those that it keeps only with other options, to which a loop may change. A number beside a
     code was written by somebody who knows the former only: it is the newer one.
     """
-    roles = dict(optimizer._description().buffers)
-    formats = optimizer._formats(group, param)
+    formats = kept.formats(param)
     coded = [form for form in formats if saved.get(form.name) is None]
     codes = copied_moments(saved, coded, param, where)
     found = dict(codes)
@@ -319,7 +372,7 @@ def _loaded_moments(
             dtype = form.dtype if is_exact else torch.float32
             found[form.name] = torch.empty_like(param, dtype=dtype).copy_(value)
     present = [form for form in formats if has_moment(found, form.name)]
-    return made_moments(found, present, param, roles)
+    return made_moments(found, present, param, kept.roles)
 
 
 def _saved_masters(param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What all optimizers share: groups, states, masters and the step."""
+"""What all optimizers share: the step, what a scaler asks of it, and the states that it makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,26 +27,15 @@ from amp_ext.hand_over import (
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import check_params
-from amp_ext.optim.checkpoints import in_one_dtype, read_state_dict
-from amp_ext.optim.masters import MASTER_KEYS, key_of_master, made_master, whole_master
-from amp_ext.optim.moments import Format, formats_of, has_moment, is_key_of, made_moments
-from amp_ext.optim.options import (
-    check_are_there,
-    check_types,
-    check_values,
-    defaults_of,
-    with_plain_options,
-)
+from amp_ext.optim.masters import whole_master
+from amp_ext.optim.saved_optimizer import SavedOptimizer
+from amp_ext.optim.state_store import Place, make_states
 from amp_ext.optim.step_plan import StepPlan
-from amp_ext.sharding import is_flat, is_flattened, local_tensor
+from amp_ext.sharding import local_tensor
 
 __all__ = ["FusedOptimizer"]
 
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-_DTYPES = (torch.float32, torch.float64, *_SIXTEEN_BIT)
-
-_PLAIN_TYPES = (type(None), bool, int, float)
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 # Errors of a device or an allocator, by which a step is refused that may succeed later.
 _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -54,7 +43,7 @@ _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _HOW_TO_GO_ON = "load a checkpoint into the model, and into the optimizer with load_state_dict()"
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(SavedOptimizer):
     """Steps all parameters of all groups in one fused launch.
 
     A subclass has the signature that names its options, names its buffers and checks what is its
@@ -117,20 +106,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    # The class of the compiled module that takes a group's hyperparameters and names the formula.
-    _hyperparameters_class: ClassVar[str]
-    # Numbers among these and those that all optimizers have which must be 0 or more.
-    _not_negative: ClassVar[tuple[str, ...]] = ("max_grad_norm", "clip_value")
-    _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     _plan: StepPlan | None = None
     _rounded_params: Any = None  # of the last plan, for the next one
     _scaled_grads: Any = None  # likewise
     _has_warned_of_hooks = False
     _hand_over: HandOver | None = None  # of the scaler whose step this is
-    # True if the last step failed amid its launches, and then says how far it came: that of the
-    # plan, which sets it, or a text in a copy of such an optimizer.
-    _progress: Any = None
-
     grad_scale = HandedAttribute("Scale of the gradients, one float32, while a scaler steps.")
     found_inf = HandedAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
@@ -156,272 +136,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             params: Parameters or groups, as for torch.optim.Optimizer.
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
-        where = f"{type(self).__name__}: %s"
-        check_types(type(self), defaults, where)
-        if defaults["fused"] and defaults["foreach"]:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._check_as_torch(defaults)
-        check_values(type(self), defaults, where, self._not_negative)
-        self._description()
         self.grad_norm = None  # of the instance: a wrapper made of this class shall not hide it
         super().__init__(params, defaults)
 
-    # What a subclass says.
-
-    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the names of the buffers that a group keeps, in the functor's order.
-
-        They are their state keys where they are not coded.
-        """
-        names = [name for name, _ in self._description().buffers]
-        return tuple(names[: self._buffer_count(group)])
-
-    def _buffer_count(self, group: dict[str, Any]) -> int | None:
-        """Returns how many of the functor's buffers a group keeps, the first ones; None: all."""
-        return None
-
-    def _check_as_torch(self, options: dict[str, Any]) -> None:
-        """Checks the ranges of defaults as torch does, in its words; a subclass adds to it."""
-        lr, weight_decay = options["lr"], options["weight_decay"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-
-    def _description(self) -> Any:
-        """Returns the class of the compiled module that describes the optimizer."""
-        try:
-            return getattr(ops, self._hyperparameters_class)
-        except AttributeError:
-            raise TypeError(
-                f"{type(self).__name__}: _hyperparameters_class must name a class of the compiled "
-                f"module, got {getattr(self, '_hyperparameters_class', None)!r}"
-            ) from None
-
-    def _hyperparameters(self, group: dict[str, Any]) -> Any:
-        """Returns a group's options as the compiled module takes them."""
-        if "betas" in group:
-            beta1, beta2 = group["betas"]
-            group = {**group, "beta1": beta1, "beta2": beta2}
-        hyperparameters = self._description()(group)
-        if self._dithers(group):
-            hyperparameters.dither = True
-        return hyperparameters
-
-    def _hyperparameters_of_groups(self) -> list[Any]:
-        """Returns the options of all groups as the compiled module takes them."""
-        try:
-            return [self._hyperparameters(group) for group in self.param_groups]
-        except (KeyError, TypeError, ValueError, RuntimeError):
-            self._check_groups()  # knows the name of what does not fit
-            raise
-
-    def _keeps_step(self, group: dict[str, Any]) -> bool:
-        """Returns whether the functor needs the number of the step, or rounding does."""
-        return True
-
-    def _dithers(self, group: dict[str, Any]) -> bool:
-        """Returns whether the options of a group let numbers be dithered, whatever its dtypes."""
-        state_dtype = group["state_dtype"]
-        master_weights = group["master_weights"]
-        if master_weights and master_weights != "split8" and state_dtype == "float32":
-            return False  # only what follows a master is stored in 16 bits
-        rounding = group["rounding"]
-        return rounding == "dither" or (rounding is None and state_dtype is not None)
-
-    def _steps_behind(self, group: dict[str, Any], state: dict[str, Any]) -> float | None:
-        """Returns the number of steps behind a state, None where its counter says so."""
-        return 0.0 if state.get("step") is None else None
-
-    def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
-        """Returns the names of what a state would need and does not have."""
-        missing = [name for name in self.buffer_names(group) if not has_moment(state, name)]
-        return missing + (["step"] if self._keeps_step(group) and state.get("step") is None else [])
-
-    # Groups.
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters, as torch.optim.Optimizer does.
-
-        Args:
-            param_group: ``params`` and the options that differ from the defaults.
-
-        Raises:
-            TypeError: If an option is of a wrong type.
-            ValueError: If a parameter is listed twice, or an option can't be used. The group has
-                not been added then, nor after an interrupt.
-            RuntimeError: If ``differentiable`` is true; likewise.
-        """
-        count = len(self.param_groups)
-        try:
-            super().add_param_group(param_group)
-            group = self.param_groups[-1]
-            self._check_options(group, f"{type(self).__name__}: %s of group {count}")
-            self._check_unique(group["params"], count)
-            for param in filter(is_flattened, group["params"]):
-                self._formats(group, param)
-                self._master_key(group, param)
-        except BaseException:  # also an interrupt, after which a notebook goes on
-            del self.param_groups[count:]
-            raise
-        self.rebuild()
-
-    def _check_unique(self, params: list[Tensor], group_index: int) -> None:
-        first_index: dict[Tensor, int] = {}
-        for index, param in enumerate(params):
-            if first_index.setdefault(param, index) != index:
-                raise ValueError(
-                    f"{type(self).__name__}: param {index} of group {group_index} must be listed "
-                    f"once, got it as param {first_index[param]} already"
-                )
-
-    def _check_options(self, options: dict[str, Any], where: str) -> None:
-        """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
-        check_are_there(type(self), options, self.defaults, where)
-        check_types(type(self), options, where)
-        check_values(type(self), options, where, self._not_negative)
-        form = options["master_weights"]
-        if options["state_dtype"] is not None or form not in ("split", "split8"):
-            return
-        # Moments in float16 and a split master are more than a kernel keeps in one step.
-        halves = (
-            isinstance(param, Tensor) and param.dtype == torch.float16
-            for param in options["params"]
-        )
-        if any(halves) and self.buffer_names(options):
-            raise ValueError(
-                f"{where % 'state_dtype'} must be torch.float32 or torch.bfloat16 for parameters "
-                f"in torch.float16 with master_weights={form!r}, got None"
-            )
-
-    def _check_groups(self) -> None:
-        """Checks what a loop may have written into the groups."""
-        for index, group in enumerate(self.param_groups):
-            self._check_options(group, f"{type(self).__name__}: %s of group {index}")
-
-    def _check_params(self, operation: str) -> None:
-        """Checks that an operation can read the parameters of all groups."""
-        for index, group in enumerate(self.param_groups):
-            check_params(group, f"{type(self).__name__}.{operation}: %s of group {index}")
-
-    # State.
-
-    def _formats(self, group: dict[str, Any], param: Tensor) -> tuple[Format, ...]:
-        """Returns how a parameter keeps each buffer, also those that its group does not keep."""
-        formats = formats_of(group["state_dtype"], self._description().buffers, param)
-        if any(form.code for form in formats) and is_flattened(param):
-            raise ValueError(
-                f"{type(self).__name__}: state_dtype must be torch.float32, torch.bfloat16 or None "
-                "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
-                f"got {group['state_dtype']!r}; fully_shard can"
-            )
-        return formats
-
-    def _master_key(self, group: dict[str, Any], param: Tensor) -> str | None:
-        """Returns the key of the master that a parameter has in its state, or None."""
-        key = key_of_master(group["master_weights"], param.dtype)
-        if key not in (None, "master_param") and is_flattened(param):
-            raise ValueError(
-                f"{type(self).__name__}: master_weights must be True or False for parameters that "
-                "FullyShardedDataParallel flattens, which can't save the lower parts of masters, "
-                f"got {group['master_weights']!r}; fully_shard can"
-            )
-        return key
-
-    def _whole_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        """Returns the state of a parameter as the options want it, its dtype and device being so.
-
-        What the state lacks is made, and what the parameter was converted under, as by
-        ``model.double()``, is converted; nothing is written.
-        """
-        state: dict[str, Any] = dict(self.state.get(param, {}))
-        roles = dict(self._description().buffers)
-        moments = [name for name in state if is_key_of(name, roles)]
-        keeps_step = self._keeps_step(group)
-        own = [*moments, "step"] if keeps_step else moments
-        if any(state.get(name) is not None for name in own):
-            self._check_nothing_is_missing(group, param, state)
-        used = self.buffer_names(group)
-        # Also buffers that the group keeps only with other options, to which a loop may change.
-        formats = [
-            form
-            for form in self._formats(group, param)
-            if form.name in used or has_moment(state, form.name)
-        ]
-        wanted = {}
-        if keeps_step:
-            wanted["step"] = torch.float32
-            steps = self._steps_behind(group, state)
-            if steps is not None:
-                state["step"] = torch.full((), steps, dtype=torch.float32, device=param.device)
-        key = self._master_key(group, param)
-        if key == "master_param":
-            wanted["master_param"] = torch.float32
-        for name in (*moments, *wanted, *MASTER_KEYS):
-            if state.get(name) is not None and not isinstance(state[name], Tensor):
-                raise TypeError(
-                    f"{type(self).__name__}: {name} of {self._place_of(param)} must be a tensor, "
-                    f"got {state[name]!r}"
-                )
-        if key is not None and state.get(key) is None:
-            state[key] = made_master(param, state, key)
-        elif key is not None and state[key].device != param.device:
-            state[key] = state[key].to(param.device)
-        for other in MASTER_KEYS:
-            if other != key:
-                state.pop(other, None)
-        for name, dtype in wanted.items():
-            if state[name].dtype != dtype or state[name].device != param.device:
-                state[name] = state[name].to(param.device, dtype)
-        made = made_moments(state, formats, param, roles)
-        for name in moments:
-            if name not in made:
-                del state[name]
-        return state | made
-
-    def _check_nothing_is_missing(
-        self, group: dict[str, Any], param: Tensor, state: dict[str, Any]
-    ) -> None:
-        """Refuses what is left of a state: new moments beside a late counter belong to no step.
-
-        AMSGrad's maximum may be missing, as it does where a loop switches AMSGrad on.
-        """
-        roles = dict(self._description().buffers)
-        for name in self._missing_from(group, state):
-            if roles.get(name) != "maximum":
-                raise ValueError(
-                    f"{type(self).__name__}: {name} of {self._place_of(param)} must be there, got "
-                    f"{list(state)}"
-                )
-
-    @outside_inference_mode()
-    def _make_states(self, params: Iterable[tuple[dict[str, Any], Tensor]]) -> bool:
-        """Makes the states of parameters whole: all of them, or none if one can't be made.
-
-        Args:
-            params: The group and the parameter.
-
-        Returns:
-            Whether something had to be made.
-        """
-        made = {}
-        for group, param in params:
-            state, before = self._whole_state(group, param), self.state.get(param, {})
-            is_whole = isinstance(before, dict) and state.keys() == before.keys()
-            if not is_whole or any(state[key] is not before[key] for key in state):
-                made[param] = state
-        self.state.update(made)  # at once
-        return bool(made)
-
-    def _place_of(self, param: Tensor) -> str:
-        return next(
-            f"group {group_index}, param {index}"
-            for group_index, group in enumerate(self.param_groups)
-            for index, other in enumerate(group["params"])
-            if other is param
-        )
+    # States.
 
     def init_state(self) -> None:
         """Creates every state that a first step would create, and does not step.
@@ -442,12 +160,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_params("init_state")
         self._check_groups()
         trainable = [
-            (group, group_index, index, param)
+            Place(kept, param, group_index, index)
             for group_index, group in enumerate(self.param_groups)
+            for kept in [self._kept(group)]
             for index, param in enumerate(group["params"])
             if param.requires_grad
         ]
-        for _, group_index, index, param in trainable:
+        for place in trainable:
+            param, group_index, index = place.param, place.group_index, place.index_in_group
             where = f"{type(self).__name__}.init_state: param of group {group_index}, param {index}"
             if param.dtype not in _DTYPES or param.device.type not in ("cpu", "cuda"):
                 raise RuntimeError(
@@ -458,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{where} must have a shape, got a lazy parameter: run the model once first"
                 )
-        if self._make_states([(group, param) for group, _, _, param in trainable]):
+        if make_states(self.state, trainable):
             self.rebuild()  # it would go on with a state that was erased
 
     # The plan.
@@ -504,15 +224,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             plan = self._plan
             try:
-                is_current = plan is not None and plan.take_params(self)
+                is_current = plan is not None and plan.take_params(
+                    self.state, self.param_groups, self._deciding_options()
+                )
             except KeyError:  # of what a group has lost
                 is_current = False
             if plan is None or not is_current:
                 self.rebuild()
                 self._check_params(operation)
                 self._check_groups()
-                plan = StepPlan(self)
-                if not plan.take_params(self):  # it would step none
+                plan = self._new_plan()
+                deciding = self._deciding_options()
+                if not plan.take_params(self.state, self.param_groups, deciding):  # it steps none
                     raise RuntimeError(
                         f"{type(self).__name__}.{operation}: params of each group must be a list, "
                         "got other parameters when they were read again"
@@ -523,6 +246,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._let_go()
             raise
         return plan
+
+    def _new_plan(self) -> StepPlan:
+        kept = [self._kept(group) for group in self.param_groups]
+        return StepPlan(
+            type(self).__name__,
+            self.param_groups,
+            kept,
+            self._deciding_options(),
+            self._rounded_params,
+            self._scaled_grads,
+        )
 
     def _let_go(self) -> None:
         """Drops what refers to parameters and gradients, and lets other threads in."""
@@ -631,7 +365,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 nothing = torch.zeros((), dtype=torch.float32, device=device)
                 sum_of_squares = self._look(plan, nothing, None).sum_of_squares
         hyperparameters = self._hyperparameters_of_groups()  # first: it refuses
-        compiled = plan.with_states(self)
+        compiled = plan.with_states(self.state)
         if max_grad_norm is None:
             self.grad_norm = None
         elif self.grad_norm is None and plan.first_param is not None:
@@ -686,25 +420,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Refuses gradients that came after a scaler has looked and found none: nobody checked."""
         if any(param.grad is not None for group in self.param_groups for param in group["params"]):
             raise AssertionError(NOTHING_WAS_LOOKED_AT)
-
-    def _for_all_groups(self, option: str) -> Any:
-        """Returns an option that concerns the norm of all groups together."""
-        try:
-            values = [group[option] for group in self.param_groups]
-        except KeyError:
-            self._check_groups()  # names the group that has lost it
-            raise
-        value = values[0]
-        if type(value) in _PLAIN_TYPES and value == value and values.count(value) == len(values):
-            return value
-        self._check_groups()
-        values = [group[option] for group in self.param_groups]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"{type(self).__name__}: {option} must be the same in all groups, whose norm is "
-                f"taken together, got {values}"
-            )
-        return values[0]
 
     # A scaler: see amp_ext.hand_over.
 
@@ -808,123 +523,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if params is None:
             params = [param for group in self.param_groups for param in group["params"]]
         return [whole_master(param, self.state.get(param, {})) for param in params]
-
-    # Checkpoints.
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what a pickle or a copy has, which refuses to step if this one does."""
-        state: dict[str, Any] = super().__getstate__()
-        if self._progress:
-            state["_progress"] = str(self._progress)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores an optimizer from a pickle, a copy or a checkpoint; fills in what it lacks."""
-        defaults = state.get("defaults", vars(self).get("defaults", {}))
-        otherwise = defaults_of(type(self))
-        for name in ops.configured_options():  # which an earlier release may not have had
-            if name in otherwise:
-                defaults.setdefault(name, otherwise[name])
-        for group in state["param_groups"]:
-            for name, value in defaults.items():
-                group.setdefault(name, value)
-        # torch takes all of it in one assignment, which no interrupt divides.
-        forgotten = {"_plan": None, "_rounded_params": None, "grad_norm": None}
-        super().__setstate__({"_progress": None, **state, **forgotten})
-
-    @_disable_dynamo
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the states and the groups in torch's layout, as of torch.optim.Optimizer.
-
-        Groups have numbers of Python, also where a schedule wrote numbers of numpy into them, which
-        ``weights_only=True`` refuses.
-
-        Parameters that FullyShardedDataParallel flattens with ``use_orig_params=True`` have all
-        16-bit states as float32 in it, since FSDP saves the tensors of a state in one dtype. A load
-        restores their bits.
-
-        Raises:
-            TypeError, ValueError: If the params of a group can't be read again, or there is a state
-                of a parameter that is in no group.
-        """
-        self._check_params("state_dict")
-        try:
-            state_dict = super().state_dict()
-        except KeyError:
-            self._check_states_have_groups()
-            raise
-        for group in state_dict["param_groups"]:
-            group.update(with_plain_options(type(self), group))
-        params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in enumerate(params):
-            if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:
-                state_dict["state"][key] = in_one_dtype(state_dict["state"][key])
-        return state_dict
-
-    def _check_states_have_groups(self) -> None:
-        listed = {id(param) for group in self.param_groups for param in group["params"]}
-        for param in self.state:
-            if isinstance(param, Tensor) and id(param) not in listed:
-                raise ValueError(
-                    f"{type(self).__name__}.state_dict: state must be of parameters in "
-                    f"param_groups, got one of shape {tuple(param.shape)} that is in no group: put "
-                    "it back, or drop its state, del optimizer.state[param]"
-                )
-
-    @_disable_dynamo
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of its namesake in torch.optim.
-
-        Tensors are copied, to the parameter's device and layout. Buffers get the configured
-        dtype, whatever the file's; options that torch does not have stay as configured.
-        Masters that the file lacks are taken from the parameters: load the model first.
-        Files of the FusedAdam of apex and of TransformerEngine, which count their steps once for a
-        group, are taken as well. Options that torch has and the file lacks are what torch takes
-        them for; those of another optimizer are refused by its name.
-
-        Args:
-            state_dict: From ``state_dict()``.
-
-        Raises:
-            KeyError: If the dict is not one of an optimizer.
-            TypeError: If an option is of a wrong type.
-            ValueError: If it does not fit the groups, another class wrote it, or a part is missing.
-                Nothing has been changed then. After an interrupt the optimizer has either all of
-                the file or nothing.
-        """
-        # As in torch, whose code would cast every state to its parameter's dtype.
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
-        state = read_state_dict(self, state_dict)
-        self.rebuild()  # a file is of states alone: gradients stay what they are
-        self.__setstate__(state)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _configured(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns a group's options that no checkpoint changes."""
-        return {name: group[name] for name in ops.configured_options() if name in group}
-
-
-def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options among the arguments of a constructor, given its ``locals()``."""
-    others = ("self", "params", "__class__")
-    return {name: value for name, value in arguments.items() if name not in others}
-
-
-def check_betas(options: dict[str, Any]) -> None:
-    """Checks the decay rates of two moments, and makes a tuple of them."""
-    options["betas"] = betas = tuple(options["betas"])
-    for index, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{index}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if {type(beta) for beta in betas} not in ({float}, {Tensor}):
-        raise ValueError("betas must be either both floats or both Tensors")
 
 
 # A scaler asks for it at every step; kept, that costs 2 µs instead of 30.

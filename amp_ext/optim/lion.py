@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from amp_ext.optim.fused_optimizer import FusedOptimizer, check_betas, options_of
-from amp_ext.optim.moments import has_moment
+from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.options import check_betas, options_of
 
 
 class Lion(FusedOptimizer):
@@ -38,6 +38,7 @@ class Lion(FusedOptimizer):
 
     _hyperparameters_class = "LionHyperparameters"
     _required_options: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
+    _required_state: ClassVar[tuple[str, ...]] = ("buffers",)
 
     def __init__(
         self,
@@ -68,6 +69,3 @@ class Lion(FusedOptimizer):
 
     def _keeps_step(self, group: dict[str, Any]) -> bool:
         return self._dithers(group)  # which the formula has no use for
-
-    def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
-        return [name for name in self.buffer_names(group) if not has_moment(state, name)]

@@ -15,13 +15,39 @@ from torch import Tensor
 from amp_ext.optim.moments import CODED_STATES
 from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 
-__all__ = ["check_are_there", "check_types", "check_values", "defaults_of", "with_plain_options"]
+__all__ = [
+    "check_are_there",
+    "check_betas",
+    "check_types",
+    "check_values",
+    "defaults_of",
+    "options_of",
+    "with_plain_options",
+]
 
 Options = dict[str, Any]
 
 
 # Options that no step reads.
 _UNUSED = ("foreach", "fused", "capturable", "differentiable")
+
+
+def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options among the arguments of a constructor, given its ``locals()``."""
+    others = ("self", "params", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
+def check_betas(options: dict[str, Any]) -> None:
+    """Checks the decay rates of two moments, and makes a tuple of them."""
+    options["betas"] = betas = tuple(options["betas"])
+    for index, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{index}] must be 1-element")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if {type(beta) for beta in betas} not in ({float}, {Tensor}):
+        raise ValueError("betas must be either both floats or both Tensors")
 
 
 def check_are_there(kind: type, options: Options, wanted: Collection[str], where: str) -> None:

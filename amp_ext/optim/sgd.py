@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from amp_ext.optim.fused_optimizer import FusedOptimizer, options_of
-from amp_ext.optim.moments import has_moment
+from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.options import options_of
 
 
 class SGD(FusedOptimizer):
@@ -42,6 +42,8 @@ class SGD(FusedOptimizer):
         "dampening",
         "weight_decay",
     )
+    # Without momentum_buffer the next step is the first, and torch keeps no counter.
+    _required_state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -82,12 +84,3 @@ class SGD(FusedOptimizer):
     def _keeps_step(self, group: dict[str, Any]) -> bool:
         # Only dampening tells the first step from the others.
         return (group["momentum"] != 0 and group["dampening"] != 0) or self._dithers(group)
-
-    def _steps_behind(self, group: dict[str, Any], state: dict[str, Any]) -> float | None:
-        # By the buffer, as torch, which keeps no counter: without it the next step is the first.
-        if not has_moment(state, "momentum_buffer"):
-            return 0.0 if self.buffer_names(group) else super()._steps_behind(group, state)
-        return 1.0 if state.get("step") is None else None
-
-    def _missing_from(self, group: dict[str, Any], state: dict[str, Any]) -> list[str]:
-        return []  # without momentum_buffer the next step is the first

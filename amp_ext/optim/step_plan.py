@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.optim.kept import Kept
 from amp_ext.optim.masters import MASTER_KEYS
 from amp_ext.optim.moments import CODED_STATES
+from amp_ext.optim.state_store import Place, make_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
-
-if TYPE_CHECKING:
-    from amp_ext.optim.fused_optimizer import FusedOptimizer
 
 __all__ = ["StepPlan"]
 
@@ -28,26 +28,38 @@ class StepPlan:
     list then, and lets go of them.
     """
 
-    def __init__(self, optimizer: FusedOptimizer) -> None:
+    def __init__(
+        self,
+        kind: str,
+        groups: Sequence[dict[str, Any]],
+        kept: Sequence[Kept],
+        deciding_options: list[tuple[Any, ...]],
+        rounded_params: Any,
+        scaled_grads: Any,
+    ) -> None:
         """Compiles the parameters of all groups; states come with the gradients.
 
         Args:
-            optimizer: Whose parameters.
+            kind: The name of the optimizer.
+            groups: Whose parameters.
+            kept: What each group keeps.
+            deciding_options: For each group what decides that.
+            rounded_params: Of the plan before this one, or None.
+            scaled_grads: Likewise.
 
         Raises:
             TypeError: If a parameter is no tensor.
             ValueError: If a DTensor is neither sharded nor replicated.
         """
-        kind = type(optimizer).__name__
-        names = max((optimizer.buffer_names(group) for group in optimizer.param_groups), key=len)
+        names = max((each.names for each in kept), key=len)
         self._compiled = ops.Plan(kind, list(names))
         #: How far the last step has come, if it failed; outlives the plan in the optimizer.
         self.progress = self._compiled.progress
         #: The ranks that have the other parts of these parameters; false if there are none.
         self.sharded_over = ShardedOver()
-        self._places: list[tuple[int, Tensor]] = []  # by number: the group, the parameter
+        self._places: list[Place] = []  # by number
         self._dtensors: list[tuple[int, Tensor, str]] = []  # number, parameter, name in errors
-        for group_index, group in enumerate(optimizer.param_groups):
+        for group_index, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 name = f"{kind}: param of group {group_index}, param {index}"
                 if not isinstance(param, Tensor):
@@ -59,26 +71,37 @@ class StepPlan:
                     self._dtensors.append((number, param, name))
                 else:
                     self._compiled.add_param(group_index, index, param)
-                self._places.append((group_index, param))
+                self._places.append(Place(kept[group_index], param, group_index, index))
         #: The first parameter of all, None if there is none. Its device may change.
-        self.first_param = self._places[0][1] if self._places else None
-        if optimizer._rounded_params is not None:
-            self._compiled.set_rounded_params(optimizer._rounded_params)
-        if optimizer._scaled_grads is not None:
-            self._compiled.set_scaled_grads(optimizer._scaled_grads)
-        self._kept_by_groups = _kept_by_groups(optimizer)
+        self.first_param = self._places[0].param if self._places else None
+        if rounded_params is not None:
+            self._compiled.set_rounded_params(rounded_params)
+        if scaled_grads is not None:
+            self._compiled.set_scaled_grads(scaled_grads)
+        self._deciding_options = deciding_options
         self._states = ops.KeptStates()
         self._state_keys = {"step", *MASTER_KEYS}
         # Of parameters with states in codes, whether they were contiguous, and so may have groups.
         self._were_contiguous: dict[int, tuple[Tensor, bool]] = {}
 
-    def take_params(self, optimizer: FusedOptimizer) -> bool:
-        """Takes the parameters, if the optimizer still has these and their states."""
+    def take_params(
+        self,
+        states: dict[Any, Any],
+        groups: Sequence[dict[str, Any]],
+        deciding_options: list[tuple[Any, ...]],
+    ) -> bool:
+        """Takes the parameters, if an optimizer still has these and their states.
+
+        Args:
+            states: Of the optimizer.
+            groups: Likewise.
+            deciding_options: For each group what decides what it keeps.
+        """
         return (
-            self._states.are_in(optimizer.state)
-            and self._kept_by_groups == _kept_by_groups(optimizer)
+            self._states.are_in(states)
+            and self._deciding_options == deciding_options
             and all(param.is_contiguous() == was for param, was in self._were_contiguous.values())
-            and self._compiled.take_params([group["params"] for group in optimizer.param_groups])
+            and self._compiled.take_params([group["params"] for group in groups])
         )
 
     def rounded_params(self) -> Any:
@@ -99,47 +122,32 @@ class StepPlan:
             self._compiled.set_shard(number, local_tensor(param), local_grad(param, name))
         return self._compiled
 
-    def with_states(self, optimizer: FusedOptimizer) -> Any:
+    def with_states(self, states: dict[Any, Any]) -> Any:
         """Reads the gradients, gives each parameter that has one its state; returns the plan.
 
         Args:
-            optimizer: That of the plan. States that are missing are created in it.
+            states: Of the optimizer. Those that are missing are created in it.
         """
         compiled = self.with_shards()
         numbers = compiled.read_grads()
         if not numbers:
             return compiled
         places = [self._places[number] for number in numbers]
-        optimizer._make_states((optimizer.param_groups[group], param) for group, param in places)
-        for number, (group_index, param) in zip(numbers, places, strict=True):
-            group, state = optimizer.param_groups[group_index], optimizer.state[param]
-            if group["state_dtype"] in CODED_STATES:
+        make_states(states, places)
+        for number, place in zip(numbers, places, strict=True):
+            kept, param, state = place.kept, place.param, states[place.param]
+            if kept.state_dtype in CODED_STATES:
                 self._were_contiguous[number] = (param, param.is_contiguous())
-            key, keeps_step = optimizer._master_key(group, param), optimizer._keeps_step(group)
-            used = optimizer.buffer_names(group)
-            formats = [form for form in optimizer._formats(group, param) if form.name in used]
+            key = kept.master_key(param)
+            formats = [form for form in kept.formats(param) if form.name in kept.names]
             exponents = [form.exponents_key for form in formats if form.exponents_key is not None]
             self._state_keys.update([form.key for form in formats], exponents)
             compiled.set_state(
                 number,
                 [local_tensor(state[form.key]) for form in formats],
                 None if key is None else local_tensor(state[key]),
-                local_tensor(state["step"]) if keeps_step else None,
+                local_tensor(state["step"]) if kept.keeps_step else None,
                 local_tensor(state[exponents[0]]) if exponents else None,
             )
-        self._states.keep(optimizer.state, self._state_keys)
+        self._states.keep(states, self._state_keys)
         return compiled
-
-
-def _kept_by_groups(optimizer: FusedOptimizer) -> list[tuple[Any, ...]]:
-    """Returns for each group what decides which states it has, and what is checked with them."""
-    return [
-        (
-            optimizer._buffer_count(group),
-            optimizer._keeps_step(group),
-            group["master_weights"],
-            group["state_dtype"],
-            group["rounding"],
-        )
-        for group in optimizer.param_groups
-    ]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from amp_ext import ops
-
-if TYPE_CHECKING:
-    from amp_ext.optim.fused_optimizer import FusedOptimizer
 
 __all__ = ["options_since", "other_writer"]
 
@@ -20,23 +17,24 @@ _OF_TORCH = {name: kind for name, kind in vars(torch.optim).items() if isinstanc
 
 
 def other_writer(
-    optimizer: FusedOptimizer, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any]
+    kind: type,
+    own: Iterable[str],
+    groups: Iterable[Mapping[str, Any]],
+    states: Mapping[Any, Any],
 ) -> str | None:
     """Returns which other optimizer wrote a state dict, with what tells it; None if none is known.
 
     A key that the optimizer has as well tells nothing, nor does one of a class that it extends.
 
     Args:
-        optimizer: Which is to load it.
+        kind: The class that is to load it.
+        own: Names of its options and buffers.
         groups: ``param_groups`` of the state dict.
         states: ``state`` of the state dict.
     """
-    own = [*optimizer.defaults]
-    for group in optimizer.param_groups:
-        own += optimizer.buffer_names(group)
     writer = ops.other_writer(
-        [base.__name__ for base in type(optimizer).__mro__],
-        own,
+        [base.__name__ for base in kind.__mro__],
+        list(own),
         [_names(group) for group in groups],
         [name for state in states.values() if isinstance(state, Mapping) for name in _names(state)],
     )

@@ -1,0 +1,225 @@
+"""What an optimizer says of itself and of its groups, and whether the options fit that."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+from amp_ext.nonfinite import check_params
+from amp_ext.optim.kept import Kept
+from amp_ext.optim.options import check_are_there, check_types, check_values
+from amp_ext.sharding import is_flattened
+
+__all__ = ["DescribedOptimizer"]
+
+_PLAIN_TYPES = (type(None), bool, int, float)
+
+
+class DescribedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose options and buffers the compiled module and its own signature describe.
+
+    The hooks that a subclass overrides are here; what all have in common is in
+    :class:`amp_ext.optim.FusedOptimizer`.
+    """
+
+    # The class of the compiled module that takes a group's hyperparameters and names the formula.
+    _hyperparameters_class: ClassVar[str]
+    # Numbers among these and those that all optimizers have which must be 0 or more.
+    _not_negative: ClassVar[tuple[str, ...]] = ("max_grad_norm", "clip_value")
+    _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
+    # What a state may not lack of what its group keeps: "buffers", "step".
+    _required_state: ClassVar[tuple[str, ...]] = ("buffers", "step")
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        """Checks the options and adds the parameters.
+
+        Args:
+            params: Parameters or groups, as for torch.optim.Optimizer.
+            defaults: Options of the groups, as :func:`options_of` takes them from a signature.
+        """
+        where = f"{type(self).__name__}: %s"
+        check_types(type(self), defaults, where)
+        if defaults["fused"] and defaults["foreach"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        self._check_as_torch(defaults)
+        check_values(type(self), defaults, where, self._not_negative)
+        self._description()
+        super().__init__(params, defaults)
+
+    # What a subclass says.
+
+    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns the names of the buffers that a group keeps, in the functor's order.
+
+        They are their state keys where they are not coded.
+        """
+        names = [name for name, _ in self._description().buffers]
+        return tuple(names[: self._buffer_count(group)])
+
+    def _buffer_count(self, group: dict[str, Any]) -> int | None:
+        """Returns how many of the functor's buffers a group keeps, the first ones; None: all."""
+        return None
+
+    def _check_as_torch(self, options: dict[str, Any]) -> None:
+        """Checks the ranges of defaults as torch does, in its words; a subclass adds to it."""
+        lr, weight_decay = options["lr"], options["weight_decay"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+    def _description(self) -> Any:
+        """Returns the class of the compiled module that describes the optimizer."""
+        try:
+            return getattr(ops, self._hyperparameters_class)
+        except AttributeError:
+            raise TypeError(
+                f"{type(self).__name__}: _hyperparameters_class must name a class of the compiled "
+                f"module, got {getattr(self, '_hyperparameters_class', None)!r}"
+            ) from None
+
+    def _hyperparameters(self, group: dict[str, Any]) -> Any:
+        """Returns a group's options as the compiled module takes them."""
+        if "betas" in group:
+            beta1, beta2 = group["betas"]
+            group = {**group, "beta1": beta1, "beta2": beta2}
+        hyperparameters = self._description()(group)
+        if self._dithers(group):
+            hyperparameters.dither = True
+        return hyperparameters
+
+    def _hyperparameters_of_groups(self) -> list[Any]:
+        """Returns the options of all groups as the compiled module takes them."""
+        try:
+            return [self._hyperparameters(group) for group in self.param_groups]
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            self._check_groups()  # knows the name of what does not fit
+            raise
+
+    def _keeps_step(self, group: dict[str, Any]) -> bool:
+        """Returns whether the functor needs the number of the step, or rounding does."""
+        return True
+
+    def _dithers(self, group: dict[str, Any]) -> bool:
+        """Returns whether the options of a group let numbers be dithered, whatever its dtypes."""
+        state_dtype = group["state_dtype"]
+        master_weights = group["master_weights"]
+        if master_weights and master_weights != "split8" and state_dtype == "float32":
+            return False  # only what follows a master is stored in 16 bits
+        rounding = group["rounding"]
+        return rounding == "dither" or (rounding is None and state_dtype is not None)
+
+    def _kept(self, group: dict[str, Any]) -> Kept:
+        """Returns what the parameters of a group keep in their states."""
+        return Kept(
+            type(self).__name__,
+            self._description().buffers,
+            self.buffer_names(group),
+            self._keeps_step(group),
+            "buffers" in self._required_state,
+            "step" in self._required_state,
+            group["master_weights"],
+            group["state_dtype"],
+        )
+
+    def _deciding_options(self) -> list[tuple[Any, ...]]:
+        """Returns for each group what decides what it keeps, and what is checked with that."""
+        return [
+            (
+                self._buffer_count(group),
+                self._keeps_step(group),
+                group["master_weights"],
+                group["state_dtype"],
+                group["rounding"],
+            )
+            for group in self.param_groups
+        ]
+
+    # Groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as torch.optim.Optimizer does.
+
+        Args:
+            param_group: ``params`` and the options that differ from the defaults.
+
+        Raises:
+            TypeError: If an option is of a wrong type.
+            ValueError: If a parameter is listed twice, or an option can't be used. The group has
+                not been added then, nor after an interrupt.
+            RuntimeError: If ``differentiable`` is true; likewise.
+        """
+        count = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            self._check_options(group, f"{type(self).__name__}: %s of group {count}")
+            self._check_unique(group["params"], count)
+            for param in filter(is_flattened, group["params"]):
+                self._kept(group).formats(param)
+                self._kept(group).master_key(param)
+        except BaseException:  # also an interrupt, after which a notebook goes on
+            del self.param_groups[count:]
+            raise
+
+    def _check_unique(self, params: list[Tensor], group_index: int) -> None:
+        first_index: dict[Tensor, int] = {}
+        for index, param in enumerate(params):
+            if first_index.setdefault(param, index) != index:
+                raise ValueError(
+                    f"{type(self).__name__}: param {index} of group {group_index} must be listed "
+                    f"once, got it as param {first_index[param]} already"
+                )
+
+    def _check_options(self, options: dict[str, Any], where: str) -> None:
+        """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
+        check_are_there(type(self), options, self.defaults, where)
+        check_types(type(self), options, where)
+        check_values(type(self), options, where, self._not_negative)
+        form = options["master_weights"]
+        if options["state_dtype"] is not None or form not in ("split", "split8"):
+            return
+        # Moments in float16 and a split master are more than a kernel keeps in one step.
+        halves = (
+            isinstance(param, Tensor) and param.dtype == torch.float16
+            for param in options["params"]
+        )
+        if any(halves) and self.buffer_names(options):
+            raise ValueError(
+                f"{where % 'state_dtype'} must be torch.float32 or torch.bfloat16 for parameters "
+                f"in torch.float16 with master_weights={form!r}, got None"
+            )
+
+    def _check_groups(self) -> None:
+        """Checks what a loop may have written into the groups."""
+        for index, group in enumerate(self.param_groups):
+            self._check_options(group, f"{type(self).__name__}: %s of group {index}")
+
+    def _check_params(self, operation: str) -> None:
+        """Checks that an operation can read the parameters of all groups."""
+        for index, group in enumerate(self.param_groups):
+            check_params(group, f"{type(self).__name__}.{operation}: %s of group {index}")
+
+    def _for_all_groups(self, option: str) -> Any:
+        """Returns an option that concerns the norm of all groups together."""
+        try:
+            values = [group[option] for group in self.param_groups]
+        except KeyError:
+            self._check_groups()  # names the group that has lost it
+            raise
+        value = values[0]
+        if type(value) in _PLAIN_TYPES and value == value and values.count(value) == len(values):
+            return value
+        self._check_groups()
+        values = [group[option] for group in self.param_groups]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{type(self).__name__}: {option} must be the same in all groups, whose norm is "
+                f"taken together, got {values}"
+            )
+        return values[0]

@@ -1,0 +1,199 @@
+"""The state dicts of an optimizer: written, loaded, and in float32 for other programs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from amp_ext import ops
+from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.optim.checkpoints import (
+    Target,
+    check_states_have_groups,
+    in_one_dtype,
+    read_state_dict,
+)
+from amp_ext.optim.described_optimizer import DescribedOptimizer
+from amp_ext.optim.masters import MASTER_KEYS, whole_master
+from amp_ext.optim.moments import is_key_of, whole_moments
+from amp_ext.optim.options import defaults_of, with_plain_options
+from amp_ext.sharding import is_flat, is_flattened
+
+__all__ = ["SavedOptimizer", "float32_state_dict"]
+
+
+class SavedOptimizer(DescribedOptimizer):
+    """An optimizer whose state dict, pickle and copy say all that the next one goes on from."""
+
+    # True if the last step failed amid its launches, and then says how far it came: that of the
+    # plan, which sets it, or a text in a copy of such an optimizer.
+    _progress: Any = None
+
+    def rebuild(self) -> None:
+        """Forgets what was looked up of parameters and states, for whoever looks them up."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a pickle or a copy has, which refuses to step if this one does."""
+        state: dict[str, Any] = super().__getstate__()
+        if self._progress:
+            state["_progress"] = str(self._progress)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores an optimizer from a pickle, a copy or a checkpoint; fills in what it lacks."""
+        defaults = state.get("defaults", vars(self).get("defaults", {}))
+        otherwise = defaults_of(type(self))
+        for name in ops.configured_options():  # which an earlier release may not have had
+            if name in otherwise:
+                defaults.setdefault(name, otherwise[name])
+        for group in state["param_groups"]:
+            for name, value in defaults.items():
+                group.setdefault(name, value)
+        # torch takes all of it in one assignment, which no interrupt divides.
+        forgotten = {"_plan": None, "_rounded_params": None, "grad_norm": None}
+        super().__setstate__({"_progress": None, **state, **forgotten})
+
+    @_disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states and the groups in torch's layout, as of torch.optim.Optimizer.
+
+        Groups have numbers of Python, also where a schedule wrote numbers of numpy into them, which
+        ``weights_only=True`` refuses.
+
+        Parameters that FullyShardedDataParallel flattens with ``use_orig_params=True`` have all
+        16-bit states as float32 in it, since FSDP saves the tensors of a state in one dtype. A load
+        restores their bits.
+
+        Raises:
+            TypeError, ValueError: If the params of a group can't be read again, or there is a state
+                of a parameter that is in no group.
+        """
+        self._check_params("state_dict")
+        try:
+            state_dict = super().state_dict()
+        except KeyError:
+            check_states_have_groups(type(self).__name__, self.param_groups, self.state)
+            raise
+        for group in state_dict["param_groups"]:
+            group.update(with_plain_options(type(self), group))
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in enumerate(params):
+            if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:
+                state_dict["state"][key] = in_one_dtype(state_dict["state"][key])
+        return state_dict
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of its namesake in torch.optim.
+
+        Tensors are copied, to the parameter's device and layout. Buffers get the configured
+        dtype, whatever the file's; options that torch does not have stay as configured.
+        Masters that the file lacks are taken from the parameters: load the model first.
+        Files of the FusedAdam of apex and of TransformerEngine, which count their steps once for a
+        group, are taken as well. Options that torch has and the file lacks are what torch takes
+        them for; those of another optimizer are refused by its name.
+
+        Args:
+            state_dict: From ``state_dict()``.
+
+        Raises:
+            KeyError: If the dict is not one of an optimizer.
+            TypeError: If an option is of a wrong type.
+            ValueError: If it does not fit the groups, another class wrote it, or a part is missing.
+                Nothing has been changed then. After an interrupt the optimizer has either all of
+                the file or nothing.
+        """
+        # As in torch, whose code would cast every state to its parameter's dtype.
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        state = read_state_dict(self._target(), state_dict)
+        self.rebuild()  # a file is of states alone: gradients stay what they are
+        self.__setstate__(state)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _float32_state_dict(self) -> dict[str, Any]:
+        """Returns what :func:`float32_state_dict` does."""
+        self._check_params("state_dict")
+        self._check_groups()
+        state_dict: dict[str, Any] = self.state_dict()
+        buffers = self._description().buffers
+        params: dict[Any, Tensor] = {}
+        groups = []
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            params.update(zip(saved["params"], group["params"], strict=True))
+            has_masters = bool(saved["master_weights"])
+            groups.append({**saved, "state_dtype": "float32", "master_weights": has_masters})
+        states = {
+            key: _in_float32(state, buffers, params[key]) if key in params else state
+            for key, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    def _target(self) -> Target:
+        """Returns what a state dict is read for."""
+        return Target(
+            type(self),
+            self.param_groups,
+            self.defaults,
+            self._required_options,
+            self._kept,
+            self._check_options,
+        )
+
+
+@outside_inference_mode()
+def float32_state_dict(optimizer: SavedOptimizer) -> dict[str, Any]:
+    """Returns the state dict of an optimizer with all its masters and moments as float32 numbers.
+
+    It loads into torch's optimizer of the same name and into ours with any options, where what is
+    narrow again is rounded to nearest. float64 states stay as they are. ``state_dict()`` has the
+    small states themselves, and is what to resume from. The weights in float32 are in
+    ``optimizer.master_params()``.
+
+    Args:
+        optimizer: One of :mod:`amp_ext.optim`.
+
+    Returns:
+        ``state`` and ``param_groups``, whose ``state_dtype`` is "float32" and whose
+        ``master_weights`` are True where there are masters. All tensors are copies, since torch's
+        ``load_state_dict`` makes none; DTensors stay DTensors.
+
+    Raises:
+        TypeError: If it is another optimizer.
+
+    Example:
+        >>> reference = torch.optim.AdamW(model.parameters())
+        >>> reference.load_state_dict(amp_ext.optim.float32_state_dict(optimizer))
+    """
+    if not isinstance(optimizer, SavedOptimizer):
+        raise TypeError(
+            "float32_state_dict: optimizer must be one of amp_ext.optim, got "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer._float32_state_dict()
+
+
+def _in_float32(
+    state: dict[str, Any], buffers: tuple[tuple[str, str], ...], param: Tensor
+) -> dict[str, Any]:
+    """Returns a state with float32 numbers under the keys of torch."""
+    names = [name for name, _ in buffers]
+    found = {
+        key: copy.deepcopy(value)
+        for key, value in state.items()
+        if key not in MASTER_KEYS and not is_key_of(key, names)
+    }
+    for name, moment in whole_moments(state, buffers, param).items():
+        dtype = torch.float64 if moment.dtype == torch.float64 else torch.float32
+        found[name] = moment.to(dtype, copy=True)
+    if any(state.get(key) is not None for key in MASTER_KEYS):
+        found["master_param"] = whole_master(param, state).clone()
+    return found
