@@ -86,7 +86,7 @@ class ScalerSummary:
     consecutive_skips: int
     settled_after: int
     nonfinite_slot: int
-    nonfinite_number: int
+    nonfinite_index: int
     nonfinite_update: int
     scale: float
     smallest_scale: float

@@ -492,10 +492,10 @@ class GradScaler(torch.amp.GradScaler):
         for _, other in self._states() if len(self._per_optimizer_states) > 1 else ():
             if other is state or "unscaled" not in other:
                 continue
-            number = other["unscaled"].first_unscaled(params_of(optimizer))
-            if number is not None:
+            index = other["unscaled"].first_unscaled(params_of(optimizer))
+            if index is not None:
                 raise RuntimeError(
-                    f"GradScaler.{operation}: the gradient of {name_of_param(optimizer, number)} "
+                    f"GradScaler.{operation}: the gradient of {name_of_param(optimizer, index)} "
                     "must carry the scale, got one that was unscaled with another optimizer, which "
                     "has this parameter too: give each parameter to one optimizer"
                 )
@@ -968,7 +968,7 @@ def _flags(
     What was found in the shards of one rank becomes known to all that have a part of them.
 
     Args:
-        operation: Takes gradients, a flag to set, and the number to lower, or None.
+        operation: Takes gradients, a flag to set, and the index to lower, or None.
         grads: One for each parameter.
         found_inf: What the flags start from.
         record: What is known of the optimizer, if anything.
@@ -1030,10 +1030,10 @@ def _are_ours(grads: list[Tensor | None]) -> bool:
 
 
 def _refuse_complex(optimizer: torch.optim.Optimizer, grads: list[Tensor | None]) -> None:
-    for number, grad in enumerate(grads):
+    for index, grad in enumerate(grads):
         if grad is not None and grad.is_complex():
             raise RuntimeError(
-                f"GradScaler: the gradient of {name_of_param(optimizer, number)} must be real, got "
+                f"GradScaler: the gradient of {name_of_param(optimizer, index)} must be real, got "
                 "a complex one: keep its parameter out of the optimizers that the scaler steps"
             )
 

@@ -36,7 +36,7 @@ class Look:
 
     Attributes:
         found_infs: By device that holds a gradient, one float32: not 0 if one is inf or NaN.
-        first_nonfinites: By device, one int64: the number of the first bad gradient. An update of
+        first_nonfinites: By device, one int64: the index of the first bad gradient. An update of
             the scale reads and resets it.
         sum_of_squares: One float64, of the gradients as they were, over all ranks that have parts
             of them. None if no other rank has, or no norm is wanted.

@@ -158,15 +158,15 @@ def check_params(group: dict[str, Any], where: str) -> None:
         raise TypeError(f"{where % 'params'} must be a list, got {type(params).__name__}")
 
 
-def name_of_param(optimizer: torch.optim.Optimizer, number: int) -> str | None:
+def name_of_param(optimizer: torch.optim.Optimizer, index: int) -> str | None:
     """Returns what an optimizer calls a parameter: its name if it has one, or where it stands.
 
     Args:
         optimizer: The optimizer.
-        number: Index in what :func:`params_of` returns.
+        index: In what :func:`params_of` returns.
     """
     names = [name for name, _ in _named_tensors(optimizer, params=True)]
-    return names[number] if number < len(names) else None
+    return names[index] if index < len(names) else None
 
 
 def _named_tensors(

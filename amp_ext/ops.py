@@ -411,8 +411,8 @@ def update_scale_(
             ``hysteresis`` is 1. Refilled by a growth only.
         dynamic: If false, the scale stays as it is.
         monitor: Where the update is reported, or None.
-        slots: For each flag the number of its optimizer's report in the monitor.
-        first_nonfinites: For each flag one int64 or None, as a look left it: the number of the
+        slots: For each flag the index of its optimizer's report in the monitor.
+        first_nonfinites: For each flag one int64 or None, as a look left it: the index of the
             first bad gradient. Reported and reset.
 
     Raises:

@@ -20,7 +20,7 @@ __all__ = ["SCALES_DIFFER", "OptimizerRecord", "ScalerReports", "reference_to"]
 
 _LOGGER = logging.getLogger("amp_ext")
 
-#: Stands where a look writes the number of the first bad gradient, if ranks have different scales.
+#: Stands where a look writes the index of the first bad gradient, if ranks have different scales.
 SCALES_DIFFER = 2**63 - 2  # beside NO_TENSOR, and of no parameter
 
 
@@ -31,7 +31,7 @@ class OptimizerRecord:
     Attributes:
         optimizer: A weak reference to it.
         slot: Number of its report.
-        first_nonfinites: By device, where looks write the number of the first bad gradient. All
+        first_nonfinites: By device, where looks write the index of the first bad gradient. All
             parameters of all groups are counted, also those without a gradient.
         awaits_update: Whether it was looked at since the last update.
     """
@@ -55,10 +55,10 @@ class OptimizerRecord:
         for first in self.first_nonfinites.values():
             first.fill_(ops.NO_TENSOR)
 
-    def name_of(self, number: int) -> str | None:
-        """Returns the name of the parameter with this number."""
+    def name_of(self, index: int) -> str | None:
+        """Returns the name of the parameter at this index."""
         optimizer = self.optimizer()
-        return None if optimizer is None else name_of_param(optimizer, number)
+        return None if optimizer is None else name_of_param(optimizer, index)
 
 
 class ScalerReports:
@@ -180,7 +180,7 @@ class ScalerReports:
     def check_scales(self) -> None:
         """Raises RuntimeError if what was logged last is that ranks had different scales."""
         report = self._last_read
-        if report is None or report.nonfinite_number != SCALES_DIFFER:
+        if report is None or report.nonfinite_index != SCALES_DIFFER:
             return
         if report.nonfinite_update > self._told_of_scales:
             self._told_of_scales = report.nonfinite_update
@@ -193,7 +193,7 @@ class ScalerReports:
     def _name_of_nonfinite(self, report: Any) -> str | None:
         for record in list(self._records.values()):  # another thread may be adding to it
             if record.slot == report.nonfinite_slot:
-                return record.name_of(report.nonfinite_number)
+                return record.name_of(report.nonfinite_index)
         return None
 
     # Answers, as of the last update that the device has finished.

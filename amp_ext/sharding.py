@@ -152,7 +152,7 @@ class ShardedOver:
         return bool(self._groups)
 
     def add(self, param: Any, name: str) -> int:
-        """Takes a parameter in and returns the number of its partition.
+        """Takes a parameter in and returns the index of its partition.
 
         Args:
             param: The parameter.
@@ -164,8 +164,8 @@ class ShardedOver:
         if not is_dtensor(param):
             return 0
         mesh, placements = param.device_mesh, param.placements
-        number = self._layouts.get((mesh, placements))
-        if number is None:
+        index = self._layouts.get((mesh, placements))
+        if index is None:
             if any(placement.is_partial() for placement in placements):
                 raise ValueError(f"{name} must be sharded or replicated, got {placements}")
             names = set()
@@ -179,9 +179,9 @@ class ShardedOver:
                 if self._device is None:
                     is_there = local.device.type == mesh.device_type
                     self._device = local.device if is_there else torch.device(mesh.device_type)
-            number = self._partitions.setdefault(frozenset(names), len(self._partitions))
-            self._layouts[mesh, placements] = number
-        return number
+            index = self._partitions.setdefault(frozenset(names), len(self._partitions))
+            self._layouts[mesh, placements] = index
+        return index
 
     @torch.no_grad()
     def all_reduce(
@@ -213,10 +213,10 @@ class ShardedOver:
         values = [zero] * (1 + (len(self._partitions) if sums_squares else 0))
         for flag in (found_inf, *findings):
             values[0] = values[0] + flag.reshape(()).to(zero, non_blocking=True)
-        for number, sum_of_squares in sums if sums_squares else ():
-            values[1 + number] = values[1 + number] + sum_of_squares.to(zero, non_blocking=True)
+        for index, sum_of_squares in sums if sums_squares else ():
+            values[1 + index] = values[1 + index] + sum_of_squares.to(zero, non_blocking=True)
         for name, group in self._groups.items():
-            members = [1 + number for names, number in self._partitions.items() if name in names]
+            members = [1 + index for names, index in self._partitions.items() if name in names]
             chosen = [0, *(index for index in members if index < len(values))]
             packed = torch.stack([values[index] for index in chosen])
             _all_reduce(packed, torch.distributed.ReduceOp.SUM, group)

@@ -353,7 +353,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("consecutive_skips", &ScalerSummary::consecutive_skips)
       .def_readonly("settled_after", &ScalerSummary::settled_after)
       .def_readonly("nonfinite_slot", &ScalerSummary::nonfinite_slot)
-      .def_readonly("nonfinite_number", &ScalerSummary::nonfinite_number)
+      .def_readonly("nonfinite_index", &ScalerSummary::nonfinite_index)
       .def_readonly("nonfinite_update", &ScalerSummary::nonfinite_update)
       .def_readonly("scale", &ScalerSummary::scale)
       .def_readonly("smallest_scale", &ScalerSummary::smallest_scale)

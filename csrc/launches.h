@@ -29,7 +29,7 @@ struct TensorRecord {
   uint8_t* exponents = nullptr;     // [numel / kBlockSize], of the buffer in blocks, or null
   float* step = nullptr;            // [1], as elements/step_counter.h counts, or null
   int64_t numel = 0;
-  // Index into the launch's hyperparameters; in an operation on gradients alone the number by which
+  // Index into the launch's hyperparameters; in an operation on gradients alone the index by which
   // it reports this one.
   int32_t group = 0;
   DType grad_dtype = DType::kFloat32;
@@ -110,7 +110,7 @@ struct LookLaunch {
   int64_t count;
   const float* grad_scale;   // [1], or null; without a finite inverse it counts as an overflow
   float* found_inf;          // [1], set to 1 if a gradient is inf or NaN, else left
-  int64_t* first_nonfinite;  // [1], lowered to the least number of such a gradient; or null
+  int64_t* first_nonfinite;  // [1], lowered to the least index of such a gradient; or null
   double* sum_of_squares;    // [1], added to; null: no sum is wanted
   bool skip_nonfinite;       // leaves inf and NaN out of the sum
 };

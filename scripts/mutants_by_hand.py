@@ -207,8 +207,8 @@ PYTHON = [
     Fault("{**self.defaults, **saved, **_configured(group)}", "{**self.defaults, **saved}"),
     # Parameters that are sharded.
     Fault(
-        "values[1 + number] = values[1 + number] + sum_of_squares.to(zero, non_blocking=True)",
-        "values[1 + number] = sum_of_squares.to(zero, non_blocking=True)",
+        "values[1 + index] = values[1 + index] + sum_of_squares.to(zero, non_blocking=True)",
+        "values[1 + index] = sum_of_squares.to(zero, non_blocking=True)",
     ),
     Fault("values[0].clamp(max=1.0).float()", "values[0].float()"),
 ]

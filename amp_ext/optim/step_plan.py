@@ -57,8 +57,8 @@ class StepPlan:
         self.progress = self._compiled.progress
         #: The ranks that have the other parts of these parameters; false if there are none.
         self.sharded_over = ShardedOver()
-        self._places: list[Place] = []  # by number
-        self._dtensors: list[tuple[int, Tensor, str]] = []  # number, parameter, name in errors
+        self._places: list[Place] = []  # as in the plan
+        self._dtensors: list[tuple[int, Tensor, str]] = []  # index, parameter, name in errors
         for group_index, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 name = f"{kind}: param of group {group_index}, param {index}"
@@ -66,9 +66,9 @@ class StepPlan:
                     raise TypeError(f"{name} must be a tensor, got {type(param).__name__}")
                 if is_dtensor(param):
                     partition = self.sharded_over.add(param, name)
-                    number = self._compiled.add_sharded_param(group_index, index, param, partition)
-                    self._compiled.set_first_element(number, first_element(param))
-                    self._dtensors.append((number, param, name))
+                    place = self._compiled.add_sharded_param(group_index, index, param, partition)
+                    self._compiled.set_first_element(place, first_element(param))
+                    self._dtensors.append((place, param, name))
                 else:
                     self._compiled.add_param(group_index, index, param)
                 self._places.append(Place(kept[group_index], param, group_index, index))
@@ -118,8 +118,8 @@ class StepPlan:
 
     def with_shards(self) -> Any:
         """Takes the part that this rank has of every DTensor; returns the compiled plan."""
-        for number, param, name in self._dtensors:
-            self._compiled.set_shard(number, local_tensor(param), local_grad(param, name))
+        for index, param, name in self._dtensors:
+            self._compiled.set_shard(index, local_tensor(param), local_grad(param, name))
         return self._compiled
 
     def with_states(self, states: dict[Any, Any]) -> Any:
@@ -129,21 +129,21 @@ class StepPlan:
             states: Of the optimizer. Those that are missing are created in it.
         """
         compiled = self.with_shards()
-        numbers = compiled.read_grads()
-        if not numbers:
+        indices = compiled.read_grads()
+        if not indices:
             return compiled
-        places = [self._places[number] for number in numbers]
+        places = [self._places[index] for index in indices]
         make_states(states, places)
-        for number, place in zip(numbers, places, strict=True):
+        for index, place in zip(indices, places, strict=True):
             kept, param, state = place.kept, place.param, states[place.param]
             if kept.state_dtype in CODED_STATES:
-                self._were_contiguous[number] = (param, param.is_contiguous())
+                self._were_contiguous[index] = (param, param.is_contiguous())
             key = kept.master_key(param)
             formats = [form for form in kept.formats(param) if form.name in kept.names]
             exponents = [form.exponents_key for form in formats if form.exponents_key is not None]
             self._state_keys.update([form.key for form in formats], exponents)
             compiled.set_state(
-                number,
+                index,
                 [local_tensor(state[form.key]) for form in formats],
                 None if key is None else local_tensor(state[key]),
                 local_tensor(state["step"]) if kept.keeps_step else None,

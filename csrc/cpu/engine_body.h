@@ -44,8 +44,8 @@ class Dither {
   }
 
  private:
-  AMP_EXT_INLINE Rounding of(int number, uint32_t stride) const {
-    if ((record_.dithered & number) == 0) return {};
+  AMP_EXT_INLINE Rounding of(int bit, uint32_t stride) const {
+    if ((record_.dithered & bit) == 0) return {};
     return {first_phase_, step_ * stride};
   }
 
@@ -505,13 +505,14 @@ inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int
     with_grad(tile, [&](const auto* grad, int64_t count, int64_t rest) {
       if (sums != nullptr) {
         const double sum = sum_of_squares(grad, count, rest);
-        sums[tile.number] = sum;
+        sums[tile.index_of_tile] = sum;
         // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
         if (is_finite(sum)) return;
       }
       if (!any_nonfinite(grad, count, rest)) return;
       first = std::min<int64_t>(first, tile.record.group);
-      if (sums != nullptr && skip_nonfinite) sums[tile.number] = sum_of_finite_squares(grad, count);
+      if (sums != nullptr && skip_nonfinite)
+        sums[tile.index_of_tile] = sum_of_finite_squares(grad, count);
     });
   });
   return first;

@@ -13,8 +13,8 @@ namespace {
 // may take milliseconds.
 constexpr int64_t kSerialCost = 131072;
 
-void lower(int64_t* first_nonfinite, int64_t number) {
-  if (first_nonfinite != nullptr && number < *first_nonfinite) *first_nonfinite = number;
+void lower(int64_t* first_nonfinite, int64_t index) {
+  if (first_nonfinite != nullptr && index < *first_nonfinite) *first_nonfinite = index;
 }
 
 }  // namespace
@@ -23,9 +23,9 @@ template <typename Work>
 int64_t Launcher::least_in_parallel(const TileMap& tiles, const Work& work) const {
   std::atomic<int64_t> least{kNoTensor};
   parallel_for_(tiles.total_cost(), kSerialCost, [&](int64_t begin, int64_t end) {
-    const int64_t number = work(begin, end);
+    const int64_t index = work(begin, end);
     int64_t so_far = least.load();
-    while (number < so_far && !least.compare_exchange_weak(so_far, number)) {
+    while (index < so_far && !least.compare_exchange_weak(so_far, index)) {
     }
   });
   return least.load();
@@ -103,11 +103,11 @@ void Launcher::update_scale(const ScaleUpdate& update, const std::vector<Overflo
   update_loss_scale(update.hyperparameters, overflow, update.state);
   if (reports.report == nullptr) return;
   report_update(overflow, scale_before, *update.state.scale, *reports.report);
-  const int64_t number = reports.report->updates;
-  __atomic_store_n(&reports.mirror->started, number, __ATOMIC_SEQ_CST);
+  const int64_t updates = reports.report->updates;
+  __atomic_store_n(&reports.mirror->started, updates, __ATOMIC_SEQ_CST);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   reports.copy(0, 1);
-  __atomic_store_n(&reports.mirror->finished, number, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&reports.mirror->finished, updates, __ATOMIC_SEQ_CST);
 }
 
 }  // namespace amp_ext::cpu

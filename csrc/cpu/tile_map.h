@@ -15,8 +15,8 @@ inline constexpr int64_t kTileSize = 8192;
 // Elements [begin, end) of one tensor.
 struct Tile {
   const TensorRecord& record;
-  int64_t index;   // of the record
-  int64_t number;  // among all tiles
+  int64_t index;          // of the record
+  int64_t index_of_tile;  // among all tiles
   int64_t begin;
   int64_t end;
   int64_t end_ahead;  // of the elements that may be asked for before they are needed
@@ -46,11 +46,11 @@ class TileMap {
     for (; index + 1 < static_cast<int64_t>(starts_.size()) && starts_[index] < end; ++index) {
       const TensorRecord& record = records_[index];
       const int64_t skipped = std::max<int64_t>(begin - starts_[index], 0);
-      int64_t number = (skipped + kTileSize - 1) / kTileSize;
-      for (; number * kTileSize < record.numel && starts_[index] + number * kTileSize < end;
-           ++number) {
-        visit(Tile{record, index, first_tiles_[index] + number, number * kTileSize,
-                   std::min((number + 1) * kTileSize, record.numel),
+      int64_t in_record = (skipped + kTileSize - 1) / kTileSize;
+      for (; in_record * kTileSize < record.numel && starts_[index] + in_record * kTileSize < end;
+           ++in_record) {
+        visit(Tile{record, index, first_tiles_[index] + in_record, in_record * kTileSize,
+                   std::min((in_record + 1) * kTileSize, record.numel),
                    asks_ahead_ ? record.numel : 0});
       }
     }
@@ -62,7 +62,7 @@ class TileMap {
   const TensorRecord* records_;  // [count]
   bool asks_ahead_;
   std::vector<int64_t> starts_;       // [count + 1], on the axis of cost
-  std::vector<int64_t> first_tiles_;  // [count + 1], numbers of tiles
+  std::vector<int64_t> first_tiles_;  // [count + 1], indices of tiles
 };
 
 }  // namespace amp_ext::cpu

@@ -44,7 +44,7 @@ struct GradientTile {
   using Shape = ShapeOfKernel;
 
   Storage* grad;
-  int32_t number;  // of its tensor
+  int32_t index;  // of its tensor
   int64_t begin;
   int64_t end;
 
@@ -53,7 +53,7 @@ struct GradientTile {
     const auto tile = static_cast<int32_t>(blockIdx.x);
     const int tensor = table.tensor_of(tile);
     grad = static_cast<Storage*>(table.pointers[0][tensor]);
-    number = table.group[tensor];
+    index = table.group[tensor];
     begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
     end = min(begin + Shape::kTileSize, table.numel[tensor]);
   }
@@ -86,12 +86,12 @@ struct LookOutputs {
   int64_t* first_nonfinite;  // [1], or null
 };
 
-// Says whether a thread found one in tensor `number`.
-inline __device__ void report(bool found, int32_t number, const LookOutputs& outputs) {
+// Says whether a thread found one in tensor `index`.
+inline __device__ void report(bool found, int32_t index, const LookOutputs& outputs) {
   if (!__syncthreads_or(found) || threadIdx.x != 0) return;
   atomicExch(outputs.found_inf, 1.0f);
   if (outputs.first_nonfinite == nullptr) return;
-  atomicMin(reinterpret_cast<long long*>(outputs.first_nonfinite), static_cast<long long>(number));
+  atomicMin(reinterpret_cast<long long*>(outputs.first_nonfinite), static_cast<long long>(index));
 }
 
 template <typename T, int kWarps>
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
       for (const auto value : pack.values) found |= is_nonfinite(value);
     });
-    report(found, tile.number, outputs);
+    report(found, tile.index, outputs);
   }
   if constexpr (kSumSquares) {
     AMP_EXT_SHARED(bool, is_last);
@@ -220,13 +220,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
     if (factor != 1.0f) in_place = pack;
   });
-  if (outputs.found_inf != nullptr) report(found, tile.number, outputs);
+  if (outputs.found_inf != nullptr) report(found, tile.index, outputs);
 }
 
 template <typename Table>
 struct CountArguments {
   Table table;
-  unsigned long long* counts;  // by the numbers of the tensors
+  unsigned long long* counts;  // by the indices of the tensors
 };
 
 template <typename Storage, typename Table, typename Shape>
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   });
   const unsigned sum = block_sum<Shape>(found);
   if (threadIdx.x == 0 && sum != 0) {
-    atomicAdd(arguments.counts + tile.number, static_cast<unsigned long long>(sum));
+    atomicAdd(arguments.counts + tile.index, static_cast<unsigned long long>(sum));
   }
 }
 
@@ -251,7 +251,7 @@ int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
                      Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {
   static_assert(sizeof(Arguments) <= kArgumentBytes);
   auto& table = arguments.table;
-  int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // the numbers of its records
+  int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // the indices of its records
   const auto flush = [&]() -> int {
     const int error = launch(kernel, table.blocks(), Shape::kThreads, stream, arguments);
     if (error != 0) return error;

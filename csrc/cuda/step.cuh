@@ -236,9 +236,9 @@ struct Streams {
     uint32_t step;
     int32_t dithered;
 
-    __device__ Rounding of(int number, uint32_t stride) const {
+    __device__ Rounding of(int bit, uint32_t stride) const {
       const bool dithers =
-          kDithers == Dithers::kAll || (kDithers == Dithers::kSome && (dithered & number) != 0);
+          kDithers == Dithers::kAll || (kDithers == Dithers::kSome && (dithered & bit) != 0);
       return {dithers, phase + step * stride};
     }
   };
@@ -403,7 +403,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   const auto* hyperparameters =
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
-  int64_t in_table[decltype(arguments.table)::kCapacity];  // the numbers of its records
+  int64_t in_table[decltype(arguments.table)::kCapacity];  // the indices of its records
   const auto clear = [&] {
     arguments.table.clear();
     arguments.number_of_groups = 0;

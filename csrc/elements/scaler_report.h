@@ -18,11 +18,11 @@ struct ScalerSummary {
   int64_t updates = 0;
   int64_t skips = 0;  // updates with an overflow
   int64_t consecutive_skips = 0;
-  int64_t settled_after = -1;     // updates before the first clean one; -1: there was none yet
-  int64_t nonfinite_slot = -1;    // whose gradient was the last bad one
-  int64_t nonfinite_number = -1;  // its number among the optimizer's
-  int64_t nonfinite_update = 0;   // the update that reported it
-  double scale = 0.0;             // after the update
+  int64_t settled_after = -1;    // updates before the first clean one; -1: there was none yet
+  int64_t nonfinite_slot = -1;   // whose gradient was the last bad one
+  int64_t nonfinite_index = -1;  // its index among the optimizer's
+  int64_t nonfinite_update = 0;  // the update that reported it
+  double scale = 0.0;            // after the update
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
   double settled_scale = 0.0;
@@ -62,7 +62,7 @@ AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerRepo
   if (flag.first_nonfinite == nullptr) return;
   if (found && *flag.first_nonfinite != kNoTensor) {
     report.nonfinite_slot = flag.slot;
-    report.nonfinite_number = *flag.first_nonfinite;
+    report.nonfinite_index = *flag.first_nonfinite;
     report.nonfinite_update = report.updates + 1;
   }
   *flag.first_nonfinite = kNoTensor;

@@ -87,12 +87,12 @@ at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& 
   return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
 }
 
-// Where the parameter of this number among those of all groups stands.
-std::string place_in(const std::vector<size_t>& group_sizes, int64_t number) {
+// Where the parameter at this index among those of all groups stands.
+std::string place_in(const std::vector<size_t>& group_sizes, int64_t index) {
   for (size_t group = 0; group < group_sizes.size(); ++group) {
     const auto size = static_cast<int64_t>(group_sizes[group]);
-    if (number < size) return c10::str("group ", group, ", param ", number);
-    number -= size;
+    if (index < size) return c10::str("group ", group, ", param ", index);
+    index -= size;
   }
   return {};
 }
@@ -108,10 +108,10 @@ std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
 std::vector<std::pair<at::Device, TensorList>> gradients_of(const Optimizer& optimizer,
                                                             bool allow_fp16) {
   std::vector<at::Tensor> grads;
-  for_each_param(optimizer, [&](const at::Tensor& param, int64_t number) {
+  for_each_param(optimizer, [&](const at::Tensor& param, int64_t index) {
     const at::Tensor& grad = param.grad();
     TORCH_CHECK(!grad.defined() || !grad.is_complex(), "GradScaler: the gradient of ",
-                place_in(group_sizes_of(optimizer), number),
+                place_in(group_sizes_of(optimizer), index),
                 " must be real, got a complex one: keep its parameter out of the optimizers that "
                 "the scaler steps");
     TORCH_CHECK(!grad.defined() || grad.scalar_type() != at::kHalf || allow_fp16,
@@ -360,9 +360,9 @@ struct GradScaler::State {
     const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
     for (const Iteration& other : iterations) {
       if (&other == &iteration || !other.unscaled.has_value()) continue;
-      const auto number = other.unscaled->first_unscaled(grads);
-      TORCH_CHECK(!number.has_value(), "GradScaler.", operation, ": the gradient of ",
-                  place_in(group_sizes_of(*iteration.optimizer), *number),
+      const auto index = other.unscaled->first_unscaled(grads);
+      TORCH_CHECK(!index.has_value(), "GradScaler.", operation, ": the gradient of ",
+                  place_in(group_sizes_of(*iteration.optimizer), *index),
                   " must carry the scale, got one that was unscaled with another optimizer, which "
                   "has this parameter too: give each parameter to one optimizer");
     }
@@ -387,7 +387,7 @@ struct GradScaler::State {
   std::string name_of_nonfinite(const ScalerSummary& report) const {
     for (const Record& record : records) {
       if (record.slot != report.nonfinite_slot) continue;
-      return place_in(record.group_sizes, report.nonfinite_number);
+      return place_in(record.group_sizes, report.nonfinite_index);
     }
     return {};
   }

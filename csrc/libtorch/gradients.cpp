@@ -18,7 +18,7 @@ namespace {
 struct OnDevice {
   at::Device device;
   TensorList tensors;
-  std::vector<size_t> numbers;
+  std::vector<size_t> indices;
 };
 
 std::vector<OnDevice> by_device(const TensorList& tensors) {
@@ -29,7 +29,7 @@ std::vector<OnDevice> by_device(const TensorList& tensors) {
                               [&](const OnDevice& entry) { return entry.device == device; });
     if (found == devices.end()) found = devices.insert(found, {device, {}, {}});
     found->tensors.push_back(tensors[i]);
-    found->numbers.push_back(i);
+    found->indices.push_back(i);
   }
   return devices;
 }
@@ -51,8 +51,8 @@ NonfiniteCounts counted(const std::vector<std::pair<std::string, at::Tensor>>& t
   }
   for (const OnDevice& entry : by_device(looked_at)) {
     const at::Tensor found = count_nonfinite(entry.tensors).cpu();
-    for (size_t i = 0; i < entry.numbers.size(); ++i) {
-      counts[entry.numbers[i]].second = found.const_data_ptr<int64_t>()[i];
+    for (size_t i = 0; i < entry.indices.size(); ++i) {
+      counts[entry.indices[i]].second = found.const_data_ptr<int64_t>()[i];
     }
   }
   NonfiniteCounts bad;

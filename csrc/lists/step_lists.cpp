@@ -57,14 +57,14 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
     if (lists.exponents.has_value() && (*lists.exponents)[i].numel() > 0) {
       state.exponents = (*lists.exponents)[i];
     }
-    const int64_t number = plan.add_param(0, static_cast<int64_t>(i), nullptr);
-    plan.take_param(number, params[i], lists.grads[i]);
-    plan.set_state(number, std::move(state));
+    const int64_t index = plan.add_param(0, static_cast<int64_t>(i), nullptr);
+    plan.take_param(index, params[i], lists.grads[i]);
+    plan.set_state(index, std::move(state));
     if (lists.first_elements.has_value()) {
       const int64_t first_element = (*lists.first_elements)[i];
       TORCH_CHECK(first_element >= 0, operation, ": first_elements[", i,
                   "] must be at least 0, got ", first_element);
-      plan.set_first_element(number, first_element);
+      plan.set_first_element(index, first_element);
     }
   }
   plan.read_grads();

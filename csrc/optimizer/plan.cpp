@@ -54,37 +54,37 @@ int64_t Plan::add_param(int64_t group, int64_t index_in_group, const void* objec
 
 int64_t Plan::add_sharded_param(int64_t group, int64_t index_in_group, const void* object,
                                 int64_t partition) {
-  const int64_t number = add_param(group, index_in_group, object);
-  rows_[number].is_sharded = true;
-  rows_[number].partition = partition;
-  return number;
+  const int64_t index = add_param(group, index_in_group, object);
+  rows_[index].is_sharded = true;
+  rows_[index].partition = partition;
+  return index;
 }
 
-void Plan::take_param(int64_t number, const at::Tensor& param) {
-  Row& row = rows_.at(number);
+void Plan::take_param(int64_t index, const at::Tensor& param) {
+  Row& row = rows_.at(index);
   auto& place = row.is_sharded ? row.shard_of : row.current_param;
   place = c10::MaybeOwned<at::Tensor>::borrowed(param);
 }
 
-void Plan::take_param(int64_t number, const at::Tensor& param, at::Tensor explicit_grad) {
-  take_param(number, param);
-  rows_.at(number).explicit_grad = std::move(explicit_grad);
+void Plan::take_param(int64_t index, const at::Tensor& param, at::Tensor explicit_grad) {
+  take_param(index, param);
+  rows_.at(index).explicit_grad = std::move(explicit_grad);
 }
 
-void Plan::set_shard(int64_t number, at::Tensor param, at::Tensor grad) {
-  Row& row = rows_.at(number);
+void Plan::set_shard(int64_t index, at::Tensor param, at::Tensor grad) {
+  Row& row = rows_.at(index);
   row.current_param = c10::MaybeOwned<at::Tensor>::owned(std::move(param));
   row.explicit_grad = std::move(grad);
 }
 
-void Plan::set_first_element(int64_t number, int64_t first_element) {
-  Row& row = rows_.at(number);
+void Plan::set_first_element(int64_t index, int64_t first_element) {
+  Row& row = rows_.at(index);
   row.first_element = first_element;
   row.record.first_element = first_element;
 }
 
-void Plan::set_state(int64_t number, ParamState state) {
-  Row& row = rows_.at(number);
+void Plan::set_state(int64_t index, ParamState state) {
+  Row& row = rows_.at(index);
   row.number_of_buffers = static_cast<int>(state.buffers.size());
   TORCH_CHECK(row.number_of_buffers <= kMaxBuffers, checks_.operation, ": ",
               checks_.name_of(row, kParam), " must have up to ", kMaxBuffers, " buffers, got ",
@@ -200,8 +200,8 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<Look> looks;
-  for (size_t number = 0; number < rows_.size(); ++number) {
-    Row& row = rows_[number];
+  for (size_t index = 0; index < rows_.size(); ++index) {
+    Row& row = rows_[index];
     if (!row.has_grad()) {
       row.seen_grad.reset();
       continue;
@@ -215,7 +215,7 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
       row.staged.push_back({row.grad(), dense, false});  // keeps it alive
     }
     look.records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
-                                           static_cast<int64_t>(number)));
+                                           static_cast<int64_t>(index)));
   }
   for (Look& look : looks) {
     const LookResult& result = look.result;

@@ -38,7 +38,7 @@ struct AMP_EXT_API StepProgress {
 // What a look found on one device, in the parameters of one partition.
 struct LookResult {
   at::Tensor found_inf;        // one float32
-  at::Tensor first_nonfinite;  // one int64, the number of the first parameter, or kNoTensor
+  at::Tensor first_nonfinite;  // one int64, the index of the first parameter, or kNoTensor
   at::Tensor sum_of_squares;   // one float64, or undefined if none was wanted
   int64_t partition = 0;
 };
@@ -71,8 +71,8 @@ class AMP_EXT_API Plan {
   Plan(std::string operation, std::vector<std::string> buffer_names,
        Naming naming = Naming::kGroups);
 
-  // Adds parameter number `index_in_group` of a group. `object` is what its owner knows it by.
-  // Returns its number in the plan.
+  // Adds parameter `index_in_group` of a group. `object` is what its owner knows it by.
+  // Returns its index in the plan.
   int64_t add_param(int64_t group, int64_t index_in_group, const void* object);
 
   // Adds a parameter that other ranks have parts of, with the number of its partition, 0 if every
@@ -81,26 +81,26 @@ class AMP_EXT_API Plan {
                             int64_t partition);
 
   int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
-  // Whether that is the parameter of this number, and in this group.
-  bool is_param(int64_t number, int64_t group, const void* object) const {
-    return number < number_of_params() && rows_[number].object == object &&
-           rows_[number].group == group;
+  // Whether that is the parameter at this index, and in this group.
+  bool is_param(int64_t index, int64_t group, const void* object) const {
+    return index < number_of_params() && rows_[index].object == object &&
+           rows_[index].group == group;
   }
 
   // Hands over the tensor that a parameter is now: before the operations, until `let_go`; the
   // caller keeps it alive. Its gradient is `param.grad()`, or the one that is given.
-  void take_param(int64_t number, const at::Tensor& param);
-  void take_param(int64_t number, const at::Tensor& param, at::Tensor explicit_grad);
+  void take_param(int64_t index, const at::Tensor& param);
+  void take_param(int64_t index, const at::Tensor& param, at::Tensor explicit_grad);
 
   // Hands over this rank's part of a parameter and of its gradient, which may be undefined, too.
-  void set_shard(int64_t number, at::Tensor param, at::Tensor grad);
+  void set_shard(int64_t index, at::Tensor param, at::Tensor grad);
 
   // Says where the first element of a parameter stands in the whole of which it is a part: 0 unless
   // it is told. What is dithered depends on it.
-  void set_first_element(int64_t number, int64_t first_element);
+  void set_first_element(int64_t index, int64_t first_element);
 
   // Hands over the state of a parameter, which later steps update in place.
-  void set_state(int64_t number, ParamState state);
+  void set_state(int64_t index, ParamState state);
 
   // What a plan of the same parameters has left, and what this one leaves to the next.
   void set_rounded_params(const RoundedParams& rounded);

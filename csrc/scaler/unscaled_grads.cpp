@@ -26,11 +26,11 @@ void UnscaledGrads::note_scale(const std::vector<ParamGrad>& params, bool has_st
 template <typename Predicate>
 std::optional<int64_t> UnscaledGrads::first(const std::vector<ParamGrad>& params,
                                             const Predicate& predicate) const {
-  for (size_t number = 0; number < params.size(); ++number) {
-    if (!params[number].grad.defined()) continue;
-    const auto found = entries_.find(params[number].param);
+  for (size_t index = 0; index < params.size(); ++index) {
+    if (!params[index].grad.defined()) continue;
+    const auto found = entries_.find(params[index].param);
     const Entry* const entry = found == entries_.end() ? nullptr : &found->second;
-    if (predicate(entry, params[number])) return static_cast<int64_t>(number);
+    if (predicate(entry, params[index])) return static_cast<int64_t>(index);
   }
   return {};
 }

@@ -22,7 +22,7 @@ struct ParamGrad {
   int64_t version = 0;
 };
 
-// The gradients of an optimizer since they were unscaled. Questions are answered by the number of
+// The gradients of an optimizer since they were unscaled. Questions are answered by the index of
 // the first parameter of which they are true.
 class AMP_EXT_API UnscaledGrads {
  public:

@@ -403,7 +403,7 @@ def test_the_numbers_of_first_bad_gradients_are_reset(device):
     assert update_by_hand(monitor, [1, 1, 0], device, **options) == 2
     assert [first.item() for first in firsts] == [ops.NO_TENSOR] * 3
     report = monitor.read()
-    assert (report.nonfinite_slot, report.nonfinite_number) == (slots[0], 7)
+    assert (report.nonfinite_slot, report.nonfinite_index) == (slots[0], 7)
     assert [monitor.read_optimizer(slot).last_was_skipped for slot in slots] == [True, True, False]
 
 
