@@ -43,9 +43,6 @@ class LossScaleHyperparameters:
     dynamic: bool
     def __init__(self, **fields: float) -> None: ...
 
-class StepScratch:
-    def __init__(self) -> None: ...
-
 class GradientOptions:
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -53,32 +50,13 @@ class GradientOptions:
     sum_of_squares: Tensor | None
     grad_norm: Tensor | None
     skip_nonfinite: bool
-    scratch: StepScratch | None
-    def __init__(self, **fields: Tensor | float | StepScratch | None) -> None: ...
+    def __init__(self, **fields: Tensor | float | None) -> None: ...
 
 class LookResult:
     found_inf: Tensor
     first_nonfinite: Tensor
     sum_of_squares: Tensor | None
     partition: int
-
-class OptimizerType:
-    SGD: OptimizerType
-    MOMENTUM: OptimizerType
-    ADAM: OptimizerType
-
-class UpdateOptions:
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    timestep: float
-    clip_value: float | None
-    max_grad_norm: float | None
-    grad_norm: Tensor | None
-    scratch: StepScratch | None
-    def __init__(self, **fields: float | Tensor | StepScratch | None) -> None: ...
 
 class ScalerSummary:
     updates: int
@@ -195,17 +173,9 @@ def update_scale_(
     hysteresis_tracker: Tensor | None,
     monitor: ScalerMonitor | None,
 ) -> None: ...
-def adam_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
-def lion_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
-def sgd_(**arguments: Sequence[Tensor] | Tensor | float | None) -> None: ...
-def optimizer_update_(
-    type: OptimizerType,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    buffers: Sequence[Sequence[Tensor] | None],
-    master_params: Sequence[Tensor] | None,
-    options: UpdateOptions,
-) -> None: ...
+def adam_(**arguments: Sequence[Tensor | str] | Tensor | float | str | None) -> None: ...
+def lion_(**arguments: Sequence[Tensor | str] | Tensor | float | str | None) -> None: ...
+def sgd_(**arguments: Sequence[Tensor | str] | Tensor | float | str | None) -> None: ...
 def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None: ...
 def configured_options() -> list[str]: ...
 def places_by_name(own: Sequence[str], saved: Sequence[str]) -> list[int]: ...

@@ -36,6 +36,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "float | None": {"": float | None},
     "float": {"": float},
     "int": {"": int},
+    "int | None": {"": int | None},
     "bool": {"": bool},
     "None": {"": None},
 }

@@ -18,6 +18,7 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 * ``params``: Parameters of any shapes. Updated in place.
 * ``grads``: Gradients of the parameters' shapes, only read but for ``write_back_grads``.
 * ``steps``: Steps taken so far, one float32 each. Incremented; from 2^24 on to the next float32.
+* ``timestep``: Number of this step, from 1, of a caller who counts: in place of ``steps``.
 * ``master_params``: float32 masters of 16-bit parameters, or None. Updated in place; the parameter
   becomes the rounded master. Where a master does not round to its parameter before the step, it
   becomes the parameter first. Instead, the lower parts of split masters (:func:`split_master`),
@@ -41,7 +42,7 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 * ``dither``: Rounds what would freeze otherwise in the right proportion of steps up and down: in 16
   or 8 bits, parameters without a master, second moments, small and large ratios to them, momenta in
   8 bits, and first moments of a decay of 0.99 and more.
-  Asks for ``steps``, on whose number the rounding depends.
+  Asks for ``steps`` or a ``timestep``, on whose number the rounding depends.
 * ``first_elements``: Where the first element of each parameter stands in the whole of which it is a
   part, for the dither to be that of the whole; None: each is the whole.
 * ``exponents``: For moments in 8 bits that have groups (:func:`encode_groups`), uint8, one for
@@ -67,6 +68,7 @@ from torch import Tensor
 
 from amp_ext.binary import load_binary
 from amp_ext.compiled_ops import OPERATORS, named_arguments, operation
+from amp_ext.plain_numbers import timestep_of
 
 if TYPE_CHECKING:
     from amp_ext import _C as _C
@@ -135,7 +137,11 @@ def step_operation(function: Function) -> Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         function(*args, **kwargs)
-        getattr(_C, function.__name__)(**by_name(*args, **kwargs))
+        arguments = by_name(*args, **kwargs)
+        timestep = arguments.pop("timestep")
+        if timestep is not None:
+            arguments["timestep"] = timestep_of(function.__name__, timestep)
+        getattr(_C, function.__name__)(**arguments)
 
     return operation(writes=(*lists, "grad_norm"), without=("exponents",))(run)  # type: ignore[return-value]
 
@@ -448,7 +454,7 @@ def adam_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    steps: Sequence[Tensor] | None = None,
     *,
     max_exp_avg_sqs: Sequence[Tensor] | None = None,
     master_params: Sequence[Tensor] | None = None,
@@ -469,6 +475,7 @@ def adam_(
     skip_nonfinite: bool = False,
     denominator_floor: float = 0.0,
     dither: bool = False,
+    timestep: int | None = None,
     first_elements: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
 ) -> None:
@@ -478,6 +485,7 @@ def adam_(
         params: As all that are not listed here, an option of a step; see the module.
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
+        steps: Given, unless there is a ``timestep``.
         max_exp_avg_sqs: Largest second moments so far; given, this is AMSGrad.
         beta1: Decay of the first moments, per step.
         beta2: Decay of the second moments, per step.
@@ -517,6 +525,7 @@ def lion_(
     write_back_grads: bool = False,
     skip_nonfinite: bool = False,
     dither: bool = False,
+    timestep: int | None = None,
     first_elements: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
 ) -> None:
@@ -561,6 +570,7 @@ def sgd_(
     write_back_grads: bool = False,
     skip_nonfinite: bool = False,
     dither: bool = False,
+    timestep: int | None = None,
     first_elements: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
 ) -> None:
@@ -570,7 +580,8 @@ def sgd_(
         params: As all that are not listed here, an option of a step; see the module.
         momentum_buffers: Running sums of gradients, zeros at first. Given if and only if
             ``momentum`` is not 0.
-        steps: Needed with ``dampening`` only, which the first step does not apply.
+        steps: Needed with ``dampening`` only, which the first step does not apply, unless there is
+            a ``timestep``.
         momentum: Decay of the momentum buffer, per step.
         dampening: Share of the gradient that is kept out of the momentum buffer.
         nesterov: Looks ahead along the momentum.

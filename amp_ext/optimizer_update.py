@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.plain_numbers import is_count, plain
+from amp_ext.plain_numbers import timestep_of
 
 __all__ = ["OptimizerType", "OptimizerWorkspace", "optimizer_update_"]
 
@@ -24,7 +25,7 @@ class OptimizerType(enum.Enum):
 
 
 class OptimizerWorkspace:
-    """Device memory that updates need beside the tensors, to be kept from one to the next.
+    """Memory for the norm of the gradients, to be kept from one update to the next.
 
     Updates that may run at the same time, on two streams or threads, need one each.
 
@@ -36,7 +37,6 @@ class OptimizerWorkspace:
     def __init__(self) -> None:
         """Holds nothing yet; memory is taken at the first update."""
         self.grad_norm: Tensor | None = None
-        self._scratch = ops._C.StepScratch()
 
     def _grad_norm_on(self, device: torch.device) -> Tensor:
         """Returns the norm's memory, which becomes ``grad_norm`` when an update has written it."""
@@ -113,11 +113,7 @@ def optimizer_update_(
             "optimizer_update_: optimizer_type must be an OptimizerType, got "
             f"{type(optimizer_type).__name__}"
         )
-    timestep = plain(timestep)
-    if not is_count(timestep):
-        raise RuntimeError(
-            f"optimizer_update_: timestep must be an int of at least 1, got {timestep}"
-        )
+    timestep = timestep_of("optimizer_update_", timestep)
     buffers = {"velocities": velocities, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     needed = _BUFFERS_OF[optimizer_type]
     for name, tensors in buffers.items():
@@ -131,27 +127,27 @@ def optimizer_update_(
     grad_norm = None
     if max_grad_norm is not None and len(params) > 0:
         grad_norm = workspace._grad_norm_on(params[0].device)
-    binary = ops._C
-    options = binary.UpdateOptions(
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        timestep=timestep,
-        clip_value=clip_value,
-        max_grad_norm=max_grad_norm,
-        grad_norm=grad_norm,
-        scratch=workspace._scratch,
-    )
-    binary.optimizer_update_(
-        getattr(binary.OptimizerType, optimizer_type.name),
-        params,
-        grads,
-        [buffers[name] for name in needed],
-        master_params,
-        options,
-    )
+    common: dict[str, Any] = {
+        "params": params,
+        "grads": grads,
+        "master_params": master_params,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "decoupled_weight_decay": True,
+        "clip_value": clip_value,
+        "max_grad_norm": max_grad_norm,
+        "grad_norm": grad_norm,
+        "skip_nonfinite": True,
+        "operation": "optimizer_update_",
+        "buffers": needed,
+        **{name: buffers[name] for name in needed},
+    }
+    if optimizer_type is OptimizerType.ADAM:
+        moments = {"beta1": beta1, "beta2": beta2, "eps": eps, "denominator_floor": 1e-12}
+        ops._C.adam_(**common, **moments, timestep=timestep)
+    else:
+        momentum = beta1 if optimizer_type is OptimizerType.MOMENTUM else 0.0
+        ops._C.sgd_(**common, momentum=momentum)
     if grad_norm is not None:
         workspace.grad_norm = grad_norm
 

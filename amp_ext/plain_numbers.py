@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["is_count", "is_number", "plain", "with_plain_numbers"]
+__all__ = ["is_count", "is_number", "plain", "timestep_of", "with_plain_numbers"]
 
 
 def plain(value: Any) -> Any:
@@ -41,3 +41,15 @@ def is_number(value: Any) -> bool:
 def is_count(value: Any) -> bool:
     """Returns whether a value, as :func:`plain` returns it, is an int of 1 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def timestep_of(operation: str, value: Any) -> int:
+    """Returns the number of a step, from 1, that an operation was given.
+
+    Raises:
+        RuntimeError: If it is no such number.
+    """
+    timestep = plain(value)
+    if not is_count(timestep):
+        raise RuntimeError(f"{operation}: timestep must be an int of at least 1, got {timestep}")
+    return timestep

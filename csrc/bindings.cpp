@@ -182,7 +182,7 @@ const char* name_of(BufferRole role) {
 
 // Throws if a number is NaN, which would leave nothing but NaN, or the limit is none.
 template <typename Hyperparameters>
-void check_numbers(const char* operation, const Group<Hyperparameters>& options) {
+void check_numbers(const std::string& operation, const Group<Hyperparameters>& options) {
   const auto check = [&](const char* name, double value) {
     TORCH_CHECK(!std::isnan(value), operation, ": ", name, " must be a number, got nan");
   };
@@ -242,21 +242,31 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
 
 // Takes a list out of `arguments`; None where it is not there.
 template <typename List>
-List take(py::kwargs& arguments, const char* operation, const std::string& name,
+List take(py::kwargs& arguments, const std::string& operation, const std::string& name,
           const char* wanted = "a list of tensors") {
   const py::object list = arguments.attr("pop")(name, py::none());
   try {
     return py::cast<List>(list);
   } catch (const py::cast_error&) {
     const std::string type = py::str(py::type::of(list).attr("__name__"));
-    throw py::type_error(std::string(operation) + ": " + name + " must be " + wanted + ", got " +
-                         type);
+    throw py::type_error(operation + ": " + name + " must be " + wanted + ", got " + type);
   }
 }
 
+// Takes what a call of another name calls itself and the lists of buffers that it gives.
+template <typename Hyperparameters>
+StepNames take_names(py::kwargs& arguments) {
+  StepNames names = names_of<Hyperparameters>();
+  if (arguments.contains("operation")) {
+    names.operation = py::cast<std::string>(arguments.attr("pop")("operation"));
+    names.buffers = py::cast<std::vector<std::string>>(arguments.attr("pop")("buffers"));
+  }
+  return names;
+}
+
 // Takes the lists of a step out of `arguments`.
-StepLists take_lists(py::kwargs& arguments, const char* operation,
-                     const std::vector<std::string>& buffers) {
+StepLists take_lists(py::kwargs& arguments, const StepNames& names) {
+  const std::string& operation = names.operation;
   StepLists lists{take<TensorList>(arguments, operation, "params"),
                   take<TensorList>(arguments, operation, "grads"),
                   {},
@@ -265,7 +275,7 @@ StepLists take_lists(py::kwargs& arguments, const char* operation,
                   take<std::optional<std::vector<int64_t>>>(arguments, operation, "first_elements",
                                                             "a list of numbers"),
                   take<OptionalTensorList>(arguments, operation, "exponents")};
-  for (const std::string& name : buffers) {
+  for (const std::string& name : names.buffers) {
     lists.buffers.push_back(take<OptionalTensorList>(arguments, operation, name));
   }
   return lists;
@@ -294,26 +304,27 @@ void define_optimizer(py::module_& module, py::class_<Plan>& plan_class,
       [](Plan& plan, const std::vector<Group<Hyperparameters>>& groups, OptionalTensor grad_scale,
          OptionalTensor found_inf, std::optional<double> max_grad_norm,
          OptionalTensor sum_of_squares, OptionalTensor grad_norm, bool skip_nonfinite) {
-        const GradientOptions options{
-            std::move(grad_scale), std::move(found_inf), max_grad_norm, std::move(sum_of_squares),
-            std::move(grad_norm),  skip_nonfinite,       nullptr};
+        const GradientOptions options{std::move(grad_scale), std::move(found_inf),
+                                      max_grad_norm,         std::move(sum_of_squares),
+                                      std::move(grad_norm),  skip_nonfinite};
         const py::gil_scoped_release release;
         plan.step(groups, options);
       },
       py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_grad_norm"),
       py::arg("sum_of_squares"), py::arg("grad_norm"), py::arg("skip_nonfinite"));
-  module.def(Hyperparameters::kOperation, [fields = hyperparameters.fields,
-                                           gradient_fields = gradient_options_class.fields](
-                                              py::kwargs arguments) {
-    const StepLists lists =
-        take_lists(arguments, Hyperparameters::kOperation, list_names<Hyperparameters>());
-    const GradientOptions gradient_options = take_gradient_options(*gradient_fields, arguments);
-    Group<Hyperparameters> options;
-    set_fields(*fields, options, arguments);
-    check_numbers(Hyperparameters::kOperation, options);
-    const py::gil_scoped_release release;
-    step_(lists, options, gradient_options);
-  });
+  module.def(Hyperparameters::kOperation,
+             [fields = hyperparameters.fields,
+              gradient_fields = gradient_options_class.fields](py::kwargs arguments) {
+               const StepNames names = take_names<Hyperparameters>(arguments);
+               const StepLists lists = take_lists(arguments, names);
+               const GradientOptions gradient_options =
+                   take_gradient_options(*gradient_fields, arguments);
+               Group<Hyperparameters> options;
+               set_fields(*fields, options, arguments);
+               check_numbers(names.operation, options);
+               const py::gil_scoped_release release;
+               step_(lists, options, gradient_options, names);
+             });
 }
 
 }  // namespace
@@ -330,8 +341,6 @@ PYBIND11_MODULE(_C, module) {
   define_field(loss_scale, "hysteresis", &LossScaleHyperparameters::hysteresis);
   define_field(loss_scale, "dynamic", &LossScaleHyperparameters::dynamic);
 
-  py::class_<StepScratch, std::shared_ptr<StepScratch>>(module, "StepScratch").def(py::init<>());
-
   auto gradients = options_class<GradientOptions>(module, "GradientOptions");
   define_field(gradients, "grad_scale", &GradientOptions::grad_scale);
   define_field(gradients, "found_inf", &GradientOptions::found_inf);
@@ -339,7 +348,6 @@ PYBIND11_MODULE(_C, module) {
   define_field(gradients, "sum_of_squares", &GradientOptions::sum_of_squares);
   define_field(gradients, "grad_norm", &GradientOptions::grad_norm);
   define_field(gradients, "skip_nonfinite", &GradientOptions::skip_nonfinite);
-  define_field(gradients, "scratch", &GradientOptions::scratch);
 
   py::class_<LookResult>(module, "LookResult")
       .def_readonly("found_inf", &LookResult::found_inf)
@@ -485,37 +493,6 @@ PYBIND11_MODULE(_C, module) {
              py::arg("slots"), py::arg("hyperparameters"), py::arg("hysteresis_tracker"),
              py::arg("monitor"));
   module.attr("NO_TENSOR") = kNoTensor;
-  py::enum_<OptimizerType>(module, "OptimizerType")
-      .value("SGD", OptimizerType::kSgd)
-      .value("MOMENTUM", OptimizerType::kMomentum)
-      .value("ADAM", OptimizerType::kAdam);
-  auto update_options = options_class<UpdateOptions>(module, "UpdateOptions");
-  define_lr(update_options);
-  define_field(update_options, "beta1", &UpdateOptions::beta1);
-  define_field(update_options, "beta2", &UpdateOptions::beta2);
-  define_field(update_options, "eps", &UpdateOptions::eps);
-  define_field(update_options, "weight_decay", &UpdateOptions::weight_decay);
-  define_field(update_options, "timestep", &UpdateOptions::timestep);
-  define_field(update_options, "clip_value", &UpdateOptions::clip_value);
-  define_field(update_options, "max_grad_norm", &UpdateOptions::max_grad_norm);
-  define_field(update_options, "grad_norm", &UpdateOptions::grad_norm);
-  define_field(update_options, "scratch", &UpdateOptions::scratch);
-  module.def(
-      "optimizer_update_",
-      [](OptimizerType type, TensorList params, TensorList grads,
-         std::vector<OptionalTensorList> buffers, OptionalTensorList master_params,
-         const UpdateOptions& options) {
-        optimizer_update_(type,
-                          {std::move(params),
-                           std::move(grads),
-                           std::move(buffers),
-                           {},
-                           std::move(master_params),
-                           {}},
-                          options);
-      },
-      release_gil(), py::arg("type"), py::arg("params"), py::arg("grads"), py::arg("buffers"),
-      py::arg("master_params"), py::arg("options"));
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
   module.def("split_master", &split_master, release_gil(), py::arg("param"), py::arg("master"),

@@ -1,7 +1,9 @@
 // One step of an optimizer over lists of tensors: a plan that lives for this step only.
 #include <amp_ext/ops.h>
 
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "optimizer/plan.h"
@@ -9,12 +11,10 @@
 
 namespace amp_ext {
 
-namespace {
-
-// `list_names` are those of the buffers.
 template <typename Hyperparameters>
-void run(const char* operation, const StepLists& lists, std::vector<std::string> list_names,
-         const Group<Hyperparameters>& options, const GradientOptions& gradient_options) {
+void step_(const StepLists& lists, const Group<Hyperparameters>& options,
+           const GradientOptions& gradient_options, const StepNames& names) {
+  const std::string& operation = names.operation;
   const TensorList& params = lists.params;
   const auto check = [&](const std::string& name, const OptionalTensorList& list) {
     if (list.has_value()) check_length(operation, name, *list, params);
@@ -22,7 +22,7 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
   check_length(operation, "grads", lists.grads, params);
   std::vector<const TensorList*> buffers;
   for (size_t i = 0; i < lists.buffers.size(); ++i) {
-    check(list_names.at(i), lists.buffers[i]);
+    check(names.buffers.at(i), lists.buffers[i]);
     if (lists.buffers[i].has_value()) buffers.push_back(&*lists.buffers[i]);
   }
   check("steps", lists.steps);
@@ -31,8 +31,10 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
   TORCH_CHECK(!lists.first_elements.has_value() || lists.first_elements->size() == params.size(),
               operation, ": first_elements must have ", params.size(), " elements, as params, got ",
               lists.first_elements->size());
-  TORCH_CHECK(!buffers.empty() || !options.needs_buffers(), operation, ": ", list_names.at(0),
+  TORCH_CHECK(!buffers.empty() || !options.needs_buffers(), operation, ": ", names.buffers.at(0),
               " must be given, got None");
+  TORCH_CHECK(!lists.steps.has_value() || options.timestep == 0.0, operation,
+              ": steps must be None beside a timestep, got ", lists.steps->size(), " tensors");
   TORCH_CHECK(lists.steps.has_value() || options.timestep >= 1.0 || options.why_step() == nullptr,
               operation, ": steps must be given ", options.why_step(), ", got None");
   if (params.empty()) return;
@@ -44,7 +46,7 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
   if (gradient_options.grad_norm.has_value()) {
     check_number(operation, "grad_norm", *gradient_options.grad_norm, at::kFloat, device);
   }
-  Plan plan(operation, std::move(list_names), Naming::kLists);
+  Plan plan(operation, names.buffers, Naming::kLists);
   for (size_t i = 0; i < params.size(); ++i) {
     check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
     check_is_plain(operation, c10::str("grads[", i, "]"), lists.grads[i]);
@@ -78,48 +80,10 @@ void run(const char* operation, const StepLists& lists, std::vector<std::string>
   }
 }
 
-}  // namespace
-
-template <typename Hyperparameters>
-void step_(const StepLists& lists, const Group<Hyperparameters>& options,
-           const GradientOptions& gradient_options) {
-  run(Hyperparameters::kOperation, lists, list_names<Hyperparameters>(), options, gradient_options);
-}
-
 #define AMP_EXT_INSTANTIATE(Functor)                                            \
   template void step_(const StepLists&, const Group<Functor##Hyperparameters>&, \
-                      const GradientOptions&);
+                      const GradientOptions&, const StepNames&);
 AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_INSTANTIATE)
 #undef AMP_EXT_INSTANTIATE
-
-void optimizer_update_(OptimizerType type, const StepLists& lists, const UpdateOptions& options) {
-  const char* const operation = "optimizer_update_";
-  GradientOptions gradient_options;
-  gradient_options.max_grad_norm = options.max_grad_norm;
-  gradient_options.grad_norm = options.grad_norm;
-  gradient_options.skip_nonfinite = true;
-  gradient_options.scratch = options.scratch;
-  const auto with_common = [&](auto group) {
-    group.lr = options.lr;
-    group.lr_tensor = options.lr_tensor;
-    group.weight_decay = options.weight_decay;
-    group.decoupled_weight_decay = true;
-    group.clip_value = options.clip_value.value_or(group.clip_value);
-    return group;
-  };
-  if (type == OptimizerType::kAdam) {
-    auto adam = with_common(Group<AdamHyperparameters>());
-    adam.beta1 = options.beta1;
-    adam.beta2 = options.beta2;
-    adam.eps = options.eps;
-    adam.denominator_floor = 1e-12;
-    adam.timestep = options.timestep;
-    run(operation, lists, {"exp_avgs", "exp_avg_sqs"}, adam, gradient_options);
-  } else {
-    auto sgd = with_common(Group<SgdHyperparameters>());
-    sgd.momentum = type == OptimizerType::kMomentum ? options.beta1 : 0.0;
-    run(operation, lists, {"velocities"}, sgd, gradient_options);
-  }
-}
 
 }  // namespace amp_ext

@@ -173,7 +173,7 @@ std::vector<LookResult> Plan::check_finite(const at::Tensor& found_inf,
                                            bool skip_nonfinite) {
   const at::NoGradGuard no_grad;
   looks_.clear();  // should this one fail, no step takes the last for it
-  looks_ = look(found_inf, grad_scale, sum_squares, skip_nonfinite, scratch_);
+  looks_ = look(found_inf, grad_scale, sum_squares, skip_nonfinite);
   std::vector<LookResult> results;
   for (Look& look : looks_) {
     look.result.first_nonfinite = first_nonfinite_on(look.result.found_inf.device());
@@ -196,7 +196,7 @@ at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
 
 std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
                                    const OptionalTensor& grad_scale, bool sum_squares,
-                                   bool skip_nonfinite, StepScratch& scratch) {
+                                   bool skip_nonfinite) {
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<Look> looks;
@@ -232,7 +232,7 @@ std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
         first_nonfinite,
         sum_squares ? result.sum_of_squares.mutable_data_ptr<double>() : nullptr,
         skip_nonfinite};
-    engine_of(device).look(device, launch, scratch);
+    engine_of(device).look(device, launch, scratch_);
   }
   for (Row& row : rows_) row.staged.clear();
   return looks;
@@ -280,16 +280,15 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
   StepProgress& progress = *progress_;
   progress = {};
   check_step(table, options);
-  StepScratch& scratch = options.scratch != nullptr ? *options.scratch : scratch_;
   bool looks_are_new = false;
-  const std::vector<Look> looks = looks_for_step(options, scratch, looks_are_new);
+  const std::vector<Look> looks = looks_for_step(options, looks_are_new);
   std::vector<Batch> all = batches();
   for (Batch& batch : all) {
     batch.inputs = inputs_on(batch.device, options, looks, looks_are_new);
     batch.is_skipped = host_knows_of_skip(batch.device, batch.inputs.pointers);
     if (batch.is_skipped) continue;
     batch.lrs = lrs_on(batch.device, table);
-    scratch.make_room(batch.device);
+    scratch_.make_room(batch.device);
     make_room(batch, table);
     progress.params += static_cast<int64_t>(batch.rows.size());
   }
@@ -301,7 +300,7 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
   try {
     for (const Batch& batch : all) {
       if (!batch.is_skipped) {
-        step_batch(batch, table, scratch);
+        step_batch(batch, table);
       } else if (batch.inputs.grad_norm != nullptr) {
         *batch.inputs.grad_norm = GradientFactor::read(batch.inputs.pointers).grad_norm;
       }
@@ -339,15 +338,14 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
 }
 
 // The looks that belong to a step, at the gradients as they are: of check_finite, or new ones.
-std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, StepScratch& scratch,
-                                             bool& is_new) {
+std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, bool& is_new) {
   const bool is_stale = !looks_.empty() && !gradients_are_as_seen();
   is_new = needs_look(options, is_stale);
   std::vector<Look> looks;
   std::swap(looks, looks_);
   if (is_stale) looks.clear();
   if (!is_new) return looks;
-  return look({}, {}, options.max_grad_norm.has_value(), options.skip_nonfinite, scratch);
+  return look({}, {}, options.max_grad_norm.has_value(), options.skip_nonfinite);
 }
 
 // Whether a step takes a look of its own, by what it asks for and what is known from the last look
@@ -448,7 +446,7 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
   batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
 }
 
-void Plan::step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch) {
+void Plan::step_batch(const Batch& batch, GroupTable& table) {
   for (Row* row : batch.rows) {
     if (row->refreshed_master.defined()) row->master_param().copy_(row->refreshed_master);
     for (const Staged& staged : row->staged) staged.dense.copy_(staged.original);
@@ -466,7 +464,7 @@ void Plan::step_batch(const Batch& batch, GroupTable& table, StepScratch& scratc
       batch.is_launched.get()};
   std::exception_ptr failure;
   try {
-    engine_of(batch.device).step(batch.device, launch, scratch);
+    engine_of(batch.device).step(batch.device, launch, scratch_);
   } catch (...) {
     failure = std::current_exception();
   }

@@ -201,8 +201,7 @@ class AMP_EXT_API Plan {
 
   void run_step(GroupTable& table, const GradientOptions& options);
   void check_step(const GroupTable& table, const GradientOptions& options);
-  std::vector<Look> looks_for_step(const GradientOptions& options, StepScratch& scratch,
-                                   bool& is_new);
+  std::vector<Look> looks_for_step(const GradientOptions& options, bool& is_new);
   bool needs_look(const GradientOptions& options, bool is_stale) const;
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
@@ -210,10 +209,10 @@ class AMP_EXT_API Plan {
   static std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device,
                                                        const GroupTable& table);
   void make_room(Batch& batch, const GroupTable& table) const;
-  void step_batch(const Batch& batch, GroupTable& table, StepScratch& scratch);
+  void step_batch(const Batch& batch, GroupTable& table);
   void finish_batch(const Batch& batch, std::exception_ptr failure);
   std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
-                         bool sum_squares, bool skip_nonfinite, StepScratch& scratch);
+                         bool sum_squares, bool skip_nonfinite);
   Look& look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
                 bool sum_squares) const;
   at::Tensor first_nonfinite_on(const at::Device& device);

@@ -87,10 +87,9 @@ def test_functions_of_the_stub_have_the_parameters_of_the_binary():
 def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
     arguments = inspect.signature(getattr(ops, described.operation)).parameters
     lists = {f"{buffer}s" for buffer, _ in described.buffers}
-    options = set(described.fields) - {"timestep"}  # a list operation counts in steps
-    of_gradients = public(dir(ops._C.GradientOptions)) - {"scratch"}
+    of_gradients = public(dir(ops._C.GradientOptions))
     common = {"params", "grads", "steps", "master_params", "first_elements", "exponents"}
-    assert set(arguments) == lists | options | of_gradients | common
+    assert set(arguments) == lists | set(described.fields) | of_gradients | common
 
 
 @EACH_OPTIMIZER

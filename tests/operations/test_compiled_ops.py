@@ -39,7 +39,7 @@ def adam_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
     squares = [t.square() for t in tensors(3, device=device)]
     return (
         *(tensors(0, dtype, device), tensors(1, dtype, device), tensors(2, device=device)),
-        *(squares, counters(device), [s + 1 for s in squares], True, masters, bool(masters)),
+        *(squares, counters(device), True, [s + 1 for s in squares], True, masters, bool(masters)),
         *(0.1, None, 0.9, 0.99, 1e-8, 0.01, False, True),
         *(number(2.0, device=device), number(0.0, device=device), 0.5, 1.0, None),
         *(number(0.0, device=device), False, False, 0.0),
@@ -131,13 +131,15 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 def wrong_calls() -> Iterator[Any]:
     """Yields operation, positional arguments, the others, exception and a part of its text."""
     for name, (args, options) in CALLS.items():
-        first = next(iter(inspect.signature(getattr(ops, name)).parameters))
-        takes = f"takes {len(args)} positional argument"
+        parameters = inspect.signature(getattr(ops, name)).parameters.values()
+        first = next(iter(parameters)).name
+        least = sum(p.default is p.empty and p.kind is not p.KEYWORD_ONLY for p in parameters)
+        takes = f"takes {f'from {least} to ' * (least < len(args))}{len(args)} positional argument"
         for kind, *call, text in (
             ("misspelled", args, {"colour": 1}, r"got an unexpected keyword argument 'colour'"),
             ("doubled", args, {first: args[0]}, f"got multiple values for argument '{first}'"),
             ("surplus", (*args, 1), {}, takes),
-            ("missing", args[:-1], {}, "missing 1 required positional argument"),
+            ("missing", args[: least - 1], {}, "missing 1 required positional argument"),
         ):
             call[1] = {**options, **call[1]}
             yield pytest.param(name, *call, TypeError, f"{name}() {text}", id=f"{name}-{kind}")

@@ -76,12 +76,7 @@ AMP_EXT_API at::Tensor decode_groups(const at::Tensor& codes, const at::Tensor& 
 // One step of the optimizer that has these hyperparameters.
 template <typename Hyperparameters>
 AMP_EXT_API void step_(const StepLists& lists, const Group<Hyperparameters>& options,
-                       const GradientOptions& gradient_options);
-
-// One step under the classic contract of CUDA training code: decoupled weight decay, elements left
-// alone whose gradient is inf or NaN, and a denominator of Adam that never falls below 1e-6.
-// `buffers` has velocities for kMomentum, exp_avgs and exp_avg_sqs for kAdam.
-AMP_EXT_API void optimizer_update_(OptimizerType type, const StepLists& lists,
-                                   const UpdateOptions& options);
+                       const GradientOptions& gradient_options,
+                       const StepNames& names = names_of<Hyperparameters>());
 
 }  // namespace amp_ext

@@ -5,14 +5,11 @@
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace amp_ext {
-
-class StepScratch;
 
 using OptionalTensor = std::optional<at::Tensor>;
 using TensorList = std::vector<at::Tensor>;
@@ -27,7 +24,6 @@ struct AMP_EXT_API GradientOptions {
       sum_of_squares;           // one float64, of the scaled gradients; None: the step looks itself
   OptionalTensor grad_norm;     // one float32, written with the norm of the unscaled gradients
   bool skip_nonfinite = false;  // leaves elements alone whose gradient is inf or NaN
-  std::shared_ptr<StepScratch> scratch;  // device memory of the caller's; null: the step's own
 };
 
 // The hyperparameters of one group of parameters.
@@ -49,31 +45,20 @@ struct AMP_EXT_API StepLists {
   OptionalTensorList exponents;  // uint8, of the blocks of moments in 8 bits; empty where are none
 };
 
-// The names of the lists of an optimizer's buffers.
+// What errors of a step call the operation and the lists of its buffers.
+struct AMP_EXT_API StepNames {
+  std::string operation;
+  std::vector<std::string> buffers;
+};
+
+// As Python's operation of the same step has them.
 template <typename Hyperparameters>
-std::vector<std::string> list_names() {
-  std::vector<std::string> names;
+StepNames names_of() {
+  StepNames names{Hyperparameters::kOperation, {}};
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
-    names.push_back(std::string(buffer.name) + "s");
+    names.buffers.push_back(std::string(buffer.name) + "s");
   }
   return names;
 }
-
-enum class OptimizerType { kSgd, kMomentum, kAdam };
-
-// The options of optimizer_update_.
-struct AMP_EXT_API UpdateOptions {
-  double lr = 0.0;
-  OptionalTensor lr_tensor;  // replaces lr
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double weight_decay = 0.0;
-  double timestep = 1.0;
-  std::optional<double> clip_value;
-  std::optional<double> max_grad_norm;
-  OptionalTensor grad_norm;              // one float32, written if there is a max_grad_norm
-  std::shared_ptr<StepScratch> scratch;  // null: memory of this call
-};
 
 }  // namespace amp_ext
