@@ -1,7 +1,8 @@
 """The table of calls that Python and C++ refuse alike: what is done, the exception, and its text.
 
 A row adds what it does as plain values, which a program in C++ reads and does as well: options of a
-scaler or an optimizer and its groups, and calls of their methods. Its text is that of Python.
+scaler or an optimizer and its groups, and calls of their methods. Its text is that of Python. That
+of C++ is the same up to what came, which each prints as its own language does.
 """
 
 from __future__ import annotations
@@ -705,6 +706,8 @@ def do(deed: Deed) -> None:
 
 
 def comparable(text: str) -> str:
-    """Returns a message with numbers as numbers, without what C++ has no type for."""
-    text = re.sub(" or (a tensor|two tensors) of one element", "", text.partition("\n")[0])
+    """Returns what Python and C++ say alike: a message without what came, numbers as numbers."""
+    text = text.partition("\n")[0].partition(", got ")[0]
+    text = re.sub(" or (a tensor|two tensors) of one element", "", text)
+    text = re.sub(r"\(([\d, ]+?),?\)", r"[\1]", text)
     return re.sub(r"-?\d+(\.\d*)?(e[+-]?\d+)?", lambda match: f"{float(match[0]):.4g}", text)

@@ -65,17 +65,16 @@ c10::IValue portable(const std::string& operation, const c10::IValue& value,
     auto copy = new_dict();
     for (const auto& entry : value.toGenericDict()) {
       TORCH_CHECK(entry.key().isString() || entry.key().isInt(), operation, ": keys of ", where,
-                  " must be strings or ints, got ", repr(entry.key()));
+                  " must be strings or ints, got ", shown(entry.key()));
       copy.insert(entry.key(),
-                  portable(operation, entry.value(), where + "[" + repr(entry.key()) + "]"));
+                  portable(operation, entry.value(), where + "[" + shown(entry.key()) + "]"));
     }
     return copy;
   }
   TORCH_CHECK(value.isList() || value.isTuple(), operation, ": ", where,
               " must be a dict, list, tuple, string, number, bool, None or tensor, got ",
-              type_name(value));
-  const auto elements = value.isList() ? value.toListRef().vec()
-                                       : std::vector<c10::IValue>(value.toTupleRef().elements());
+              shown(value));
+  const auto elements = elements_of(value);
   std::vector<c10::IValue> copies;
   for (size_t i = 0; i < elements.size(); ++i) {
     copies.push_back(portable(operation, elements[i], c10::str(where, "[", i, "]")));

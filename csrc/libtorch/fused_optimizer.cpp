@@ -52,7 +52,7 @@ bool have_same_tensors(const FusedParamState& a, const FusedParamState& b) {
 }
 
 // As Python prints it.
-std::string shown(const StateDType& state_dtype) {
+std::string name_of_form(const StateDType& state_dtype) {
   if (const auto* const dtype = std::get_if<at::ScalarType>(&state_dtype.value())) {
     return python_name(*dtype);
   }
@@ -84,10 +84,6 @@ std::string python_name(at::ScalarType dtype) {
   return c10::str("torch.", c10::getDtypeNames(dtype).first);
 }
 
-std::string python_name(at::Layout layout) {
-  return layout == at::kStrided ? "torch.strided" : c10::str(layout);
-}
-
 void check_options(const std::string& operation, const OptimizerKind& kind,
                    const std::vector<FusedOptions::Option>& options,
                    const std::function<std::string()>& place_of_option) {
@@ -113,7 +109,7 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
       const StateDType& value = **state_dtype;
       const bool fits = !value.has_value() || value == at::kFloat || value == at::kBFloat16;
       check(name, fits || value.is_coded(),
-            "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None", shown(value),
+            "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None", name_of_form(value),
             value == at::kHalf || value == "float16"
                 ? ", in which second moments of small gradients are 0"
                 : "");
@@ -145,7 +141,7 @@ void check_group(const std::string& operation, const OptimizerKind& kind,
   TORCH_CHECK(flag == nullptr || !**flag, operation, ": state_dtype", place_of_option(),
               " must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum has no "
               "code, got ",
-              shown(state_dtype));
+              name_of_form(state_dtype));
 }
 
 // Options and states.

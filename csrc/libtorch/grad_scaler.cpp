@@ -719,7 +719,7 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   State& state = checked("load_state_dict");
   if (!state.enabled) return;
   TORCH_CHECK(state_dict.isGenericDict(),
-              "GradScaler.load_state_dict: state_dict must be a dict, got ", type_name(state_dict));
+              "GradScaler.load_state_dict: state_dict must be a dict, got ", shown(state_dict));
   const Dict dict = state_dict.toGenericDict();
   TORCH_CHECK(!dict.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
@@ -727,7 +727,7 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   const auto entry = [&](const char* name) {
     auto value = find(dict, name);
     TORCH_CHECK(value.has_value(), "GradScaler.load_state_dict: state_dict must have '", name,
-                "', got ", first_keys(dict));
+                "', got ", shown_keys(dict));
     if (value->isTensor() && value->toTensor().numel() == 1) {
       value = c10::IValue(value->toTensor().item());
     }
@@ -735,7 +735,7 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
     const bool is_kind = value->isInt() || (value->isDouble() && !is_count);
     const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(*value) : NAN);
     TORCH_CHECK(wanted.empty(), "GradScaler.load_state_dict: ", name, " must be ", wanted, ", got ",
-                repr(*value));
+                shown(*value));
     return *value;
   };
   const double scale = number_in(entry("scale"));

@@ -108,14 +108,14 @@ at::Tensor read_lower_part(const std::string& key, const c10::IValue& value,
   const at::ScalarType dtype = has_16_bits ? at::kByte : at::kChar;
   std::vector<int64_t> sizes = param.sizes().vec();
   if (has_16_bits) sizes.push_back(2);
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
+  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
   const at::Tensor low = value.toTensor();
   if (low.is_floating_point()) return {};
   TORCH_CHECK(low.scalar_type() == dtype && low.sizes().equals(sizes), where, " must be ",
-              python_name(dtype), " of shape ", repr_of_sizes(sizes), ", got ",
-              python_name(low.scalar_type()), " of ", shape_of(low));
+              python_name(dtype), " of shape ", at::IntArrayRef(sizes), ", got ",
+              python_name(low.scalar_type()), " of ", low.sizes());
   TORCH_CHECK(low.layout() == at::kStrided && !low.is_meta(), where,
-              " must be dense and hold its elements, got ", python_name(low.layout()));
+              " must be dense and hold its elements, got ", low.layout());
   const auto options = param.options().requires_grad(false);
   at::Tensor copy = at::empty_like(param, options.dtype(has_16_bits ? at::kShort : at::kChar));
   if (has_16_bits) copy = copy.unsqueeze(-1).view(at::kByte);

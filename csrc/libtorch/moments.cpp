@@ -121,13 +121,13 @@ at::Tensor read_code(const c10::IValue& value, const MomentFormat& format, const
                      const at::Tensor& param, const std::string& where) {
   const at::ScalarType dtype = dtype_of(format, key);
   const std::vector<int64_t> sizes = sizes_of(format, key, param);
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
+  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
   const at::Tensor saved = value.toTensor();
   TORCH_CHECK(saved.scalar_type() == dtype && saved.sizes().equals(sizes), where, " must be ",
-              python_name(dtype), " of shape ", repr_of_sizes(sizes), ", got ",
-              python_name(saved.scalar_type()), " of ", shape_of(saved));
+              python_name(dtype), " of shape ", at::IntArrayRef(sizes), ", got ",
+              python_name(saved.scalar_type()), " of ", saved.sizes());
   TORCH_CHECK(saved.layout() == at::kStrided && !saved.is_meta(), where,
-              " must be dense and hold its elements, got ", python_name(saved.layout()));
+              " must be dense and hold its elements, got ", saved.layout());
   const auto options = param.options().dtype(dtype).requires_grad(false);
   // Contiguous, as blocks are, also for a parameter that has none any more.
   const bool has_exponents = !format.exponents_key().empty();
@@ -248,7 +248,7 @@ Moments read_moments(const Dict& saved, const std::vector<MomentFormat>& formats
         const c10::IValue value = value_of(key);
         if (!value.isNone()) found[key] = read_code(value, format, key, param, where(key));
         TORCH_CHECK(found.count(key) != 0 || found.count(format.key()) == 0, where(key),
-                    " must be there, got ", all_keys(saved));
+                    " must be there, got ", shown_keys(saved));
       }
     }
   }

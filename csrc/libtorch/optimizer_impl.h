@@ -59,8 +59,7 @@ void check_group(const std::string& operation, const OptimizerKind& kind,
 at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
                        const std::string& where);
 
-// A dtype or a layout as Python prints it: "torch.float32", "torch.strided".
+// A dtype as Python prints it: "torch.float32".
 std::string python_name(at::ScalarType dtype);
-std::string python_name(at::Layout layout);
 
 }  // namespace amp_ext::optim

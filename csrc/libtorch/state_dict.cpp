@@ -63,33 +63,28 @@ std::optional<double> plain_number(const c10::IValue& value) {
 void read_option(const OptionPlace& place, const c10::IValue& value, const std::string& where) {
   if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
     std::vector<std::optional<double>> numbers;
-    if (value.isTuple()) {
-      for (const auto& beta : value.toTupleRef().elements()) numbers.push_back(plain_number(beta));
-    } else if (value.isList()) {
-      for (const auto& beta : value.toListRef()) numbers.push_back(plain_number(beta));
-    }
+    for (const auto& beta : elements_of(value)) numbers.push_back(plain_number(beta));
     TORCH_CHECK(numbers.size() == 2 && numbers[0].has_value() && numbers[1].has_value(), where,
-                " must be two numbers, got ", repr(value));
+                " must be two numbers, got ", shown(value));
     **betas = {*numbers[0], *numbers[1]};
     return;
   }
   const std::optional<double> number = plain_number(value);
   if (auto* const* flag = std::get_if<bool*>(&place)) {
-    TORCH_CHECK(number.has_value(), where, " must be True or False, got ", repr(value));
+    TORCH_CHECK(number.has_value(), where, " must be True or False, got ", shown(value));
     **flag = *number != 0.0;
   } else {
     TORCH_CHECK(number.has_value() && !value.isNone(), where, " must be a number, got ",
-                repr(value));
+                shown(value));
     *std::get<double*>(place) = *number;
   }
 }
 
 at::Tensor read_step(const c10::IValue& value, const at::Device& device, const std::string& where) {
   TORCH_CHECK(!value.isTensor() || value.toTensor().numel() == 1, where,
-              " must be one number, got shape ",
-              value.isTensor() ? shape_of(value.toTensor()) : std::string());
+              " must be one number, got shape ", value.toTensor().sizes());
   const std::optional<double> number = value.isNone() ? std::nullopt : plain_number(value);
-  TORCH_CHECK(number.has_value(), where, " must be one number, got ", repr(value));
+  TORCH_CHECK(number.has_value(), where, " must be one number, got ", shown(value));
   TORCH_CHECK(*number >= 0.0 && *number <= std::numeric_limits<float>::max(), where,
               " must be finite and at least 0, got ", *number);
   return at::full({}, *number, at::TensorOptions(device).dtype(at::kFloat));
@@ -129,7 +124,7 @@ Keys keys_of(const Dict& dict) {
 std::map<std::string, c10::IValue> states_of(const Dict& state_dict) {
   std::map<std::string, c10::IValue> states;
   for (const auto& entry : find(state_dict, "state")->toGenericDict()) {
-    states[repr(entry.key())] = entry.value();
+    states[shown(entry.key())] = entry.value();
   }
   return states;
 }
@@ -148,8 +143,8 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
   for (const std::string& name : kind.required) {
     if (!find(saved, name).has_value()) missing.push_back(name);
   }
-  TORCH_CHECK(missing.empty(), operation, ": param_groups[", group, "] must have ", repr(missing),
-              ", got ", all_keys(saved));
+  TORCH_CHECK(missing.empty(), operation, ": param_groups[", group, "] must have ", shown(missing),
+              ", got ", shown_keys(saved));
   auto options = kind.make_options();
   const auto kept = configured.options();
   const auto places = options->options();
@@ -168,7 +163,7 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
        {"bias_correction", "correct_bias"}) {  // the latter of transformers
     const auto value = find(saved, name);
     TORCH_CHECK(!value.has_value() || plain_number(*value).value_or(1.0) != 0.0, operation, ": ",
-                name, place, " must be True, got ", repr(*value));
+                name, place, " must be True, got ", shown(*value));
   }
   const auto differentiable = find(saved, "differentiable");
   TORCH_CHECK(!differentiable.has_value() || plain_number(*differentiable).value_or(1.0) == 0.0,
@@ -187,13 +182,13 @@ std::string what_to_load(const Dict& dict) {
     const bool is_of_masters =
         entry.key().isString() && entry.key().toStringRef().rfind("fp32_", 0) == 0;
     if (is_of_masters && masters.empty()) {  // apex's FP16_Optimizer and those made after it
-      masters = "; the masters in " + repr(entry.key()) +
+      masters = "; the masters in " + shown(entry.key()) +
                 " are not read, but taken from the parameters: load the model first";
     }
     if (!entry.value().isGenericDict()) continue;
     const Dict inner = entry.value().toGenericDict();
     if (!find(inner, "state").has_value() || !find(inner, "param_groups").has_value()) continue;
-    names += (names.empty() ? "" : " or ") + repr(entry.key());
+    names += (names.empty() ? "" : " or ") + shown(entry.key());
   }
   return (names.empty() ? names : "; load its entry " + names + " instead") + masters;
 }
@@ -202,19 +197,20 @@ std::string what_to_load(const Dict& dict) {
 SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
   for (const char* const name : {"state", "param_groups"}) {
     TORCH_CHECK(find(state_dict, name).has_value(), operation, ": state_dict must have '", name,
-                "', got ", first_keys(state_dict), what_to_load(state_dict));
+                "', got ", shown_keys(state_dict), what_to_load(state_dict));
   }
   const c10::IValue state = *find(state_dict, "state"), list = *find(state_dict, "param_groups");
-  TORCH_CHECK(state.isGenericDict(), operation, ": state must be a dict, got ", type_name(state));
-  TORCH_CHECK(list.isList(), operation, ": param_groups must be a list, got ", type_name(list));
+  TORCH_CHECK(state.isGenericDict(), operation, ": state must be a dict, got ", shown(state));
+  TORCH_CHECK(list.isList(), operation, ": param_groups must be a list, got ", shown(list));
   SavedGroups groups;
   for (const c10::IValue& group : list.toListRef()) {
     const std::string where = c10::str(operation, ": param_groups[", groups.size(), "]");
-    TORCH_CHECK(group.isGenericDict(), where, " must be a dict, got ", type_name(group));
+    TORCH_CHECK(group.isGenericDict(), where, " must be a dict, got ", shown(group));
     groups.push_back(group.toGenericDict());
     const auto params = find(groups.back(), "params");
-    TORCH_CHECK(params.has_value(), where, " must have ['params'], got ", all_keys(groups.back()));
-    TORCH_CHECK(params->isList(), where, "['params'] must be a list, got ", type_name(*params));
+    TORCH_CHECK(params.has_value(), where, " must have ['params'], got ",
+                shown_keys(groups.back()));
+    TORCH_CHECK(params->isList(), where, "['params'] must be a list, got ", shown(*params));
   }
   return groups;
 }
@@ -223,12 +219,12 @@ SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
 
 at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
                        const std::string& where) {
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", type_name(value));
+  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
   const at::Tensor tensor = value.toTensor();
-  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", shape_of(param),
-              ", got ", shape_of(tensor));
+  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", param.sizes(),
+              ", got ", tensor.sizes());
   TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
-              " must be dense and floating, got ", python_name(tensor.layout()), ", ",
+              " must be dense and floating, got ", tensor.layout(), ", ",
               python_name(tensor.scalar_type()));
   return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
 }
@@ -267,7 +263,7 @@ c10::IValue FusedOptimizer::state_dict() const {
     const auto* const own = dynamic_cast<const FusedParamState*>(state.get());
     TORCH_CHECK(own == nullptr || listed.count(param) != 0, kind.name,
                 ".state_dict: state must be of parameters in param_groups, got one of shape ",
-                shape_of(own->param_),
+                own->param_.sizes(),
                 " that is in no group: put it back, or drop its state, "
                 "optimizer.state().erase(param.unsafeGetTensorImpl())");
   }
@@ -283,7 +279,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   const OutsideInferenceMode normal;
   const std::string operation = c10::str(kind.name, ".load_state_dict");
   TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
-              type_name(state_dict));
+              shown(state_dict));
   check_nesting(operation, "state_dict", state_dict);
   const SavedGroups groups = saved_groups(operation, state_dict.toGenericDict());
   TORCH_CHECK(groups.size() == param_groups_.size(),
@@ -324,11 +320,11 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();
     for (size_t j = 0; j < keys.size(); ++j) {
-      const auto state = saved.find(repr(keys[j]));
+      const auto state = saved.find(shown(keys[j]));
       if (state == saved.end()) continue;
       listed.insert(state->first);
       TORCH_CHECK(state->second.isNone() || state->second.isGenericDict(), operation, ": state[",
-                  state->first, "] must be a dict, got ", type_name(state->second));
+                  state->first, "] must be a dict, got ", shown(state->second));
       if (state->second.isNone() || state->second.toGenericDict().empty()) continue;
       states.push_back(read_state(*options.back(), param_groups_[i].params()[j],
                                   c10::str(" of group ", i, ", param ", j), state->second));
@@ -337,10 +333,10 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   const Dict all_states = find(state_dict.toGenericDict(), "state")->toGenericDict();
   TORCH_CHECK(!listed.empty() || saved.empty(), operation,
               ": state must have entries of the parameters that param_groups lists, got ",
-              first_keys(all_states));
+              shown_keys(all_states));
   auto other_states = new_dict();
   for (const auto& entry : all_states) {
-    if (listed.count(repr(entry.key())) == 0) {
+    if (listed.count(shown(entry.key())) == 0) {
       other_states.insert(entry.key(), entry.value().deepcopy());
     }
   }
@@ -371,7 +367,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
   };
   const int count = kind.counts_from_buffer ? 0 : kind.buffer_count(options);
   const auto check_there = [&](const std::string& name, bool is_there) {
-    TORCH_CHECK(is_there, where(name), " must be there, got ", all_keys(saved));
+    TORCH_CHECK(is_there, where(name), " must be there, got ", shown_keys(saved));
   };
   const auto has_key = [&](const std::string& key) {
     return !find(saved, key).value_or(c10::IValue()).isNone();

@@ -1,4 +1,4 @@
-// State dicts as values of dicts, lists, tuples, numbers and tensors, and how Python writes them.
+// State dicts as values of dicts, lists, tuples, numbers and tensors, and how errors print them.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -18,22 +18,18 @@ c10::impl::GenericList new_list();
 // What a dict has under a name; none where it is not there.
 std::optional<c10::IValue> find(const Dict& dict, const std::string& name);
 
-// As Python's repr, in which "..." stands for lists and tuples that lie deep in others, and the
-// name of its type.
-std::string repr(const c10::IValue& value);
-std::string type_name(const c10::IValue& value);
+// Those of a list or a tuple; none of anything else.
+at::ArrayRef<c10::IValue> elements_of(const c10::IValue& value);
+
+// A number, a text, or a list of these; of anything else, which may be large, what it is.
+std::string shown(const c10::IValue& value);
+
+// The keys of a dict, up to thirty.
+std::string shown_keys(const Dict& dict);
 
 // Throws where a dict, list or tuple lies in itself, or in too many others. `operation` and `name`
 // say what the value is in errors.
 void check_nesting(const std::string& operation, const std::string& name, const c10::IValue& value);
-
-// The keys of a dict as a list: the first eight, or all.
-std::string first_keys(const Dict& dict);
-std::string all_keys(const Dict& dict);
-
-// Sizes as Python's tuple: "(2, 3)".
-std::string shape_of(const at::Tensor& tensor);
-std::string repr_of_sizes(at::IntArrayRef sizes);
 
 // Whether it is a number, a bool or not, and which.
 bool is_number(const c10::IValue& value);

@@ -616,12 +616,16 @@ def test_odd_moments_are_read_or_refused_as_in_python(
     for form in MOMENTS:
         plan = plan_of_moments(form, "float32", kind)
         plan |= {"steps": 3, "resume": str(tmp_path / "begin.pt")}
+        words = ""
         try:
             train(plan, copy.deepcopy(checkpoint))
         except ValueError as error:
+            words = comparable(str(error))
+        if words:
             torch.save(checkpoint, tmp_path / "begin.pt")
-            with pytest.raises(AssertionError, match=re.escape(str(error))):
+            with pytest.raises(AssertionError) as refused:
                 train_in_cpp(run, plan, tmp_path)
+            assert comparable(str(refused.value)) == words
         else:
             assert_loads_as_python(run, plan, checkpoint, tmp_path)
 
@@ -707,7 +711,7 @@ def group_or_error(step: Callable[[], dict[str, Any]]) -> Any:
         (group,) = step()["optimizer"]["param_groups"]
         return group
     except (AssertionError, RuntimeError, ValueError) as error:
-        return comparable(str(error)).partition(", got [")[0]
+        return comparable(str(error))
 
 
 @each_class

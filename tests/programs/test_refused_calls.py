@@ -1,4 +1,4 @@
-"""What Python and C++ refuse alike, with the same texts: the rows of ``refused_calls``."""
+"""What Python and C++ refuse alike, in the same words: the rows of ``refused_calls``."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_a_bad_call_is_refused_by_python(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED_CALLS)
-def test_a_bad_call_gets_the_same_text_in_cpp(errors: dict[str, str], name: str) -> None:
+def test_a_bad_call_gets_the_same_words_in_cpp(errors: dict[str, str], name: str) -> None:
     assert comparable(errors[name]) == comparable(REFUSED_CALLS[name][2])

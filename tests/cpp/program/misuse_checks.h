@@ -185,7 +185,7 @@ inline void a_state_whose_parameter_left_the_groups_is_not_saved() {
   params.erase(params.begin());
   CHECK_THAT(contains(error_of([&] { optimizer.state_dict(); }),
                       "AdamW.state_dict: state must be of parameters in param_groups, got one of "
-                      "shape (3, 2) that is in no group: put it back, or drop its state, "
+                      "shape [3, 2] that is in no group: put it back, or drop its state, "
                       "optimizer.state().erase(param.unsafeGetTensorImpl())"));
   optimizer.state().erase(param.unsafeGetTensorImpl());
   CHECK_THAT(optimizer.state_dict().toGenericDict().at("state").toGenericDict().size() == 1);
@@ -582,7 +582,8 @@ inline void what_python_can_not_read_is_refused() {
   dict.clear();
   dict.insert("a", c10::ivalue::Tuple::create(list));
   const std::string in_itself =
-      "value['a'][0][0] must not be one of those in which it lies, got a dict that contains itself";
+      "value['a'][0][0] must not be one of those in which it lies, got a GenericDict that contains "
+      "itself";
   CHECK_THAT(saved(dict) == "state_to_bytes: " + in_itself);
   CHECK_THAT(error_of([&] { amp_ext::save_state("run.pt", dict); }) ==
              "save_state of run.pt: " + in_itself);
@@ -608,7 +609,7 @@ inline void what_python_can_not_read_is_refused() {
   betas.push_back(betas);
   state = cpu_scaler().state_dict().toGenericDict();
   state.insert_or_assign("scale", betas);
-  CHECK_THAT(contains(error_of([&] { cpu_scaler().load_state_dict(state); }), "got [[[[...]]]]"));
+  CHECK_THAT(contains(error_of([&] { cpu_scaler().load_state_dict(state); }), "got [GenericList]"));
   betas.clear();
   CHECK_THAT(contains(error_of([&] { torch::load(optimizer, archive); }),
                       "the archive must be one that torch::save wrote"));
