@@ -30,9 +30,9 @@ INSTALL = (
 )
 
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
-BINDINGS = ["csrc/bindings.cpp"]  # all that needs Python
-# Whose sources are compiled one by one. Those of csrc/libtorch/ are compiled as one, and so are all
-# others: PyTorch's headers take longer than they do.
+# Whose sources are compiled one by one. Those of csrc/libtorch/ are compiled as one, those of
+# csrc/python/, which alone need Python, and so are all others: PyTorch's headers take longer than
+# they do.
 ENGINES = ("csrc/cpu", "csrc/cuda")
 
 
@@ -201,7 +201,8 @@ torch_folder = str(Path(torch.__file__).parent)
 # CMakeLists.txt takes the same files.
 core = glob("csrc/**/*.cpp", recursive=True)
 core += glob("csrc/cuda/*.cu") if with_cuda else []
-core = sorted(set(core) - set(BINDINGS))
+bindings = sorted(file for file in core if file.startswith("csrc/python"))
+core = sorted(set(core) - set(bindings))
 
 
 def architectures() -> list[str]:
@@ -291,7 +292,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         for of_compiler in extension.extra_compile_args.values():
             # PyTorch adds it, and no source asks for it: what is compiled for the one fits both.
             of_compiler[:] = [flag for flag in of_compiler if "TORCH_EXTENSION_NAME" not in flag]
+        of_python = self.unite("python", bindings)
         if extension.name == MODULE:
+            extension.sources = [of_python]
             extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
         else:
             alone = [file for file in core if file.startswith(ENGINES)]
@@ -304,7 +307,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             if self.use_ninja:
                 # Each extension has its own run of ninja, which finds then that all is done.
                 self.compiler.compile(
-                    BINDINGS + extension.sources,
+                    [of_python, *extension.sources],
                     output_dir=self.build_temp,
                     include_dirs=extension.include_dirs,
                     extra_postargs=extension.extra_compile_args,
@@ -373,13 +376,13 @@ library = setuptools.Extension(
 )
 module = setuptools.Extension(
     MODULE,
-    BINDINGS,
+    bindings,
     include_dirs=include_dirs,
     library_dirs=library_dirs,
     libraries=["amp_ext", "c10", "torch", "torch_cpu", "torch_python"],
     extra_compile_args=dict(flags),
     extra_link_args=[
-        "-Wl,--version-script=csrc/bindings.map",
+        "-Wl,--version-script=csrc/python/module.map",
         "-Wl,--enable-new-dtags",
         "-Wl,-rpath,$ORIGIN/lib:$ORIGIN/../torch/lib",
     ],

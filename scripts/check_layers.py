@@ -32,11 +32,10 @@ FOLDERS = {
     "lists": 7,
     "files": 7,
     "libtorch": 8,
-    "kept_states.h": 9,
-    "bindings.cpp": 10,
+    "python": 9,
 }
 ELEMENTS, TENSORS, LIBTORCH, PYTHON = (
-    FOLDERS[name] for name in ("elements", "tensors", "libtorch", "kept_states.h")
+    FOLDERS[name] for name in ("elements", "tensors", "libtorch", "python")
 )
 TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
 # Public headers of tensors; others are torch-free or of libtorch/.

@@ -23,8 +23,9 @@ for object in "$build"/csrc/cpu/engine_*.o; do
 done
 echo "no function of a CPU engine is shared"
 
-if nm -C --defined-only "$build/csrc/bindings.o" | grep ' [bBdD] .*amp_ext::' | grep -vE ' (vtable|typeinfo( name)?) for '; then
-  echo "check_link.sh: bindings.cpp has state, which belongs to the library" >&2
+# The build unites the sources of csrc/python in one that it writes.
+if nm -C --defined-only "$build/$build/csrc/united/python.o" | grep ' [bBdD] .*amp_ext::' | grep -vE ' (vtable|typeinfo( name)?) for '; then
+  echo "check_link.sh: csrc/python has state, which belongs to the library" >&2
   exit 1
 fi
 echo "the module for Python has no state"

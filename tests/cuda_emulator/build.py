@@ -78,7 +78,7 @@ def torch_flags() -> tuple[Command, Command]:
 def host_sources() -> list[Path]:
     """Returns the sources that know no kernel, the slowest to compile first."""
     sources = [file for file in CSRC.rglob("*.cpp") if file.parent.name != "libtorch"]
-    return sorted(sources, key=lambda source: (source.name != "bindings.cpp", source))
+    return sorted(sources, key=lambda source: (source.parent.name != "python", source))
 
 
 def kernel_sources() -> list[Path]:
@@ -189,7 +189,7 @@ def build_cpu(sanitizers: str) -> Path:
     sanitize = sanitizer_flags(sanitizers)
     flags = [*FLAGS, "-fvisibility=hidden", "-fopenmp", *torch_flags()[0]]
     jobs = [
-        (source, [*flags, "-O0"] if source.name == "bindings.cpp" else [*flags, "-O1", *sanitize])
+        (source, [*flags, "-O0"] if source.parent.name == "python" else [*flags, "-O1", *sanitize])
         for source in host_sources()
     ]
     with alone():

@@ -1,0 +1,134 @@
+// The operations over lists of tensors.
+#include <amp_ext/ops.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "python/module.h"
+#include "python/options_by_name.h"
+#include "scaler/scaler_monitor.h"
+
+namespace amp_ext::python {
+
+namespace {
+
+// Takes a list out of `arguments`; None where it is not there.
+template <typename List>
+List take(py::kwargs& arguments, const std::string& operation, const std::string& name,
+          const char* wanted = "a list of tensors") {
+  const py::object list = arguments.attr("pop")(name, py::none());
+  try {
+    return py::cast<List>(list);
+  } catch (const py::cast_error&) {
+    const std::string type = py::str(py::type::of(list).attr("__name__"));
+    throw py::type_error(operation + ": " + name + " must be " + wanted + ", got " + type);
+  }
+}
+
+// Takes what a call of another name calls itself and the lists of buffers that it gives.
+template <typename Hyperparameters>
+StepNames take_names(py::kwargs& arguments) {
+  StepNames names = names_of<Hyperparameters>();
+  if (arguments.contains("operation")) {
+    names.operation = py::cast<std::string>(arguments.attr("pop")("operation"));
+    names.buffers = py::cast<std::vector<std::string>>(arguments.attr("pop")("buffers"));
+  }
+  return names;
+}
+
+// Takes the lists of a step out of `arguments`.
+StepLists take_lists(py::kwargs& arguments, const StepNames& names) {
+  const std::string& operation = names.operation;
+  StepLists lists{take<TensorList>(arguments, operation, "params"),
+                  take<TensorList>(arguments, operation, "grads"),
+                  {},
+                  take<OptionalTensorList>(arguments, operation, "steps"),
+                  take<OptionalTensorList>(arguments, operation, "master_params"),
+                  take<std::optional<std::vector<int64_t>>>(arguments, operation, "first_elements",
+                                                            "a list of numbers"),
+                  take<OptionalTensorList>(arguments, operation, "exponents")};
+  for (const std::string& name : names.buffers) {
+    lists.buffers.push_back(take<OptionalTensorList>(arguments, operation, name));
+  }
+  return lists;
+}
+
+// Takes the arguments that say what a step makes of the gradients.
+GradientOptions take_gradient_options(const Fields<GradientOptions>& fields,
+                                      py::kwargs& arguments) {
+  GradientOptions options;
+  for (const Field<GradientOptions>& field : fields) {
+    const py::handle name = field.name;
+    if (arguments.contains(name)) field.set(options, arguments.attr("pop")(name));
+  }
+  return options;
+}
+
+// Defines the hyperparameters of an optimizer and its list operation, all of whose arguments are
+// given by name.
+template <typename Hyperparameters>
+void define_optimizer(py::module_& module,
+                      const OptionsClass<GradientOptions>& gradient_options_class) {
+  const auto hyperparameters = hyperparameters_class<Hyperparameters>(module);
+  module.def(Hyperparameters::kOperation,
+             [fields = hyperparameters.fields,
+              gradient_fields = gradient_options_class.fields](py::kwargs arguments) {
+               const StepNames names = take_names<Hyperparameters>(arguments);
+               const StepLists lists = take_lists(arguments, names);
+               const GradientOptions gradient_options =
+                   take_gradient_options(*gradient_fields, arguments);
+               Group<Hyperparameters> options;
+               set_fields(*fields, options, arguments);
+               check_numbers(names.operation, options);
+               const py::gil_scoped_release release;
+               step_(lists, options, gradient_options, names);
+             });
+}
+
+}  // namespace
+
+void define_lists(py::module_& module) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  auto gradients = options_class<GradientOptions>(module, "GradientOptions");
+  define_field(gradients, "grad_scale", &GradientOptions::grad_scale);
+  define_field(gradients, "found_inf", &GradientOptions::found_inf);
+  define_field(gradients, "max_grad_norm", &GradientOptions::max_grad_norm);
+  define_field(gradients, "sum_of_squares", &GradientOptions::sum_of_squares);
+  define_field(gradients, "grad_norm", &GradientOptions::grad_norm);
+  define_field(gradients, "skip_nonfinite", &GradientOptions::skip_nonfinite);
+
+#define AMP_EXT_DEFINE(Functor) define_optimizer<Functor##Hyperparameters>(module, gradients);
+  AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
+#undef AMP_EXT_DEFINE
+
+  module.def("check_finite_", &check_finite_, release_gil(), py::arg("tensors"),
+             py::arg("found_inf"), py::arg("grad_scale"), py::arg("sum_of_squares"),
+             py::arg("first_nonfinite"));
+  module.def("count_nonfinite", &count_nonfinite, release_gil(), py::arg("tensors"));
+  module.def("clip_grads_", &clip_grads_, release_gil(), py::arg("grads"), py::arg("total_norm"),
+             py::arg("max_norm"));
+  module.def("unscale_", &unscale_, release_gil(), py::arg("grads"), py::arg("inv_scale"),
+             py::arg("found_inf"), py::arg("first_nonfinite"));
+  module.def("update_scale_", &update_scale_, release_gil(), py::arg("scale"),
+             py::arg("growth_tracker"), py::arg("found_infs"), py::arg("first_nonfinites"),
+             py::arg("slots"), py::arg("hyperparameters"), py::arg("hysteresis_tracker"),
+             py::arg("monitor"));
+  module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
+             py::arg("master_params"));
+  module.def("split_master", &split_master, release_gil(), py::arg("param"), py::arg("master"),
+             py::arg("low_bits"));
+  module.def("join_master", &join_master, release_gil(), py::arg("param"), py::arg("low"));
+  module.def("encode_ratios", &encode_ratios, release_gil(), py::arg("moment"),
+             py::arg("second_moment"));
+  module.def("decode_ratios", &decode_ratios, release_gil(), py::arg("codes"),
+             py::arg("second_moment"));
+  module.def("encode_groups", &encode_groups, release_gil(), py::arg("moment"), py::arg("code"));
+  module.def("decode_groups", &decode_groups, release_gil(), py::arg("codes"), py::arg("exponents"),
+             py::arg("code"));
+}
+
+}  // namespace amp_ext::python

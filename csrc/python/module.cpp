@@ -1,0 +1,47 @@
+// The module that Python loads: everything that it can call.
+#include "python/module.h"
+
+#include <ATen/record_function.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+
+#include "devices/dispatch.h"
+#include "elements/numeric.h"
+#include "files/file_beside.h"
+#include "optimizer/param_names.h"
+#include "optimizer/writers.h"
+
+PYBIND11_MODULE(_C, module) {
+  using namespace amp_ext;
+  namespace py = pybind11;
+  module.doc() = "Kernels of amp_ext; documented in amp_ext.ops.";
+  python::define_scaler(module);
+  python::define_lists(module);
+  python::define_plan(module);
+  module.def("cpu_isa", &cpu_isa);
+  module.def("configured_options", &configured_options);
+  module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
+             py::arg("groups"), py::arg("states"));
+  module.def("places_by_name", &places_by_name, py::arg("own"), py::arg("saved"));
+  module.def("name_of_another_group", &name_of_another_group, py::arg("own"), py::arg("saved"));
+  module.def(
+      "open_beside",
+      [](const std::string& path) {
+        FileBeside file;
+        {
+          const py::gil_scoped_release release;
+          file = open_beside(path);
+        }
+        // A path need not be text.
+        return std::make_tuple(py::bytes(file.refusal), file.error, file.descriptor,
+                               py::bytes(file.temporary), py::bytes(file.target));
+      },
+      py::arg("path"));
+  module.def("is_profiled", &at::hasCallbacks);
+  module.def(
+      "complement_of_power",
+      [](double base, double exponent) { return complement_of_power(base, exponent); },
+      py::arg("base"), py::arg("exponent"));
+}

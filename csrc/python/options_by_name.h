@@ -1,0 +1,186 @@
+// Structs of options whose fields Python gives by name: as arguments, or as entries of a dict.
+#pragma once
+
+#include <amp_ext/options.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace amp_ext::python {
+
+namespace py = pybind11;
+
+// A field of a struct of options that Python sets by name. Straight from the value: an attribute of
+// an object of Python takes ten times as long.
+template <typename Options>
+struct Field {
+  PyObject* name;  // interned, for good
+  std::function<void(Options&, py::handle)> set;
+  bool is_option = true;  // of a group of an optimizer
+};
+
+template <typename Options>
+using Fields = std::vector<Field<Options>>;
+
+// A class of options for Python. The functions that set fields share the list of them: this module
+// has no state of its own.
+template <typename Options>
+struct OptionsClass {
+  py::class_<Options> type;
+  std::shared_ptr<Fields<Options>> fields = std::make_shared<Fields<Options>>();
+};
+
+// Defines a field, which `set` writes from a value of the given type.
+template <typename Value, typename Options, typename Get, typename Set>
+void define_field(OptionsClass<Options>& options, const char* name, const Get& get,
+                  const Set& set) {
+  options.type.def_property(name, get, set);
+  options.fields->push_back(
+      {PyUnicode_InternFromString(name), [name, set](Options& self, py::handle value) {
+         py::detail::make_caster<Value> caster;
+         if (!caster.load(value, /*convert=*/true)) {
+           throw py::type_error(c10::str(name, " can't be ", std::string(py::repr(value))));
+         }
+         set(self, py::detail::cast_op<Value&&>(std::move(caster)));
+       }});
+}
+
+template <typename Options, typename Struct, typename Value>
+void define_field(OptionsClass<Options>& options, const char* name, Value Struct::* member) {
+  define_field<Value>(
+      options, name, [member](const Options& self) { return self.*member; },
+      [member](Options& self, Value value) { self.*member = std::move(value); });
+}
+
+// Null if there is none of that name.
+template <typename Options>
+const Field<Options>* find_field(const Fields<Options>& fields, py::handle name) {
+  for (const Field<Options>& field : fields) {
+    if (field.name == name.ptr() || PyUnicode_Compare(field.name, name.ptr()) == 0) return &field;
+  }
+  return nullptr;
+}
+
+template <typename Options>
+void set_fields(const Fields<Options>& fields, Options& options, const py::kwargs& values) {
+  for (const auto& [name, value] : values) {
+    const Field<Options>* const field = find_field(fields, name);
+    if (field == nullptr) {
+      const auto type = py::type::of<Options>().attr("__name__");
+      throw py::attribute_error(py::str("{!r} object has no attribute {!r}").format(type, name));
+    }
+    field->set(options, value);
+  }
+}
+
+// A struct of options, whose fields Python gives by name.
+template <typename Options>
+OptionsClass<Options> options_class(py::module_& module, const char* name) {
+  OptionsClass<Options> made{py::class_<Options>(module, name)};
+  made.type.def(py::init([fields = made.fields](const py::kwargs& values) {
+    Options options;
+    set_fields(*fields, options, values);
+    return options;
+  }));
+  return made;
+}
+
+// A learning rate is a number or a tensor to Python, and travels apart here.
+template <typename Options>
+void define_lr(OptionsClass<Options>& options) {
+  using Lr = std::variant<at::Tensor, double>;
+  define_field<Lr>(
+      options, "lr",
+      [](const Options& self) -> Lr {
+        if (self.lr_tensor.has_value()) return *self.lr_tensor;
+        return self.lr;
+      },
+      [](Options& self, const Lr& lr) {
+        const double* const number = std::get_if<double>(&lr);
+        self.lr = number != nullptr ? *number : 0.0;
+        self.lr_tensor = number != nullptr ? OptionalTensor() : std::get<at::Tensor>(lr);
+      });
+}
+
+inline const char* name_of(BufferRole role) {
+  switch (role) {
+    case BufferRole::kFirstMoment:
+      return "first moment";
+    case BufferRole::kSecondMoment:
+      return "second moment";
+    case BufferRole::kMaximum:
+      return "maximum";
+  }
+  return nullptr;
+}
+
+// Throws if a number is NaN, which would leave nothing but NaN, or the limit is none.
+template <typename Hyperparameters>
+void check_numbers(const std::string& operation, const Group<Hyperparameters>& options) {
+  const auto check = [&](const char* name, double value) {
+    TORCH_CHECK(!std::isnan(value), operation, ": ", name, " must be a number, got nan");
+  };
+  check("lr", options.lr);
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    if constexpr (std::is_floating_point_v<std::decay_t<decltype(options.*member)>>) {
+      check(name, options.*member);
+    }
+  });
+  TORCH_CHECK(options.clip_value >= 0.0, operation, ": clip_value must be at least 0, got ",
+              options.clip_value);
+}
+
+// The hyperparameters of an optimizer, taken from a dict that has all options and may have other
+// entries too, and what describes it: `operation`, `fields` and `buffers`.
+template <typename Hyperparameters>
+OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) {
+  using Options = Group<Hyperparameters>;
+  OptionsClass<Options> options{py::class_<Options>(module, Hyperparameters::kName)};
+  options.type.def(py::init([fields = options.fields](const py::dict& group) {
+    Options options;
+    for (const Field<Options>& field : *fields) {
+      if (!field.is_option) continue;
+      PyObject* const value = PyDict_GetItemWithError(group.ptr(), field.name);
+      if (value == nullptr) {
+        const std::string name = py::str(field.name);
+        throw py::value_error(c10::str(Hyperparameters::kName, ": ", name, " must be there"));
+      }
+      field.set(options, value);
+    }
+    check_numbers(Hyperparameters::kName, options);
+    TORCH_CHECK(!options.lr_tensor.has_value() || options.lr_tensor->numel() == 1,
+                Hyperparameters::kName, ": lr must be one element");
+    return options;
+  }));
+  define_lr(options);
+  define_field<std::optional<double>>(
+      options, "clip_value", [](const Options& self) { return self.clip_value; },
+      [](Options& self, const std::optional<double>& limit) {
+        self.clip_value = limit.value_or(CommonHyperparameters().clip_value);
+      });
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    define_field(options, name, member);
+    options.fields->back().is_option = Hyperparameters::is_option(name);
+  });
+  py::list fields;
+  for (const Field<Options>& field : *options.fields) fields.append(py::handle(field.name));
+  py::list buffers;
+  for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
+    buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
+  }
+  options.type.attr("operation") = Hyperparameters::kOperation;
+  options.type.attr("fields") = py::tuple(fields);
+  options.type.attr("buffers") = py::tuple(buffers);
+  return options;
+}
+
+}  // namespace amp_ext::python
