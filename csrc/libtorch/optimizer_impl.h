@@ -59,6 +59,11 @@ void check_group(const std::string& operation, const OptimizerKind& kind,
 at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
                        const std::string& where);
 
+// How errors call a parameter.
+inline std::string place(size_t group, size_t index) {
+  return c10::str("group ", group, ", param ", index);
+}
+
 // A dtype as Python prints it: "torch.float32".
 std::string python_name(at::ScalarType dtype);
 
