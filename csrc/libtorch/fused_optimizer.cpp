@@ -172,25 +172,16 @@ std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() 
 
 // Those that concern the norm of all groups together.
 void FusedOptimizer::check_shared_options() {
-  const auto check_same = [&](const char* option, auto member, const auto& text_of) {
-    const auto& first = options_of(0).*member;
-    bool are_same = true;
-    for (size_t i = 1; i < param_groups_.size(); ++i) are_same &= options_of(i).*member == first;
-    if (are_same) return;
-    std::vector<std::string> values;
-    for (size_t i = 0; i < param_groups_.size(); ++i) {
-      values.push_back(text_of(options_of(i).*member));
+  const auto check_same = [&](const char* option, auto member) {
+    for (size_t i = 1; i < param_groups_.size(); ++i) {
+      TORCH_CHECK(options_of(i).*member == options_of(0).*member, impl_->kind.name, ": ", option,
+                  " must be the same in all groups, whose norm is taken together, got another in "
+                  "group ",
+                  i);
     }
-    TORCH_CHECK(false, impl_->kind.name, ": ", option,
-                " must be the same in all groups, whose norm is taken "
-                "together, got [",
-                c10::Join(", ", values), "]");
   };
-  check_same("max_grad_norm", &FusedOptions::max_grad_norm_, [](const auto& norm) {
-    return norm.has_value() ? c10::str(*norm) : std::string("None");
-  });
-  check_same("skip_nonfinite", &FusedOptions::skip_nonfinite_,
-             [](bool skips) { return std::string(skips ? "True" : "False"); });
+  check_same("max_grad_norm", &FusedOptions::max_grad_norm_);
+  check_same("skip_nonfinite", &FusedOptions::skip_nonfinite_);
 }
 
 std::shared_ptr<const void> FusedOptimizer::identity() const { return impl_; }

@@ -5,6 +5,9 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/jit_type.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
 
 namespace amp_ext {
 
@@ -60,24 +63,20 @@ void check_nesting_within(const std::string& operation, const std::string& name,
 }  // namespace
 
 std::string shown(const c10::IValue& value) {
+  constexpr size_t kMost = 30;
   if (!value.isList() && !value.isTuple()) return shown_alone(value);
-  std::string text;
-  for (const c10::IValue& element : elements_of(value)) {
-    text += (text.empty() ? "" : ", ") + shown_alone(element);
+  const auto elements = elements_of(value);
+  std::vector<std::string> texts;
+  for (const c10::IValue& element : elements.slice(0, std::min(elements.size(), kMost))) {
+    texts.push_back(shown_alone(element));
   }
-  return "[" + text + "]";
+  if (elements.size() > kMost) texts.push_back("...");
+  return c10::str("[", c10::Join(", ", texts), "]");
 }
 
 std::string shown_keys(const Dict& dict) {
-  constexpr size_t kMost = 30;
   auto keys = new_list();
-  for (const auto& entry : dict) {
-    if (keys.size() == kMost) {
-      keys.push_back("...");
-      break;
-    }
-    keys.push_back(entry.key());
-  }
+  for (const auto& entry : dict) keys.push_back(entry.key());
   return shown(keys);
 }
 

@@ -21,10 +21,11 @@ std::optional<c10::IValue> find(const Dict& dict, const std::string& name);
 // Those of a list or a tuple; none of anything else.
 at::ArrayRef<c10::IValue> elements_of(const c10::IValue& value);
 
-// A number, a text, or a list of these; of anything else, which may be large, what it is.
+// A number, a text, or a list of the first thirty; of anything else, which may be large, what it
+// is.
 std::string shown(const c10::IValue& value);
 
-// The keys of a dict, up to thirty.
+// The keys of a dict, likewise.
 std::string shown_keys(const Dict& dict);
 
 // Throws where a dict, list or tuple lies in itself, or in too many others. `operation` and `name`
