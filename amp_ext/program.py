@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-__all__ = ["make_console", "parse_json", "run_program"]
+__all__ = ["format_table", "run_program"]
 
 
 def run_program(main: Callable[[], int]) -> int:
@@ -48,21 +46,20 @@ def run_program(main: Callable[[], int]) -> int:
     return code
 
 
-def make_console() -> Any:
-    """Returns rich's console for tables, which shows texts as they are, and files whole lines."""
-    from rich.console import Console
+def format_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Returns rows of equal length as lines of columns.
 
-    class _Console(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # for `run_program`: rich would exit with 1
-
-    width = None if sys.stdout.isatty() else 150
-    return _Console(width=width, highlight=False, markup=False, emoji=False)
-
-
-def parse_json(text: str, source: str) -> Any:
-    """Returns what a JSON text of a user holds; a ValueError says what is wrong with its source."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
+    Args:
+        rows: The headings, and what stands below them.
+        left: The columns that begin at their left end; the others end at their right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(cells)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.util
-import itertools
 import json
 import re
 import sys
@@ -23,7 +21,7 @@ import torch
 from amp_ext.bench import measure
 from amp_ext.bench.steps import make_params, make_program
 from amp_ext.bench.work import SIDES, choose_rows, row_name
-from amp_ext.program import make_console, run_program
+from amp_ext.program import format_table, run_program
 
 NOTE = (
     "Figures are amp_ext's; ÷ is torch's time divided by ours, in float32 that of our step with "
@@ -41,11 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = [*["cuda"] * (gpus > 0), *(f"cuda:{index}" for index in range(gpus)), "cpu"]
     if options.device not in (None, *known):
         parser.error(f"--device: must be cpu or a GPU that torch sees, got {options.device!r}")
-    if importlib.util.find_spec("rich") is None:
-        parser.error("rich is missing: pip install rich")
-    from rich.console import Console
-    from rich.progress import track
-
     device = torch.device(options.device or known[0])
     rows = choose_rows(device.type, options.quick)
     try:
@@ -61,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = functools.partial(measure.run_times, seconds=0.05 if options.quick else 0.15)
     streaming = measure.make_streaming(device)
     measured = []
-    for work, shapes in track(chosen, "", console=Console(stderr=True), transient=True):
+    for work, shapes in chosen:
+        print(f"{row_name(work, shapes)} ...", file=sys.stderr)
         programs = {
             side: make_program(side, work, make_params(work, shapes, device))
             for side in work.sides()
@@ -71,14 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.collect()  # optimizers are in circles
     speeds = [row["streaming_gb_per_s"] for row in measured if not row["many_small"]]
     about += [f"streaming: {max(speeds):.1f} GB/s at best"] if speeds else []
-    console = make_console()
-    console.print("\n".join(about), style="bold")
-    console.print(make_table(measured))
-    console.print(NOTE, style="dim")
+    print("\n".join(about), "", make_table(measured), "", NOTE, sep="\n")
     if options.json:
         result = {"surroundings": about, "arguments": sys.argv[1:], "rows": measured}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"Written: {options.json}", soft_wrap=True)
+        print(f"Written: {options.json}")
     return 0
 
 
@@ -110,21 +101,16 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def make_table(rows: list[dict[str, Any]]) -> Any:
-    """Returns the table of rich for the terminal, without columns that are empty."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+def make_table(rows: list[dict[str, Any]]) -> str:
+    """Returns the table, a part for each list of shapes, without columns that are empty."""
     shown = [title for title in cells(rows[0]) if any(cells(row)[title] for row in rows)]
-    for title in shown:
-        table.add_column(title, justify="right" if table.columns else "left", no_wrap=True)
-    for shapes, group in itertools.groupby(rows, lambda row: str(row["shapes"])):
-        table.add_section()
-        table.add_row(shapes, style="bold")
-        for row in group:
-            table.add_row(*(cells(row)[title] for title in shown))
-    return table
+    table = format_table([shown, *([cells(row)[title] for title in shown] for row in rows)])
+    head, *lines = table.splitlines()
+    of_shapes: dict[str, list[str]] = {}
+    for row, line in zip(rows, lines, strict=True):
+        of_shapes.setdefault(row["shapes"], []).append(line)
+    parts = ("\n".join(["", shapes, *lines]) for shapes, lines in of_shapes.items())
+    return "\n".join([head, *parts])
 
 
 if __name__ == "__main__":

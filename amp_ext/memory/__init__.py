@@ -6,19 +6,15 @@ Counted is what lives from one step to the next, to the byte. :data:`NOT_COUNTED
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from amp_ext.optim.moments import CODED_STATES, GROUP, has_groups
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = [
     "CONFIGURATIONS",
@@ -27,7 +23,6 @@ __all__ = [
     "OPTIMIZERS",
     "Configuration",
     "MemoryUsage",
-    "make_table",
     "parse_count",
     "training_memory",
 ]
@@ -92,7 +87,6 @@ _AS_IT_IS = Configuration("the model as it is", None)
 #: The rows that :func:`training_memory` returns.
 CONFIGURATIONS = (
     Configuration("fp32", torch.float32),
-    Configuration("fp32 under torch.amp", torch.float32),
     Configuration("fp32, bf16 states", torch.float32, True, torch.bfloat16),
     Configuration("fp32, 8bit-bf16 states", torch.float32, True, "8bit-bf16"),
     Configuration("fp32, 8bit states", torch.float32, True, "8bit"),
@@ -140,25 +134,9 @@ class MemoryUsage:
         return self.bytes["total"]
 
     @property
-    def bytes_per_parameter(self) -> dict[str, int | float]:
-        """The same divided by the number of all parameters; whole numbers are ints."""
-        count = self.parameter_count
-        return {
-            name: size / count if size % count else size // count
-            for name, size in self.bytes.items()
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns everything for JSON."""
-        return {
-            "configuration": self.configuration.name,
-            "options": self.configuration.options,
-            "optimizer": self.optimizer,
-            "parameter_count": self.parameter_count,
-            "trainable_count": self.trainable_count,
-            "bytes": self.bytes,
-            "bytes_per_parameter": self.bytes_per_parameter,
-        }
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """The same divided by the number of all parameters."""
+        return {name: size / self.parameter_count for name, size in self.bytes.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,45 +281,3 @@ def parse_count(text: int | float | str) -> int:
         "parse_count: a number of parameters must be a whole number from 1 to 10**18 such as 7B, "
         f"124M, 1.3e9 or 7_000_000_000, got {text!r}"
     )
-
-
-def make_table(usages: Sequence[MemoryUsage]) -> Table:
-    """Returns a table for the terminal: sizes in GiB, and bytes per parameter.
-
-    These are the same sizes in the same order, divided by the number of all parameters.
-
-    Args:
-        usages: From :func:`training_memory`, of one or more optimizers.
-
-    Raises:
-        ImportError: If rich is missing: ``pip install rich``.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    left_out = "" if any(usage.bytes["buffers"] for usage in usages) else "buffers"
-    names = [name for name in usages[0].bytes if name != left_out]
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title="Sizes in GiB; 16-bit is fp16 or bf16",
-        title_justify="left",
-    )
-    table.add_column("configuration")
-    for name in names:
-        short = name.replace("parameters", "params").replace("gradients", "grads")
-        table.add_column(short, justify="right", no_wrap=True)
-    table.add_column("B/param", justify="right")
-    table.add_column("options", overflow="fold")
-    for optimizer, rows in itertools.groupby(usages, lambda usage: usage.optimizer):
-        table.add_section()
-        table.add_row(optimizer, style="bold")
-        for row in rows:
-            shares = [f"{row.bytes_per_parameter[name]:.3g}" for name in names]
-            table.add_row(
-                row.configuration.name,
-                *(f"{row.bytes[name] / 2**30:,.2f}" for name in names),
-                f"{'+'.join(shares[:-1])} = {shares[-1]}",
-                row.configuration.options or "defaults",
-            )
-    return table

@@ -12,18 +12,16 @@ Reference:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from amp_ext.plain_numbers import is_count, plain
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-__all__ = ["MULTIPLE", "VOCABULARY_MULTIPLE", "Advice", "make_table", "tensor_core_advice"]
+__all__ = ["MULTIPLE", "VOCABULARY_MULTIPLE", "Advice", "tensor_core_advice"]
 
 MULTIPLE = 16 // 2  # bytes of an access, bytes of an element
 VOCABULARY_MULTIPLE = 128 // 2
@@ -38,7 +36,7 @@ _LAYERS: dict[Any, dict[str, Sequence[str]]] = {
     nn.Linear: {"in_features": ["weight"], "out_features": ["weight", "bias"]},
     _EMBEDDINGS: {"num_embeddings": ["weight"], "embedding_dim": ["weight"]},
     _CONVOLUTIONS: {"in_channels": ["weight"], "out_channels": ["weight", "bias"]},
-    nn.MultiheadAttention: dict.fromkeys(("embed_dim", "head_dim"), ()),
+    nn.MultiheadAttention: {"embed_dim": ()},
     (nn.RNNBase, nn.RNNCellBase): dict.fromkeys(("input_size", "hidden_size"), ()),
 }
 _SMALLEST_VOCABULARY = 64
@@ -70,7 +68,6 @@ class Advice:
         extra_parameters: How many parameters padding this dimension alone adds in all layers; None
             where that is not told: for attention and recurrent layers, and of a configuration for
             all but the vocabulary.
-        extra_percent: The same in percent of a model's parameters.
     """
 
     dimension: str
@@ -79,7 +76,6 @@ class Advice:
     multiple: int
     padded: int
     extra_parameters: int | None
-    extra_percent: float | None
 
 
 def tensor_core_advice(
@@ -87,8 +83,6 @@ def tensor_core_advice(
     *,
     batch_size: int | None = None,
     sequence_length: int | None = None,
-    multiple: int = MULTIPLE,
-    vocabulary_multiple: int = VOCABULARY_MULTIPLE,
 ) -> list[Advice]:
     """Returns the dimensions of matrix products that are not multiples, with padded sizes.
 
@@ -107,8 +101,6 @@ def tensor_core_advice(
         batch_size: Sequences, or samples, in a batch.
         sequence_length: Tokens in a sequence. A batch of sequences is multiplied as one matrix with
             a row for each token.
-        multiple: Elements that dimensions should be a multiple of.
-        vocabulary_multiple: The same for a vocabulary that is not smaller than this.
 
     Raises:
         TypeError: If ``model`` is none of these.
@@ -119,41 +111,38 @@ def tensor_core_advice(
         ...     print(advice.dimension, advice.size, "->", advice.padded)
         vocab_size 50257 -> 50304
     """
-    sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "multiple": multiple}
-    for name, value in {**sizes, "vocabulary_multiple": vocabulary_multiple}.items():
-        if value is not None and not is_count(plain(value)):
-            raise ValueError(f"tensor_core_advice: {name} must be a positive int, got {value!r}")
-    find = _of_model if isinstance(model, nn.Module) else _of_config
-    rows = list(find(model, multiple, vocabulary_multiple))
+    for name, size in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+        if size is not None:
+            _check(name, size)
+    rows = list(_of_model(model) if isinstance(model, nn.Module) else _of_config(model))
     # The number of tokens in a batch is to be a multiple.
     if sequence_length is not None:
-        rows += _pad("sequence_length", sequence_length, multiple, 0, 1)
+        rows += _pad("sequence_length", sequence_length, MULTIPLE, 0)
     if batch_size is not None:
-        needed = multiple // math.gcd(multiple, sequence_length or 1)
-        rows += _pad("batch_size", batch_size, needed, 0, 1)
+        needed = MULTIPLE // math.gcd(MULTIPLE, sequence_length or 1)
+        rows += _pad("batch_size", batch_size, needed, 0)
     return _joined(rows)
 
 
-def _pad(
-    name: str,
-    size: int,
-    multiple: int,
-    parameters: int | None = None,
-    all_parameters: int | None = None,
-    heads: int = 1,
-) -> Iterator[Advice]:
+def _check(name: str, size: Any) -> None:
+    if not is_count(plain(size)):
+        raise ValueError(f"tensor_core_advice: {name} must be a positive int, got {size!r}")
+
+
+def _pad(name: str, size: int, multiple: int, parameters: int | None = None) -> Iterator[Advice]:
     """Yields the advice on a size, of which each element comes with some parameters."""
-    if size % multiple == 0:
-        return
-    multiple *= heads
-    padded = -(-size // multiple) * multiple
-    extra = None if parameters is None else (padded - size) * parameters
-    percent = 100 * extra / all_parameters if all_parameters and extra is not None else None
-    yield Advice(name, 1, size, multiple, padded, extra, percent)
+    if size % multiple:
+        padded = -(-size // multiple) * multiple
+        extra = None if parameters is None else (padded - size) * parameters
+        yield Advice(name, 1, size, multiple, padded, extra)
 
 
-def _of_model(model: Any, multiple: int, vocabulary_multiple: int) -> Iterator[Advice]:
-    all_parameters = sum(param.numel() for param in model.parameters())
+def _of_vocabulary(size: int) -> int:
+    """Returns what a vocabulary should be a multiple of; a small one is as any dimension."""
+    return VOCABULARY_MULTIPLE if size >= VOCABULARY_MULTIPLE else MULTIPLE
+
+
+def _of_model(model: nn.Module) -> Iterator[Advice]:
     vocabulary = _vocabulary(model)
     heads: dict[int, int] = {}  # that share a width, which all layers around them have as well
     parts: set[nn.Module] = set()
@@ -176,15 +165,11 @@ def _of_model(model: Any, multiple: int, vocabulary_multiple: int) -> Iterator[A
             is_vocabulary = size == vocabulary and name in ("num_embeddings", "out_features")
             if name == "num_embeddings" and not is_vocabulary:
                 continue  # rows that are only looked up are in no product
-            if name == "head_dim" and size == module.embed_dim:
-                continue
             yield from _pad(
                 f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1),
                 size,
-                vocabulary_multiple if is_vocabulary and size >= vocabulary_multiple else multiple,
+                _of_vocabulary(size) if is_vocabulary else MULTIPLE * heads.get(size, 1),
                 sum(own[each].numel() for each in grown if each in own) // size if grown else None,
-                all_parameters,
-                1 if is_vocabulary else heads.get(size, 1),
             )
 
 
@@ -212,7 +197,7 @@ def _inside(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _inside(inner, f"{prefix}{name}.")
 
 
-def _of_config(model: Any, multiple: int, vocabulary_multiple: int) -> Iterator[Advice]:
+def _of_config(model: Any) -> Iterator[Advice]:
     config = model.to_dict() if hasattr(model, "to_dict") else model
     if not isinstance(config, Mapping):
         raise TypeError(
@@ -227,72 +212,38 @@ def _of_config(model: Any, multiple: int, vocabulary_multiple: int) -> Iterator[
         )
     for prefix, inner in configs:
         named = {name: plain(inner[name]) for name in _NAMES if inner.get(name) is not None}
-        heads = {name: named[name] for name in _HEADS if name in named}
-        if any(name in named for name in _HEAD_WIDTHS):
-            heads = {}
         for name, size in named.items():
-            path = f"{prefix}{name}"
-            if not is_count(size):
-                raise ValueError(f"tensor_core_advice: {path} must be a positive int, got {size!r}")
+            _check(f"{prefix}{name}", size)
+        shared_by = 1  # heads
+        for name in _HEADS if named.keys().isdisjoint(_HEAD_WIDTHS) else ():
+            shared_by = math.lcm(shared_by, named.get(name, 1))
+        for name, size in named.items():
             if name == "vocab_size":
                 tables = 1 if inner.get("tie_word_embeddings", True) else 2
                 width = next((named[each] for each in _WIDTHS if each in named), None)
-                wanted = vocabulary_multiple if size >= vocabulary_multiple else multiple
-                yield from _pad(path, size, wanted, width and tables * width)
-            elif name in _WIDTHS:
-                yield from _pad(path, size, multiple, heads=math.lcm(*heads.values()))
-                for shared_by, number in heads.items():
-                    yield from _pad(f"{path} / {shared_by}", size // number, multiple)
+                cost = width and tables * width
+                yield from _pad(f"{prefix}{name}", size, _of_vocabulary(size), cost)
             elif name not in _HEADS:
-                yield from _pad(path, size, multiple)
+                multiple = MULTIPLE * shared_by if name in _WIDTHS else MULTIPLE
+                yield from _pad(f"{prefix}{name}", size, multiple)
 
 
 def _joined(rows: Sequence[Advice]) -> list[Advice]:
     """Joins rows that differ in the number of their layer only."""
-    alike: dict[tuple[Any, ...], list[Advice]] = {}
+    alike: dict[tuple[str, int, int], list[Advice]] = {}
     for row in rows:
-        pattern = ".".join("*" if part.isdigit() else part for part in row.dimension.split("."))
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.dimension)
         alike.setdefault((pattern, row.size, row.padded), []).append(row)
     joined = []
     for (pattern, _, _), same in alike.items():
         row = same[0]
         if len(same) > 1:
-            costs = [(each.extra_parameters, each.extra_percent) for each in same]
-            extra, percent = (None if None in c else sum(c) for c in zip(*costs, strict=True))
+            extra = [each.extra_parameters for each in same if each.extra_parameters is not None]
             row = replace(
                 row,
                 dimension=pattern,
                 layers=len(same),
-                extra_parameters=extra,
-                extra_percent=percent,
+                extra_parameters=sum(extra) if len(extra) == len(same) else None,
             )
         joined.append(row)
     return joined
-
-
-def make_table(advice: Sequence[Advice]) -> Table:
-    """Returns a table for the terminal; padding adds so many parameters, so much percent of all.
-
-    Args:
-        advice: From :func:`tensor_core_advice`.
-
-    Raises:
-        ImportError: If rich is missing: ``pip install rich``.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dimension", overflow="fold")
-    for title in ("layers", "size", "multiple", "padded", "adds", "%"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in advice:
-        extra, percent = row.extra_parameters, row.extra_percent
-        table.add_row(
-            Text(row.dimension),  # not markup
-            *(f"{number:,}" for number in (row.layers, row.size, row.multiple, row.padded)),
-            "unknown" if extra is None else f"{extra:,}",
-            "" if percent is None else f"{percent:.3g}",
-        )
-    return table

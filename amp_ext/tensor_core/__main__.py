@@ -1,37 +1,27 @@
 """The command line of the advice on Tensor Cores.
 
-python -m amp_ext.tensor_core config.json                          # as Hugging Face has it
-python -m amp_ext.tensor_core config.json vocab_size=50257 --json  # with a change
+python -m amp_ext.tensor_core config.json                    # as Hugging Face has it
+python -m amp_ext.tensor_core config.json vocab_size=50257   # with a change
 python -m amp_ext.tensor_core n_embd=768 n_head=12 n_layer=12 vocab_size=50257 --batch-size 3
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from amp_ext.program import make_console, parse_json, run_program
-from amp_ext.tensor_core import MULTIPLE, VOCABULARY_MULTIPLE, make_table, tensor_core_advice
+from amp_ext.program import format_table, run_program
+from amp_ext.tensor_core import MULTIPLE, VOCABULARY_MULTIPLE, tensor_core_advice
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table or JSON.
-
-    Args:
-        arguments: Those of the command line, or None for the process's own.
-
-    Returns:
-        The exit code, 0 whatever the advice. Bad input exits with 2.
-    """
+    """Prints a table; returns the exit code, 0 whatever the advice. Bad input exits with 2."""
     parser = _parser()
     options = vars(parser.parse_intermixed_args(arguments))
-    as_json = options.pop("json")
     try:
         config: dict[str, Any] = {}
         for text in options.pop("config"):
@@ -39,20 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = tensor_core_advice(config, **options)
     except ValueError as error:
         parser.error(str(error))
-    if as_json:
-        print(json.dumps([asdict(row) for row in advice], indent=1))
+    if not advice:
+        multiples = f"{MULTIPLE}, the vocabulary of {VOCABULARY_MULTIPLE}"
+        print(f"Every dimension is a multiple of {multiples}.")
         return 0
-    if importlib.util.find_spec("rich") is None:
-        parser.error("rich is missing: pip install rich, or ask for --json")
-    console = make_console()
-    if advice:
-        console.print(make_table(advice))
-        console.print("Adds: parameters, if only this row is padded.", style="dim")
-    else:
-        console.print(
-            f"Every dimension is a multiple of {options['multiple']}, "
-            f"the vocabulary of {options['vocabulary_multiple']}."
-        )
+    rows = [["dimension", "size", "multiple", "padded", "parameters more"]]
+    for row in advice:
+        sizes = (f"{each:,}" for each in (row.size, row.multiple, row.padded))
+        extra = "unknown" if row.extra_parameters is None else f"{row.extra_parameters:,}"
+        rows.append([row.dimension, *sizes, extra])
+    print(format_table(rows))
     return 0
 
 
@@ -66,16 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", nargs="+", help=names)
     parser.add_argument("--batch-size", type=int, help="sequences in a batch")
     parser.add_argument("--sequence-length", type=int, help="tokens in a sequence")
-    parser.add_argument(
-        "--multiple", type=int, default=MULTIPLE, help="for dimensions (%(default)s)"
-    )
-    parser.add_argument(
-        "--vocabulary-multiple",
-        type=int,
-        default=VOCABULARY_MULTIPLE,
-        help="for the vocabulary (%(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="prints a list instead of a table")
     return parser
 
 
@@ -92,9 +68,11 @@ def _read(text: str) -> dict[str, Any]:
         except ValueError:
             return {name: value}
     try:
-        config = parse_json(Path(text).read_text(encoding="utf-8"), text)
+        config = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{text} is neither name=value nor a file to read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{text} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{text} must hold a JSON object, got {type(config).__name__}")
     return config

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("rich")
-
 from amp_ext.bench import measure
 from amp_ext.bench.steps import make_params, make_program
 from amp_ext.bench.work import FEATURED, LOW_MEMORY, SIDES, ShapeList, Work, choose_rows, uniform

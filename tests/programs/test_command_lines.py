@@ -1,10 +1,8 @@
-"""Every program of the package refuses what it cannot do; two need neither the binary nor rich."""
+"""Every program of the package refuses what it cannot do; two do not need the binary."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import json
 
 import pytest
 
@@ -23,7 +21,7 @@ REFUSED = [
     ("tensor_core", "n_embd=wide", "n_embd must be a positive int, got 'wide'"),
     ("tensor_core", "nowhere.json", "nowhere.json is neither name=value nor a file"),
     ("tensor_core", "n_embd=8 --batch-size=0", "batch_size must be a positive"),
-    ("tensor_core", "n_embd=8 --multiple=two", "invalid int value: 'two'"),
+    ("tensor_core", "n_embd=8 --batch-size=two", "invalid int value: 'two'"),
     ("tensor_core", b"[1]", "must hold a JSON object, got list"),
     ("tensor_core", b"{", "is not JSON"),
 ]
@@ -31,8 +29,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
 def test_bad_arguments_exit_with_2(name, arguments, message, tmp_path, capsys):
-    if name == "bench":
-        pytest.importorskip("rich")
     program = importlib.import_module(f"amp_ext.{name}.__main__")
     file = tmp_path / "config.json"
     if isinstance(arguments, bytes):
@@ -44,17 +40,9 @@ def test_bad_arguments_exit_with_2(name, arguments, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "argument"), CALCULATORS)
-def test_a_missing_rich_is_explained(name, argument, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        importlib.import_module(f"amp_ext.{name}.__main__").main([argument])
-    assert "rich is missing: pip install rich, or ask for --json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "argument"), CALCULATORS)
 def test_calculators_need_no_binary(name, argument, copy, run_module):
     for binary in copy.glob("_C.*so"):
         binary.unlink()
-    done = run_module(f"amp_ext.{name}", argument, "--json", folder=copy.parent)
+    done = run_module(f"amp_ext.{name}", argument, folder=copy.parent)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)
+    assert done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -20,18 +19,18 @@ from amp_ext.memory import __main__ as command_line
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], bool, list[float]]] = {
     "adamw": (
         *("AdamW", {}, True),
-        [16, 16, 12, 11, 10, 8, 12, 7, 6, 16, 12, 14, 10, 9, 8, 9, 8, 7],
+        [16, 12, 11, 10, 8, 12, 7, 6, 16, 12, 14, 10, 9, 8, 9, 8, 7],
     ),
     "adam": (
         *("Adam", {}, True),
-        [16, 16, 12, 11, 10, 8, 12, 7, 6, 16, 12, 14, 10, 9, 8, 9, 8, 7],
+        [16, 12, 11, 10, 8, 12, 7, 6, 16, 12, 14, 10, 9, 8, 9, 8, 7],
     ),
-    "amsgrad": ("Adam", {"amsgrad": True}, True, [20, 20, 14, 10, 16, 20, 14, 18, 12, 11]),
-    "lion": ("Lion", {}, False, [12, 12, 10, 9, 9, 6, 8, 5, 5, 12, 10, 10, 8, 7, 7, 7, 6, 6]),
-    "sgd": ("SGD", {}, False, [8, 8, 8, 8, 8, 4, 4, 4, 4, 8, 8, 6, 6, 6, 6, 5, 5, 5]),
+    "amsgrad": ("Adam", {"amsgrad": True}, True, [20, 14, 10, 16, 20, 14, 18, 12, 11]),
+    "lion": ("Lion", {}, False, [12, 10, 9, 9, 6, 8, 5, 5, 12, 10, 10, 8, 7, 7, 7, 6, 6]),
+    "sgd": ("SGD", {}, False, [8, 8, 8, 8, 4, 4, 4, 4, 8, 8, 6, 6, 6, 6, 5, 5, 5]),
     "momentum": (
         *("SGD", {"momentum": 0.9}, False),
-        [12, 12, 10, 9, 9, 6, 8, 5, 5, 12, 10, 10, 8, 7, 7, 7, 6, 6],
+        [12, 10, 9, 9, 6, 8, 5, 5, 12, 10, 10, 8, 7, 7, 7, 6, 6],
     ),
 }
 BY_NAME = {configuration.name: configuration for configuration in memory.CONFIGURATIONS}
@@ -126,8 +125,7 @@ def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer
     elif is_16_bit:
         options = options | in_16_bits(class_name)
     actual = classes(class_name)(model.parameters(), **options)
-    with torch.autocast(device.type, torch.bfloat16, enabled=name == "fp32 under torch.amp"):
-        output = model(torch.arange(11, device=device))
+    output = model(torch.arange(11, device=device))
     output.float().square().sum().backward()
     actual.step()
     calculated = {row.configuration: row for row in memory.training_memory(Model(), optimizer)}
@@ -210,8 +208,6 @@ def test_bytes_per_parameter(optimizer):
         exponents = exponents_of(row.configuration, optimizer)
         assert row.bytes_per_parameter["total"] == size + exponents / 32
         assert row.total == 7_000_000_000 * size + 7_000_000_000 // 32 * exponents
-        if not exponents:
-            assert all(type(each) is int for each in row.bytes_per_parameter.values())
 
 
 def exponents_of(configuration: memory.Configuration, optimizer: str) -> int:
@@ -284,48 +280,23 @@ def test_bad_arguments_are_refused(model, options, message):
 
 
 def test_the_command_line_prints_a_table(capsys):
-    pytest.importorskip("rich")
     assert command_line.main(["7B"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("7,000,000,000 parameters\nSizes in GiB")
+    assert shown.startswith("7,000,000,000 parameters, adamw. GiB;")
     (row,) = re.findall("16-bit [+] masters, fp32 states .*", shown)
     sizes = [f"{7e9 * size / 2**30:.2f}" for size in (2, 4, 2, 8, 16)]
-    assert row.split()[5:] == [*sizes, "2+4+2+8", "=", "16", "defaults"]
+    assert row.split()[5:] == [*sizes, "16", "defaults"]
     (row,) = re.findall("16-bit, 16-bit states .*", shown)
-    assert row.rstrip().endswith("2+0+2+4 = 8   master_weights=False, state_dtype=None")
+    assert row.endswith(" 8  master_weights=False, state_dtype=None")
     (row,) = re.findall("fp32, bf16 states .*", shown)
-    assert row.rstrip().endswith("4+0+4+4 = 12   state_dtype=torch.bfloat16")
+    assert row.endswith(" 12  state_dtype=torch.bfloat16")
     assert "Not counted: activations;" in shown
     assert "autocast" in shown
 
 
-def test_every_optimizer_and_a_part_that_is_trained(capsys):
-    pytest.importorskip("rich")
-    assert command_line.main(["7B", "--optimizer=all", "--trainable=7M"]) == 0
+def test_a_part_that_is_trained(capsys):
+    assert command_line.main(["7B", "--optimizer=lion", "--trainable=7M"]) == 0
     shown = capsys.readouterr().out
-    assert "7,000,000,000 parameters, 7,000,000 of them trained" in shown
-    headings = [line.strip() for line in shown.splitlines()]
-    assert [name for name in headings if name in memory.OPTIMIZERS] == [*memory.OPTIMIZERS]
-    assert "2+0.004+0.002+0.008 = 2.01" in shown
-
-
-def test_a_models_buffers_have_a_column():
-    console = pytest.importorskip("rich.console").Console(width=150)
-    with console.capture() as capture:
-        console.print(memory.make_table(memory.training_memory(Model())))
-    assert "states   buffers   total" in capture.get()
-    assert "the model as it is" in capture.get()
-
-
-def test_json_holds_exact_integers(capsys):
-    assert command_line.main(["6738415617", "--json", "--optimizer=amsgrad"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["not_counted"] == list(memory.NOT_COUNTED)
-    by_name = {row["configuration"]: row for row in result["rows"]}
-    row = by_name["16-bit + masters, fp32 states"]
-    assert row["optimizer"] == "amsgrad"
-    sizes = {"parameters": 2, "masters": 4, "gradients": 2, "states": 12, "buffers": 0, "total": 20}
-    assert row["bytes_per_parameter"] == sizes
-    assert row["bytes"] == {name: 6_738_415_617 * size for name, size in sizes.items()}
-    assert all(type(size) is int for size in row["bytes"].values())
-    assert by_name["16-bit, 16-bit states"]["options"] == "master_weights=False, state_dtype=None"
+    assert "7,000,000,000 parameters, 7,000,000 of them trained, lion." in shown
+    (row,) = re.findall("16-bit, 16-bit states .*", shown)
+    assert " 2.004  " in row
