@@ -16,16 +16,14 @@ class Cause(NamedTuple):
     """One row of the table.
 
     Attributes:
-        key: Its name in ``--json``.
-        text: The cause in words.
         signs: Regular expression that finds it in what was seen.
+        text: The cause in words.
         setting: Environment variable to set for a rebuild, where a plain one does not do.
         command: What to type instead of a rebuild.
     """
 
-    key: str
-    text: str
     signs: str
+    text: str
     setting: str = ""
     command: str = ""
 
@@ -43,68 +41,54 @@ _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
 # The first whose signs are seen is it, so what is certain comes before what is likely.
 CAUSES = (
     Cause(
-        "cpu-isa",
-        f"{ISA_VARIABLE} names no instruction set, or one that this processor lacks",
         f"{ISA_VARIABLE} must be",
+        f"{ISA_VARIABLE} names no instruction set, or one that this processor lacks",
         command=f"unset {ISA_VARIABLE}",
     ),
     Cause(
-        "sources",
-        "sources that are not built hide an installed amp_ext: start elsewhere, or",
         r"^amp_ext's sources at .* are imported",
+        "sources that are not built hide an installed amp_ext: start elsewhere, or",
     ),
     Cause(
-        "missing",
-        "the compiled module is not there, or is for another Python or platform",
         "is not there for this Python",
+        "the compiled module is not there, or is for another Python or platform",
     ),
     Cause(
-        "no-library",
-        "the library that it links, lib/libamp_ext.so, is not there",
         r"libamp_ext\.so: cannot open",
+        "the library that it links, lib/libamp_ext.so, is not there",
     ),
     Cause(
-        "other-build",
-        "the library that it links, lib/libamp_ext.so, is of another build",
         "version `AMP_EXT_",
+        "the library that it links, lib/libamp_ext.so, is of another build",
     ),
-    Cause("other-torch", "it was built for another torch", "^amp_ext was built for torch"),
+    Cause("^amp_ext was built for torch", "it was built for another torch"),
     Cause(
-        "other-cuda",
-        "it was built for another major version of CUDA, or for CUDA, which this torch lacks",
         r"lib(cu\w+|nv\w+|c10_cuda|torch_cuda)\.so\S*: cannot open shared object",
+        "it was built for another major version of CUDA, or for CUDA, which this torch lacks",
     ),
     Cause(
-        "old-libstdc++",
-        "its compiler is newer than the C++ library that Python loads",
         "version `(GLIBCXX|CXXABI)_",
+        "its compiler is newer than the C++ library that Python loads",
         command="conda install -c conda-forge libstdcxx-ng" if _IN_CONDA else "",
     ),
-    Cause("old-libc", "it was built on a newer system", "version `GLIBC_"),
+    Cause("version `GLIBC_", "it was built on a newer system"),
     Cause(
-        "undefined-symbol",
-        "it was built against another torch, another C++ ABI, or older files of amp_ext",
         "undefined symbol",
+        "it was built against another torch, another C++ ABI, or older files of amp_ext",
     ),
+    Cause("cannot open shared object file", "a library that it was linked with is not installed"),
     Cause(
-        "missing-library",
-        "a library that it was linked with is not installed here",
-        "cannot open shared object file",
-    ),
-    Cause(
-        "no-cuda",
-        "there is a GPU, and it was built for the CPU alone",
         "built without CUDA",
+        "there is a GPU, and it was built for the CPU alone",
         setting="AMP_EXT_CUDA=1",
     ),
     Cause(
-        "gpu-architecture",
-        "it holds no code for this GPU",
         "no kernel image is available",
+        "it holds no code for this GPU",
         setting="TORCH_CUDA_ARCH_LIST='{}'",
     ),
+    Cause("", "none that is known"),
 )
-UNKNOWN = Cause("unknown", "none that is known", "")
 
 
 def recognise(seen: str) -> Cause:
@@ -113,8 +97,7 @@ def recognise(seen: str) -> Cause:
     Args:
         seen: The text of an error, and what else was found out.
     """
-    found = (cause for cause in CAUSES if re.search(cause.signs, seen, re.MULTILINE))
-    return next(found, UNKNOWN)
+    return next(cause for cause in CAUSES if re.search(cause.signs, seen, re.MULTILINE))
 
 
 def rebuild_line(setting: str = "") -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,61 +18,60 @@ PACKAGE = Path(amp_ext.__file__).parent
 ISA_VARIABLE = "AMP_EXT_CPU_ISA"
 
 
-def describe() -> dict[str, Any]:
-    """Returns all facts, as ``--json`` prints them.
+class Gpu(NamedTuple):
+    """A GPU that torch sees: its name, and its compute capability, such as 9.0."""
 
-    Returns:
-        ``versions``; ``folder`` of the package; ``library``, its file for programs in C++, None
-        where there is none; ``build``, None where the build left no file; ``cpu``, whose
-        ``instructions`` is None if the compiled module does not load; ``gpus``.
-    """
-    try:
-        instructions = ops.cpu_isa()
-    except (ImportError, RuntimeError):
-        instructions = None
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    library = PACKAGE / "lib" / "libamp_ext.so"
-    return {
-        "versions": {
-            "amp_ext": amp_ext.__version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
-        "folder": str(PACKAGE),
-        "library": str(library) if library.is_file() else None,
-        "build": read_build(),
-        "cpu": {
-            "instructions": instructions,
-            "variable": os.environ.get(ISA_VARIABLE),
-            "threads": torch.get_num_threads(),
-            "cores": len(os.sched_getaffinity(0)),
-        },
-        "gpus": [
-            {
-                "name": torch.cuda.get_device_name(index),
-                "capability": "{}.{}".format(*torch.cuda.get_device_capability(index)),
-            }
-            for index in range(gpus)
-        ],
-    }
+    name: str
+    capability: str
+
+
+def gpus() -> list[Gpu]:
+    """Returns the GPUs that torch sees."""
+    return [
+        Gpu(
+            torch.cuda.get_device_name(index),
+            "{}.{}".format(*torch.cuda.get_device_capability(index)),
+        )
+        for index in range(torch.cuda.device_count())
+    ]
 
 
 def read_build() -> dict[str, Any] | None:
-    """Returns what the build noted beside the binary, or None if there is no note.
-
-    ``commit`` is None where no git was at hand; ``uncommitted_changes`` says whether files differed
-    from it. ``architectures`` are sm_90 for machine code, compute_90 for PTX.
-    """
+    """Returns what the build noted beside the binary, or None if there is no note."""
     file = PACKAGE / "_build_info.json"
-    if not file.exists():
-        return None
-    noted = json.loads(file.read_text())
-    commit, dirty, _ = (noted.get("git") or "").partition("-dirty")
-    return {
-        **{name: noted.get(name) for name in ("torch", "python", "compiler", "cuda", "toolkit")},
-        "backends": noted.get("backends", []),
-        "architectures": noted.get("architectures", []),
-        "commit": commit or None,
-        "uncommitted_changes": bool(dirty) if commit else None,
-    }
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def describe() -> Iterator[tuple[str, str]]:
+    """Yields the facts, each with its label."""
+    yield "amp_ext", f"{amp_ext.__version__} in {PACKAGE}"
+    yield "torch", f"{torch.__version__}, {_with_cuda(torch.version.cuda)}"
+    yield "Python", platform.python_version()
+    library = PACKAGE / "lib" / "libamp_ext.so"
+    yield "library", str(library) if library.is_file() else "none that programs in C++ could link"
+    build = read_build()
+    if build is None:
+        yield "build", "unknown: no _build_info.json lies beside the compiled module"
+    else:
+        toolkit = f", CUDA toolkit {build['toolkit']}" if build["toolkit"] else ""
+        built_for = f"for torch {build['torch']}, {_with_cuda(build['cuda'])}"
+        yield "build", f"{built_for}, Python {build['python']}"
+        yield "compiler", f"{build['compiler'] or 'unknown'}{toolkit}"
+        yield "commit", build["git"] or "unknown"
+        yield "backends", ", ".join([*build["backends"], *build["architectures"]])
+    try:
+        instructions = ops.cpu_isa()
+    except (ImportError, RuntimeError):
+        instructions = "unknown"
+    variable = f"{ISA_VARIABLE} {os.environ.get(ISA_VARIABLE, 'not set')}"
+    counts = f"threads: {torch.get_num_threads()}, cores: {len(os.sched_getaffinity(0))}"
+    yield "CPU", f"{instructions} ({variable}), {counts}"
+    found = gpus()
+    for index, gpu in enumerate(found):
+        yield f"GPU {index}", f"{gpu.name}, compute capability {gpu.capability}"
+    if not found:
+        yield "GPU", "none that torch sees"
+
+
+def _with_cuda(version: str | None) -> str:
+    return f"CUDA {version}" if version else "without CUDA"
