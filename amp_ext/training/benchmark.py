@@ -6,19 +6,17 @@ import copy
 import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_ext.optim import AdamW
+from amp_ext.program import format_table
 from amp_ext.training.config import MixedPrecisionConfig, Precision
 from amp_ext.training.loss import loss_in
 from amp_ext.training.trainer import MixedPrecisionTrainer
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _WARM_UP_STEPS = 3
 _ROUNDS = 3
@@ -48,7 +46,7 @@ class PrecisionTiming:
 
 @dataclass(frozen=True)
 class PrecisionBenchmark:
-    """Timings side by side; ``print`` shows them as a table (needs rich).
+    """Timings side by side; ``print`` shows them as a table.
 
     Attributes:
         device: Name of the device.
@@ -63,52 +61,27 @@ class PrecisionBenchmark:
     steps: int
     rows: tuple[PrecisionTiming, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all figures in dicts and lists, ready for JSON."""
-        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
-
-    def __rich__(self) -> Table:
-        """Returns the table for rich's own print."""
-        from rich.table import Table
-        from rich.text import Text
-
-        # Text, since a device and an error may have what looks like markup.
-        title = Text(f"{self.device}, {self.samples or '?'} samples a step", "table.title")
-        table = Table(title=title, title_justify="left")
-        for column in ("precision", "ms a step", "samples/s", "speed-up", "peak memory, MiB"):
-            table.add_column(column, justify="left" if column == "precision" else "right")
+    def __str__(self) -> str:
+        """Returns the table as text."""
+        table = [["precision", "ms a step", "samples/s", "speed-up", "peak memory, MiB"]]
         first = next((row.seconds_per_step for row in self.rows if row.seconds_per_step), None)
         for row in self.rows:
             if row.seconds_per_step is None or first is None:
-                table.add_row(row.precision, "failed")
+                table.append([row.precision, "failed", "", "", ""])
                 continue
             speed, memory = row.samples_per_second, row.peak_memory_bytes
-            table.add_row(
-                row.precision,
-                f"{1e3 * row.seconds_per_step:.3g}",
-                "-" if speed is None else f"{speed:,.1f}",
-                f"{first / row.seconds_per_step:.2f}",
-                "-" if memory is None else f"{memory / 2**20:,.1f}",
+            table.append(
+                [
+                    row.precision,
+                    f"{1e3 * row.seconds_per_step:.3g}",
+                    "-" if speed is None else f"{speed:,.1f}",
+                    f"{first / row.seconds_per_step:.2f}",
+                    "-" if memory is None else f"{memory / 2**20:,.1f}",
+                ]
             )
         errors = [f"{row.precision}: {row.error}" for row in self.rows if row.error]
-        table.caption = Text("\n".join(errors), "table.caption") if errors else None
-        table.caption_justify = "left"
-        return table
-
-    def __str__(self) -> str:
-        """Returns the table as text.
-
-        Raises:
-            ImportError: If rich is missing; ``to_dict`` does without.
-        """
-        try:
-            from rich.console import Console
-        except ImportError as error:
-            raise ImportError("the table needs rich: pip install rich") from error
-        console = Console(width=100)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        title = f"{self.device}, {self.samples or '?'} samples a step"
+        return "\n".join([title, format_table(table), *errors])
 
 
 def benchmark_precision(
