@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections import OrderedDict
@@ -15,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.interrupts import may_have_stepped, version_of, versions_of_params
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
@@ -156,8 +156,8 @@ class MixedPrecisionTrainer:
         """Trains on a batch; steps the optimizer when enough batches have accumulated.
 
         If the forward pass raises, it is as if the batch had never come. If the backward pass or
-        the step does, what has accumulated is discarded, and the next call starts anew. An
-        interrupt that comes after the step leaves all of it: the scale and the scheduler follow.
+        the step does, what has accumulated is discarded, and the next call starts anew. After an
+        interrupt amid the step the scale and the scheduler may stand where they stood before it.
 
         Args:
             inputs: What the model is called with: a tuple or list gives positional arguments, a
@@ -233,22 +233,12 @@ class MixedPrecisionTrainer:
         """
         if not self._scheduler_is_due or self.scheduler is None:
             return
-        if self.scaler is not None and self.scaler.last_step_skipped(self.optimizer, wait=True):
-            self._scheduler_is_due = False
-            return
-        groups = self.optimizer.param_groups
-        rates = [each for group in groups for each in group.values() if isinstance(each, Tensor)]
-        schedulers = [each.__dict__ for each in _with_inner(self.scheduler)]
-        before = Before([*schedulers, *groups], rates)
-        try:
+        is_skipped = self.scaler is not None and self.scaler.last_step_skipped(
+            self.optimizer, wait=True
+        )
+        self._scheduler_is_due = False  # before: what it raises would come again and again
+        if not is_skipped:
             self.scheduler.step()
-            self._scheduler_is_due = False
-        except Exception:  # which would come again and again
-            self._scheduler_is_due = False
-            raise
-        except BaseException:  # an interrupt: the next call moves it, once
-            before.put_back()
-            raise
 
     def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
         with self._autocast(self._mixed and not self._in_16_bits):
@@ -288,51 +278,19 @@ class MixedPrecisionTrainer:
                 self.scaler.unscale_(self.optimizer)
             grad_norm = clip_grad_norm_(params_of(self.optimizer), self.config.max_grad_norm)
         if self.scaler is None:
-            self._step_unscaled()
-            self.finish_scheduler_step()
+            self.optimizer.step()
         else:
-            flags = self._step_scaled(self.scaler)
+            self.scaler.step(self.optimizer)
+            flags = self.scaler._found_inf_per_device(self.optimizer).values()
             skipped = sum(flag.to(loss_scale.device, non_blocking=True) for flag in flags) != 0
+            self.scaler.update()
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()
         self._accumulated = 0
+        self._scheduler_is_due = True
+        if self.scaler is None:
+            self.finish_scheduler_step()
         return StepMetrics(self._loss, loss_scale, grad_norm, skipped)
-
-    def _step_unscaled(self) -> None:
-        """Steps the optimizer, of which the scheduler learns also if an interrupt comes after."""
-        versions = versions_of_params(self.optimizer)
-        try:  # in one statement: an interrupt must not come in between
-            _, self._scheduler_is_due = self.optimizer.step(), True
-        except BaseException as error:
-            tells_nothing = self._fused is None and self.optimizer.defaults.get("fused")
-            self._scheduler_is_due = versions != versions_of_params(self.optimizer) or bool(
-                tells_nothing and may_have_stepped(error)
-            )
-            raise
-
-    def _step_scaled(self, scaler: GradScaler) -> list[Any]:
-        """Steps the optimizer and lets the scale follow, also if an interrupt comes in between.
-
-        Returns:
-            What the scaler has found, by device.
-        """
-        scale, _ = scaler._check_scale_growth_tracker("train_step")
-        versions, version = versions_of_params(self.optimizer), version_of(scale)
-        try:
-            scaler.step(self.optimizer)
-            flags = list(scaler._found_inf_per_device(self.optimizer).values())
-            scaler.update()
-            self._scheduler_is_due = True
-        except BaseException:
-            has_written = versions != versions_of_params(self.optimizer)
-            if self._fused is None:
-                has_written |= scaler._has_stepped(self.optimizer)
-            if has_written or version_of(scale) != version:
-                if scaler._found_inf_per_device(self.optimizer):
-                    scaler.update()
-                self._scheduler_is_due = True
-            raise
-        return flags
 
     # Checkpoints.
 
@@ -495,13 +453,14 @@ class MixedPrecisionTrainer:
         if self.scaler is not None:
             written.append(vars(self.scaler))
             tensors = [each for each in vars(self.scaler).values() if isinstance(each, Tensor)]
-        gradients_before = [param.grad for param in params]
-        schedule_before = {} if self.scheduler is None else dict(self.scheduler.state_dict())
-        model_before = {} if model is None else copy.deepcopy(self.model.state_dict())
-        random_before = random_state()
-        before = Before(written, tensors)
-        try:
+        with contextlib.ExitStack() as undo:  # also an interrupt, after which a notebook goes on
+            undo.callback(set_random_state, random_state())
+            undo.callback(Before(written, tensors).put_back)
+            undo.callback(_set_grads, params, [param.grad for param in params])
+            if self.scheduler is not None:
+                undo.callback(self.scheduler.load_state_dict, dict(self.scheduler.state_dict()))
             if model is not None:
+                undo.callback(self.model.load_state_dict, copy.deepcopy(self.model.state_dict()))
                 self.model.load_state_dict(model)
             self.optimizer.load_state_dict(state_dict["optimizer"])
             if self.scaler is not None and state_dict["scaler"] is not None:
@@ -509,22 +468,12 @@ class MixedPrecisionTrainer:
                 self.scaler.scale(loss)  # makes its tensors, which a flush needs
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule)
-            for param, grad in zip(params, gradients, strict=False):
-                param.grad = grad
+            _set_grads(params, gradients)
             self._accumulated, self._loss = state_dict["accumulated"], loss
             self._scheduler_is_due = False
             if random is not None:
                 set_random_state(random)
-        except BaseException:  # also an interrupt, after which a notebook goes on
-            if model is not None:
-                self.model.load_state_dict(model_before)
-            for param, grad in zip(params, gradients_before, strict=True):
-                param.grad = grad
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(schedule_before)
-            before.put_back()
-            set_random_state(random_before)
-            raise
+            undo.pop_all()
 
     def _copied_gradients(
         self, operation: str, state_dict: Mapping[str, Any], params: list[Tensor]
@@ -552,10 +501,10 @@ class MixedPrecisionTrainer:
         ]
 
 
-def _with_inner(scheduler: Any) -> list[Any]:
-    """Returns a scheduler and those that it is made of."""
-    inner = getattr(scheduler, "_schedulers", ())
-    return [scheduler, *(each for one in inner for each in _with_inner(one))]
+def _set_grads(params: list[Tensor], gradients: list[Tensor | None]) -> None:
+    """Sets the gradients of parameters, if there are any to set."""
+    for param, grad in zip(params, gradients, strict=False):
+        param.grad = grad
 
 
 def _check_kind(name: str, part: object, kind: type) -> None:

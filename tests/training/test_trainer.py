@@ -444,3 +444,17 @@ def test_a_parameter_that_a_step_does_not_use_stays_as_it_is(precision):
         before = unused.weight.detach().clone()
         trainer.train_step(torch.ones(4, 3), torch.zeros(4, 2))
         assert torch.equal(unused.weight, before)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_scheduler_that_has_come_to_its_end_does_not_keep_the_state_from_being_saved(precision):
+    trainer = cases.new_trainer(
+        precision,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=2, cycle_momentum=False
+        ),
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Tried to step \d times"):
+            cases.train_on(trainer, [(X, TARGET)] * 4)
+        trainer.state_dict()
