@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, text in facts.describe():
         _print_fact(label, text)
     error = _error_of_loading()
-    problems = [error] if error else list(_unused_gpus())
+    problems = [error] if error else _unused_gpu()
     if options.check and not error:
         problems += _take_steps()
     if not problems:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for cause, problem in found.items():
         print(f"\nProblem: {problem}\nCause: {cause.text}")
     print("\nType this:\n")
-    capabilities = sorted({gpu.capability for gpu in facts.gpus()})
+    capabilities = sorted({capability for _, capability in facts.gpus()})
     for line in dict.fromkeys(cause.line(capabilities) for cause in found):
         print(f"    {line}")
     return 1
@@ -75,12 +75,12 @@ def _error_of_loading() -> str:
     return ""
 
 
-def _unused_gpus() -> Iterator[str]:
-    build = facts.read_build()
-    if build is not None and "cuda" not in build["backends"]:
-        for index, gpu in enumerate(facts.gpus()):
-            name = f"GPU {index} ({gpu.name}, compute capability {gpu.capability})"
-            yield f"amp_ext was built without CUDA, and there is {name}"
+def _unused_gpu() -> list[str]:
+    build, gpus = facts.read_build(), facts.gpus()
+    if build is None or "cuda" in build["backends"] or not gpus:
+        return []
+    gpu = "GPU 0 ({}, compute capability {})".format(*gpus[0])
+    return [f"amp_ext was built without CUDA, and there is {gpu}"]
 
 
 def _take_steps() -> list[str]:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,17 +18,10 @@ PACKAGE = Path(amp_ext.__file__).parent
 ISA_VARIABLE = "AMP_EXT_CPU_ISA"
 
 
-class Gpu(NamedTuple):
-    """A GPU that torch sees: its name, and its compute capability, such as 9.0."""
-
-    name: str
-    capability: str
-
-
-def gpus() -> list[Gpu]:
-    """Returns the GPUs that torch sees."""
+def gpus() -> list[tuple[str, str]]:
+    """Returns the name of each GPU that torch sees, and its compute capability, such as 9.0."""
     return [
-        Gpu(
+        (
             torch.cuda.get_device_name(index),
             "{}.{}".format(*torch.cuda.get_device_capability(index)),
         )
@@ -67,8 +60,8 @@ def describe() -> Iterator[tuple[str, str]]:
     counts = f"threads: {torch.get_num_threads()}, cores: {len(os.sched_getaffinity(0))}"
     yield "CPU", f"{instructions} ({variable}), {counts}"
     found = gpus()
-    for index, gpu in enumerate(found):
-        yield f"GPU {index}", f"{gpu.name}, compute capability {gpu.capability}"
+    for index, (name, capability) in enumerate(found):
+        yield f"GPU {index}", f"{name}, compute capability {capability}"
     if not found:
         yield "GPU", "none that torch sees"
 

@@ -230,20 +230,13 @@ def _of_config(model: Any) -> Iterator[Advice]:
 
 def _joined(rows: Sequence[Advice]) -> list[Advice]:
     """Joins rows that differ in the number of their layer only."""
-    alike: dict[tuple[str, int, int], list[Advice]] = {}
+    joined: dict[tuple[str, int, int], Advice] = {}
     for row in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.dimension)
-        alike.setdefault((pattern, row.size, row.padded), []).append(row)
-    joined = []
-    for (pattern, _, _), same in alike.items():
-        row = same[0]
-        if len(same) > 1:
-            extra = [each.extra_parameters for each in same if each.extra_parameters is not None]
-            row = replace(
-                row,
-                dimension=pattern,
-                layers=len(same),
-                extra_parameters=sum(extra) if len(extra) == len(same) else None,
-            )
-        joined.append(row)
-    return joined
+        key = (pattern, row.size, row.padded)
+        if key in joined:
+            before, extra = joined[key], row.extra_parameters
+            extra = None if extra is None else extra + (before.extra_parameters or 0)
+            row = replace(row, dimension=pattern, layers=before.layers + 1, extra_parameters=extra)
+        joined[key] = row
+    return list(joined.values())

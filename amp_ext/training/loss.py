@@ -37,14 +37,9 @@ def one_number(loss: Any, source: str) -> Tensor:
     Raises:
         ValueError: If it is something else.
     """
-    if not isinstance(loss, Tensor):
-        got = "none" if loss is None else type(loss).__name__
-        raise ValueError(
-            f"train_step: {source} must give a loss, a tensor of one number, got {got}"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"train_step: {source} must give a loss, a tensor of one number, got shape "
-            f"{tuple(loss.shape)}"
-        )
-    return loss.reshape(())
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    got = "none" if loss is None else type(loss).__name__
+    if isinstance(loss, Tensor):
+        got = f"shape {tuple(loss.shape)}"
+    raise ValueError(f"train_step: {source} must give a loss, a tensor of one number, got {got}")
