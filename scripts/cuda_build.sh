@@ -38,7 +38,7 @@ find_python() {
 }
 
 requirements() {
-  grep -E '^(hypothesis|ninja|numpy|pytest|pytest-xdist|rich|wheel)==' requirements.txt
+  grep -E '^(hypothesis|ninja|numpy|pytest|pytest-xdist|wheel)==' requirements.txt
 }
 
 # Complete or not at all. The wheels are unpacked and dropped, never cached.

@@ -5,7 +5,7 @@
 #
 #   scripts/gpu_check.sh [--dry-run] [FOLDER]     FOLDER is results/gpu_check unless given
 #
-#   PYTHON=python3       has a CUDA PyTorch, ninja, pytest, hypothesis, rich and matplotlib; nothing is
+#   PYTHON=python3       has a CUDA PyTorch, ninja, pytest, hypothesis and matplotlib; nothing is
 #                        installed, and no setting of the GPU is changed
 #   SECONDS_IN_ALL=540   what all steps together may take
 #

@@ -85,30 +85,15 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints the steps."""
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-    except ImportError:
-        for step in report["steps"]:
-            print(*(step[key] for key in ("step", "result", "seconds", "says")), sep="\t")
-        return
-
-    # A log keeps whole lines, where a terminal would wrap them.
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    """Prints the steps, each with the last line of its log."""
     where = report["surroundings"]
-    console.print(
+    print(
         f"\n{', '.join(where['hardware']) or 'no GPU'}; torch {where['torch']}, "
-        f"Python {where['python']}, commit {where['commit']}, {where['date']}",
-        markup=False,
+        f"Python {where['python']}, commit {where['commit']}, {where['date']}"
     )
-    table = Table("step", "result", "seconds", "limit", "last line of its log")
     for step in report["steps"]:
-        colour = "green" if step["result"] == "passed" else "red"
-        numbers = (str(step["seconds"]), str(step["limit"]))
-        table.add_row(step["step"], f"[{colour}]{step['result']}", *numbers, escape(step["says"]))
-    console.print(table)
+        seconds = f"{step['seconds']} of {step['limit']} s"
+        print(f"{step['step']:<20} {step['result']:<16} {seconds:>14}  {step['says']}")
 
 
 def main() -> int:

@@ -32,8 +32,6 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS = {"AdamW": {"lr": 1e-3}, "SGD": {"lr": 1e-3, "momentum": 0.9}}
@@ -182,14 +180,13 @@ def main() -> None:
     effort = (1, 3) if arguments.quick else (arguments.rounds, arguments.turns)
     times = measure(arguments.installed or build(arguments.against), rows, *effort)
     found = {row: compare(of_row) for row, of_row in times.items()}
-    table = Table("µs a step", *(Column(name, justify="right") for name in HEADINGS), box=None)
     lines = [f"| {' | '.join(['µs a step', *HEADINGS])} |", "|---|---|---|---|---|"]
     for row, of_row in found.items():
         before, after, ratio, itself = of_row.values()
-        cells = (row, f"{before:.1f}", f"{after:.1f}", f"{ratio:.3f}", f"{itself:.3f}")
-        table.add_row(*cells, style="red" if ratio > max(1.02, itself) else "")
+        slower = " slower" if ratio > max(1.02, itself) else ""
+        cells = (row, f"{before:.1f}", f"{after:.1f}", f"{ratio:.3f}{slower}", f"{itself:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
-    Console(width=None if sys.stdout.isatty() else 100, highlight=False).print(table)
+    print("\n".join(lines))
     if arguments.output:
         text = "\n".join(lines) if arguments.output.suffix == ".md" else json.dumps(found, indent=2)
         arguments.output.write_text(f"{text}\n")

@@ -11,8 +11,6 @@ import pytest
 
 import amp_ext
 
-pytest.importorskip("rich")
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "time_host.py"
 ROWS = "import|SGD, 20* tensors, (plain|our scaler)"
