@@ -19,7 +19,6 @@ program returns 1. Writes ``char_gpt.png`` and ``checkpoint.pt`` and prints a ta
 
 from __future__ import annotations
 
-import argparse
 import math
 import operator
 import os
@@ -31,11 +30,17 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import matplotlib.pyplot as plt
 import torch
-from rich.box import SIMPLE_HEAD
+from presentation import (
+    finish_axes,
+    judge,
+    make_parser,
+    make_progress,
+    start_figure,
+    start_table,
+    write_figure,
+)
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
@@ -340,13 +345,11 @@ def draw(
     curves: Curves, resumed: Curves, settings: Settings, guess: float, written: str, path: Path
 ) -> None:
     """Draws loss, loss scale, norm of the gradients and learning rate, and shows the sample."""
-    figure = plt.figure(figsize=(13, 8))
     middle = settings.steps - len(resumed.losses)
     skipped = [step for step, skip in enumerate(curves.skipped) if skip]
     first, last = curves.validations[0], curves.validations[settings.steps]
     title = f"validation loss {first:.2f} → {last:.2f}, {len(skipped)} skipped steps"
-    figure.suptitle(f"A GPT with fp16 parameters on Python's help: {title}", fontsize=15)
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure = start_figure(f"A GPT with fp16 parameters on Python's help: {title}", 8)
     grid = figure.add_gridspec(2, 3, height_ratios=(1.2, 1))
     loss_axes, text_axes = figure.add_subplot(grid[0, :2]), figure.add_subplot(grid[0, 2])
     scale_axes, norm_axes, rate_axes = (figure.add_subplot(grid[1, c]) for c in range(3))
@@ -382,12 +385,7 @@ def draw(
     norm_axes.set(title="Norm of the unscaled gradients", xlabel="step", yscale="log")
     rate_axes.plot(curves.rates, color=COLOURS["train"], lw=2)
     rate_axes.set(title="Learning rate", xlabel="step")
-    for axes in (loss_axes, scale_axes, norm_axes, rate_axes):
-        axes.grid(alpha=0.3)
-        axes.margins(y=0.08)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in (loss_axes, scale_axes, norm_axes):
-        axes.legend(frameon=False)
+    finish_axes(loss_axes, scale_axes, norm_axes, rate_axes)
 
     lines = [part for line in written.splitlines() for part in textwrap.wrap(line, 44) or [""]]
     text_axes.set_title("What it writes at the end")
@@ -403,16 +401,12 @@ def draw(
         f"{power_of_two(INITIAL_SCALE)} (default: 2^16) and doubles after {GROWTH_INTERVAL} good "
         "steps (default: 2000), to show its search and the steps it skips."
     )
-    figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    write_figure(figure, caption, path)
 
 
 def make_table(training: Training, curves: Curves, comparison: Comparison, guess: float) -> Table:
     """Says what was measured and what it means."""
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("measured", no_wrap=True)
+    table = start_table(("what", "measured"))
     table.add_column("what to see")
     first, last = curves.validations[0], curves.validations[len(curves.losses)]
     table.add_row(
@@ -465,17 +459,11 @@ def check(curves: Curves, comparison: Comparison, guess: float, quick: bool) -> 
 
 def main() -> int:
     """Reads the command line, trains twice, and writes checkpoint, figure and table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "char_gpt", "a few seconds, judges only the resumption")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and pieces (0)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to train (a GPU if any)")
-    folder = Path("results/char_gpt")
-    parser.add_argument("--out", type=Path, default=folder, help="folder to write")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few seconds, judges only the resumption"
-    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device
     settings = QUICK if arguments.quick else Settings()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line needs on CUDA
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -488,13 +476,7 @@ def main() -> int:
     size = sum(p.numel() for p in first.model.parameters())
     console.print(f"{size:,} parameters; {len(text.train):,} characters to train on")
     half = settings.steps // 2
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=console) as progress:
+    with make_progress(console) as progress:
         bars = [
             progress.add_task(name, False, total)
             for name, total in (("training", settings.steps), ("resumed", half))
@@ -515,10 +497,7 @@ def main() -> int:
     console.print(make_table(first, curves, comparison, guess))
     console.print(written, markup=False, highlight=False, style="dim")
     console.print(f"Written: {figure}, {checkpoint}")
-    claims = check(curves, comparison, guess, arguments.quick)
-    for claim, true in claims.items():
-        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
-    return 0 if all(claims.values()) else 1
+    return judge(check(curves, comparison, guess, arguments.quick), console)
 
 
 if __name__ == "__main__":

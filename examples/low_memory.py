@@ -17,7 +17,6 @@ that holds, and returns 1 if it does not.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
 from collections.abc import Callable
@@ -32,7 +31,16 @@ import matplotlib.pyplot as plt
 import photo
 import torch
 from char_gpt import GPT, LEARNING_RATE, Settings, Text, loss_of, warm_up_and_cosine
-from rich.box import SIMPLE_HEAD
+from presentation import (
+    finish_axes,
+    judge,
+    make_parser,
+    positive,
+    run_all,
+    start_figure,
+    start_table,
+    write_figure,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -196,11 +204,9 @@ class Results:
 
 def draw(results: Results, settings: Settings, path: Path) -> None:
     """Draws losses, and a row for each configuration with a dot for each seed."""
-    figure = plt.figure(figsize=(13, 5.6))
     sizes = [results.bytes(each) for each in CONFIGURATIONS]
     title = f"A photograph and a GPT in {min(sizes)} to {max(sizes)} bytes a parameter"
-    figure.suptitle(title, fontsize=15)
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure = start_figure(title, 5.6)
     loss_axes, photo_axes, gap_axes = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
     places = range(len(CONFIGURATIONS))
     for place, each in enumerate(CONFIGURATIONS):
@@ -226,9 +232,7 @@ def draw(results: Results, settings: Settings, path: Path) -> None:
         axes.set_xlim(-14 * largest, 14 * largest)
         axes.set_ylim(len(places) - 0.5, -0.5)
         axes.axvline(0, color=colour_of(MASTERS), lw=1)
-    for axes in (loss_axes, photo_axes, gap_axes):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    finish_axes(loss_axes, photo_axes, gap_axes)
     seeds = len(results.photos[MASTERS])
     caption = (
         f"{'Curves: mean of the seeds. ' * (seeds > 1)}Δ: against bf16 parameters with float32 "
@@ -237,9 +241,7 @@ def draw(results: Results, settings: Settings, path: Path) -> None:
         "B: bytes of a parameter with gradient, master and states. AdamW; the photograph is "
         "computed in bf16, the GPT in fp32 from what is stored."
     )
-    figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    write_figure(figure, caption, path, dpi=130)
 
 
 def colour_of(configuration: Configuration) -> Any:
@@ -258,16 +260,8 @@ def make_table(results: Results) -> Table:
     between = None
     if len(psnrs) > 1:
         between = f"That row between its seeds: ± {stdev(psnrs):.2f} dB, ± {stdev(losses):.4f} nats"
-    table = Table(
-        title=title,
-        caption=between,
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column("how it is stored", no_wrap=True)
-    for heading in ("B", "photo, dB", "Δ", "GPT, nats", "Δ"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("B", "photo, dB", "Δ", "GPT, nats", "Δ")
+    table = start_table(("how it is stored",), numbers, title=title, caption=between)
     for each in CONFIGURATIONS:
         is_base = each is MASTERS
         table.add_row(
@@ -296,14 +290,11 @@ def check(results: Results) -> dict[str, bool]:
 
 def main() -> int:
     """Reads the command line, trains, and writes the figure and the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=photo.positive, default=1, help="how often each runs (1)")
+    parser = make_parser(__doc__, "low_memory", "a few seconds, judges nothing", device=False)
+    parser.add_argument("--seeds", type=positive, default=1, help="how often each runs (1)")
     parser.add_argument(
-        "--steps", type=photo.positive, help=f"optimizer steps of the GPT ({SMALL_GPT.steps})"
+        "--steps", type=positive, help=f"optimizer steps of the GPT ({SMALL_GPT.steps})"
     )
-    folder = Path("results/low_memory")
-    parser.add_argument("--out", type=Path, default=folder, help="folder to write")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the matrices are too small to gain much from a second
@@ -320,17 +311,15 @@ def main() -> int:
         return train_gpt(configuration, text, of_gpt, seed, report)
 
     seeds, figures = arguments.seeds, {"loss": ".4f"}
-    photos = photo.run_all(CONFIGURATIONS, one_photo, seeds, of_photo.steps, figures, console)
-    gpts = photo.run_all(CONFIGURATIONS, one_gpt, seeds, of_gpt.steps, figures, console)
+    photos = run_all(CONFIGURATIONS, one_photo, seeds, of_photo.steps, figures, console)
+    gpts = run_all(CONFIGURATIONS, one_gpt, seeds, of_gpt.steps, figures, console)
     results = Results(photos, gpts)
     console.print(make_table(results))
     draw(results, of_gpt, arguments.out / "low_memory.png")
     console.print(f"Written: {arguments.out / 'low_memory.png'}")
     if of_gpt != SMALL_GPT:
         return 0  # what holds for the defaults is not promised for other settings
-    for claim, true in check(results).items():
-        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
-    return 0 if all(check(results).values()) else 1
+    return judge(check(results), console)
 
 
 if __name__ == "__main__":

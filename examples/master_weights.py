@@ -15,10 +15,8 @@ prints a table. With the default settings it also says whether both claims hold,
 one does not.
 """
 
-import argparse
 import math
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,20 +24,20 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from photo import (
-    Settings,
-    differences,
-    fourier_features,
-    load_photo,
-    make_start,
+from photo import Settings, differences, fourier_features, make_start, read_photo
+from presentation import (
+    finish_axes,
+    judge,
+    make_parser,
     positive,
     run_all,
     show_mean,
+    start_figure,
+    start_table,
+    write_figure,
 )
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -168,13 +166,11 @@ def mean_curve(runs: list[Run], name: str) -> np.ndarray:
 
 def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> None:
     """Draws the pictures of the first seed, and below them the curves, averaged over the seeds."""
-    figure = plt.figure(figsize=(13, 9.8))
     lost, kept = (
         show_mean(differences(results, recipe, FP32), "+.2f") for recipe in (NO_MASTERS, MASTERS)
     )
     title = f"{lost} dB without master weights, {kept} dB with them, against fp32"
-    figure.suptitle(f"A photograph learned in bf16: {title}", fontsize=15)
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure = start_figure(f"A photograph learned in bf16: {title}", 9.8)
     grid = figure.add_gridspec(2, 1, height_ratios=(2, 1.2))
     upper, lower = grid[0].subgridspec(2, 5), grid[1].subgridspec(1, 3)
     pictures = [figure.add_subplot(upper[0, column]) for column in range(5)]
@@ -214,11 +210,7 @@ def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> Non
     update_axes.set(title="Why: updates below half a bf16 step", xlabel="step", yscale="log")
     unmoved_axes.set(title="Weights that a step leaves as they were, %", xlabel="step")
     unmoved_axes.set_ylim(-4, 104)
-    for axes in (loss_axes, update_axes, unmoved_axes):
-        axes.grid(alpha=0.3)
-        axes.margins(y=0.08)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+    finish_axes(loss_axes, update_axes, unmoved_axes)
 
     seeds = len(results[FP32])
     seen = f"Curves: mean of {seeds} seeds; pictures: the first." if seeds > 1 else "One seed."
@@ -230,25 +222,18 @@ def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> Non
         "weight without a master rounds back to where it was. torch.optim keeps the moments in "
         "bf16, too; in the other three runs, all with amp_ext.optim.AdamW, moments are fp32."
     )
-    figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    write_figure(figure, caption, path)
 
 
 def make_table(results: Results) -> Table:
     """Sums the runs up for the terminal."""
-    table = Table(
+    table = start_table(
+        ("parameters", "moments"),
+        ("PSNR, dB", "vs fp32, dB", "unmoved weights, %"),
         title="Means over the seeds, ± standard deviation",
         caption=explain(results),
         caption_justify="left",
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
     )
-    for heading in ("parameters", "moments"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("PSNR, dB", "vs fp32, dB", "unmoved weights, %"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for recipe, runs in results.items():
         table.add_row(
             recipe.name,
@@ -283,31 +268,20 @@ def check(results: Results) -> dict[str, bool]:
 
 def main() -> int:
     """Reads the command line, trains, and writes the figure and the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "master_weights", "a few seconds, judges nothing")
     parser.add_argument("--image", type=Path, help="a picture (matplotlib's sample photograph)")
     parser.add_argument("--seeds", type=positive, default=1, help="how often each run is made (1)")
     parser.add_argument("--steps", type=positive, help=f"optimizer steps ({DEFAULT.steps})")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to train (a GPU if any)")
-    folder = Path("results/master_weights")
-    parser.add_argument("--out", type=Path, default=folder, help="folder to write")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = QUICK if arguments.quick else DEFAULT
     settings = replace(settings, steps=arguments.steps or settings.steps)
-    if arguments.image and not arguments.image.is_file():
-        parser.error(f"--image: no such file: {arguments.image}")
-
     console = Console()
-    try:
-        photo = load_photo(arguments.image, settings.size)
-    except (OSError, SyntaxError, ValueError) as error:  # as matplotlib says it of its formats
-        parser.error(f"--image: can't read {arguments.image}: {error}")
+    photo = read_photo(parser, arguments.image, settings.size)
 
     def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Run:
-        return train(recipe, photo, settings, seed, device, report)
+        return train(recipe, photo, settings, seed, arguments.device, report)
 
     figures = {"loss": ".5f"}
     results = run_all(RECIPES, train_one, arguments.seeds, settings.steps, figures, console)
@@ -317,9 +291,7 @@ def main() -> int:
     console.print(f"Written: {arguments.out / 'master_weights.png'}")
     if settings != DEFAULT or arguments.image:
         return 0  # what holds for the defaults is not promised for other settings
-    for claim, true in check(results).items():
-        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
-    return 0 if all(check(results).values()) else 1
+    return judge(check(results), console)
 
 
 if __name__ == "__main__":

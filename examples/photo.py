@@ -18,24 +18,31 @@ import json
 import math
 import platform
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib import cbook
 from PIL import Image, ImageOps
-from rich.box import SIMPLE_HEAD
+from presentation import (
+    finish_axes,
+    judge,
+    make_parser,
+    positive,
+    run_all,
+    show_mean,
+    start_figure,
+    start_table,
+    write_figure,
+)
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
@@ -270,42 +277,14 @@ def load_photo(path: Path | None, size: int) -> Tensor:
     return torch.from_numpy(np.array(square, dtype=np.float32) / 255)
 
 
-def run_all(
-    recipes: Sequence[Any],
-    train_one: Callable[[Any, int, Callable[..., None]], Any],
-    seeds: int,
-    steps: int,
-    figures: dict[str, str],
-    console: Console,
-) -> dict[Any, list[Any]]:
-    """Trains every recipe with every seed, with a progress bar for each recipe.
-
-    Args:
-        recipes: What to train; each has a name.
-        train_one: Takes a recipe, a seed, and what is to be called with the figures of each step.
-        seeds: How often.
-        steps: Steps of a training.
-        figures: What the bars show, by its name: the format of a number.
-        console: Where the bars are.
-    """
-    shown = "  ".join(f"{name} {{task.fields[{name}]:{form}}}" for name, form in figures.items())
-    columns = (
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(shown),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    results: dict[Any, list[Any]] = {recipe: [] for recipe in recipes}
-    with Progress(*columns, console=console) as progress:
-        start = dict.fromkeys(figures, 0)
-        bars = [progress.add_task(r.name, False, seeds * steps, **start) for r in recipes]
-        for seed in range(seeds):
-            for recipe, bar in zip(recipes, bars, strict=True):
-                progress.start_task(bar)
-                report = partial(progress.update, bar, advance=1)
-                results[recipe].append(train_one(recipe, seed, report))
-    return results
+def read_photo(parser: argparse.ArgumentParser, path: Path | None, size: int) -> Tensor:
+    """Reads the picture that ``--image`` names; exits with a line if it can't be read."""
+    if path and not path.is_file():
+        parser.error(f"--image: no such file: {path}")
+    try:
+        return load_photo(path, size)
+    except (OSError, SyntaxError, ValueError) as error:  # as matplotlib says it of its formats
+        parser.error(f"--image: can't read {path}: {error}")
 
 
 def differences(results: dict[Any, list[Any]], recipe: Any, base: Any) -> list[float]:
@@ -314,21 +293,13 @@ def differences(results: dict[Any, list[Any]], recipe: Any, base: Any) -> list[f
     return [run.psnr - other.psnr for run, other in pairs]
 
 
-def show_mean(values: list[float], form: str) -> str:
-    """Formats the mean and, from two values on, the standard deviation."""
-    deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{deviation}".replace("-", "−")
-
-
 def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> None:
     """Draws the pictures and the loss scale of the first seed, and the mean losses."""
-    figure = plt.figure(figsize=(13, 8))
     lost, kept = (
         show_mean(differences(results, recipe, FP32), "+.2f") for recipe in (UNSCALED, AMP_EXT)
     )
     title = f"{lost} dB without loss scaling, {kept} dB with amp_ext, against fp32"
-    figure.suptitle(f"A photograph learned in fp16: {title}", fontsize=15)
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure = start_figure(f"A photograph learned in fp16: {title}", 8)
     grid = figure.add_gridspec(2, 1, height_ratios=(1, 1.2))
     upper, lower = grid[0].subgridspec(1, 5), grid[1].subgridspec(1, 2)
     pictures = [figure.add_subplot(upper[column]) for column in range(5)]
@@ -356,11 +327,7 @@ def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> Non
     loss_axes.set(title="Loss: mean squared error", xlabel="step", yscale="log")
     scale_axes.set(title="Loss scale", xlabel="step")
     scale_axes.set_yscale("log", base=2)
-    for axes in (loss_axes, scale_axes):
-        axes.grid(alpha=0.3)
-        axes.margins(y=0.08)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+    finish_axes(loss_axes, scale_axes)
 
     seeds, side = len(results[FP32]), min(TILE, settings.size)
     seen = f"Mean loss of {seeds} seeds, the rest of the first" if seeds > 1 else "One seed"
@@ -374,9 +341,7 @@ def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> Non
         "The first three runs hold parameters and gradients in fp32; amp_ext holds both in fp16, "
         "with fp32 master weights in its AdamW."
     )
-    figure.supxlabel(textwrap.fill(caption, 186), fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    write_figure(figure, caption, path)
 
 
 def holds(recipe: Recipe) -> str:
@@ -386,12 +351,9 @@ def holds(recipe: Recipe) -> str:
 
 def make_table(results: Results) -> Table:
     """Sums the runs up for the terminal."""
+    numbers = ("PSNR, dB", "vs fp32, dB", "skipped", "s")
     title = "Means over the seeds, ± standard deviation"
-    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in ("run", "parameters"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("PSNR, dB", "vs fp32, dB", "skipped", "s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = start_table(("run", "parameters"), numbers, title=title)
     for recipe, runs in results.items():
         table.add_row(
             recipe.name,
@@ -449,41 +411,29 @@ def check_resume(
         parser.error(f"--resume: --steps must be at least {len(losses)}, got {steps}")
 
 
-def positive(text: str) -> int:
-    """Reads a number of at least 1 from the command line."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def main() -> int:
     """Reads the command line, trains, and writes the figure, the JSON file and the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "photo", "a few seconds, judges nothing")
     parser.add_argument("--image", type=Path, help="a picture (matplotlib's sample photograph)")
     parser.add_argument("--seeds", type=positive, default=1, help="how often each run is made (1)")
     parser.add_argument("--steps", type=positive, help="optimizer steps (200)")
     parser.add_argument("--size", type=positive, help="pixels along a side (64; on a GPU 1024)")
     parser.add_argument("--width", type=positive, help="width of the network (64; on a GPU 256)")
     parser.add_argument("--tiles", type=positive, metavar="K", help="divides the loss (256)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to train (a GPU if any)")
-    parser.add_argument("--out", type=Path, default=Path("results/photo"), help="folder to write")
     parser.add_argument("--checkpoint", type=Path, help="file to save the run with amp_ext in")
     parser.add_argument("--resume", type=Path, help="such a file, from which that run goes on")
     parser.add_argument("--write-start", type=Path, help="file for libtorch/; trains nothing")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, judges nothing")
     arguments = parser.parse_args()
     if not arguments.write_start:
         arguments.out.mkdir(parents=True, exist_ok=True)
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device
     default = DEFAULTS["quick" if arguments.quick else device]
     settings = Settings(**{k: vars(arguments)[k] or v for k, v in asdict(default).items()})
     if settings.size > TILE and settings.size % TILE:
         parser.error(f"--size above {TILE} must be a multiple of {TILE}, got {settings.size}")
     if settings.width % 2:
         parser.error(f"--width must be even, got {settings.width}")
-    if arguments.image and not arguments.image.is_file():
-        parser.error(f"--image: no such file: {arguments.image}")
 
     image = arguments.image.name if arguments.image else "grace_hopper.jpg"
     about = {"image": image, **asdict(settings)}
@@ -501,10 +451,7 @@ def main() -> int:
         arguments.write_start.absolute().parent.mkdir(parents=True, exist_ok=True)
 
     console = Console()
-    try:
-        photo = load_photo(arguments.image, settings.size)
-    except (OSError, SyntaxError, ValueError) as error:  # as matplotlib says it of its formats
-        parser.error(f"--image: can't read {arguments.image}: {error}")
+    photo = read_photo(parser, arguments.image, settings.size)
     if arguments.write_start:
         write_start(arguments.write_start, photo, settings, device, about)
         return 0
@@ -524,9 +471,7 @@ def main() -> int:
     console.print(f"Written: {arguments.out / 'photo.png'}, {arguments.out / 'photo.json'}")
     if settings != DEFAULTS[device] or arguments.image:
         return 0  # what holds for the defaults is not promised for other settings
-    for claim, true in check(results).items():
-        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
-    return 0 if all(check(results).values()) else 1
+    return judge(check(results), console)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,24 @@ steps that the other one takes. Writes ``two_optimizers.png`` and prints a table
 of that holds, and returns 1 if something does not.
 """
 
-import argparse
 import math
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
-from rich.box import SIMPLE_HEAD
+from presentation import (
+    finish_axes,
+    judge,
+    make_parser,
+    make_progress,
+    start_figure,
+    start_table,
+    write_figure,
+)
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
@@ -159,10 +163,8 @@ def reached(points: Tensor) -> tuple[int, float]:
 
 def draw(record: Record, path: Path) -> None:
     """Draws samples over time, the loss scale with the skipped steps, and both losses."""
-    figure = plt.figure(figsize=(13, 7.4))
     counts = ", ".join(f"{name} {sum(record.skipped[name])}" for name in NAMES)
-    figure.suptitle(f"Two optimizers under one loss scale; skipped steps: {counts}", fontsize=15)
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure = start_figure(f"Two optimizers under one loss scale; skipped steps: {counts}", 7.4)
     grid = figure.add_gridspec(2, 1, height_ratios=(1, 1.3))
     upper, lower = grid[0].subgridspec(1, SHOWN), grid[1].subgridspec(1, 3)
     scale_axes, loss_axes = figure.add_subplot(lower[:2]), figure.add_subplot(lower[2])
@@ -191,20 +193,14 @@ def draw(record: Record, path: Path) -> None:
     scale_axes.set(title="Loss scale, the same for both", xlabel="step")
     scale_axes.set_yscale("log", base=2)
     loss_axes.set(title="Losses", xlabel="step")
-    for axes in (scale_axes, loss_axes):
-        axes.grid(alpha=0.3)
-        axes.margins(y=0.08)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+    finish_axes(scale_axes, loss_axes)
     caption = (
         f"{len(record.scales)} steps of Adam for each network, three layers of {WIDTH}, matrix "
         f"products in fp16 by autocast. Data: {PLACES} places on a ring. A step is skipped for the "
         "optimizer whose gradients overflow and for no other; the common scale is then halved "
         f"once. It doubles after {GROWTH_INTERVAL} good steps (default: 2000), to show its search."
     )
-    figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    write_figure(figure, caption, path)
 
 
 def halvings(record: Record) -> tuple[int, int]:
@@ -217,9 +213,7 @@ def halvings(record: Record) -> tuple[int, int]:
 
 def make_table(record: Record) -> Table:
     """Says what was measured and what it means."""
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("measured", no_wrap=True)
+    table = start_table(("what", "measured"))
     table.add_column("what to see")
     both = sum(all(pair) for pair in zip(*record.skipped.values(), strict=True))
     meanings = (
@@ -270,36 +264,22 @@ def check(record: Record, quick: bool) -> dict[str, bool]:
 
 def main() -> int:
     """Reads the command line, trains, and writes the figure and the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "two_optimizers", "a few seconds, judges no samples")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, data and noise (0)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to train (a GPU if any)")
-    folder = Path("results/two_optimizers")
-    parser.add_argument("--out", type=Path, default=folder, help="folder to write")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, judges no samples")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     steps = QUICK_STEPS if arguments.quick else STEPS
     torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain from a second
 
     console = Console()
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=steps)
-        record = train(steps, arguments.seed, device, partial(progress.advance, bar))
+    with make_progress(console) as progress:
+        bar = progress.add_task("training", total=steps)
+        record = train(steps, arguments.seed, arguments.device, partial(progress.advance, bar))
 
     draw(record, arguments.out / "two_optimizers.png")
     console.print(make_table(record))
     console.print(f"Written: {arguments.out / 'two_optimizers.png'}")
-    claims = check(record, arguments.quick)
-    for claim, true in claims.items():
-        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
-    return 0 if all(claims.values()) else 1
+    return judge(check(record, arguments.quick), console)
 
 
 if __name__ == "__main__":
