@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for problem in problems:
         found.setdefault(recognise(problem), problem)
     for cause, problem in found.items():
-        print(f"\nProblem: {problem}\nCause: {cause.text}")
+        print(f"\nProblem: {problem}")
+        if cause.text:
+            print(f"Cause: {cause.text}")
     print("\nType this:\n")
     capabilities = sorted({capability for _, capability in facts.gpus()})
     for line in dict.fromkeys(cause.line(capabilities) for cause in found):

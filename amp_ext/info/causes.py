@@ -38,30 +38,14 @@ class Cause(NamedTuple):
 
 _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
 
-# The first whose signs are seen is it, so what is certain comes before what is likely.
+# What a message does not say itself. The first whose signs are seen is it, so what is certain comes
+# before what is likely.
 CAUSES = (
     Cause(
         f"{ISA_VARIABLE} must be",
         f"{ISA_VARIABLE} names no instruction set, or one that this processor lacks",
         command=f"unset {ISA_VARIABLE}",
     ),
-    Cause(
-        r"^amp_ext's sources at .* are imported",
-        "sources that are not built hide an installed amp_ext: start elsewhere, or",
-    ),
-    Cause(
-        "is not there for this Python",
-        "the compiled module is not there, or is for another Python or platform",
-    ),
-    Cause(
-        r"libamp_ext\.so: cannot open",
-        "the library that it links, lib/libamp_ext.so, is not there",
-    ),
-    Cause(
-        "version `AMP_EXT_",
-        "the library that it links, lib/libamp_ext.so, is of another build",
-    ),
-    Cause("^amp_ext was built for torch", "it was built for another torch"),
     Cause(
         r"lib(cu\w+|nv\w+|c10_cuda|torch_cuda)\.so\S*: cannot open shared object",
         "it was built for another major version of CUDA, or for CUDA, which this torch lacks",
@@ -87,17 +71,17 @@ CAUSES = (
         "it holds no code for this GPU",
         setting="TORCH_CUDA_ARCH_LIST='{}'",
     ),
-    Cause("", "none that is known"),
 )
 
 
 def recognise(seen: str) -> Cause:
-    """Returns the cause of what was seen.
+    """Returns the cause of what was seen; one without a text if there is no more to say.
 
     Args:
         seen: The text of an error, and what else was found out.
     """
-    return next(cause for cause in CAUSES if re.search(cause.signs, seen, re.MULTILINE))
+    found = (cause for cause in CAUSES if re.search(cause.signs, seen))
+    return next(found, Cause("", ""))
 
 
 def rebuild_line(setting: str = "") -> str:

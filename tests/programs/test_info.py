@@ -69,13 +69,9 @@ USES_UNDEFINED = "void _ZN3c105Error(void); void use(void) { _ZN3c105Error(); }"
 
 # What is done to the binary, a part of the cause that is to be found, and one of the message.
 BROKEN = [
-    (Path.unlink, "the compiled module is not there", "is not there for this Python"),
-    (lambda file: file.write_text("version 1"), "none that is known", "does not load"),
-    (
-        lambda file: note_in(file.parent, torch="1.2.3"),
-        "for another torch\n",
-        "for torch 1.2.3",
-    ),
+    (Path.unlink, "", "is not there for this Python"),
+    (lambda file: file.write_text("version 1"), "", "does not load"),
+    (lambda file: note_in(file.parent, torch="1.2.3"), "", "was built for torch 1.2.3"),
     (functools.partial(link, USES_UNDEFINED), "another torch, another C++ ABI", "_ZN3c105Error"),
     (functools.partial(link_with, "libcudart.so.9", "V1"), "version of CUDA", "libcudart.so.9"),
     (functools.partial(link_with, "libnot_here.so.1", "V1"), "not installed", "libnot_here"),
@@ -104,10 +100,10 @@ def info(capsys) -> Callable[..., tuple[int, str]]:
 def told(out: str) -> tuple[str, str, str]:
     """Returns the one problem that was printed, its cause, and the line to type."""
     problems = out.partition("\n\n")[2]
-    pattern = r"Problem: (.*)\nCause: (.*)\n\nType this:\n\n    (.*)\n"
+    pattern = r"Problem: (.*)\n(?:Cause: (.*)\n)?\nType this:\n\n    (.*)\n"
     found = re.fullmatch(pattern, problems)
     assert found is not None, out
-    return found[1], found[2], found[3]
+    return found[1], found[2] or "", found[3]
 
 
 @pytest.fixture
@@ -134,7 +130,7 @@ def unbuilt_sources(binary: Path) -> None:
     (binary.parents[1] / "setup.py").touch()
 
 
-BROKEN.append((unbuilt_sources, "sources that are not built", "start Python in another folder"))
+BROKEN.append((unbuilt_sources, "", "start Python in another folder"))
 
 
 @pytest.mark.parametrize(("change", "cause", "message"), BROKEN)
@@ -144,7 +140,7 @@ def test_a_broken_binary_is_explained(use_copy, info, change, cause: str, messag
     assert (code, "steps on" in out) == (1, False)
     problem = told(out)
     assert message in problem[0]
-    assert cause in f"{problem[1]}\n"
+    assert cause in problem[1]
     assert REBUILD in problem[2] or problem[2].startswith("conda install")
 
 
@@ -281,7 +277,7 @@ def test_an_overflow_that_is_missed_is_noticed(monkeypatch):
 
 FAILURES = [
     ("CUDA error: no kernel image is available", "it holds no code for this GPU"),
-    ("something new", "none that is known"),
+    ("something new", ""),
 ]
 
 
@@ -300,10 +296,10 @@ def test_steps_that_fail_are_shown_with_a_cure(pretend, info, monkeypatch, text,
 
 OF_THE_LOADER = [
     ("libc10_cuda.so: cannot open shared object file", "another major version of CUDA"),
-    ("libamp_ext.so: cannot open shared object file", "lib/libamp_ext.so, is not there"),
-    ("/a/lib/libamp_ext.so: version `AMP_EXT_1' not found (required by /a/_C.so)", "another build"),
+    ("libnot_here.so: cannot open shared object file", "is not installed"),
+    ("/a/lib/libamp_ext.so: version `AMP_EXT_1' not found (required by /a/_C.so)", ""),
     ("version `CXXABI_1.3.15' not found", "its compiler is newer"),
-    ("segment prefix", "none that is known"),
+    ("segment prefix", ""),
 ]
 
 
@@ -311,6 +307,7 @@ OF_THE_LOADER = [
 def test_errors_of_the_loader_are_recognised(text, cause):
     found = causes.recognise(f"amp_ext's compiled module does not load: {text}")
     assert cause in found.text
+    assert bool(cause) == bool(found.text)
 
 
 def test_in_its_source_folder_the_package_is_rebuilt_in_place(monkeypatch, tmp_path):
