@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_cases as cases
-from interrupts import interrupted_at_each_line
+from interrupts import IS_COMPLETE, interrupted_at_each_line
 from rows import rows
 from torch import nn
 
@@ -46,7 +46,8 @@ def test_a_training_goes_on_after_an_interrupted_step(precision: str, optimizer:
         return str(cases.params_of(trainer))
 
     allowed, found = {params_after(), params_after(train_this)}, set()
-    for trainer, line in interrupted_at_each_line(make, train_this, "training"):
+    package = None if IS_COMPLETE else "training"
+    for trainer, line in interrupted_at_each_line(make, train_this, package):
         found.add(str(cases.params_of(trainer)))
         assert found <= allowed, line
         trainer.discard()
