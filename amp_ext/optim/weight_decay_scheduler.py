@@ -36,12 +36,10 @@ class WeightDecayScheduler(ABC):
 
     Args:
         optimizer: Whose groups to write. The values of the first step are written at once.
-        last_epoch: -1 starts anew. The ``last_epoch`` of an earlier scheduler goes on behind it,
-            from the ``initial_weight_decay`` that the groups have.
 
     Raises:
         TypeError: If ``optimizer`` is not one.
-        ValueError: If a group has no weight decay, or no ``initial_weight_decay`` to go on from.
+        ValueError: If a group has no weight decay.
 
     Example:
         >>> optimizer = amp_ext.optim.AdamW(model.parameters(), weight_decay=0.1)
@@ -51,21 +49,15 @@ class WeightDecayScheduler(ABC):
         ...     scheduler.step()
     """
 
-    def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         """Remembers the values of all groups and writes the first ones; see the class."""
-        name = type(self).__name__
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+                f"{type(self).__name__}: optimizer must be a torch.optim.Optimizer, got "
+                f"{type(optimizer).__name__}"
             )
-        for index, group in enumerate(optimizer.param_groups):
-            if last_epoch >= 0 and "initial_weight_decay" not in group:
-                raise ValueError(
-                    f"{name}: param_groups[{index}] must have initial_weight_decay to go on after "
-                    f"last_epoch={last_epoch}, got {_options(group)}"
-                )
         self.optimizer = optimizer
-        self.last_epoch = last_epoch
+        self.last_epoch = -1
         self.base_weight_decays: list[float] = []
         self._last_weight_decay: list[float] = []
         self.step()
@@ -131,7 +123,7 @@ class WeightDecayScheduler(ABC):
             if initial is None:
                 raise ValueError(
                     f"{type(self).__name__}: param_groups[{index}] must have weight_decay, got "
-                    f"{_options(group)}"
+                    f"{[name for name in group if name != 'params']}"
                 )
             joining.append(float(initial))
         return known + joining
@@ -152,7 +144,6 @@ class LambdaWeightDecay(WeightDecayScheduler):
         optimizer: Whose groups to write.
         weight_decay_lambda: Takes the epoch, an int from 0, and returns the factor; one callable
             for all groups, those added later included, or a list of one for each group.
-        last_epoch: -1, or where to go on from.
 
     Raises:
         ValueError: If there is not one function for each group.
@@ -166,13 +157,12 @@ class LambdaWeightDecay(WeightDecayScheduler):
         self,
         optimizer: Optimizer,
         weight_decay_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
-        last_epoch: int = -1,
     ) -> None:
         """Keeps the functions; see the class."""
         self._one_for_all = not isinstance(weight_decay_lambda, (list, tuple))
         given: Any = [weight_decay_lambda] if self._one_for_all else weight_decay_lambda
         self.weight_decay_lambdas: list[Callable[[int], float]] = list(given)
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer)
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
         """Returns ``initial * weight_decay_lambda(epoch)``."""
@@ -211,16 +201,13 @@ class StepWeightDecay(WeightDecayScheduler):
         optimizer: Whose groups to write.
         step_size: Steps between two changes.
         gamma: The factor of a change.
-        last_epoch: -1, or where to go on from.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, step_size: int, gamma: float = 0.1, last_epoch: int = -1
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> None:
         """Keeps the options; see the class."""
         self.step_size = step_size
         self.gamma = gamma
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer)
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
         """Returns ``initial * gamma ** (epoch // step_size)``."""
@@ -238,7 +225,6 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         optimizer: Whose groups to write.
         T_max: Steps from the initial to the final value.
         final_weight_decay: The value after ``T_max`` steps.
-        last_epoch: -1, or where to go on from.
 
     Reference:
         Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017,
@@ -250,12 +236,11 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         optimizer: Optimizer,
         T_max: int,  # noqa: N803, CosineAnnealingLR's name
         final_weight_decay: float = 0.0,
-        last_epoch: int = -1,
     ) -> None:
         """Keeps the options; see the class."""
         self.T_max = T_max
         self.final_weight_decay = final_weight_decay
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer)
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
         """Returns the mean of both values, the initial one with the share that is left of it."""
@@ -263,7 +248,3 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
             return 0.0
         left = (1.0 + math.cos(math.pi * epoch / self.T_max)) / 2.0
         return initial * left + self.final_weight_decay * (1.0 - left)
-
-
-def _options(group: dict[str, Any]) -> list[str]:
-    return [name for name in group if name != "params"]
