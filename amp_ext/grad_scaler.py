@@ -500,10 +500,6 @@ class GradScaler(torch.amp.GradScaler):
                     "has this parameter too: give each parameter to one optimizer"
                 )
 
-    def _has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether a step since the last update has written, or may have."""
-        return _has_stepped(self._per_optimizer_states.get(id(optimizer), {}))
-
     def _look_after_interrupts(
         self, operation: str, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
