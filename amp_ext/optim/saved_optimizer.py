@@ -150,7 +150,7 @@ class SavedOptimizer(DescribedOptimizer):
 
 
 @outside_inference_mode()
-def float32_state_dict(optimizer: SavedOptimizer) -> dict[str, Any]:
+def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state dict of an optimizer with all its masters and moments as float32 numbers.
 
     It loads into torch's optimizer of the same name and into ours with any options, where what is
