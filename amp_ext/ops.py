@@ -106,16 +106,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OTHERS = (
     "KeptStates",
+    "MASTER_KEYS",
     "NO_TENSOR",
     "Plan",
     "ScalerMonitor",
     "UnscaledGrads",
     "configured_options",
+    "empty_lower_part",
+    "is_lower_part",
+    "key_of_master",
+    "loaded_master",
+    "made_master",
     "name_of_another_group",
     "open_beside",
     "other_writer",
     "places_by_name",
     "wanted_of_scaler",
+    "whole_master",
 )
 
 

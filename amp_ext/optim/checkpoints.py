@@ -16,7 +16,7 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params
 from amp_ext.optim.kept import Kept
-from amp_ext.optim.masters import MASTER_KEYS, loaded_master, read_lower_part
+from amp_ext.optim.masters import loaded_master, read_lower_part
 from amp_ext.optim.moments import copied_moments, has_moment, is_key_of, made_moments
 from amp_ext.optim.writers import options_since, other_writer
 from amp_ext.sharding import is_flattened
@@ -341,7 +341,7 @@ def _copied_state(kept: Kept, param: Tensor, saved: dict[str, Any], where: str) 
     for name, value in saved.items():
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
-        elif name in MASTER_KEYS:
+        elif name in ops.MASTER_KEYS:
             if masters and key is not None and key not in state:  # in the order of the file
                 state[key] = loaded_master(param, masters, key)
         elif not is_key_of(name, kept.roles):
@@ -378,7 +378,7 @@ def _loaded_moments(
 def _saved_masters(param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Tensor]:
     """Returns copies of the masters in a saved state, by their keys, in the parameter's layout."""
     masters = {}
-    for name in MASTER_KEYS:
+    for name in ops.MASTER_KEYS:
         value = saved.get(name)
         if value is None:
             continue

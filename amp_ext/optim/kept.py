@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_ext.optim.masters import key_of_master
+from amp_ext import ops
 from amp_ext.optim.moments import Format, formats_of, has_moment
 from amp_ext.sharding import is_flattened
 
@@ -66,7 +66,7 @@ class Kept:
         Raises:
             ValueError: If the master is split, which FSDP1 can't save.
         """
-        key = key_of_master(self.master_weights, param.dtype)
+        key: str | None = ops.key_of_master(self.master_weights, param.dtype)
         if key not in (None, "master_param") and is_flattened(param):
             raise ValueError(
                 f"{self.kind}: master_weights must be True or False for parameters that "

@@ -18,7 +18,7 @@ from amp_ext.optim.checkpoints import (
     read_state_dict,
 )
 from amp_ext.optim.described_optimizer import DescribedOptimizer
-from amp_ext.optim.masters import MASTER_KEYS, whole_master
+from amp_ext.optim.masters import whole_master
 from amp_ext.optim.moments import is_key_of, whole_moments
 from amp_ext.optim.options import defaults_of, with_plain_options
 from amp_ext.sharding import is_flat, is_flattened
@@ -189,11 +189,11 @@ def _in_float32(
     found = {
         key: copy.deepcopy(value)
         for key, value in state.items()
-        if key not in MASTER_KEYS and not is_key_of(key, names)
+        if key not in ops.MASTER_KEYS and not is_key_of(key, names)
     }
     for name, moment in whole_moments(state, buffers, param).items():
         dtype = torch.float64 if moment.dtype == torch.float64 else torch.float32
         found[name] = moment.to(dtype, copy=True)
-    if any(state.get(key) is not None for key in MASTER_KEYS):
+    if any(state.get(key) is not None for key in ops.MASTER_KEYS):
         found["master_param"] = whole_master(param, state).clone()
     return found

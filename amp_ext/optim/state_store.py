@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.kept import Kept
-from amp_ext.optim.masters import MASTER_KEYS, made_master
+from amp_ext.optim.masters import made_master
 from amp_ext.optim.moments import has_moment, is_key_of, made_moments
 
 __all__ = ["Place", "make_states"]
@@ -83,14 +84,14 @@ def _whole_state(place: Place, before: Any) -> dict[str, Any]:
     key = kept.master_key(param)
     if key == "master_param":
         wanted["master_param"] = torch.float32
-    for name in (*moments, *wanted, *MASTER_KEYS):
+    for name in (*moments, *wanted, *ops.MASTER_KEYS):
         if state.get(name) is not None and not isinstance(state[name], Tensor):
             raise TypeError(f"{kept.kind}: {name} of {place} must be a tensor, got {state[name]!r}")
     if key is not None and state.get(key) is None:
         state[key] = made_master(param, state, key)
     elif key is not None and state[key].device != param.device:
         state[key] = state[key].to(param.device)
-    for other in MASTER_KEYS:
+    for other in ops.MASTER_KEYS:
         if other != key:
             state.pop(other, None)
     for name, dtype in wanted.items():

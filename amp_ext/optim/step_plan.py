@@ -9,7 +9,6 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.optim.kept import Kept
-from amp_ext.optim.masters import MASTER_KEYS
 from amp_ext.optim.moments import CODED_STATES
 from amp_ext.optim.state_store import Place, make_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
@@ -80,7 +79,7 @@ class StepPlan:
             self._compiled.set_scaled_grads(scaled_grads)
         self._deciding_options = deciding_options
         self._states = ops.KeptStates()
-        self._state_keys = {"step", *MASTER_KEYS}
+        self._state_keys = {"step", *ops.MASTER_KEYS}
         # Of parameters with states in codes, whether they were contiguous, and so may have groups.
         self._were_contiguous: dict[int, tuple[Tensor, bool]] = {}
 

@@ -121,13 +121,8 @@ at::Tensor read_code(const c10::IValue& value, const MomentFormat& format, const
                      const at::Tensor& param, const std::string& where) {
   const at::ScalarType dtype = dtype_of(format, key);
   const std::vector<int64_t> sizes = sizes_of(format, key, param);
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
-  const at::Tensor saved = value.toTensor();
-  TORCH_CHECK(saved.scalar_type() == dtype && saved.sizes().equals(sizes), where, " must be ",
-              python_name(dtype), " of shape ", at::IntArrayRef(sizes), ", got ",
-              python_name(saved.scalar_type()), " of ", saved.sizes());
-  TORCH_CHECK(saved.layout() == at::kStrided && !saved.is_meta(), where,
-              " must be dense and hold its elements, got ", saved.layout());
+  const at::Tensor saved = tensor_in(value, where);
+  check_is_saved_as(dtype, sizes, saved, where);
   const auto options = param.options().dtype(dtype).requires_grad(false);
   // Contiguous, as blocks are, also for a parameter that has none any more.
   const bool has_exponents = !format.exponents_key().empty();

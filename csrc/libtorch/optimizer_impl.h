@@ -17,6 +17,7 @@
 #include "libtorch/optimizer_kind.h"
 #include "libtorch/values.h"
 #include "optimizer/plan.h"
+#include "tensors/python_names.h"
 
 namespace amp_ext::optim {
 
@@ -54,6 +55,9 @@ void check_group(const std::string& operation, const OptimizerKind& kind,
                  const std::vector<FusedOptions::Option>& options,
                  const std::function<std::string()>& place);
 
+// The tensor that a saved state has. Throws if it is none.
+at::Tensor tensor_in(const c10::IValue& value, const std::string& where);
+
 // A copy of numbers in a saved state, laid out as their parameter. Throws if they are not of its
 // shape, or no numbers.
 at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
@@ -63,8 +67,5 @@ at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::Sc
 inline std::string place(size_t group, size_t index) {
   return c10::str("group ", group, ", param ", index);
 }
-
-// A dtype as Python prints it: "torch.float32".
-std::string python_name(at::ScalarType dtype);
 
 }  // namespace amp_ext::optim

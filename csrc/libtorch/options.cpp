@@ -22,10 +22,6 @@ std::string name_of_form(const StateDType& state_dtype) {
 
 }  // namespace
 
-std::string python_name(at::ScalarType dtype) {
-  return c10::str("torch.", c10::getDtypeNames(dtype).first);
-}
-
 void check_options(const std::string& operation, const OptimizerKind& kind,
                    const std::vector<FusedOptions::Option>& options,
                    const std::function<std::string()>& place_of_option) {

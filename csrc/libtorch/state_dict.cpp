@@ -12,10 +12,10 @@
 #include <set>
 #include <utility>
 
-#include "libtorch/masters.h"
 #include "libtorch/moments.h"
 #include "libtorch/optimizer_impl.h"
 #include "libtorch/values.h"
+#include "optimizer/masters.h"
 #include "optimizer/writers.h"
 #include "tensors/tensor_memory.h"
 
@@ -99,7 +99,9 @@ Masters saved_masters(const Dict& saved, const at::Tensor& param,
     if (value.isNone()) continue;
     at::Tensor master;
     if (key != std::string(kWholeMaster)) {
-      master = read_lower_part(key, value, param, where(key));
+      const at::Tensor low = tensor_in(value, where(key));
+      if (!is_lower_part(key, low, param, where(key))) continue;
+      master = empty_lower_part(key, param).copy_(low);
     } else {
       TORCH_CHECK(!value.isTensor() || value.toTensor().scalar_type() != at::kShort, where(key),
                   " must be floating, got the lower halves of masters, as TransformerEngine's "
@@ -107,7 +109,7 @@ Masters saved_masters(const Dict& saved, const at::Tensor& param,
                   "the states, masters are taken from the parameters");
       master = read_tensor(value, param, at::kFloat, where(key));
     }
-    if (master.defined()) masters[key] = master;
+    masters[key] = master;
   }
   return masters;
 }
@@ -217,10 +219,14 @@ SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
 
 }  // namespace
 
+at::Tensor tensor_in(const c10::IValue& value, const std::string& where) {
+  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
+  return value.toTensor();
+}
+
 at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
                        const std::string& where) {
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
-  const at::Tensor tensor = value.toTensor();
+  const at::Tensor tensor = tensor_in(value, where);
   TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", param.sizes(),
               ", got ", tensor.sizes());
   TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "libtorch/masters.h"
 #include "libtorch/moments.h"
 #include "libtorch/optimizer_impl.h"
+#include "optimizer/masters.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext::optim {
@@ -21,6 +21,15 @@ bool have_same_tensors(const FusedParamState& a, const FusedParamState& b) {
   };
   return std::equal(a.tensors().begin(), a.tensors().end(), b.tensors().begin(), b.tensors().end(),
                     are_same);
+}
+
+Masters masters_in(const FusedParamState& state) {
+  Masters masters;
+  for (const char* const key : kMasterKeys) {
+    const at::Tensor master = state.get(key);
+    if (master.defined()) masters[key] = master;
+  }
+  return masters;
 }
 
 }  // namespace
@@ -151,7 +160,8 @@ std::vector<at::Tensor> FusedOptimizer::master_params() {
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
       const FusedParamState* const state = state_of(param);
-      masters.push_back(whole_master(param, state != nullptr ? masters_in(*state) : Masters()));
+      const Masters kept = state != nullptr ? masters_in(*state) : Masters();
+      masters.push_back(whole_master(param, kept).detach());
     }
   }
   return masters;

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, module) {
   python::define_scaler(module);
   python::define_lists(module);
   python::define_plan(module);
+  python::define_states(module);
   module.def("cpu_isa", &cpu_isa);
   module.def("configured_options", &configured_options);
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),

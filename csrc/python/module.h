@@ -10,5 +10,6 @@ namespace py = pybind11;
 void define_scaler(py::module_& module);
 void define_lists(py::module_& module);
 void define_plan(py::module_& module);
+void define_states(py::module_& module);
 
 }  // namespace amp_ext::python

@@ -1,12 +1,17 @@
-// The options of the list operations, as plain structs, and the lists that they take.
+// The options of the list operations, as plain structs, the lists that they take, and the options
+// of optimizers that say how states are kept.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
 
+#include <cstddef>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
 #include <vector>
 
 namespace amp_ext {
@@ -60,5 +65,75 @@ StepNames names_of() {
   }
   return names;
 }
+
+namespace optim {
+
+// How the masters of 16-bit parameters are kept: true, false, "split" or "split8". An optimizer
+// refuses other texts.
+class MasterWeights {
+ public:
+  template <typename Flag, std::enable_if_t<std::is_integral_v<Flag>, bool> = true>
+  MasterWeights(Flag flag) : value_(flag != 0) {}  // NOLINT: converts
+  // Of literals, which would have to become a string first.
+  MasterWeights(const char* form) : value_(std::string(form)) {}  // NOLINT: likewise
+  MasterWeights(std::string form) : value_(std::move(form)) {}    // NOLINT: likewise
+
+  const std::variant<bool, std::string>& value() const { return value_; }
+
+  // Whether there are any.
+  explicit operator bool() const { return value_ != std::variant<bool, std::string>(false); }
+
+  friend bool operator==(const MasterWeights& a, const MasterWeights& b) {
+    return a.value_ == b.value_;
+  }
+  friend bool operator!=(const MasterWeights& a, const MasterWeights& b) { return !(a == b); }
+
+ private:
+  std::variant<bool, std::string> value_;
+};
+
+// How moments are kept: in at::kFloat, at::kBFloat16, or, for std::nullopt, the parameter's dtype;
+// or in codes of 8 bits, "8bit-bf16" or "8bit". An optimizer refuses other dtypes and texts.
+class StateDType {
+ public:
+  using Value = std::variant<std::monostate, at::ScalarType, std::string>;
+
+  StateDType() = default;                              // none, as std::nullopt
+  StateDType(std::nullopt_t) {}                        // NOLINT: converts
+  StateDType(at::ScalarType dtype) : value_(dtype) {}  // NOLINT: likewise
+  StateDType(std::optional<at::ScalarType> dtype) {    // NOLINT: likewise
+    if (dtype.has_value()) value_ = *dtype;
+  }
+  // Also "float32" and "bfloat16", as Python keeps these dtypes.
+  StateDType(std::string name) {  // NOLINT: likewise
+    if (name == "float32") {
+      value_ = at::kFloat;
+    } else if (name == "bfloat16") {
+      value_ = at::kBFloat16;
+    } else {
+      value_ = std::move(name);
+    }
+  }
+  // Of literals, which would have to become a string first; a 0 is none.
+  StateDType(const char* name) : StateDType(std::string(name)) {}  // NOLINT: likewise
+  StateDType(std::nullptr_t) = delete;
+
+  const Value& value() const { return value_; }
+
+  // Whether it is not the parameter's dtype.
+  bool has_value() const { return !std::holds_alternative<std::monostate>(value_); }
+  bool is_coded() const {
+    const auto* const name = std::get_if<std::string>(&value_);
+    return name != nullptr && (*name == "8bit-bf16" || *name == "8bit");
+  }
+
+  friend bool operator==(const StateDType& a, const StateDType& b) { return a.value_ == b.value_; }
+  friend bool operator!=(const StateDType& a, const StateDType& b) { return !(a == b); }
+
+ private:
+  Value value_;
+};
+
+}  // namespace optim
 
 }  // namespace amp_ext

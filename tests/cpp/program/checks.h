@@ -387,10 +387,10 @@ inline void a_lower_part_that_does_not_fit_changes_nothing() {
   };
   const std::string where = "Lion.load_state_dict: master_low8_fp16 of group 0, param 0 must be ";
   CHECK_THAT(contains(refused(low.to(torch::kByte)),
-                      where + "torch.int8 of shape [2], got torch.uint8 of [2]"));
+                      where + "torch.int8 of shape (2,), got torch.uint8 of (2,)"));
   CHECK_THAT(contains(refused(low.to_sparse()), where + "dense and hold its elements, got"));
-  CHECK_THAT(
-      contains(refused(low.to(torch::kMeta)), where + "dense and hold its elements, got Strided"));
+  CHECK_THAT(contains(refused(low.to(torch::kMeta)),
+                      where + "dense and hold its elements, got torch.strided"));
   CHECK_THAT(refused(low).empty());
 }
 
@@ -472,10 +472,10 @@ inline void a_code_that_does_not_fit_changes_nothing() {
       return error;
     };
     const std::string where = "Lion.load_state_dict: " + key + " of group 0, param 0 must be ";
-    CHECK_THAT(contains(refused(good.to(torch::kChar)), where + "torch.uint8 of shape [64, "));
+    CHECK_THAT(contains(refused(good.to(torch::kChar)), where + "torch.uint8 of shape (64, "));
     CHECK_THAT(contains(refused(good.to_sparse()), where + "dense and hold its elements, got"));
     CHECK_THAT(contains(refused(good.to(torch::kMeta)),
-                        where + "dense and hold its elements, got Strided"));
+                        where + "dense and hold its elements, got torch.strided"));
     CHECK_THAT(contains(refused(3), where + "a tensor, got 3"));
     state.insert_or_assign(key, good);
   }
@@ -483,7 +483,7 @@ inline void a_code_that_does_not_fit_changes_nothing() {
   Lion of_scalar({torch::zeros({}).requires_grad_(true)}, LionOptions(0.5));
   state.insert_or_assign("exp_avg_q8m", torch::zeros({}, torch::kByte));
   CHECK_THAT(contains(error_of([&] { of_scalar.load_state_dict(dict); }),
-                      "exp_avg_exp of group 0, param 0 must be torch.uint8 of shape [0], got"));
+                      "exp_avg_exp of group 0, param 0 must be torch.uint8 of shape (0,), got"));
 }
 
 inline void codes_in_groups_are_of_contiguous_parameters() {

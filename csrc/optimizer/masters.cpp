@@ -1,5 +1,5 @@
-// Masters of 16-bit parameters in states and files, with the rules of Python's.
-#include "libtorch/masters.h"
+// Masters of 16-bit parameters in states and files.
+#include "optimizer/masters.h"
 
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/nextafter.h>
@@ -8,8 +8,7 @@
 
 #include <vector>
 
-#include "libtorch/optimizer_impl.h"
-#include "libtorch/values.h"
+#include "tensors/python_names.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext::optim {
@@ -57,15 +56,6 @@ at::Tensor in_float32(const at::Tensor& param, const at::Tensor& values) {
 
 }  // namespace
 
-Masters masters_in(const FusedParamState& state) {
-  Masters masters;
-  for (const char* const key : kMasterKeys) {
-    const at::Tensor master = state.get(key);
-    if (master.defined()) masters[key] = master;
-  }
-  return masters;
-}
-
 std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param) {
   if (!master_weights || !is_16_bit(param)) return {};
   const int64_t bits = master_weights == "split" ? 16 : master_weights == "split8" ? 8 : 0;
@@ -93,7 +83,7 @@ at::Tensor whole_master(const at::Tensor& param, const Masters& masters) {
   const auto whole = masters.find(kWholeMaster);
   const bool is_split = masters.size() > (whole != masters.end() ? 1U : 0U);
   if (is_split) return in_float32(param, decoded_master(param, masters));
-  return (whole != masters.end() ? whole->second : param).detach();
+  return whole != masters.end() ? whole->second : param;
 }
 
 at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
@@ -102,24 +92,21 @@ at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const 
   return same != masters.end() && is_newest ? same->second : made_master(param, masters, key);
 }
 
-at::Tensor read_lower_part(const std::string& key, const c10::IValue& value,
-                           const at::Tensor& param, const std::string& where) {
+bool is_lower_part(const std::string& key, const at::Tensor& low, const at::Tensor& param,
+                   const std::string& where) {
+  if (low.is_floating_point()) return false;
   const bool has_16_bits = bits_of(key) == 16;
   const at::ScalarType dtype = has_16_bits ? at::kByte : at::kChar;
   std::vector<int64_t> sizes = param.sizes().vec();
   if (has_16_bits) sizes.push_back(2);
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
-  const at::Tensor low = value.toTensor();
-  if (low.is_floating_point()) return {};
-  TORCH_CHECK(low.scalar_type() == dtype && low.sizes().equals(sizes), where, " must be ",
-              python_name(dtype), " of shape ", at::IntArrayRef(sizes), ", got ",
-              python_name(low.scalar_type()), " of ", low.sizes());
-  TORCH_CHECK(low.layout() == at::kStrided && !low.is_meta(), where,
-              " must be dense and hold its elements, got ", low.layout());
+  check_is_saved_as(dtype, sizes, low, where);
+  return true;
+}
+
+at::Tensor empty_lower_part(const std::string& key, const at::Tensor& param) {
   const auto options = param.options().requires_grad(false);
-  at::Tensor copy = at::empty_like(param, options.dtype(has_16_bits ? at::kShort : at::kChar));
-  if (has_16_bits) copy = copy.unsqueeze(-1).view(at::kByte);
-  return copy.copy_(low);
+  if (bits_of(key) != 16) return at::empty_like(param, options.dtype(at::kChar));
+  return at::empty_like(param, options.dtype(at::kShort)).unsqueeze(-1).view(at::kByte);
 }
 
 }  // namespace amp_ext::optim

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <amp_ext/optim.h>
+#include <amp_ext/export.h>
+#include <amp_ext/options.h>
 
 #include <array>
 #include <map>
@@ -20,26 +20,30 @@ inline constexpr std::array<const char*, 5> kMasterKeys = {
 
 // Those that there are, by their keys.
 using Masters = std::map<std::string, at::Tensor>;
-Masters masters_in(const FusedParamState& state);
 
 // The key of the master that an option wants for parameters of a dtype; empty for none.
-std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
+AMP_EXT_API std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
 
 // A new master under a key: of one in any form, or of the parameter.
-at::Tensor made_master(const at::Tensor& param, const Masters& masters, const std::string& key);
+AMP_EXT_API at::Tensor made_master(const at::Tensor& param, const Masters& masters,
+                                   const std::string& key);
 
 // The float32 master of a parameter: that which is kept, one made of its parts, or the parameter.
-at::Tensor whole_master(const at::Tensor& param, const Masters& masters);
+AMP_EXT_API at::Tensor whole_master(const at::Tensor& param, const Masters& masters);
 
 // The master that a parameter gets of those in a file: the same bytes, if it has them. A file with
 // a float32 master beside a lower part was written by somebody who knows the former only: it is the
 // newer one.
-at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const std::string& key);
+AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& masters,
+                                     const std::string& key);
 
-// A copy of what a file has under the key of a lower part, laid out as the parameter. Undefined if
-// torch's optimizers in Python have cast it to the parameter's dtype and gone on without it. Throws
-// if it is not of the dtype and the shape that the key says.
-at::Tensor read_lower_part(const std::string& key, const c10::IValue& value,
-                           const at::Tensor& param, const std::string& where);
+// Whether a tensor that a file has under the key of a lower part is one: not if torch's optimizers
+// in Python have cast it to the parameter's dtype and gone on without it. Throws if it is not of
+// the dtype and the shape that the key says.
+AMP_EXT_API bool is_lower_part(const std::string& key, const at::Tensor& low,
+                               const at::Tensor& param, const std::string& where);
+
+// Memory for the lower part of a parameter, in its layout.
+AMP_EXT_API at::Tensor empty_lower_part(const std::string& key, const at::Tensor& param);
 
 }  // namespace amp_ext::optim

@@ -1,0 +1,48 @@
+// What Python calls a tensor's dtype, shape and layout.
+#include "tensors/python_names.h"
+
+#include <c10/util/StringUtil.h>
+
+namespace amp_ext {
+
+std::string python_name(at::ScalarType dtype) {
+  return c10::str("torch.", c10::getDtypeNames(dtype).first);
+}
+
+std::string python_name(at::IntArrayRef sizes) {
+  return c10::str("(", c10::Join(", ", sizes), sizes.size() == 1 ? ",)" : ")");
+}
+
+std::string python_name(at::Layout layout) {
+  switch (layout) {
+    case at::kStrided:
+      return "torch.strided";
+    case at::kSparse:
+      return "torch.sparse_coo";
+    case at::kSparseCsr:
+      return "torch.sparse_csr";
+    case at::kSparseCsc:
+      return "torch.sparse_csc";
+    case at::kSparseBsr:
+      return "torch.sparse_bsr";
+    case at::kSparseBsc:
+      return "torch.sparse_bsc";
+    case at::kMkldnn:
+      return "torch._mkldnn";
+    case at::kJagged:
+      return "torch.jagged";
+    default:
+      return c10::str(layout);
+  }
+}
+
+void check_is_saved_as(at::ScalarType dtype, const std::vector<int64_t>& sizes,
+                       const at::Tensor& saved, const std::string& where) {
+  TORCH_CHECK_VALUE(saved.scalar_type() == dtype && saved.sizes().equals(sizes), where, " must be ",
+                    python_name(dtype), " of shape ", python_name(at::IntArrayRef(sizes)), ", got ",
+                    python_name(saved.scalar_type()), " of ", python_name(saved.sizes()));
+  TORCH_CHECK_VALUE(saved.layout() == at::kStrided && !saved.is_meta(), where,
+                    " must be dense and hold its elements, got ", python_name(saved.layout()));
+}
+
+}  // namespace amp_ext
