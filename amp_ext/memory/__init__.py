@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from amp_ext.optim.moments import CODED_STATES, GROUP, has_groups
+from amp_ext.optim.moments import BLOCK, CODED_STATES, has_blocks
 
 __all__ = [
     "CONFIGURATIONS",
@@ -146,7 +146,7 @@ class _Elements:
     dtype: torch.dtype
     number: int
     is_trained: bool = False
-    has_groups: bool = False  # in 8-bit states
+    has_blocks: bool = False  # in 8-bit states
 
 
 def training_memory(
@@ -192,7 +192,7 @@ def training_memory(
                 f"themselves whether they require a gradient, got {trainable!r}"
             )
         params = [
-            _Elements(param.dtype, param.numel(), param.requires_grad, has_groups(param))
+            _Elements(param.dtype, param.numel(), param.requires_grad, has_blocks(param))
             for param in model.parameters()
         ]
         buffers = [_Elements(buffer.dtype, buffer.numel()) for buffer in model.buffers()]
@@ -251,14 +251,14 @@ def _usage(
 
 
 def _state_bytes(each: _Elements, dtype: torch.dtype | str, states: int) -> int:
-    """Returns the bytes of some states; of those of 8 bits a group has an exponent."""
+    """Returns the bytes of some states; of those of 8 bits a block has an exponent."""
     if isinstance(dtype, torch.dtype):
         return each.number * dtype.itemsize * states
-    # Without groups a moment is in bfloat16, as is Adam's second with "8bit-bf16".
-    in_groups = each.number + -(-each.number // GROUP) if each.has_groups else 2 * each.number
+    # Without blocks a moment is in bfloat16, as is Adam's second with "8bit-bf16".
+    in_blocks = each.number + -(-each.number // BLOCK) if each.has_blocks else 2 * each.number
     if states < 2:
-        return states * in_groups
-    return each.number + (in_groups if dtype == "8bit" else 2 * each.number)
+        return states * in_blocks
+    return each.number + (in_blocks if dtype == "8bit" else 2 * each.number)
 
 
 def parse_count(text: int | float | str) -> int:

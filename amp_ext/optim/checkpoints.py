@@ -17,7 +17,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params
 from amp_ext.optim.kept import Kept
 from amp_ext.optim.masters import loaded_master, read_lower_part
-from amp_ext.optim.moments import copied_moments, has_moment, is_key_of, made_moments
+from amp_ext.optim.moments import copied_moments, made_moments
 from amp_ext.optim.writers import options_since, other_writer
 from amp_ext.sharding import is_flattened
 
@@ -344,7 +344,7 @@ def _copied_state(kept: Kept, param: Tensor, saved: dict[str, Any], where: str) 
         elif name in ops.MASTER_KEYS:
             if masters and key is not None and key not in state:  # in the order of the file
                 state[key] = loaded_master(param, masters, key)
-        elif not is_key_of(name, kept.roles):
+        elif not ops.is_key_of_moment(name, list(kept.roles)):
             state[name] = copy.deepcopy(value)
         else:
             state.update(moments)
@@ -360,7 +360,7 @@ def _loaded_moments(
     code was written by somebody who knows the former only: it is the newer one.
     """
     formats = kept.formats(param)
-    coded = [form for form in formats if saved.get(form.name) is None]
+    coded = [form.name for form in formats if saved.get(form.name) is None]
     codes = copied_moments(saved, coded, param, where)
     found = dict(codes)
     for form in formats:
@@ -371,8 +371,8 @@ def _loaded_moments(
             is_exact = form.code is None and (not codes or form.dtype == torch.float64)
             dtype = form.dtype if is_exact else torch.float32
             found[form.name] = torch.empty_like(param, dtype=dtype).copy_(value)
-    present = [form for form in formats if has_moment(found, form.name)]
-    return made_moments(found, present, param, kept.roles)
+    present = [form for form in formats if ops.has_moment(found, form.name)]
+    return made_moments(found, present, param)
 
 
 def _saved_masters(param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.optim.moments import Format, formats_of, has_moment
+from amp_ext.optim.moments import formats_of
 from amp_ext.sharding import is_flattened
 
 __all__ = ["Kept"]
@@ -45,7 +45,7 @@ class Kept:
         """The role of each buffer of the formula, by its name."""
         return dict(self.buffers)
 
-    def formats(self, param: Tensor) -> tuple[Format, ...]:
+    def formats(self, param: Tensor) -> list[ops.MomentFormat]:
         """Returns how a parameter keeps each buffer, also those that the group does not keep.
 
         Raises:
@@ -78,7 +78,7 @@ class Kept:
     def missing_from(self, state: Mapping[str, Any]) -> list[str]:
         """Returns the names of what a state would need and does not have."""
         names = self.names if self.needs_buffers else ()
-        missing = [name for name in names if not has_moment(state, name)]
+        missing = [name for name in names if not ops.has_moment(state, name)]
         lacks_step = self.needs_step and self.keeps_step and state.get("step") is None
         return missing + (["step"] if lacks_step else [])
 
@@ -86,7 +86,7 @@ class Kept:
         """Returns the number of steps behind a state, None where its counter says so."""
         lacks_step = state.get("step") is None
         if not self.needs_buffers and self.buffers:  # torch's SGD keeps no counter
-            has_buffers = all(has_moment(state, name) for name, _ in self.buffers)
+            has_buffers = all(ops.has_moment(state, name) for name, _ in self.buffers)
             if not has_buffers and self.names:
                 return 0.0
             if has_buffers and lacks_step:

@@ -19,7 +19,7 @@ from amp_ext.optim.checkpoints import (
 )
 from amp_ext.optim.described_optimizer import DescribedOptimizer
 from amp_ext.optim.masters import whole_master
-from amp_ext.optim.moments import is_key_of, whole_moments
+from amp_ext.optim.moments import whole_moments
 from amp_ext.optim.options import defaults_of, with_plain_options
 from amp_ext.sharding import is_flat, is_flattened
 
@@ -189,7 +189,7 @@ def _in_float32(
     found = {
         key: copy.deepcopy(value)
         for key, value in state.items()
-        if key not in ops.MASTER_KEYS and not is_key_of(key, names)
+        if key not in ops.MASTER_KEYS and not ops.is_key_of_moment(key, names)
     }
     for name, moment in whole_moments(state, buffers, param).items():
         dtype = torch.float64 if moment.dtype == torch.float64 else torch.float32

@@ -12,7 +12,7 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.kept import Kept
 from amp_ext.optim.masters import made_master
-from amp_ext.optim.moments import has_moment, is_key_of, made_moments
+from amp_ext.optim.moments import made_moments
 
 __all__ = ["Place", "make_states"]
 
@@ -64,8 +64,7 @@ def _whole_state(place: Place, before: Any) -> dict[str, Any]:
     """
     kept, param = place.kept, place.param
     state: dict[str, Any] = dict(before)
-    roles = kept.roles
-    moments = [name for name in state if is_key_of(name, roles)]
+    moments = [name for name in state if ops.is_key_of_moment(name, list(kept.roles))]
     own = [*moments, "step"] if kept.keeps_step else moments
     if any(state.get(name) is not None for name in own):
         _check_nothing_is_missing(place, state)
@@ -73,7 +72,7 @@ def _whole_state(place: Place, before: Any) -> dict[str, Any]:
     formats = [
         form
         for form in kept.formats(param)
-        if form.name in kept.names or has_moment(state, form.name)
+        if form.name in kept.names or ops.has_moment(state, form.name)
     ]
     wanted = {}
     if kept.keeps_step:
@@ -97,7 +96,7 @@ def _whole_state(place: Place, before: Any) -> dict[str, Any]:
     for name, dtype in wanted.items():
         if state[name].dtype != dtype or state[name].device != param.device:
             state[name] = state[name].to(param.device, dtype)
-    made = made_moments(state, formats, param, roles)
+    made = made_moments(state, formats, param)
     for name in moments:
         if name not in made:
             del state[name]

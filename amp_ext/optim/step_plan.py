@@ -80,7 +80,7 @@ class StepPlan:
         self._deciding_options = deciding_options
         self._states = ops.KeptStates()
         self._state_keys = {"step", *ops.MASTER_KEYS}
-        # Of parameters with states in codes, whether they were contiguous, and so may have groups.
+        # Of parameters with states in codes, whether they were contiguous, and so may have blocks.
         self._were_contiguous: dict[int, tuple[Tensor, bool]] = {}
 
     def take_params(

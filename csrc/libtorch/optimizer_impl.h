@@ -34,7 +34,7 @@ struct FusedOptimizer::Impl {
   std::vector<KeptByGroup> kept;                  // when the plan was made
   std::vector<std::pair<size_t, size_t>> places;  // by number in the plan: group, index in it
   size_t state_count = 0;                         // likewise
-  // By number, of parameters whose states are in codes. Only contiguous ones have groups.
+  // By number, of parameters whose states are in codes. Only contiguous ones have blocks.
   std::map<int64_t, bool> were_contiguous;
   std::shared_ptr<StepProgress> progress;  // of the last plan
   at::Tensor grad_norm;

@@ -12,10 +12,10 @@
 #include <set>
 #include <utility>
 
-#include "libtorch/moments.h"
 #include "libtorch/optimizer_impl.h"
 #include "libtorch/values.h"
 #include "optimizer/masters.h"
+#include "optimizer/moments.h"
 #include "optimizer/writers.h"
 #include "tensors/tensor_memory.h"
 
@@ -112,6 +112,44 @@ Masters saved_masters(const Dict& saved, const at::Tensor& param,
     masters[key] = master;
   }
   return masters;
+}
+
+// Copies of the moments in a saved state, in these formats. A number beside a code was written by
+// somebody who knows the former only: it is the newer one. `where` has a key's place.
+Moments read_moments(const Dict& saved, const std::vector<MomentFormat>& formats,
+                     const at::Tensor& param,
+                     const std::function<std::string(const std::string&)>& where) {
+  const auto value_of = [&](const std::string& key) {
+    return find(saved, key).value_or(c10::IValue());
+  };
+  const auto has_key = [&](const std::string& key) { return !value_of(key).isNone(); };
+  Moments found;
+  for (const MomentFormat& wanted : formats) {
+    if (has_key(wanted.name)) continue;
+    for (const MomentFormat& format : saved_codes(has_key, wanted.name)) {
+      for (const std::string& key : format.keys()) {
+        TORCH_CHECK(has_key(key), where(key), " must be there, got ", shown_keys(saved));
+        const at::Tensor code = tensor_in(value_of(key), where(key));
+        check_code(code, format, key, param, where(key));
+        found[key] = empty_code(format, key, param).copy_(code);
+      }
+    }
+  }
+  const bool has_codes = !found.empty();
+  for (const MomentFormat& wanted : formats) {
+    const c10::IValue value = value_of(wanted.name);
+    if (value.isNone()) continue;
+    // The root of a second moment is the unit of a code: not to be rounded before.
+    const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
+    const auto dtype = is_exact ? wanted.dtype : at::kFloat;
+    found[wanted.name] = read_tensor(value, param, dtype, where(wanted.name));
+  }
+  std::vector<MomentFormat> present;
+  for (const MomentFormat& wanted : formats) {
+    const auto is_found = [&](const std::string& key) { return found.count(key) != 0; };
+    if (has_moment(is_found, wanted.name)) present.push_back(wanted);
+  }
+  return made_moments(found, present, param);
 }
 
 Keys keys_of(const Dict& dict) {
@@ -399,7 +437,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& 
     if (name == "step") {
       if (value.isNone()) continue;
       state->set(name, read_step(value, param.device(), where(name)));
-    } else if (is_key_of_moment(name, kind.buffers)) {
+    } else if (is_key_of_moment(name, kind.buffer_names(kind.buffers.size()))) {
       for (const MomentFormat& format : formats) {
         for (const std::string& key : format.keys()) {
           const auto moment = moments.find(key);

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "libtorch/moments.h"
 #include "libtorch/optimizer_impl.h"
 #include "optimizer/masters.h"
+#include "optimizer/moments.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext::optim {
@@ -30,6 +30,18 @@ Masters masters_in(const FusedParamState& state) {
     if (master.defined()) masters[key] = master;
   }
   return masters;
+}
+
+bool has_moment(const FusedParamState& state, const std::string& name) {
+  return optim::has_moment([&](const std::string& key) { return state.get(key).defined(); }, name);
+}
+
+Moments moments_in(const FusedParamState& state, const std::vector<std::string>& names) {
+  Moments moments;
+  for (const auto& [key, tensor] : state.tensors()) {
+    if (tensor.defined() && is_key_of_moment(key, names)) moments[key] = tensor;
+  }
+  return moments;
 }
 
 }  // namespace
@@ -99,7 +111,7 @@ std::unique_ptr<FusedParamState> FusedOptimizer::whole_state(const FusedOptions&
     // Also buffers that the group keeps only with other options, to which a loop may change.
     if (is_used || has_moment(*state, format.name)) formats.push_back(format);
   }
-  const Moments moments = moments_in(*state, kind.buffers);
+  const Moments moments = moments_in(*state, kind.buffer_names(kind.buffers.size()));
   const Moments made = made_moments(moments, formats, param);
   for (const auto& [key, moment] : moments) {
     if (made.count(key) == 0) state->erase(key);

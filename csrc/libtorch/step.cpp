@@ -8,9 +8,9 @@
 #include <limits>
 #include <utility>
 
-#include "libtorch/moments.h"
 #include "libtorch/optimizer_impl.h"
 #include "optimizer/masters.h"
+#include "optimizer/moments.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext::optim {

@@ -123,6 +123,13 @@ inline const char* name_of(BufferRole role) {
   return nullptr;
 }
 
+inline BufferRole role_named(const std::string& name) {
+  for (const BufferRole role : {BufferRole::kFirstMoment, BufferRole::kSecondMoment}) {
+    if (name == name_of(role)) return role;
+  }
+  return BufferRole::kMaximum;
+}
+
 // Throws if a number is NaN, which would leave nothing but NaN, or the limit is none.
 template <typename Hyperparameters>
 void check_numbers(const std::string& operation, const Group<Hyperparameters>& options) {

@@ -3,6 +3,8 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <array>
+
 namespace amp_ext {
 
 std::string python_name(at::ScalarType dtype) {
@@ -14,26 +16,10 @@ std::string python_name(at::IntArrayRef sizes) {
 }
 
 std::string python_name(at::Layout layout) {
-  switch (layout) {
-    case at::kStrided:
-      return "torch.strided";
-    case at::kSparse:
-      return "torch.sparse_coo";
-    case at::kSparseCsr:
-      return "torch.sparse_csr";
-    case at::kSparseCsc:
-      return "torch.sparse_csc";
-    case at::kSparseBsr:
-      return "torch.sparse_bsr";
-    case at::kSparseBsc:
-      return "torch.sparse_bsc";
-    case at::kMkldnn:
-      return "torch._mkldnn";
-    case at::kJagged:
-      return "torch.jagged";
-    default:
-      return c10::str(layout);
-  }
+  constexpr std::array kNames = {"strided",    "sparse_coo", "sparse_csr", "_mkldnn",
+                                 "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged"};
+  static_assert(kNames.size() == static_cast<size_t>(at::Layout::NumOptions));
+  return c10::str("torch.", kNames[static_cast<size_t>(layout)]);
 }
 
 void check_is_saved_as(at::ScalarType dtype, const std::vector<int64_t>& sizes,

@@ -1,5 +1,5 @@
-// Moments in states and files, with the rules of Python's.
-#include "libtorch/moments.h"
+// Moments in states and files.
+#include "optimizer/moments.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "elements/moment_codes.h"
-#include "libtorch/optimizer_impl.h"
+#include "tensors/python_names.h"
 
 namespace amp_ext::optim {
 
@@ -40,14 +40,6 @@ std::vector<MomentFormat> all_formats(const std::string& name) {
 
 int64_t elements_of_row(const at::Tensor& param) {
   return param.dim() == 0 ? 1 : c10::multiply_integers(param.sizes().slice(1));
-}
-
-// Whether moments of a parameter may be kept in blocks of 32 elements. They lie within the rows of
-// dimension 0, and are those of memory: codes in another order would be measured by the exponents
-// of others.
-bool has_blocks(const at::Tensor& param) {
-  return param.numel() >= kLeastElements && param.dim() >= 2 &&
-         elements_of_row(param) % kBlockSize == 0 && param.is_contiguous();
 }
 
 std::vector<int64_t> sizes_of(const MomentFormat& format, const std::string& key,
@@ -116,19 +108,6 @@ bool are_kept(const Moments& moments, const MomentFormat& format, const at::Tens
   });
 }
 
-// A copy of what a file has under a key of a code, laid out as the parameter.
-at::Tensor read_code(const c10::IValue& value, const MomentFormat& format, const std::string& key,
-                     const at::Tensor& param, const std::string& where) {
-  const at::ScalarType dtype = dtype_of(format, key);
-  const std::vector<int64_t> sizes = sizes_of(format, key, param);
-  const at::Tensor saved = tensor_in(value, where);
-  check_is_saved_as(dtype, sizes, saved, where);
-  const auto options = param.options().dtype(dtype).requires_grad(false);
-  // Contiguous, as blocks are, also for a parameter that has none any more.
-  const bool has_exponents = !format.exponents_key().empty();
-  return (has_exponents ? at::empty(sizes, options) : at::empty_like(param, options)).copy_(saved);
-}
-
 }  // namespace
 
 std::string MomentFormat::key() const { return code.empty() ? name : name + "_" + code; }
@@ -143,15 +122,7 @@ std::vector<std::string> MomentFormat::keys() const {
   return {key(), exponents};
 }
 
-Moments moments_in(const FusedParamState& state, const std::vector<BufferDescription>& buffers) {
-  Moments moments;
-  for (const auto& [key, tensor] : state.tensors()) {
-    if (tensor.defined() && is_key_of_moment(key, buffers)) moments[key] = tensor;
-  }
-  return moments;
-}
-
-bool has_moment(const std::function<bool(const std::string&)>& has_key, const std::string& name) {
+bool has_moment(const HasKey& has_key, const std::string& name) {
   const auto formats = all_formats(name);
   return std::any_of(formats.begin(), formats.end(), [&](const MomentFormat& format) {
     const auto keys = format.keys();
@@ -159,13 +130,9 @@ bool has_moment(const std::function<bool(const std::string&)>& has_key, const st
   });
 }
 
-bool has_moment(const FusedParamState& state, const std::string& name) {
-  return has_moment([&](const std::string& key) { return state.get(key).defined(); }, name);
-}
-
-bool is_key_of_moment(const std::string& key, const std::vector<BufferDescription>& buffers) {
-  for (const BufferDescription& buffer : buffers) {
-    for (const MomentFormat& format : all_formats(buffer.name)) {
+bool is_key_of_moment(const std::string& key, const std::vector<std::string>& names) {
+  for (const std::string& name : names) {
+    for (const MomentFormat& format : all_formats(name)) {
       const auto keys = format.keys();
       if (std::find(keys.begin(), keys.end(), key) != keys.end()) return true;
     }
@@ -173,15 +140,20 @@ bool is_key_of_moment(const std::string& key, const std::vector<BufferDescriptio
   return false;
 }
 
+bool has_blocks(const at::Tensor& param, bool has_whole_rows) {
+  return has_whole_rows && param.numel() >= kLeastElements && param.dim() >= 2 &&
+         elements_of_row(param) % kBlockSize == 0 && param.is_contiguous();
+}
+
 std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                      const std::vector<BufferDescription>& buffers,
-                                     const at::Tensor& param) {
+                                     const at::Tensor& param, bool has_whole_rows) {
   const bool has_second = std::any_of(
       buffers.begin(), buffers.end(),
       [](const BufferDescription& buffer) { return buffer.role == BufferRole::kSecondMoment; });
   const auto* const given = std::get_if<at::ScalarType>(&state_dtype.value());
   const bool is_coded = param.scalar_type() != at::kDouble && state_dtype.is_coded();
-  const bool has_blocks_of_codes = is_coded && has_blocks(param);
+  const bool has_blocks_of_codes = is_coded && has_blocks(param, has_whole_rows);
   at::ScalarType dtype = is_coded ? at::kBFloat16 : param.scalar_type();
   if (given != nullptr && param.scalar_type() != at::kDouble) dtype = *given;
   const auto code_of = [&](BufferRole role) {
@@ -198,6 +170,23 @@ std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
   return formats;
 }
 
+Moments whole_moments(const Moments& moments, const std::vector<BufferDescription>& buffers) {
+  Moments whole;
+  at::Tensor second;
+  const auto take = [&](const BufferDescription& buffer, const at::Tensor& beside) {
+    const at::Tensor number = whole_moment(moments, buffer.name, beside);
+    if (number.defined()) whole[buffer.name] = number;
+    if (buffer.role == BufferRole::kSecondMoment && !second.defined()) second = number;
+  };
+  for (const BufferDescription& buffer : buffers) {
+    if (buffer.role != BufferRole::kFirstMoment) take(buffer, {});
+  }
+  for (const BufferDescription& buffer : buffers) {
+    if (buffer.role == BufferRole::kFirstMoment) take(buffer, second);
+  }
+  return whole;
+}
+
 Moments made_moments(const Moments& moments, const std::vector<MomentFormat>& formats,
                      const at::Tensor& param) {
   Moments made;
@@ -210,58 +199,41 @@ Moments made_moments(const Moments& moments, const std::vector<MomentFormat>& fo
     }
     return made;
   }
-  const auto is_first = [](const MomentFormat& format) {
-    return format.role == BufferRole::kFirstMoment;
-  };
-  // A ratio is to the second moment as it is stored: in what there was, and in what is made.
-  at::Tensor second_before, second;
-  std::vector<MomentFormat> first_ones_last = formats;
-  std::stable_partition(first_ones_last.begin(), first_ones_last.end(), std::not_fn(is_first));
-  for (const MomentFormat& format : first_ones_last) {
-    const at::Tensor beside = is_first(format) ? second_before : at::Tensor();
-    const at::Tensor number = whole_moment(moments, format.name, beside);
-    made.merge(encoded(number, format, param, second));
-    if (format.role != BufferRole::kSecondMoment) continue;
-    second_before = number;
-    second = whole_moment(made, format.name, {});
+  std::vector<BufferDescription> buffers;
+  for (const MomentFormat& format : formats) buffers.push_back({format.name.c_str(), format.role});
+  const Moments numbers = whole_moments(moments, buffers);
+  const auto is_ratio = [](const MomentFormat& format) { return format.code == "q8h"; };
+  std::vector<MomentFormat> ratios_last = formats;
+  std::stable_partition(ratios_last.begin(), ratios_last.end(), std::not_fn(is_ratio));
+  at::Tensor second;  // as it is stored, to which a ratio is
+  for (const MomentFormat& format : ratios_last) {
+    const auto number = numbers.find(format.name);
+    made.merge(
+        encoded(number != numbers.end() ? number->second : at::Tensor(), format, param, second));
+    if (format.role == BufferRole::kSecondMoment) second = whole_moment(made, format.name, {});
   }
   return made;
 }
 
-Moments read_moments(const Dict& saved, const std::vector<MomentFormat>& formats,
-                     const at::Tensor& param,
-                     const std::function<std::string(const std::string&)>& where) {
-  const auto value_of = [&](const std::string& key) {
-    return find(saved, key).value_or(c10::IValue());
-  };
-  Moments found;
-  for (const MomentFormat& wanted : formats) {
-    if (!value_of(wanted.name).isNone()) continue;
-    for (const MomentFormat& format : all_formats(wanted.name)) {
-      if (format.code.empty()) continue;
-      for (const std::string& key : format.keys()) {
-        const c10::IValue value = value_of(key);
-        if (!value.isNone()) found[key] = read_code(value, format, key, param, where(key));
-        TORCH_CHECK(found.count(key) != 0 || found.count(format.key()) == 0, where(key),
-                    " must be there, got ", shown_keys(saved));
-      }
-    }
+std::vector<MomentFormat> saved_codes(const HasKey& has_key, const std::string& name) {
+  std::vector<MomentFormat> found;
+  for (const MomentFormat& format : all_formats(name)) {
+    if (!format.code.empty() && has_key(format.key())) found.push_back(format);
   }
-  const bool has_codes = !found.empty();
-  for (const MomentFormat& wanted : formats) {
-    const c10::IValue value = value_of(wanted.name);
-    if (value.isNone()) continue;
-    // The root of a second moment is the unit of a code: not to be rounded before.
-    const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
-    const auto dtype = is_exact ? wanted.dtype : at::kFloat;
-    found[wanted.name] = read_tensor(value, param, dtype, where(wanted.name));
-  }
-  std::vector<MomentFormat> present;
-  for (const MomentFormat& wanted : formats) {
-    const auto has_key = [&](const std::string& key) { return found.count(key) != 0; };
-    if (has_moment(has_key, wanted.name)) present.push_back(wanted);
-  }
-  return made_moments(found, present, param);
+  return found;
+}
+
+void check_code(const at::Tensor& saved, const MomentFormat& format, const std::string& key,
+                const at::Tensor& param, const std::string& where) {
+  check_is_saved_as(dtype_of(format, key), sizes_of(format, key, param), saved, where);
+}
+
+at::Tensor empty_code(const MomentFormat& format, const std::string& key, const at::Tensor& param) {
+  const auto options = param.options().dtype(dtype_of(format, key)).requires_grad(false);
+  // Contiguous, as blocks are, also for a parameter that has none any more.
+  const bool has_exponents = !format.exponents_key().empty();
+  return has_exponents ? at::empty(sizes_of(format, key, param), options)
+                       : at::empty_like(param, options);
 }
 
 }  // namespace amp_ext::optim
