@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from amp_ext.plain_numbers import is_count, plain
 
@@ -26,20 +26,19 @@ __all__ = ["MULTIPLE", "VOCABULARY_MULTIPLE", "Advice", "tensor_core_advice"]
 MULTIPLE = 16 // 2  # bytes of an access, bytes of an element
 VOCABULARY_MULTIPLE = 128 // 2
 
-# The sizes of each kind of layer, and its parameters that grow with them, where that is told.
+# The sizes of each kind of layer.
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_LAYERS: dict[Any, dict[str, Sequence[str]]] = {
-    nn.Linear: {"in_features": ["weight"], "out_features": ["weight", "bias"]},
-    _EMBEDDINGS: {"num_embeddings": ["weight"], "embedding_dim": ["weight"]},
-    _CONVOLUTIONS: {"in_channels": ["weight"], "out_channels": ["weight", "bias"]},
-    nn.MultiheadAttention: {"embed_dim": ()},
-    (nn.RNNBase, nn.RNNCellBase): dict.fromkeys(("input_size", "hidden_size"), ()),
+_SIZES: dict[Any, tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features"),
+    _EMBEDDINGS: ("num_embeddings", "embedding_dim"),
+    _CONVOLUTIONS: ("in_channels", "out_channels"),
+    nn.MultiheadAttention: ("embed_dim",),
+    (nn.RNNBase, nn.RNNCellBase): ("input_size", "hidden_size"),
 }
-_SMALLEST_VOCABULARY = 64
 
 # The names of a configuration.
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
@@ -65,9 +64,6 @@ class Advice:
         size: As it is.
         multiple: What it should be a multiple of.
         padded: The next such size.
-        extra_parameters: How many parameters padding this dimension alone adds in all layers; None
-            where that is not told: for attention and recurrent layers, and of a configuration for
-            all but the vocabulary.
     """
 
     dimension: str
@@ -75,15 +71,9 @@ class Advice:
     size: int
     multiple: int
     padded: int
-    extra_parameters: int | None
 
 
-def tensor_core_advice(
-    model: nn.Module | Mapping[str, Any] | Any,
-    *,
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
-) -> list[Advice]:
+def tensor_core_advice(model: nn.Module | Mapping[str, Any] | Any) -> list[Advice]:
     """Returns the dimensions of matrix products that are not multiples, with padded sizes.
 
     Of a model these are the sizes of linear layers, convolutions (for each group), embeddings,
@@ -98,9 +88,6 @@ def tensor_core_advice(
     Args:
         model: A model, which is not changed and may be on the meta device, a mapping, or a
             configuration with ``to_dict()``.
-        batch_size: Sequences, or samples, in a batch.
-        sequence_length: Tokens in a sequence. A batch of sequences is multiplied as one matrix with
-            a row for each token.
 
     Raises:
         TypeError: If ``model`` is none of these.
@@ -111,33 +98,16 @@ def tensor_core_advice(
         ...     print(advice.dimension, advice.size, "->", advice.padded)
         vocab_size 50257 -> 50304
     """
-    for name, size in (("batch_size", batch_size), ("sequence_length", sequence_length)):
-        if size is not None:
-            _check(name, size)
-    rows = list(_of_model(model) if isinstance(model, nn.Module) else _of_config(model))
-    # The number of tokens in a batch is to be a multiple.
-    if sequence_length is not None:
-        rows += _pad("sequence_length", sequence_length, MULTIPLE, 0)
-    if batch_size is not None:
-        needed = MULTIPLE // math.gcd(MULTIPLE, sequence_length or 1)
-        rows += _pad("batch_size", batch_size, needed, 0)
-    return _joined(rows)
+    return _joined(_of_model(model) if isinstance(model, nn.Module) else _of_config(model))
 
 
-def _check(name: str, size: Any) -> None:
-    if not is_count(plain(size)):
-        raise ValueError(f"tensor_core_advice: {name} must be a positive int, got {size!r}")
-
-
-def _pad(name: str, size: int, multiple: int, parameters: int | None = None) -> Iterator[Advice]:
-    """Yields the advice on a size, of which each element comes with some parameters."""
+def _pad(dimension: str, size: int, multiple: int) -> Iterator[Advice]:
+    """Yields the advice on a size, if there is any."""
     if size % multiple:
-        padded = -(-size // multiple) * multiple
-        extra = None if parameters is None else (padded - size) * parameters
-        yield Advice(name, 1, size, multiple, padded, extra)
+        yield Advice(dimension, 1, size, multiple, -(-size // multiple) * multiple)
 
 
-def _of_vocabulary(size: int) -> int:
+def _multiple_of_vocabulary(size: int) -> int:
     """Returns what a vocabulary should be a multiple of; a small one is as any dimension."""
     return VOCABULARY_MULTIPLE if size >= VOCABULARY_MULTIPLE else MULTIPLE
 
@@ -151,16 +121,12 @@ def _of_model(model: nn.Module) -> Iterator[Advice]:
             width = module.embed_dim
             heads[width] = math.lcm(heads.get(width, 1), module.num_heads)
             parts.update(module.children())
-    counted: set[Tensor] = set()  # a tied weight is paid for once
     for path, module in model.named_modules():
-        sizes = next((sizes for kind, sizes in _LAYERS.items() if isinstance(module, kind)), {})
+        names = next((names for kind, names in _SIZES.items() if isinstance(module, kind)), ())
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
         if module in parts or (groups > 1 and groups == module.in_channels):
             continue  # a depthwise convolution has no product
-        tensors = {name: getattr(module, name, None) for name in ("weight", "bias")}
-        own = {name: t for name, t in tensors.items() if isinstance(t, Tensor) and t not in counted}
-        counted.update(own.values())
-        for name, grown in sizes.items():
+        for name in names:
             size = getattr(module, name) // groups
             is_vocabulary = size == vocabulary and name in ("num_embeddings", "out_features")
             if name == "num_embeddings" and not is_vocabulary:
@@ -168,8 +134,7 @@ def _of_model(model: nn.Module) -> Iterator[Advice]:
             yield from _pad(
                 f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1),
                 size,
-                _of_vocabulary(size) if is_vocabulary else MULTIPLE * heads.get(size, 1),
-                sum(own[each].numel() for each in grown if each in own) // size if grown else None,
+                _multiple_of_vocabulary(size) if is_vocabulary else MULTIPLE * heads.get(size, 1),
             )
 
 
@@ -182,7 +147,7 @@ def _vocabulary(model: nn.Module) -> int:
         (each.embedding_dim, each.num_embeddings)
         for each in model.modules()
         if isinstance(each, _EMBEDDINGS)
-        and each.num_embeddings >= _SMALLEST_VOCABULARY
+        and each.num_embeddings >= VOCABULARY_MULTIPLE
         and each.num_embeddings != each.embedding_dim
     }
     outputs = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
@@ -213,30 +178,28 @@ def _of_config(model: Any) -> Iterator[Advice]:
     for prefix, inner in configs:
         named = {name: plain(inner[name]) for name in _NAMES if inner.get(name) is not None}
         for name, size in named.items():
-            _check(f"{prefix}{name}", size)
+            if not is_count(size):
+                raise ValueError(
+                    f"tensor_core_advice: {prefix}{name} must be a positive int, got {size!r}"
+                )
         shared_by = 1  # heads
         for name in _HEADS if named.keys().isdisjoint(_HEAD_WIDTHS) else ():
             shared_by = math.lcm(shared_by, named.get(name, 1))
         for name, size in named.items():
             if name == "vocab_size":
-                tables = 1 if inner.get("tie_word_embeddings", True) else 2
-                width = next((named[each] for each in _WIDTHS if each in named), None)
-                cost = width and tables * width
-                yield from _pad(f"{prefix}{name}", size, _of_vocabulary(size), cost)
+                yield from _pad(f"{prefix}{name}", size, _multiple_of_vocabulary(size))
             elif name not in _HEADS:
                 multiple = MULTIPLE * shared_by if name in _WIDTHS else MULTIPLE
                 yield from _pad(f"{prefix}{name}", size, multiple)
 
 
-def _joined(rows: Sequence[Advice]) -> list[Advice]:
+def _joined(rows: Iterable[Advice]) -> list[Advice]:
     """Joins rows that differ in the number of their layer only."""
     joined: dict[tuple[str, int, int], Advice] = {}
     for row in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.dimension)
         key = (pattern, row.size, row.padded)
         if key in joined:
-            before, extra = joined[key], row.extra_parameters
-            extra = None if extra is None else extra + (before.extra_parameters or 0)
-            row = replace(row, dimension=pattern, layers=before.layers + 1, extra_parameters=extra)
+            row = replace(row, dimension=pattern, layers=joined[key].layers + 1)
         joined[key] = row
     return list(joined.values())

@@ -2,7 +2,7 @@
 
 python -m amp_ext.tensor_core config.json                    # as Hugging Face has it
 python -m amp_ext.tensor_core config.json vocab_size=50257   # with a change
-python -m amp_ext.tensor_core n_embd=768 n_head=12 n_layer=12 vocab_size=50257 --batch-size 3
+python -m amp_ext.tensor_core n_embd=768 n_head=12 vocab_size=50257
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from amp_ext.tensor_core import MULTIPLE, VOCABULARY_MULTIPLE, tensor_core_advic
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table; returns the exit code, 0 whatever the advice. Bad input exits with 2."""
     parser = _parser()
-    options = vars(parser.parse_intermixed_args(arguments))
     try:
         config: dict[str, Any] = {}
-        for text in options.pop("config"):
+        for text in parser.parse_args(arguments).config:
             config |= _read(text)
-        advice = tensor_core_advice(config, **options)
+        advice = tensor_core_advice(config)
     except ValueError as error:
         parser.error(str(error))
     if not advice:
         multiples = f"{MULTIPLE}, the vocabulary of {VOCABULARY_MULTIPLE}"
         print(f"Every dimension is a multiple of {multiples}.")
         return 0
-    rows = [["dimension", "size", "multiple", "padded", "parameters more"]]
+    rows = [["dimension", "size", "multiple", "padded"]]
     for row in advice:
         sizes = (f"{each:,}" for each in (row.size, row.multiple, row.padded))
-        extra = "unknown" if row.extra_parameters is None else f"{row.extra_parameters:,}"
-        rows.append([row.dimension, *sizes, extra])
+        rows.append([row.dimension, *sizes])
     print(format_table(rows))
     return 0
 
@@ -50,8 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     names = "name=value or a JSON file, with Hugging Face's names; later ones replace earlier ones"
     parser.add_argument("config", nargs="+", help=names)
-    parser.add_argument("--batch-size", type=int, help="sequences in a batch")
-    parser.add_argument("--sequence-length", type=int, help="tokens in a sequence")
     return parser
 
 
