@@ -114,29 +114,20 @@ class MemoryUsage:
 
     Attributes:
         configuration: In which dtypes.
-        optimizer: A name of :data:`OPTIMIZERS`.
-        parameter_count: How many parameters there are.
-        trainable_count: How many of them require a gradient.
+        parameter_count: How many parameters there are, with those that require no gradient.
         bytes: Of ``parameters``, of ``masters`` or what split ones have beside the parameters, of
             ``gradients`` (one for each trainable parameter, in its dtype), of the optimizer's
             ``states``, masters apart, of a model's ``buffers``, and the ``total``.
     """
 
     configuration: Configuration
-    optimizer: str
     parameter_count: int
-    trainable_count: int
     bytes: dict[str, int]
 
     @property
     def total(self) -> int:
         """The sum of all bytes."""
         return self.bytes["total"]
-
-    @property
-    def bytes_per_parameter(self) -> dict[str, float]:
-        """The same divided by the number of all parameters."""
-        return {name: size / self.parameter_count for name, size in self.bytes.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +141,7 @@ class _Elements:
 
 
 def training_memory(
-    model: nn.Module | int | float | str,
-    optimizer: str = "adamw",
-    *,
-    trainable: int | float | str | None = None,
+    model: nn.Module | int | float | str, optimizer: str = "adamw"
 ) -> list[MemoryUsage]:
     """Returns the memory that training takes, by configuration.
 
@@ -161,10 +149,9 @@ def training_memory(
     never changed and may be on the meta device, where it takes no memory itself.
 
     Args:
-        model: A model, or a number of parameters as :func:`parse_count` takes it.
+        model: A model, or a number of parameters, all of them trained, as :func:`parse_count` takes
+            it.
         optimizer: A name of :data:`OPTIMIZERS`.
-        trainable: How many of a number of parameters are trained; all of them by default. A model
-            says so itself.
 
     Returns:
         One row for each of :data:`CONFIGURATIONS` that the optimizer has: what the model would take
@@ -172,7 +159,7 @@ def training_memory(
         with its own dtypes under amp_ext's optimizers.
 
     Raises:
-        ValueError: If the model has no parameters, or a name or a number is not one.
+        ValueError: If a name or a number is not one.
 
     Example:
         >>> with torch.device("meta"):
@@ -186,32 +173,14 @@ def training_memory(
         )
     rows, buffers = list(CONFIGURATIONS), []
     if isinstance(model, nn.Module):
-        if trainable is not None:
-            raise ValueError(
-                "training_memory: trainable must be None for a model, whose parameters say "
-                f"themselves whether they require a gradient, got {trainable!r}"
-            )
         params = [
             _Elements(param.dtype, param.numel(), param.requires_grad, has_blocks(param))
             for param in model.parameters()
         ]
         buffers = [_Elements(buffer.dtype, buffer.numel()) for buffer in model.buffers()]
         rows.insert(0, _AS_IT_IS)
-        if not any(each.number for each in params):
-            raise ValueError(
-                f"training_memory: model must have parameters, got {type(model).__name__} without"
-            )
     else:
-        number = parse_count(model)
-        trained = number if trainable is None else parse_count(trainable)
-        if trained > number:
-            raise ValueError(
-                f"training_memory: trainable must be at most the {number} parameters, got {trained}"
-            )
-        params = [
-            _Elements(torch.float32, trained, True, True),
-            _Elements(torch.float32, number - trained),
-        ]
+        params = [_Elements(torch.float32, parse_count(model), is_trained=True, has_groups=True)]
     refused = CODED_STATES if optimizer == "amsgrad" else ()  # whose maximum has no code
     return [
         _usage(row, optimizer, params, buffers) for row in rows if row.state_dtype not in refused
@@ -243,9 +212,7 @@ def _usage(
     sizes |= {"states": states, "buffers": size(buffers)}
     return MemoryUsage(
         configuration,
-        optimizer,
         parameter_count=sum(each.number for each in params),
-        trainable_count=sum(each.number for each in trained),
         bytes={**sizes, "total": sum(sizes.values())},
     )
 

@@ -2,7 +2,6 @@
 
 python -m amp_ext.memory 7B                            # AdamW, by configuration
 python -m amp_ext.memory 1.3e9 --optimizer lion
-python -m amp_ext.memory 7B --trainable 20M            # most parameters frozen
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        usages = training_memory(options.parameters, options.optimizer, trainable=options.trainable)
+        usages = training_memory(options.parameters, options.optimizer)
     except ValueError as error:
         parser.error(str(error))
-    count, trained = usages[0].parameter_count, usages[0].trainable_count
-    some = "" if trained == count else f", {trained:,} of them trained"
-    print(f"{count:,} parameters{some}, {options.optimizer}. GiB; 16-bit is fp16 or bf16.\n")
+    count = usages[0].parameter_count
+    print(f"{count:,} parameters, {options.optimizer}. GiB; 16-bit is fp16 or bf16.\n")
     rows = [["configuration", *_PARTS, "bytes each", "options"]]
     for usage in usages:
         sizes = [f"{usage.bytes[part] / 2**30:,.2f}" for part in _PARTS]
-        each = f"{usage.bytes_per_parameter['total']:.4g}"
+        each = f"{usage.total / count:.4g}"
         options_of_it = usage.configuration.options or "defaults"
         rows.append([usage.configuration.name, *sizes, each, options_of_it])
     print(format_table(rows, left=(0, len(rows[0]) - 1)))
@@ -47,7 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("parameters", help="how many there are: 7B, 124M, 1.3e9, 7_000_000_000")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
-    parser.add_argument("--trainable", help="how many of them are trained (all)")
     return parser
 
 

@@ -13,7 +13,6 @@ REFUSED = [
     ("bench", "--device=cpu --filter=nothing-like-this", "matches no row"),
     ("info", "--fast", "unrecognized arguments: --fast"),
     ("memory", "7X", "must be a whole number"),
-    ("memory", "7B --trainable=8B", "training_memory: trainable must be at most the 7000000000"),
     ("memory", "7B --optimizer=tiger", "invalid choice: 'tiger'"),
     ("memory", "", "parameters"),
     ("tensor_core", "", "the following arguments are required: config"),

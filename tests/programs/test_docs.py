@@ -194,7 +194,7 @@ def test_the_table_of_memory_is_that_of_the_calculator():
     text = (ROOT / "docs" / "memory.md").read_text()
     for usage in amp_ext.memory.training_memory("7B"):
         sizes = [f"{size / 2**30:.1f}" for name, size in usage.bytes.items() if name != "buffers"]
-        bytes_each = usage.bytes_per_parameter["total"]
+        bytes_each = usage.total / usage.parameter_count
         row = [usage.configuration.name, *sizes, f"{bytes_each:.4g}"]
         assert f"| {' | '.join(row)} |" in text
 

@@ -81,10 +81,9 @@ def allocations(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return {**sizes, "total": sum(sizes.values()), "step counters": counters}
 
 
-def expected(usage: memory.MemoryUsage, tensors: int = 6, dithers: bool = False) -> dict[str, int]:
+def expected(usage: memory.MemoryUsage, counts: bool, tensors: int = 6) -> dict[str, int]:
     """Returns what must be allocated: what was calculated, and counters of steps."""
-    _, _, counts, _ = OPTIMIZERS[usage.optimizer]
-    return {**usage.bytes, "step counters": 4 * tensors if counts or dithers else 0}
+    return {**usage.bytes, "step counters": 4 * tensors if counts else 0}
 
 
 def dithers(configuration: memory.Configuration) -> bool:
@@ -116,7 +115,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("classes", "name", "dtype", "optimizer"), RUNS)
 def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer, device):
-    configuration, (class_name, options, _, _) = BY_NAME[name], OPTIMIZERS[optimizer]
+    configuration, (class_name, options, counts, _) = BY_NAME[name], OPTIMIZERS[optimizer]
     is_16_bit = configuration.dtype == torch.bfloat16
     model = Model().to(device, dtype if is_16_bit else torch.float32)
     if classes is ours:
@@ -129,8 +128,8 @@ def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer
     output.float().square().sum().backward()
     actual.step()
     calculated = {row.configuration: row for row in memory.training_memory(Model(), optimizer)}
-    counts = classes is ours and dithers(configuration)
-    assert allocations(model, actual) == expected(calculated[configuration], dithers=counts)
+    counts = counts or (classes is ours and dithers(configuration))
+    assert allocations(model, actual) == expected(calculated[configuration], counts)
 
 
 def parameters_with_groups_and_without() -> nn.ParameterList:
@@ -165,7 +164,7 @@ def test_shapes_decide_what_states_in_8_bits_take(name, optimizer, device):
     for param in model:
         param.grad = torch.zeros_like(param)
     actual.step()
-    assert allocations(model, actual) == expected(usage, tensors=len(model), dithers=True)
+    assert allocations(model, actual) == expected(usage, counts=True, tensors=len(model))
 
 
 def test_a_number_of_parameters_is_taken_for_whole_groups():
@@ -188,14 +187,14 @@ def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer):
     model = nn.ParameterList(torch.zeros(3 + i, dtype=dtype) for i, dtype in enumerate(dtypes))
     frozen = nn.Parameter(torch.zeros(9, dtype=torch.int8), requires_grad=False)
     model.append(frozen)
-    class_name, options, _, _ = OPTIMIZERS[optimizer]
+    class_name, options, counts, _ = OPTIMIZERS[optimizer]
     actual = ours(class_name)(model.parameters(), **options)
     for param in model:
         param.grad = torch.zeros_like(param) if param.requires_grad else None
     actual.step()
     usage = memory.training_memory(model, optimizer)[0]
     assert usage.configuration.name == "the model as it is"
-    assert allocations(model, actual) == expected(usage, tensors=4)
+    assert allocations(model, actual) == expected(usage, counts, tensors=4)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -206,7 +205,6 @@ def test_bytes_per_parameter(optimizer):
     assert [row.configuration for row in rows] == expected_rows
     for row, size in zip(rows, bytes_per_parameter, strict=True):
         exponents = exponents_of(row.configuration, optimizer)
-        assert row.bytes_per_parameter["total"] == size + exponents / 32
         assert row.total == 7_000_000_000 * size + 7_000_000_000 // 32 * exponents
 
 
@@ -218,14 +216,17 @@ def exponents_of(configuration: memory.Configuration, optimizer: str) -> int:
 
 def test_tied_parameters_count_once():
     row = memory.training_memory(Model())[0]
-    assert (row.parameter_count, row.trainable_count) == (TRAINABLE + FROZEN, TRAINABLE)
+    assert row.parameter_count == TRAINABLE + FROZEN
+    assert row.bytes["gradients"] == 4 * TRAINABLE
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state():
-    for row in memory.training_memory(1000, trainable="100"):
-        full = memory.training_memory(100)[memory.CONFIGURATIONS.index(row.configuration)]
-        assert (row.parameter_count, row.trainable_count) == (1000, 100)
-        assert row.bytes["parameters"] == 10 * full.bytes["parameters"]
+    both = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30).requires_grad_(False))
+    for row, full in zip(
+        memory.training_memory(both), memory.training_memory(both[0]), strict=True
+    ):
+        assert row.parameter_count == 2 * full.parameter_count
+        assert row.bytes["parameters"] == 2 * full.bytes["parameters"]
         for name in ("masters", "gradients", "states"):
             assert row.bytes[name] == full.bytes[name]
 
@@ -264,19 +265,10 @@ def test_what_is_no_count_is_refused(text):
         memory.parse_count(text)
 
 
-NO_OPTIMIZER = f"one of {list(OPTIMIZERS)}, got 'tiger'"
-BAD = [
-    ("7B", {"optimizer": "tiger"}, f"training_memory: optimizer must be {NO_OPTIMIZER}"),
-    ("7B", {"trainable": "8B"}, "at most the 7000000000 parameters, got 8000000000"),
-    (nn.Linear(2, 2), {"trainable": 3}, "training_memory: trainable must be None for a model"),
-    (nn.Flatten(), {}, "training_memory: model must have parameters, got Flatten without"),
-]
-
-
-@pytest.mark.parametrize(("model", "options", "message"), BAD)
-def test_bad_arguments_are_refused(model, options, message):
+def test_an_unknown_optimizer_is_refused():
+    message = f"training_memory: optimizer must be one of {list(OPTIMIZERS)}, got 'tiger'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        memory.training_memory(model, **options)
+        memory.training_memory("7B", "tiger")
 
 
 def test_the_command_line_prints_a_table(capsys):
@@ -292,11 +284,3 @@ def test_the_command_line_prints_a_table(capsys):
     assert row.endswith(" 12  state_dtype=torch.bfloat16")
     assert "Not counted: activations;" in shown
     assert "autocast" in shown
-
-
-def test_a_part_that_is_trained(capsys):
-    assert command_line.main(["7B", "--optimizer=lion", "--trainable=7M"]) == 0
-    shown = capsys.readouterr().out
-    assert "7,000,000,000 parameters, 7,000,000 of them trained, lion." in shown
-    (row,) = re.findall("16-bit, 16-bit states .*", shown)
-    assert " 2.004  " in row
