@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +47,8 @@ class WeightDecayScheduler(ABC):
         ...     train_step(x, y)  # ends in optimizer.step()
         ...     scheduler.step()
     """
+
+    _not_saved = frozenset({"optimizer"})
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Remembers the values of all groups and writes the first ones; see the class."""
@@ -97,7 +98,10 @@ class WeightDecayScheduler(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of everything but the optimizer, for ``torch.save``."""
-        copied: dict[str, Any] = with_plain_numbers(copy.deepcopy(self._saved()))
+        saved = {
+            name: value for name, value in self.__dict__.items() if name not in self._not_saved
+        }
+        copied: dict[str, Any] = with_plain_numbers(copy.deepcopy(saved))
         return copied
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,13 +110,11 @@ class WeightDecayScheduler(ABC):
         Args:
             state_dict: From ``state_dict()`` of the same class.
         """
-        self.__dict__.update(copy.deepcopy(state_dict))
+        # Earlier releases wrote what is not saved, too.
+        rest = {name: each for name, each in state_dict.items() if name not in self._not_saved}
+        self.__dict__.update(copy.deepcopy(rest))
         bases, last = self._bases(), self._last_weight_decay
         self._write(bases, last + bases[len(last) :])
-
-    def _saved(self) -> dict[str, Any]:
-        """Returns what a state dict holds."""
-        return {name: value for name, value in self.__dict__.items() if name != "optimizer"}
 
     def _bases(self) -> list[float]:
         """Returns the value that each group starts from; new groups bring their own."""
@@ -149,9 +151,10 @@ class LambdaWeightDecay(WeightDecayScheduler):
         ValueError: If there is not one function for each group.
 
     Note:
-        As with ``LambdaLR``, a state dict holds the attributes of callable objects, and None for
-        functions, which can't be stored. Give the same ones again when resuming.
+        A state dict does not hold the functions. Give the same ones again when resuming.
     """
+
+    _not_saved = frozenset({"optimizer", "weight_decay_lambdas"})
 
     def __init__(
         self,
@@ -176,22 +179,6 @@ class LambdaWeightDecay(WeightDecayScheduler):
                 f"{groups} groups, got {functions}"
             )
         return super()._bases()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, and the attributes of callable objects into those that are here."""
-        rest = dict(state_dict)
-        all_attributes = copy.deepcopy(rest.pop("weight_decay_lambdas"))
-        for function, attributes in zip(self.weight_decay_lambdas, all_attributes, strict=True):
-            if attributes is not None:
-                function.__dict__.update(attributes)
-        super().load_state_dict(rest)
-
-    def _saved(self) -> dict[str, Any]:
-        attributes = [
-            None if isinstance(each, types.FunctionType) else getattr(each, "__dict__", None)
-            for each in self.weight_decay_lambdas
-        ]
-        return {**super()._saved(), "weight_decay_lambdas": attributes}
 
 
 class StepWeightDecay(WeightDecayScheduler):
