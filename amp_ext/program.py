@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
 __all__ = ["format_table", "run_program"]
 
@@ -32,12 +31,8 @@ def run_program(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         code = 130
     except OSError as error:
-        spec = sys.modules["__main__"].__spec__
-        name = (
-            f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-        )
         what = error.filename or "can't write the output"
-        print(f"{name}: error: {what}: {error.strerror or error}", file=sys.stderr)
+        print(f"amp_ext: error: {what}: {error.strerror or error}", file=sys.stderr)
         code = 1
     try:
         sys.stdout.flush()

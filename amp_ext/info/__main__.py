@@ -20,14 +20,7 @@ from amp_ext.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what amp_ext is and what is wrong with it.
-
-    Args:
-        arguments: Those of the command line, or None for the process's own.
-
-    Returns:
-        The exit code: 0 if all is well, 1 if something does not work.
-    """
+    """Prints what amp_ext is and what is wrong with it; returns 1 if something does not work."""
     options = _parser().parse_args(arguments)
     for label, text in facts.describe():
         _print_fact(label, text)
