@@ -62,14 +62,13 @@ class MixedPrecisionTrainer:
     step, for the end of the previous one. (Besides, torch's optimizers wait under a scaler, unless
     they are fused.) Train or eval mode is the caller's.
 
+    Its arguments are its attributes.
+
     Attributes:
-        model: As given.
         optimizer: As given. Its gradients are dropped at the start of the next step, so they can
             still be looked at after one; under a scaler they may be scaled.
-        config: As given.
-        loss_function: As given.
         scheduler: As given; see :meth:`finish_scheduler_step`.
-        scaler: The gradient scaler, or None.
+        scaler: As given, or made for fp16, or None.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class MixedPrecisionTrainer:
         Raises:
             TypeError: If a part is of another kind, or the scheduler needs a figure to step.
             ValueError: If the optimizer has no parameters, their dtype does not fit the precision,
-                the optimizer can't unscale float16 gradients, or the scaler is disabled.
+                the scaler is disabled, or a number of the config does not fit a scaler.
         """
         _check_kind("model", model, nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
@@ -110,7 +109,7 @@ class MixedPrecisionTrainer:
                 "ReduceLROnPlateau: step it yourself after each validation"
             )
         params = params_of(optimizer)
-        _check_params(params, optimizer, config)
+        _check_params(params, config)
         if scaler is not None:
             _check_kind("scaler", scaler, GradScaler)
             if not scaler.is_enabled():
@@ -515,10 +514,8 @@ def _check_kind(name: str, part: object, kind: type) -> None:
         )
 
 
-def _check_params(
-    params: list[Tensor], optimizer: torch.optim.Optimizer, config: MixedPrecisionConfig
-) -> None:
-    """Checks that the parameters can be trained in the precision by the optimizer."""
+def _check_params(params: list[Tensor], config: MixedPrecisionConfig) -> None:
+    """Checks that the parameters can be trained in the precision."""
     if not params:
         raise ValueError("MixedPrecisionTrainer: optimizer must have parameters, got none")
     dtypes = {param.dtype for param in params}
@@ -528,15 +525,6 @@ def _check_params(
                 f"MixedPrecisionTrainer: config.precision must be {precision!r} for parameters of "
                 f"{dtype}, got {config.precision!r}"
             )
-    unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if isinstance(optimizer, FusedOptimizer) or torch.float16 not in dtypes:
-        return
-    if config.max_grad_norm is not None or not unscales:
-        raise ValueError(
-            "MixedPrecisionTrainer: optimizer must be one of amp_ext.optim for parameters of "
-            f"torch.float16, got {type(optimizer).__module__}.{type(optimizer).__name__}, which "
-            "cannot unscale and clip their gradients"
-        )
 
 
 def _accumulation(batches: int, scaled: bool, params: int) -> str:
