@@ -11,13 +11,12 @@
 # the CUDA toolkit of this machine can't build for that PyTorch, so nothing was tested.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/own_environment.sh
 
 torch=${TORCH:-2.11.0}
 home=.venv-cuda/$torch
 python=$PWD/$home/bin/python
 tests=$PWD/tests
-unset PYTHONPATH # the checkout would hide what is installed
-export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() {
   echo "cuda_build.sh: $1" >&2
@@ -42,7 +41,7 @@ requirements() {
 }
 
 # Complete or not at all. The wheels are unpacked and dropped, never cached.
-make_environment() {
+make_cuda_environment() {
   local base
   base=$(find_python)
   echo "Installing PyTorch $torch into $home, $("$base" --version) (once, several GB)"
@@ -58,24 +57,14 @@ make_environment() {
   trap - EXIT
 }
 
-# As a user would: with pip, into site-packages. The copy of the sources keeps its objects.
 build() {
-  local source=$home/source
-  mkdir -p "$source"
-  rm -rf "$source"/{amp_ext,csrc,build/lib*,build/bdist*}
-  tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
-    --exclude=amp_extBuild.cmake \
-    LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
+  copy_sources "$home/source"
   export AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST='9.0+PTX'
-  (cd "$source" && "$python" setup.py --name) > "$home/build.log" 2>&1 || {
+  (cd "$home/source" && "$python" setup.py --name) > "$home/build.log" 2>&1 || {
     cat "$home/build.log" >&2
     fail "PyTorch $torch can't be tested on this machine" 3
   }
-  "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
-    "./$source" > "$home/build.log" 2>&1 || {
-    cat "$home/build.log" >&2
-    fail "the build failed"
-  }
+  install_copy
 }
 
 check() {
@@ -153,9 +142,8 @@ run_tests() {
     --ignore="$tests"/training/test_{shadow_runs,number_codes}.py "$@")
 }
 
-[ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_environment
-digest=$({ echo "$torch" && find csrc amp_ext/include amp_ext/share tests/cpp setup.py scripts/cuda_build.sh -type f -print0 |
-  LC_ALL=C sort -z | xargs -0 sha256sum; } | sha256sum)
+[ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_cuda_environment
+digest="$torch $(digest_of csrc amp_ext/{include,share} tests/cpp setup.py scripts/{cuda_build,own_environment}.sh)"
 if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
   echo "the CUDA build for PyTorch $torch is as it was when it passed ($home)"
   exit

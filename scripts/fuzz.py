@@ -24,19 +24,20 @@ from machine import Machine  # noqa: E402
 
 FOUND = ROOT / "build" / "fuzz"
 EXAMPLES = 100  # between two looks at the clock
+STEPS = 40  # the most rules of one example
 
 
 def table(counts: collections.Counter[str]) -> str:
     return "\n".join(f"  {count:>9,}  {name}" for name, count in sorted(counts.items()))
 
 
-def run(number: int, steps: int, phases: list[Phase]) -> None:
+def run(number: int) -> None:
     options = settings(
         max_examples=EXAMPLES,
-        stateful_step_count=steps,
+        stateful_step_count=STEPS,
         deadline=None,
         database=DirectoryBasedExampleDatabase(FOUND),
-        phases=phases,
+        phases=[Phase.reuse, Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
         print_blob=False,
         report_multiple_bugs=False,
@@ -48,14 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to look")
     parser.add_argument("--seed", type=int, help="of the first round; drawn when missing")
-    parser.add_argument("--steps", type=int, default=40, help="the most rules of one example")
     parser.add_argument(
         "--without", action="append", default=[], choices=sorted(loops.SITUATIONS),
         metavar="SITUATION", help=f"leaves out one of: {', '.join(sorted(loops.SITUATIONS))}",
     )  # fmt: skip
-    parser.add_argument("--no-shrink", action="store_true", help="prints a find as it was drawn")
     arguments = parser.parse_args()
-    phases = [Phase.reuse, Phase.generate, *([] if arguments.no_shrink else [Phase.shrink])]
     torch.set_num_threads(1)
     Machine.without = frozenset(arguments.without)
     first = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
@@ -63,7 +61,7 @@ def main() -> None:
     start, rounds = time.monotonic(), 0
     try:
         while time.monotonic() - start < 60 * arguments.minutes:
-            run(first + rounds, arguments.steps, phases)
+            run(first + rounds)
             rounds += 1
     finally:
         minutes = (time.monotonic() - start) / 60

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by the scripts that need other packages than `make` installs: an environment of their own.
 #
+#   copy_sources FOLDER what a wheel is built from
 #   make_environment .venv-NAME requirements-NAME.txt   when it is missing or the file has changed;
 #                       installs with $BASE_PYTHON, by default python3
 #   provide_extension   takes the extension that was built in the checkout if it fits the environment,
@@ -38,6 +39,24 @@ make_environment() {
   trap - EXIT
 }
 
+# Clean, for a wheel takes along whatever lies in build/lib. Objects are kept.
+copy_sources() {
+  mkdir -p "$1"
+  rm -rf "$1"/{amp_ext,csrc,build/lib*,build/bdist*}
+  tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
+    --exclude=amp_extBuild.cmake \
+    LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$1"
+}
+
+# As a user would: with pip, into site-packages. The checkout stays as it is.
+install_copy() {
+  "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
+    "./$home/source" > "$home/build.log" 2>&1 || {
+    cat "$home/build.log" >&2
+    exit 1
+  }
+}
+
 provide_extension() {
   if _fits 2> /dev/null; then
     export PYTHONPATH=$PWD
@@ -57,23 +76,14 @@ amp_ext.ops.cpu_isa()
 END
 }
 
-# The copy of the sources keeps its objects, and the checkout stays as it is.
 _build() {
-  local digest source=$home/source
+  local digest
   digest=$(digest_of amp_ext csrc setup.py pyproject.toml)
   if [ "$(cat "$home/.built" 2> /dev/null)" = "$digest" ]; then
     return
   fi
   echo "Building the extension for $home (log: $home/build.log)"
-  mkdir -p "$source"
-  rm -rf "$source"/{amp_ext,csrc,build/lib*,build/bdist*}
-  tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
-    --exclude=amp_extBuild.cmake \
-    LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
-  "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
-    "./$source" > "$home/build.log" 2>&1 || {
-    cat "$home/build.log" >&2
-    exit 1
-  }
+  copy_sources "$home/source"
+  install_copy
   echo "$digest" > "$home/.built"
 }

@@ -41,10 +41,6 @@ def memory(what: str) -> int:
     return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", (PROCESS / "status").read_text())[1])
 
 
-def megabytes(count: float) -> str:
-    return f"{count / 2**20:,.1f} MiB"
-
-
 def same(what: str, actual: Any, wanted: Any) -> None:
     """Raises unless two values are equal, whether or not Python was told to leave out asserts."""
     if actual != wanted:
@@ -249,7 +245,8 @@ def run(name: str, count: int) -> Figures:
     before, start = memory("VmRSS"), time.perf_counter()
     figures = PARTS[name][0](count)
     took = f"{time.perf_counter() - start:.1f} s"
-    return {"took": took, "peak of memory": megabytes(memory("VmHWM") - before), **figures}
+    peak = (memory("VmHWM") - before) / 2**20
+    return {"took": took, "peak of memory": f"{peak:,.1f} MiB", **figures}
 
 
 def main() -> None:

@@ -12,17 +12,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=$(realpath --no-symlinks "$(command -v "${PYTHON:-.venv/bin/python}")")
-export PIP_DISABLE_PIP_VERSION_CHECK=1
-unset PYTHONPATH # the checkout would hide what is installed
+source scripts/own_environment.sh
 
-# A clean copy: a wheel takes along whatever lies in build/lib. Objects are kept.
-source=$root/build/wheel
-mkdir -p "$source" dist
-rm -rf "$source"/{amp_ext,csrc,build/lib*,build/bdist*,dist}
-tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
-  --exclude=amp_extBuild.cmake \
-  LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$source"
-cd "$source"
+mkdir -p dist
+copy_sources build/wheel
+rm -rf build/wheel/dist
+cd build/wheel
 "$python" setup.py build > build.log 2>&1 || { cat build.log >&2; exit 1; }
 read -r torch tag < <("$python" -c 'import json, pathlib
 (file,) = pathlib.Path("build").glob("lib*/amp_ext/_build_info.json")
