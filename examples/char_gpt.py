@@ -14,39 +14,28 @@ The loss scale starts too high on purpose. Expect eight or so overflows, whose s
 then a scale that looks for its limit, and a validation loss near 2.1 nats per character. In the
 middle of the run everything goes into a checkpoint. A second set of objects reads it and repeats
 the second half: every loss, scale, parameter and state must come out the same, bit for bit, or the
-program returns 1. Writes ``char_gpt.png`` and ``checkpoint.pt`` and prints a table and a sample.
+program returns 1. Writes ``char_gpt.png`` and ``checkpoint.pt`` and prints what it measured and a
+sample.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import os
 import sys
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from presentation import (
-    finish_axes,
-    judge,
-    make_parser,
-    make_progress,
-    start_figure,
-    start_table,
-    write_figure,
-)
-from rich.console import Console
-from rich.table import Table
+from presentation import finish_axes, judge, make_parser, start_figure, write_figure
 from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import run_program
+from amp_ext.program import format_table, run_program
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 
 
@@ -176,30 +165,20 @@ class Text:
 class Curves:
     """What a run measured; the lists hold a number for each of its steps."""
 
-    losses: list[float]  # nats per character
-    norms: list[float]  # of the unscaled gradients, before clipping
-    rates: list[float]  # learning rate
-    scales: list[float]  # loss scale
-    skipped: list[bool]
-    validations: dict[int, float]  # nats per character, by the number of steps before
-
-    def __add__(self, later: Curves) -> Curves:
-        """Returns both runs as one."""
-        return Curves(
-            self.losses + later.losses,
-            self.norms + later.norms,
-            self.rates + later.rates,
-            self.scales + later.scales,
-            self.skipped + later.skipped,
-            self.validations | later.validations,
-        )
+    losses: list[float] = field(default_factory=list)  # nats per character
+    norms: list[float] = field(default_factory=list)  # of the unscaled gradients, before clipping
+    rates: list[float] = field(default_factory=list)  # learning rate
+    scales: list[float] = field(default_factory=list)  # loss scale
+    skipped: list[bool] = field(default_factory=list)
+    # Nats per character, by the number of steps before.
+    validations: dict[int, float] = field(default_factory=dict)
 
 
 class Training:
     """Everything that a checkpoint holds, and the loop."""
 
     def __init__(self, text: Text, settings: Settings, seed: int, device: str) -> None:
-        self.text, self.settings = text, settings
+        self.text, self.settings, self.curves = text, settings, Curves()
         torch.manual_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)  # picks the pieces
         self.model = GPT(len(text.alphabet), settings).to(device, torch.float16)
@@ -223,10 +202,6 @@ class Training:
         states = [self.optimizer.state[param] for param in params]
         return params + [state[name] for state in states for name in sorted(state)]
 
-    def steps_taken(self) -> int:
-        """Returns how many steps the optimizer counted: a skipped one does not count."""
-        return int(self.optimizer.state[self.model.head.weight]["step"])
-
     def save(self, path: Path) -> None:
         """Writes a checkpoint; the schedule counts every step, so it is not the trainer's."""
         extra = {"schedule": self.schedule.state_dict(), "generator": self.generator.get_state()}
@@ -238,14 +213,15 @@ class Training:
         self.schedule.load_state_dict(extra["schedule"])
         self.generator.set_state(extra["generator"])
 
-    def run(self, steps: int, report: Callable[[], None]) -> Curves:
+    def run(self, steps: int) -> None:
         """Trains for some steps. Only a validation reads results, and so waits for a GPU."""
-        settings, part = self.settings, self.text.train
-        losses, norms, rates, validations = [], [], [], {}
+        settings, curves, part = self.settings, self.curves, self.text.train
+        losses, norms = [], []
         for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
             if step % settings.validate_every == 0:
-                validations[step] = self.validate()
-            rates.append(self.optimizer.param_groups[0]["lr"])
+                curves.validations[step] = loss = self.validate()
+                print(f"{step} steps: {loss:.3f} nats per character", flush=True)
+            curves.rates.append(self.optimizer.param_groups[0]["lr"])
             step_loss = torch.zeros((), device=part.device)
             for _ in range(settings.accumulation):
                 pieces = self.text.pieces(part, settings, self.generator)
@@ -255,17 +231,12 @@ class Training:
             self.schedule.step()
             losses.append(step_loss)
             norms.append(metrics.grad_norm)
-            report()
-        validations[self.schedule.last_epoch] = self.validate()
+        curves.validations[self.schedule.last_epoch] = self.validate()
+        curves.losses += torch.stack(losses).tolist()
+        curves.norms += torch.stack(norms).tolist()
         history = self.scaler.history(wait=True)
-        return Curves(
-            torch.stack(losses).tolist(),
-            torch.stack(norms).tolist(),
-            rates,
-            history.scales[-steps:],
-            history.skipped[-steps:],
-            validations,
-        )
+        curves.scales += history.scales[-steps:]
+        curves.skipped += history.skipped[-steps:]
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -297,32 +268,18 @@ def warm_up_and_cosine(step: int, settings: Settings) -> float:
     return 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2
 
 
-@dataclass
-class Comparison:
-    """How much of the resumed half came out as in the first run, bit for bit."""
-
-    equal_numbers: int  # losses and scales
-    numbers: int
-    equal_tensors: int  # parameters and states of the optimizer, at the end
-    tensors: int
-
-    def all_equal(self) -> bool:
-        """Returns whether nothing differs."""
-        return (self.equal_numbers, self.equal_tensors) == (self.numbers, self.tensors)
-
-
-def compare(first: Training, again: Training, curves: Curves, resumed: Curves) -> Comparison:
-    """Compares the first run with the one that resumed in the middle of it."""
+def compare(first: Training, again: Training) -> dict[str, bool]:
+    """Compares the first run with the one that resumed in the middle of it, bit for bit."""
+    curves, resumed = first.curves, again.curves
     half = len(resumed.losses)
-    measured = [*curves.losses[-half:], *curves.scales[-half:]]
-    repeated = [*resumed.losses, *resumed.scales]
-    tensors = list(zip(first.tensors(), again.tensors(), strict=True))
-    return Comparison(
-        sum(map(operator.eq, measured, repeated)),
-        len(measured),
-        sum(torch.equal(bytes_of(one), bytes_of(other)) for one, other in tensors),
-        len(tensors),
-    )
+    tensors = zip(first.tensors(), again.tensors(), strict=True)
+    return {
+        "losses resumed bit for bit": curves.losses[-half:] == resumed.losses,
+        "scales resumed bit for bit": curves.scales[-half:] == resumed.scales,
+        "parameters, masters and moments resumed bit for bit": all(
+            torch.equal(bytes_of(one), bytes_of(other)) for one, other in tensors
+        ),
+    }
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -334,11 +291,6 @@ def frequency_loss(text: Text) -> float:
     """Returns the validation loss of a guess by the frequencies of single characters, in nats."""
     seen = torch.bincount(text.train, minlength=len(text.alphabet)).double() + 1
     return -(seen / seen.sum()).log()[text.validation].mean().item()
-
-
-def power_of_two(scale: float) -> str:
-    """Formats a loss scale."""
-    return f"2^{math.log2(scale):.0f}"
 
 
 def draw(
@@ -398,67 +350,41 @@ def draw(
         f"{settings.accumulation} × {settings.rows} pieces of {settings.context} characters, AdamW "
         "with fp32 masters; parameters and gradients are fp16. Thin lines and small dots: new "
         f"objects that resumed from the checkpoint after {middle} steps. The scale starts at "
-        f"{power_of_two(INITIAL_SCALE)} (default: 2^16) and doubles after {GROWTH_INTERVAL} good "
-        "steps (default: 2000), to show its search and the steps it skips."
+        f"2^{math.log2(INITIAL_SCALE):.0f} (default: 2^16) and doubles after {GROWTH_INTERVAL} "
+        "good steps (default: 2000), to show its search and the steps it skips."
     )
     write_figure(figure, caption, path)
 
 
-def make_table(training: Training, curves: Curves, comparison: Comparison, guess: float) -> Table:
-    """Says what was measured and what it means."""
-    table = start_table(("what", "measured"))
-    table.add_column("what to see")
+def make_table(training: Training, guess: float) -> str:
+    """Says what was measured."""
+    curves = training.curves
     first, last = curves.validations[0], curves.validations[len(curves.losses)]
-    table.add_row(
-        "validation loss",
-        f"{first:.2f} → {last:.2f} nats",
-        f"To compare: a guess by the frequencies of {len(training.text.alphabet)} characters has "
-        f"{guess:.2f}.",
-    )
-    first_good = curves.skipped.index(False)
-    table.add_row(
-        "loss scale",
-        f"{power_of_two(curves.scales[0])} → {power_of_two(curves.scales[-1])}",
-        f"It starts too high: the first {first_good} steps overflow, and each halves it. Then it "
-        f"doubles after {GROWTH_INTERVAL} good steps until the next overflow.",
-    )
-    table.add_row(
-        "skipped steps",
-        f"{sum(curves.skipped)} of {len(curves.skipped)}",
-        "They overflowed and changed nothing. The step counter of the optimizer, which stood still "
-        f"meanwhile, says {training.steps_taken()}. In the last one the first bad gradient was "
-        f"that of {training.scaler.stats(wait=True).last_nonfinite}.",
-    )
+    scales = [f"2^{math.log2(scale):.0f}" for scale in (curves.scales[0], curves.scales[-1])]
     clipped = sum(norm > MAX_GRAD_NORM for norm in curves.norms if math.isfinite(norm))
-    table.add_row(
-        "clipped steps",
-        f"{clipped} of {len(curves.norms)}",
-        f"Their gradients, unscaled, were longer than {MAX_GRAD_NORM}; the step shortened them.",
-    )
-    table.add_row(
-        "resumed half",
-        f"{comparison.equal_numbers} of {comparison.numbers} numbers and\n"
-        f"{comparison.equal_tensors} of {comparison.tensors} tensors equal",
-        "New objects read the checkpoint of the middle. Losses and scales of all steps, then "
-        "parameters, masters and moments at the end are compared, bit for bit.",
-    )
-    return table
+    rows = [
+        ["what", "measured"],
+        ["validation loss, nats", f"{first:.2f} → {last:.2f}"],
+        ["of a guess by frequency", f"{guess:.2f}"],
+        ["loss scale", " → ".join(scales)],
+        ["skipped steps", f"{sum(curves.skipped)} of {len(curves.skipped)}"],
+        ["last gradient to overflow", f"{training.scaler.stats(wait=True).last_nonfinite}"],
+        ["clipped steps", f"{clipped} of {len(curves.norms)}"],
+    ]
+    return format_table(rows, left=(0, 1))
 
 
-def check(curves: Curves, comparison: Comparison, guess: float, quick: bool) -> dict[str, bool]:
+def check(curves: Curves, guess: float) -> dict[str, bool]:
     """Compares what was measured with what the example is to show."""
-    claims = {"resumed bit for bit": comparison.all_equal()}
-    if not quick:
-        steps = len(curves.losses)
-        claims |= {
-            "skipped from 4 steps to a tenth": 4 <= sum(curves.skipped) <= steps / 10,
-            "1 nat better than guessing by frequency": curves.validations[steps] <= guess - 1,
-        }
-    return claims
+    steps = len(curves.losses)
+    return {
+        "skipped from 4 steps to a tenth": 4 <= sum(curves.skipped) <= steps / 10,
+        "1 nat better than guessing by frequency": curves.validations[steps] <= guess - 1,
+    }
 
 
 def main() -> int:
-    """Reads the command line, trains twice, and writes checkpoint, figure and table."""
+    """Reads the command line, trains twice, and writes checkpoint and figure."""
     parser = make_parser(__doc__, "char_gpt", "a few seconds, judges only the resumption")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and pieces (0)")
     arguments = parser.parse_args()
@@ -471,33 +397,24 @@ def main() -> int:
 
     checkpoint, figure = arguments.out / "checkpoint.pt", arguments.out / "char_gpt.png"
     text = Text(device)
-    console = Console()
     first = Training(text, settings, arguments.seed, device)
     size = sum(p.numel() for p in first.model.parameters())
-    console.print(f"{size:,} parameters; {len(text.train):,} characters to train on")
+    print(f"{size:,} parameters; {len(text.train):,} characters to train on")
     half = settings.steps // 2
-    with make_progress(console) as progress:
-        bars = [
-            progress.add_task(name, False, total)
-            for name, total in (("training", settings.steps), ("resumed", half))
-        ]
-        progress.start_task(bars[0])
-        curves = first.run(settings.steps - half, partial(progress.advance, bars[0]))
-        first.save(checkpoint)
-        curves += first.run(half, partial(progress.advance, bars[0]))
-        progress.start_task(bars[1])
-        again = Training(text, settings, arguments.seed + 1, device)  # all others, until `load`
-        again.load(checkpoint)
-        resumed = again.run(half, partial(progress.advance, bars[1]))
+    first.run(settings.steps - half)
+    first.save(checkpoint)
+    first.run(half)
+    print(f"Once more from {checkpoint}, by new objects")
+    again = Training(text, settings, arguments.seed + 1, device)  # all others, until `load`
+    again.load(checkpoint)
+    again.run(half)
 
     written = again.write("The ", settings.written, arguments.seed)
     guess = frequency_loss(text)
-    comparison = compare(first, again, curves, resumed)
-    draw(curves, resumed, settings, guess, written, figure)
-    console.print(make_table(first, curves, comparison, guess))
-    console.print(written, markup=False, highlight=False, style="dim")
-    console.print(f"Written: {figure}, {checkpoint}")
-    return judge(check(curves, comparison, guess, arguments.quick), console)
+    draw(first.curves, again.curves, settings, guess, written, figure)
+    print(f"\n{make_table(first, guess)}\n\n{written}\n\nWritten: {figure}, {checkpoint}")
+    claims = compare(first, again)
+    return judge(claims if arguments.quick else claims | check(first.curves, guess))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,15 +37,12 @@ from presentation import (
     positive,
     run_all,
     start_figure,
-    start_table,
     write_figure,
 )
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from amp_ext.optim import AdamW
-from amp_ext.program import run_program
+from amp_ext.program import format_table, run_program
 
 BF16 = torch.bfloat16
 
@@ -59,13 +55,11 @@ class Configuration:
         name: As the figure shows it.
         dtype: Of the parameters, and so of the gradients.
         options: Of AdamW.
-        is_judged: Whether it is to end as float32 masters and moments do.
     """
 
     name: str
     dtype: torch.dtype
     options: dict[str, Any]
-    is_judged: bool = True
 
 
 def in_bf16(name: str, **options: Any) -> Configuration:
@@ -74,12 +68,8 @@ def in_bf16(name: str, **options: Any) -> Configuration:
 
 
 MASTERS = in_bf16("bf16 + masters, fp32 states")  # what everything is compared with
-AS_TORCH = Configuration(
-    "bf16, all to nearest, as torch",
-    BF16,
-    {"master_weights": False, "state_dtype": None},
-    is_judged=False,
-)
+# All configurations but this one are to end as MASTERS does.
+AS_TORCH = in_bf16("bf16, all to nearest, as torch", master_weights=False, state_dtype=None)
 CONFIGURATIONS = (
     Configuration("fp32, fp32 states", torch.float32, {}),
     Configuration("fp32, bf16 states", torch.float32, {"state_dtype": BF16}),
@@ -109,13 +99,7 @@ class Run:
     bytes: int  # stored for each parameter, gradient included
 
 
-def train_gpt(
-    configuration: Configuration,
-    text: Text,
-    settings: Settings,
-    seed: int,
-    report: Callable[..., None],
-) -> Run:
+def train_gpt(configuration: Configuration, text: Text, settings: Settings, seed: int) -> Run:
     """Trains one GPT.
 
     Args:
@@ -123,7 +107,6 @@ def train_gpt(
         text: What it is trained on.
         settings: Its size, and how long.
         seed: Fixes the first parameters and the pieces of text.
-        report: Called after each step with its loss.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -141,7 +124,6 @@ def train_gpt(
         loss.backward()
         optimizer.step()
         schedule.step()
-        report(loss=loss.item())
     validations[settings.steps] = validate(model, text, settings)
     return Run(validations, bytes_stored(model, optimizer))
 
@@ -164,16 +146,12 @@ def bytes_stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> in
 
 
 def train_photo(
-    configuration: Configuration,
-    picture: Tensor,
-    settings: photo.Settings,
-    seed: int,
-    report: Callable[..., None],
+    configuration: Configuration, picture: Tensor, settings: photo.Settings, seed: int
 ) -> float:
     """Trains one network on the photograph, as ``master_weights.py`` does; returns its PSNR."""
     optimizer = partial(AdamW, **configuration.options)
-    recipe = master_weights.Recipe(configuration.name, "", configuration.dtype, optimizer)
-    return master_weights.train(recipe, picture, settings, seed, "cpu", report).psnr
+    recipe = master_weights.Recipe(configuration.name, configuration.dtype, optimizer)
+    return master_weights.train(recipe, picture, settings, seed, "cpu").psnr
 
 
 @dataclass
@@ -248,36 +226,29 @@ def colour_of(configuration: Configuration) -> Any:
     """Returns black for what others are compared with, and others by their place in the list."""
     if configuration is MASTERS:
         return "#000000"
-    if not configuration.is_judged:
+    if configuration is AS_TORCH:
         return "#D55E00"
     return plt.colormaps["viridis"](CONFIGURATIONS.index(configuration) / len(CONFIGURATIONS))
 
 
-def make_table(results: Results) -> Table:
-    """Sums the runs up for the terminal."""
-    title = "Means over the seeds; Δ: against the third row"
-    losses, psnrs = results.last_losses(MASTERS), results.photos[MASTERS]
-    between = None
-    if len(psnrs) > 1:
-        between = f"That row between its seeds: ± {stdev(psnrs):.2f} dB, ± {stdev(losses):.4f} nats"
-    numbers = ("B", "photo, dB", "Δ", "GPT, nats", "Δ")
-    table = start_table(("how it is stored",), numbers, title=title, caption=between)
+def make_table(results: Results) -> str:
+    """Sums the means over the seeds up for the terminal; Δ: against the third row."""
+    table = [["how it is stored", "B", "photo, dB", "Δ", "GPT, nats", "Δ"]]
     for each in CONFIGURATIONS:
-        is_base = each is MASTERS
-        table.add_row(
-            each.name,
-            str(results.bytes(each)),
-            f"{mean(results.photos[each]):.2f}",
-            "" if is_base else f"{mean(results.gains(each)):+.2f}".replace("-", "−"),
-            f"{mean(results.last_losses(each)):.4f}",
-            "" if is_base else f"{mean(results.gaps(each)):+.4f}".replace("-", "−"),
-        )
-    return table
+        figures = mean(results.photos[each]), mean(results.gains(each))
+        figures += mean(results.last_losses(each)), mean(results.gaps(each))
+        forms = (".2f", "+.2f", ".4f", "+.4f")
+        cells = [f"{figure:{form}}" for figure, form in zip(figures, forms, strict=True)]
+        table.append([each.name, str(results.bytes(each)), *cells])
+    text, psnrs, losses = format_table(table), results.photos[MASTERS], results.last_losses(MASTERS)
+    if len(psnrs) > 1:
+        text += f"\nThird row, over its seeds: ± {stdev(psnrs):.2f} dB, ± {stdev(losses):.4f} nats"
+    return text
 
 
 def check(results: Results) -> dict[str, bool]:
     """Compares the means over the seeds with what the example is to show."""
-    judged = [each for each in CONFIGURATIONS if each.is_judged and each is not MASTERS]
+    judged = [each for each in CONFIGURATIONS if each not in (MASTERS, AS_TORCH)]
     photos = max(abs(mean(results.gains(each))) for each in judged)
     gpts = max(mean(results.gaps(each)) for each in judged)
     return {
@@ -299,27 +270,24 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the matrices are too small to gain much from a second
 
-    console = Console()
     of_photo, of_gpt = (QUICK_PHOTO, QUICK_GPT) if arguments.quick else (PHOTO, SMALL_GPT)
     of_gpt = replace(of_gpt, steps=arguments.steps or of_gpt.steps)
     picture, text = photo.load_photo(None, of_photo.size), Text("cpu")
 
-    def one_photo(configuration: Configuration, seed: int, report: Callable[..., None]) -> float:
-        return train_photo(configuration, picture, of_photo, seed, report)
+    def one_photo(configuration: Configuration, seed: int) -> float:
+        return train_photo(configuration, picture, of_photo, seed)
 
-    def one_gpt(configuration: Configuration, seed: int, report: Callable[..., None]) -> Run:
-        return train_gpt(configuration, text, of_gpt, seed, report)
+    def one_gpt(configuration: Configuration, seed: int) -> Run:
+        return train_gpt(configuration, text, of_gpt, seed)
 
-    seeds, figures = arguments.seeds, {"loss": ".4f"}
-    photos = run_all(CONFIGURATIONS, one_photo, seeds, of_photo.steps, figures, console)
-    gpts = run_all(CONFIGURATIONS, one_gpt, seeds, of_gpt.steps, figures, console)
-    results = Results(photos, gpts)
-    console.print(make_table(results))
-    draw(results, of_gpt, arguments.out / "low_memory.png")
-    console.print(f"Written: {arguments.out / 'low_memory.png'}")
+    photos = run_all(CONFIGURATIONS, one_photo, arguments.seeds)
+    results = Results(photos, run_all(CONFIGURATIONS, one_gpt, arguments.seeds))
+    figure = arguments.out / "low_memory.png"
+    draw(results, of_gpt, figure)
+    print(f"\n{make_table(results)}\n\nWritten: {figure}")
     if of_gpt != SMALL_GPT:
         return 0  # what holds for the defaults is not promised for other settings
-    return judge(check(results), console)
+    return judge(check(results))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ whether amp_ext is as good as fp32 and fp16 without scaling is not, and returns 
 import argparse
 import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib import cbook
@@ -39,16 +37,13 @@ from presentation import (
     run_all,
     show_mean,
     start_figure,
-    start_table,
     write_figure,
 )
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import run_program
+from amp_ext.program import format_table, run_program
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 from amp_ext.training.random_state import random_state
 
@@ -129,30 +124,12 @@ class Files:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Start:
-    """What a training begins with, beside the photograph: on the CPU, in float32.
-
-    Attributes:
-        order: The indices of the pixels of each tile, ``[tiles, pixels]``.
-        coordinates: Of each pixel, ``[size * size, 2]``, -1 to 1.
-        frequency: Of each wave, along both axes, ``[2, width / 2]``.
-        model: The network with its first parameters.
-    """
-
-    order: Tensor
-    coordinates: Tensor
-    frequency: Tensor
-    model: nn.Module
-
-
 def train(
     recipe: Recipe,
     photo: Tensor,
     settings: Settings,
     seed: int,
     device: str,
-    report: Callable[..., None],
     files: Files,
 ) -> Result:
     """Trains one network the way ``recipe`` says.
@@ -163,14 +140,15 @@ def train(
         settings: Steps, size, width and divisor of the loss.
         seed: Fixes the Fourier features and the first parameters, the same ones for every recipe.
         device: ``"cpu"`` or ``"cuda"``.
-        report: Called after each step with its loss and the loss scale.
         files: What the run goes on from, and where it is saved.
     """
-    begin = make_start(settings, seed)
-    order = begin.order
-    features = fourier_features(begin)[order].to(device)  # [tiles, pixels, width]
+    frequency, model = make_start(settings, seed)
+    order = tile_order(settings.size)
+    features = fourier_features(settings.size, frequency)[order].to(
+        device
+    )  # [tiles, pixels, width]
     colours = photo.view(-1, 3)[order].to(device)  # [tiles, pixels, 3]
-    model = begin.model.to(device, recipe.dtype)
+    model = model.to(device, recipe.dtype)
     optimizer = recipe.optimizer(model.parameters(), lr=LEARNING_RATE)
     scaler = recipe.scaler(device, growth_interval=GROWTH_INTERVAL)
 
@@ -182,8 +160,6 @@ def train(
     if files.resume:
         losses, scales, skipped, seconds = trainer.load(files.resume)["curves"]
         start -= seconds
-        for loss, scale in zip(losses, scales[1:], strict=True):
-            report(loss=loss, scale=scale)
     for step in range(len(losses), settings.steps):
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
@@ -201,7 +177,6 @@ def train(
         scales.append(scaler.get_scale())
         if scales[-1] < scales[-2]:
             skipped.append(step)
-        report(loss=losses[-1], scale=scales[-1])
         seconds = time.perf_counter() - start
         if files.checkpoint and (step + 1 == settings.steps or step % SAVE_EVERY == 0):
             curves = [losses, scales, skipped, seconds]
@@ -217,29 +192,29 @@ def train(
     return Result(psnr, losses, scales[:-1], skipped, seconds, picture)
 
 
-def make_start(settings: Settings, seed: int) -> Start:
-    """Draws the frequencies and the first parameters."""
+def make_start(settings: Settings, seed: int) -> tuple[Tensor, nn.Module]:
+    """Draws the frequency of each wave along both axes, ``[2, width / 2]``, and the network."""
     torch.manual_seed(seed)
-    axis = (torch.arange(settings.size) + 0.5) / settings.size * 2 - 1
-    frequency = torch.randn(2, settings.width // 2) * math.sqrt(settings.size)
-    model = make_model(settings.width)
-    return Start(tile_order(settings.size), torch.cartesian_prod(axis, axis), frequency, model)
-
-
-def make_model(width: int) -> nn.Module:
-    """Builds the network from ``width`` Fourier features to red, green and blue."""
+    width = settings.width
+    frequency = torch.randn(2, width // 2) * math.sqrt(settings.size)
     hidden = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*hidden, nn.Linear(width, 3))
+    return frequency, nn.Sequential(*hidden, nn.Linear(width, 3))
 
 
-def fourier_features(start: Start) -> Tensor:
+def coordinates(size: int) -> Tensor:
+    """Returns where each pixel is, -1 to 1: ``[size * size, 2]``."""
+    axis = (torch.arange(size) + 0.5) / size * 2 - 1
+    return torch.cartesian_prod(axis, axis)
+
+
+def fourier_features(size: int, frequency: Tensor) -> Tensor:
     """Describes each pixel by waves of random directions and lengths: ``[size * size, width]``.
 
     Reference:
         Tancik et al., "Fourier Features Let Networks Learn High Frequency Functions in Low
         Dimensional Domains", 2020.
     """
-    phase = start.coordinates @ start.frequency  # radians
+    phase = coordinates(size) @ frequency  # radians
     return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
 
@@ -254,16 +229,16 @@ def write_start(
     path: Path, photo: Tensor, settings: Settings, device: str, about: dict[str, Any]
 ) -> None:
     """Writes what the C++ program begins with: that of the first seed, as plain dicts."""
-    start = make_start(settings, seed=0)
+    frequency, model = make_start(settings, seed=0)
     content = {
         "about": about,
         "steps": settings.steps,
         "device": device,
         "photo": photo,
-        "order": start.order,
-        "coordinates": start.coordinates,
-        "frequency": start.frequency,
-        "model": dict(start.model.state_dict()),
+        "order": tile_order(settings.size),
+        "coordinates": coordinates(settings.size),
+        "frequency": frequency,
+        "model": dict(model.state_dict()),
         "random": random_state(),
     }
     torch.save(content, path)
@@ -275,16 +250,6 @@ def load_photo(path: Path | None, size: int) -> Tensor:
     with Image.open(path or cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)) as image:
         square = ImageOps.fit(image.convert("RGB"), (size, size), centering=upper_middle)
     return torch.from_numpy(np.array(square, dtype=np.float32) / 255)
-
-
-def read_photo(parser: argparse.ArgumentParser, path: Path | None, size: int) -> Tensor:
-    """Reads the picture that ``--image`` names; exits with a line if it can't be read."""
-    if path and not path.is_file():
-        parser.error(f"--image: no such file: {path}")
-    try:
-        return load_photo(path, size)
-    except (OSError, SyntaxError, ValueError) as error:  # as matplotlib says it of its formats
-        parser.error(f"--image: can't read {path}: {error}")
 
 
 def differences(results: dict[Any, list[Any]], recipe: Any, base: Any) -> list[float]:
@@ -349,21 +314,21 @@ def holds(recipe: Recipe) -> str:
     return "fp16, masters fp32" if recipe.dtype == torch.float16 else "fp32"
 
 
-def make_table(results: Results) -> Table:
+def make_table(results: Results) -> str:
     """Sums the runs up for the terminal."""
-    numbers = ("PSNR, dB", "vs fp32, dB", "skipped", "s")
-    title = "Means over the seeds, ± standard deviation"
-    table = start_table(("run", "parameters"), numbers, title=title)
+    table = [["run", "parameters", "PSNR, dB", "vs fp32, dB", "skipped", "s"]]
     for recipe, runs in results.items():
-        table.add_row(
-            recipe.name,
-            holds(recipe),
-            show_mean([run.psnr for run in runs], ".2f"),
-            "" if recipe is FP32 else show_mean(differences(results, recipe, FP32), "+.2f"),
-            f"{mean(len(run.skipped) for run in runs):.1f}",
-            f"{mean(run.seconds for run in runs):.1f}",
+        table.append(
+            [
+                recipe.name,
+                holds(recipe),
+                show_mean([run.psnr for run in runs], ".2f"),
+                "" if recipe is FP32 else show_mean(differences(results, recipe, FP32), "+.2f"),
+                f"{mean(len(run.skipped) for run in runs):.1f}",
+                f"{mean(run.seconds for run in runs):.1f}",
+            ]
         )
-    return table
+    return format_table(table, left=(0, 1))
 
 
 def check(results: Results) -> dict[str, bool]:
@@ -375,23 +340,12 @@ def check(results: Results) -> dict[str, bool]:
 
 
 def save(results: Results, settings: dict[str, Any], path: Path) -> None:
-    """Writes settings, versions, the checks and every number of every run as JSON."""
-    modules = (torch, amp_ext, matplotlib, np)
-    content = {
-        "settings": settings,
-        "versions": {"python": platform.python_version()}
-        | {module.__name__: str(module.__version__) for module in modules},
-        "checks": check(results),
-        "runs": {
-            recipe.name: {
-                "parameters": holds(recipe),
-                "psnr_mean": mean(run.psnr for run in runs),
-                "seeds": [{k: v for k, v in vars(run).items() if k != "picture"} for run in runs],
-            }
-            for recipe, runs in results.items()
-        },
+    """Writes settings and every number of every run as JSON."""
+    runs = {
+        recipe.name: [{k: v for k, v in vars(run).items() if k != "picture"} for run in runs]
+        for recipe, runs in results.items()
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
 
 
 def check_resume(
@@ -401,10 +355,8 @@ def check_resume(
     try:
         extra = torch.load(path, weights_only=True)["extra"]
         saved, losses = extra["about"], extra["curves"][0]
-    except OSError as error:
-        parser.error(f"--resume: can't read {path}: {error.strerror or error}")
-    except Exception:  # torch.load raises what it meets
-        parser.error(f"--resume: {path} must be a file that --checkpoint wrote")
+    except Exception as error:  # torch.load raises what it meets
+        parser.error(f"--resume: {path} must be a file that --checkpoint wrote: {error}")
     if saved != about:
         parser.error(f"--resume: the run must be that of {path}, {saved}, got {about}")
     if len(losses) > steps:
@@ -450,28 +402,28 @@ def main() -> int:
     if arguments.write_start:
         arguments.write_start.absolute().parent.mkdir(parents=True, exist_ok=True)
 
-    console = Console()
-    photo = read_photo(parser, arguments.image, settings.size)
+    try:
+        photo = load_photo(arguments.image, settings.size)
+    except (OSError, SyntaxError, ValueError) as error:  # as Pillow says it of its formats
+        parser.error(f"--image: {error}")
     if arguments.write_start:
         write_start(arguments.write_start, photo, settings, device, about)
         return 0
 
-    def train_one(recipe: Recipe, seed: int, report: Callable[..., None]) -> Result:
+    def train_one(recipe: Recipe, seed: int) -> Result:
         saved = files if recipe is AMP_EXT else Files()
-        return train(recipe, photo, settings, seed, device, report, saved)
+        return train(recipe, photo, settings, seed, device, saved)
 
-    figures = {"loss": ".5f", "scale": "<8.2g"}
-    results = run_all(RECIPES, train_one, arguments.seeds, settings.steps, figures, console)
+    results = run_all(RECIPES, train_one, arguments.seeds)
 
     given = {**asdict(settings), "image": image, "seeds": arguments.seeds, "device": device}
-    given |= {"learning_rate": LEARNING_RATE, "growth_interval": GROWTH_INTERVAL}
-    save(results, given, arguments.out / "photo.json")
-    draw(results, photo, settings, arguments.out / "photo.png")
-    console.print(make_table(results))
-    console.print(f"Written: {arguments.out / 'photo.png'}, {arguments.out / 'photo.json'}")
+    figure, numbers = arguments.out / "photo.png", arguments.out / "photo.json"
+    save(results, given, numbers)
+    draw(results, photo, settings, figure)
+    print(f"\n{make_table(results)}\n\nWritten: {figure}, {numbers}")
     if settings != DEFAULTS[device] or arguments.image:
         return 0  # what holds for the defaults is not promised for other settings
-    return judge(check(results), console)
+    return judge(check(results))
 
 
 if __name__ == "__main__":

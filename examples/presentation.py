@@ -1,9 +1,8 @@
-"""What the programs in this folder share: their options, progress bars, figures and tables."""
+"""What the programs in this folder share: their options, figures and verdicts."""
 
 import argparse
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -12,10 +11,6 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 
 def make_parser(text: str, name: str, quick: str, device: bool = True) -> argparse.ArgumentParser:
@@ -36,46 +31,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def make_progress(console: Console, shown: str = "") -> Progress:
-    """Returns bars with a description, what of their fields is shown, and the time."""
-    columns = (
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(shown),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    return Progress(*columns, console=console)
-
-
 def run_all(
-    recipes: Sequence[Any],
-    train_one: Callable[[Any, int, Callable[..., None]], Any],
-    seeds: int,
-    steps: int,
-    figures: dict[str, str],
-    console: Console,
+    recipes: Sequence[Any], train_one: Callable[[Any, int], Any], seeds: int
 ) -> dict[Any, list[Any]]:
-    """Trains every recipe with every seed, with a progress bar for each recipe.
-
-    Args:
-        recipes: What to train; each has a name.
-        train_one: Takes a recipe, a seed, and what is to be called with the figures of each step.
-        seeds: How often.
-        steps: Steps of a training.
-        figures: What the bars show, by its name: the format of a number.
-        console: Where the bars are.
-    """
-    shown = "  ".join(f"{name} {{task.fields[{name}]:{form}}}" for name, form in figures.items())
+    """Trains every recipe, which has a name, with every seed; says which is on."""
     results: dict[Any, list[Any]] = {recipe: [] for recipe in recipes}
-    with make_progress(console, shown) as progress:
-        start = dict.fromkeys(figures, 0)
-        bars = [progress.add_task(r.name, False, seeds * steps, **start) for r in recipes]
-        for seed in range(seeds):
-            for recipe, bar in zip(recipes, bars, strict=True):
-                progress.start_task(bar)
-                report = partial(progress.update, bar, advance=1)
-                results[recipe].append(train_one(recipe, seed, report))
+    for seed in range(seeds):
+        for recipe in recipes:
+            print(f"{recipe.name}, seed {seed}", flush=True)
+            results[recipe].append(train_one(recipe, seed))
     return results
 
 
@@ -104,24 +68,14 @@ def write_figure(figure: Figure, caption: str, path: Path, dpi: int = 160) -> No
     plt.close(figure)
 
 
-def start_table(left: Sequence[str], right: Sequence[str] = (), **options: Any) -> Table:
-    """Returns an empty table with columns of words and of numbers."""
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, **options)
-    for heading in left:
-        table.add_column(heading, no_wrap=True)
-    for heading in right:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
 def show_mean(values: list[float], form: str) -> str:
     """Formats the mean and, from two values on, the standard deviation."""
     deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
     return f"{mean(values):{form}}{deviation}".replace("-", "−")
 
 
-def judge(claims: dict[str, bool], console: Console) -> int:
+def judge(claims: dict[str, bool]) -> int:
     """Says which claims hold; returns the exit code, 1 if one does not."""
     for claim, true in claims.items():
-        console.print(f"{claim}: {'yes' if true else 'NO'}", style="green" if true else "red")
+        print(f"{claim}: {'yes' if true else 'NO'}")
     return 0 if all(claims.values()) else 1

@@ -9,34 +9,23 @@ for that optimizer alone, while the other one goes on, and the common scale is h
 
 Matrix products are fp16 by autocast, parameters are fp32. The scale starts too high and doubles
 often, to show the skips. Expect the samples to reach all eight places, and each optimizer to skip
-steps that the other one takes. Writes ``two_optimizers.png`` and prints a table, says whether all
-of that holds, and returns 1 if something does not.
+steps that the other one takes. Writes ``two_optimizers.png``, says whether all of that holds, and
+returns 1 if something does not.
 """
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from presentation import (
-    finish_axes,
-    judge,
-    make_parser,
-    make_progress,
-    start_figure,
-    start_table,
-    write_figure,
-)
-from rich.console import Console
-from rich.table import Table
+from presentation import finish_axes, judge, make_parser, start_figure, write_figure
 from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import run_program
+from amp_ext.program import format_table, run_program
 
 STEPS = 3000
 QUICK_STEPS = 160
@@ -86,14 +75,13 @@ def draw_data(points: int) -> Tensor:
     return places()[torch.randint(PLACES, (points,))] + SPREAD * torch.randn(points, 2)
 
 
-def train(steps: int, seed: int, device: str, report: Callable[[], None]) -> Record:
+def train(steps: int, seed: int, device: str) -> Record:
     """Trains both networks.
 
     Args:
         steps: How often each of them takes a step.
         seed: Fixes parameters, data and noise.
         device: ``"cpu"`` or ``"cuda"``.
-        report: Called after each step.
     """
     torch.manual_seed(seed)
     generator = make_network(NOISE, 2).to(device)
@@ -113,6 +101,7 @@ def train(steps: int, seed: int, device: str, report: Callable[[], None]) -> Rec
     for step in range(steps):
         if step % (steps // (SHOWN - 1)) == 0:
             record.samples[step] = sample(generator, device)
+            print(f"{step} steps: {describe(record.samples[step])}", flush=True)
         data, noise = draw_data(ROWS).to(device), torch.randn(ROWS, NOISE).to(device)
 
         optimizers["discriminator"].zero_grad()
@@ -136,7 +125,6 @@ def train(steps: int, seed: int, device: str, report: Callable[[], None]) -> Rec
         for name, optimizer in optimizers.items():
             # For the figure only: to be exact at once, this waits for a GPU, as `item` above does.
             record.skipped[name].append(scaler.last_step_skipped(optimizer, wait=True) is True)
-        report()
     record.samples[steps] = sample(generator, device)
     record.scales = scaler.history(wait=True).scales
     for name, optimizer in optimizers.items():
@@ -161,6 +149,12 @@ def reached(points: Tensor) -> tuple[int, float]:
     return int((share >= 0.02).sum()), near.float().mean().item()
 
 
+def describe(points: Tensor) -> str:
+    """Says where samples are."""
+    count, near = reached(points)
+    return f"{count} of {PLACES} places, {near:.0%} near"
+
+
 def draw(record: Record, path: Path) -> None:
     """Draws samples over time, the loss scale with the skipped steps, and both losses."""
     counts = ", ".join(f"{name} {sum(record.skipped[name])}" for name in NAMES)
@@ -175,8 +169,7 @@ def draw(record: Record, path: Path) -> None:
         axes = figure.add_subplot(upper[column])
         axes.scatter(*data.T, s=4, color=COLOURS["data"], lw=0, label="data")
         axes.scatter(*points.T, s=4, color=COLOURS["generator"], lw=0, alpha=0.5, label="samples")
-        count, near = reached(points)
-        axes.set(title=f"after {step} steps", xlabel=f"{count} of {PLACES} places, {near:.0%} near")
+        axes.set(title=f"after {step} steps", xlabel=describe(points))
         axes.set(xticks=[], yticks=[], xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal")
         axes.spines[:].set(color=COLOURS["data"])
     figure.axes[-1].legend(loc="center", frameon=False, markerscale=4, handletextpad=0.1)
@@ -211,32 +204,14 @@ def halvings(record: Record) -> tuple[int, int]:
     return len(halved), sum(halved)
 
 
-def make_table(record: Record) -> Table:
-    """Says what was measured and what it means."""
-    table = start_table(("what", "measured"))
-    table.add_column("what to see")
+def make_table(record: Record) -> str:
+    """Sums the steps up for the terminal."""
     both = sum(all(pair) for pair in zip(*record.skipped.values(), strict=True))
-    meanings = (
-        "A step is skipped for this optimizer when its own gradients overflow.",
-        "The other one goes on meanwhile, under the same scale: alone counts such skips.",
-    )
-    for name, meaning in zip(NAMES, meanings, strict=True):
+    table = [["optimizer", "steps", "skipped", "while the other stepped"]]
+    for name in NAMES:
         skipped = sum(record.skipped[name])
-        measured = f"{record.taken[name]} steps, {skipped} skipped,\n{skipped - both} alone"
-        table.add_row(name, measured, meaning)
-    updates, halved = halvings(record)
-    table.add_row(
-        "loss scale",
-        f"{halved} of {updates} halved once",
-        f"An update after a skip halves the scale once, also the {both} times when both skipped.",
-    )
-    count, near = reached(list(record.samples.values())[-1])
-    table.add_row(
-        "samples",
-        f"{count} of {PLACES} places, {near:.0%} near",
-        f"Samples within {3 * SPREAD:.2g} of a place are near it; 2 % of all near one reach it.",
-    )
-    return table
+        table.append([name, *map(str, (record.taken[name], skipped, skipped - both))])
+    return format_table(table)
 
 
 def check(record: Record, quick: bool) -> dict[str, bool]:
@@ -263,7 +238,7 @@ def check(record: Record, quick: bool) -> dict[str, bool]:
 
 
 def main() -> int:
-    """Reads the command line, trains, and writes the figure and the table."""
+    """Reads the command line, trains, and writes the figure."""
     parser = make_parser(__doc__, "two_optimizers", "a few seconds, judges no samples")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, data and noise (0)")
     arguments = parser.parse_args()
@@ -271,15 +246,11 @@ def main() -> int:
     steps = QUICK_STEPS if arguments.quick else STEPS
     torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain from a second
 
-    console = Console()
-    with make_progress(console) as progress:
-        bar = progress.add_task("training", total=steps)
-        record = train(steps, arguments.seed, arguments.device, partial(progress.advance, bar))
-
-    draw(record, arguments.out / "two_optimizers.png")
-    console.print(make_table(record))
-    console.print(f"Written: {arguments.out / 'two_optimizers.png'}")
-    return judge(check(record, arguments.quick), console)
+    record = train(steps, arguments.seed, arguments.device)
+    figure = arguments.out / "two_optimizers.png"
+    draw(record, figure)
+    print(f"\n{make_table(record)}\n\nWritten: {figure}")
+    return judge(check(record, arguments.quick))
 
 
 if __name__ == "__main__":

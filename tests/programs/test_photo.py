@@ -26,7 +26,7 @@ def run(folder: Path, *options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    (seed,) = json.loads((folder / "photo.json").read_text())["runs"]["fp16 amp_ext"]["seeds"]
+    (seed,) = json.loads((folder / "photo.json").read_text())["runs"]["fp16 amp_ext"]
     return {name: value for name, value in seed.items() if name != "seconds"}
 
 
@@ -54,7 +54,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
     missing = tmp_path / "missing.pt"
     for file, words in {
         tmp_path / "text.pt": "must be a file that --checkpoint wrote",
-        missing: f"can't read {missing}: No such file",
+        missing: "must be a file that --checkpoint wrote: [Errno 2] No such file",
     }.items():
         refused = run(tmp_path, "--resume", file)
         assert refused.returncode == 2
@@ -63,7 +63,6 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
 
 @functools.cache
 def low_memory() -> dict[str, Any]:
-    pytest.importorskip("rich")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(PHOTO.parent)
         return runpy.run_path(str(PHOTO.parent / "low_memory.py"))
@@ -76,10 +75,7 @@ def psnrs(name: str) -> list[float]:
     (configuration,) = [each for each in example["CONFIGURATIONS"] if each.name == name]
     settings = example["PHOTO"]
     picture = example["photo"].load_photo(None, settings.size)
-    return [
-        example["train_photo"](configuration, picture, settings, seed, lambda **_: None)
-        for seed in range(3)
-    ]
+    return [example["train_photo"](configuration, picture, settings, seed) for seed in range(3)]
 
 
 @pytest.mark.parametrize("name", ["bf16 + split, bf16 states", "bf16 + split, 8bit-bf16 states"])
