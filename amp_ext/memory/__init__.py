@@ -180,7 +180,7 @@ def training_memory(
         buffers = [_Elements(buffer.dtype, buffer.numel()) for buffer in model.buffers()]
         rows.insert(0, _AS_IT_IS)
     else:
-        params = [_Elements(torch.float32, parse_count(model), is_trained=True, has_groups=True)]
+        params = [_Elements(torch.float32, parse_count(model), is_trained=True, has_blocks=True)]
     refused = CODED_STATES if optimizer == "amsgrad" else ()  # whose maximum has no code
     return [
         _usage(row, optimizer, params, buffers) for row in rows if row.state_dtype not in refused
