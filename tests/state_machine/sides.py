@@ -394,7 +394,8 @@ class Scalers:
             assert type(mine) is type(twin), f"ours: {mine!r}, torch: {twin!r}"
 
     def update(self, new_scale: float | None, sides: Sides | None = None) -> bool:
-        flags = {} if sides is None else self.flags_of(sides)
+        # Read before: torch adds the flags of all optimizers to that of the first.
+        flags = [] if sides is None else [flag > 0 for flag in self.flags_of(sides).values()]
         skipped = [
             any(flag > 0 for flag in s["found_inf_per_device"].values()) for s in self.states()
         ]
@@ -407,8 +408,7 @@ class Scalers:
         if self.enabled and self.kind != "torch" and skipped and new_scale is None:
             assert self.mine.last_step_skipped(wait=True) == any(skipped)
             if sides is not None and flags:
-                is_skipped = any(flag > 0 for flag in flags.values())
-                assert self.mine.last_step_skipped(sides.handle, wait=True) == is_skipped
+                assert self.mine.last_step_skipped(sides.handle, wait=True) == any(flags)
         if not 2.0**-8 <= self.twin.get_scale() <= 2.0**20:
             for scaler in (self.mine, self.twin):
                 scaler.update(1024.0)
