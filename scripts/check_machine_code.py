@@ -33,6 +33,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import networkx
+
 TABLE = Path(__file__).with_name("machine_code.txt")
 
 # Of each multiprocessor of the architectures that are compiled for here.
@@ -132,35 +134,13 @@ def is_wide(instruction: Instruction) -> bool:
 
 
 def cycles(blocks: Iterable[int], following: dict[int, list[int]]) -> Iterator[set[int]]:
-    """Yields the sets of blocks of which each leads to every other (Tarjan's algorithm)."""
+    """Yields the sets of blocks of which each leads to every other."""
     inside = set(blocks)
-    number: dict[int, int] = {}
-    lowest: dict[int, int] = {}
-    stack: list[int] = []
-    for root in inside:
-        if root in number:
-            continue
-        number[root] = lowest[root] = len(number)
-        stack.append(root)
-        path = [(root, iter(following[root]))]
-        while path:
-            block, rest = path[-1]
-            after = next((each for each in rest if each in inside), None)
-            if after is None:
-                path.pop()
-                if path:
-                    lowest[path[-1][0]] = min(lowest[path[-1][0]], lowest[block])
-                if lowest[block] == number[block]:
-                    found = set(stack[stack.index(block) :])
-                    del stack[stack.index(block) :]
-                    if len(found) > 1 or block in following[block]:
-                        yield found
-            elif after not in number:
-                number[after] = lowest[after] = len(number)
-                stack.append(after)
-                path.append((after, iter(following[after])))
-            elif after in stack:
-                lowest[block] = min(lowest[block], number[after])
+    graph = networkx.DiGraph()
+    graph.add_edges_from((each, after) for each in inside for after in following[each])
+    for found in networkx.strongly_connected_components(graph.subgraph(inside)):
+        if len(found) > 1 or not found.isdisjoint(following[min(found)]):
+            yield found
 
 
 def innermost(
