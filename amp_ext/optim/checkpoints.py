@@ -34,6 +34,7 @@ class Target:
         kind: The class of the optimizer.
         groups: Its groups.
         defaults: Its options as it was constructed.
+        own_names: Names of its options and buffers.
         required_options: Names of those that a file must have.
         kept_by: Gives what the parameters of a group keep.
         check_options: Checks the options of a group; takes it and what messages say, with ``%s``
@@ -43,6 +44,7 @@ class Target:
     kind: type
     groups: Sequence[Options]
     defaults: Options
+    own_names: Sequence[str]
     required_options: tuple[str, ...]
     kept_by: Callable[[Options], Kept]
     check_options: Callable[[Options, str], None]
@@ -175,11 +177,9 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
 def _check_writer(target: Target, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict is one of an optimizer with the options of this one."""
     operation = target.operation
-    own = [
-        *target.defaults,
-        *(name for group in target.groups for name in target.kept_by(group).names),
-    ]
-    writer = other_writer(target.kind, own, state_dict["param_groups"], state_dict["state"])
+    writer = other_writer(
+        target.kind, target.own_names, state_dict["param_groups"], state_dict["state"]
+    )
     if writer is not None:
         raise ValueError(
             f"{operation}: state_dict must have the options and states of "

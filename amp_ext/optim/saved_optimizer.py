@@ -139,10 +139,12 @@ class SavedOptimizer(DescribedOptimizer):
 
     def _target(self) -> Target:
         """Returns what a state dict is read for."""
+        buffers = [name for name, _ in self._description().buffers]
         return Target(
             type(self),
             self.param_groups,
             self.defaults,
+            [*self.defaults, *buffers],
             self._required_options,
             self._kept,
             self._check_options,
