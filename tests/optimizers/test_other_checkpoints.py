@@ -279,3 +279,13 @@ def test_adams_file_from_before_amsgrad_is_taken_once_it_says_so():
     file["param_groups"][0]["amsgrad"] = False
     loaded.load_state_dict(file)
     assert_same_bits(loaded, source)
+
+
+@pytest.mark.parametrize("name", ["state_dtype", "master_weights", "amsgrad", "lr"])
+def test_a_file_gives_a_group_back_what_it_has_lost(name):
+    source = target_of("Adam")
+    loaded = ours("Adam")(twins(params_of(source)))
+    del loaded.param_groups[0][name]
+    loaded.load_state_dict(source.state_dict())
+    assert_same_bits(loaded, source)
+    assert loaded.param_groups[0][name] == source.param_groups[0][name]
