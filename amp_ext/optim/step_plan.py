@@ -57,7 +57,7 @@ class StepPlan:
         #: The ranks that have the other parts of these parameters; false if there are none.
         self.sharded_over = ShardedOver()
         self._places: list[Place] = []  # as in the plan
-        self._dtensors: list[tuple[int, Tensor, str]] = []  # index, parameter, name in errors
+        self._dtensors: list[tuple[int, Tensor, str]] = []  # row, parameter, name in errors
         for group_index, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 name = f"{kind}: param of group {group_index}, param {index}"
@@ -65,9 +65,9 @@ class StepPlan:
                     raise TypeError(f"{name} must be a tensor, got {type(param).__name__}")
                 if is_dtensor(param):
                     partition = self.sharded_over.add(param, name)
-                    place = self._compiled.add_sharded_param(group_index, index, param, partition)
-                    self._compiled.set_first_element(place, first_element(param))
-                    self._dtensors.append((place, param, name))
+                    row = self._compiled.add_sharded_param(group_index, index, param, partition)
+                    self._compiled.set_first_element(row, first_element(param))
+                    self._dtensors.append((row, param, name))
                 else:
                     self._compiled.add_param(group_index, index, param)
                 self._places.append(Place(kept[group_index], param, group_index, index))
@@ -117,8 +117,8 @@ class StepPlan:
 
     def with_shards(self) -> Any:
         """Takes the part that this rank has of every DTensor; returns the compiled plan."""
-        for index, param, name in self._dtensors:
-            self._compiled.set_shard(index, local_tensor(param), local_grad(param, name))
+        for row, param, name in self._dtensors:
+            self._compiled.set_shard(row, local_tensor(param), local_grad(param, name))
         return self._compiled
 
     def with_states(self, states: dict[Any, Any]) -> Any:

@@ -23,20 +23,20 @@ namespace {
 // Hands over the parameters, listed by group, if they are those that the plan was made of. What a
 // list can be made of again is a list of parameters: no iterator, and no set.
 bool take_params(Plan& plan, const std::vector<py::object>& groups) {
-  int64_t number = 0, group_index = 0;
+  int64_t index = 0, group_index = 0;
   for (const py::object& group : groups) {
     if (PyIter_Check(group.ptr()) || PyAnySet_Check(group.ptr())) return false;
     const auto params = py::reinterpret_steal<py::object>(
         PySequence_Fast(group.ptr(), "params must be an iterable of tensors"));
     if (!params) throw py::error_already_set();
     PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i, ++number) {
-      if (!plan.is_param(number, group_index, items[i])) return false;
-      plan.take_param(number, THPVariable_Unpack(items[i]));
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i, ++index) {
+      if (!plan.is_param(index, group_index, items[i])) return false;
+      plan.take_param(index, THPVariable_Unpack(items[i]));
     }
     ++group_index;
   }
-  return number == plan.number_of_params();
+  return index == plan.number_of_params();
 }
 
 std::vector<LookResult> check_finite(Plan& plan, const at::Tensor& found_inf,
@@ -105,21 +105,21 @@ void define_plan(py::module_& module) {
           py::arg("group"), py::arg("index_in_group"), py::arg("param"), py::arg("partition"))
       .def(
           "set_shard",
-          [](Plan& plan, int64_t number, at::Tensor param, const OptionalTensor& grad) {
-            plan.set_shard(number, std::move(param), grad.value_or(at::Tensor()));
+          [](Plan& plan, int64_t index, at::Tensor param, const OptionalTensor& grad) {
+            plan.set_shard(index, std::move(param), grad.value_or(at::Tensor()));
           },
-          py::arg("number"), py::arg("param"), py::arg("grad"))
+          py::arg("index"), py::arg("param"), py::arg("grad"))
       .def(
           "set_state",
-          [](Plan& plan, int64_t number, std::vector<at::Tensor> buffers,
+          [](Plan& plan, int64_t index, std::vector<at::Tensor> buffers,
              const OptionalTensor& master_param, const OptionalTensor& step,
              const OptionalTensor& exponents) {
-            plan.set_state(number, {std::move(buffers), master_param.value_or(at::Tensor()),
-                                    step.value_or(at::Tensor()), exponents.value_or(at::Tensor())});
+            plan.set_state(index, {std::move(buffers), master_param.value_or(at::Tensor()),
+                                   step.value_or(at::Tensor()), exponents.value_or(at::Tensor())});
           },
-          py::arg("number"), py::arg("buffers"), py::arg("master_param"), py::arg("step"),
+          py::arg("index"), py::arg("buffers"), py::arg("master_param"), py::arg("step"),
           py::arg("exponents") = std::nullopt)
-      .def("set_first_element", &Plan::set_first_element, py::arg("number"),
+      .def("set_first_element", &Plan::set_first_element, py::arg("index"),
            py::arg("first_element"))
       .def("take_params", &take_params, py::arg("groups"))
       .def("set_rounded_params", &Plan::set_rounded_params, py::arg("rounded"))
