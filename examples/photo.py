@@ -144,10 +144,9 @@ def train(
     """
     frequency, model = make_start(settings, seed)
     order = tile_order(settings.size)
-    features = fourier_features(settings.size, frequency)[order].to(
-        device
-    )  # [tiles, pixels, width]
-    colours = photo.view(-1, 3)[order].to(device)  # [tiles, pixels, 3]
+    # [tiles, pixels, width] and [tiles, pixels, 3]
+    features = fourier_features(settings.size, frequency)[order].to(device)
+    colours = photo.view(-1, 3)[order].to(device)
     model = model.to(device, recipe.dtype)
     optimizer = recipe.optimizer(model.parameters(), lr=LEARNING_RATE)
     scaler = recipe.scaler(device, growth_interval=GROWTH_INTERVAL)

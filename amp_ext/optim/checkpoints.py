@@ -338,13 +338,14 @@ def _copied_state(kept: Kept, param: Tensor, saved: dict[str, Any], where: str) 
     key = kept.master_key(param)
     masters = _saved_masters(param, saved, where)
     moments = _loaded_moments(kept, param, saved, where)
+    names = list(kept.roles)
     for name, value in saved.items():
         if name == "step":
             state[name] = _as_step(value, where % name).to(param.device, copy=True)
         elif name in ops.MASTER_KEYS:
             if masters and key is not None and key not in state:  # in the order of the file
                 state[key] = loaded_master(param, masters, key)
-        elif not ops.is_key_of_moment(name, list(kept.roles)):
+        elif not ops.is_key_of_moment(name, names):
             state[name] = copy.deepcopy(value)
         else:
             state.update(moments)

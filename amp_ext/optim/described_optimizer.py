@@ -160,9 +160,10 @@ class DescribedOptimizer(torch.optim.Optimizer):
             group = self.param_groups[-1]
             self._check_options(group, f"{type(self).__name__}: %s of group {count}")
             self._check_unique(group["params"], count)
+            kept = self._kept(group)
             for param in filter(is_flattened, group["params"]):
-                self._kept(group).formats(param)
-                self._kept(group).master_key(param)
+                kept.formats(param)
+                kept.master_key(param)
         except BaseException:  # also an interrupt, after which a notebook goes on
             del self.param_groups[count:]
             raise

@@ -233,8 +233,15 @@ class FusedOptimizer(SavedOptimizer):
                 self.rebuild()
                 self._check_params(operation)
                 self._check_groups()
-                plan = self._new_plan()
                 deciding = self._deciding_options()
+                plan = StepPlan(
+                    type(self).__name__,
+                    self.param_groups,
+                    [self._kept(group) for group in self.param_groups],
+                    deciding,
+                    self._rounded_params,
+                    self._scaled_grads,
+                )
                 if not plan.take_params(self.state, self.param_groups, deciding):  # it steps none
                     raise RuntimeError(
                         f"{type(self).__name__}.{operation}: params of each group must be a list, "
@@ -246,17 +253,6 @@ class FusedOptimizer(SavedOptimizer):
             self._let_go()
             raise
         return plan
-
-    def _new_plan(self) -> StepPlan:
-        kept = [self._kept(group) for group in self.param_groups]
-        return StepPlan(
-            type(self).__name__,
-            self.param_groups,
-            kept,
-            self._deciding_options(),
-            self._rounded_params,
-            self._scaled_grads,
-        )
 
     def _let_go(self) -> None:
         """Drops what refers to parameters and gradients, and lets other threads in."""

@@ -64,7 +64,8 @@ def _whole_state(place: Place, before: Any) -> dict[str, Any]:
     """
     kept, param = place.kept, place.param
     state: dict[str, Any] = dict(before)
-    moments = [name for name in state if ops.is_key_of_moment(name, list(kept.roles))]
+    names = list(kept.roles)
+    moments = [key for key in state if ops.is_key_of_moment(key, names)]
     own = [*moments, "step"] if kept.keeps_step else moments
     if any(state.get(name) is not None for name in own):
         _check_nothing_is_missing(place, state)
