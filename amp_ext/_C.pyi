@@ -5,10 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+class OptionDescription:  # of an option of the groups of an optimizer
+    name: str
+    kind: str  # a key of the types in amp_ext.optim.options
+    on_load: str  # "required", "off if missing", "kept if missing" or "kept"
+    is_read: bool  # by steps
+
 class _CommonHyperparameters:
     operation: str
     fields: tuple[str, ...]
     buffers: tuple[tuple[str, str], ...]
+    options: tuple[OptionDescription, ...]
     lr: float | Tensor
     weight_decay: float
     decoupled_weight_decay: bool

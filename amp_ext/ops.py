@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
     binary = _C  # which __getattr__ gives, and what follows
     MomentFormat = _C.MomentFormat
+    OptionDescription = _C.OptionDescription
 
 __all__ = [
     "OptimizerType",
@@ -110,6 +111,7 @@ _OTHERS = (
     "MASTER_KEYS",
     "MomentFormat",
     "NO_TENSOR",
+    "OptionDescription",
     "Plan",
     "ScalerMonitor",
     "UnscaledGrads",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class Adam(FusedOptimizer):
 
     _hyperparameters_class = "AdamHyperparameters"
     _not_negative = (*FusedOptimizer._not_negative, "denominator_floor")
-    _required_options: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 
     def __init__(
         self,

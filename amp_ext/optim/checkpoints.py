@@ -18,7 +18,7 @@ from amp_ext.nonfinite import check_params
 from amp_ext.optim.kept import Kept
 from amp_ext.optim.masters import loaded_master, read_lower_part
 from amp_ext.optim.moments import copied_moments, made_moments
-from amp_ext.optim.writers import options_since, other_writer
+from amp_ext.optim.writers import other_writer
 from amp_ext.sharding import is_flattened
 
 __all__ = ["Target", "check_states_have_groups", "in_one_dtype", "keys_in_order", "read_state_dict"]
@@ -35,7 +35,7 @@ class Target:
         groups: Its groups.
         defaults: Its options as it was constructed.
         own_names: Names of its options and buffers.
-        required_options: Names of those that a file must have.
+        described: Its options, as the compiled module describes them.
         kept_by: Gives what the parameters of a group keep.
         check_options: Checks the options of a group; takes it and what messages say, with ``%s``
             for the name of an option.
@@ -45,7 +45,7 @@ class Target:
     groups: Sequence[Options]
     defaults: Options
     own_names: Sequence[str]
-    required_options: tuple[str, ...]
+    described: tuple[ops.OptionDescription, ...]
     kept_by: Callable[[Options], Kept]
     check_options: Callable[[Options, str], None]
 
@@ -186,7 +186,8 @@ def _check_writer(target: Target, state_dict: Mapping[str, Any]) -> None:
             f"{target.kind.__name__}, but is a state dict of {writer}"
         )
     for index, saved in enumerate(state_dict["param_groups"]):
-        missing = [name for name in target.required_options if name not in saved]
+        required = [each.name for each in target.described if each.on_load == "required"]
+        missing = [name for name in required if name not in saved]
         if missing:
             raise ValueError(
                 f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
@@ -269,13 +270,17 @@ def _loaded_groups(target: Target, saved_groups: Sequence[Options]) -> list[Opti
     Those of torch that the file lacks are what torch takes them for; those that torch does not have
     stay as they are configured.
     """
-    since = options_since(target.kind)
+    off = {
+        each.name: None if each.kind == "flag or none" else False
+        for each in target.described
+        if each.on_load == "off if missing"
+    }
     configured = ops.configured_options()
     pairs = list(zip(target.groups, saved_groups, strict=True))
     groups: list[Options] = copy.deepcopy(
         [
             {name: group[name] for name in target.defaults if name in group}
-            | {name: since[name] for name in target.defaults if name in since}
+            | off
             | saved
             | {name: group[name] for name in configured if name in group}
             | {"params": None}

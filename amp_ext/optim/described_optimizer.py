@@ -29,7 +29,6 @@ class DescribedOptimizer(torch.optim.Optimizer):
     _hyperparameters_class: ClassVar[str]
     # Numbers among these and those that all optimizers have which must be 0 or more.
     _not_negative: ClassVar[tuple[str, ...]] = ("max_grad_norm", "clip_value")
-    _required_options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     # What a state may not lack of what its group keeps: "buffers", "step".
     _required_state: ClassVar[tuple[str, ...]] = ("buffers", "step")
 
@@ -179,7 +178,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, options: dict[str, Any], where: str) -> None:
         """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
-        check_are_there(type(self), options, self.defaults, where)
+        check_are_there(self._description().options, options, where)
         check_types(type(self), options, where)
         check_values(type(self), options, where, self._not_negative)
         form = options["master_weights"]

@@ -37,7 +37,6 @@ class Lion(FusedOptimizer):
     """
 
     _hyperparameters_class = "LionHyperparameters"
-    _required_options: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
     _required_state: ClassVar[tuple[str, ...]] = ("buffers",)
 
     def __init__(

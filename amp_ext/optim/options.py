@@ -6,12 +6,13 @@ import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_ext.ops import OptionDescription
 from amp_ext.optim.moments import CODED_STATES
 from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 
@@ -26,10 +27,6 @@ __all__ = [
 ]
 
 Options = dict[str, Any]
-
-
-# Options that no step reads.
-_UNUSED = ("foreach", "fused", "capturable", "differentiable")
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -50,21 +47,20 @@ def check_betas(options: dict[str, Any]) -> None:
         raise ValueError("betas must be either both floats or both Tensors")
 
 
-def check_are_there(kind: type, options: Options, wanted: Collection[str], where: str) -> None:
+def check_are_there(described: Iterable[OptionDescription], options: Options, where: str) -> None:
     """Checks that a group has all options that a step reads: no default stands in for one.
 
     Args:
-        kind: The class of the optimizer.
+        described: The options of the optimizer.
         options: Those of the group.
-        wanted: The options that the optimizer was constructed with.
         where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
 
     Raises:
         ValueError: If one is missing. torch raises a KeyError, which would print this in quotes.
     """
-    for name in _parameters(kind):
-        if name in wanted and name not in _UNUSED and name not in options:
-            raise ValueError(f"{where % name} must be there, got {list(options)}")
+    for option in described:
+        if option.is_read and option.name not in options:
+            raise ValueError(f"{where % option.name} must be there, got {list(options)}")
 
 
 def defaults_of(kind: type) -> Options:

@@ -145,7 +145,7 @@ class SavedOptimizer(DescribedOptimizer):
             self.param_groups,
             self.defaults,
             [*self.defaults, *buffers],
-            self._required_options,
+            self._description().options,
             self._kept,
             self._check_options,
         )

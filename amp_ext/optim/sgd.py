@@ -36,12 +36,6 @@ class SGD(FusedOptimizer):
     """
 
     _hyperparameters_class = "SgdHyperparameters"
-    _required_options: ClassVar[tuple[str, ...]] = (
-        "lr",
-        "momentum",
-        "dampening",
-        "weight_decay",
-    )
     # Without momentum_buffer the next step is the first, and torch keeps no counter.
     _required_state: ClassVar[tuple[str, ...]] = ()
 

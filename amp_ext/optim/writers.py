@@ -1,19 +1,13 @@
-"""Whose state dict it is, and what torch makes of one that lacks an option."""
+"""Whose state dict it is."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from amp_ext import ops
 
-__all__ = ["options_since", "other_writer"]
-
-# A patch of torch's names may put our classes there later.
-_OF_TORCH = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+__all__ = ["other_writer"]
 
 
 def other_writer(
@@ -43,21 +37,3 @@ def other_writer(
 
 def _names(mapping: Mapping[Any, Any]) -> list[str]:
     return [key for key in mapping if isinstance(key, str)]
-
-
-def options_since(kind: type) -> dict[str, Any]:
-    """Returns what torch's optimizers give to files that were written before they had an option.
-
-    Those are the defaults of their constructors, which do as it was before.
-
-    Args:
-        kind: One of our classes; what counts is the class of torch that has its name, or that of
-            the nearest class that it extends.
-    """
-    for base in kind.__mro__:
-        if base.__name__ in _OF_TORCH:
-            parameters = inspect.signature(_OF_TORCH[base.__name__]).parameters.values()
-            return {
-                each.name: each.default for each in parameters if each.default is not each.empty
-            }
-    return {}

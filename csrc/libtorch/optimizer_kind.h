@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "optimizer/kind.h"
 #include "optimizer/plan.h"
 
 namespace amp_ext::optim {
@@ -18,14 +19,10 @@ namespace amp_ext::optim {
 // Options as numbers: flags are 0 or 1, betas are beta1 and beta2.
 using Numbers = std::vector<std::pair<std::string, double>>;
 
-struct OptimizerKind {
-  const char* name = nullptr;              // in messages and state dicts: "AdamW"
-  const char* base_class = nullptr;        // that it extends in Python, or its own
-  std::vector<BufferDescription> buffers;  // all that the formula may keep
-  std::vector<std::string> required;       // options that a state dict must have
-  std::vector<std::string> not_negative;   // numbers among its own options
-  std::vector<std::string> not_of_torch;   // that stay where a state dict lacks them
-  std::vector<std::string> constants = {"differentiable"};  // that are false in any state dict
+struct OptimizerKind : Kind {
+  const char* name = nullptr;             // in messages and state dicts: "AdamW"
+  const char* base_class = nullptr;       // that it extends in Python, or its own
+  std::vector<std::string> not_negative;  // numbers among its own options
   bool counts_from_buffer = false;     // torch has no counter: the first step is without a buffer
   const char* fixed_option = nullptr;  // that a state dict can't change either
   // How many of the buffers a group keeps, and whether the formula needs the number of the step; a

@@ -2,7 +2,6 @@
 #include <amp_ext/optim.h>
 #include <c10/util/Exception.h>
 
-#include <iterator>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -41,22 +40,25 @@ void check_betas(const std::tuple<double, double>& betas) {
 
 // What follows from the types.
 template <typename Options, typename Hyperparameters>
-OptimizerKind kind_of(const char* name, std::vector<std::string> required) {
-  OptimizerKind kind;
+OptimizerKind kind_named(const char* name) {
+  OptimizerKind kind{kind_of<Hyperparameters>()};
   kind.name = kind.base_class = name;
-  kind.buffers.assign(std::begin(Hyperparameters::kBuffers), std::end(Hyperparameters::kBuffers));
-  kind.required = std::move(required);
   kind.make_options = []() -> std::unique_ptr<FusedOptions> { return std::make_unique<Options>(); };
+  const auto places = kind.make_options()->options();
+  for (size_t i = 0; i < places.size(); ++i) {
+    const std::string described = kind.options[i].name;
+    TORCH_CHECK(places[i].name == described, name, ": options() of optim.h must have ", described,
+                " at index ", i, ", as kind.cpp, got ", places[i].name);
+  }
   kind.step = &step_plan<Hyperparameters>;
   return kind;
 }
 
 template <typename Options>
 OptimizerKind any_adam(const char* name) {
-  auto kind = kind_of<Options, AdamHyperparameters>(name, {"lr", "betas", "eps", "weight_decay"});
+  auto kind = kind_named<Options, AdamHyperparameters>(name);
   kind.base_class = "Adam";
   kind.not_negative = {"denominator_floor"};
-  kind.constants.push_back("capturable");
   kind.buffer_count = [](const FusedOptions& options) {
     return static_cast<const Options&>(options).amsgrad() ? 3 : 2;
   };
@@ -86,10 +88,8 @@ const OptimizerKind& adamw_kind() {
 
 const OptimizerKind& sgd_kind() {
   static const OptimizerKind kind = [] {
-    auto sgd = kind_of<SGDOptions, SgdHyperparameters>(
-        "SGD", {"lr", "momentum", "dampening", "weight_decay"});
+    auto sgd = kind_named<SGDOptions, SgdHyperparameters>("SGD");
     sgd.counts_from_buffer = true;
-    sgd.not_of_torch = {"decoupled_weight_decay"};
     sgd.buffer_count = [](const FusedOptions& options) {
       return static_cast<const SGDOptions&>(options).momentum() != 0.0 ? 1 : 0;
     };
@@ -111,8 +111,7 @@ const OptimizerKind& sgd_kind() {
 
 const OptimizerKind& lion_kind() {
   static const OptimizerKind kind = [] {
-    auto lion = kind_of<LionOptions, LionHyperparameters>("Lion", {"lr", "betas", "weight_decay"});
-    lion.not_of_torch = {"maximize", "decoupled_weight_decay"};
+    auto lion = kind_named<LionOptions, LionHyperparameters>("Lion");
     lion.buffer_count = [](const FusedOptions&) { return 1; };
     lion.needs_step = [](const FusedOptions&) { return false; };
     lion.check = [](const FusedOptions& options) {

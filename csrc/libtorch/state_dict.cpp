@@ -25,10 +25,6 @@ namespace {
 
 using SavedGroups = std::vector<Dict>;
 
-bool has(const Keys& keys, const std::string& key) {
-  return std::find(keys.begin(), keys.end(), key) != keys.end();
-}
-
 // What Python gives for an option. Its optimizers keep a dtype by its name.
 c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* number = std::get_if<double*>(&place)) return **number;
@@ -180,8 +176,9 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
                                            FusedOptions& configured) {
   const std::string place = c10::str(" of param_groups[", group, "]");
   auto missing = new_list();
-  for (const std::string& name : kind.required) {
-    if (!find(saved, name).has_value()) missing.push_back(name);
+  for (const OptionDescription& option : kind.options) {
+    const bool is_required = option.on_load == OnLoad::kRequired;
+    if (is_required && !find(saved, option.name).has_value()) missing.push_back(option.name);
   }
   TORCH_CHECK(missing.empty(), operation, ": param_groups[", group, "] must have ", shown(missing),
               ", got ", shown_keys(saved));
@@ -192,8 +189,9 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
     const auto& [name, option] = places[i];
     const bool is_fixed = kind.fixed_option != nullptr && name == std::string(kind.fixed_option);
     const auto value = find(saved, name);
-    const bool stays = !value.has_value() && has(kind.not_of_torch, name);
-    if (has(configured_options(), name) || stays) {
+    const OnLoad on_load = kind.options[i].on_load;
+    const bool stays = !value.has_value() && on_load == OnLoad::kKeptIfMissing;
+    if (on_load == OnLoad::kKept || stays) {
       std::visit([&](auto* to) { *to = *std::get<decltype(to)>(kept[i].place); }, option);
     } else if (value.has_value() && !is_fixed) {
       read_option(option, *value, c10::str(operation, ": ", name, place));
@@ -287,8 +285,11 @@ c10::IValue FusedOptimizer::state_dict() const {
     for (const auto& [name, place] : static_cast<FusedOptions&>(*options).options()) {
       group.insert_or_assign(name, value_of(place));
     }
-    for (const char* const name : {"foreach", "fused"}) group.insert_or_assign(name, c10::IValue());
-    for (const std::string& name : kind.constants) group.insert_or_assign(name, false);
+    for (const OptionDescription& option : kind.options) {
+      const bool may_be_none = option.kind == OptionKind::kUnusedOrNone;
+      if (option.is_read()) continue;
+      group.insert_or_assign(option.name, may_be_none ? c10::IValue() : c10::IValue(false));
+    }
     auto params = new_list();
     for (const at::Tensor& param : param_group.params()) {
       listed.insert(param.unsafeGetTensorImpl());

@@ -67,13 +67,6 @@ std::string near_radam(const std::vector<Keys>& groups) {
 
 }  // namespace
 
-const Keys& configured_options() {
-  static const Keys options = {"master_weights", "state_dtype",      "rounding",
-                               "max_grad_norm",  "clip_value",       "write_back_grads",
-                               "skip_nonfinite", "denominator_floor"};
-  return options;
-}
-
 std::string other_writer(const std::vector<std::string>& classes, const Keys& own_keys,
                          const std::vector<Keys>& groups, const Keys& states) {
   std::set<std::string> keys(states.begin(), states.end());

@@ -10,10 +10,6 @@ namespace amp_ext {
 
 using Keys = std::vector<std::string>;
 
-// The options of all our optimizers that no optimizer of torch has. A state dict never changes how
-// they were configured.
-AMP_EXT_API const Keys& configured_options();
-
 // Which other optimizer wrote a state dict, with what tells it; empty if none is known. A key that
 // the optimizer has as well tells nothing (`own_keys`), nor does one of a class that it extends
 // (`classes`, its own name among them).

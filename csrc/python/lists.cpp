@@ -89,9 +89,23 @@ void define_optimizer(py::module_& module,
              });
 }
 
+// In the order of the enums.
+constexpr const char* kOptionKinds[] = {"learning rate", "number", "number",      "limit",
+                                        "numbers",       "flag",   "masters",     "states",
+                                        "rounding",      "flag",   "flag or none"};
+constexpr const char* kOnLoads[] = {"required", "off if missing", "kept if missing", "kept"};
+
 }  // namespace
 
 void define_lists(py::module_& module) {
+  using optim::OptionDescription;
+  py::class_<OptionDescription>(module, "OptionDescription")
+      .def_readonly("name", &OptionDescription::name)
+      .def_property_readonly(
+          "kind", [](const OptionDescription& self) { return kOptionKinds[int(self.kind)]; })
+      .def_property_readonly(
+          "on_load", [](const OptionDescription& self) { return kOnLoads[int(self.on_load)]; })
+      .def_property_readonly("is_read", &OptionDescription::is_read);
   using release_gil = py::call_guard<py::gil_scoped_release>;
   auto gradients = options_class<GradientOptions>(module, "GradientOptions");
   define_field(gradients, "grad_scale", &GradientOptions::grad_scale);

@@ -10,6 +10,7 @@
 #include "devices/dispatch.h"
 #include "elements/numeric.h"
 #include "files/file_beside.h"
+#include "optimizer/kind.h"
 #include "optimizer/param_names.h"
 #include "optimizer/writers.h"
 
@@ -22,7 +23,7 @@ PYBIND11_MODULE(_C, module) {
   python::define_plan(module);
   python::define_states(module);
   module.def("cpu_isa", &cpu_isa);
-  module.def("configured_options", &configured_options);
+  module.def("configured_options", &optim::configured_options);
   module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
              py::arg("groups"), py::arg("states"));
   module.def("places_by_name", &places_by_name, py::arg("own"), py::arg("saved"));

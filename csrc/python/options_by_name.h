@@ -15,6 +15,8 @@
 #include <variant>
 #include <vector>
 
+#include "optimizer/kind.h"
+
 namespace amp_ext::python {
 
 namespace py = pybind11;
@@ -147,7 +149,7 @@ void check_numbers(const std::string& operation, const Group<Hyperparameters>& o
 }
 
 // The hyperparameters of an optimizer, taken from a dict that has all options and may have other
-// entries too, and what describes it: `operation`, `fields` and `buffers`.
+// entries too, and what describes it: `operation`, `fields`, `buffers` and `options`.
 template <typename Hyperparameters>
 OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) {
   using Options = Group<Hyperparameters>;
@@ -184,9 +186,12 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
     buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
   }
+  py::list described;
+  for (const auto& option : optim::kind_of<Hyperparameters>().options) described.append(option);
   options.type.attr("operation") = Hyperparameters::kOperation;
   options.type.attr("fields") = py::tuple(fields);
   options.type.attr("buffers") = py::tuple(buffers);
+  options.type.attr("options") = py::tuple(described);
   return options;
 }
 

@@ -46,8 +46,6 @@ EACH_OF_OURS = pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
 class OneMoment(amp_ext.optim.Adam):
     """Has an Adam's options in part and one of its buffers, as Lion has."""
 
-    _required_options = ("lr", "betas", "weight_decay")
-
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
 
