@@ -1,5 +1,5 @@
 # Types of the compiled module; what the functions do stands in amp_ext.ops.
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ class _CommonHyperparameters:
     fields: tuple[str, ...]
     buffers: tuple[tuple[str, str], ...]
     options: tuple[OptionDescription, ...]
+    buffer_count: Callable[[dict[str, Any]], int]  # of the options of a group
+    keeps_step: Callable[[dict[str, Any]], bool]  # likewise
     lr: float | Tensor
     weight_decay: float
     decoupled_weight_decay: bool

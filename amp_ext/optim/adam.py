@@ -82,9 +82,6 @@ class Adam(FusedOptimizer):
                 f"amsgrad, whose maximum has no code, got {options['state_dtype']!r}"
             )
 
-    def _buffer_count(self, group: dict[str, Any]) -> int:
-        return 3 if group["amsgrad"] else 2
-
 
 class AdamW(Adam):
     """AdamW, in place of ``torch.optim.AdamW``: Adam with decoupled weight decay.

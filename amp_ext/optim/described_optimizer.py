@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -40,12 +41,12 @@ class DescribedOptimizer(torch.optim.Optimizer):
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
         where = f"{type(self).__name__}: %s"
+        self._description  # noqa: B018  # which refuses a class that has none
         check_types(type(self), defaults, where)
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self._check_as_torch(defaults)
         check_values(type(self), defaults, where, self._not_negative)
-        self._description()
         super().__init__(params, defaults)
 
     # What a subclass says.
@@ -55,12 +56,18 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
         They are their state keys where they are not coded.
         """
-        names = [name for name, _ in self._description().buffers]
+        names = [name for name, _ in self._description.buffers]
         return tuple(names[: self._buffer_count(group)])
 
-    def _buffer_count(self, group: dict[str, Any]) -> int | None:
-        """Returns how many of the functor's buffers a group keeps, the first ones; None: all."""
-        return None
+    def _buffer_count(self, group: dict[str, Any]) -> int:
+        """Returns how many of the functor's buffers a group keeps, the first ones."""
+        count: int = self._description.buffer_count(group)
+        return count
+
+    def _keeps_step(self, group: dict[str, Any]) -> bool:
+        """Returns whether the functor needs the number of the step, or rounding does."""
+        keeps: bool = self._description.keeps_step(group)
+        return keeps
 
     def _check_as_torch(self, options: dict[str, Any]) -> None:
         """Checks the ranges of defaults as torch does, in its words; a subclass adds to it."""
@@ -72,8 +79,9 @@ class DescribedOptimizer(torch.optim.Optimizer):
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
+    @functools.cached_property
     def _description(self) -> Any:
-        """Returns the class of the compiled module that describes the optimizer."""
+        """The class of the compiled module that describes the optimizer."""
         try:
             return getattr(ops, self._hyperparameters_class)
         except AttributeError:
@@ -84,13 +92,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     def _hyperparameters(self, group: dict[str, Any]) -> Any:
         """Returns a group's options as the compiled module takes them."""
-        if "betas" in group:
-            beta1, beta2 = group["betas"]
-            group = {**group, "beta1": beta1, "beta2": beta2}
-        hyperparameters = self._description()(group)
-        if self._dithers(group):
-            hyperparameters.dither = True
-        return hyperparameters
+        return self._description(group)
 
     def _hyperparameters_of_groups(self) -> list[Any]:
         """Returns the options of all groups as the compiled module takes them."""
@@ -100,24 +102,11 @@ class DescribedOptimizer(torch.optim.Optimizer):
             self._check_groups()  # knows the name of what does not fit
             raise
 
-    def _keeps_step(self, group: dict[str, Any]) -> bool:
-        """Returns whether the functor needs the number of the step, or rounding does."""
-        return True
-
-    def _dithers(self, group: dict[str, Any]) -> bool:
-        """Returns whether the options of a group let numbers be dithered, whatever its dtypes."""
-        state_dtype = group["state_dtype"]
-        master_weights = group["master_weights"]
-        if master_weights and master_weights != "split8" and state_dtype == "float32":
-            return False  # only what follows a master is stored in 16 bits
-        rounding = group["rounding"]
-        return rounding == "dither" or (rounding is None and state_dtype is not None)
-
     def _kept(self, group: dict[str, Any]) -> Kept:
         """Returns what the parameters of a group keep in their states."""
         return Kept(
             type(self).__name__,
-            self._description().buffers,
+            self._description.buffers,
             self.buffer_names(group),
             self._keeps_step(group),
             "buffers" in self._required_state,
@@ -178,7 +167,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, options: dict[str, Any], where: str) -> None:
         """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
-        check_are_there(self._description().options, options, where)
+        check_are_there(self._description.options, options, where)
         check_types(type(self), options, where)
         check_values(type(self), options, where, self._not_negative)
         form = options["master_weights"]

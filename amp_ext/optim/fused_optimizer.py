@@ -227,7 +227,7 @@ class FusedOptimizer(SavedOptimizer):
                 is_current = plan is not None and plan.take_params(
                     self.state, self.param_groups, self._deciding_options()
                 )
-            except KeyError:  # of what a group has lost
+            except (KeyError, TypeError, ValueError, RuntimeError):  # of an option
                 is_current = False
             if plan is None or not is_current:
                 self.rebuild()

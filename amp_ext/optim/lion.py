@@ -65,6 +65,3 @@ class Lion(FusedOptimizer):
     def _check_as_torch(self, options: dict[str, Any]) -> None:
         super()._check_as_torch(options)
         check_betas(options)
-
-    def _keeps_step(self, group: dict[str, Any]) -> bool:
-        return self._dithers(group)  # which the formula has no use for

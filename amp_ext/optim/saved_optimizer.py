@@ -124,7 +124,7 @@ class SavedOptimizer(DescribedOptimizer):
         self._check_params("state_dict")
         self._check_groups()
         state_dict: dict[str, Any] = self.state_dict()
-        buffers = self._description().buffers
+        buffers = self._description.buffers
         params: dict[Any, Tensor] = {}
         groups = []
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -139,13 +139,13 @@ class SavedOptimizer(DescribedOptimizer):
 
     def _target(self) -> Target:
         """Returns what a state dict is read for."""
-        buffers = [name for name, _ in self._description().buffers]
+        buffers = [name for name, _ in self._description.buffers]
         return Target(
             type(self),
             self.param_groups,
             self.defaults,
             [*self.defaults, *buffers],
-            self._description().options,
+            self._description.options,
             self._kept,
             self._check_options,
         )

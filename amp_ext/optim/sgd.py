@@ -71,10 +71,3 @@ class SGD(FusedOptimizer):
             raise ValueError(f"Invalid momentum value: {momentum}")
         if options["nesterov"] and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-
-    def _buffer_count(self, group: dict[str, Any]) -> int:
-        return 1 if group["momentum"] != 0 else 0
-
-    def _keeps_step(self, group: dict[str, Any]) -> bool:
-        # Only dampening tells the first step from the others.
-        return (group["momentum"] != 0 and group["dampening"] != 0) or self._dithers(group)

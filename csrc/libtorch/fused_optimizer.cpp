@@ -19,9 +19,7 @@ void take_given(FusedOptions& options, FusedOptions& from) {
   const auto places = options.options();
   const auto given = from.options();
   for (size_t i = 0; i < places.size(); ++i) {
-    if (!from.is_given(given[i].name)) continue;
-    std::visit([&](auto* place) { *place = *std::get<decltype(place)>(given[i].place); },
-               places[i].place);
+    if (from.is_given(given[i].name)) copy_option(given[i].place, places[i].place);
   }
 }
 
@@ -158,13 +156,13 @@ void FusedOptimizer::check_moments(const std::string& operation, const FusedOpti
 }
 
 // Also what a loop may have written into the groups. Returns the options of each.
-std::vector<std::vector<FusedOptions::Option>> FusedOptimizer::checked_groups() {
+std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
   const char* const name = impl_->kind.name;
   TORCH_CHECK(!param_groups_.empty(), name, ": param_groups must have a group, got none");
-  std::vector<std::vector<FusedOptions::Option>> groups;
+  std::vector<PlacedOptions> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
-    groups.push_back(options_of(i).options());
-    check_group(name, impl_->kind, groups[i], [&] { return c10::str(" of group ", i); });
+    groups.emplace_back(impl_->kind, options_of(i));
+    check_group(name, impl_->kind, groups[i].places(), [&] { return c10::str(" of group ", i); });
     check_moments(name, options_of(i), param_groups_[i].params(), c10::str(" of group ", i));
   }
   return groups;

@@ -59,10 +59,6 @@ OptimizerKind any_adam(const char* name) {
   auto kind = kind_named<Options, AdamHyperparameters>(name);
   kind.base_class = "Adam";
   kind.not_negative = {"denominator_floor"};
-  kind.buffer_count = [](const FusedOptions& options) {
-    return static_cast<const Options&>(options).amsgrad() ? 3 : 2;
-  };
-  kind.needs_step = [](const FusedOptions&) { return true; };
   kind.check = [](const FusedOptions& options) {
     const auto& own = static_cast<const Options&>(options);
     check_common(own);
@@ -90,13 +86,6 @@ const OptimizerKind& sgd_kind() {
   static const OptimizerKind kind = [] {
     auto sgd = kind_named<SGDOptions, SgdHyperparameters>("SGD");
     sgd.counts_from_buffer = true;
-    sgd.buffer_count = [](const FusedOptions& options) {
-      return static_cast<const SGDOptions&>(options).momentum() != 0.0 ? 1 : 0;
-    };
-    sgd.needs_step = [](const FusedOptions& options) {  // only dampening tells the first step
-      const auto& own = static_cast<const SGDOptions&>(options);
-      return own.momentum() != 0.0 && own.dampening() != 0.0;
-    };
     sgd.check = [](const FusedOptions& options) {
       const auto& own = static_cast<const SGDOptions&>(options);
       check_common(own);
@@ -112,8 +101,6 @@ const OptimizerKind& sgd_kind() {
 const OptimizerKind& lion_kind() {
   static const OptimizerKind kind = [] {
     auto lion = kind_named<LionOptions, LionHyperparameters>("Lion");
-    lion.buffer_count = [](const FusedOptions&) { return 1; };
-    lion.needs_step = [](const FusedOptions&) { return false; };
     lion.check = [](const FusedOptions& options) {
       const auto& own = static_cast<const LionOptions&>(options);
       check_common(own);
@@ -135,7 +122,7 @@ std::vector<FusedOptions::Option> SGDOptions::options() {
 
 std::vector<FusedOptions::Option> LionOptions::options() {
   auto all = FusedOptions::options();
-  all.push_back({"betas", &betas_});
+  all.push_back({"betas", NumberPlaces(betas_)});
   return all;
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "libtorch/optimizer_impl.h"
 
@@ -39,8 +40,8 @@ void check_options(const std::string& operation, const OptimizerKind& kind,
     } else if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
       const double value = (*limit)->value_or(0.0);
       check(name, value >= 0.0, "a number of at least 0 or None", value);
-    } else if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
-      const auto [beta1, beta2] = **betas;
+    } else if (auto* const betas = std::get_if<NumberPlaces>(&place)) {
+      const double beta1 = (*betas)[0], beta2 = (*betas)[1];
       check(name, !std::isnan(beta1) && !std::isnan(beta2), "two numbers", "(", beta1, ", ", beta2,
             ")");
     } else if (auto* const* state_dtype = std::get_if<StateDType*>(&place)) {
@@ -97,11 +98,28 @@ std::vector<FusedOptions::Option> FusedOptions::options() {
 }
 
 bool FusedOptions::dithers() const {
-  // Otherwise only what follows a master is stored in 16 bits.
-  const bool stores_narrow =
-      !master_weights_ || master_weights_ == "split8" || state_dtype_ != at::kFloat;
-  return stores_narrow &&
-         (rounding_.has_value() ? *rounding_ == "dither" : state_dtype_.has_value());
+  return optim::dithers(master_weights_, state_dtype_, rounding_);
+}
+
+double PlacedOptions::number(const OptionDescription& option, size_t index) const {
+  const OptionPlace& place = places_[option.index].place;
+  if (auto* const* number = std::get_if<double*>(&place)) return **number;
+  if (auto* const* flag = std::get_if<bool*>(&place)) return **flag ? 1.0 : 0.0;
+  if (auto* const numbers = std::get_if<NumberPlaces>(&place)) return (*numbers)[index];
+  const auto& limit = *std::get<std::optional<double>*>(place);
+  return limit.value_or(std::numeric_limits<double>::infinity());
+}
+
+void copy_option(const OptionPlace& from, const OptionPlace& to) {
+  const auto copy = [&](const auto& place) {
+    const auto& source = std::get<std::decay_t<decltype(place)>>(from);
+    if constexpr (std::is_same_v<std::decay_t<decltype(place)>, NumberPlaces>) {
+      for (size_t i = 0; i < place.size(); ++i) place[i] = source[i];
+    } else {
+      *place = *source;
+    }
+  };
+  std::visit(copy, to);
 }
 
 }  // namespace amp_ext::optim

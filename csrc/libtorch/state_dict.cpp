@@ -35,8 +35,10 @@ c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
     return (*limit)->has_value() ? c10::IValue(***limit) : c10::IValue();
   }
-  if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
-    return c10::ivalue::Tuple::create(std::get<0>(**betas), std::get<1>(**betas));
+  if (auto* const numbers = std::get_if<NumberPlaces>(&place)) {
+    std::vector<c10::IValue> values;
+    for (size_t i = 0; i < numbers->size(); ++i) values.emplace_back((*numbers)[i]);
+    return c10::ivalue::Tuple::create(std::move(values));
   }
   if (auto* const* text = std::get_if<std::optional<std::string>*>(&place)) {
     return (*text)->has_value() ? c10::IValue(***text) : c10::IValue();
@@ -57,12 +59,15 @@ std::optional<double> plain_number(const c10::IValue& value) {
 
 // Takes an option out of a saved group.
 void read_option(const OptionPlace& place, const c10::IValue& value, const std::string& where) {
-  if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
-    std::vector<std::optional<double>> numbers;
-    for (const auto& beta : elements_of(value)) numbers.push_back(plain_number(beta));
-    TORCH_CHECK(numbers.size() == 2 && numbers[0].has_value() && numbers[1].has_value(), where,
-                " must be two numbers, got ", shown(value));
-    **betas = {*numbers[0], *numbers[1]};
+  if (auto* const numbers = std::get_if<NumberPlaces>(&place)) {
+    const auto elements = elements_of(value);
+    bool fits = elements.size() == numbers->size();
+    for (size_t i = 0; fits && i < numbers->size(); ++i) {
+      const auto number = plain_number(elements[i]);
+      fits = number.has_value();
+      if (fits) (*numbers)[i] = *number;
+    }
+    TORCH_CHECK(fits, where, " must be two numbers, got ", shown(value));
     return;
   }
   const std::optional<double> number = plain_number(value);
@@ -192,7 +197,7 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
     const OnLoad on_load = kind.options[i].on_load;
     const bool stays = !value.has_value() && on_load == OnLoad::kKeptIfMissing;
     if (on_load == OnLoad::kKept || stays) {
-      std::visit([&](auto* to) { *to = *std::get<decltype(to)>(kept[i].place); }, option);
+      copy_option(kept[i].place, option);
     } else if (value.has_value() && !is_fixed) {
       read_option(option, *value, c10::str(operation, ": ", name, place));
     }

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <limits>
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
@@ -19,24 +18,6 @@ namespace {
 
 constexpr const char* kHowToGoOn =
     "load a checkpoint into the model, and into the optimizer with load_state_dict()";
-
-// The options as the hyperparameters of a step.
-Numbers numbers_of(const std::vector<FusedOptions::Option>& options) {
-  Numbers numbers;
-  for (const auto& [name, place] : options) {
-    if (auto* const* number = std::get_if<double*>(&place)) {
-      numbers.emplace_back(name, **number);
-    } else if (auto* const* flag = std::get_if<bool*>(&place)) {
-      numbers.emplace_back(name, **flag ? 1.0 : 0.0);
-    } else if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
-      numbers.emplace_back(name, (*limit)->value_or(std::numeric_limits<double>::infinity()));
-    } else if (auto* const* betas = std::get_if<std::tuple<double, double>*>(&place)) {
-      numbers.emplace_back("beta1", std::get<0>(**betas));
-      numbers.emplace_back("beta2", std::get<1>(**betas));
-    }
-  }
-  return numbers;
-}
 
 }  // namespace
 
@@ -84,7 +65,7 @@ class FusedOptimizer::InPlan {
   InPlan& operator=(const InPlan&) = delete;
 
   Plan& plan() { return *optimizer_.impl_->plan; }
-  const std::vector<std::vector<FusedOptions::Option>>& groups() const { return groups_; }
+  const std::vector<PlacedOptions>& groups() const { return groups_; }
 
  private:
   void let_go() {
@@ -95,7 +76,7 @@ class FusedOptimizer::InPlan {
   }
 
   FusedOptimizer& optimizer_;
-  std::vector<std::vector<FusedOptions::Option>> groups_;  // options of each
+  std::vector<PlacedOptions> groups_;
   const int exceptions_ = std::uncaught_exceptions();
 };
 
@@ -223,13 +204,8 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
     impl_->grad_norm = at::zeros({}, at::TensorOptions(param.device()).dtype(at::kFloat));
   }
   if (impl_->grad_norm.defined()) options.grad_norm = impl_->grad_norm;
-  std::vector<Numbers> groups;
-  for (size_t i = 0; i < use.groups().size(); ++i) {
-    groups.push_back(numbers_of(use.groups()[i]));
-    groups.back().emplace_back("dither", options_of(i).dithers() ? 1.0 : 0.0);
-  }
   try {
-    impl_->kind.step(use.plan(), groups, options);
+    impl_->kind.step(use.plan(), use.groups(), options);
   } catch (c10::Error& error) {
     if (impl_->progress->has_failed) {
       error.add_context(c10::str(impl_->kind.name, ".step: ", impl_->progress->text(), "; ",

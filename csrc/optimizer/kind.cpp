@@ -1,7 +1,10 @@
-// The options of each optimizer.
+// The options of each optimizer, and what follows from them.
 #include "optimizer/kind.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 
 #include "kernels.h"
@@ -9,6 +12,17 @@
 namespace amp_ext::optim {
 
 namespace {
+
+Kind::Source source_of(const Kind& kind, const char* field) {
+  for (const OptionDescription& option : kind.options) {
+    const std::vector<const char*> own = {option.name};
+    const auto& fields = option.fields.empty() ? own : option.fields;
+    for (size_t i = 0; i < fields.size(); ++i) {
+      if (std::strcmp(fields[i], field) == 0) return {option.index, i};
+    }
+  }
+  TORCH_CHECK(false, "kind.cpp must have an option for the hyperparameter ", field);
+}
 
 // The description of an optimizer with its own options. `missing` says what a file means that lacks
 // an option that torch's other optimizers have; of `decoupled_weight_decay` it is another.
@@ -31,7 +45,12 @@ Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
   kind.options.insert(kind.options.end(), {{"foreach", OptionKind::kUnusedOrNone, missing},
                                            {"fused", OptionKind::kUnusedOrNone, missing},
                                            {"differentiable", OptionKind::kUnused, missing}});
+  for (size_t i = 0; i < kind.options.size(); ++i) kind.options[i].index = i;
   kind.buffers.assign(std::begin(Hyperparameters::kBuffers), std::end(Hyperparameters::kBuffers));
+  kind.sources = {source_of(kind, "lr"), source_of(kind, "clip_value")};
+  Hyperparameters::for_each_field([&](const char* field, auto) {
+    if (Hyperparameters::is_option(field)) kind.sources.push_back(source_of(kind, field));
+  });
   return kind;
 }
 
@@ -39,31 +58,52 @@ Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
 
 template <>
 const Kind& kind_of<AdamHyperparameters>() {
-  static const Kind kind = described<AdamHyperparameters>(
-      OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
-      {{"betas", OptionKind::kNumbers, OnLoad::kRequired},
-       {"eps", OptionKind::kNumber, OnLoad::kRequired},
-       {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
-       {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
-       {"capturable", OptionKind::kUnused, OnLoad::kOffIfMissing}});
+  static const Kind kind = [] {
+    Kind adam = described<AdamHyperparameters>(
+        OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
+        {{"betas", OptionKind::kNumbers, OnLoad::kRequired, {"beta1", "beta2"}},
+         {"eps", OptionKind::kNumber, OnLoad::kRequired},
+         {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
+         {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
+         {"capturable", OptionKind::kUnused, OnLoad::kOffIfMissing}});
+    adam.count_buffers = [](const GroupOptions& options) {
+      return options.is_set("amsgrad") ? 3 : 2;
+    };
+    adam.asks_for_step = [](const GroupOptions&) { return true; };
+    return adam;
+  }();
   return kind;
 }
 
 template <>
 const Kind& kind_of<SgdHyperparameters>() {
-  static const Kind kind =
-      described<SgdHyperparameters>(OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
-                                    {{"momentum", OptionKind::kNumber, OnLoad::kRequired},
-                                     {"dampening", OptionKind::kNumber, OnLoad::kRequired},
-                                     {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}});
+  static const Kind kind = [] {
+    Kind sgd =
+        described<SgdHyperparameters>(OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
+                                      {{"momentum", OptionKind::kNumber, OnLoad::kRequired},
+                                       {"dampening", OptionKind::kNumber, OnLoad::kRequired},
+                                       {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}});
+    sgd.count_buffers = [](const GroupOptions& options) {
+      return options.is_set("momentum") ? 1 : 0;
+    };
+    sgd.asks_for_step = [](const GroupOptions& options) {  // only dampening tells the first step
+      return options.is_set("momentum") && options.is_set("dampening");
+    };
+    return sgd;
+  }();
   return kind;
 }
 
 template <>
 const Kind& kind_of<LionHyperparameters>() {
-  static const Kind kind =
-      described<LionHyperparameters>(OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing,
-                                     {{"betas", OptionKind::kNumbers, OnLoad::kRequired}});
+  static const Kind kind = [] {
+    Kind lion = described<LionHyperparameters>(
+        OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing,
+        {{"betas", OptionKind::kNumbers, OnLoad::kRequired, {"beta1", "beta2"}}});
+    lion.count_buffers = [](const GroupOptions&) { return 1; };
+    lion.asks_for_step = [](const GroupOptions&) { return false; };
+    return lion;
+  }();
   return kind;
 }
 
@@ -81,6 +121,33 @@ std::vector<std::string> configured_options() {
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_ADD)
 #undef AMP_EXT_ADD
   return names;
+}
+
+const OptionDescription& Kind::option(const char* name) const {
+  for (const OptionDescription& each : options) {
+    if (std::strcmp(each.name, name) == 0) return each;
+  }
+  TORCH_CHECK(false, "kind.cpp must have the option ", name);
+}
+
+bool GroupOptions::is_set(const char* option) const {
+  return number(kind().option(option), 0) != 0.0;
+}
+
+bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,
+             const std::optional<std::string>& rounding) {
+  // Otherwise only what follows a master is stored in 16 bits.
+  const bool stores_narrow =
+      !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
+  return stores_narrow && (rounding.has_value() ? *rounding == "dither" : state_dtype.has_value());
+}
+
+bool dithers(const GroupOptions& options) {
+  return dithers(options.master_weights(), options.state_dtype(), options.rounding());
+}
+
+bool keeps_step(const GroupOptions& options) {
+  return options.kind().asks_for_step(options) || dithers(options);
 }
 
 }  // namespace amp_ext::optim

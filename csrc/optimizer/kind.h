@@ -3,8 +3,12 @@
 
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
+#include <amp_ext/options.h>
 
+#include <cstddef>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace amp_ext::optim {
@@ -13,8 +17,8 @@ enum class OptionKind {
   kLearningRate,  // a number; in Python also a tensor, which steps read on its device
   kNumber,
   kNumberFrom0,
-  kLimit,  // a number of at least 0, or none
-  kNumbers,
+  kLimit,    // a number of at least 0, or none
+  kNumbers,  // one for each of its fields
   kFlag,
   kMasters,       // MasterWeights
   kStates,        // StateDType
@@ -35,13 +39,51 @@ struct OptionDescription {
   const char* name;
   OptionKind kind;
   OnLoad on_load;
+  // The hyperparameters that a step gets from it; empty: the one of its name, if there is one.
+  std::vector<const char*> fields = {};
+  size_t index = 0;  // among the options of the optimizer
 
   bool is_read() const { return kind != OptionKind::kUnused && kind != OptionKind::kUnusedOrNone; }
 };
 
+struct Kind;
+
+// The options of one group, as a language has them.
+class AMP_EXT_API GroupOptions {
+ public:
+  explicit GroupOptions(const Kind& kind) : kind_(&kind) {}
+  virtual ~GroupOptions() = default;
+  const Kind& kind() const { return *kind_; }
+
+  // The number that an option is, or one of its numbers. A flag is 0 or 1, and no limit infinity.
+  virtual double number(const OptionDescription& option, size_t index) const = 0;
+  virtual MasterWeights master_weights() const = 0;
+  virtual StateDType state_dtype() const = 0;
+  virtual std::optional<std::string> rounding() const = 0;
+
+  // Whether a number is not 0, or a flag set.
+  bool is_set(const char* option) const;
+
+ private:
+  const Kind* kind_;
+};
+
 struct AMP_EXT_API Kind {
+  // Where a hyperparameter comes from.
+  struct Source {
+    size_t option;
+    size_t number;  // of it
+  };
+
   std::vector<OptionDescription> options;  // those that all optimizers have come first
   std::vector<BufferDescription> buffers;  // all that the formula may keep
+  std::vector<Source> sources;             // in the order of `set_fields`
+  // How many of the buffers a group keeps, the first ones, and whether the formula needs the number
+  // of the step.
+  int (*count_buffers)(const GroupOptions&) = nullptr;
+  bool (*asks_for_step)(const GroupOptions&) = nullptr;
+
+  const OptionDescription& option(const char* name) const;
 };
 
 // That of the formula with these hyperparameters.
@@ -50,5 +92,31 @@ AMP_EXT_API const Kind& kind_of();
 
 // The options of all our optimizers that a load leaves as they were configured.
 AMP_EXT_API std::vector<std::string> configured_options();
+
+// Whether the options of a group let numbers be dithered, whatever the dtypes of its parameters.
+AMP_EXT_API bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,
+                         const std::optional<std::string>& rounding);
+AMP_EXT_API bool dithers(const GroupOptions& options);
+
+// Whether the states of a group count their steps: for the formula or for the dither.
+AMP_EXT_API bool keeps_step(const GroupOptions& options);
+
+// Fills the hyperparameters of a step with the options of a group.
+template <typename Hyperparameters>
+void set_fields(Hyperparameters& hyperparameters, const GroupOptions& options) {
+  auto source = options.kind().sources.begin();
+  const auto next = [&] {
+    const auto [option, number] = *source++;
+    return options.number(options.kind().options[option], number);
+  };
+  hyperparameters.lr = next();
+  hyperparameters.clip_value = next();
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    if (!Hyperparameters::is_option(name)) return;
+    auto& field = hyperparameters.*member;
+    field = static_cast<std::decay_t<decltype(field)>>(next());
+  });
+  hyperparameters.dither = dithers(options);
+}
 
 }  // namespace amp_ext::optim

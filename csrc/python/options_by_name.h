@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "optimizer/kind.h"
+#include "python/group_options.h"
 
 namespace amp_ext::python {
 
@@ -27,7 +28,6 @@ template <typename Options>
 struct Field {
   PyObject* name;  // interned, for good
   std::function<void(Options&, py::handle)> set;
-  bool is_option = true;  // of a group of an optimizer
 };
 
 template <typename Options>
@@ -149,22 +149,19 @@ void check_numbers(const std::string& operation, const Group<Hyperparameters>& o
 }
 
 // The hyperparameters of an optimizer, taken from a dict that has all options and may have other
-// entries too, and what describes it: `operation`, `fields`, `buffers` and `options`.
+// entries too, and what describes it: `operation`, `fields`, `buffers` and `options`,
+// and what follows from the options of a group.
 template <typename Hyperparameters>
 OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) {
   using Options = Group<Hyperparameters>;
   OptionsClass<Options> options{py::class_<Options>(module, Hyperparameters::kName)};
-  options.type.def(py::init([fields = options.fields](const py::dict& group) {
+  const auto named = std::make_shared<NamedOptions>(optim::kind_of<Hyperparameters>());
+  options.type.def(py::init([named](const py::dict& group) {
+    const DictOptions given(*named, group);
     Options options;
-    for (const Field<Options>& field : *fields) {
-      if (!field.is_option) continue;
-      PyObject* const value = PyDict_GetItemWithError(group.ptr(), field.name);
-      if (value == nullptr) {
-        const std::string name = py::str(field.name);
-        throw py::value_error(c10::str(Hyperparameters::kName, ": ", name, " must be there"));
-      }
-      field.set(options, value);
-    }
+    optim::set_fields(options, given);
+    const py::handle lr = given.value(named->kind.option("lr"));
+    if (THPVariable_Check(lr.ptr())) options.lr_tensor = THPVariable_Unpack(lr.ptr());
     check_numbers(Hyperparameters::kName, options);
     TORCH_CHECK(!options.lr_tensor.has_value() || options.lr_tensor->numel() == 1,
                 Hyperparameters::kName, ": lr must be one element");
@@ -176,10 +173,8 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
       [](Options& self, const std::optional<double>& limit) {
         self.clip_value = limit.value_or(CommonHyperparameters().clip_value);
       });
-  Hyperparameters::for_each_field([&](const char* name, auto member) {
-    define_field(options, name, member);
-    options.fields->back().is_option = Hyperparameters::is_option(name);
-  });
+  Hyperparameters::for_each_field(
+      [&](const char* name, auto member) { define_field(options, name, member); });
   py::list fields;
   for (const Field<Options>& field : *options.fields) fields.append(py::handle(field.name));
   py::list buffers;
@@ -187,11 +182,21 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
     buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
   }
   py::list described;
-  for (const auto& option : optim::kind_of<Hyperparameters>().options) described.append(option);
+  for (const auto& option : named->kind.options) described.append(option);
   options.type.attr("operation") = Hyperparameters::kOperation;
   options.type.attr("fields") = py::tuple(fields);
   options.type.attr("buffers") = py::tuple(buffers);
   options.type.attr("options") = py::tuple(described);
+  options.type.def_static(
+      "buffer_count",
+      [named](const py::dict& group) {
+        return named->kind.count_buffers(DictOptions(*named, group));
+      },
+      py::arg("group"));
+  options.type.def_static(
+      "keeps_step",
+      [named](const py::dict& group) { return optim::keeps_step(DictOptions(*named, group)); },
+      py::arg("group"));
   return options;
 }
 

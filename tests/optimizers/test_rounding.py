@@ -69,7 +69,7 @@ class Lists:
             self.lists[f"{name}s"] = [state[name] for state in states]
         if "master_param" in states[0]:
             self.lists["master_params"] = [state["master_param"] for state in states]
-        own = optimizer._description()
+        own = optimizer._description
         self.operation = getattr(ops, own.operation)
         self.options = {name: self.group[name] for name in own.fields if name in self.group}
         if "betas" in self.group:

@@ -20,10 +20,31 @@
 
 namespace amp_ext::optim {
 
+// Where the numbers of an option are kept that is a tuple of them.
+class NumberPlaces {
+ public:
+  template <typename... Numbers>
+  explicit NumberPlaces(std::tuple<Numbers...>& numbers)
+      : numbers_(&numbers), size_(sizeof...(Numbers)), at_([](void* tuple, size_t index) {
+          const auto at_index = [index](Numbers&... each) {
+            double* const places[] = {&each...};
+            return places[index];
+          };
+          return std::apply(at_index, *static_cast<std::tuple<Numbers...>*>(tuple));
+        }) {}
+
+  size_t size() const { return size_; }
+  double& operator[](size_t index) const { return *at_(numbers_, index); }
+
+ private:
+  void* numbers_;
+  size_t size_;
+  double* (*at_)(void* tuple, size_t index);
+};
+
 // Where an option is kept.
-using OptionPlace =
-    std::variant<double*, bool*, MasterWeights*, StateDType*, std::tuple<double, double>*,
-                 std::optional<double>*, std::optional<std::string>*>;
+using OptionPlace = std::variant<double*, bool*, MasterWeights*, StateDType*, NumberPlaces,
+                                 std::optional<double>*, std::optional<std::string>*>;
 
 // The options of a group that all optimizers have.
 class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
@@ -133,7 +154,7 @@ class AMP_EXT_API AdamOptionsOf : public OptionsOf<Derived> {
 
   std::vector<FusedOptions::Option> options() override {
     auto all = OptionsOf<Derived>::options();
-    all.insert(all.end(), {{"betas", &betas_},
+    all.insert(all.end(), {{"betas", NumberPlaces(betas_)},
                            {"eps", &eps_},
                            {"amsgrad", &amsgrad_},
                            {"denominator_floor", &denominator_floor_}});
@@ -241,6 +262,7 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
 };
 
 struct OptimizerKind;
+class PlacedOptions;
 
 // What all optimizers share. Errors are c10::Error with the texts of Python, thrown before anything
 // is written.
@@ -352,7 +374,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void take_plan();
   void make_plan(std::vector<std::tuple<int, bool, MasterWeights, StateDType>> kept);
   void give_states();
-  std::vector<std::vector<FusedOptions::Option>> checked_groups();
+  std::vector<PlacedOptions> checked_groups();
   void check_shared_options();
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 

@@ -43,8 +43,8 @@ inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue
                                     [&](const auto& option) { return option.name == name; });
     TORCH_CHECK(found != all.end(), "the options in optim.h must have ", name);
     std::visit(
-        [&](auto* option) {
-          using Type = std::decay_t<decltype(*option)>;
+        [&](auto option) {
+          using Type = std::remove_pointer_t<decltype(option)>;
           if constexpr (std::is_same_v<Type, bool>) {
             *option = value.toBool();
           } else if constexpr (std::is_same_v<Type, amp_ext::optim::MasterWeights>) {
@@ -53,9 +53,9 @@ inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue
             } else {
               *option = value.toStringRef();
             }
-          } else if constexpr (std::is_same_v<Type, std::tuple<double, double>>) {
-            const auto& betas = value.toTupleRef().elements();
-            *option = {betas[0].toDouble(), betas[1].toDouble()};
+          } else if constexpr (std::is_same_v<Type, amp_ext::optim::NumberPlaces>) {
+            const auto& numbers = value.toTupleRef().elements();
+            for (size_t i = 0; i < option.size(); ++i) option[i] = numbers[i].toDouble();
           } else if constexpr (std::is_same_v<Type, amp_ext::optim::StateDType>) {
             const std::string text = value.isNone() ? std::string() : value.toStringRef();
             if (text.rfind("torch.", 0) == 0) {
