@@ -17,6 +17,7 @@ class _CommonHyperparameters:
     buffers: tuple[tuple[str, str], ...]
     options: tuple[OptionDescription, ...]
     buffer_count: Callable[[dict[str, Any]], int]  # of the options of a group
+    check_as_torch: Callable[[dict[str, Any], Callable[[Any], str]], None]  # of defaults
     keeps_step: Callable[[dict[str, Any]], bool]  # likewise
     lr: float | Tensor
     weight_decay: float

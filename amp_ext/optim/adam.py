@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.moments import CODED_STATES
-from amp_ext.optim.options import check_betas, options_of
+from amp_ext.optim.options import options_of
 
 
 class Adam(FusedOptimizer):
@@ -66,13 +66,6 @@ class Adam(FusedOptimizer):
     ) -> None:
         """Checks the options; see the class."""
         super().__init__(params, options_of(locals()))
-
-    def _check_as_torch(self, options: dict[str, Any]) -> None:
-        super()._check_as_torch(options)
-        eps = options["eps"]
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        check_betas(options)
 
     def _check_options(self, options: dict[str, Any], where: str) -> None:
         super()._check_options(options, where)

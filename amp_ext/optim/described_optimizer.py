@@ -11,7 +11,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.nonfinite import check_params
 from amp_ext.optim.kept import Kept
-from amp_ext.optim.options import check_are_there, check_types, check_values
+from amp_ext.optim.options import check_are_there, check_as_torch, check_types, check_values
 from amp_ext.sharding import is_flattened
 
 __all__ = ["DescribedOptimizer"]
@@ -45,7 +45,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
         check_types(type(self), defaults, where)
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._check_as_torch(defaults)
+        check_as_torch(self._description, defaults)
         check_values(type(self), defaults, where, self._not_negative)
         super().__init__(params, defaults)
 
@@ -68,16 +68,6 @@ class DescribedOptimizer(torch.optim.Optimizer):
         """Returns whether the functor needs the number of the step, or rounding does."""
         keeps: bool = self._description.keeps_step(group)
         return keeps
-
-    def _check_as_torch(self, options: dict[str, Any]) -> None:
-        """Checks the ranges of defaults as torch does, in its words; a subclass adds to it."""
-        lr, weight_decay = options["lr"], options["weight_decay"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
     @functools.cached_property
     def _description(self) -> Any:

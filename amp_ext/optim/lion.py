@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.optim.options import check_betas, options_of
+from amp_ext.optim.options import options_of
 
 
 class Lion(FusedOptimizer):
@@ -61,7 +61,3 @@ class Lion(FusedOptimizer):
     ) -> None:
         """Checks the options; see the class."""
         super().__init__(params, options_of(locals()))
-
-    def _check_as_torch(self, options: dict[str, Any]) -> None:
-        super()._check_as_torch(options)
-        check_betas(options)

@@ -18,7 +18,7 @@ from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 
 __all__ = [
     "check_are_there",
-    "check_betas",
+    "check_as_torch",
     "check_types",
     "check_values",
     "defaults_of",
@@ -35,16 +35,29 @@ def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in others}
 
 
-def check_betas(options: dict[str, Any]) -> None:
-    """Checks the decay rates of two moments, and makes a tuple of them."""
-    options["betas"] = betas = tuple(options["betas"])
-    for index, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{index}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if {type(beta) for beta in betas} not in ({float}, {Tensor}):
-        raise ValueError("betas must be either both floats or both Tensors")
+def check_as_torch(description: Any, defaults: Options) -> None:
+    """Checks the ranges of defaults whose types are right, in torch's words.
+
+    Args:
+        description: The class of the compiled module that describes the optimizer.
+        defaults: Its options as it is constructed.
+
+    Raises:
+        ValueError: If one is out of the range that torch checks.
+    """
+    tuples = {
+        each.name: defaults[each.name] for each in description.options if each.kind == "numbers"
+    }
+    each_number = dict(defaults)
+    for name, numbers in tuples.items():
+        each_number |= {f"{name}[{index}]": number for index, number in enumerate(numbers)}
+    for name, number in each_number.items():
+        if isinstance(number, Tensor) and number.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element")
+    description.check_as_torch(defaults, format)
+    for name, numbers in tuples.items():
+        if {type(number) for number in numbers} not in ({float}, {Tensor}):
+            raise ValueError(f"{name} must be either both floats or both Tensors")
 
 
 def check_are_there(described: Iterable[OptionDescription], options: Options, where: str) -> None:

@@ -63,11 +63,3 @@ class SGD(FusedOptimizer):
     ) -> None:
         """Checks the options; see the class."""
         super().__init__(params, options_of(locals()))
-
-    def _check_as_torch(self, options: dict[str, Any]) -> None:
-        super()._check_as_torch(options)
-        momentum, dampening = options["momentum"], options["dampening"]
-        if not momentum >= 0.0:
-            raise ValueError(f"Invalid momentum value: {momentum}")
-        if options["nesterov"] and (momentum <= 0 or dampening != 0):
-            raise ValueError("Nesterov momentum requires a momentum and zero dampening")

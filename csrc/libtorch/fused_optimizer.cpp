@@ -32,7 +32,7 @@ FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
       impl_(std::make_shared<Impl>(kind)) {
   auto& options = static_cast<FusedOptions&>(*defaults_);
   options.are_defaults_ = true;
-  kind.check(options);
+  check_as_torch(PlacedOptions(kind, options));
   check_options(kind.name, kind, options.options(), [] { return std::string(); });
   TORCH_CHECK(!param_groups.empty(), "optimizer got an empty parameter list");
   for (const auto& group : param_groups) add_param_group(group);

@@ -28,6 +28,7 @@ class PlacedOptions final : public GroupOptions {
   std::optional<std::string> rounding() const override {
     return value<std::optional<std::string>>("rounding");
   }
+  std::string shown(const OptionDescription& option, std::optional<size_t> index) const override;
 
   const std::vector<FusedOptions::Option>& places() const { return places_; }
 
@@ -50,8 +51,6 @@ struct OptimizerKind : Kind {
   bool counts_from_buffer = false;     // torch has no counter: the first step is without a buffer
   const char* fixed_option = nullptr;  // that a state dict can't change either
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
-  // Throws, in torch's words, if an option of the optimizer is out of range.
-  void (*check)(const FusedOptions&) = nullptr;
   void (*step)(Plan&, const std::vector<PlacedOptions>& groups, const GradientOptions&) = nullptr;
 
   int buffer_count(const FusedOptions& options) const {

@@ -22,22 +22,6 @@ Groups one_group(std::vector<at::Tensor> params) {
   return groups;
 }
 
-// In torch's words.
-template <typename Options>
-void check_common(const Options& options) {
-  TORCH_CHECK(options.lr() >= 0.0, "Invalid learning rate: ", options.lr());
-  TORCH_CHECK(options.weight_decay() >= 0.0,
-              "Invalid weight_decay value: ", options.weight_decay());
-}
-
-void check_betas(const std::tuple<double, double>& betas) {
-  const double values[] = {std::get<0>(betas), std::get<1>(betas)};
-  for (int i = 0; i < 2; ++i) {
-    TORCH_CHECK(0.0 <= values[i] && values[i] < 1.0, "Invalid beta parameter at index ", i, ": ",
-                values[i]);
-  }
-}
-
 // What follows from the types.
 template <typename Options, typename Hyperparameters>
 OptimizerKind kind_named(const char* name) {
@@ -59,12 +43,6 @@ OptimizerKind any_adam(const char* name) {
   auto kind = kind_named<Options, AdamHyperparameters>(name);
   kind.base_class = "Adam";
   kind.not_negative = {"denominator_floor"};
-  kind.check = [](const FusedOptions& options) {
-    const auto& own = static_cast<const Options&>(options);
-    check_common(own);
-    TORCH_CHECK(own.eps() >= 0.0, "Invalid epsilon value: ", own.eps());
-    check_betas(own.betas());
-  };
   return kind;
 }
 
@@ -86,13 +64,6 @@ const OptimizerKind& sgd_kind() {
   static const OptimizerKind kind = [] {
     auto sgd = kind_named<SGDOptions, SgdHyperparameters>("SGD");
     sgd.counts_from_buffer = true;
-    sgd.check = [](const FusedOptions& options) {
-      const auto& own = static_cast<const SGDOptions&>(options);
-      check_common(own);
-      TORCH_CHECK(own.momentum() >= 0.0, "Invalid momentum value: ", own.momentum());
-      TORCH_CHECK(!own.nesterov() || (own.momentum() > 0.0 && own.dampening() == 0.0),
-                  "Nesterov momentum requires a momentum and zero dampening");
-    };
     return sgd;
   }();
   return kind;
@@ -101,11 +72,6 @@ const OptimizerKind& sgd_kind() {
 const OptimizerKind& lion_kind() {
   static const OptimizerKind kind = [] {
     auto lion = kind_named<LionOptions, LionHyperparameters>("Lion");
-    lion.check = [](const FusedOptions& options) {
-      const auto& own = static_cast<const LionOptions&>(options);
-      check_common(own);
-      check_betas(own.betas());
-    };
     return lion;
   }();
   return kind;

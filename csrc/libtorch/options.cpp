@@ -110,6 +110,11 @@ double PlacedOptions::number(const OptionDescription& option, size_t index) cons
   return limit.value_or(std::numeric_limits<double>::infinity());
 }
 
+std::string PlacedOptions::shown(const OptionDescription& option,
+                                 std::optional<size_t> index) const {
+  return c10::str(number(option, *index));
+}
+
 void copy_option(const OptionPlace& from, const OptionPlace& to) {
   const auto copy = [&](const auto& place) {
     const auto& source = std::get<std::decay_t<decltype(place)>>(from);

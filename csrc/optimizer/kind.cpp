@@ -24,23 +24,30 @@ Kind::Source source_of(const Kind& kind, const char* field) {
   TORCH_CHECK(false, "kind.cpp must have an option for the hyperparameter ", field);
 }
 
+OptionDescription betas() {
+  constexpr double kBelow1 = 1.0 - std::numeric_limits<double>::epsilon() / 2;
+  return {"betas", OptionKind::kNumbers, OnLoad::kRequired, "Invalid beta parameter",
+          kBelow1, {"beta1", "beta2"}};
+}
+
 // The description of an optimizer with its own options. `missing` says what a file means that lacks
 // an option that torch's other optimizers have; of `decoupled_weight_decay` it is another.
 template <typename Hyperparameters>
 Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
                const std::vector<OptionDescription>& own) {
   Kind kind;
-  kind.options = {{"lr", OptionKind::kLearningRate, OnLoad::kRequired},
-                  {"weight_decay", OptionKind::kNumber, OnLoad::kRequired},
-                  {"maximize", OptionKind::kFlag, missing},
-                  {"decoupled_weight_decay", OptionKind::kFlag, decoupled_weight_decay},
-                  {"master_weights", OptionKind::kMasters, OnLoad::kKept},
-                  {"state_dtype", OptionKind::kStates, OnLoad::kKept},
-                  {"rounding", OptionKind::kRounding, OnLoad::kKept},
-                  {"max_grad_norm", OptionKind::kLimit, OnLoad::kKept},
-                  {"clip_value", OptionKind::kLimit, OnLoad::kKept},
-                  {"skip_nonfinite", OptionKind::kFlag, OnLoad::kKept},
-                  {"write_back_grads", OptionKind::kFlag, OnLoad::kKept}};
+  kind.options = {
+      {"lr", OptionKind::kLearningRate, OnLoad::kRequired, "Invalid learning rate"},
+      {"weight_decay", OptionKind::kNumber, OnLoad::kRequired, "Invalid weight_decay value"},
+      {"maximize", OptionKind::kFlag, missing},
+      {"decoupled_weight_decay", OptionKind::kFlag, decoupled_weight_decay},
+      {"master_weights", OptionKind::kMasters, OnLoad::kKept},
+      {"state_dtype", OptionKind::kStates, OnLoad::kKept},
+      {"rounding", OptionKind::kRounding, OnLoad::kKept},
+      {"max_grad_norm", OptionKind::kLimit, OnLoad::kKept},
+      {"clip_value", OptionKind::kLimit, OnLoad::kKept},
+      {"skip_nonfinite", OptionKind::kFlag, OnLoad::kKept},
+      {"write_back_grads", OptionKind::kFlag, OnLoad::kKept}};
   kind.options.insert(kind.options.end(), own.begin(), own.end());
   kind.options.insert(kind.options.end(), {{"foreach", OptionKind::kUnusedOrNone, missing},
                                            {"fused", OptionKind::kUnusedOrNone, missing},
@@ -61,8 +68,8 @@ const Kind& kind_of<AdamHyperparameters>() {
   static const Kind kind = [] {
     Kind adam = described<AdamHyperparameters>(
         OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
-        {{"betas", OptionKind::kNumbers, OnLoad::kRequired, {"beta1", "beta2"}},
-         {"eps", OptionKind::kNumber, OnLoad::kRequired},
+        {betas(),
+         {"eps", OptionKind::kNumber, OnLoad::kRequired, "Invalid epsilon value"},
          {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
          {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
          {"capturable", OptionKind::kUnused, OnLoad::kOffIfMissing}});
@@ -78,16 +85,22 @@ const Kind& kind_of<AdamHyperparameters>() {
 template <>
 const Kind& kind_of<SgdHyperparameters>() {
   static const Kind kind = [] {
-    Kind sgd =
-        described<SgdHyperparameters>(OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
-                                      {{"momentum", OptionKind::kNumber, OnLoad::kRequired},
-                                       {"dampening", OptionKind::kNumber, OnLoad::kRequired},
-                                       {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}});
+    Kind sgd = described<SgdHyperparameters>(
+        OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
+        {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value"},
+         {"dampening", OptionKind::kNumber, OnLoad::kRequired},
+         {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}});
     sgd.count_buffers = [](const GroupOptions& options) {
       return options.is_set("momentum") ? 1 : 0;
     };
     sgd.asks_for_step = [](const GroupOptions& options) {  // only dampening tells the first step
       return options.is_set("momentum") && options.is_set("dampening");
+    };
+    sgd.refusal_of_torch = [](const GroupOptions& options) {
+      const bool looks_ahead = options.is_set("nesterov");
+      const bool can = options.is_set("momentum") && !options.is_set("dampening");
+      return looks_ahead && !can ? "Nesterov momentum requires a momentum and zero dampening"
+                                 : nullptr;
     };
     return sgd;
   }();
@@ -97,9 +110,8 @@ const Kind& kind_of<SgdHyperparameters>() {
 template <>
 const Kind& kind_of<LionHyperparameters>() {
   static const Kind kind = [] {
-    Kind lion = described<LionHyperparameters>(
-        OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing,
-        {{"betas", OptionKind::kNumbers, OnLoad::kRequired, {"beta1", "beta2"}}});
+    Kind lion =
+        described<LionHyperparameters>(OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing, {betas()});
     lion.count_buffers = [](const GroupOptions&) { return 1; };
     lion.asks_for_step = [](const GroupOptions&) { return false; };
     return lion;
@@ -132,6 +144,22 @@ const OptionDescription& Kind::option(const char* name) const {
 
 bool GroupOptions::is_set(const char* option) const {
   return number(kind().option(option), 0) != 0.0;
+}
+
+void check_as_torch(const GroupOptions& options) {
+  for (const OptionDescription& option : options.kind().options) {
+    if (option.refusal_of_torch == nullptr) continue;
+    const bool is_tuple = option.kind == OptionKind::kNumbers;
+    for (size_t i = 0; i < (is_tuple ? option.fields.size() : 1); ++i) {
+      const double number = options.number(option, i);
+      TORCH_CHECK_VALUE(0.0 <= number && number <= option.largest, option.refusal_of_torch,
+                        is_tuple ? c10::str(" at index ", i) : std::string(), ": ",
+                        options.shown(option, i));
+    }
+  }
+  const auto refusal_of_torch = options.kind().refusal_of_torch;
+  const char* const refusal = refusal_of_torch == nullptr ? nullptr : refusal_of_torch(options);
+  TORCH_CHECK_VALUE(refusal == nullptr, refusal);
 }
 
 bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,

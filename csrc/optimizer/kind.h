@@ -6,6 +6,7 @@
 #include <amp_ext/options.h>
 
 #include <cstddef>
+#include <limits>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -39,6 +40,9 @@ struct OptionDescription {
   const char* name;
   OptionKind kind;
   OnLoad on_load;
+  // How torch refuses a default that is not between 0 and `largest`; null where it takes any.
+  const char* refusal_of_torch = nullptr;
+  double largest = std::numeric_limits<double>::infinity();
   // The hyperparameters that a step gets from it; empty: the one of its name, if there is one.
   std::vector<const char*> fields = {};
   size_t index = 0;  // among the options of the optimizer
@@ -61,6 +65,9 @@ class AMP_EXT_API GroupOptions {
   virtual StateDType state_dtype() const = 0;
   virtual std::optional<std::string> rounding() const = 0;
 
+  // What errors show of an option, or of one of its numbers.
+  virtual std::string shown(const OptionDescription& option, std::optional<size_t> index) const = 0;
+
   // Whether a number is not 0, or a flag set.
   bool is_set(const char* option) const;
 
@@ -82,6 +89,8 @@ struct AMP_EXT_API Kind {
   // of the step.
   int (*count_buffers)(const GroupOptions&) = nullptr;
   bool (*asks_for_step)(const GroupOptions&) = nullptr;
+  // How torch refuses defaults that do not go together; null where they do.
+  const char* (*refusal_of_torch)(const GroupOptions&) = nullptr;
 
   const OptionDescription& option(const char* name) const;
 };
@@ -92,6 +101,10 @@ AMP_EXT_API const Kind& kind_of();
 
 // The options of all our optimizers that a load leaves as they were configured.
 AMP_EXT_API std::vector<std::string> configured_options();
+
+// Throws, in torch's words, if the options are not what torch takes as defaults. It does not check
+// those of groups.
+AMP_EXT_API void check_as_torch(const GroupOptions& options);
 
 // Whether the options of a group let numbers be dithered, whatever the dtypes of its parameters.
 AMP_EXT_API bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "optimizer/kind.h"
@@ -37,6 +38,10 @@ class DictOptions final : public optim::GroupOptions {
   DictOptions(const NamedOptions& named, const py::dict& group)
       : GroupOptions(named.kind), named_(named), group_(group) {}
 
+  // With a function that makes the text of a value. A learning rate that is a tensor is read.
+  DictOptions(const NamedOptions& named, const py::dict& group, py::object shown)
+      : GroupOptions(named.kind), named_(named), group_(group), shown_(std::move(shown)) {}
+
   py::handle value(const optim::OptionDescription& option) const {
     PyObject* const value = PyDict_GetItemWithError(group_.ptr(), named_.names[option.index]);
     if (value == nullptr) throw py::key_error(option.name);
@@ -52,7 +57,7 @@ class DictOptions final : public optim::GroupOptions {
         if (given.is_none()) return std::numeric_limits<double>::infinity();
         return number_in(given);
       case optim::OptionKind::kLearningRate:
-        return THPVariable_Check(given.ptr()) ? 0.0 : number_in(given);
+        return shown_ || !THPVariable_Check(given.ptr()) ? number_in(given) : 0.0;
       case optim::OptionKind::kNumbers:
         return number_in(element_of(given, index, option.fields.size()));
       default:
@@ -76,6 +81,14 @@ class DictOptions final : public optim::GroupOptions {
   std::optional<std::string> rounding() const override {
     const py::handle given = value(kind().option("rounding"));
     return given.is_none() ? std::nullopt : std::optional<std::string>(text_of(given));
+  }
+
+  std::string shown(const optim::OptionDescription& option,
+                    std::optional<size_t> index) const override {
+    const py::handle given = value(option);
+    const bool is_one = index.has_value() && option.kind == optim::OptionKind::kNumbers;
+    return py::cast<std::string>(
+        shown_(is_one ? element_of(given, *index, option.fields.size()) : given));
   }
 
  private:
@@ -109,6 +122,7 @@ class DictOptions final : public optim::GroupOptions {
 
   const NamedOptions& named_;
   const py::dict& group_;
+  py::object shown_;
 };
 
 }  // namespace amp_ext::python

@@ -194,6 +194,12 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
       },
       py::arg("group"));
   options.type.def_static(
+      "check_as_torch",
+      [named](const py::dict& defaults, py::object shown) {
+        optim::check_as_torch(DictOptions(*named, defaults, std::move(shown)));
+      },
+      py::arg("defaults"), py::arg("shown"));
+  options.type.def_static(
       "keeps_step",
       [named](const py::dict& group) { return optim::keeps_step(DictOptions(*named, group)); },
       py::arg("group"));
