@@ -8,6 +8,8 @@ from torch import Tensor
 class OptionDescription:  # of an option of the groups of an optimizer
     name: str
     kind: str  # a key of the types in amp_ext.optim.options
+    wanted: str  # what it must be, in words, its range aside
+    count: int  # of its numbers, if it is a tuple of them
     on_load: str  # "required", "off if missing", "kept if missing" or "kept"
     is_read: bool  # by steps
 
@@ -17,6 +19,9 @@ class _CommonHyperparameters:
     buffers: tuple[tuple[str, str], ...]
     options: tuple[OptionDescription, ...]
     buffer_count: Callable[[dict[str, Any]], int]  # of the options of a group
+    # Of the options of a group, or of defaults; what messages say, with "%s" for the name; and what
+    # makes the text of a value.
+    check_options: Callable[[dict[str, Any], str, Callable[[Any], str]], None]
     check_as_torch: Callable[[dict[str, Any], Callable[[Any], str]], None]  # of defaults
     keeps_step: Callable[[dict[str, Any]], bool]  # likewise
     lr: float | Tensor

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.optim.moments import CODED_STATES
 from amp_ext.optim.options import options_of
 
 
@@ -38,7 +37,6 @@ class Adam(FusedOptimizer):
     """
 
     _hyperparameters_class = "AdamHyperparameters"
-    _not_negative = (*FusedOptimizer._not_negative, "denominator_floor")
 
     def __init__(
         self,
@@ -66,14 +64,6 @@ class Adam(FusedOptimizer):
     ) -> None:
         """Checks the options; see the class."""
         super().__init__(params, options_of(locals()))
-
-    def _check_options(self, options: dict[str, Any], where: str) -> None:
-        super()._check_options(options, where)
-        if options["amsgrad"] and options["state_dtype"] in CODED_STATES:
-            raise ValueError(
-                f"{where % 'state_dtype'} must be torch.float32, torch.bfloat16 or None with "
-                f"amsgrad, whose maximum has no code, got {options['state_dtype']!r}"
-            )
 
 
 class AdamW(Adam):

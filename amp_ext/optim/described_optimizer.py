@@ -28,8 +28,6 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     # The class of the compiled module that takes a group's hyperparameters and names the formula.
     _hyperparameters_class: ClassVar[str]
-    # Numbers among these and those that all optimizers have which must be 0 or more.
-    _not_negative: ClassVar[tuple[str, ...]] = ("max_grad_norm", "clip_value")
     # What a state may not lack of what its group keeps: "buffers", "step".
     _required_state: ClassVar[tuple[str, ...]] = ("buffers", "step")
 
@@ -41,12 +39,11 @@ class DescribedOptimizer(torch.optim.Optimizer):
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
         where = f"{type(self).__name__}: %s"
-        self._description  # noqa: B018  # which refuses a class that has none
-        check_types(type(self), defaults, where)
+        check_types(self._description, defaults, where)
         if defaults["fused"] and defaults["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         check_as_torch(self._description, defaults)
-        check_values(type(self), defaults, where, self._not_negative)
+        check_values(self._description, defaults, where)
         super().__init__(params, defaults)
 
     # What a subclass says.
@@ -157,22 +154,9 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, options: dict[str, Any], where: str) -> None:
         """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
-        check_are_there(self._description.options, options, where)
-        check_types(type(self), options, where)
-        check_values(type(self), options, where, self._not_negative)
-        form = options["master_weights"]
-        if options["state_dtype"] is not None or form not in ("split", "split8"):
-            return
-        # Moments in float16 and a split master are more than a kernel keeps in one step.
-        halves = (
-            isinstance(param, Tensor) and param.dtype == torch.float16
-            for param in options["params"]
-        )
-        if any(halves) and self.buffer_names(options):
-            raise ValueError(
-                f"{where % 'state_dtype'} must be torch.float32 or torch.bfloat16 for parameters "
-                f"in torch.float16 with master_weights={form!r}, got None"
-            )
+        check_are_there(self._description, options, where)
+        check_types(self._description, options, where)
+        check_values(self._description, options, where)
 
     def _check_groups(self) -> None:
         """Checks what a loop may have written into the groups."""

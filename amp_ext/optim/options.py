@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_ext.ops import OptionDescription
-from amp_ext.optim.moments import CODED_STATES
 from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 
 __all__ = [
@@ -60,18 +57,18 @@ def check_as_torch(description: Any, defaults: Options) -> None:
             raise ValueError(f"{name} must be either both floats or both Tensors")
 
 
-def check_are_there(described: Iterable[OptionDescription], options: Options, where: str) -> None:
+def check_are_there(description: Any, options: Options, where: str) -> None:
     """Checks that a group has all options that a step reads: no default stands in for one.
 
     Args:
-        described: The options of the optimizer.
+        description: The class of the compiled module that describes the optimizer.
         options: Those of the group.
         where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
 
     Raises:
         ValueError: If one is missing. torch raises a KeyError, which would print this in quotes.
     """
-    for option in described:
+    for option in description.options:
         if option.is_read and option.name not in options:
             raise ValueError(f"{where % option.name} must be there, got {list(options)}")
 
@@ -85,103 +82,59 @@ def defaults_of(kind: type) -> Options:
     }
 
 
-def with_plain_options(kind: type, options: Options) -> Options:
+def with_plain_options(description: Any, options: Options) -> Options:
     """Returns a copy of the options of a group, and of what stands beside them, without numpy."""
-    annotations = _annotations(kind)
+    kinds = {each.name: each.kind for each in description.options}
     return {
-        name: with_plain_numbers(_plain(value, annotations.get(name, "")))
+        name: with_plain_numbers(_plain(value, kinds.get(name, "")))
         for name, value in options.items()
     }
 
 
-def check_types(kind: type, options: Options, where: str) -> None:
-    """Checks the types of options by the annotations of a constructor.
-
-    Writes numbers of numpy back as those of Python.
+def check_types(description: Any, options: Options, where: str) -> None:
+    """Checks the types of options, and writes numbers of numpy back as those of Python.
 
     Args:
-        kind: The class of the optimizer.
-        options: Those of a group, or the defaults. What no signature names is left alone.
+        description: The class of the compiled module that describes the optimizer.
+        options: Those of a group, or the defaults. What it does not describe is left alone.
         where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
 
     Raises:
         TypeError: If an option is of a wrong type.
     """
-    for name, annotation in _annotations(kind).items():
-        if name not in options:
+    for option in description.options:
+        if option.name not in options:
             continue
-        given = options[name]
-        value = _plain(given, annotation)
-        fits, wanted = _TYPES[annotation]
-        if not fits(value):
-            raise TypeError(f"{where % name} must be {wanted}, got {_shown(given)}")
+        given = options[option.name]
+        value = _plain(given, option.kind)
+        if not _TYPES[option.kind](value) or (
+            option.kind == "numbers" and len(value) != option.count
+        ):
+            raise TypeError(f"{where % option.name} must be {option.wanted}, got {_shown(given)}")
         if value is not given:
-            options[name] = value
+            options[option.name] = value
 
 
-def check_values(kind: type, options: Options, where: str, not_negative: Collection[str]) -> None:
+def check_values(description: Any, options: Options, where: str) -> None:
     """Checks the values of options whose types are right; stores ``state_dtype`` by its name.
 
-    Ranges of options that torch has are left to it: it checks them as defaults only, so that a
-    group may well have others. What no step has a use for is refused in every group.
-
     Args:
-        kind: The class of the optimizer.
-        options: Those of a group, or the defaults.
+        description: The class of the compiled module that describes the optimizer.
+        options: Those of a group, which have to go together as well, or the defaults.
         where: What messages say, with ``%s`` for the name.
-        not_negative: Names of numbers that must be 0 or more.
 
     Raises:
-        ValueError: If a number is NaN or negative, a tensor has other than one element, or
-            ``state_dtype`` or ``rounding`` is not one.
+        TypeError, ValueError: If a step has no use for an option.
         RuntimeError: If ``differentiable`` is true.
     """
-    for name, annotation in _annotations(kind).items():
-        if name not in options:
-            continue
-        value, wanted = options[name], _TYPES[annotation][1]
-        if name in not_negative:
-            wanted = wanted.replace("a number", "a number of at least 0")
-            fits = value is None or value >= 0.0
-        else:
-            fits = all(_has_sense(number) for number in _numbers(value, annotation))
-        if not fits:
-            raise ValueError(f"{where % name} must be {wanted}, got {_shown(value)}")
-    rounding = options["rounding"]
-    if rounding not in ("dither", "nearest", None):
-        raise ValueError(f"{where % 'rounding'} must be {_A_ROUNDING}, got {_shown(rounding)}")
-    options["state_dtype"] = _name_of_state_dtype(options["state_dtype"], where % "state_dtype")
+    description.check_options(options, where, _shown)
+    if isinstance(options["state_dtype"], torch.dtype):  # which distributed checkpoints refuse
+        options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
     if options.get("differentiable"):
         raise RuntimeError(
             f"{where % 'differentiable'} must be False, got True: a fused kernel is not "
             "differentiable; torch.optim's optimizers are"
         )
-
-
-def _name_of_state_dtype(dtype: Any, what: str) -> str | None:
-    """Returns what a group has; distributed checkpoints refuse a torch.dtype there."""
-    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    if dtype is None or (isinstance(dtype, str) and dtype in (*names.values(), *CODED_STATES)):
-        return dtype
-    if isinstance(dtype, torch.dtype) and dtype in names:
-        return names[dtype]
-    why = ""
-    if dtype in (torch.float16, "float16"):
-        why = ", in which second moments of small gradients are 0"
-    raise ValueError(
-        f"{what} must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None, got "
-        f"{_shown(dtype)}{why}"
-    )
-
-
-@functools.cache
-def _annotations(kind: type) -> dict[str, str]:
-    """Returns the options of a class whose types are checked here, as they are written."""
-    return {
-        name: parameter.annotation
-        for name, parameter in _parameters(kind).items()
-        if isinstance(parameter.annotation, str) and parameter.annotation in _TYPES
-    }
 
 
 @functools.cache
@@ -204,50 +157,32 @@ def _is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool) or is_number(value)
 
 
-def _are_two(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_tensor_or_number, value))
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_tensor_or_number, value))
 
 
-_A_ROUNDING = "'dither', 'nearest' or None"
-_TWO_NUMBERS = "tuple[float | Tensor, float | Tensor]"
-
-# What fits an annotation, and its name in messages. As to torch, a bool is a number, a tensor of
-# one element will do for any number that torch knows, and 0, 1 and None are flags.
-_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "float": (_is_tensor_or_number, "a number"),
-    "float | Tensor": (_is_tensor_or_number, "a number or a tensor of one element"),
-    "float | None": (lambda value: value is None or is_number(value), "a number or None"),
-    "bool": (_is_flag, "True or False"),
-    "bool | None": (_is_flag, "True, False or None"),
-    "bool | Literal['split', 'split8']": (
-        lambda value: _is_flag(value) or value in ("split", "split8"),
-        "True, False, 'split' or 'split8'",
-    ),
-    "Literal['dither', 'nearest'] | None": (
-        lambda value: value is None or isinstance(value, str),
-        _A_ROUNDING,
-    ),
-    _TWO_NUMBERS: (_are_two, "two numbers or two tensors of one element"),
+# What fits the kind of an option. As to torch, a bool is a number, a tensor of one element will do
+# for any number that torch knows, and 0, 1 and None are flags. Dtypes and texts are looked at where
+# values are.
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "learning rate": _is_tensor_or_number,
+    "number": _is_tensor_or_number,
+    "numbers": _are_numbers,
+    "limit": lambda value: value is None or is_number(value),
+    "flag": _is_flag,
+    "flag or none": _is_flag,
+    "masters": lambda value: _is_flag(value) or isinstance(value, str),
+    "states": lambda value: True,
+    "rounding": lambda value: value is None or isinstance(value, str),
 }
 
 
-def _plain(value: Any, annotation: str) -> Any:
-    """Returns an option without numbers of numpy."""
+def _plain(value: Any, kind: str) -> Any:
+    """Returns an option of a kind without numbers of numpy."""
     is_list = isinstance(value, (Sequence, Tensor)) or hasattr(value, "ndim")
-    if annotation == _TWO_NUMBERS and is_list and not isinstance(value, str):
+    if kind == "numbers" and is_list and not isinstance(value, str):
         return tuple(map(plain, value))
     return plain(value)
-
-
-def _numbers(value: Any, annotation: str) -> tuple[Any, ...]:
-    return value if annotation == _TWO_NUMBERS else (value,)
-
-
-def _has_sense(number: Any) -> bool:
-    """Returns whether it is neither NaN, which the host sees, nor a tensor of several elements."""
-    if isinstance(number, Tensor):
-        return number.numel() == 1
-    return not (is_number(number) and math.isnan(number))
 
 
 def _shown(value: Any) -> str:

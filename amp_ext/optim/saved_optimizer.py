@@ -79,7 +79,7 @@ class SavedOptimizer(DescribedOptimizer):
             check_states_have_groups(type(self).__name__, self.param_groups, self.state)
             raise
         for group in state_dict["param_groups"]:
-            group.update(with_plain_options(type(self), group))
+            group.update(with_plain_options(self._description, group))
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in enumerate(params):
             if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:

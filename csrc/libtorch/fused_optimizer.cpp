@@ -32,8 +32,9 @@ FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
       impl_(std::make_shared<Impl>(kind)) {
   auto& options = static_cast<FusedOptions&>(*defaults_);
   options.are_defaults_ = true;
-  check_as_torch(PlacedOptions(kind, options));
-  check_options(kind.name, kind, options.options(), [] { return std::string(); });
+  const PlacedOptions placed(kind, options, kind.name, [] { return std::string(); }, nullptr);
+  check_as_torch(placed);
+  check_values(placed);
   TORCH_CHECK(!param_groups.empty(), "optimizer got an empty parameter list");
   for (const auto& group : param_groups) add_param_group(group);
 }
@@ -91,8 +92,7 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
     check_kind(*given, group);
     take_given(options, static_cast<FusedOptions&>(*given));
   }
-  check_group(name, impl_->kind, options.options(), [&] { return c10::str(" of group ", group); });
-  check_moments(name, options, param_group.params(), c10::str(" of group ", group));
+  check_group(placed_options(options, group, param_group.params()));
   std::unordered_set<const void*> others;
   for (const auto& other : param_groups_) {
     for (const at::Tensor& param : other.params()) others.insert(param.unsafeGetTensorImpl());
@@ -139,20 +139,10 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
   return const_cast<FusedOptions&>(checked_options(group));
 }
 
-// Moments in float16 and a split master are more than a kernel keeps in one step.
-void FusedOptimizer::check_moments(const std::string& operation, const FusedOptions& options,
-                                   const std::vector<at::Tensor>& params,
-                                   const std::string& place) const {
-  const auto* const form = std::get_if<std::string>(&options.master_weights_.value());
-  if (options.state_dtype_.has_value() || form == nullptr) return;
-  const bool are_halves = std::any_of(params.begin(), params.end(), [](const at::Tensor& param) {
-    return param.defined() && param.scalar_type() == at::kHalf;
-  });
-  TORCH_CHECK(!are_halves || impl_->kind.buffer_count(options) == 0, operation, ": state_dtype",
-              place,
-              " must be torch.float32 or torch.bfloat16 for parameters in torch.float16 with "
-              "master_weights='",
-              *form, "', got None");
+PlacedOptions FusedOptimizer::placed_options(const FusedOptions& options, size_t group,
+                                             const std::vector<at::Tensor>& params) const {
+  const auto place = [group] { return c10::str(" of group ", group); };
+  return {impl_->kind, options, impl_->kind.name, place, &params};
 }
 
 // Also what a loop may have written into the groups. Returns the options of each.
@@ -161,9 +151,8 @@ std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
   TORCH_CHECK(!param_groups_.empty(), name, ": param_groups must have a group, got none");
   std::vector<PlacedOptions> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
-    groups.emplace_back(impl_->kind, options_of(i));
-    check_group(name, impl_->kind, groups[i].places(), [&] { return c10::str(" of group ", i); });
-    check_moments(name, options_of(i), param_groups_[i].params(), c10::str(" of group ", i));
+    groups.push_back(placed_options(options_of(i), i, param_groups_[i].params()));
+    check_group(groups[i]);
   }
   return groups;
 }

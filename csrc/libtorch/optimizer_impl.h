@@ -44,17 +44,6 @@ struct FusedOptimizer::Impl {
   std::optional<std::thread::id> user;
 };
 
-// Throws if an option can't be used. `place` is asked for what stands behind its name then: " of
-// group 1".
-void check_options(const std::string& operation, const OptimizerKind& kind,
-                   const std::vector<FusedOptions::Option>& options,
-                   const std::function<std::string()>& place);
-
-// Likewise for those of a group, which have to go together as well.
-void check_group(const std::string& operation, const OptimizerKind& kind,
-                 const std::vector<FusedOptions::Option>& options,
-                 const std::function<std::string()>& place);
-
 // The tensor that a saved state has. Throws if it is none.
 at::Tensor tensor_in(const c10::IValue& value, const std::string& where);
 

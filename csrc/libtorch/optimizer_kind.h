@@ -5,6 +5,7 @@
 #include <amp_ext/optim.h>
 #include <amp_ext/options.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -22,6 +23,16 @@ class PlacedOptions final : public GroupOptions {
   PlacedOptions(const Kind& kind, const FusedOptions& options)
       : GroupOptions(kind), places_(const_cast<FusedOptions&>(options).options()) {}
 
+  // With what errors call the optimizer, what stands behind the names of options in them, " of
+  // group 1", and the parameters of the group.
+  PlacedOptions(const Kind& kind, const FusedOptions& options, std::string operation,
+                std::function<std::string()> place, const std::vector<at::Tensor>* params)
+      : GroupOptions(kind),
+        places_(const_cast<FusedOptions&>(options).options()),
+        operation_(std::move(operation)),
+        place_(std::move(place)),
+        params_(params) {}
+
   double number(const OptionDescription& option, size_t index) const override;
   MasterWeights master_weights() const override { return value<MasterWeights>("master_weights"); }
   StateDType state_dtype() const override { return value<StateDType>("state_dtype"); }
@@ -29,8 +40,9 @@ class PlacedOptions final : public GroupOptions {
     return value<std::optional<std::string>>("rounding");
   }
   std::string shown(const OptionDescription& option, std::optional<size_t> index) const override;
-
-  const std::vector<FusedOptions::Option>& places() const { return places_; }
+  std::string name_of(const OptionDescription& option) const override;
+  bool has_float16_params() const override;
+  bool takes_tensors() const override { return false; }
 
  private:
   template <typename Value>
@@ -39,15 +51,17 @@ class PlacedOptions final : public GroupOptions {
   }
 
   std::vector<FusedOptions::Option> places_;
+  std::string operation_;
+  std::function<std::string()> place_;
+  const std::vector<at::Tensor>* params_ = nullptr;
 };
 
 // Copies an option to the place of the same in other options.
 void copy_option(const OptionPlace& from, const OptionPlace& to);
 
 struct OptimizerKind : Kind {
-  const char* name = nullptr;             // in messages and state dicts: "AdamW"
-  const char* base_class = nullptr;       // that it extends in Python, or its own
-  std::vector<std::string> not_negative;  // numbers among its own options
+  const char* name = nullptr;          // in messages and state dicts: "AdamW"
+  const char* base_class = nullptr;    // that it extends in Python, or its own
   bool counts_from_buffer = false;     // torch has no counter: the first step is without a buffer
   const char* fixed_option = nullptr;  // that a state dict can't change either
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;

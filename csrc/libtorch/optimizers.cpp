@@ -42,7 +42,6 @@ template <typename Options>
 OptimizerKind any_adam(const char* name) {
   auto kind = kind_named<Options, AdamHyperparameters>(name);
   kind.base_class = "Adam";
-  kind.not_negative = {"denominator_floor"};
   return kind;
 }
 

@@ -58,7 +58,8 @@ std::optional<double> plain_number(const c10::IValue& value) {
 }
 
 // Takes an option out of a saved group.
-void read_option(const OptionPlace& place, const c10::IValue& value, const std::string& where) {
+void read_option(const OptionDescription& option, const OptionPlace& place,
+                 const c10::IValue& value, const std::string& where) {
   if (auto* const numbers = std::get_if<NumberPlaces>(&place)) {
     const auto elements = elements_of(value);
     bool fits = elements.size() == numbers->size();
@@ -67,16 +68,17 @@ void read_option(const OptionPlace& place, const c10::IValue& value, const std::
       fits = number.has_value();
       if (fits) (*numbers)[i] = *number;
     }
-    TORCH_CHECK(fits, where, " must be two numbers, got ", shown(value));
+    TORCH_CHECK(fits, where, " must be ", wanted(option, false), ", got ", shown(value));
     return;
   }
   const std::optional<double> number = plain_number(value);
   if (auto* const* flag = std::get_if<bool*>(&place)) {
-    TORCH_CHECK(number.has_value(), where, " must be True or False, got ", shown(value));
+    TORCH_CHECK(number.has_value(), where, " must be ", wanted(option, false), ", got ",
+                shown(value));
     **flag = *number != 0.0;
   } else {
-    TORCH_CHECK(number.has_value() && !value.isNone(), where, " must be a number, got ",
-                shown(value));
+    TORCH_CHECK(number.has_value() && !value.isNone(), where, " must be ", wanted(option, false),
+                ", got ", shown(value));
     *std::get<double*>(place) = *number;
   }
 }
@@ -199,7 +201,7 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
     if (on_load == OnLoad::kKept || stays) {
       copy_option(kept[i].place, option);
     } else if (value.has_value() && !is_fixed) {
-      read_option(option, *value, c10::str(operation, ": ", name, place));
+      read_option(kind.options[i], option, *value, c10::str(operation, ": ", name, place));
     }
   }
   for (const char* const name :
@@ -214,7 +216,6 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
               " must be False, got True: a fused kernel is "
               "not differentiable; set it to False in the state dict to go on without gradients "
               "through the steps");
-  check_group(operation, kind, places, [&] { return place; });
   return options;
 }
 
@@ -364,8 +365,8 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
     options.push_back(
         read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
-    check_moments(operation, *options.back(), param_groups_[i].params(),
-                  c10::str(" of param_groups[", i, "]"));
+    const auto place = [i] { return c10::str(" of param_groups[", i, "]"); };
+    check_group(PlacedOptions(kind, *options.back(), operation, place, &param_groups_[i].params()));
     other_entries.push_back(c10::IValue(groups[i]).deepcopy().toGenericDict());
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();

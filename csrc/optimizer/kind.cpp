@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 
@@ -22,6 +23,53 @@ Kind::Source source_of(const Kind& kind, const char* field) {
     }
   }
   TORCH_CHECK(false, "kind.cpp must have an option for the hyperparameter ", field);
+}
+
+void check_value(const OptionDescription& option, const GroupOptions& options) {
+  const auto message = [&](const char* range, const char* why) {
+    std::string text = wanted(option, options.takes_tensors());
+    if (*range != '\0') text.insert(std::strlen("a number"), range);
+    return c10::str(options.name_of(option), " must be ", text, ", got ", options.shown(option, {}),
+                    why);
+  };
+  switch (option.kind) {
+    case OptionKind::kLearningRate:
+    case OptionKind::kNumber:
+      TORCH_CHECK_VALUE(!std::isnan(options.number(option, 0)), message("", ""));
+      break;
+    case OptionKind::kNumberFrom0:
+    case OptionKind::kLimit:
+      TORCH_CHECK_VALUE(options.number(option, 0) >= 0.0, message(" of at least 0", ""));
+      break;
+    case OptionKind::kNumbers:
+      for (size_t i = 0; i < option.fields.size(); ++i) {
+        TORCH_CHECK_VALUE(!std::isnan(options.number(option, i)), message("", ""));
+      }
+      break;
+    case OptionKind::kMasters: {
+      const MasterWeights masters = options.master_weights();
+      const auto* const form = std::get_if<std::string>(&masters.value());
+      TORCH_CHECK_TYPE(form == nullptr || *form == "split" || *form == "split8", message("", ""));
+      break;
+    }
+    case OptionKind::kStates: {
+      const StateDType dtype = options.state_dtype();
+      const bool is_half = dtype == at::kHalf || dtype == "float16";
+      TORCH_CHECK_VALUE(
+          !dtype.has_value() || dtype == at::kFloat || dtype == at::kBFloat16 || dtype.is_coded(),
+          message("", is_half ? ", in which second moments of small gradients are 0" : ""));
+      break;
+    }
+    case OptionKind::kRounding: {
+      const std::string rounding = options.rounding().value_or("nearest");
+      TORCH_CHECK_VALUE(rounding == "dither" || rounding == "nearest", message("", ""));
+      break;
+    }
+    case OptionKind::kFlag:
+    case OptionKind::kUnused:
+    case OptionKind::kUnusedOrNone:
+      break;
+  }
 }
 
 OptionDescription betas() {
@@ -146,6 +194,36 @@ bool GroupOptions::is_set(const char* option) const {
   return number(kind().option(option), 0) != 0.0;
 }
 
+std::string wanted(const OptionDescription& option, bool takes_tensors) {
+  switch (option.kind) {
+    case OptionKind::kLearningRate:
+      return takes_tensors ? "a number or a tensor of one element" : "a number";
+    case OptionKind::kNumber:
+    case OptionKind::kNumberFrom0:
+      return "a number";
+    case OptionKind::kLimit:
+      return "a number or None";
+    case OptionKind::kNumbers: {
+      constexpr const char* kCounts[] = {"no", "one", "two", "three", "four", "five"};
+      const std::string count = kCounts[option.fields.size()];
+      return count + " numbers" +
+             (takes_tensors ? " or " + count + " tensors of one element" : std::string());
+    }
+    case OptionKind::kFlag:
+    case OptionKind::kUnused:
+      return "True or False";
+    case OptionKind::kUnusedOrNone:
+      return "True, False or None";
+    case OptionKind::kMasters:
+      return "True, False, 'split' or 'split8'";
+    case OptionKind::kStates:
+      return "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None";
+    case OptionKind::kRounding:
+      return "'dither', 'nearest' or None";
+  }
+  return {};
+}
+
 void check_as_torch(const GroupOptions& options) {
   for (const OptionDescription& option : options.kind().options) {
     if (option.refusal_of_torch == nullptr) continue;
@@ -160,6 +238,35 @@ void check_as_torch(const GroupOptions& options) {
   const auto refusal_of_torch = options.kind().refusal_of_torch;
   const char* const refusal = refusal_of_torch == nullptr ? nullptr : refusal_of_torch(options);
   TORCH_CHECK_VALUE(refusal == nullptr, refusal);
+}
+
+void check_values(const GroupOptions& options) {
+  for (const OptionDescription& option : options.kind().options) check_value(option, options);
+}
+
+void check_group(const GroupOptions& options) {
+  check_values(options);
+  const Kind& kind = options.kind();
+  const OptionDescription& state_dtype = kind.option("state_dtype");
+  const MasterWeights masters = options.master_weights();
+  const auto* const form = std::get_if<std::string>(&masters.value());
+  if (options.state_dtype().is_coded()) {
+    const auto end = kind.buffers.begin() + kind.count_buffers(options);
+    const bool keeps_maximum = std::any_of(
+        kind.buffers.begin(), end,
+        [](const BufferDescription& buffer) { return buffer.role == BufferRole::kMaximum; });
+    TORCH_CHECK_VALUE(!keeps_maximum, options.name_of(state_dtype),
+                      " must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum "
+                      "has no code, got ",
+                      options.shown(state_dtype, {}));
+  } else if (form != nullptr && !options.state_dtype().has_value()) {
+    // Moments in float16 and a split master are more than a kernel keeps in one step.
+    TORCH_CHECK_VALUE(kind.count_buffers(options) == 0 || !options.has_float16_params(),
+                      options.name_of(state_dtype),
+                      " must be torch.float32 or torch.bfloat16 for parameters in torch.float16 "
+                      "with master_weights='",
+                      *form, "', got None");
+  }
 }
 
 bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,

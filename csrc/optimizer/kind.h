@@ -50,9 +50,12 @@ struct OptionDescription {
   bool is_read() const { return kind != OptionKind::kUnused && kind != OptionKind::kUnusedOrNone; }
 };
 
+// What an option must be, in words, its range aside. `takes_tensors`: where a number may be one.
+AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
+
 struct Kind;
 
-// The options of one group, as a language has them.
+// The options of one group, or the defaults of an optimizer, as a language has them.
 class AMP_EXT_API GroupOptions {
  public:
   explicit GroupOptions(const Kind& kind) : kind_(&kind) {}
@@ -65,7 +68,12 @@ class AMP_EXT_API GroupOptions {
   virtual StateDType state_dtype() const = 0;
   virtual std::optional<std::string> rounding() const = 0;
 
-  // What errors show of an option, or of one of its numbers.
+  virtual bool has_float16_params() const = 0;
+  virtual bool takes_tensors() const = 0;
+
+  // What errors call an option: "Adam: lr of group 1"; and what they show of it, or of one of its
+  // numbers.
+  virtual std::string name_of(const OptionDescription& option) const = 0;
   virtual std::string shown(const OptionDescription& option, std::optional<size_t> index) const = 0;
 
   // Whether a number is not 0, or a flag set.
@@ -105,6 +113,13 @@ AMP_EXT_API std::vector<std::string> configured_options();
 // Throws, in torch's words, if the options are not what torch takes as defaults. It does not check
 // those of groups.
 AMP_EXT_API void check_as_torch(const GroupOptions& options);
+
+// Throws if a step has no use for an option, whether it is a default or a group's. Ranges that
+// torch has are left to `check_as_torch`: a group may well have other values.
+AMP_EXT_API void check_values(const GroupOptions& options);
+
+// Throws also if options of a group do not go together.
+AMP_EXT_API void check_group(const GroupOptions& options);
 
 // Whether the options of a group let numbers be dithered, whatever the dtypes of its parameters.
 AMP_EXT_API bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,

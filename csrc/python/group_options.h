@@ -38,9 +38,16 @@ class DictOptions final : public optim::GroupOptions {
   DictOptions(const NamedOptions& named, const py::dict& group)
       : GroupOptions(named.kind), named_(named), group_(group) {}
 
-  // With a function that makes the text of a value. A learning rate that is a tensor is read.
-  DictOptions(const NamedOptions& named, const py::dict& group, py::object shown)
-      : GroupOptions(named.kind), named_(named), group_(group), shown_(std::move(shown)) {}
+  // With a function that makes the text of a value, and what errors say with "%s" for the name of
+  // an option. Without the latter these are defaults for torch's checks, which read a learning rate
+  // that is a tensor.
+  DictOptions(const NamedOptions& named, const py::dict& group, py::object shown,
+              std::string where = {})
+      : GroupOptions(named.kind),
+        named_(named),
+        group_(group),
+        shown_(std::move(shown)),
+        where_(std::move(where)) {}
 
   py::handle value(const optim::OptionDescription& option) const {
     PyObject* const value = PyDict_GetItemWithError(group_.ptr(), named_.names[option.index]);
@@ -57,7 +64,7 @@ class DictOptions final : public optim::GroupOptions {
         if (given.is_none()) return std::numeric_limits<double>::infinity();
         return number_in(given);
       case optim::OptionKind::kLearningRate:
-        return shown_ || !THPVariable_Check(given.ptr()) ? number_in(given) : 0.0;
+        return is_one_element(given) && (!shown_ || !where_.empty()) ? 0.0 : number_in(given);
       case optim::OptionKind::kNumbers:
         return number_in(element_of(given, index, option.fields.size()));
       default:
@@ -83,6 +90,21 @@ class DictOptions final : public optim::GroupOptions {
     return given.is_none() ? std::nullopt : std::optional<std::string>(text_of(given));
   }
 
+  bool has_float16_params() const override {
+    for (const py::handle param : group_["params"]) {
+      if (!THPVariable_Check(param.ptr())) continue;
+      if (THPVariable_Unpack(param.ptr()).scalar_type() == at::kHalf) return true;
+    }
+    return false;
+  }
+
+  bool takes_tensors() const override { return true; }
+
+  std::string name_of(const optim::OptionDescription& option) const override {
+    std::string name = where_;
+    return name.replace(name.find("%s"), 2, option.name);
+  }
+
   std::string shown(const optim::OptionDescription& option,
                     std::optional<size_t> index) const override {
     const py::handle given = value(option);
@@ -92,7 +114,15 @@ class DictOptions final : public optim::GroupOptions {
   }
 
  private:
+  static bool is_one_element(py::handle value) {
+    return THPVariable_Check(value.ptr()) && THPVariable_Unpack(value.ptr()).numel() == 1;
+  }
+
+  // A tensor of several elements is no number.
   static double number_in(py::handle value) {
+    if (THPVariable_Check(value.ptr()) && !is_one_element(value)) {
+      return std::numeric_limits<double>::quiet_NaN();
+    }
     const double number = PyFloat_AsDouble(value.ptr());
     if (number == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
     return number;
@@ -123,6 +153,7 @@ class DictOptions final : public optim::GroupOptions {
   const NamedOptions& named_;
   const py::dict& group_;
   py::object shown_;
+  std::string where_;
 };
 
 }  // namespace amp_ext::python

@@ -105,6 +105,10 @@ void define_lists(py::module_& module) {
           "kind", [](const OptionDescription& self) { return kOptionKinds[int(self.kind)]; })
       .def_property_readonly(
           "on_load", [](const OptionDescription& self) { return kOnLoads[int(self.on_load)]; })
+      .def_property_readonly(
+          "wanted", [](const OptionDescription& self) { return optim::wanted(self, true); })
+      .def_property_readonly("count",
+                             [](const OptionDescription& self) { return self.fields.size(); })
       .def_property_readonly("is_read", &OptionDescription::is_read);
   using release_gil = py::call_guard<py::gil_scoped_release>;
   auto gradients = options_class<GradientOptions>(module, "GradientOptions");

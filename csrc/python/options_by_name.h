@@ -163,8 +163,6 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
     const py::handle lr = given.value(named->kind.option("lr"));
     if (THPVariable_Check(lr.ptr())) options.lr_tensor = THPVariable_Unpack(lr.ptr());
     check_numbers(Hyperparameters::kName, options);
-    TORCH_CHECK(!options.lr_tensor.has_value() || options.lr_tensor->numel() == 1,
-                Hyperparameters::kName, ": lr must be one element");
     return options;
   }));
   define_lr(options);
@@ -199,6 +197,13 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
         optim::check_as_torch(DictOptions(*named, defaults, std::move(shown)));
       },
       py::arg("defaults"), py::arg("shown"));
+  options.type.def_static(
+      "check_options",
+      [named](const py::dict& group, std::string where, py::object shown) {
+        const DictOptions options(*named, group, std::move(shown), std::move(where));
+        group.contains("params") ? optim::check_group(options) : optim::check_values(options);
+      },
+      py::arg("options"), py::arg("where"), py::arg("shown"));
   options.type.def_static(
       "keeps_step",
       [named](const py::dict& group) { return optim::keeps_step(DictOptions(*named, group)); },
