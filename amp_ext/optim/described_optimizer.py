@@ -11,7 +11,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.nonfinite import check_params
 from amp_ext.optim.kept import Kept
-from amp_ext.optim.options import check_are_there, check_as_torch, check_types, check_values
+from amp_ext.optim.options import check_defaults, check_group
 from amp_ext.sharding import is_flattened
 
 __all__ = ["DescribedOptimizer"]
@@ -38,12 +38,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
             params: Parameters or groups, as for torch.optim.Optimizer.
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
-        where = f"{type(self).__name__}: %s"
-        check_types(self._description, defaults, where)
-        if defaults["fused"] and defaults["foreach"]:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        check_as_torch(self._description, defaults)
-        check_values(self._description, defaults, where)
+        check_defaults(self._description, defaults, f"{type(self).__name__}: %s")
         super().__init__(params, defaults)
 
     # What a subclass says.
@@ -154,9 +149,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, options: dict[str, Any], where: str) -> None:
         """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
-        check_are_there(self._description, options, where)
-        check_types(self._description, options, where)
-        check_values(self._description, options, where)
+        check_group(self._description, options, where)
 
     def _check_groups(self) -> None:
         """Checks what a loop may have written into the groups."""

@@ -1,4 +1,8 @@
-"""Whether the options of a group are what the signature of its optimizer says."""
+"""Whether the options of a group are what the compiled module describes.
+
+It knows their ranges. What is here is what only Python can have: other types, numbers of numpy, and
+tensors where numbers are meant. ``description`` is the class of hyperparameters of an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,7 @@ from torch import Tensor
 
 from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 
-__all__ = [
-    "check_are_there",
-    "check_as_torch",
-    "check_types",
-    "check_values",
-    "defaults_of",
-    "options_of",
-    "with_plain_options",
-]
+__all__ = ["check_defaults", "check_group", "defaults_of", "options_of", "with_plain_options"]
 
 Options = dict[str, Any]
 
@@ -32,16 +28,14 @@ def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in others}
 
 
-def check_as_torch(description: Any, defaults: Options) -> None:
-    """Checks the ranges of defaults whose types are right, in torch's words.
+def check_defaults(description: Any, defaults: Options, where: str) -> None:
+    """Checks the options that an optimizer is constructed with, as :func:`check_group` does.
 
-    Args:
-        description: The class of the compiled module that describes the optimizer.
-        defaults: Its options as it is constructed.
-
-    Raises:
-        ValueError: If one is out of the range that torch checks.
+    Their ranges are checked as torch does, in its words, where it does.
     """
+    _check_types(description, defaults, where)
+    if defaults["fused"] and defaults["foreach"]:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     tuples = {
         each.name: defaults[each.name] for each in description.options if each.kind == "numbers"
     }
@@ -55,22 +49,54 @@ def check_as_torch(description: Any, defaults: Options) -> None:
     for name, numbers in tuples.items():
         if {type(number) for number in numbers} not in ({float}, {Tensor}):
             raise ValueError(f"{name} must be either both floats or both Tensors")
+    _check_values(description, defaults, where)
 
 
-def check_are_there(description: Any, options: Options, where: str) -> None:
-    """Checks that a group has all options that a step reads: no default stands in for one.
+def check_group(description: Any, group: Options, where: str) -> None:
+    """Checks the options of a group: that none is missing, their types and their values.
+
+    Writes numbers of numpy back as those of Python, and ``state_dtype`` as its name.
 
     Args:
-        description: The class of the compiled module that describes the optimizer.
-        options: Those of the group.
+        description: Of the optimizer.
+        group: The options; what is not described is left alone.
         where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
 
     Raises:
-        ValueError: If one is missing. torch raises a KeyError, which would print this in quotes.
+        TypeError: If an option is of a wrong type.
+        ValueError: If one is missing, for which no default stands in, or a step has no use for it.
+            torch raises a KeyError for the former, which would print this in quotes.
+        RuntimeError: If ``differentiable`` is true.
     """
     for option in description.options:
-        if option.is_read and option.name not in options:
-            raise ValueError(f"{where % option.name} must be there, got {list(options)}")
+        if option.is_read and option.name not in group:
+            raise ValueError(f"{where % option.name} must be there, got {list(group)}")
+    _check_types(description, group, where)
+    _check_values(description, group, where)
+
+
+def _check_types(description: Any, options: Options, where: str) -> None:
+    for option in description.options:
+        if option.name not in options:
+            continue
+        given = options[option.name]
+        value = _plain(given, option.kind)
+        fits = _TYPES[option.kind](value)
+        if not fits or (option.kind == "numbers" and len(value) != option.count):
+            raise TypeError(f"{where % option.name} must be {option.wanted}, got {_shown(given)}")
+        if value is not given:
+            options[option.name] = value
+
+
+def _check_values(description: Any, options: Options, where: str) -> None:
+    description.check_options(options, where, _shown)
+    if isinstance(options["state_dtype"], torch.dtype):  # which distributed checkpoints refuse
+        options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
+    if options.get("differentiable"):
+        raise RuntimeError(
+            f"{where % 'differentiable'} must be False, got True: a fused kernel is not "
+            "differentiable; torch.optim's optimizers are"
+        )
 
 
 def defaults_of(kind: type) -> Options:
@@ -80,61 +106,6 @@ def defaults_of(kind: type) -> Options:
         for name, parameter in _parameters(kind).items()
         if parameter.default is not parameter.empty
     }
-
-
-def with_plain_options(description: Any, options: Options) -> Options:
-    """Returns a copy of the options of a group, and of what stands beside them, without numpy."""
-    kinds = {each.name: each.kind for each in description.options}
-    return {
-        name: with_plain_numbers(_plain(value, kinds.get(name, "")))
-        for name, value in options.items()
-    }
-
-
-def check_types(description: Any, options: Options, where: str) -> None:
-    """Checks the types of options, and writes numbers of numpy back as those of Python.
-
-    Args:
-        description: The class of the compiled module that describes the optimizer.
-        options: Those of a group, or the defaults. What it does not describe is left alone.
-        where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
-
-    Raises:
-        TypeError: If an option is of a wrong type.
-    """
-    for option in description.options:
-        if option.name not in options:
-            continue
-        given = options[option.name]
-        value = _plain(given, option.kind)
-        if not _TYPES[option.kind](value) or (
-            option.kind == "numbers" and len(value) != option.count
-        ):
-            raise TypeError(f"{where % option.name} must be {option.wanted}, got {_shown(given)}")
-        if value is not given:
-            options[option.name] = value
-
-
-def check_values(description: Any, options: Options, where: str) -> None:
-    """Checks the values of options whose types are right; stores ``state_dtype`` by its name.
-
-    Args:
-        description: The class of the compiled module that describes the optimizer.
-        options: Those of a group, which have to go together as well, or the defaults.
-        where: What messages say, with ``%s`` for the name.
-
-    Raises:
-        TypeError, ValueError: If a step has no use for an option.
-        RuntimeError: If ``differentiable`` is true.
-    """
-    description.check_options(options, where, _shown)
-    if isinstance(options["state_dtype"], torch.dtype):  # which distributed checkpoints refuse
-        options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
-    if options.get("differentiable"):
-        raise RuntimeError(
-            f"{where % 'differentiable'} must be False, got True: a fused kernel is not "
-            "differentiable; torch.optim's optimizers are"
-        )
 
 
 @functools.cache
@@ -149,32 +120,13 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
     }
 
 
-def _is_tensor_or_number(value: Any) -> bool:
-    return isinstance(value, (Tensor, bool)) or is_number(value)
-
-
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool) or is_number(value)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_tensor_or_number, value))
-
-
-# What fits the kind of an option. As to torch, a bool is a number, a tensor of one element will do
-# for any number that torch knows, and 0, 1 and None are flags. Dtypes and texts are looked at where
-# values are.
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "learning rate": _is_tensor_or_number,
-    "number": _is_tensor_or_number,
-    "numbers": _are_numbers,
-    "limit": lambda value: value is None or is_number(value),
-    "flag": _is_flag,
-    "flag or none": _is_flag,
-    "masters": lambda value: _is_flag(value) or isinstance(value, str),
-    "states": lambda value: True,
-    "rounding": lambda value: value is None or isinstance(value, str),
-}
+def with_plain_options(description: Any, options: Options) -> Options:
+    """Returns a copy of the options of a group, and of what stands beside them, without numpy."""
+    kinds = {each.name: each.kind for each in description.options}
+    return {
+        name: with_plain_numbers(_plain(value, kinds.get(name, "")))
+        for name, value in options.items()
+    }
 
 
 def _plain(value: Any, kind: str) -> Any:
@@ -183,6 +135,29 @@ def _plain(value: Any, kind: str) -> Any:
     if kind == "numbers" and is_list and not isinstance(value, str):
         return tuple(map(plain, value))
     return plain(value)
+
+
+def _is_tensor_or_number(value: Any) -> bool:
+    return isinstance(value, (Tensor, bool)) or is_number(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or is_number(value)
+
+
+# What fits the kind of an option. As to torch, a bool is a number, a tensor of one element will do
+# for any number that torch knows, and 0, 1 and None are flags. Forms of states are values.
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "learning rate": _is_tensor_or_number,
+    "number": _is_tensor_or_number,
+    "numbers": lambda value: isinstance(value, tuple) and all(map(_is_tensor_or_number, value)),
+    "limit": lambda value: value is None or is_number(value),
+    "flag": _is_flag,
+    "flag or none": _is_flag,
+    "masters": lambda value: _is_flag(value) or isinstance(value, str),
+    "states": lambda value: True,
+    "rounding": lambda value: value is None or isinstance(value, str),
+}
 
 
 def _shown(value: Any) -> str:

@@ -68,10 +68,10 @@ struct OptimizerKind : Kind {
   void (*step)(Plan&, const std::vector<PlacedOptions>& groups, const GradientOptions&) = nullptr;
 
   int buffer_count(const FusedOptions& options) const {
-    return count_buffers(PlacedOptions(*this, options));
+    return optim::buffer_count(PlacedOptions(*this, options));
   }
   bool needs_step(const FusedOptions& options) const {
-    return asks_for_step(PlacedOptions(*this, options));
+    return needs(PlacedOptions(*this, options)).step;
   }
   bool keeps_step(const FusedOptions& options) const {
     return optim::keeps_step(PlacedOptions(*this, options));

@@ -87,7 +87,7 @@ std::vector<FusedOptions::Option> SGDOptions::options() {
 
 std::vector<FusedOptions::Option> LionOptions::options() {
   auto all = FusedOptions::options();
-  all.push_back({"betas", NumberPlaces(betas_)});
+  all.push_back({"betas", places_of(betas_)});
   return all;
 }
 

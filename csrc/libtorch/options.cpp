@@ -43,7 +43,7 @@ double PlacedOptions::number(const OptionDescription& option, size_t index) cons
   const OptionPlace& place = places_[option.index].place;
   if (auto* const* number = std::get_if<double*>(&place)) return **number;
   if (auto* const* flag = std::get_if<bool*>(&place)) return **flag ? 1.0 : 0.0;
-  if (auto* const numbers = std::get_if<NumberPlaces>(&place)) return (*numbers)[index];
+  if (auto* const numbers = std::get_if<std::vector<double*>>(&place)) return *(*numbers)[index];
   const auto& limit = *std::get<std::optional<double>*>(place);
   return limit.value_or(std::numeric_limits<double>::infinity());
 }
@@ -83,8 +83,8 @@ bool PlacedOptions::has_float16_params() const {
 void copy_option(const OptionPlace& from, const OptionPlace& to) {
   const auto copy = [&](const auto& place) {
     const auto& source = std::get<std::decay_t<decltype(place)>>(from);
-    if constexpr (std::is_same_v<std::decay_t<decltype(place)>, NumberPlaces>) {
-      for (size_t i = 0; i < place.size(); ++i) place[i] = source[i];
+    if constexpr (std::is_same_v<std::decay_t<decltype(place)>, std::vector<double*>>) {
+      for (size_t i = 0; i < place.size(); ++i) *place[i] = *source[i];
     } else {
       *place = *source;
     }

@@ -35,9 +35,9 @@ c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* limit = std::get_if<std::optional<double>*>(&place)) {
     return (*limit)->has_value() ? c10::IValue(***limit) : c10::IValue();
   }
-  if (auto* const numbers = std::get_if<NumberPlaces>(&place)) {
+  if (auto* const numbers = std::get_if<std::vector<double*>>(&place)) {
     std::vector<c10::IValue> values;
-    for (size_t i = 0; i < numbers->size(); ++i) values.emplace_back((*numbers)[i]);
+    for (size_t i = 0; i < numbers->size(); ++i) values.emplace_back(*(*numbers)[i]);
     return c10::ivalue::Tuple::create(std::move(values));
   }
   if (auto* const* text = std::get_if<std::optional<std::string>*>(&place)) {
@@ -60,13 +60,13 @@ std::optional<double> plain_number(const c10::IValue& value) {
 // Takes an option out of a saved group.
 void read_option(const OptionDescription& option, const OptionPlace& place,
                  const c10::IValue& value, const std::string& where) {
-  if (auto* const numbers = std::get_if<NumberPlaces>(&place)) {
+  if (auto* const numbers = std::get_if<std::vector<double*>>(&place)) {
     const auto elements = elements_of(value);
     bool fits = elements.size() == numbers->size();
     for (size_t i = 0; fits && i < numbers->size(); ++i) {
       const auto number = plain_number(elements[i]);
       fits = number.has_value();
-      if (fits) (*numbers)[i] = *number;
+      if (fits) *(*numbers)[i] = *number;
     }
     TORCH_CHECK(fits, where, " must be ", wanted(option, false), ", got ", shown(value));
     return;

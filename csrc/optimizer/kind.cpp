@@ -25,51 +25,68 @@ Kind::Source source_of(const Kind& kind, const char* field) {
   TORCH_CHECK(false, "kind.cpp must have an option for the hyperparameter ", field);
 }
 
+// How Python calls a kind, and what an option of it must be, in the order of the enum.
+struct KindWords {
+  const char* name;
+  const char* wanted;
+};
+constexpr KindWords kWords[] = {
+    {"learning rate", "a number"},
+    {"number", "a number"},
+    {"number", "a number"},
+    {"limit", "a number or None"},
+    {"numbers", " numbers"},
+    {"flag", "True or False"},
+    {"masters", "True, False, 'split' or 'split8'"},
+    {"states", "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None"},
+    {"rounding", "'dither', 'nearest' or None"},
+    {"flag", "True or False"},
+    {"flag or none", "True, False or None"}};
+
+// How many numbers an option is.
+size_t number_count(const OptionDescription& option) {
+  if (option.kind == OptionKind::kNumbers) return option.fields.size();
+  return option.kind <= OptionKind::kLimit ? 1 : 0;
+}
+
 void check_value(const OptionDescription& option, const GroupOptions& options) {
-  const auto message = [&](const char* range, const char* why) {
-    std::string text = wanted(option, options.takes_tensors());
-    if (*range != '\0') text.insert(std::strlen("a number"), range);
-    return c10::str(options.name_of(option), " must be ", text, ", got ", options.shown(option, {}),
-                    why);
-  };
-  switch (option.kind) {
-    case OptionKind::kLearningRate:
-    case OptionKind::kNumber:
-      TORCH_CHECK_VALUE(!std::isnan(options.number(option, 0)), message("", ""));
-      break;
-    case OptionKind::kNumberFrom0:
-    case OptionKind::kLimit:
-      TORCH_CHECK_VALUE(options.number(option, 0) >= 0.0, message(" of at least 0", ""));
-      break;
-    case OptionKind::kNumbers:
-      for (size_t i = 0; i < option.fields.size(); ++i) {
-        TORCH_CHECK_VALUE(!std::isnan(options.number(option, i)), message("", ""));
-      }
-      break;
-    case OptionKind::kMasters: {
-      const MasterWeights masters = options.master_weights();
-      const auto* const form = std::get_if<std::string>(&masters.value());
-      TORCH_CHECK_TYPE(form == nullptr || *form == "split" || *form == "split8", message("", ""));
-      break;
-    }
-    case OptionKind::kStates: {
-      const StateDType dtype = options.state_dtype();
-      const bool is_half = dtype == at::kHalf || dtype == "float16";
-      TORCH_CHECK_VALUE(
-          !dtype.has_value() || dtype == at::kFloat || dtype == at::kBFloat16 || dtype.is_coded(),
-          message("", is_half ? ", in which second moments of small gradients are 0" : ""));
-      break;
-    }
-    case OptionKind::kRounding: {
-      const std::string rounding = options.rounding().value_or("nearest");
-      TORCH_CHECK_VALUE(rounding == "dither" || rounding == "nearest", message("", ""));
-      break;
-    }
-    case OptionKind::kFlag:
-    case OptionKind::kUnused:
-    case OptionKind::kUnusedOrNone:
-      break;
+  bool fits = true;
+  const bool is_from_0 =
+      option.kind == OptionKind::kNumberFrom0 || option.kind == OptionKind::kLimit;
+  const char* why = "";
+  for (size_t i = 0; i < number_count(option); ++i) {
+    const double number = options.number(option, i);
+    fits = fits && (is_from_0 ? number >= 0.0 : !std::isnan(number));
   }
+  if (option.kind == OptionKind::kMasters) {
+    const MasterWeights masters = options.master_weights();
+    const auto* const form = std::get_if<std::string>(&masters.value());
+    fits = form == nullptr || *form == "split" || *form == "split8";
+  } else if (option.kind == OptionKind::kStates) {
+    const StateDType dtype = options.state_dtype();
+    fits = !dtype.has_value() || dtype == at::kFloat || dtype == at::kBFloat16 || dtype.is_coded();
+    const bool is_half = !fits && (dtype == at::kHalf || dtype == "float16");
+    if (is_half) why = ", in which second moments of small gradients are 0";
+  } else if (option.kind == OptionKind::kRounding) {
+    const std::string rounding = options.rounding().value_or("nearest");
+    fits = rounding == "dither" || rounding == "nearest";
+  }
+  if (fits) return;
+  std::string must_be = wanted(option, options.takes_tensors());
+  if (is_from_0) must_be.insert(std::strlen("a number"), " of at least 0");
+  const std::string message = c10::str(options.name_of(option), " must be ", must_be, ", got ",
+                                       options.shown(option, {}), why);
+  TORCH_CHECK_TYPE(option.kind != OptionKind::kMasters, message);
+  TORCH_CHECK_VALUE(false, message);
+}
+
+// What follows from the options of a step.
+template <typename Hyperparameters>
+Needs needs_with(const GroupOptions& options) {
+  Hyperparameters hyperparameters;
+  set_fields(hyperparameters, options);
+  return {hyperparameters.needs_buffers(), hyperparameters.why_step() != nullptr,
+          hyperparameters.dither};
 }
 
 OptionDescription betas() {
@@ -82,8 +99,11 @@ OptionDescription betas() {
 // an option that torch's other optimizers have; of `decoupled_weight_decay` it is another.
 template <typename Hyperparameters>
 Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
-               const std::vector<OptionDescription>& own) {
+               const std::vector<OptionDescription>& own,
+               const char* (*refusal_of_torch)(const GroupOptions&) = nullptr) {
   Kind kind;
+  kind.needs = &needs_with<Hyperparameters>;
+  kind.refusal_of_torch = refusal_of_torch;
   kind.options = {
       {"lr", OptionKind::kLearningRate, OnLoad::kRequired, "Invalid learning rate"},
       {"weight_decay", OptionKind::kNumber, OnLoad::kRequired, "Invalid weight_decay value"},
@@ -113,57 +133,36 @@ Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
 
 template <>
 const Kind& kind_of<AdamHyperparameters>() {
-  static const Kind kind = [] {
-    Kind adam = described<AdamHyperparameters>(
-        OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
-        {betas(),
-         {"eps", OptionKind::kNumber, OnLoad::kRequired, "Invalid epsilon value"},
-         {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
-         {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
-         {"capturable", OptionKind::kUnused, OnLoad::kOffIfMissing}});
-    adam.count_buffers = [](const GroupOptions& options) {
-      return options.is_set("amsgrad") ? 3 : 2;
-    };
-    adam.asks_for_step = [](const GroupOptions&) { return true; };
-    return adam;
-  }();
+  static const Kind kind = described<AdamHyperparameters>(
+      OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
+      {betas(),
+       {"eps", OptionKind::kNumber, OnLoad::kRequired, "Invalid epsilon value"},
+       {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
+       {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
+       {"capturable", OptionKind::kUnused, OnLoad::kOffIfMissing}});
   return kind;
 }
 
 template <>
 const Kind& kind_of<SgdHyperparameters>() {
-  static const Kind kind = [] {
-    Kind sgd = described<SgdHyperparameters>(
-        OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
-        {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value"},
-         {"dampening", OptionKind::kNumber, OnLoad::kRequired},
-         {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}});
-    sgd.count_buffers = [](const GroupOptions& options) {
-      return options.is_set("momentum") ? 1 : 0;
-    };
-    sgd.asks_for_step = [](const GroupOptions& options) {  // only dampening tells the first step
-      return options.is_set("momentum") && options.is_set("dampening");
-    };
-    sgd.refusal_of_torch = [](const GroupOptions& options) {
-      const bool looks_ahead = options.is_set("nesterov");
-      const bool can = options.is_set("momentum") && !options.is_set("dampening");
-      return looks_ahead && !can ? "Nesterov momentum requires a momentum and zero dampening"
-                                 : nullptr;
-    };
-    return sgd;
-  }();
+  static const Kind kind = described<SgdHyperparameters>(
+      OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
+      {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value"},
+       {"dampening", OptionKind::kNumber, OnLoad::kRequired},
+       {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}},
+      [](const GroupOptions& options) {
+        const bool looks_ahead = options.is_set("nesterov");
+        const bool can = options.is_set("momentum") && !options.is_set("dampening");
+        return looks_ahead && !can ? "Nesterov momentum requires a momentum and zero dampening"
+                                   : nullptr;
+      });
   return kind;
 }
 
 template <>
 const Kind& kind_of<LionHyperparameters>() {
-  static const Kind kind = [] {
-    Kind lion =
-        described<LionHyperparameters>(OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing, {betas()});
-    lion.count_buffers = [](const GroupOptions&) { return 1; };
-    lion.asks_for_step = [](const GroupOptions&) { return false; };
-    return lion;
-  }();
+  static const Kind kind =
+      described<LionHyperparameters>(OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing, {betas()});
   return kind;
 }
 
@@ -194,41 +193,24 @@ bool GroupOptions::is_set(const char* option) const {
   return number(kind().option(option), 0) != 0.0;
 }
 
+const char* name_of(OptionKind kind) { return kWords[static_cast<size_t>(kind)].name; }
+
 std::string wanted(const OptionDescription& option, bool takes_tensors) {
-  switch (option.kind) {
-    case OptionKind::kLearningRate:
-      return takes_tensors ? "a number or a tensor of one element" : "a number";
-    case OptionKind::kNumber:
-    case OptionKind::kNumberFrom0:
-      return "a number";
-    case OptionKind::kLimit:
-      return "a number or None";
-    case OptionKind::kNumbers: {
-      constexpr const char* kCounts[] = {"no", "one", "two", "three", "four", "five"};
-      const std::string count = kCounts[option.fields.size()];
-      return count + " numbers" +
-             (takes_tensors ? " or " + count + " tensors of one element" : std::string());
-    }
-    case OptionKind::kFlag:
-    case OptionKind::kUnused:
-      return "True or False";
-    case OptionKind::kUnusedOrNone:
-      return "True, False or None";
-    case OptionKind::kMasters:
-      return "True, False, 'split' or 'split8'";
-    case OptionKind::kStates:
-      return "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None";
-    case OptionKind::kRounding:
-      return "'dither', 'nearest' or None";
-  }
-  return {};
+  constexpr const char* kCounts[] = {"no", "one", "two", "three", "four", "five"};
+  const bool is_tuple = option.kind == OptionKind::kNumbers;
+  const std::string count = is_tuple ? kCounts[option.fields.size()] : "";
+  const std::string tensors = is_tuple                                   ? count + " tensors"
+                              : option.kind == OptionKind::kLearningRate ? "a tensor"
+                                                                         : "";
+  const std::string words = count + kWords[static_cast<size_t>(option.kind)].wanted;
+  return !takes_tensors || tensors.empty() ? words : words + " or " + tensors + " of one element";
 }
 
 void check_as_torch(const GroupOptions& options) {
   for (const OptionDescription& option : options.kind().options) {
     if (option.refusal_of_torch == nullptr) continue;
     const bool is_tuple = option.kind == OptionKind::kNumbers;
-    for (size_t i = 0; i < (is_tuple ? option.fields.size() : 1); ++i) {
+    for (size_t i = 0; i < number_count(option); ++i) {
       const double number = options.number(option, i);
       TORCH_CHECK_VALUE(0.0 <= number && number <= option.largest, option.refusal_of_torch,
                         is_tuple ? c10::str(" at index ", i) : std::string(), ": ",
@@ -250,19 +232,16 @@ void check_group(const GroupOptions& options) {
   const OptionDescription& state_dtype = kind.option("state_dtype");
   const MasterWeights masters = options.master_weights();
   const auto* const form = std::get_if<std::string>(&masters.value());
+  const int count = buffer_count(options);
   if (options.state_dtype().is_coded()) {
-    const auto end = kind.buffers.begin() + kind.count_buffers(options);
-    const bool keeps_maximum = std::any_of(
-        kind.buffers.begin(), end,
-        [](const BufferDescription& buffer) { return buffer.role == BufferRole::kMaximum; });
+    const bool keeps_maximum = count > 0 && kind.buffers[count - 1].role == BufferRole::kMaximum;
     TORCH_CHECK_VALUE(!keeps_maximum, options.name_of(state_dtype),
                       " must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum "
                       "has no code, got ",
                       options.shown(state_dtype, {}));
   } else if (form != nullptr && !options.state_dtype().has_value()) {
     // Moments in float16 and a split master are more than a kernel keeps in one step.
-    TORCH_CHECK_VALUE(kind.count_buffers(options) == 0 || !options.has_float16_params(),
-                      options.name_of(state_dtype),
+    TORCH_CHECK_VALUE(count == 0 || !options.has_float16_params(), options.name_of(state_dtype),
                       " must be torch.float32 or torch.bfloat16 for parameters in torch.float16 "
                       "with master_weights='",
                       *form, "', got None");
@@ -281,8 +260,17 @@ bool dithers(const GroupOptions& options) {
   return dithers(options.master_weights(), options.state_dtype(), options.rounding());
 }
 
+int buffer_count(const GroupOptions& options) {
+  const Kind& kind = options.kind();
+  if (!kind.needs(options).buffers) return 0;
+  const bool may_lack_last = kind.buffers.back().role == BufferRole::kMaximum;
+  const auto count = static_cast<int>(kind.buffers.size());
+  return may_lack_last && !options.is_set("amsgrad") ? count - 1 : count;
+}
+
 bool keeps_step(const GroupOptions& options) {
-  return options.kind().asks_for_step(options) || dithers(options);
+  const Needs needs = options.kind().needs(options);
+  return needs.step || needs.dither;
 }
 
 }  // namespace amp_ext::optim

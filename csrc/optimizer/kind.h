@@ -50,6 +50,9 @@ struct OptionDescription {
   bool is_read() const { return kind != OptionKind::kUnused && kind != OptionKind::kUnusedOrNone; }
 };
 
+// How the types of Python call it.
+AMP_EXT_API const char* name_of(OptionKind kind);
+
 // What an option must be, in words, its range aside. `takes_tensors`: where a number may be one.
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
 
@@ -83,6 +86,13 @@ class AMP_EXT_API GroupOptions {
   const Kind* kind_;
 };
 
+// What follows from the hyperparameters of a group.
+struct Needs {
+  bool buffers;
+  bool step;    // its number
+  bool dither;  // of what is stored in fewer bits
+};
+
 struct AMP_EXT_API Kind {
   // Where a hyperparameter comes from.
   struct Source {
@@ -93,10 +103,7 @@ struct AMP_EXT_API Kind {
   std::vector<OptionDescription> options;  // those that all optimizers have come first
   std::vector<BufferDescription> buffers;  // all that the formula may keep
   std::vector<Source> sources;             // in the order of `set_fields`
-  // How many of the buffers a group keeps, the first ones, and whether the formula needs the number
-  // of the step.
-  int (*count_buffers)(const GroupOptions&) = nullptr;
-  bool (*asks_for_step)(const GroupOptions&) = nullptr;
+  Needs (*needs)(const GroupOptions&) = nullptr;
   // How torch refuses defaults that do not go together; null where they do.
   const char* (*refusal_of_torch)(const GroupOptions&) = nullptr;
 
@@ -125,6 +132,9 @@ AMP_EXT_API void check_group(const GroupOptions& options);
 AMP_EXT_API bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,
                          const std::optional<std::string>& rounding);
 AMP_EXT_API bool dithers(const GroupOptions& options);
+
+// How many of its buffers a group keeps, the first ones: AMSGrad's maximum is the last.
+AMP_EXT_API int buffer_count(const GroupOptions& options);
 
 // Whether the states of a group count their steps: for the formula or for the dither.
 AMP_EXT_API bool keeps_step(const GroupOptions& options);

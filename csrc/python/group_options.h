@@ -35,13 +35,9 @@ struct NamedOptions {
 // the types then, and says what is wrong.
 class DictOptions final : public optim::GroupOptions {
  public:
-  DictOptions(const NamedOptions& named, const py::dict& group)
-      : GroupOptions(named.kind), named_(named), group_(group) {}
-
-  // With a function that makes the text of a value, and what errors say with "%s" for the name of
-  // an option. Without the latter these are defaults for torch's checks, which read a learning rate
-  // that is a tensor.
-  DictOptions(const NamedOptions& named, const py::dict& group, py::object shown,
+  // For checks with what makes the text of a value, and with what errors say, "%s" for the name of
+  // an option; without the latter for those of torch, which read a learning rate that is a tensor.
+  DictOptions(const NamedOptions& named, const py::dict& group, py::object shown = {},
               std::string where = {})
       : GroupOptions(named.kind),
         named_(named),
@@ -60,15 +56,12 @@ class DictOptions final : public optim::GroupOptions {
     switch (option.kind) {
       case optim::OptionKind::kFlag:
         return is_true(given) ? 1.0 : 0.0;
-      case optim::OptionKind::kLimit:
-        if (given.is_none()) return std::numeric_limits<double>::infinity();
-        return number_in(given);
-      case optim::OptionKind::kLearningRate:
-        return is_one_element(given) && (!shown_ || !where_.empty()) ? 0.0 : number_in(given);
       case optim::OptionKind::kNumbers:
         return number_in(element_of(given, index, option.fields.size()));
+      case optim::OptionKind::kLimit:
+        return given.is_none() ? std::numeric_limits<double>::infinity() : number_in(given);
       default:
-        return number_in(given);
+        return number_in(given, option.kind != optim::OptionKind::kLearningRate || are_defaults());
     }
   }
 
@@ -114,14 +107,16 @@ class DictOptions final : public optim::GroupOptions {
   }
 
  private:
-  static bool is_one_element(py::handle value) {
-    return THPVariable_Check(value.ptr()) && THPVariable_Unpack(value.ptr()).numel() == 1;
-  }
+  static constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-  // A tensor of several elements is no number.
-  static double number_in(py::handle value) {
-    if (THPVariable_Check(value.ptr()) && !is_one_element(value)) {
-      return std::numeric_limits<double>::quiet_NaN();
+  bool are_defaults() const { return shown_ && where_.empty(); }
+
+  // A tensor of several elements is no number; one that is not to be read may be any.
+  static double number_in(py::handle value, bool is_read = true) {
+    const bool may_be_tensor = !PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr());
+    if (may_be_tensor && THPVariable_Check(value.ptr())) {
+      const bool is_number = THPVariable_Unpack(value.ptr()).numel() == 1;
+      if (!is_number || !is_read) return is_number ? 0.0 : kNaN;
     }
     const double number = PyFloat_AsDouble(value.ptr());
     if (number == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();

@@ -89,10 +89,7 @@ void define_optimizer(py::module_& module,
              });
 }
 
-// In the order of the enums.
-constexpr const char* kOptionKinds[] = {"learning rate", "number", "number",      "limit",
-                                        "numbers",       "flag",   "masters",     "states",
-                                        "rounding",      "flag",   "flag or none"};
+// In the order of the enum.
 constexpr const char* kOnLoads[] = {"required", "off if missing", "kept if missing", "kept"};
 
 }  // namespace
@@ -102,7 +99,7 @@ void define_lists(py::module_& module) {
   py::class_<OptionDescription>(module, "OptionDescription")
       .def_readonly("name", &OptionDescription::name)
       .def_property_readonly(
-          "kind", [](const OptionDescription& self) { return kOptionKinds[int(self.kind)]; })
+          "kind", [](const OptionDescription& self) { return optim::name_of(self.kind); })
       .def_property_readonly(
           "on_load", [](const OptionDescription& self) { return kOnLoads[int(self.on_load)]; })
       .def_property_readonly(

@@ -161,7 +161,8 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
     Options options;
     optim::set_fields(options, given);
     const py::handle lr = given.value(named->kind.option("lr"));
-    if (THPVariable_Check(lr.ptr())) options.lr_tensor = THPVariable_Unpack(lr.ptr());
+    if (!PyFloat_Check(lr.ptr()) && THPVariable_Check(lr.ptr()))
+      options.lr_tensor = THPVariable_Unpack(lr.ptr());
     check_numbers(Hyperparameters::kName, options);
     return options;
   }));
@@ -187,9 +188,7 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
   options.type.attr("options") = py::tuple(described);
   options.type.def_static(
       "buffer_count",
-      [named](const py::dict& group) {
-        return named->kind.count_buffers(DictOptions(*named, group));
-      },
+      [named](const py::dict& group) { return optim::buffer_count(DictOptions(*named, group)); },
       py::arg("group"));
   options.type.def_static(
       "check_as_torch",

@@ -20,30 +20,14 @@
 
 namespace amp_ext::optim {
 
-// Where the numbers of an option are kept that is a tuple of them.
-class NumberPlaces {
- public:
-  template <typename... Numbers>
-  explicit NumberPlaces(std::tuple<Numbers...>& numbers)
-      : numbers_(&numbers), size_(sizeof...(Numbers)), at_([](void* tuple, size_t index) {
-          const auto at_index = [index](Numbers&... each) {
-            double* const places[] = {&each...};
-            return places[index];
-          };
-          return std::apply(at_index, *static_cast<std::tuple<Numbers...>*>(tuple));
-        }) {}
-
-  size_t size() const { return size_; }
-  double& operator[](size_t index) const { return *at_(numbers_, index); }
-
- private:
-  void* numbers_;
-  size_t size_;
-  double* (*at_)(void* tuple, size_t index);
-};
+// Where the numbers of a tuple are kept.
+template <typename... Numbers>
+std::vector<double*> places_of(std::tuple<Numbers...>& numbers) {
+  return std::apply([](Numbers&... each) { return std::vector<double*>{&each...}; }, numbers);
+}
 
 // Where an option is kept.
-using OptionPlace = std::variant<double*, bool*, MasterWeights*, StateDType*, NumberPlaces,
+using OptionPlace = std::variant<double*, bool*, MasterWeights*, StateDType*, std::vector<double*>,
                                  std::optional<double>*, std::optional<std::string>*>;
 
 // The options of a group that all optimizers have.
@@ -154,7 +138,7 @@ class AMP_EXT_API AdamOptionsOf : public OptionsOf<Derived> {
 
   std::vector<FusedOptions::Option> options() override {
     auto all = OptionsOf<Derived>::options();
-    all.insert(all.end(), {{"betas", NumberPlaces(betas_)},
+    all.insert(all.end(), {{"betas", places_of(betas_)},
                            {"eps", &eps_},
                            {"amsgrad", &amsgrad_},
                            {"denominator_floor", &denominator_floor_}});

@@ -53,9 +53,9 @@ inline void set_options(amp_ext::optim::FusedOptions& options, const c10::IValue
             } else {
               *option = value.toStringRef();
             }
-          } else if constexpr (std::is_same_v<Type, amp_ext::optim::NumberPlaces>) {
+          } else if constexpr (std::is_same_v<Type, std::vector<double*>>) {
             const auto& numbers = value.toTupleRef().elements();
-            for (size_t i = 0; i < option.size(); ++i) option[i] = numbers[i].toDouble();
+            for (size_t i = 0; i < option.size(); ++i) *option[i] = numbers[i].toDouble();
           } else if constexpr (std::is_same_v<Type, amp_ext::optim::StateDType>) {
             const std::string text = value.isNone() ? std::string() : value.toStringRef();
             if (text.rfind("torch.", 0) == 0) {
