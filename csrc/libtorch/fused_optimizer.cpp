@@ -23,6 +23,12 @@ void take_given(FusedOptions& options, FusedOptions& from) {
   }
 }
 
+PlacedOptions options_of_group(const OptimizerKind& kind, const FusedOptions& options, size_t group,
+                               const std::vector<at::Tensor>& params) {
+  const auto place = [group] { return c10::str(" of group ", group); };
+  return {kind, options, kind.name, place, &params};
+}
+
 }  // namespace
 
 FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
@@ -92,7 +98,7 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
     check_kind(*given, group);
     take_given(options, static_cast<FusedOptions&>(*given));
   }
-  check_group(placed_options(options, group, param_group.params()));
+  check_group(options_of_group(impl_->kind, options, group, param_group.params()));
   std::unordered_set<const void*> others;
   for (const auto& other : param_groups_) {
     for (const at::Tensor& param : other.params()) others.insert(param.unsafeGetTensorImpl());
@@ -139,19 +145,13 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
   return const_cast<FusedOptions&>(checked_options(group));
 }
 
-PlacedOptions FusedOptimizer::placed_options(const FusedOptions& options, size_t group,
-                                             const std::vector<at::Tensor>& params) const {
-  const auto place = [group] { return c10::str(" of group ", group); };
-  return {impl_->kind, options, impl_->kind.name, place, &params};
-}
-
 // Also what a loop may have written into the groups. Returns the options of each.
 std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
   const char* const name = impl_->kind.name;
   TORCH_CHECK(!param_groups_.empty(), name, ": param_groups must have a group, got none");
   std::vector<PlacedOptions> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
-    groups.push_back(placed_options(options_of(i), i, param_groups_[i].params()));
+    groups.push_back(options_of_group(impl_->kind, options_of(i), i, param_groups_[i].params()));
     check_group(groups[i]);
   }
   return groups;

@@ -20,13 +20,11 @@ namespace amp_ext::optim {
 // The options of a group by the places of FusedOptions, which are in the order of the description.
 class PlacedOptions final : public GroupOptions {
  public:
-  PlacedOptions(const Kind& kind, const FusedOptions& options)
-      : GroupOptions(kind), places_(const_cast<FusedOptions&>(options).options()) {}
-
-  // With what errors call the optimizer, what stands behind the names of options in them, " of
-  // group 1", and the parameters of the group.
-  PlacedOptions(const Kind& kind, const FusedOptions& options, std::string operation,
-                std::function<std::string()> place, const std::vector<at::Tensor>* params)
+  // For checks with what errors call the optimizer, what stands behind the names of options in
+  // them, " of group 1", and the parameters of the group.
+  PlacedOptions(const Kind& kind, const FusedOptions& options, std::string operation = {},
+                std::function<std::string()> place = {},
+                const std::vector<at::Tensor>* params = nullptr)
       : GroupOptions(kind),
         places_(const_cast<FusedOptions&>(options).options()),
         operation_(std::move(operation)),

@@ -38,21 +38,15 @@ OptimizerKind kind_named(const char* name) {
   return kind;
 }
 
-template <typename Options>
-OptimizerKind any_adam(const char* name) {
-  auto kind = kind_named<Options, AdamHyperparameters>(name);
-  kind.base_class = "Adam";
-  return kind;
-}
-
 const OptimizerKind& adam_kind() {
-  static const OptimizerKind kind = any_adam<AdamOptions>("Adam");
+  static const auto kind = kind_named<AdamOptions, AdamHyperparameters>("Adam");
   return kind;
 }
 
 const OptimizerKind& adamw_kind() {
   static const OptimizerKind kind = [] {
-    auto adamw = any_adam<AdamWOptions>("AdamW");
+    auto adamw = kind_named<AdamWOptions, AdamHyperparameters>("AdamW");
+    adamw.base_class = "Adam";
     adamw.fixed_option = "decoupled_weight_decay";
     return adamw;
   }();
@@ -69,10 +63,7 @@ const OptimizerKind& sgd_kind() {
 }
 
 const OptimizerKind& lion_kind() {
-  static const OptimizerKind kind = [] {
-    auto lion = kind_named<LionOptions, LionHyperparameters>("Lion");
-    return lion;
-  }();
+  static const auto kind = kind_named<LionOptions, LionHyperparameters>("Lion");
   return kind;
 }
 

@@ -35,9 +35,7 @@ std::vector<FusedOptions::Option> FusedOptions::options() {
           {"write_back_grads", &write_back_grads_}};
 }
 
-bool FusedOptions::dithers() const {
-  return optim::dithers(master_weights_, state_dtype_, rounding_);
-}
+bool FusedOptions::dithers() const { return may_dither(master_weights_, state_dtype_, rounding_); }
 
 double PlacedOptions::number(const OptionDescription& option, size_t index) const {
   const OptionPlace& place = places_[option.index].place;

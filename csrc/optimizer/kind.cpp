@@ -25,16 +25,19 @@ Kind::Source source_of(const Kind& kind, const char* field) {
   TORCH_CHECK(false, "kind.cpp must have an option for the hyperparameter ", field);
 }
 
-// How Python calls a kind, and what an option of it must be, in the order of the enum.
+// How Python calls a kind, and what an option of it must be; where it has a range also with that.
 struct KindWords {
   const char* name;
   const char* wanted;
+  const char* in_range = nullptr;
 };
+
+// In the order of the enum.
 constexpr KindWords kWords[] = {
     {"learning rate", "a number"},
     {"number", "a number"},
-    {"number", "a number"},
-    {"limit", "a number or None"},
+    {"number", "a number", "a number of at least 0"},
+    {"limit", "a number or None", "a number of at least 0 or None"},
     {"numbers", " numbers"},
     {"flag", "True or False"},
     {"masters", "True, False, 'split' or 'split8'"},
@@ -42,6 +45,8 @@ constexpr KindWords kWords[] = {
     {"rounding", "'dither', 'nearest' or None"},
     {"flag", "True or False"},
     {"flag or none", "True, False or None"}};
+
+const KindWords& words_of(OptionKind kind) { return kWords[static_cast<size_t>(kind)]; }
 
 // How many numbers an option is.
 size_t number_count(const OptionDescription& option) {
@@ -51,8 +56,7 @@ size_t number_count(const OptionDescription& option) {
 
 void check_value(const OptionDescription& option, const GroupOptions& options) {
   bool fits = true;
-  const bool is_from_0 =
-      option.kind == OptionKind::kNumberFrom0 || option.kind == OptionKind::kLimit;
+  const bool is_from_0 = words_of(option.kind).in_range != nullptr;
   const char* why = "";
   for (size_t i = 0; i < number_count(option); ++i) {
     const double number = options.number(option, i);
@@ -72,10 +76,11 @@ void check_value(const OptionDescription& option, const GroupOptions& options) {
     fits = rounding == "dither" || rounding == "nearest";
   }
   if (fits) return;
-  std::string must_be = wanted(option, options.takes_tensors());
-  if (is_from_0) must_be.insert(std::strlen("a number"), " of at least 0");
-  const std::string message = c10::str(options.name_of(option), " must be ", must_be, ", got ",
-                                       options.shown(option, {}), why);
+  const char* const in_range = words_of(option.kind).in_range;
+  const std::string message =
+      c10::str(options.name_of(option), " must be ",
+               in_range != nullptr ? in_range : wanted(option, options.takes_tensors()), ", got ",
+               options.shown(option, {}), why);
   TORCH_CHECK_TYPE(option.kind != OptionKind::kMasters, message);
   TORCH_CHECK_VALUE(false, message);
 }
@@ -91,7 +96,7 @@ Needs needs_with(const GroupOptions& options) {
 
 OptionDescription betas() {
   constexpr double kBelow1 = 1.0 - std::numeric_limits<double>::epsilon() / 2;
-  return {"betas", OptionKind::kNumbers, OnLoad::kRequired, "Invalid beta parameter",
+  return {"betas", OptionKind::kNumbers, OnLoad::kRequired, "Invalid beta parameter at index ",
           kBelow1, {"beta1", "beta2"}};
 }
 
@@ -105,8 +110,8 @@ Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
   kind.needs = &needs_with<Hyperparameters>;
   kind.refusal_of_torch = refusal_of_torch;
   kind.options = {
-      {"lr", OptionKind::kLearningRate, OnLoad::kRequired, "Invalid learning rate"},
-      {"weight_decay", OptionKind::kNumber, OnLoad::kRequired, "Invalid weight_decay value"},
+      {"lr", OptionKind::kLearningRate, OnLoad::kRequired, "Invalid learning rate: "},
+      {"weight_decay", OptionKind::kNumber, OnLoad::kRequired, "Invalid weight_decay value: "},
       {"maximize", OptionKind::kFlag, missing},
       {"decoupled_weight_decay", OptionKind::kFlag, decoupled_weight_decay},
       {"master_weights", OptionKind::kMasters, OnLoad::kKept},
@@ -136,7 +141,7 @@ const Kind& kind_of<AdamHyperparameters>() {
   static const Kind kind = described<AdamHyperparameters>(
       OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
       {betas(),
-       {"eps", OptionKind::kNumber, OnLoad::kRequired, "Invalid epsilon value"},
+       {"eps", OptionKind::kNumber, OnLoad::kRequired, "Invalid epsilon value: "},
        {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
        {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
        {"capturable", OptionKind::kUnused, OnLoad::kOffIfMissing}});
@@ -147,7 +152,7 @@ template <>
 const Kind& kind_of<SgdHyperparameters>() {
   static const Kind kind = described<SgdHyperparameters>(
       OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
-      {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value"},
+      {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value: "},
        {"dampening", OptionKind::kNumber, OnLoad::kRequired},
        {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}},
       [](const GroupOptions& options) {
@@ -193,7 +198,7 @@ bool GroupOptions::is_set(const char* option) const {
   return number(kind().option(option), 0) != 0.0;
 }
 
-const char* name_of(OptionKind kind) { return kWords[static_cast<size_t>(kind)].name; }
+const char* name_of(OptionKind kind) { return words_of(kind).name; }
 
 std::string wanted(const OptionDescription& option, bool takes_tensors) {
   constexpr const char* kCounts[] = {"no", "one", "two", "three", "four", "five"};
@@ -202,7 +207,7 @@ std::string wanted(const OptionDescription& option, bool takes_tensors) {
   const std::string tensors = is_tuple                                   ? count + " tensors"
                               : option.kind == OptionKind::kLearningRate ? "a tensor"
                                                                          : "";
-  const std::string words = count + kWords[static_cast<size_t>(option.kind)].wanted;
+  const std::string words = count + words_of(option.kind).wanted;
   return !takes_tensors || tensors.empty() ? words : words + " or " + tensors + " of one element";
 }
 
@@ -213,8 +218,7 @@ void check_as_torch(const GroupOptions& options) {
     for (size_t i = 0; i < number_count(option); ++i) {
       const double number = options.number(option, i);
       TORCH_CHECK_VALUE(0.0 <= number && number <= option.largest, option.refusal_of_torch,
-                        is_tuple ? c10::str(" at index ", i) : std::string(), ": ",
-                        options.shown(option, i));
+                        is_tuple ? c10::str(i, ": ") : std::string(), options.shown(option, i));
     }
   }
   const auto refusal_of_torch = options.kind().refusal_of_torch;
@@ -248,16 +252,16 @@ void check_group(const GroupOptions& options) {
   }
 }
 
-bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,
-             const std::optional<std::string>& rounding) {
+bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
+                const std::optional<std::string>& rounding) {
   // Otherwise only what follows a master is stored in 16 bits.
   const bool stores_narrow =
       !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
   return stores_narrow && (rounding.has_value() ? *rounding == "dither" : state_dtype.has_value());
 }
 
-bool dithers(const GroupOptions& options) {
-  return dithers(options.master_weights(), options.state_dtype(), options.rounding());
+bool may_dither(const GroupOptions& options) {
+  return may_dither(options.master_weights(), options.state_dtype(), options.rounding());
 }
 
 int buffer_count(const GroupOptions& options) {

@@ -14,8 +14,8 @@
 
 namespace amp_ext::optim {
 
-enum class OptionKind {
-  kLearningRate,  // a number; in Python also a tensor, which steps read on its device
+enum class OptionKind {  // one number first
+  kLearningRate,         // a number; in Python also a tensor, which steps read on its device
   kNumber,
   kNumberFrom0,
   kLimit,    // a number of at least 0, or none
@@ -40,7 +40,8 @@ struct OptionDescription {
   const char* name;
   OptionKind kind;
   OnLoad on_load;
-  // How torch refuses a default that is not between 0 and `largest`; null where it takes any.
+  // How torch refuses a default that is not between 0 and `largest`, up to the index of the number
+  // or to what it is; null where it takes any.
   const char* refusal_of_torch = nullptr;
   double largest = std::numeric_limits<double>::infinity();
   // The hyperparameters that a step gets from it; empty: the one of its name, if there is one.
@@ -129,9 +130,9 @@ AMP_EXT_API void check_values(const GroupOptions& options);
 AMP_EXT_API void check_group(const GroupOptions& options);
 
 // Whether the options of a group let numbers be dithered, whatever the dtypes of its parameters.
-AMP_EXT_API bool dithers(const MasterWeights& master_weights, const StateDType& state_dtype,
-                         const std::optional<std::string>& rounding);
-AMP_EXT_API bool dithers(const GroupOptions& options);
+AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
+                            const std::optional<std::string>& rounding);
+AMP_EXT_API bool may_dither(const GroupOptions& options);
 
 // How many of its buffers a group keeps, the first ones: AMSGrad's maximum is the last.
 AMP_EXT_API int buffer_count(const GroupOptions& options);
@@ -154,7 +155,7 @@ void set_fields(Hyperparameters& hyperparameters, const GroupOptions& options) {
     auto& field = hyperparameters.*member;
     field = static_cast<std::decay_t<decltype(field)>>(next());
   });
-  hyperparameters.dither = dithers(options);
+  hyperparameters.dither = may_dither(options);
 }
 
 }  // namespace amp_ext::optim

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -31,8 +32,7 @@ struct NamedOptions {
   std::vector<PyObject*> names;
 };
 
-// Throws what Python does where an option is missing or no number at all: whoever calls it checks
-// the types then, and says what is wrong.
+// Throws where an option is missing or of a wrong type: who calls it checks the group by name then.
 class DictOptions final : public optim::GroupOptions {
  public:
   // For checks with what makes the text of a value, and with what errors say, "%s" for the name of
@@ -53,15 +53,17 @@ class DictOptions final : public optim::GroupOptions {
 
   double number(const optim::OptionDescription& option, size_t index) const override {
     const py::handle given = value(option);
+    const bool reads_lr = shown_ && where_.empty();
     switch (option.kind) {
       case optim::OptionKind::kFlag:
-        return is_true(given) ? 1.0 : 0.0;
-      case optim::OptionKind::kNumbers:
-        return number_in(element_of(given, index, option.fields.size()));
+        return py::cast<bool>(given) ? 1.0 : 0.0;
       case optim::OptionKind::kLimit:
         return given.is_none() ? std::numeric_limits<double>::infinity() : number_in(given);
+      case optim::OptionKind::kNumbers:
+        if (py::len(given) != option.fields.size()) throw py::value_error(option.name);
+        return number_in(py::reinterpret_borrow<py::sequence>(given)[index]);
       default:
-        return number_in(given, option.kind != optim::OptionKind::kLearningRate || are_defaults());
+        return number_in(given, option.kind != optim::OptionKind::kLearningRate || reads_lr);
     }
   }
 
@@ -75,12 +77,12 @@ class DictOptions final : public optim::GroupOptions {
     const py::handle given = value(kind().option("state_dtype"));
     if (given.is_none()) return std::nullopt;
     if (THPDtype_Check(given.ptr())) return py::cast<at::ScalarType>(given);
-    return text_of(given);
+    return std::string(py::str(given));
   }
 
   std::optional<std::string> rounding() const override {
     const py::handle given = value(kind().option("rounding"));
-    return given.is_none() ? std::nullopt : std::optional<std::string>(text_of(given));
+    return given.is_none() ? std::nullopt : std::optional<std::string>(py::str(given));
   }
 
   bool has_float16_params() const override {
@@ -100,49 +102,20 @@ class DictOptions final : public optim::GroupOptions {
 
   std::string shown(const optim::OptionDescription& option,
                     std::optional<size_t> index) const override {
-    const py::handle given = value(option);
+    const auto given = py::reinterpret_borrow<py::sequence>(value(option));
     const bool is_one = index.has_value() && option.kind == optim::OptionKind::kNumbers;
-    return py::cast<std::string>(
-        shown_(is_one ? element_of(given, *index, option.fields.size()) : given));
+    return py::cast<std::string>(is_one ? shown_(given[*index]) : shown_(given));
   }
 
  private:
-  static constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-  bool are_defaults() const { return shown_ && where_.empty(); }
-
   // A tensor of several elements is no number; one that is not to be read may be any.
   static double number_in(py::handle value, bool is_read = true) {
     const bool may_be_tensor = !PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr());
     if (may_be_tensor && THPVariable_Check(value.ptr())) {
-      const bool is_number = THPVariable_Unpack(value.ptr()).numel() == 1;
-      if (!is_number || !is_read) return is_number ? 0.0 : kNaN;
+      if (THPVariable_Unpack(value.ptr()).numel() != 1) return std::nan("");
+      if (!is_read) return 0.0;
     }
-    const double number = PyFloat_AsDouble(value.ptr());
-    if (number == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    return number;
-  }
-
-  static bool is_true(py::handle value) {
-    py::detail::make_caster<bool> caster;
-    if (!caster.load(value, /*convert=*/true)) throw py::type_error("a flag must be a bool");
-    return static_cast<bool>(caster);
-  }
-
-  static py::object element_of(py::handle numbers, size_t index, size_t count) {
-    const auto list = py::reinterpret_steal<py::object>(
-        PySequence_Fast(numbers.ptr(), "an option must be a tuple of numbers"));
-    if (!list) throw py::error_already_set();
-    if (PySequence_Fast_GET_SIZE(list.ptr()) != static_cast<Py_ssize_t>(count)) {
-      throw py::value_error("an option must have another number of numbers");
-    }
-    return py::reinterpret_borrow<py::object>(PySequence_Fast_ITEMS(list.ptr())[index]);
-  }
-
-  // Of what is no text, one that is none of the forms.
-  static std::string text_of(py::handle value) {
-    return py::isinstance<py::str>(value) ? py::cast<std::string>(value)
-                                          : std::string(py::repr(value));
+    return py::cast<double>(value);
   }
 
   const NamedOptions& named_;

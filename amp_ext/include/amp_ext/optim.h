@@ -345,8 +345,6 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedOptions& options_of(size_t group);
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   const FusedOptions& checked_options(size_t group) const;
-  PlacedOptions placed_options(const FusedOptions& options, size_t group,
-                               const std::vector<at::Tensor>& params) const;
   FusedParamState* state_of(const at::Tensor& param) const;
   std::unique_ptr<FusedParamState> whole_state(const FusedOptions& options,
                                                const at::Tensor& param) const;
