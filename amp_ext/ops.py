@@ -74,7 +74,8 @@ if TYPE_CHECKING:
     from amp_ext import _C as _C
 
     binary = _C  # which __getattr__ gives, and what follows
-    MomentFormat = _C.MomentFormat
+    Kept = _C.Kept
+    ListedParam = _C.ListedParam
     OptionDescription = _C.OptionDescription
 
 __all__ = [
@@ -107,35 +108,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 _OTHERS = (
+    "Kept",
     "KeptStates",
+    "ListedParam",
     "MASTER_KEYS",
-    "MomentFormat",
     "NO_TENSOR",
     "OptionDescription",
     "Plan",
     "ScalerMonitor",
     "UnscaledGrads",
-    "check_code",
     "configured_options",
-    "empty_code",
-    "empty_lower_part",
-    "formats_of",
     "has_blocks",
-    "has_moment",
-    "is_key_of_moment",
-    "is_lower_part",
-    "key_of_master",
-    "loaded_master",
-    "made_master",
-    "made_moments",
     "name_of_another_group",
     "open_beside",
     "other_writer",
     "places_by_name",
-    "saved_codes",
     "wanted_of_scaler",
     "whole_master",
-    "whole_moments",
 )
 
 

@@ -14,7 +14,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from amp_ext.optim.moments import BLOCK, CODED_STATES, has_blocks
+from amp_ext import ops
+from amp_ext.optim.options import CODED_STATES
+from amp_ext.sharding import is_dtensor, is_over_rows
 
 __all__ = [
     "CONFIGURATIONS",
@@ -42,6 +44,7 @@ NOT_COUNTED = (
 
 _COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([kmbt]?)", re.I)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_BLOCK = 32  # elements that have an exponent together
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 #: Of an element of a master, beside its 16-bit parameter, by the option ``master_weights``.
@@ -140,6 +143,12 @@ class _Elements:
     has_blocks: bool = False  # in 8-bit states
 
 
+def _has_blocks(param: torch.Tensor) -> bool:
+    has_whole_rows = not is_dtensor(param) or is_over_rows(param)
+    blocks: bool = ops.has_blocks(param, has_whole_rows)
+    return blocks
+
+
 def training_memory(
     model: nn.Module | int | float | str, optimizer: str = "adamw"
 ) -> list[MemoryUsage]:
@@ -174,7 +183,7 @@ def training_memory(
     rows, buffers = list(CONFIGURATIONS), []
     if isinstance(model, nn.Module):
         params = [
-            _Elements(param.dtype, param.numel(), param.requires_grad, has_blocks(param))
+            _Elements(param.dtype, param.numel(), param.requires_grad, _has_blocks(param))
             for param in model.parameters()
         ]
         buffers = [_Elements(buffer.dtype, buffer.numel()) for buffer in model.buffers()]
@@ -222,7 +231,7 @@ def _state_bytes(each: _Elements, dtype: torch.dtype | str, states: int) -> int:
     if isinstance(dtype, torch.dtype):
         return each.number * dtype.itemsize * states
     # Without blocks a moment is in bfloat16, as is Adam's second with "8bit-bf16".
-    in_blocks = each.number + -(-each.number // BLOCK) if each.has_blocks else 2 * each.number
+    in_blocks = each.number + -(-each.number // _BLOCK) if each.has_blocks else 2 * each.number
     if states < 2:
         return states * in_blocks
     return each.number + (in_blocks if dtype == "8bit" else 2 * each.number)

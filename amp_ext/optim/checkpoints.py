@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params
-from amp_ext.optim.kept import Kept
-from amp_ext.optim.masters import loaded_master, read_lower_part
-from amp_ext.optim.moments import copied_moments, made_moments
+from amp_ext.optim.state_store import Place, loaded_state
 from amp_ext.optim.writers import other_writer
 from amp_ext.sharding import is_flattened
 
@@ -46,7 +43,7 @@ class Target:
     defaults: Options
     own_names: Sequence[str]
     described: tuple[ops.OptionDescription, ...]
-    kept_by: Callable[[Options], Kept]
+    kept_by: Callable[[Options], ops.Kept]
     check_options: Callable[[Options, str], None]
 
     @property
@@ -56,7 +53,6 @@ class Target:
 
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @outside_inference_mode()
@@ -320,8 +316,8 @@ def _copied_states(
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             param_keys.add(key)
             if saved_states.get(key):
-                where = f"{target.operation}: %s of group {group_index}, param {index}"
-                states[param] = _copied_state(kept, param, saved_states[key], where)
+                place = Place(kept, param, group_index, index)
+                states[param] = loaded_state(place, saved_states[key], target.operation)
     others = {key: value for key, value in saved_states.items() if key not in param_keys}
     if others and len(others) == len(saved_states):
         raise ValueError(
@@ -331,106 +327,9 @@ def _copied_states(
     return {**states, **copy.deepcopy(others)}
 
 
-def _copied_state(kept: Kept, param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """Copies a saved state in the configured dtypes, the parameter's device and layout."""
-    if is_lazy(param):
-        raise ValueError(
-            f"{where % 'param'} must have a shape, got a lazy parameter: run the model once first"
-        )
-    for name in kept.missing_from(saved):
-        raise ValueError(f"{where % name} must be there, got {list(saved)}")
-    state: dict[str, Any] = {}
-    key = kept.master_key(param)
-    masters = _saved_masters(param, saved, where)
-    moments = _loaded_moments(kept, param, saved, where)
-    names = list(kept.roles)
-    for name, value in saved.items():
-        if name == "step":
-            state[name] = _as_step(value, where % name).to(param.device, copy=True)
-        elif name in ops.MASTER_KEYS:
-            if masters and key is not None and key not in state:  # in the order of the file
-                state[key] = loaded_master(param, masters, key)
-        elif not ops.is_key_of_moment(name, names):
-            state[name] = copy.deepcopy(value)
-        else:
-            state.update(moments)
-    return state
-
-
-def _loaded_moments(
-    kept: Kept, param: Tensor, saved: dict[str, Any], where: str
-) -> dict[str, Tensor]:
-    """Returns copies of the moments in a saved state, in the formats that the group wants.
-
-    Also those that it keeps only with other options, to which a loop may change. A number beside a
-    code was written by somebody who knows the former only: it is the newer one.
-    """
-    formats = kept.formats(param)
-    coded = [form.name for form in formats if saved.get(form.name) is None]
-    codes = copied_moments(saved, coded, param, where)
-    found = dict(codes)
-    for form in formats:
-        value = saved.get(form.name)
-        if value is not None:
-            _check_tensor(value, param, where % form.name)
-            # The root of a second moment is the unit of a code: not to be rounded before.
-            is_exact = form.code is None and (not codes or form.dtype == torch.float64)
-            dtype = form.dtype if is_exact else torch.float32
-            found[form.name] = torch.empty_like(param, dtype=dtype).copy_(value)
-    present = [form for form in formats if ops.has_moment(found, form.name)]
-    return made_moments(found, present, param)
-
-
-def _saved_masters(param: Tensor, saved: dict[str, Any], where: str) -> dict[str, Tensor]:
-    """Returns copies of the masters in a saved state, by their keys, in the parameter's layout."""
-    masters = {}
-    for name in ops.MASTER_KEYS:
-        value = saved.get(name)
-        if value is None:
-            continue
-        if name != "master_param":
-            low = read_lower_part(name, value, param, where % name)
-            if low is not None:
-                masters[name] = low
-            continue
-        if getattr(value, "dtype", None) == torch.int16:
-            raise ValueError(
-                f"{where % name} must be floating, got the lower halves of masters, as "
-                "TransformerEngine's FusedAdam writes with store_param_remainders=True; "
-                "without 'master_param' in the states, masters are taken from the parameters"
-            )
-        _check_tensor(value, param, where % name)
-        masters[name] = torch.empty_like(param, dtype=torch.float32).copy_(value)
-    return masters
-
-
-def _as_step(value: Any, where: str) -> Tensor:
-    """Reads a step counter, which older releases of torch save as a number."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{where} must be one number, got shape {tuple(value.shape)}")
-        number = value.detach().reshape(()).item()
-    else:
-        number = value
-    if not isinstance(number, (int, float)):
-        raise ValueError(f"{where} must be one number, got {number!r}")
-    if not 0 <= number <= _LARGEST:
-        raise ValueError(f"{where} must be finite and at least 0, got {number!r}")
-    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
-
-
 def _check_kind(value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"{wanted}, got {type(value).__name__}")
-
-
-def _check_tensor(value: Any, param: Tensor, where: str) -> None:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{where} must be a tensor, got {type(value).__name__}")
-    if value.shape != param.shape:
-        raise ValueError(f"{where} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
-    if value.layout != torch.strided or not value.is_floating_point():
-        raise ValueError(f"{where} must be dense and floating, got {value.layout}, {value.dtype}")
 
 
 def _first_keys(mapping: Mapping[Any, Any]) -> list[Any]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.nonfinite import check_params
-from amp_ext.optim.kept import Kept
 from amp_ext.optim.options import check_defaults, check_group
-from amp_ext.sharding import is_flattened
+from amp_ext.optim.state_store import check_flattened
 
 __all__ = ["DescribedOptimizer"]
 
@@ -84,18 +83,18 @@ class DescribedOptimizer(torch.optim.Optimizer):
             self._check_groups()  # knows the name of what does not fit
             raise
 
-    def _kept(self, group: dict[str, Any]) -> Kept:
+    def _kept(self, group: dict[str, Any]) -> ops.Kept:
         """Returns what the parameters of a group keep in their states."""
-        return Kept(
+        kept: ops.Kept = self._description.kept(
             type(self).__name__,
-            self._description.buffers,
-            self.buffer_names(group),
+            len(self.buffer_names(group)),
             self._keeps_step(group),
             "buffers" in self._required_state,
             "step" in self._required_state,
             group["master_weights"],
             group["state_dtype"],
         )
+        return kept
 
     def _deciding_options(self) -> list[tuple[Any, ...]]:
         """Returns for each group what decides what it keeps, and what is checked with that."""
@@ -131,9 +130,8 @@ class DescribedOptimizer(torch.optim.Optimizer):
             self._check_options(group, f"{type(self).__name__}: %s of group {count}")
             self._check_unique(group["params"], count)
             kept = self._kept(group)
-            for param in filter(is_flattened, group["params"]):
-                kept.formats(param)
-                kept.master_key(param)
+            for param in group["params"]:
+                check_flattened(kept, param)
         except BaseException:  # also an interrupt, after which a notebook goes on
             del self.param_groups[count:]
             raise

@@ -27,9 +27,8 @@ from amp_ext.hand_over import (
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.optim.masters import whole_master
 from amp_ext.optim.saved_optimizer import SavedOptimizer
-from amp_ext.optim.state_store import Place, make_states
+from amp_ext.optim.state_store import Place, make_states, whole_master
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import local_tensor
 

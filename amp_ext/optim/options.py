@@ -17,10 +17,19 @@ from torch import Tensor
 
 from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 
-__all__ = ["check_defaults", "check_group", "defaults_of", "options_of", "with_plain_options"]
+__all__ = [
+    "CODED_STATES",
+    "check_defaults",
+    "check_group",
+    "defaults_of",
+    "options_of",
+    "with_plain_options",
+]
 
 Options = dict[str, Any]
 
+#: The options of ``state_dtype`` that name no dtype.
+CODED_STATES = ("8bit-bf16", "8bit")
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the options among the arguments of a constructor, given its ``locals()``."""

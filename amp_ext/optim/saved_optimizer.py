@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from amp_ext import ops
@@ -18,9 +16,8 @@ from amp_ext.optim.checkpoints import (
     read_state_dict,
 )
 from amp_ext.optim.described_optimizer import DescribedOptimizer
-from amp_ext.optim.masters import whole_master
-from amp_ext.optim.moments import whole_moments
 from amp_ext.optim.options import defaults_of, with_plain_options
+from amp_ext.optim.state_store import Place, float32_state
 from amp_ext.sharding import is_flat, is_flattened
 
 __all__ = ["SavedOptimizer", "float32_state_dict"]
@@ -124,17 +121,18 @@ class SavedOptimizer(DescribedOptimizer):
         self._check_params("state_dict")
         self._check_groups()
         state_dict: dict[str, Any] = self.state_dict()
-        buffers = self._description.buffers
-        params: dict[Any, Tensor] = {}
+        states = dict(state_dict["state"])
         groups = []
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            params.update(zip(saved["params"], group["params"], strict=True))
+        for index, (saved, group) in enumerate(
+            zip(state_dict["param_groups"], self.param_groups, strict=True)
+        ):
             has_masters = bool(saved["master_weights"])
             groups.append({**saved, "state_dtype": "float32", "master_weights": has_masters})
-        states = {
-            key: _in_float32(state, buffers, params[key]) if key in params else state
-            for key, state in state_dict["state"].items()
-        }
+            kept = self._kept(group)
+            for place, key in enumerate(saved["params"]):
+                if key in states:
+                    listed = Place(kept, group["params"][place], index, place)
+                    states[key] = float32_state(listed, states[key])
         return {**state_dict, "state": states, "param_groups": groups}
 
     def _target(self) -> Target:
@@ -181,21 +179,3 @@ def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             f"{type(optimizer).__name__}"
         )
     return optimizer._float32_state_dict()
-
-
-def _in_float32(
-    state: dict[str, Any], buffers: tuple[tuple[str, str], ...], param: Tensor
-) -> dict[str, Any]:
-    """Returns a state with float32 numbers under the keys of torch."""
-    names = [name for name, _ in buffers]
-    found = {
-        key: copy.deepcopy(value)
-        for key, value in state.items()
-        if key not in ops.MASTER_KEYS and not ops.is_key_of_moment(key, names)
-    }
-    for name, moment in whole_moments(state, buffers, param).items():
-        dtype = torch.float64 if moment.dtype == torch.float64 else torch.float32
-        found[name] = moment.to(dtype, copy=True)
-    if any(state.get(key) is not None for key in ops.MASTER_KEYS):
-        found["master_param"] = whole_master(param, state).clone()
-    return found

@@ -1,26 +1,44 @@
-"""The states of parameters made whole: what they lack is made, what does not fit is converted."""
+"""The states of parameters in the dicts of an optimizer, laid out over ranks as the parameters are.
+
+What a parameter keeps, and what a file has of it, is decided by the compiled module, of tensors of
+this rank: here the parts of a DTensor are taken before, and made DTensors again after.
+
+A master in full stands under "master_param". The lower part of a split one, and a moment in codes
+of 8 bits, stand under keys of their own, which name their formats: "master_low_bf16",
+"exp_avg_q8h" for a first moment as the ratio to the root of the second, "exp_avg_sq_q8s" for the
+root of a second moment and "momentum_buffer_q8m" for a momentum, both in blocks of 32 elements with
+an exponent each, under "exp_avg_sq_exp". So who knows the names of torch alone does not take codes
+for moments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.optim.kept import Kept
-from amp_ext.optim.masters import made_master
-from amp_ext.optim.moments import made_moments
+from amp_ext.sharding import is_dtensor, is_flattened, is_over_rows, laid_out_as, local_tensor
 
-__all__ = ["Place", "make_states"]
+__all__ = [
+    "Place",
+    "check_flattened",
+    "float32_state",
+    "loaded_state",
+    "make_states",
+    "whole_master",
+]
 
 
 class Place(NamedTuple):
     """A parameter, what it keeps, and where it is listed."""
 
-    kept: Kept
+    kept: ops.Kept
     param: Tensor
     group_index: int
     index_in_group: int
@@ -28,6 +46,61 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         """Returns where it is listed, as errors say it."""
         return f"group {self.group_index}, param {self.index_in_group}"
+
+    def listed(self) -> ops.ListedParam:
+        """Returns the parameter as the compiled module knows it."""
+        param = self.param
+        return ops.ListedParam(
+            param,
+            local_tensor(param.detach()),
+            self.group_index,
+            self.index_in_group,
+            not is_dtensor(param) or is_over_rows(param),
+        )
+
+    def parts(self, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+        """Returns this rank's parts of what the optimizer has in a state of the parameter.
+
+        Raises:
+            TypeError: If one is no tensor.
+        """
+        kept, parts = self.kept, {}
+        for key, value in state.items():
+            if value is None or not kept.is_key(key) or (key == "step" and not kept.keeps_step):
+                continue
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{kept.kind}: {key} of {self} must be a tensor, got {value!r}")
+            parts[key] = local_tensor(value)
+        return parts
+
+    def laid_out(self, key: str, part: Tensor) -> Tensor:
+        """Returns this rank's part of what stands under a key as one laid out over the ranks."""
+        if key == "step" or not is_dtensor(self.param):
+            return part
+        return laid_out_as(self.param, part, *self.kept.layout_under(key, self.param))
+
+
+def check_flattened(kept: ops.Kept, param: Tensor) -> None:
+    """Checks that FSDP1 can save what a parameter keeps, if it is one of those that it flattens.
+
+    Raises:
+        ValueError: If it keeps codes or the lower part of a master.
+    """
+    if not is_flattened(param):
+        return
+    listed = Place(kept, param, 0, 0).listed()
+    if kept.has_codes(listed):
+        raise ValueError(
+            f"{kept.kind}: state_dtype must be torch.float32, torch.bfloat16 or None "
+            "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
+            f"got {kept.state_dtype!r}; fully_shard can"
+        )
+    if kept.master_key(listed) not in ("", "master_param"):
+        raise ValueError(
+            f"{kept.kind}: master_weights must be True or False for parameters that "
+            "FullyShardedDataParallel flattens, which can't save the lower parts of masters, got "
+            f"{kept.master_weights!r}; fully_shard can"
+        )
 
 
 @outside_inference_mode()
@@ -48,7 +121,13 @@ def make_states(states: dict[Any, Any], places: Iterable[Place]) -> bool:
     made = {}
     for place in places:
         before = states.get(place.param, {})
-        state = _whole_state(place, before)
+        check_flattened(place.kept, place.param)
+        parts = place.parts(before)
+        whole = place.kept.whole_state(place.listed(), parts)
+        dropped = parts.keys() - whole.keys()
+        state = {key: value for key, value in before.items() if key not in dropped}
+        for key, part in whole.items():
+            state[key] = before[key] if part is parts.get(key) else place.laid_out(key, part)
         is_whole = isinstance(before, dict) and state.keys() == before.keys()
         if not is_whole or any(state[key] is not before[key] for key in state):
             made[place.param] = state
@@ -56,61 +135,90 @@ def make_states(states: dict[Any, Any], places: Iterable[Place]) -> bool:
     return bool(made)
 
 
-def _whole_state(place: Place, before: Any) -> dict[str, Any]:
-    """Returns the state of a parameter as the options want it, its dtype and device being so.
+@outside_inference_mode()
+def loaded_state(place: Place, saved: dict[str, Any], operation: str) -> dict[str, Any]:
+    """Returns the state of a parameter that a file has, copied as the options want it.
 
-    What the state lacks is made, and what the parameter was converted under, as by
-    ``model.double()``, is converted; nothing is written.
+    Args:
+        place: The parameter, which has been loaded.
+        saved: Its state in the file.
+        operation: What messages begin with.
+
+    Raises:
+        ValueError: If it does not fit the parameter, or a part of it is missing.
     """
     kept, param = place.kept, place.param
-    state: dict[str, Any] = dict(before)
-    names = list(kept.roles)
-    moments = [key for key in state if ops.is_key_of_moment(key, names)]
-    own = [*moments, "step"] if kept.keeps_step else moments
-    if any(state.get(name) is not None for name in own):
-        _check_nothing_is_missing(place, state)
-    # Also buffers that the group keeps only with other options, to which a loop may change.
-    formats = [
-        form
-        for form in kept.formats(param)
-        if form.name in kept.names or ops.has_moment(state, form.name)
-    ]
-    wanted = {}
-    if kept.keeps_step:
-        wanted["step"] = torch.float32
-        steps = kept.steps_behind(state)
-        if steps is not None:
-            state["step"] = torch.full((), steps, dtype=torch.float32, device=param.device)
-    key = kept.master_key(param)
-    if key == "master_param":
-        wanted["master_param"] = torch.float32
-    for name in (*moments, *wanted, *ops.MASTER_KEYS):
-        if state.get(name) is not None and not isinstance(state[name], Tensor):
-            raise TypeError(f"{kept.kind}: {name} of {place} must be a tensor, got {state[name]!r}")
-    if key is not None and state.get(key) is None:
-        state[key] = made_master(param, state, key)
-    elif key is not None and state[key].device != param.device:
-        state[key] = state[key].to(param.device)
-    for other in ops.MASTER_KEYS:
-        if other != key:
-            state.pop(other, None)
-    for name, dtype in wanted.items():
-        if state[name].dtype != dtype or state[name].device != param.device:
-            state[name] = state[name].to(param.device, dtype)
-    made = made_moments(state, formats, param)
-    for name in moments:
-        if name not in made:
-            del state[name]
-    return state | made
+    if is_lazy(param):
+        raise ValueError(
+            f"{operation}: param of {place} must have a shape, got a lazy parameter: run the model "
+            "once first"
+        )
+    listed = place.listed()
+    check_flattened(kept, param)
+    kept.check_saved_state(listed, saved, operation)
+    state = {key: copy.deepcopy(value) for key, value in saved.items() if not kept.is_key(key)}
+    parts = _parts_for(place, saved) if is_dtensor(param) else saved
+    loaded = kept.loaded_state(listed, parts)
+    return {key: place.laid_out(key, part) for key, part in loaded.items()} | state
 
 
-def _check_nothing_is_missing(place: Place, state: dict[str, Any]) -> None:
-    """Refuses what is left of a state: new moments beside a late counter belong to no step.
+def _parts_for(place: Place, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns this rank's parts of what a file has for a DTensor, however it was sharded there."""
+    kept, param = place.kept, place.param
+    local = local_tensor(param.detach())
+    parts = {key: value for key, value in saved.items() if kept.is_key(key)}
+    if not is_over_rows(param):  # the parts of the ranks cut blocks
+        for name, code, keys in kept.blocks_in(parts):
+            codes, exponents = (_whole(parts.pop(key)).to(local.device) for key in keys)
+            parts[name] = _over_all_ranks(param, ops.decode_groups(codes, exponents, code))
+    for key, value in parts.items():
+        whole_sizes, _ = kept.layout_under(key, param)
+        if key != "step" and isinstance(value, Tensor) and list(value.shape) == whole_sizes:
+            sizes, _ = kept.layout_under(key, local)
+            empty = torch.empty(sizes, dtype=value.dtype, device=local.device)
+            parts[key] = local_tensor(place.laid_out(key, empty).copy_(value))
+    return parts
 
-    AMSGrad's maximum may be missing, as it does where a loop switches AMSGrad on.
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole.contiguous()
+
+
+def _over_all_ranks(param: Any, whole: Tensor) -> Tensor:
+    """Returns a tensor that all ranks have as a DTensor on the mesh of a parameter."""
+    from torch.distributed.tensor import Replicate
+
+    everywhere = [Replicate()] * len(param.placements)
+    kind: Any = type(param.data)
+    laid_out: Tensor = kind.from_local(whole, param.device_mesh, everywhere, run_check=False)
+    return laid_out
+
+
+def float32_state(place: Place, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a state with float32 numbers under the keys of torch."""
+    kept = place.kept
+    parts = kept.float32_state(place.listed(), place.parts(state))
+    found = {
+        key: copy.deepcopy(value)
+        for key, value in state.items()
+        if key == "step" or not kept.is_key(key)
+    }
+    return found | {key: place.laid_out(key, part) for key, part in parts.items()}
+
+
+def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Returns the float32 master of a parameter: that which is kept, or one made of its parts.
+
+    Args:
+        param: The parameter, which stands for itself without a master.
+        state: Of the parameter.
     """
-    for name in place.kept.missing_from(state):
-        if place.kept.roles.get(name) != "maximum":
-            raise ValueError(
-                f"{place.kept.kind}: {name} of {place} must be there, got {list(state)}"
-            )
+    masters = {key: state[key] for key in ops.MASTER_KEYS if state.get(key) is not None}
+    part = local_tensor(param.detach())
+    parts = {key: local_tensor(master) for key, master in masters.items()}
+    made = ops.whole_master(part, parts)
+    if made is part:
+        return param.detach()
+    kept = [masters[key] for key in masters if made is parts[key]]
+    return (kept[0] if kept else laid_out_as(param, made)).detach()

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.optim.kept import Kept
-from amp_ext.optim.moments import CODED_STATES
+from amp_ext.optim.options import CODED_STATES
 from amp_ext.optim.state_store import Place, make_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
@@ -31,7 +30,7 @@ class StepPlan:
         self,
         kind: str,
         groups: Sequence[dict[str, Any]],
-        kept: Sequence[Kept],
+        kept: Sequence[ops.Kept],
         deciding_options: list[tuple[Any, ...]],
         rounded_params: Any,
         scaled_grads: Any,
@@ -50,8 +49,7 @@ class StepPlan:
             TypeError: If a parameter is no tensor.
             ValueError: If a DTensor is neither sharded nor replicated.
         """
-        names = max((each.names for each in kept), key=len)
-        self._compiled = ops.Plan(kind, list(names))
+        self._compiled = ops.Plan(kind, max((each.names for each in kept), key=len))
         #: How far the last step has come, if it failed; outlives the plan in the optimizer.
         self.progress = self._compiled.progress
         #: The ranks that have the other parts of these parameters; false if there are none.
@@ -79,7 +77,7 @@ class StepPlan:
             self._compiled.set_scaled_grads(scaled_grads)
         self._deciding_options = deciding_options
         self._states = ops.KeptStates()
-        self._state_keys = {"step", *ops.MASTER_KEYS}
+        self._state_keys: set[str] = set()
         # Of parameters with states in codes, whether they were contiguous, and so may have blocks.
         self._were_contiguous: dict[int, tuple[Tensor, bool]] = {}
 
@@ -134,19 +132,10 @@ class StepPlan:
         places = [self._places[index] for index in indices]
         make_states(states, places)
         for index, place in zip(indices, places, strict=True):
-            kept, param, state = place.kept, place.param, states[place.param]
-            if kept.state_dtype in CODED_STATES:
-                self._were_contiguous[index] = (param, param.is_contiguous())
-            key = kept.master_key(param)
-            formats = [form for form in kept.formats(param) if form.name in kept.names]
-            exponents = [form.exponents_key for form in formats if form.exponents_key is not None]
-            self._state_keys.update([form.key for form in formats], exponents)
-            compiled.set_state(
-                index,
-                [local_tensor(state[form.key]) for form in formats],
-                None if key is None else local_tensor(state[key]),
-                local_tensor(state["step"]) if kept.keeps_step else None,
-                local_tensor(state[exponents[0]]) if exponents else None,
-            )
+            if place.kept.state_dtype in CODED_STATES:
+                self._were_contiguous[index] = (place.param, place.param.is_contiguous())
+            parts = place.parts(states[place.param])
+            self._state_keys.update(parts)
+            compiled.set_state(index, place.kept, place.listed(), parts)
         self._states.keep(states, self._state_keys)
         return compiled

@@ -17,12 +17,10 @@
 #include "libtorch/optimizer_kind.h"
 #include "libtorch/values.h"
 #include "optimizer/plan.h"
+#include "optimizer/states.h"
 #include "tensors/python_names.h"
 
 namespace amp_ext::optim {
-
-// What decides which tensors the states of a group have: buffers, counter, masters, moments.
-using KeptByGroup = std::tuple<int, bool, MasterWeights, StateDType>;
 
 struct FusedOptimizer::Impl {
   explicit Impl(const OptimizerKind& kind_of_optimizer) : kind(kind_of_optimizer) {}
@@ -31,7 +29,7 @@ struct FusedOptimizer::Impl {
   std::unique_ptr<Plan> plan;
   RoundedParams rounded_params;                   // of the last plan, for the next one
   ScaledGrads scaled_grads;                       // likewise
-  std::vector<KeptByGroup> kept;                  // when the plan was made
+  std::vector<Kept> kept;                         // by group, when the plan was made
   std::vector<std::pair<size_t, size_t>> places;  // by number in the plan: group, index in it
   size_t state_count = 0;                         // likewise
   // By number, of parameters whose states are in codes. Only contiguous ones have blocks.
@@ -43,14 +41,6 @@ struct FusedOptimizer::Impl {
   std::mutex mutex;                 // of the next one
   std::optional<std::thread::id> user;
 };
-
-// The tensor that a saved state has. Throws if it is none.
-at::Tensor tensor_in(const c10::IValue& value, const std::string& where);
-
-// A copy of numbers in a saved state, laid out as their parameter. Throws if they are not of its
-// shape, or no numbers.
-at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
-                       const std::string& where);
 
 // How errors call a parameter.
 inline std::string place(size_t group, size_t index) {

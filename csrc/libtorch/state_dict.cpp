@@ -1,21 +1,16 @@
 // The state dicts of optimizers, in Python's layout.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <amp_ext/optim.h>
 
 #include <algorithm>
-#include <functional>
-#include <limits>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
 #include "libtorch/values.h"
-#include "optimizer/masters.h"
-#include "optimizer/moments.h"
+#include "optimizer/saved_states.h"
 #include "optimizer/writers.h"
 #include "tensors/tensor_memory.h"
 
@@ -83,76 +78,26 @@ void read_option(const OptionDescription& option, const OptionPlace& place,
   }
 }
 
-at::Tensor read_step(const c10::IValue& value, const at::Device& device, const std::string& where) {
-  TORCH_CHECK(!value.isTensor() || value.toTensor().numel() == 1, where,
-              " must be one number, got shape ", value.toTensor().sizes());
-  const std::optional<double> number = value.isNone() ? std::nullopt : plain_number(value);
-  TORCH_CHECK(number.has_value(), where, " must be one number, got ", shown(value));
-  TORCH_CHECK(*number >= 0.0 && *number <= std::numeric_limits<float>::max(), where,
-              " must be finite and at least 0, got ", *number);
-  return at::full({}, *number, at::TensorOptions(device).dtype(at::kFloat));
+// What errors and checks need to know of an entry of a state.
+SavedValue saved_value(const c10::IValue& value) {
+  SavedValue saved;
+  saved.type = saved.text = shown(value);
+  if (value.isTensor()) saved.tensor = value.toTensor();
+  const bool is_complex = value.isTensor() && saved.tensor.is_complex();
+  if (!is_complex) saved.number = plain_number(value);
+  if (value.isTensor() && saved.number.has_value()) saved.text = c10::str(*saved.number);
+  return saved;
 }
 
-// Copies of the masters in a saved state, in the parameter's layout. `where` has a key's place.
-Masters saved_masters(const Dict& saved, const at::Tensor& param,
-                      const std::function<std::string(const std::string&)>& where) {
-  Masters masters;
-  for (const char* const key : kMasterKeys) {
-    const c10::IValue value = find(saved, key).value_or(c10::IValue());
-    if (value.isNone()) continue;
-    at::Tensor master;
-    if (key != std::string(kWholeMaster)) {
-      const at::Tensor low = tensor_in(value, where(key));
-      if (!is_lower_part(key, low, param, where(key))) continue;
-      master = empty_lower_part(key, param).copy_(low);
-    } else {
-      TORCH_CHECK(!value.isTensor() || value.toTensor().scalar_type() != at::kShort, where(key),
-                  " must be floating, got the lower halves of masters, as TransformerEngine's "
-                  "FusedAdam writes with store_param_remainders=True; without 'master_param' in "
-                  "the states, masters are taken from the parameters");
-      master = read_tensor(value, param, at::kFloat, where(key));
-    }
-    masters[key] = master;
+SavedState saved_state(const Kept& kept, const Dict& dict) {
+  SavedState saved;
+  saved.keys = shown_keys(dict);
+  for (const auto& entry : dict) {
+    if (!entry.key().isString() || !kept.is_key(entry.key().toStringRef())) continue;
+    if (entry.value().isNone()) continue;
+    saved.values.emplace_back(entry.key().toStringRef(), saved_value(entry.value()));
   }
-  return masters;
-}
-
-// Copies of the moments in a saved state, in these formats. A number beside a code was written by
-// somebody who knows the former only: it is the newer one. `where` has a key's place.
-Moments read_moments(const Dict& saved, const std::vector<MomentFormat>& formats,
-                     const at::Tensor& param,
-                     const std::function<std::string(const std::string&)>& where) {
-  const auto value_of = [&](const std::string& key) {
-    return find(saved, key).value_or(c10::IValue());
-  };
-  const auto has_key = [&](const std::string& key) { return !value_of(key).isNone(); };
-  Moments found;
-  for (const MomentFormat& wanted : formats) {
-    if (has_key(wanted.name)) continue;
-    for (const MomentFormat& format : saved_codes(has_key, wanted.name)) {
-      for (const std::string& key : format.keys()) {
-        TORCH_CHECK(has_key(key), where(key), " must be there, got ", shown_keys(saved));
-        const at::Tensor code = tensor_in(value_of(key), where(key));
-        check_code(code, format, key, param, where(key));
-        found[key] = empty_code(format, key, param).copy_(code);
-      }
-    }
-  }
-  const bool has_codes = !found.empty();
-  for (const MomentFormat& wanted : formats) {
-    const c10::IValue value = value_of(wanted.name);
-    if (value.isNone()) continue;
-    // The root of a second moment is the unit of a code: not to be rounded before.
-    const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
-    const auto dtype = is_exact ? wanted.dtype : at::kFloat;
-    found[wanted.name] = read_tensor(value, param, dtype, where(wanted.name));
-  }
-  std::vector<MomentFormat> present;
-  for (const MomentFormat& wanted : formats) {
-    const auto is_found = [&](const std::string& key) { return found.count(key) != 0; };
-    if (has_moment(is_found, wanted.name)) present.push_back(wanted);
-  }
-  return made_moments(found, present, param);
+  return saved;
 }
 
 Keys keys_of(const Dict& dict) {
@@ -261,22 +206,6 @@ SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
 
 }  // namespace
 
-at::Tensor tensor_in(const c10::IValue& value, const std::string& where) {
-  TORCH_CHECK(value.isTensor(), where, " must be a tensor, got ", shown(value));
-  return value.toTensor();
-}
-
-at::Tensor read_tensor(const c10::IValue& value, const at::Tensor& param, at::ScalarType dtype,
-                       const std::string& where) {
-  const at::Tensor tensor = tensor_in(value, where);
-  TORCH_CHECK(tensor.sizes().equals(param.sizes()), where, " must have shape ", param.sizes(),
-              ", got ", tensor.sizes());
-  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
-              " must be dense and floating, got ", tensor.layout(), ", ",
-              python_name(tensor.scalar_type()));
-  return at::empty_like(param, param.options().dtype(dtype).requires_grad(false)).copy_(tensor);
-}
-
 c10::IValue FusedOptimizer::state_dict() const {
   const OptimizerKind& kind = checked("state_dict").kind;
   auto states = new_dict();
@@ -368,6 +297,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
     const auto place = [i] { return c10::str(" of param_groups[", i, "]"); };
     check_group(PlacedOptions(kind, *options.back(), operation, place, &param_groups_[i].params()));
     other_entries.push_back(c10::IValue(groups[i]).deepcopy().toGenericDict());
+    const Kept kept = kept_by(*options.back());
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();
     for (size_t j = 0; j < keys.size(); ++j) {
@@ -377,8 +307,25 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
       TORCH_CHECK(state->second.isNone() || state->second.isGenericDict(), operation, ": state[",
                   state->first, "] must be a dict, got ", shown(state->second));
       if (state->second.isNone() || state->second.toGenericDict().empty()) continue;
-      states.push_back(read_state(*options.back(), param_groups_[i].params()[j],
-                                  c10::str(" of group ", i, ", param ", j), state->second));
+      const at::Tensor& param = param_groups_[i].params()[j];
+      const ListedParam listed_param = {param, param, i, j};
+      const Dict dict = state->second.toGenericDict();
+      const SavedState found = saved_state(kept, dict);
+      check_saved_state(kept, listed_param, found, operation);
+      states.push_back(std::make_unique<FusedParamState>(param));
+      states.back()->tensors_ = loaded_state(kept, listed_param, found);
+      auto others = new_dict();
+      for (const auto& entry : dict) {
+        const c10::IValue &key = entry.key(), &value = entry.value();
+        if (key.isString() && kept.is_key(key.toStringRef())) continue;
+        if (key.isString() && value.isTensor()) {
+          states.back()->tensors_.emplace_back(key.toStringRef(),
+                                               value.toTensor().detach().clone());
+        } else {
+          others.insert(key, value.deepcopy());
+        }
+      }
+      if (!others.empty()) states.back()->others_ = std::make_shared<const c10::IValue>(others);
     }
   }
   const Dict all_states = find(state_dict.toGenericDict(), "state")->toGenericDict();
@@ -404,61 +351,6 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   impl_->rounded_params = {};
   impl_->progress.reset();
   impl_->grad_norm.reset();
-}
-
-// A saved state, checked and copied as the optimizer keeps it.
-std::unique_ptr<FusedParamState> FusedOptimizer::read_state(const FusedOptions& options,
-                                                            const at::Tensor& param,
-                                                            const std::string& place,
-                                                            const c10::IValue& value) const {
-  const OptimizerKind& kind = impl_->kind;
-  const Dict saved = value.toGenericDict();
-  const auto where = [&](const std::string& name) {
-    return c10::str(kind.name, ".load_state_dict: ", name, place);
-  };
-  const int count = kind.counts_from_buffer ? 0 : kind.buffer_count(options);
-  const auto check_there = [&](const std::string& name, bool is_there) {
-    TORCH_CHECK(is_there, where(name), " must be there, got ", shown_keys(saved));
-  };
-  const auto has_key = [&](const std::string& key) {
-    return !find(saved, key).value_or(c10::IValue()).isNone();
-  };
-  for (const std::string& name : kind.buffer_names(count)) {
-    check_there(name, has_moment(has_key, name));
-  }
-  if (kind.needs_step(options) && !kind.counts_from_buffer) check_there("step", has_key("step"));
-  const std::string master_key = key_of_master(options.master_weights_, param.scalar_type());
-  const Masters masters = saved_masters(saved, param, where);
-  const auto formats = formats_of(options.state_dtype_, kind.buffers, param);
-  const Moments moments = read_moments(saved, formats, param, where);
-  auto state = std::make_unique<FusedParamState>(param);
-  auto others = new_dict();
-  for (const auto& entry : saved) {
-    const c10::IValue value = entry.value();
-    const std::string name = entry.key().isString() ? entry.key().toStringRef() : std::string();
-    if (std::find(kMasterKeys.begin(), kMasterKeys.end(), name) != kMasterKeys.end()) {
-      if (masters.empty() || master_key.empty() || state->get(master_key).defined()) continue;
-      state->set(master_key, loaded_master(param, masters, master_key));  // in the file's order
-      continue;
-    }
-    if (name == "step") {
-      if (value.isNone()) continue;
-      state->set(name, read_step(value, param.device(), where(name)));
-    } else if (is_key_of_moment(name, kind.buffer_names(kind.buffers.size()))) {
-      for (const MomentFormat& format : formats) {
-        for (const std::string& key : format.keys()) {
-          const auto moment = moments.find(key);
-          if (moment != moments.end()) state->set(key, moment->second);
-        }
-      }
-    } else if (entry.key().isString() && value.isTensor()) {
-      state->set(name, value.toTensor().detach().clone());  // of somebody else
-    } else {
-      others.insert(entry.key(), value.deepcopy());
-    }
-  }
-  if (!others.empty()) state->others_ = std::make_shared<const c10::IValue>(others);
-  return state;
 }
 
 }  // namespace amp_ext::optim

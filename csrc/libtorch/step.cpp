@@ -8,8 +8,6 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
-#include "optimizer/masters.h"
-#include "optimizer/moments.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext::optim {
@@ -81,12 +79,8 @@ class FusedOptimizer::InPlan {
 };
 
 void FusedOptimizer::take_plan() {
-  std::vector<KeptByGroup> kept;
-  for (size_t i = 0; i < param_groups_.size(); ++i) {
-    const FusedOptions& options = options_of(i);
-    kept.emplace_back(impl_->kind.buffer_count(options), impl_->kind.keeps_step(options),
-                      options.master_weights_, options.state_dtype_);
-  }
+  std::vector<Kept> kept;
+  for (size_t i = 0; i < param_groups_.size(); ++i) kept.push_back(kept_by(options_of(i)));
   const bool is_current = impl_->plan != nullptr && impl_->state_count == state_.size() &&
                           impl_->kept == kept && take_params();
   if (is_current) return;
@@ -113,11 +107,11 @@ bool FusedOptimizer::take_params() {
   return number == plan.number_of_params();
 }
 
-void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
+void FusedOptimizer::make_plan(std::vector<Kept> kept) {
   rebuild();
   const OptimizerKind& kind = impl_->kind;
   int buffers = 0;
-  for (const KeptByGroup& group : kept) buffers = std::max(buffers, std::get<0>(group));
+  for (const Kept& group : kept) buffers = std::max(buffers, group.buffer_count);
   auto plan = std::make_unique<Plan>(kind.name, kind.buffer_names(buffers));
   impl_->places.clear();
   impl_->were_contiguous.clear();
@@ -143,29 +137,20 @@ void FusedOptimizer::make_plan(std::vector<KeptByGroup> kept) {
 void FusedOptimizer::give_states() {
   const std::vector<int64_t> numbers = impl_->plan->read_grads();
   if (numbers.empty()) return;
-  std::vector<std::pair<size_t, at::Tensor>> params;
+  std::vector<ListedParam> params;
   for (const int64_t number : numbers) {
     const auto [group, index] = impl_->places[number];
-    params.emplace_back(group, param_groups_[group].params()[index]);
+    const at::Tensor& param = param_groups_[group].params()[index];
+    params.push_back({param, param, group, index});
   }
   make_states(params);
   for (size_t i = 0; i < numbers.size(); ++i) {
-    const auto& [group, param] = params[i];
-    const FusedParamState& state = *state_of(param);
-    ParamState tensors;
-    const int count = std::get<0>(impl_->kept[group]);
-    const StateDType& state_dtype = std::get<3>(impl_->kept[group]);
-    if (state_dtype.is_coded()) impl_->were_contiguous[numbers[i]] = param.is_contiguous();
-    const auto formats = formats_of(state_dtype, impl_->kind.buffers, param);
-    for (int buffer = 0; buffer < count; ++buffer) {
-      tensors.buffers.push_back(state.get(formats[buffer].key()));
-      if (tensors.exponents.defined()) continue;
-      tensors.exponents = state.get(formats[buffer].exponents_key());
-    }
-    tensors.master_param =
-        state.get(key_of_master(std::get<2>(impl_->kept[group]), param.scalar_type()));
-    if (std::get<1>(impl_->kept[group])) tensors.step = state.get("step");
-    impl_->plan->set_state(numbers[i], std::move(tensors));
+    const ListedParam& param = params[i];
+    const Kept& kept = impl_->kept[param.group];
+    const bool is_coded = kept.state_dtype.is_coded();
+    if (is_coded) impl_->were_contiguous[numbers[i]] = param.local.is_contiguous();
+    const FusedParamState& state = *state_of(param.local);
+    impl_->plan->set_state(numbers[i], state_of_step(kept, param, state.tensors()));
   }
   impl_->state_count = state_.size();
 }

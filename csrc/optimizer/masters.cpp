@@ -95,17 +95,18 @@ at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const 
 bool is_lower_part(const std::string& key, const at::Tensor& low, const at::Tensor& param,
                    const std::string& where) {
   if (low.is_floating_point()) return false;
-  const bool has_16_bits = bits_of(key) == 16;
-  const at::ScalarType dtype = has_16_bits ? at::kByte : at::kChar;
+  const at::ScalarType dtype = has_two_bytes(key) ? at::kByte : at::kChar;
   std::vector<int64_t> sizes = param.sizes().vec();
-  if (has_16_bits) sizes.push_back(2);
+  if (has_two_bytes(key)) sizes.push_back(2);
   check_is_saved_as(dtype, sizes, low, where);
   return true;
 }
 
+bool has_two_bytes(const std::string& key) { return bits_of(key) == 16; }
+
 at::Tensor empty_lower_part(const std::string& key, const at::Tensor& param) {
   const auto options = param.options().requires_grad(false);
-  if (bits_of(key) != 16) return at::empty_like(param, options.dtype(at::kChar));
+  if (!has_two_bytes(key)) return at::empty_like(param, options.dtype(at::kChar));
   return at::empty_like(param, options.dtype(at::kShort)).unsqueeze(-1).view(at::kByte);
 }
 

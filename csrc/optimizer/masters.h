@@ -43,6 +43,9 @@ AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& mas
 AMP_EXT_API bool is_lower_part(const std::string& key, const at::Tensor& low,
                                const at::Tensor& param, const std::string& where);
 
+// Whether it is the key of lower parts in 16 bits, which have two bytes for each element.
+AMP_EXT_API bool has_two_bytes(const std::string& key);
+
 // Memory for the lower part of a parameter, in its layout.
 AMP_EXT_API at::Tensor empty_lower_part(const std::string& key, const at::Tensor& param);
 

@@ -44,10 +44,7 @@ int64_t elements_of_row(const at::Tensor& param) {
 
 std::vector<int64_t> sizes_of(const MomentFormat& format, const std::string& key,
                               const at::Tensor& param) {
-  if (key != format.exponents_key()) return param.sizes().vec();
-  const int64_t blocks = elements_of_row(param) / kBlockSize;
-  if (param.dim() == 0) return {blocks};
-  return {param.size(0), blocks};
+  return key == format.exponents_key() ? sizes_of_exponents(param) : param.sizes().vec();
 }
 
 at::ScalarType dtype_of(const MomentFormat& format, const std::string& key) {
@@ -140,13 +137,27 @@ bool is_key_of_moment(const std::string& key, const std::vector<std::string>& na
   return false;
 }
 
+bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names) {
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    const auto formats = all_formats(name);
+    return std::any_of(formats.begin(), formats.end(),
+                       [&](const MomentFormat& format) { return format.exponents_key() == key; });
+  });
+}
+
+std::vector<int64_t> sizes_of_exponents(const at::Tensor& param) {
+  const int64_t blocks = elements_of_row(param) / kBlockSize;
+  if (param.dim() == 0) return {blocks};
+  return {param.size(0), blocks};
+}
+
 bool has_blocks(const at::Tensor& param, bool has_whole_rows) {
   return has_whole_rows && param.numel() >= kLeastElements && param.dim() >= 2 &&
          elements_of_row(param) % kBlockSize == 0 && param.is_contiguous();
 }
 
 std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
-                                     const std::vector<BufferDescription>& buffers,
+                                     at::ArrayRef<BufferDescription> buffers,
                                      const at::Tensor& param, bool has_whole_rows) {
   const bool has_second = std::any_of(
       buffers.begin(), buffers.end(),
@@ -170,7 +181,7 @@ std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
   return formats;
 }
 
-Moments whole_moments(const Moments& moments, const std::vector<BufferDescription>& buffers) {
+Moments whole_moments(const Moments& moments, at::ArrayRef<BufferDescription> buffers) {
   Moments whole;
   at::Tensor second;
   const auto take = [&](const BufferDescription& buffer, const at::Tensor& beside) {

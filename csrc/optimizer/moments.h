@@ -37,6 +37,10 @@ AMP_EXT_API bool has_moment(const HasKey& has_key, const std::string& name);
 // Whether a key is one of those of the moments with these names.
 AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std::string>& names);
 
+// Whether it is one of those of exponents, and which sizes these have.
+AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
+std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
+
 // Whether moments of a parameter may be kept in blocks of 32 elements. They lie within the rows of
 // dimension 0, so that a part of it has whole ones: it must be the only one that is sharded, which
 // `has_whole_rows` says. And the parameter must be contiguous: its blocks are those of memory, and
@@ -47,13 +51,12 @@ AMP_EXT_API bool has_blocks(const at::Tensor& param, bool has_whole_rows = true)
 // How a parameter keeps each of its moments, by its dtype and shape: those of the whole, never of a
 // rank's part, so that every rank has the same.
 AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
-                                                 const std::vector<BufferDescription>& buffers,
+                                                 at::ArrayRef<BufferDescription> buffers,
                                                  const at::Tensor& param,
                                                  bool has_whole_rows = true);
 
 // Moments as numbers, float32 where they are codes, by their names.
-AMP_EXT_API Moments whole_moments(const Moments& moments,
-                                  const std::vector<BufferDescription>& buffers);
+AMP_EXT_API Moments whole_moments(const Moments& moments, at::ArrayRef<BufferDescription> buffers);
 
 // The moments of a parameter in these formats: those that there are, in whatever formats, or zeros.
 // What is in the format that is wanted is taken as it is.

@@ -2,10 +2,23 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <string>
 #include <vector>
 
+#include "optimizer/states.h"
+
 namespace amp_ext {
+
+// Those of one parameter, of a dict that has nothing else.
+inline optim::StateMap state_of(const pybind11::dict& tensors) {
+  optim::StateMap state;
+  for (const auto& [key, tensor] : tensors) {
+    state.emplace_back(pybind11::cast<std::string>(key), pybind11::cast<at::Tensor>(tensor));
+  }
+  return state;
+}
 
 // Those that a plan updates. Each step compares them with what `state` has by then: a walk through
 // its dicts, in their order, that looks up nothing and calls nothing.

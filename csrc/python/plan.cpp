@@ -111,14 +111,11 @@ void define_plan(py::module_& module) {
           py::arg("index"), py::arg("param"), py::arg("grad"))
       .def(
           "set_state",
-          [](Plan& plan, int64_t index, std::vector<at::Tensor> buffers,
-             const OptionalTensor& master_param, const OptionalTensor& step,
-             const OptionalTensor& exponents) {
-            plan.set_state(index, {std::move(buffers), master_param.value_or(at::Tensor()),
-                                   step.value_or(at::Tensor()), exponents.value_or(at::Tensor())});
+          [](Plan& plan, int64_t index, const optim::Kept& kept, const optim::ListedParam& param,
+             const py::dict& state) {
+            plan.set_state(index, optim::state_of_step(kept, param, state_of(state)));
           },
-          py::arg("index"), py::arg("buffers"), py::arg("master_param"), py::arg("step"),
-          py::arg("exponents") = std::nullopt)
+          py::arg("index"), py::arg("kept"), py::arg("param"), py::arg("state"))
       .def("set_first_element", &Plan::set_first_element, py::arg("index"),
            py::arg("first_element"))
       .def("take_params", &take_params, py::arg("groups"))

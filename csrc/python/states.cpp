@@ -1,20 +1,29 @@
-// What the parameters of optimizers keep in their states.
+// What the parameters of optimizers keep in their states, and what files have of it.
+#include "optimizer/states.h"
+
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
-#include "optimizer/masters.h"
-#include "optimizer/moments.h"
+#include "kernels.h"
+#include "optimizer/saved_states.h"
+#include "python/kept_states.h"
 #include "python/module.h"
-#include "python/options_by_name.h"
 
 namespace amp_ext::python {
 
 namespace {
+
+using optim::Kept;
+using optim::ListedParam;
+using optim::StateMap;
 
 // The option of a group: a text, or a flag, which any object is.
 optim::MasterWeights master_weights_of(const py::object& option) {
@@ -22,104 +31,156 @@ optim::MasterWeights master_weights_of(const py::object& option) {
   return py::cast<bool>(option);
 }
 
-std::optional<std::string> name_or_none(const std::string& name) {
-  return name.empty() ? std::nullopt : std::optional<std::string>(name);
-}
-
-std::optional<std::string> key_of_master(const py::object& master_weights, at::ScalarType param) {
-  return name_or_none(optim::key_of_master(master_weights_of(master_weights), param));
-}
-
 // The option of a group as it is stored.
 optim::StateDType state_dtype_of(const std::optional<std::string>& option) {
   return option.has_value() ? optim::StateDType(*option) : optim::StateDType();
 }
 
-// Which keys a mapping has with another value than None.
-optim::HasKey keys_in(const py::object& mapping) {
-  return [&mapping](const std::string& key) { return !mapping.attr("get")(key).is_none(); };
+std::optional<std::string> state_dtype_name(const Kept& kept) {
+  const auto& value = kept.state_dtype.value();
+  if (const auto* const name = std::get_if<std::string>(&value)) return *name;
+  if (!kept.state_dtype.has_value()) return std::nullopt;
+  return kept.state_dtype == at::kFloat ? "float32" : "bfloat16";
 }
 
-// Name and role of each buffer, as a class of hyperparameters gives them.
-using Buffers = std::vector<std::pair<std::string, std::string>>;
-
-// Their names stay those of `buffers`.
-std::vector<BufferDescription> described(const Buffers& buffers) {
-  std::vector<BufferDescription> found;
-  for (const auto& [name, role] : buffers) found.push_back({name.c_str(), role_named(role)});
-  return found;
+py::dict dict_of(const StateMap& state) {
+  py::dict dict;
+  for (const auto& [key, tensor] : state) dict[py::str(key)] = tensor;
+  return dict;
 }
 
-void define_moments(py::module_& module) {
-  using optim::MomentFormat;
-  using release_gil = py::call_guard<py::gil_scoped_release>;
-  py::class_<MomentFormat>(module, "MomentFormat")
-      .def_readonly("name", &MomentFormat::name)
-      .def_readonly("dtype", &MomentFormat::dtype)
-      .def_property_readonly("code",
-                             [](const MomentFormat& self) { return name_or_none(self.code); })
-      .def_property_readonly("key", &MomentFormat::key)
-      .def_property_readonly(
-          "exponents_key",
-          [](const MomentFormat& self) { return name_or_none(self.exponents_key()); })
-      .def_property_readonly("keys", &MomentFormat::keys);
-  module.def(
-      "has_moment",
-      [](const py::object& state, const std::string& name) {
-        return optim::has_moment(keys_in(state), name);
+// Runs a function without the GIL.
+template <typename Function>
+auto without_gil(const Function& function) {
+  const py::gil_scoped_release release;
+  return function();
+}
+
+// An entry of a state in a file.
+optim::SavedValue saved_value(py::handle value, bool is_step) {
+  optim::SavedValue saved;
+  saved.type = py::cast<std::string>(py::type::of(value).attr("__name__"));
+  py::object number = py::reinterpret_borrow<py::object>(value);
+  if (THPVariable_Check(value.ptr())) {
+    saved.tensor = THPVariable_Unpack(value.ptr());
+    if (!is_step || saved.tensor.numel() != 1) return saved;
+    number = value.attr("detach")().attr("item")();
+  }
+  saved.text = py::repr(number);
+  if (PyFloat_Check(number.ptr()) || PyLong_Check(number.ptr())) {
+    saved.number = PyFloat_AsDouble(number.ptr());
+    if (PyErr_Occurred() != nullptr) {  // an int that no double holds
+      PyErr_Clear();
+      saved.number = std::numeric_limits<double>::infinity();
+    }
+  }
+  return saved;
+}
+
+optim::SavedState saved_state(const Kept& kept, const py::dict& dict) {
+  optim::SavedState saved;
+  saved.keys = py::repr(py::list(dict));
+  for (const auto& [name, value] : dict) {
+    if (value.is_none() || !PyUnicode_Check(name.ptr())) continue;
+    const auto key = py::cast<std::string>(name);
+    if (kept.is_key(key)) saved.values.emplace_back(key, saved_value(value, key == "step"));
+  }
+  return saved;
+}
+
+// Lets a class of hyperparameters tell what a group keeps.
+template <typename Hyperparameters>
+void define_kept(py::module_& module) {
+  const py::cpp_function kept(
+      [](std::string kind, int buffer_count, bool keeps_step, bool needs_buffers, bool needs_step,
+         const py::object& master_weights, const std::optional<std::string>& state_dtype) {
+        return Kept{std::move(kind),
+                    Hyperparameters::kBuffers,
+                    buffer_count,
+                    keeps_step,
+                    needs_buffers,
+                    needs_step,
+                    master_weights_of(master_weights),
+                    state_dtype_of(state_dtype)};
       },
-      py::arg("state"), py::arg("name"));
-  module.def(
-      "is_key_of_moment",
-      [](const py::object& key, const std::vector<std::string>& names) {
-        return py::isinstance<py::str>(key) &&
-               optim::is_key_of_moment(py::cast<std::string>(key), names);
-      },
-      py::arg("key"), py::arg("names"));
-  module.def("has_blocks", &optim::has_blocks, py::arg("param"), py::arg("has_whole_rows"));
-  module.def(
-      "formats_of",
-      [](const std::optional<std::string>& state_dtype, const Buffers& buffers,
-         const at::Tensor& param, bool has_whole_rows) {
-        return optim::formats_of(state_dtype_of(state_dtype), described(buffers), param,
-                                 has_whole_rows);
-      },
-      py::arg("state_dtype"), py::arg("buffers"), py::arg("param"), py::arg("has_whole_rows"));
-  module.def(
-      "whole_moments",
-      [](const optim::Moments& moments, const Buffers& buffers) {
-        return optim::whole_moments(moments, described(buffers));
-      },
-      release_gil(), py::arg("moments"), py::arg("buffers"));
-  module.def("made_moments", &optim::made_moments, release_gil(), py::arg("moments"),
-             py::arg("formats"), py::arg("param"));
-  module.def(
-      "saved_codes",
-      [](const py::object& saved, const std::string& name) {
-        return optim::saved_codes(keys_in(saved), name);
-      },
-      py::arg("saved"), py::arg("name"));
-  module.def("check_code", &optim::check_code, py::arg("saved"), py::arg("format"), py::arg("key"),
-             py::arg("param"), py::arg("where"));
-  module.def("empty_code", &optim::empty_code, py::arg("format"), py::arg("key"), py::arg("param"));
+      py::arg("kind"), py::arg("buffer_count"), py::arg("keeps_step"), py::arg("needs_buffers"),
+      py::arg("needs_step"), py::arg("master_weights"), py::arg("state_dtype"));
+  module.attr(Hyperparameters::kName).attr("kept") = py::staticmethod(kept);
 }
 
 }  // namespace
 
 void define_states(py::module_& module) {
-  define_moments(module);
-  using release_gil = py::call_guard<py::gil_scoped_release>;
   module.attr("MASTER_KEYS") = py::tuple(py::cast(optim::kMasterKeys));
-  module.def("key_of_master", &key_of_master, py::arg("master_weights"), py::arg("dtype"));
-  module.def("made_master", &optim::made_master, release_gil(), py::arg("param"),
-             py::arg("masters"), py::arg("key"));
-  module.def("whole_master", &optim::whole_master, release_gil(), py::arg("param"),
-             py::arg("masters"));
-  module.def("loaded_master", &optim::loaded_master, release_gil(), py::arg("param"),
-             py::arg("masters"), py::arg("key"));
-  module.def("is_lower_part", &optim::is_lower_part, py::arg("key"), py::arg("low"),
-             py::arg("param"), py::arg("where"));
-  module.def("empty_lower_part", &optim::empty_lower_part, py::arg("key"), py::arg("param"));
+  module.def("has_blocks", &optim::has_blocks, py::arg("param"), py::arg("has_whole_rows"));
+  module.def("whole_master", &optim::whole_master, py::call_guard<py::gil_scoped_release>(),
+             py::arg("param"), py::arg("masters"));
+  py::class_<ListedParam>(module, "ListedParam")
+      .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("whole"),
+           py::arg("local"), py::arg("group"), py::arg("index"), py::arg("has_whole_rows"));
+  py::class_<Kept>(module, "Kept")
+      .def_readonly("kind", &Kept::kind)
+      .def_property_readonly("names", &Kept::names)
+      .def_readonly("keeps_step", &Kept::keeps_step)
+      .def_property_readonly("master_weights",
+                             [](const Kept& self) { return self.master_weights.value(); })
+      .def_property_readonly("state_dtype", &state_dtype_name)
+      .def(
+          "is_key",
+          [](const Kept& self, const py::object& key) {
+            return py::isinstance<py::str>(key) && self.is_key(py::cast<std::string>(key));
+          },
+          py::arg("key"))
+      .def("master_key", &Kept::master_key, py::arg("param"))
+      .def("has_codes", &Kept::has_codes, py::arg("param"))
+      .def(
+          "whole_state",
+          [](const Kept& self, const ListedParam& param, const py::dict& state) {
+            StateMap made = state_of(state);
+            made = without_gil([&] { return optim::whole_state(self, param, std::move(made)); });
+            return dict_of(made);
+          },
+          py::arg("param"), py::arg("state"))
+      .def(
+          "float32_state",
+          [](const Kept& self, const ListedParam& param, const py::dict& state) {
+            const StateMap now = state_of(state);
+            return dict_of(without_gil([&] { return optim::float32_state(self, param, now); }));
+          },
+          py::arg("param"), py::arg("state"))
+      .def(
+          "layout_under",
+          [](const Kept& self, const std::string& key, const at::Tensor& param) {
+            return optim::layout_under(self, key, param);
+          },
+          py::arg("key"), py::arg("param"))
+      .def(
+          "check_saved_state",
+          [](const Kept& self, const ListedParam& param, const py::dict& saved,
+             const std::string& operation) {
+            optim::check_saved_state(self, param, saved_state(self, saved), operation);
+          },
+          py::arg("param"), py::arg("saved"), py::arg("operation"))
+      .def(
+          "blocks_in",
+          [](const Kept& self, const py::dict& saved) {
+            py::list found;
+            for (const auto& format : optim::blocks_in(self, saved_state(self, saved))) {
+              found.append(py::make_tuple(format.name, format.code, format.keys()));
+            }
+            return found;
+          },
+          py::arg("saved"))
+      .def(
+          "loaded_state",
+          [](const Kept& self, const ListedParam& param, const py::dict& saved) {
+            const optim::SavedState found = saved_state(self, saved);
+            return dict_of(without_gil([&] { return optim::loaded_state(self, param, found); }));
+          },
+          py::arg("param"), py::arg("saved"));
+#define AMP_EXT_DEFINE(Functor) define_kept<Functor##Hyperparameters>(module);
+  AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
+#undef AMP_EXT_DEFINE
 }
 
 }  // namespace amp_ext::python

@@ -22,6 +22,10 @@ std::string python_name(at::Layout layout) {
   return index < kNames.size() ? c10::str("torch.", kNames[index]) : c10::str(layout);
 }
 
+std::string python_list(const std::vector<std::string>& texts) {
+  return texts.empty() ? "[]" : c10::str("['", c10::Join("', '", texts), "']");
+}
+
 void check_is_saved_as(at::ScalarType dtype, const std::vector<int64_t>& sizes,
                        const at::Tensor& saved, const std::string& where) {
   TORCH_CHECK_VALUE(saved.scalar_type() == dtype && saved.sizes().equals(sizes), where, " must be ",

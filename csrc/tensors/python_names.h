@@ -17,6 +17,9 @@ std::string python_name(at::IntArrayRef sizes);
 // "torch.strided".
 std::string python_name(at::Layout layout);
 
+// "['step', 'exp_avg']".
+std::string python_list(const std::vector<std::string>& texts);
+
 // Throws unless a tensor of a file, which `where` names, has this dtype and these sizes, and dense
 // elements.
 void check_is_saved_as(at::ScalarType dtype, const std::vector<int64_t>& sizes,

@@ -69,7 +69,7 @@ def test_the_stub_names_what_the_binary_has():
 
 def test_functions_of_the_stub_have_the_parameters_of_the_binary():
     for name, node in members_of_stub().items():
-        owner = getattr(ops._C, name, None)
+        owner = getattr(ops._C, name, DESCRIBED[0])  # the stub alone has their common base
         functions = {name: node} if isinstance(node, ast.FunctionDef) else node or {}
         for function, of_stub in functions.items():
             if function.startswith("_") or not isinstance(of_stub, ast.FunctionDef):

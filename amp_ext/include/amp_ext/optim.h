@@ -237,14 +237,13 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
  private:
   friend class FusedOptimizer;
 
-  void set(const std::string& key, at::Tensor value);
-  void erase(const std::string& key);
-
   at::Tensor param_;  // keeps another from taking its address, by which it is found
   std::vector<std::pair<std::string, at::Tensor>> tensors_;
   std::shared_ptr<const c10::IValue> others_;  // what else a load has found: a dict, or null
 };
 
+struct Kept;
+struct ListedParam;
 struct OptimizerKind;
 class PlacedOptions;
 
@@ -346,15 +345,11 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   const FusedOptions& checked_options(size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
-  std::unique_ptr<FusedParamState> whole_state(const FusedOptions& options,
-                                               const at::Tensor& param) const;
-  std::unique_ptr<FusedParamState> read_state(const FusedOptions& options, const at::Tensor& param,
-                                              const std::string& place,
-                                              const c10::IValue& saved) const;
-  bool make_states(const std::vector<std::pair<size_t, at::Tensor>>& params);
+  Kept kept_by(const FusedOptions& options) const;
+  bool make_states(const std::vector<ListedParam>& params);
   bool take_params();
   void take_plan();
-  void make_plan(std::vector<std::tuple<int, bool, MasterWeights, StateDType>> kept);
+  void make_plan(std::vector<Kept> kept);
   void give_states();
   std::vector<PlacedOptions> checked_groups();
   void check_shared_options();

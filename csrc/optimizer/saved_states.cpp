@@ -1,0 +1,188 @@
+// The states of parameters in files.
+#include "optimizer/saved_states.h"
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+
+#include "tensors/python_names.h"
+
+namespace amp_ext::optim {
+
+namespace {
+
+using Where = std::function<std::string(const std::string& key)>;
+
+HasKey present_in(const SavedState& saved) {
+  return [&saved](const std::string& key) { return saved.find(key) != nullptr; };
+}
+
+const at::Tensor& tensor_in(const SavedValue& value, const std::string& where) {
+  TORCH_CHECK_VALUE(value.tensor.defined(), where, " must be a tensor, got ", value.type);
+  return value.tensor;
+}
+
+void check_numbers(const SavedValue& value, const at::Tensor& param, const std::string& where) {
+  const at::Tensor& tensor = tensor_in(value, where);
+  TORCH_CHECK_VALUE(tensor.sizes().equals(param.sizes()), where, " must have shape ",
+                    python_name(param.sizes()), ", got ", python_name(tensor.sizes()));
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
+                    " must be dense and floating, got ", python_name(tensor.layout()), ", ",
+                    python_name(tensor.scalar_type()));
+}
+
+void check_step(const SavedValue& value, const std::string& where) {
+  const at::Tensor& tensor = value.tensor;
+  TORCH_CHECK_VALUE(!tensor.defined() || tensor.numel() == 1, where,
+                    " must be one number, got shape ", python_name(tensor.sizes()));
+  TORCH_CHECK_VALUE(value.number.has_value(), where, " must be one number, got ", value.text);
+  TORCH_CHECK_VALUE(*value.number >= 0.0 && *value.number <= std::numeric_limits<float>::max(),
+                    where, " must be finite and at least 0, got ", value.text);
+}
+
+void check_masters(const ListedParam& param, const SavedState& saved, const Where& where) {
+  for (const char* const key : kMasterKeys) {
+    const SavedValue* const value = saved.find(key);
+    if (value == nullptr) continue;
+    if (key != std::string(kWholeMaster)) {
+      is_lower_part(key, tensor_in(*value, where(key)), param.whole, where(key));
+      continue;
+    }
+    TORCH_CHECK_VALUE(
+        !value->tensor.defined() || value->tensor.scalar_type() != at::kShort, where(key),
+        " must be floating, got the lower halves of masters, as TransformerEngine's FusedAdam "
+        "writes with store_param_remainders=True; without 'master_param' in the states, masters "
+        "are taken from the parameters");
+    check_numbers(*value, param.whole, where(key));
+  }
+}
+
+// The codes of a moment that count: a number beside a code was written by somebody who knows the
+// former only. It is the newer one.
+std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& name) {
+  if (saved.find(name) != nullptr) return {};
+  return saved_codes(present_in(saved), name);
+}
+
+void check_moments(const Kept& kept, const ListedParam& param, const SavedState& saved,
+                   const Where& where) {
+  for (const std::string& name : kept.all_names()) {
+    if (const SavedValue* const numbers = saved.find(name)) {
+      check_numbers(*numbers, param.whole, where(name));
+    }
+    for (const MomentFormat& format : codes_of(saved, name)) {
+      for (const std::string& key : format.keys()) {
+        const SavedValue* const value = saved.find(key);
+        TORCH_CHECK_VALUE(value != nullptr, where(key), " must be there, got ", saved.keys);
+        check_code(tensor_in(*value, where(key)), format, key, param.whole, where(key));
+      }
+    }
+  }
+}
+
+// A copy of numbers, laid out as a parameter.
+at::Tensor copy_of(const SavedValue& value, const at::Tensor& param, at::ScalarType dtype) {
+  const auto options = param.options().dtype(dtype).requires_grad(false);
+  return at::empty_like(param, options).copy_(value.tensor);
+}
+
+Masters loaded_masters(const ListedParam& param, const SavedState& saved) {
+  Masters masters;
+  for (const char* const key : kMasterKeys) {
+    const SavedValue* const value = saved.find(key);
+    if (value == nullptr) continue;
+    if (key == std::string(kWholeMaster)) {
+      masters[key] = copy_of(*value, param.local, at::kFloat);
+    } else if (!value->tensor.is_floating_point()) {  // else somebody has cast it, and gone on
+      masters[key] = empty_lower_part(key, param.local).copy_(value->tensor);
+    }
+  }
+  return masters;
+}
+
+// Also those that the group keeps only with other options, to which a loop may change.
+StateMap loaded_moments(const Kept& kept, const ListedParam& param, const SavedState& saved) {
+  const std::vector<MomentFormat> formats = kept.formats(param);
+  Moments found;
+  for (const MomentFormat& wanted : formats) {
+    for (const MomentFormat& format : codes_of(saved, wanted.name)) {
+      for (const std::string& key : format.keys()) {
+        found[key] = empty_code(format, key, param.local).copy_(saved.find(key)->tensor);
+      }
+    }
+  }
+  const bool has_codes = !found.empty();
+  for (const MomentFormat& wanted : formats) {
+    const SavedValue* const numbers = saved.find(wanted.name);
+    if (numbers == nullptr) continue;
+    // The root of a second moment is the unit of a code: not to be rounded before.
+    const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
+    found[wanted.name] = copy_of(*numbers, param.local, is_exact ? wanted.dtype : at::kFloat);
+  }
+  std::vector<MomentFormat> present;
+  for (const MomentFormat& wanted : formats) {
+    const auto is_found = [&](const std::string& key) { return found.count(key) != 0; };
+    if (has_moment(is_found, wanted.name)) present.push_back(wanted);
+  }
+  const Moments made = made_moments(found, present, param.local);
+  StateMap moments;
+  for (const MomentFormat& format : present) {
+    for (const std::string& key : format.keys()) moments.emplace_back(key, made.at(key));
+  }
+  return moments;
+}
+
+}  // namespace
+
+const SavedValue* SavedState::find(const std::string& key) const {
+  const auto is_it = [&](const auto& entry) { return entry.first == key; };
+  const auto found = std::find_if(values.begin(), values.end(), is_it);
+  return found == values.end() ? nullptr : &found->second;
+}
+
+void check_saved_state(const Kept& kept, const ListedParam& param, const SavedState& saved,
+                       const std::string& operation) {
+  const auto where = [&](const std::string& key) {
+    return c10::str(operation, ": ", key, " of ", param.place());
+  };
+  for (const std::string& key : kept.missing_from(present_in(saved))) {
+    TORCH_CHECK_VALUE(false, where(key), " must be there, got ", saved.keys);
+  }
+  check_masters(param, saved, where);
+  check_moments(kept, param, saved, where);
+  if (const SavedValue* const step = saved.find("step")) check_step(*step, where("step"));
+}
+
+StateMap loaded_state(const Kept& kept, const ListedParam& param, const SavedState& saved) {
+  const std::string master_key = kept.master_key(param);
+  const Masters masters = loaded_masters(param, saved);
+  const StateMap moments = loaded_moments(kept, param, saved);
+  const auto names = kept.all_names();
+  StateMap state;
+  for (const auto& [key, value] : saved.values) {
+    if (key == "step") {
+      const auto options = at::TensorOptions(param.local.device()).dtype(at::kFloat);
+      set_under(state, key, at::full({}, *value.number, options));
+    } else if (is_key_of_moment(key, names)) {
+      for (const auto& [name, moment] : moments) set_under(state, name, moment);
+    } else if (!masters.empty() && !master_key.empty()) {
+      set_under(state, master_key, loaded_master(param.local, masters, master_key));
+    }
+  }
+  return state;
+}
+
+std::vector<MomentFormat> blocks_in(const Kept& kept, const SavedState& saved) {
+  std::vector<MomentFormat> found;
+  for (const std::string& name : kept.all_names()) {
+    for (MomentFormat& format : codes_of(saved, name)) {
+      if (!format.exponents_key().empty()) found.push_back(std::move(format));
+    }
+  }
+  return found;
+}
+
+}  // namespace amp_ext::optim

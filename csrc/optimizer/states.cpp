@@ -1,0 +1,222 @@
+// The states of parameters as the options of their groups want them.
+#include "optimizer/states.h"
+
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+
+#include "tensors/python_names.h"
+
+namespace amp_ext::optim {
+
+namespace {
+
+void drop(StateMap& state, const std::string& key) {
+  const auto is_it = [&](const auto& entry) { return entry.first == key; };
+  state.erase(std::remove_if(state.begin(), state.end(), is_it), state.end());
+}
+
+Moments moments_in(const Kept& kept, const StateMap& state) {
+  const auto names = kept.all_names();
+  Moments moments;
+  for (const auto& [key, tensor] : state) {
+    if (tensor.defined() && is_key_of_moment(key, names)) moments[key] = tensor;
+  }
+  return moments;
+}
+
+// Refuses what is left of a state: new moments beside a late counter belong to no step. A maximum
+// may be missing, as it does where a loop switches AMSGrad on.
+void check_nothing_is_missing(const Kept& kept, const ListedParam& param, const StateMap& state) {
+  const bool has_step = kept.keeps_step && tensor_under(state, "step").defined();
+  if (!has_step && moments_in(kept, state).empty()) return;
+  std::vector<std::string> keys;
+  for (const auto& entry : state) keys.push_back(entry.first);
+  for (const std::string& key : kept.missing_from(keys_in(state))) {
+    const auto is_maximum = [&](const BufferDescription& buffer) {
+      return buffer.role == BufferRole::kMaximum && key == buffer.name;
+    };
+    TORCH_CHECK_VALUE(std::any_of(kept.buffers.begin(), kept.buffers.end(), is_maximum), kept.kind,
+                      ": ", key, " of ", param.place(), " must be there, got ", python_list(keys));
+  }
+}
+
+// The number of steps behind a state; none where its counter says so.
+std::optional<double> steps_behind(const Kept& kept, const StateMap& state) {
+  const bool lacks_step = !tensor_under(state, "step").defined();
+  if (!kept.needs_buffers && !kept.buffers.empty()) {  // torch's SGD keeps no counter
+    const auto names = kept.all_names();
+    const bool has_buffers = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
+      return has_moment(keys_in(state), name);
+    });
+    if (!has_buffers && kept.buffer_count > 0) return 0.0;
+    if (has_buffers && lacks_step) return 1.0;
+  }
+  return lacks_step ? std::optional<double>(0.0) : std::nullopt;
+}
+
+}  // namespace
+
+at::Tensor tensor_under(const StateMap& state, const std::string& key) {
+  for (const auto& [name, tensor] : state) {
+    if (name == key) return tensor;
+  }
+  return {};
+}
+
+void set_under(StateMap& state, const std::string& key, at::Tensor tensor) {
+  for (auto& [name, value] : state) {
+    if (name != key) continue;
+    value = std::move(tensor);
+    return;
+  }
+  state.emplace_back(key, std::move(tensor));
+}
+
+HasKey keys_in(const StateMap& state) {
+  return [&state](const std::string& key) { return tensor_under(state, key).defined(); };
+}
+
+Masters masters_in(const StateMap& state) {
+  Masters masters;
+  for (const char* const key : kMasterKeys) {
+    const at::Tensor master = tensor_under(state, key);
+    if (master.defined()) masters[key] = master;
+  }
+  return masters;
+}
+
+std::vector<std::string> Kept::all_names() const {
+  std::vector<std::string> names;
+  for (const BufferDescription& buffer : buffers) names.emplace_back(buffer.name);
+  return names;
+}
+
+std::vector<std::string> Kept::names() const {
+  std::vector<std::string> names = all_names();
+  names.resize(buffer_count);
+  return names;
+}
+
+bool Kept::is_key(const std::string& key) const {
+  return key == "step" ||
+         std::find(kMasterKeys.begin(), kMasterKeys.end(), key) != kMasterKeys.end() ||
+         is_key_of_moment(key, all_names());
+}
+
+std::vector<MomentFormat> Kept::formats(const ListedParam& param) const {
+  return formats_of(state_dtype, buffers, param.whole, param.has_whole_rows);
+}
+
+bool Kept::has_codes(const ListedParam& param) const {
+  const auto formats = this->formats(param);
+  return std::any_of(formats.begin(), formats.end(),
+                     [](const MomentFormat& format) { return !format.code.empty(); });
+}
+
+std::string Kept::master_key(const ListedParam& param) const {
+  return key_of_master(master_weights, param.whole.scalar_type());
+}
+
+std::vector<std::string> Kept::missing_from(const HasKey& has_key) const {
+  std::vector<std::string> missing;
+  for (const std::string& name : needs_buffers ? names() : std::vector<std::string>()) {
+    if (!has_moment(has_key, name)) missing.push_back(name);
+  }
+  if (needs_step && keeps_step && !has_key("step")) missing.emplace_back("step");
+  return missing;
+}
+
+StateMap whole_state(const Kept& kept, const ListedParam& param, StateMap state) {
+  check_nothing_is_missing(kept, param, state);
+  const at::Device device = param.local.device();
+  const auto convert = [&](const std::string& key, at::ScalarType dtype) {
+    const at::Tensor tensor = tensor_under(state, key);
+    if (tensor.scalar_type() == dtype && tensor.device() == device) return;
+    set_under(state, key, tensor.to(device, dtype));
+  };
+  if (kept.keeps_step) {
+    const auto steps = steps_behind(kept, state);
+    const auto float32 = at::TensorOptions(device).dtype(at::kFloat);
+    if (steps.has_value()) set_under(state, "step", at::full({}, *steps, float32));
+    convert("step", at::kFloat);
+  }
+  const std::string master_key = kept.master_key(param);
+  if (!master_key.empty()) {
+    const at::Tensor master = tensor_under(state, master_key);
+    if (!master.defined()) {
+      set_under(state, master_key, made_master(param.local, masters_in(state), master_key));
+    } else {  // whether a lower part has its dtype is the plan's to check
+      convert(master_key, master_key == kWholeMaster ? at::kFloat : master.scalar_type());
+    }
+  }
+  for (const char* const other : kMasterKeys) {
+    if (other != master_key) drop(state, other);
+  }
+  const Moments moments = moments_in(kept, state);
+  std::vector<MomentFormat> formats;
+  for (const MomentFormat& format : kept.formats(param)) {
+    const bool is_used = formats.size() < static_cast<size_t>(kept.buffer_count);
+    // Also buffers that the group keeps only with other options, to which a loop may change.
+    if (is_used || has_moment(keys_in(state), format.name)) formats.push_back(format);
+  }
+  const Moments made = made_moments(moments, formats, param.local);
+  for (const auto& [key, moment] : moments) {
+    if (made.count(key) == 0) drop(state, key);
+  }
+  for (const MomentFormat& format : formats) {
+    for (const std::string& key : format.keys()) set_under(state, key, made.at(key));
+  }
+  return state;
+}
+
+ParamState state_of_step(const Kept& kept, const ListedParam& param, const StateMap& state) {
+  ParamState tensors;
+  const std::vector<MomentFormat> formats = kept.formats(param);
+  for (int i = 0; i < kept.buffer_count; ++i) {
+    tensors.buffers.push_back(tensor_under(state, formats[i].key()));
+    if (tensors.exponents.defined()) continue;
+    tensors.exponents = tensor_under(state, formats[i].exponents_key());
+  }
+  tensors.master_param = tensor_under(state, kept.master_key(param));
+  if (kept.keeps_step) tensors.step = tensor_under(state, "step");
+  return tensors;
+}
+
+StateMap float32_state(const Kept& kept, const ListedParam& param, const StateMap& state) {
+  StateMap found;
+  const Moments moments = whole_moments(moments_in(kept, state), kept.buffers);
+  for (const std::string& name : kept.all_names()) {
+    const auto moment = moments.find(name);
+    if (moment == moments.end()) continue;
+    const at::ScalarType dtype =
+        moment->second.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    found.emplace_back(name, moment->second.to(dtype, /*non_blocking=*/false, /*copy=*/true));
+  }
+  const Masters masters = masters_in(state);
+  if (!masters.empty()) {
+    found.emplace_back(kWholeMaster, whole_master(param.local, masters).detach().clone());
+  }
+  return found;
+}
+
+std::pair<std::vector<int64_t>, std::vector<int64_t>> layout_under(const Kept& kept,
+                                                                   const std::string& key,
+                                                                   const at::Tensor& param) {
+  if (key == "step") return {};
+  if (is_key_of_exponents(key, kept.all_names())) {
+    std::vector<int64_t> sizes = sizes_of_exponents(param);
+    std::vector<int64_t> strides(sizes.size(), 1);
+    if (sizes.size() == 2) strides[0] = sizes[1];
+    return {std::move(sizes), std::move(strides)};
+  }
+  std::vector<int64_t> sizes = param.sizes().vec(), strides = param.strides().vec();
+  if (has_two_bytes(key)) {
+    for (int64_t& stride : strides) stride *= 2;
+    sizes.push_back(2);
+    strides.push_back(1);
+  }
+  return {std::move(sizes), std::move(strides)};
+}
+
+}  // namespace amp_ext::optim
