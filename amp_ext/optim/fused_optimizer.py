@@ -28,7 +28,7 @@ from amp_ext.hand_over import (
 )
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.saved_optimizer import SavedOptimizer
-from amp_ext.optim.state_store import Place, make_states, whole_master
+from amp_ext.optim.state_store import Place, made_states, whole_master
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import local_tensor
 
@@ -177,7 +177,9 @@ class FusedOptimizer(SavedOptimizer):
                 raise RuntimeError(
                     f"{where} must have a shape, got a lazy parameter: run the model once first"
                 )
-        if make_states(self.state, trainable):
+        made = made_states(self.state, trainable)
+        self.state.update(made)  # at once
+        if made:
             self.rebuild()  # it would go on with a state that was erased
 
     # The plan.
@@ -360,7 +362,6 @@ class FusedOptimizer(SavedOptimizer):
                 nothing = torch.zeros((), dtype=torch.float32, device=device)
                 sum_of_squares = self._look(plan, nothing, None).sum_of_squares
         hyperparameters = self._hyperparameters_of_groups()  # first: it refuses
-        compiled = plan.with_states(self.state)
         if max_grad_norm is None:
             self.grad_norm = None
         elif self.grad_norm is None and plan.first_param is not None:
@@ -370,20 +371,19 @@ class FusedOptimizer(SavedOptimizer):
         if sum_of_squares is not None and self.grad_norm is not None:
             # The kernels write it only where this rank has something to step.
             self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
-        hand_over.is_spent = True  # before: an interrupt must not lead to a second step
-        try:
-            compiled.step(
-                hyperparameters,
-                grad_scale,
-                found_inf,
-                max_grad_norm,
-                sum_of_squares,
-                self.grad_norm,
-                skip_nonfinite,
-            )
-        except Exception:  # refused, and nothing has been written unless it says so
-            hand_over.is_spent = bool(self._progress)
-            raise
+        # Which says in the hand-over that it is spent, before it writes.
+        plan.with_shards().step(
+            hyperparameters,
+            grad_scale,
+            found_inf,
+            max_grad_norm,
+            sum_of_squares,
+            self.grad_norm,
+            skip_nonfinite,
+            plan,
+            self.state,
+            hand_over,
+        )
 
     def _note_what_is_stepped(self, error: Exception) -> None:
         """Says of an error of torch, whose type and text clients know, what it has left."""

@@ -31,6 +31,7 @@ Options = dict[str, Any]
 #: The options of ``state_dtype`` that name no dtype.
 CODED_STATES = ("8bit-bf16", "8bit")
 
+
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the options among the arguments of a constructor, given its ``locals()``."""
     others = ("self", "params", "__class__")

@@ -30,7 +30,7 @@ __all__ = [
     "check_flattened",
     "float32_state",
     "loaded_state",
-    "make_states",
+    "made_states",
     "whole_master",
 ]
 
@@ -104,15 +104,15 @@ def check_flattened(kept: ops.Kept, param: Tensor) -> None:
 
 
 @outside_inference_mode()
-def make_states(states: dict[Any, Any], places: Iterable[Place]) -> bool:
-    """Makes the states of parameters whole: all of them, or none if one can't be made.
+def made_states(states: Mapping[Any, Any], places: Iterable[Place]) -> dict[Any, Any]:
+    """Returns the states of parameters made whole, for the optimizer to keep.
 
     Args:
         states: Of the optimizer.
         places: The parameters.
 
     Returns:
-        Whether something had to be made.
+        Those that are others than before, by their parameters.
 
     Raises:
         TypeError: If a part of a state is no tensor.
@@ -131,8 +131,7 @@ def make_states(states: dict[Any, Any], places: Iterable[Place]) -> bool:
         is_whole = isinstance(before, dict) and state.keys() == before.keys()
         if not is_whole or any(state[key] is not before[key] for key in state):
             made[place.param] = state
-    states.update(made)  # at once
-    return bool(made)
+    return made
 
 
 @outside_inference_mode()

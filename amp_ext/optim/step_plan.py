@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.optim.options import CODED_STATES
-from amp_ext.optim.state_store import Place, make_states
+from amp_ext.optim.state_store import Place, made_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 __all__ = ["StepPlan"]
@@ -119,23 +119,46 @@ class StepPlan:
             self._compiled.set_shard(row, local_tensor(param), local_grad(param, name))
         return self._compiled
 
-    def with_states(self, states: dict[Any, Any]) -> Any:
-        """Reads the gradients, gives each parameter that has one its state; returns the plan.
+    # What the compiled plan asks for within a step.
+
+    def make_states(self, states: dict[Any, Any], indices: list[int]) -> dict[Any, Any]:
+        """Makes the states of parameters whole, and keeps none yet.
 
         Args:
-            states: Of the optimizer. Those that are missing are created in it.
+            states: Of the optimizer.
+            indices: Of the parameters in the plan.
+
+        Returns:
+            Those that are others than before, by their parameters.
         """
-        compiled = self.with_shards()
-        indices = compiled.read_grads()
-        if not indices:
-            return compiled
-        places = [self._places[index] for index in indices]
-        make_states(states, places)
-        for index, place in zip(indices, places, strict=True):
+        return made_states(states, [self._places[index] for index in indices])
+
+    def parts_of(
+        self, states: dict[Any, Any], made: dict[Any, Any], indices: list[int]
+    ) -> list[tuple[ops.Kept, ops.ListedParam, dict[str, Tensor]]]:
+        """Returns this rank's parts of the states of parameters, with what they are kept by.
+
+        Args:
+            states: Of the optimizer.
+            made: Those that go before them.
+            indices: Of the parameters in the plan.
+        """
+        found = []
+        for index in indices:
+            place = self._places[index]
             if place.kept.state_dtype in CODED_STATES:
                 self._were_contiguous[index] = (place.param, place.param.is_contiguous())
-            parts = place.parts(states[place.param])
+            parts = place.parts(made[place.param] if place.param in made else states[place.param])
             self._state_keys.update(parts)
-            compiled.set_state(index, place.kept, place.listed(), parts)
+            found.append((place.kept, place.listed(), parts))
+        return found
+
+    def keep_states(self, states: dict[Any, Any], made: dict[Any, Any]) -> None:
+        """Puts states into those of the optimizer, at once, and remembers what a step works on.
+
+        Args:
+            states: Of the optimizer.
+            made: Those to put there.
+        """
+        states.update(made)
         self._states.keep(states, self._state_keys)
-        return compiled

@@ -63,7 +63,8 @@ struct OptimizerKind : Kind {
   bool counts_from_buffer = false;     // torch has no counter: the first step is without a buffer
   const char* fixed_option = nullptr;  // that a state dict can't change either
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
-  void (*step)(Plan&, const std::vector<PlacedOptions>& groups, const GradientOptions&) = nullptr;
+  void (*step)(Plan&, const std::vector<PlacedOptions>& groups, const GradientOptions&,
+               StateStore&) = nullptr;
 
   int buffer_count(const FusedOptions& options) const {
     return optim::buffer_count(PlacedOptions(*this, options));
@@ -84,11 +85,11 @@ struct OptimizerKind : Kind {
 };
 
 template <typename Hyperparameters>
-void step_plan(Plan& plan, const std::vector<PlacedOptions>& groups,
-               const GradientOptions& options) {
+void step_plan(Plan& plan, const std::vector<PlacedOptions>& groups, const GradientOptions& options,
+               StateStore& store) {
   std::vector<Group<Hyperparameters>> hyperparameters(groups.size());
   for (size_t i = 0; i < groups.size(); ++i) set_fields(hyperparameters[i], groups[i]);
-  plan.step(hyperparameters, options);
+  plan.step(hyperparameters, options, &store);
 }
 
 }  // namespace amp_ext::optim

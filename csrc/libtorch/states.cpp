@@ -46,26 +46,31 @@ Kept FusedOptimizer::kept_by(const FusedOptions& options) const {
           options.state_dtype_};
 }
 
-// Makes the states of parameters whole: all of them, or none if one can't be made. Returns whether
-// a tensor is another one now.
-bool FusedOptimizer::make_states(const std::vector<ListedParam>& params) {
+// The states of parameters made whole, for `keep_states`.
+std::vector<StateMap> FusedOptimizer::made_states(const std::vector<ListedParam>& params) const {
   const OutsideInferenceMode normal;
-  std::vector<StateMap> states;
+  std::vector<StateMap> made;
   for (const ListedParam& param : params) {
     const FusedParamState* const before = state_of(param.local);
-    states.push_back(whole_state(kept_by(checked_options(param.group)), param,
-                                 before != nullptr ? before->tensors_ : StateMap()));
+    made.push_back(whole_state(kept_by(checked_options(param.group)), param,
+                               before != nullptr ? before->tensors_ : StateMap()));
   }
+  return made;
+}
+
+// Returns whether a tensor is another one now.
+bool FusedOptimizer::keep_states(const std::vector<ListedParam>& params,
+                                 std::vector<StateMap> made) {
   bool has_changed = false;
   for (size_t i = 0; i < params.size(); ++i) {
     auto& kept = state_[params[i].local.unsafeGetTensorImpl()];
     auto* state = dynamic_cast<FusedParamState*>(kept.get());
-    has_changed |= state == nullptr || !have_same_tensors(state->tensors_, states[i]);
+    has_changed |= state == nullptr || !have_same_tensors(state->tensors_, made[i]);
     if (state == nullptr) {
       kept = std::make_unique<FusedParamState>(params[i].local);
       state = static_cast<FusedParamState*>(kept.get());
     }
-    state->tensors_ = std::move(states[i]);  // others may refer to it
+    state->tensors_ = std::move(made[i]);  // others may refer to it
   }
   return has_changed;
 }
@@ -88,7 +93,7 @@ void FusedOptimizer::init_state() {
                   python_name(dtype), " on ", param.device());
     }
   }
-  if (make_states(trainable)) rebuild();
+  if (keep_states(trainable, made_states(trainable))) rebuild();
 }
 
 std::vector<at::Tensor> FusedOptimizer::master_params() {

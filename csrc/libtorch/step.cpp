@@ -133,27 +133,39 @@ void FusedOptimizer::make_plan(std::vector<Kept> kept) {
   impl_->state_count = state_.size();
 }
 
-// Reads the gradients, and gives each parameter that has one its state.
-void FusedOptimizer::give_states() {
-  const std::vector<int64_t> numbers = impl_->plan->read_grads();
-  if (numbers.empty()) return;
-  std::vector<ListedParam> params;
-  for (const int64_t number : numbers) {
-    const auto [group, index] = impl_->places[number];
-    const at::Tensor& param = param_groups_[group].params()[index];
-    params.push_back({param, param, group, index});
+// The states of the optimizer, for a step of its plan.
+class FusedOptimizer::Store : public StateStore {
+ public:
+  explicit Store(FusedOptimizer& optimizer) : optimizer_(optimizer) {}
+
+  std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
+    Impl& impl = *optimizer_.impl_;
+    for (const int64_t number : indices) {
+      const auto [group, index] = impl.places[number];
+      const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
+      params_.push_back({param, param, group, index});
+    }
+    made_ = optimizer_.made_states(params_);
+    std::vector<ParamState> states;
+    for (size_t i = 0; i < indices.size(); ++i) {
+      const Kept& kept = impl.kept[params_[i].group];
+      const bool is_coded = kept.state_dtype.is_coded();
+      if (is_coded) impl.were_contiguous[indices[i]] = params_[i].local.is_contiguous();
+      states.push_back(state_of_step(kept, params_[i], made_[i]));
+    }
+    return states;
   }
-  make_states(params);
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    const ListedParam& param = params[i];
-    const Kept& kept = impl_->kept[param.group];
-    const bool is_coded = kept.state_dtype.is_coded();
-    if (is_coded) impl_->were_contiguous[numbers[i]] = param.local.is_contiguous();
-    const FusedParamState& state = *state_of(param.local);
-    impl_->plan->set_state(numbers[i], state_of_step(kept, param, state.tensors()));
+
+  void keep() override {
+    optimizer_.keep_states(params_, std::move(made_));
+    optimizer_.impl_->state_count = optimizer_.state_.size();
   }
-  impl_->state_count = state_.size();
-}
+
+ private:
+  FusedOptimizer& optimizer_;
+  std::vector<ListedParam> params_;
+  std::vector<StateMap> made_;
+};
 
 at::Tensor FusedOptimizer::step(LossClosure closure) {
   checked("step");
@@ -173,7 +185,6 @@ at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::T
 
 void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   InPlan use(*this, "step");
-  give_states();
   const FusedOptions& first = options_of(0);
   GradientOptions options;
   if (grad_scale.defined()) options.grad_scale = grad_scale;
@@ -190,7 +201,8 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   }
   if (impl_->grad_norm.defined()) options.grad_norm = impl_->grad_norm;
   try {
-    impl_->kind.step(use.plan(), use.groups(), options);
+    Store store(*this);
+    impl_->kind.step(use.plan(), use.groups(), options, store);
   } catch (c10::Error& error) {
     if (impl_->progress->has_failed) {
       error.add_context(c10::str(impl_->kind.name, ".step: ", impl_->progress->text(), "; ",

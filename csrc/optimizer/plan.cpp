@@ -275,11 +275,15 @@ bool Plan::gradients_were_written() {
 }
 
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
-void Plan::run_step(GroupTable& table, const GradientOptions& options) {
+void Plan::run_step(GroupTable& table, const GradientOptions& options, StateStore* store) {
   const at::NoGradGuard no_grad;
   StepProgress& progress = *progress_;
   progress = {};
-  check_step(table, options);
+  if (store != nullptr) {
+    check_with_states(table, options, *store);
+  } else {
+    check_step(table, options);
+  }
   bool looks_are_new = false;
   const std::vector<Look> looks = looks_for_step(options, looks_are_new);
   std::vector<Batch> all = batches();
@@ -316,6 +320,23 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options) {
 }
 
 // All that can be refused, before anything is written.
+// What the store has made is kept if the step is one to take, and forgotten here if it is not.
+void Plan::check_with_states(const GroupTable& table, const GradientOptions& options,
+                             StateStore& store) {
+  const std::vector<int64_t> missing = read_grads();
+  try {
+    if (!missing.empty()) {
+      std::vector<ParamState> made = store.make(missing);
+      for (size_t i = 0; i < missing.size(); ++i) set_state(missing[i], std::move(made[i]));
+    }
+    check_step(table, options);
+    store.keep();
+  } catch (...) {
+    for (const int64_t index : missing) rows_[index].state_dtype = at::ScalarType::Undefined;
+    throw;
+  }
+}
+
 void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   check_groups(table, options.max_grad_norm);
   check_scalar(checks_.operation, "grad_scale", options.grad_scale);

@@ -64,6 +64,19 @@ struct ScaledGrads {
   std::unordered_map<const void*, Entry> entries;
 };
 
+// Where the states of an optimizer's parameters come from, and are kept.
+class AMP_EXT_API StateStore {
+ public:
+  virtual ~StateStore() = default;
+
+  // Makes the states of parameters, given by their indices in the plan, as the options want them:
+  // nothing is kept yet.
+  virtual std::vector<ParamState> make(const std::vector<int64_t>& indices) = 0;
+
+  // Keeps what was made. The step that asked for it refuses nothing any more, and writes now.
+  virtual void keep() = 0;
+};
+
 class AMP_EXT_API Plan {
  public:
   // `buffer_names` are the keys of the buffers, or the names of their lists, in the order in which
@@ -130,7 +143,8 @@ class AMP_EXT_API Plan {
   // Whether one of the gradients that the last look saw was written or replaced since.
   bool gradients_were_written();
 
-  // One step of every parameter that has a gradient, with the hyperparameters of its group. With a
+  // One step of every parameter that has a gradient, with the hyperparameters of its group. States
+  // that parameters lack are made through the store, if there is one. With a
   // found_inf other than 0 nothing is written at all. A gradient that changed since `check_finite`
   // is looked at again. A step that neither has a scale nor comes from a scaler refuses gradients
   // that an earlier one took with a scale, and that were not written since.
@@ -138,7 +152,8 @@ class AMP_EXT_API Plan {
   // Where this throws before the first launch, nothing has been written. Where it throws later,
   // each parameter has been stepped with its state and counter, or neither.
   template <typename Hyperparameters>
-  void step(const std::vector<Group<Hyperparameters>>& groups, const GradientOptions& options) {
+  void step(const std::vector<Group<Hyperparameters>>& groups, const GradientOptions& options,
+            StateStore* store = nullptr) {
     std::vector<Hyperparameters> hyperparameters(groups.begin(), groups.end());
     GroupTable table{
         hyperparameters.data(), &kernel_for<Hyperparameters>, &takes_format<Hyperparameters>, {}};
@@ -146,7 +161,7 @@ class AMP_EXT_API Plan {
       table.groups.push_back(
           {&hyperparameters[i], groups[i].lr_tensor, dithered_numbers(hyperparameters[i])});
     }
-    run_step(table, options);
+    run_step(table, options, store);
   }
 
   // Of the last step. It outlives the plan.
@@ -199,7 +214,9 @@ class AMP_EXT_API Plan {
     std::unique_ptr<bool[]> is_launched;  // [records]
   };
 
-  void run_step(GroupTable& table, const GradientOptions& options);
+  void run_step(GroupTable& table, const GradientOptions& options, StateStore* store);
+  void check_with_states(const GroupTable& table, const GradientOptions& options,
+                         StateStore& store);
   void check_step(const GroupTable& table, const GradientOptions& options);
   std::vector<Look> looks_for_step(const GradientOptions& options, bool& is_new);
   bool needs_look(const GradientOptions& options, bool is_stale) const;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -47,23 +48,67 @@ std::vector<LookResult> check_finite(Plan& plan, const at::Tensor& found_inf,
   return plan.check_finite(found_inf, grad_scale, sum_squares, skip_nonfinite);
 }
 
+// The states in the dicts of an optimizer, through its `StepPlan` of Python. Keeping them is the
+// last that a step does of Python: it says in the hand-over of a scaler that it writes, and lets
+// other threads run.
+class StatesOfPython : public StateStore {
+ public:
+  StatesOfPython(py::object plan, py::object states, py::object hand_over)
+      : plan_(std::move(plan)), states_(std::move(states)), hand_over_(std::move(hand_over)) {}
+
+  std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
+    made_ = plan_.attr("make_states")(states_, indices);
+    std::vector<ParamState> states;
+    for (const py::handle each : plan_.attr("parts_of")(states_, made_, indices)) {
+      const auto parts = py::cast<std::tuple<optim::Kept*, optim::ListedParam*, py::dict>>(each);
+      states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
+                                            state_of(std::get<2>(parts))));
+    }
+    return states;
+  }
+
+  void keep() override {
+    if (!made_.is_none()) plan_.attr("keep_states")(states_, made_);
+    hand_over_.attr("is_spent") = true;
+    release_.emplace();
+  }
+
+  // Takes Python back after a step that failed.
+  void take_back(bool has_written) {
+    if (!release_.has_value()) return;  // it was refused
+    release_.reset();
+    hand_over_.attr("is_spent") = has_written;
+  }
+
+ private:
+  py::object plan_, states_, hand_over_;
+  py::object made_ = py::none();
+  std::optional<py::gil_scoped_release> release_;
+};
+
 // Defines the step of an optimizer.
 template <typename Hyperparameters>
 void define_step(py::class_<Plan>& plan_class) {
-  // Gradients are read while Python stands still; the step itself lets other threads run.
   plan_class.def(
       "step",
       [](Plan& plan, const std::vector<Group<Hyperparameters>>& groups, OptionalTensor grad_scale,
          OptionalTensor found_inf, std::optional<double> max_grad_norm,
-         OptionalTensor sum_of_squares, OptionalTensor grad_norm, bool skip_nonfinite) {
+         OptionalTensor sum_of_squares, OptionalTensor grad_norm, bool skip_nonfinite,
+         py::object step_plan, py::object states, py::object hand_over) {
         const GradientOptions options{std::move(grad_scale), std::move(found_inf),
                                       max_grad_norm,         std::move(sum_of_squares),
                                       std::move(grad_norm),  skip_nonfinite};
-        const py::gil_scoped_release release;
-        plan.step(groups, options);
+        StatesOfPython store(std::move(step_plan), std::move(states), std::move(hand_over));
+        try {
+          plan.step(groups, options, &store);
+        } catch (...) {
+          store.take_back(/*has_written=*/plan.progress()->has_failed);
+          throw;
+        }
       },
       py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_grad_norm"),
-      py::arg("sum_of_squares"), py::arg("grad_norm"), py::arg("skip_nonfinite"));
+      py::arg("sum_of_squares"), py::arg("grad_norm"), py::arg("skip_nonfinite"),
+      py::arg("step_plan"), py::arg("states"), py::arg("hand_over"));
 }
 
 }  // namespace
@@ -109,13 +154,6 @@ void define_plan(py::module_& module) {
             plan.set_shard(index, std::move(param), grad.value_or(at::Tensor()));
           },
           py::arg("index"), py::arg("param"), py::arg("grad"))
-      .def(
-          "set_state",
-          [](Plan& plan, int64_t index, const optim::Kept& kept, const optim::ListedParam& param,
-             const py::dict& state) {
-            plan.set_state(index, optim::state_of_step(kept, param, state_of(state)));
-          },
-          py::arg("index"), py::arg("kept"), py::arg("param"), py::arg("state"))
       .def("set_first_element", &Plan::set_first_element, py::arg("index"),
            py::arg("first_element"))
       .def("take_params", &take_params, py::arg("groups"))
@@ -124,7 +162,6 @@ void define_plan(py::module_& module) {
       .def("set_scaled_grads", &Plan::set_scaled_grads, py::arg("scaled"))
       .def("scaled_grads", &Plan::scaled_grads)
       .def_property_readonly("progress", &Plan::progress)
-      .def("read_grads", &Plan::read_grads)
       .def("let_go", &Plan::let_go)
       .def("gradients_were_written", &Plan::gradients_were_written)
       .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),

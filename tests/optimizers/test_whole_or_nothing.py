@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
+import amp_ext
+
 SHAPES = [(5, 3), (7,)]
 EACH = cases.each_name
 MOMENTUM = {"SGD": {"momentum": 0.9, "dampening": 0.5}}
@@ -209,3 +211,34 @@ def test_states_that_were_there_before_an_interrupt_stay_as_they_are():
     for optimizer, line in interrupted_at_each_line(make, lambda one: one.init_state()):
         assert len(optimizer.state) == 2 or all_of(optimizer) == before, line
     train([optimizer])
+
+
+SWITCHED = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"state_dtype": "8bit"},
+    "Lion": {"master_weights": "split"},
+}
+
+
+@pytest.mark.parametrize("refused_for", ["scale", "gradient"])
+@EACH
+def test_a_step_that_is_refused_leaves_states_as_they_were(name, refused_for):
+    """Also where it would have made what options ask for that were switched on since."""
+    torch.manual_seed(0)
+    optimizer = trained(ours(name)(make_params(BF16, shapes=SHAPES), lr=0.5, rounding="dither"))
+    if refused_for == "scale":
+        scaler = amp_ext.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        words = "must be new or unscaled in a step without a scale"
+    else:
+        last = params_of(optimizer)[-1]
+        last.grad = last.grad.to_sparse()
+        words = "sparse"
+    for group in optimizer.param_groups:
+        group.update(SWITCHED[name])
+    before = {param: dict(state) for param, state in optimizer.state.items()}
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+    assert optimizer.state == before

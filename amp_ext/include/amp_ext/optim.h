@@ -339,6 +339,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
  private:
   struct Impl;
   class InPlan;
+  class Store;
+  using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
 
   Impl& checked(const char* operation) const;
   FusedOptions& options_of(size_t group);
@@ -346,11 +348,11 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   const FusedOptions& checked_options(size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
   Kept kept_by(const FusedOptions& options) const;
-  bool make_states(const std::vector<ListedParam>& params);
+  std::vector<StateMap> made_states(const std::vector<ListedParam>& params) const;
+  bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
   bool take_params();
   void take_plan();
   void make_plan(std::vector<Kept> kept);
-  void give_states();
   std::vector<PlacedOptions> checked_groups();
   void check_shared_options();
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
