@@ -15,7 +15,6 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params
 from amp_ext.optim.state_store import Place, loaded_state
-from amp_ext.optim.writers import other_writer
 from amp_ext.sharding import is_flattened
 
 __all__ = ["Target", "check_states_have_groups", "in_one_dtype", "keys_in_order", "read_state_dict"]
@@ -86,7 +85,7 @@ def read_state_dict(target: Target, state_dict: Mapping[str, Any]) -> dict[str, 
     """
     _check_layout(target.operation, state_dict)
     state_dict = _with_empty_groups(target.groups, state_dict)
-    _check_writer(target, state_dict)
+    _check_saved_groups(target, state_dict)
     saved_groups, saved_states = _with_own_steps(state_dict)
     saved_groups = _in_order_of_names(target.operation, target.groups, saved_groups)
     groups = _loaded_groups(target, saved_groups)
@@ -170,29 +169,16 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
     return {**state_dict, "param_groups": groups}
 
 
-def _check_writer(target: Target, state_dict: Mapping[str, Any]) -> None:
-    """Checks that a state dict is one of an optimizer with the options of this one."""
-    operation = target.operation
-    writer = other_writer(
-        target.kind, target.own_names, state_dict["param_groups"], state_dict["state"]
+def _check_saved_groups(target: Target, state_dict: Mapping[str, Any]) -> None:
+    """Checks that an optimizer with the options of this one wrote a state dict."""
+    ops.check_saved_groups(
+        target.operation,
+        [base.__name__ for base in target.kind.__mro__],
+        list(target.own_names),
+        [each.name for each in target.described if each.on_load == "required"],
+        [dict(group) for group in state_dict["param_groups"]],
+        [dict(state) for state in state_dict["state"].values() if isinstance(state, Mapping)],
     )
-    if writer is not None:
-        raise ValueError(
-            f"{operation}: state_dict must have the options and states of "
-            f"{target.kind.__name__}, but is a state dict of {writer}"
-        )
-    for index, saved in enumerate(state_dict["param_groups"]):
-        required = [each.name for each in target.described if each.on_load == "required"]
-        missing = [name for name in required if name not in saved]
-        if missing:
-            raise ValueError(
-                f"{operation}: param_groups[{index}] must have {missing}, got {list(saved)}"
-            )
-        for name in ("bias_correction", "correct_bias"):  # the latter of transformers' AdamW
-            if not saved.get(name, True):
-                raise ValueError(
-                    f"{operation}: {name} of param_groups[{index}] must be True, got {saved[name]}"
-                )
 
 
 def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:
@@ -200,26 +186,15 @@ def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[
     groups, states = [], dict(state_dict["state"])
     for group in state_dict["param_groups"]:
         kept = dict(group)
-        if kept.pop("bias_correction", False) and "step" in kept:
+        counts_for_states = ops.counts_for_states(kept)
+        kept.pop("bias_correction", None)
+        if counts_for_states:
             step = kept.pop("step")
             for key in group["params"]:
                 if states.get(key):
                     states[key] = {"step": step, **states[key]}
         groups.append(kept)
     return groups, states
-
-
-def _check_lengths(groups: Sequence[Options], saved_groups: Sequence[Options]) -> None:
-    """Checks that the groups are as many and as long as the optimizer's, in torch's words."""
-    lengths = [len(group["params"]) for group in groups]
-    saved_lengths = [len(group["params"]) for group in saved_groups]
-    if len(lengths) != len(saved_lengths):
-        raise ValueError("loaded state dict has a different number of parameter groups")
-    if lengths != saved_lengths:
-        raise ValueError(
-            "loaded state dict contains a parameter group "
-            "that doesn't match the size of optimizer's group"
-        )
 
 
 def _in_order_of_names(
@@ -233,7 +208,10 @@ def _in_order_of_names(
     """
     for index, group in enumerate(groups):
         check_params(group, f"{operation}: %s of group {index}")
-    _check_lengths(groups, saved_groups)
+    ops.check_lengths(
+        [len(group["params"]) for group in groups],
+        [len(group["params"]) for group in saved_groups],
+    )
     in_order = [dict(group) for group in saved_groups]
     own = [_names_in(group) for group in groups]
     saved = [_names_in(group) for group in saved_groups]
@@ -293,12 +271,6 @@ def _loaded_groups(target: Target, saved_groups: Sequence[Options]) -> list[Opti
 def _check_groups(target: Target, groups: Sequence[Options]) -> None:
     """Checks the options of all groups as they would be after the load."""
     for index, group in enumerate(groups):
-        if group.get("differentiable"):
-            raise ValueError(
-                f"{target.operation}: differentiable of param_groups[{index}] must be False, "
-                "got True: a fused kernel is not differentiable; set it to False in the state dict "
-                "to go on without gradients through the steps"
-            )
         target.check_options(group, f"{target.operation}: %s of param_groups[{index}]")
 
 

@@ -10,8 +10,8 @@
 
 #include "libtorch/optimizer_impl.h"
 #include "libtorch/values.h"
+#include "optimizer/saved_groups.h"
 #include "optimizer/saved_states.h"
-#include "optimizer/writers.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext::optim {
@@ -122,18 +122,35 @@ void insert_others(const Dict& dict, const Dict& others) {
   for (const auto& entry : others) dict.insert(entry.key(), entry.value());
 }
 
+// What tells whose a group of a file is.
+SavedGroup saved_group(const Dict& group) {
+  SavedGroup saved;
+  saved.keys = keys_of(group);
+  saved.shown_keys = shown_keys(group);
+  saved.has_step = find(group, "step").has_value();
+  for (const char* const name : kSavedFlags) {
+    const auto value = find(group, name);
+    if (!value.has_value()) continue;
+    saved.flags[name] = {plain_number(*value).value_or(1.0) != 0.0, shown(*value)};
+  }
+  return saved;
+}
+
+Loader loader_of(const OptimizerKind& kind, const std::string& operation) {
+  Loader loader = {operation, {kind.name, kind.base_class}, {}, {}};
+  for (const BufferDescription& buffer : kind.buffers) loader.own_keys.emplace_back(buffer.name);
+  for (const OptionDescription& option : kind.options) {
+    loader.own_keys.emplace_back(option.name);
+    if (option.on_load == OnLoad::kRequired) loader.required.emplace_back(option.name);
+  }
+  return loader;
+}
+
 // The options of a group as they are after a load: those of the file, but for the configured ones.
 std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std::string& operation,
                                            const Dict& saved, size_t group,
                                            FusedOptions& configured) {
   const std::string place = c10::str(" of param_groups[", group, "]");
-  auto missing = new_list();
-  for (const OptionDescription& option : kind.options) {
-    const bool is_required = option.on_load == OnLoad::kRequired;
-    if (is_required && !find(saved, option.name).has_value()) missing.push_back(option.name);
-  }
-  TORCH_CHECK(missing.empty(), operation, ": param_groups[", group, "] must have ", shown(missing),
-              ", got ", shown_keys(saved));
   auto options = kind.make_options();
   const auto kept = configured.options();
   const auto places = options->options();
@@ -149,18 +166,6 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
       read_option(kind.options[i], option, *value, c10::str(operation, ": ", name, place));
     }
   }
-  for (const char* const name :
-       {"bias_correction", "correct_bias"}) {  // the latter of transformers
-    const auto value = find(saved, name);
-    TORCH_CHECK(!value.has_value() || plain_number(*value).value_or(1.0) != 0.0, operation, ": ",
-                name, place, " must be True, got ", shown(*value));
-  }
-  const auto differentiable = find(saved, "differentiable");
-  TORCH_CHECK(!differentiable.has_value() || plain_number(*differentiable).value_or(1.0) == 0.0,
-              operation, ": differentiable", place,
-              " must be False, got True: a fused kernel is "
-              "not differentiable; set it to False in the state dict to go on without gradients "
-              "through the steps");
   return options;
 }
 
@@ -262,29 +267,20 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
               shown(state_dict));
   check_nesting(operation, "state_dict", state_dict);
   const SavedGroups groups = saved_groups(operation, state_dict.toGenericDict());
-  TORCH_CHECK(groups.size() == param_groups_.size(),
-              "loaded state dict has a different number of parameter groups");
-  for (size_t i = 0; i < groups.size(); ++i) {
-    TORCH_CHECK(find(groups[i], "params")->toListRef().size() == param_groups_[i].params().size(),
-                "loaded state dict contains a parameter group that doesn't match the size of "
-                "optimizer's group");
-  }
-
   const std::map<std::string, c10::IValue> saved = states_of(state_dict.toGenericDict());
-  std::vector<std::string> own = kind.buffer_names(kind.buffers.size());
-  for (const auto& [name, place] : kind.make_options()->options()) own.push_back(name);
-  std::vector<Keys> group_keys;
-  for (const Dict& group : groups) group_keys.push_back(keys_of(group));
+  std::vector<SavedGroup> groups_of_file;
+  for (const Dict& group : groups) groups_of_file.push_back(saved_group(group));
   Keys state_keys;
   for (const auto& [key, state] : saved) {
     if (!state.isGenericDict()) continue;
     const Keys keys = keys_of(state.toGenericDict());
     state_keys.insert(state_keys.end(), keys.begin(), keys.end());
   }
-  const std::string writer =
-      other_writer({kind.name, kind.base_class}, own, group_keys, state_keys);
-  TORCH_CHECK(writer.empty(), operation, ": state_dict must have the options and states of ",
-              kind.name, ", but is a state dict of ", writer);
+  check_saved_groups(loader_of(kind, operation), groups_of_file, state_keys);
+  std::vector<size_t> own_lengths, lengths;
+  for (const auto& group : param_groups_) own_lengths.push_back(group.params().size());
+  for (const Dict& group : groups) lengths.push_back(find(group, "params")->toListRef().size());
+  check_lengths(own_lengths, lengths);
   std::vector<std::unique_ptr<FusedOptions>> options;
   std::vector<std::unique_ptr<FusedParamState>> states;
   std::vector<Dict> other_entries;  // such as initial_lr of a scheduler
@@ -296,7 +292,13 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
     const auto place = [i] { return c10::str(" of param_groups[", i, "]"); };
     check_group(PlacedOptions(kind, *options.back(), operation, place, &param_groups_[i].params()));
-    other_entries.push_back(c10::IValue(groups[i]).deepcopy().toGenericDict());
+    other_entries.push_back(new_dict());
+    const bool counts_for_states = groups_of_file[i].counts_for_states();
+    for (const auto& entry : groups[i]) {
+      const std::string key = shown(entry.key());
+      if (key == "'bias_correction'" || (key == "'step'" && counts_for_states)) continue;
+      other_entries.back().insert(entry.key(), entry.value().deepcopy());
+    }
     const Kept kept = kept_by(*options.back());
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();
@@ -310,7 +312,10 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
       const at::Tensor& param = param_groups_[i].params()[j];
       const ListedParam listed_param = {param, param, i, j};
       const Dict dict = state->second.toGenericDict();
-      const SavedState found = saved_state(kept, dict);
+      SavedState found = saved_state(kept, dict);
+      if (counts_for_states && found.find("step") == nullptr) {
+        found.values.emplace_back("step", saved_value(*find(groups[i], "step")));
+      }
       check_saved_state(kept, listed_param, found, operation);
       states.push_back(std::make_unique<FusedParamState>(param));
       states.back()->tensors_ = loaded_state(kept, listed_param, found);

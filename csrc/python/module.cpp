@@ -12,7 +12,6 @@
 #include "files/file_beside.h"
 #include "optimizer/kind.h"
 #include "optimizer/param_names.h"
-#include "optimizer/writers.h"
 
 PYBIND11_MODULE(_C, module) {
   using namespace amp_ext;
@@ -24,8 +23,6 @@ PYBIND11_MODULE(_C, module) {
   python::define_states(module);
   module.def("cpu_isa", &cpu_isa);
   module.def("configured_options", &optim::configured_options);
-  module.def("other_writer", &other_writer, py::arg("classes"), py::arg("own_keys"),
-             py::arg("groups"), py::arg("states"));
   module.def("places_by_name", &places_by_name, py::arg("own"), py::arg("saved"));
   module.def("name_of_another_group", &name_of_another_group, py::arg("own"), py::arg("saved"));
   module.def(

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "optimizer/saved_groups.h"
 #include "optimizer/saved_states.h"
 #include "python/kept_states.h"
 #include "python/module.h"
@@ -88,6 +89,41 @@ optim::SavedState saved_state(const Kept& kept, const py::dict& dict) {
   return saved;
 }
 
+optim::Keys texts_in(const py::handle& keys) {
+  optim::Keys texts;
+  for (const py::handle key : keys) {
+    if (PyUnicode_Check(key.ptr())) texts.push_back(py::cast<std::string>(key));
+  }
+  return texts;
+}
+
+optim::SavedGroup saved_group(const py::dict& group) {
+  optim::SavedGroup saved;
+  saved.keys = texts_in(group);
+  saved.shown_keys = py::repr(py::list(group));
+  saved.has_step = group.contains("step");
+  for (const char* const name : optim::kSavedFlags) {
+    if (!group.contains(name)) continue;
+    const py::object value = group[name];
+    saved.flags[name] = {PyObject_IsTrue(value.ptr()) == 1, py::str(value)};
+  }
+  return saved;
+}
+
+void check_saved_groups(std::string operation, optim::Keys classes, optim::Keys own_keys,
+                        optim::Keys required, const std::vector<py::dict>& groups,
+                        const std::vector<py::dict>& states) {
+  std::vector<optim::SavedGroup> saved;
+  for (const py::dict& group : groups) saved.push_back(saved_group(group));
+  optim::Keys state_keys;
+  for (const py::dict& state : states) {
+    for (std::string& key : texts_in(state)) state_keys.push_back(std::move(key));
+  }
+  const optim::Loader loader = {std::move(operation), std::move(classes), std::move(own_keys),
+                                std::move(required)};
+  optim::check_saved_groups(loader, saved, state_keys);
+}
+
 // Lets a class of hyperparameters tell what a group keeps.
 template <typename Hyperparameters>
 void define_kept(py::module_& module) {
@@ -112,6 +148,13 @@ void define_kept(py::module_& module) {
 
 void define_states(py::module_& module) {
   module.attr("MASTER_KEYS") = py::tuple(py::cast(optim::kMasterKeys));
+  module.def("check_saved_groups", &check_saved_groups, py::arg("operation"), py::arg("classes"),
+             py::arg("own_keys"), py::arg("required"), py::arg("groups"), py::arg("states"));
+  module.def("check_lengths", &optim::check_lengths, py::arg("own"), py::arg("saved"));
+  module.def(
+      "counts_for_states",
+      [](const py::dict& group) { return saved_group(group).counts_for_states(); },
+      py::arg("group"));
   module.def("has_blocks", &optim::has_blocks, py::arg("param"), py::arg("has_whole_rows"));
   module.def("whole_master", &optim::whole_master, py::call_guard<py::gil_scoped_release>(),
              py::arg("param"), py::arg("masters"));

@@ -1,11 +1,15 @@
-// The keys of groups and of states that some optimizers have and others have not.
-#include "optimizer/writers.h"
+// The groups of state dicts, and the keys that some optimizers have and others have not.
+#include "optimizer/saved_groups.h"
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <iterator>
 #include <set>
 
-namespace amp_ext {
+#include "tensors/python_names.h"
+
+namespace amp_ext::optim {
 
 namespace {
 
@@ -48,8 +52,9 @@ bool has(const Keys& keys, const std::string& key) {
 const char* const kNotNearRAdam[] = {"amsgrad", "bias_correction", "correct_bias", "dampening",
                                      "master_weights"};
 
-std::string near_radam(const std::vector<Keys>& groups) {
-  for (const Keys& group : groups) {
+std::string near_radam(const std::vector<SavedGroup>& groups) {
+  for (const SavedGroup& saved : groups) {
+    const Keys& group = saved.keys;
     const bool is_another = std::any_of(std::begin(kNotNearRAdam), std::end(kNotNearRAdam),
                                         [&](const char* key) { return has(group, key); });
     if (!has(group, "betas") || !has(group, "eps") || is_another) continue;
@@ -65,17 +70,16 @@ std::string near_radam(const std::vector<Keys>& groups) {
   return {};
 }
 
-}  // namespace
-
-std::string other_writer(const std::vector<std::string>& classes, const Keys& own_keys,
-                         const std::vector<Keys>& groups, const Keys& states) {
-  std::set<std::string> keys(states.begin(), states.end());
+// Which other optimizer wrote a state dict, with what tells it; empty if none is known.
+std::string other_writer(const Loader& loader, const std::vector<SavedGroup>& groups,
+                         const Keys& state_keys) {
+  std::set<std::string> keys(state_keys.begin(), state_keys.end());
   bool is_ours = false;
-  for (const Keys& group : groups) {
-    keys.insert(group.begin(), group.end());
-    is_ours |= has(group, "master_weights");
+  for (const SavedGroup& group : groups) {
+    keys.insert(group.keys.begin(), group.keys.end());
+    is_ours |= has(group.keys, "master_weights");
   }
-  for (const std::string& key : own_keys) keys.erase(key);
+  for (const std::string& key : loader.own_keys) keys.erase(key);
   const auto told = [](const std::string& name, const char* key) {
     return name + ": it has '" + key + "'";
   };
@@ -85,10 +89,49 @@ std::string other_writer(const std::vector<std::string>& classes, const Keys& ow
   std::string near = near_radam(groups);
   if (!near.empty()) return near;
   for (const auto& [key, name] : kToldLastBy) {
-    if (keys.count(key) == 0 || has(classes, name)) continue;
+    if (keys.count(key) == 0 || has(loader.classes, name)) continue;
     return told(std::string(is_ours ? "amp_ext" : "torch") + ".optim." + name, key);
   }
   return {};
 }
 
-}  // namespace amp_ext
+}  // namespace
+
+bool SavedGroup::counts_for_states() const {
+  const auto flag = flags.find("bias_correction");
+  return has_step && flag != flags.end() && flag->second.is_set;
+}
+
+void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
+                        const Keys& state_keys) {
+  const std::string writer = other_writer(loader, groups, state_keys);
+  TORCH_CHECK_VALUE(writer.empty(), loader.operation,
+                    ": state_dict must have the options and states of ", loader.classes.front(),
+                    ", but is a state dict of ", writer);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    Keys missing;
+    for (const std::string& name : loader.required) {
+      if (!has(groups[i].keys, name)) missing.push_back(name);
+    }
+    TORCH_CHECK_VALUE(missing.empty(), loader.operation, ": param_groups[", i, "] must have ",
+                      python_list(missing), ", got ", groups[i].shown_keys);
+    for (const auto& [name, flag] : groups[i].flags) {
+      const bool is_wanted = name != "differentiable";
+      TORCH_CHECK_VALUE(
+          flag.is_set == is_wanted, loader.operation, ": ", name, " of param_groups[", i,
+          is_wanted ? "] must be True, got " + flag.text
+                    : "] must be False, got True: a fused kernel is not differentiable; set it to "
+                      "False in the state dict to go on without gradients through the steps");
+    }
+  }
+}
+
+void check_lengths(const std::vector<size_t>& own, const std::vector<size_t>& saved) {
+  TORCH_CHECK_VALUE(own.size() == saved.size(),
+                    "loaded state dict has a different number of parameter groups");
+  TORCH_CHECK_VALUE(own == saved,
+                    "loaded state dict contains a parameter group that doesn't match the size of "
+                    "optimizer's group");
+}
+
+}  // namespace amp_ext::optim
