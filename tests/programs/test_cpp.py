@@ -742,6 +742,27 @@ def test_a_group_that_lacks_an_option_loads_as_in_python(
         assert cpp == group_or_error(lambda file=file: train(plan, file)["checkpoint"]), lacking
 
 
+def test_a_file_whose_group_counts_for_its_states_loads_as_in_python(
+    run: Run, tmp_path: Path, one_thread: None
+) -> None:
+    """As FusedAdam of apex and of TransformerEngine writes it."""
+    plan = plan_of({"optimizer": "Adam", "options": ADAM, "steps": 3})
+    file = train(plan)["checkpoint"]
+    for group in file["optimizer"]["param_groups"]:
+        group |= {"bias_correction": True, "step": 3, "kept": "by somebody"}
+    for state in file["optimizer"]["state"].values():
+        assert state.pop("step").item() == 3
+    torch.save(file, tmp_path / "begin.pt")
+    plan |= {"steps": 6, "resume": str(tmp_path / "begin.pt")}
+    cpp, checkpoint = train_in_cpp(run, plan, tmp_path)
+    python = train(plan, file)
+    assert_same_steps(cpp, python)
+    saved = checkpoint["optimizer"]
+    assert saved["param_groups"] == python["checkpoint"]["optimizer"]["param_groups"]
+    assert "step" not in saved["param_groups"][0]
+    assert [state["step"].item() for state in saved["state"].values()] == [6] * len(saved["state"])
+
+
 @pytest.mark.parametrize("row", ["adamw float16 autocast", "sgd bfloat16 masters"])
 def test_torch_loads_what_cpp_wrote(run: Run, row: str, tmp_path: Path) -> None:
     plan = plan_of({**ROWS[row], "steps": 5})
