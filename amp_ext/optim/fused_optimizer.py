@@ -34,8 +34,6 @@ from amp_ext.sharding import local_tensor
 
 __all__ = ["FusedOptimizer"]
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
 # Errors of a device or an allocator, by which a step is refused that may succeed later.
 _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
@@ -166,17 +164,12 @@ class FusedOptimizer(SavedOptimizer):
             if param.requires_grad
         ]
         for place in trainable:
-            param, group_index, index = place.param, place.group_index, place.index_in_group
-            where = f"{type(self).__name__}.init_state: param of group {group_index}, param {index}"
-            if param.dtype not in _DTYPES or param.device.type not in ("cpu", "cuda"):
+            if is_lazy(place.param):
                 raise RuntimeError(
-                    f"{where} must be float32, float64, float16 or bfloat16 on cpu or cuda, got "
-                    f"{param.dtype} on {param.device}"
+                    f"{type(self).__name__}.init_state: param of {place} must have a shape, got a "
+                    "lazy parameter: run the model once first"
                 )
-            if is_lazy(param):
-                raise RuntimeError(
-                    f"{where} must have a shape, got a lazy parameter: run the model once first"
-                )
+            place.kept.check_is_stepped(place.listed(), "init_state")
         made = made_states(self.state, trainable)
         self.state.update(made)  # at once
         if made:

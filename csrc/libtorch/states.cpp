@@ -85,12 +85,7 @@ void FusedOptimizer::init_state() {
       const at::Tensor& param = params[i];
       if (!param.requires_grad()) continue;
       trainable.push_back({param, param, group, i});
-      const at::ScalarType dtype = param.scalar_type();
-      TORCH_CHECK((is_16_bit(dtype) || dtype == at::kFloat || dtype == at::kDouble) &&
-                      (param.is_cpu() || param.is_cuda()),
-                  impl_->kind.name, ".init_state: param of ", trainable.back().place(),
-                  " must be float32, float64, float16 or bfloat16 on cpu or cuda, got ",
-                  python_name(dtype), " on ", param.device());
+      check_is_stepped(kept_by(checked_options(group)), trainable.back(), "init_state");
     }
   }
   if (keep_states(trainable, made_states(trainable))) rebuild();

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "tensors/python_names.h"
+#include "tensors/tensor_memory.h"
 
 namespace amp_ext::optim {
 
@@ -125,6 +126,16 @@ std::vector<std::string> Kept::missing_from(const HasKey& has_key) const {
   }
   if (needs_step && keeps_step && !has_key("step")) missing.emplace_back("step");
   return missing;
+}
+
+void check_is_stepped(const Kept& kept, const ListedParam& param, const std::string& operation) {
+  const at::ScalarType dtype = param.whole.scalar_type();
+  const at::Device device = param.whole.device();
+  TORCH_CHECK((is_16_bit(dtype) || dtype == at::kFloat || dtype == at::kDouble) &&
+                  (device.is_cpu() || device.is_cuda()),
+              kept.kind, ".", operation, ": param of ", param.place(),
+              " must be float32, float64, float16 or bfloat16 on cpu or cuda, got ",
+              python_name(dtype), " on ", device);
 }
 
 StateMap whole_state(const Kept& kept, const ListedParam& param, StateMap state) {

@@ -80,6 +80,10 @@ struct AMP_EXT_API Kept {
   }
 };
 
+// Throws if no step takes parameters of its dtype, or on its device.
+AMP_EXT_API void check_is_stepped(const Kept& kept, const ListedParam& param,
+                                  const std::string& operation);
+
 // The state of a parameter as the options want it, its dtype and device being so. What the state
 // lacks is made, and what the parameter was converted under is converted; nothing is written, and
 // tensors that fit are taken as they are. Throws if only a part of a state is there.

@@ -185,6 +185,12 @@ void define_states(py::module_& module) {
           },
           py::arg("param"), py::arg("state"))
       .def(
+          "check_is_stepped",
+          [](const Kept& self, const ListedParam& param, const std::string& operation) {
+            optim::check_is_stepped(self, param, operation);
+          },
+          py::arg("param"), py::arg("operation"))
+      .def(
           "float32_state",
           [](const Kept& self, const ListedParam& param, const py::dict& state) {
             const StateMap now = state_of(state);
