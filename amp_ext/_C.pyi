@@ -33,15 +33,7 @@ class _CommonHyperparameters:
     dither: bool
     def __init__(self, group: dict[str, Any]) -> None: ...
     @staticmethod
-    def kept(
-        kind: str,
-        buffer_count: int,
-        keeps_step: bool,
-        needs_buffers: bool,
-        needs_step: bool,
-        master_weights: Any,
-        state_dtype: str | None,
-    ) -> Kept: ...
+    def kept(kind: str, group: dict[str, Any]) -> Kept: ...
 
 class AdamHyperparameters(_CommonHyperparameters):
     beta1: float

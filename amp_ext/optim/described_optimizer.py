@@ -27,8 +27,6 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     # The class of the compiled module that takes a group's hyperparameters and names the formula.
     _hyperparameters_class: ClassVar[str]
-    # What a state may not lack of what its group keeps: "buffers", "step".
-    _required_state: ClassVar[tuple[str, ...]] = ("buffers", "step")
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         """Checks the options and adds the parameters.
@@ -47,8 +45,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
         They are their state keys where they are not coded.
         """
-        names = [name for name, _ in self._description.buffers]
-        return tuple(names[: self._buffer_count(group)])
+        return tuple(self._kept(group).names)
 
     def _buffer_count(self, group: dict[str, Any]) -> int:
         """Returns how many of the functor's buffers a group keeps, the first ones."""
@@ -85,15 +82,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
 
     def _kept(self, group: dict[str, Any]) -> ops.Kept:
         """Returns what the parameters of a group keep in their states."""
-        kept: ops.Kept = self._description.kept(
-            type(self).__name__,
-            len(self.buffer_names(group)),
-            self._keeps_step(group),
-            "buffers" in self._required_state,
-            "step" in self._required_state,
-            group["master_weights"],
-            group["state_dtype"],
-        )
+        kept: ops.Kept = self._description.kept(type(self).__name__, group)
         return kept
 
     def _deciding_options(self) -> list[tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ class Lion(FusedOptimizer):
     """
 
     _hyperparameters_class = "LionHyperparameters"
-    _required_state: ClassVar[tuple[str, ...]] = ("buffers",)
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ class SGD(FusedOptimizer):
     """
 
     _hyperparameters_class = "SgdHyperparameters"
-    # Without momentum_buffer the next step is the first, and torch keeps no counter.
-    _required_state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

@@ -60,28 +60,10 @@ void copy_option(const OptionPlace& from, const OptionPlace& to);
 struct OptimizerKind : Kind {
   const char* name = nullptr;          // in messages and state dicts: "AdamW"
   const char* base_class = nullptr;    // that it extends in Python, or its own
-  bool counts_from_buffer = false;     // torch has no counter: the first step is without a buffer
   const char* fixed_option = nullptr;  // that a state dict can't change either
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
   void (*step)(Plan&, const std::vector<PlacedOptions>& groups, const GradientOptions&,
                StateStore&) = nullptr;
-
-  int buffer_count(const FusedOptions& options) const {
-    return optim::buffer_count(PlacedOptions(*this, options));
-  }
-  bool needs_step(const FusedOptions& options) const {
-    return needs(PlacedOptions(*this, options)).step;
-  }
-  bool keeps_step(const FusedOptions& options) const {
-    return optim::keeps_step(PlacedOptions(*this, options));
-  }
-
-  // The keys of the first of the buffers where they are not coded.
-  std::vector<std::string> buffer_names(size_t count) const {
-    std::vector<std::string> names;
-    for (size_t i = 0; i < count; ++i) names.emplace_back(buffers[i].name);
-    return names;
-  }
 };
 
 template <typename Hyperparameters>

@@ -54,11 +54,7 @@ const OptimizerKind& adamw_kind() {
 }
 
 const OptimizerKind& sgd_kind() {
-  static const OptimizerKind kind = [] {
-    auto sgd = kind_named<SGDOptions, SgdHyperparameters>("SGD");
-    sgd.counts_from_buffer = true;
-    return sgd;
-  }();
+  static const auto kind = kind_named<SGDOptions, SgdHyperparameters>("SGD");
   return kind;
 }
 

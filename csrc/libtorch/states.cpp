@@ -34,16 +34,7 @@ FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
 
 // What the options of a group let its parameters keep.
 Kept FusedOptimizer::kept_by(const FusedOptions& options) const {
-  const OptimizerKind& kind = impl_->kind;
-  const bool needs_buffers = !kind.counts_from_buffer;
-  return {kind.name,
-          kind.buffers,
-          kind.buffer_count(options),
-          kind.keeps_step(options),
-          needs_buffers,
-          needs_buffers && kind.needs_step(options),
-          options.master_weights_,
-          options.state_dtype_};
+  return optim::kept_by(impl_->kind.name, PlacedOptions(impl_->kind, options));
 }
 
 // The states of parameters made whole, for `keep_states`.

@@ -110,9 +110,11 @@ bool FusedOptimizer::take_params() {
 void FusedOptimizer::make_plan(std::vector<Kept> kept) {
   rebuild();
   const OptimizerKind& kind = impl_->kind;
-  int buffers = 0;
-  for (const Kept& group : kept) buffers = std::max(buffers, group.buffer_count);
-  auto plan = std::make_unique<Plan>(kind.name, kind.buffer_names(buffers));
+  const auto keeps_more = [](const Kept& a, const Kept& b) {
+    return a.buffer_count < b.buffer_count;
+  };
+  const auto most = std::max_element(kept.begin(), kept.end(), keeps_more);
+  auto plan = std::make_unique<Plan>(kind.name, most->names());
   impl_->places.clear();
   impl_->were_contiguous.clear();
   for (size_t group = 0; group < param_groups_.size(); ++group) {

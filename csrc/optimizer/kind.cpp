@@ -150,17 +150,21 @@ const Kind& kind_of<AdamHyperparameters>() {
 
 template <>
 const Kind& kind_of<SgdHyperparameters>() {
-  static const Kind kind = described<SgdHyperparameters>(
-      OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
-      {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value: "},
-       {"dampening", OptionKind::kNumber, OnLoad::kRequired},
-       {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}},
-      [](const GroupOptions& options) {
-        const bool looks_ahead = options.is_set("nesterov");
-        const bool can = options.is_set("momentum") && !options.is_set("dampening");
-        return looks_ahead && !can ? "Nesterov momentum requires a momentum and zero dampening"
-                                   : nullptr;
-      });
+  static const Kind kind = [] {
+    Kind sgd = described<SgdHyperparameters>(
+        OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
+        {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value: "},
+         {"dampening", OptionKind::kNumber, OnLoad::kRequired},
+         {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}},
+        [](const GroupOptions& options) {
+          const bool looks_ahead = options.is_set("nesterov");
+          const bool can = options.is_set("momentum") && !options.is_set("dampening");
+          return looks_ahead && !can ? "Nesterov momentum requires a momentum and zero dampening"
+                                     : nullptr;
+        });
+    sgd.counts_from_buffer = true;
+    return sgd;
+  }();
   return kind;
 }
 

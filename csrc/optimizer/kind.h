@@ -104,6 +104,7 @@ struct AMP_EXT_API Kind {
   std::vector<OptionDescription> options;  // those that all optimizers have come first
   std::vector<BufferDescription> buffers;  // all that the formula may keep
   std::vector<Source> sources;             // in the order of `set_fields`
+  bool counts_from_buffer = false;  // torch has no counter: the first step is without a buffer
   Needs (*needs)(const GroupOptions&) = nullptr;
   // How torch refuses defaults that do not go together; null where they do.
   const char* (*refusal_of_torch)(const GroupOptions&) = nullptr;

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "optimizer/kind.h"
 #include "optimizer/masters.h"
 #include "optimizer/moments.h"
 #include "optimizer/row.h"
@@ -83,6 +84,9 @@ struct AMP_EXT_API Kept {
 // Throws if no step takes parameters of its dtype, or on its device.
 AMP_EXT_API void check_is_stepped(const Kept& kept, const ListedParam& param,
                                   const std::string& operation);
+
+// What the options of a group of an optimizer let its parameters keep.
+AMP_EXT_API Kept kept_by(std::string kind, const GroupOptions& options);
 
 // The state of a parameter as the options want it, its dtype and device being so. What the state
 // lacks is made, and what the parameter was converted under is converted; nothing is written, and

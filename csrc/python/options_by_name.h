@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "optimizer/kind.h"
+#include "optimizer/states.h"
 #include "python/group_options.h"
 
 namespace amp_ext::python {
@@ -207,6 +208,12 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
       "keeps_step",
       [named](const py::dict& group) { return optim::keeps_step(DictOptions(*named, group)); },
       py::arg("group"));
+  options.type.def_static(
+      "kept",
+      [named](std::string kind, const py::dict& group) {
+        return optim::kept_by(std::move(kind), DictOptions(*named, group));
+      },
+      py::arg("kind"), py::arg("group"));
   return options;
 }
 

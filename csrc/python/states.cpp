@@ -12,7 +12,6 @@
 #include <variant>
 #include <vector>
 
-#include "kernels.h"
 #include "optimizer/saved_groups.h"
 #include "optimizer/saved_states.h"
 #include "python/kept_states.h"
@@ -25,17 +24,6 @@ namespace {
 using optim::Kept;
 using optim::ListedParam;
 using optim::StateMap;
-
-// The option of a group: a text, or a flag, which any object is.
-optim::MasterWeights master_weights_of(const py::object& option) {
-  if (py::isinstance<py::str>(option)) return py::cast<std::string>(option);
-  return py::cast<bool>(option);
-}
-
-// The option of a group as it is stored.
-optim::StateDType state_dtype_of(const std::optional<std::string>& option) {
-  return option.has_value() ? optim::StateDType(*option) : optim::StateDType();
-}
 
 std::optional<std::string> state_dtype_name(const Kept& kept) {
   const auto& value = kept.state_dtype.value();
@@ -124,26 +112,6 @@ void check_saved_groups(std::string operation, optim::Keys classes, optim::Keys 
   optim::check_saved_groups(loader, saved, state_keys);
 }
 
-// Lets a class of hyperparameters tell what a group keeps.
-template <typename Hyperparameters>
-void define_kept(py::module_& module) {
-  const py::cpp_function kept(
-      [](std::string kind, int buffer_count, bool keeps_step, bool needs_buffers, bool needs_step,
-         const py::object& master_weights, const std::optional<std::string>& state_dtype) {
-        return Kept{std::move(kind),
-                    Hyperparameters::kBuffers,
-                    buffer_count,
-                    keeps_step,
-                    needs_buffers,
-                    needs_step,
-                    master_weights_of(master_weights),
-                    state_dtype_of(state_dtype)};
-      },
-      py::arg("kind"), py::arg("buffer_count"), py::arg("keeps_step"), py::arg("needs_buffers"),
-      py::arg("needs_step"), py::arg("master_weights"), py::arg("state_dtype"));
-  module.attr(Hyperparameters::kName).attr("kept") = py::staticmethod(kept);
-}
-
 }  // namespace
 
 void define_states(py::module_& module) {
@@ -227,9 +195,6 @@ void define_states(py::module_& module) {
             return dict_of(without_gil([&] { return optim::loaded_state(self, param, found); }));
           },
           py::arg("param"), py::arg("saved"));
-#define AMP_EXT_DEFINE(Functor) define_kept<Functor##Hyperparameters>(module);
-  AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
-#undef AMP_EXT_DEFINE
 }
 
 }  // namespace amp_ext::python

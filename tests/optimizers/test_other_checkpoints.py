@@ -23,6 +23,7 @@ from optimizer_cases import (
 from reference import assert_close, same_bits
 
 import amp_ext
+from amp_ext import ops
 
 SHAPES = [(5, 3), (7, 2)]  # Muon takes matrices only
 FOREIGN = [
@@ -49,8 +50,8 @@ class OneMoment(amp_ext.optim.Adam):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
 
-    def _buffer_count(self, group: dict[str, Any]) -> int:
-        return 1
+    def _kept(self, group: dict[str, Any]) -> Any:
+        return ops.LionHyperparameters.kept("OneMoment", group)
 
 
 def stepped(optimizer: torch.optim.Optimizer, steps: int = 2) -> torch.optim.Optimizer:
