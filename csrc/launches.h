@@ -145,7 +145,7 @@ struct ReportMemory {
 // One update of a loss scale, after the looks of an iteration.
 struct ScaleUpdate {
   LossScaleHyperparameters hyperparameters;
-  LossScale state;
+  ScaleMemory state;
   ReportMemory reports;
 };
 

@@ -17,7 +17,7 @@ AMP_EXT_INLINE float inverse_scale(float scale) {
 }
 
 // What an update reads and writes.
-struct LossScale {
+struct ScaleMemory {
   float* scale;                 // [1]
   int32_t* growth_tracker;      // [1], clean steps since the last change
   int32_t* hysteresis_tracker;  // [1], overflows left until one backs off; null: each does
@@ -27,7 +27,7 @@ struct LossScale {
 // grown scale would be inf. Only a growth refills the hysteresis: once it is used up, every
 // overflow backs off.
 AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparameters,
-                                      bool overflow, const LossScale& state) {
+                                      bool overflow, const ScaleMemory& state) {
   if (!hyperparameters.dynamic) return;
   const float scale = *state.scale;
   if (overflow) {
