@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import math
 import warnings
 import weakref
@@ -25,7 +26,6 @@ from amp_ext.hand_over import (
     sum_of_flags,
     unscaling_optimizer,
 )
-from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.interrupts import (
     MarkedGrads,
     marked_in_part,
@@ -33,17 +33,12 @@ from amp_ext.interrupts import (
     version_of,
     versions_of_params,
 )
-from amp_ext.nonfinite import check_params, name_of_param, params_of
-from amp_ext.put_back import Before
+from amp_ext.nonfinite import check_params, name_of_param, named_groups, params_of
 from amp_ext.scaler_ranges import as_number, check_range, checked
-from amp_ext.scaler_reports import (
-    SCALES_DIFFER,
-    OptimizerRecord,
-    ScalerReports,
-    reference_to,
-)
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
+
+_LOGGER = logging.getLogger("amp_ext")
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -80,10 +75,8 @@ class GradScaler(torch.amp.GradScaler):
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
 
-    _warned_of_scale = False
     _takes_fp16 = False
     _hysteresis_tracker: Tensor | None = None
-    _no_overflow: Tensor | None = None  # one float32 of 0, which nobody writes
 
     def __init__(
         self,
@@ -159,7 +152,14 @@ class GradScaler(torch.amp.GradScaler):
         self._dynamic = dynamic
         self._hysteresis = self._init_hysteresis_tracker = options["hysteresis"]
         self._warn_after = options["warn_after"]
-        self._reports = ScalerReports(self._warn_after)
+        self._start_reports()
+
+    def _start_reports(self) -> None:
+        """Starts counting: what is kept from here on belongs to this process."""
+        self._loss_scale: Any = ops.LossScale() if self._enabled else None
+        # By id: the optimizer, as long as it is there, and the number of its report.
+        self._slots: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._last_update: torch.cuda.Event | None = None
 
     def _check_options(self, options: dict[str, Any], dynamic: bool) -> None:
         """Checks ranges; those of the factors that torch knows were checked by its constructor."""
@@ -183,14 +183,11 @@ class GradScaler(torch.amp.GradScaler):
             return self._scale, self._growth_tracker
         return super()._check_scale_growth_tracker(funcname)  # which always forms its message
 
-    @outside_inference_mode()
+    @_disable_dynamo
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._no_overflow = torch.zeros((), dtype=torch.float32, device=dev)
-        if self._hysteresis != 1:
-            self._hysteresis_tracker = torch.full(
-                (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
-            )
+        if self._growth_tracker is not None:
+            super()._lazy_init_scale_growth_tracker(dev)  # raises
+        self._loss_scale.make(vars(self), torch.device(dev))
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies outputs by the scale.
@@ -270,10 +267,26 @@ class GradScaler(torch.amp.GradScaler):
             elif state["stage"] is OptState.READY:
                 state["in_part"] = MarkedGrads(optimizer)
             raise
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        # Also after someone's own way of looking.
-        self._reports.record_of(optimizer_inside(optimizer), scale)
+        self._slot_of(optimizer_inside(optimizer))  # also after someone's own way of looking
         self._agree_over_group(optimizer)
+
+    def _slot_of(self, inside: Any) -> int:
+        """Returns the number of an optimizer's report, a new one if there is none."""
+        slot = self._known_slot(inside)
+        return self._add_slot(id(inside), _reference_to(inside)) if slot is None else slot
+
+    def _known_slot(self, inside: Any) -> int | None:
+        optimizer, slot = self._slots.get(id(inside), (None, 0))
+        return slot if optimizer is not None and optimizer() is inside else None
+
+    def _add_slot(self, key: int, optimizer: Callable[[], Any]) -> int:
+        def groups() -> list[tuple[int, list[str]]]:
+            present = optimizer()
+            return [] if present is None else named_groups(present)
+
+        slot = self._loss_scale.add_optimizer(groups)
+        self._slots[key] = optimizer, slot
+        return slot
 
     def _reduces_over(self) -> Any:
         """Returns the process group whose ranks skip together, or None."""
@@ -289,10 +302,9 @@ class GradScaler(torch.amp.GradScaler):
             scale, _ = self._check_scale_growth_tracker("unscale_")
             flags, differ = all_reduce_flags(flags, scale, group)
             state["found_inf_per_device"] = flags
-            record = self._reports.record_of(optimizer_inside(optimizer), scale)
+            slot = self._slot_of(optimizer_inside(optimizer))
             for device in flags:
-                first = record.first_nonfinite(device)
-                first.masked_fill_(differ.to(device, non_blocking=True), SCALES_DIFFER)
+                self._loss_scale.note_different_scales(slot, device, differ)
         return flags
 
     @_disable_dynamo  # a compiled program steps around these
@@ -317,35 +329,34 @@ class GradScaler(torch.amp.GradScaler):
             return marked_in_part(
                 state, lambda: theirs(optimizer, inv_scale, found_inf, allow_fp16)
             )
-        record = None
+        slot = None
         if self._scale is not None:
-            record = self._reports.record_for_look(optimizer_inside(optimizer), self._scale)
+            slot = self._slot_of(optimizer_inside(optimizer))
+            self._loss_scale.begin_look(slot, self._scale)
 
         def unscale(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
             factor = inv_scale.to(flag.device, non_blocking=True)
             marked_in_part(state, lambda: ops.unscale_(group, factor, flag, first_nonfinite=first))
 
-        return _flags(unscale, grads, found_inf, record, sharded_over)
+        return self._flags(unscale, grads, found_inf, slot, sharded_over)
 
     @_disable_dynamo
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            self._reports.record_of(optimizer_inside(optimizer), scale)
+            self._slot_of(optimizer_inside(optimizer))
             super()._check_inf_per_device(optimizer)  # someone's own way of looking
             return self._agree_over_group(optimizer)
-        found_inf = self._no_overflow
-        if found_inf is None:  # somebody has set the scale by hand
-            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         state = self._per_optimizer_states[id(optimizer)]
         unscaling: Any = unscaling_optimizer(optimizer)
         inside = optimizer_inside(optimizer) if unscaling is None else unscaling
-        record = self._reports.record_for_look(inside, scale)
+        slot = self._slot_of(inside)
+        found_inf = self._loss_scale.begin_look(slot, scale)
         if unscaling is not None:
             look = unscaling.look_at_gradients(found_inf, scale)
             flags = dict(look.found_infs)
-            record.first_nonfinites = dict(look.first_nonfinites)
+            self._loss_scale.keep_first_nonfinites(slot, list(look.first_nonfinites.values()))
             state["look"] = look
         else:
             grads, sharded_over = _gradients(optimizer, allow_fp16=True)
@@ -358,9 +369,35 @@ class GradScaler(torch.amp.GradScaler):
                 grad_scale = scale.to(flag.device, non_blocking=True)
                 ops.check_finite_(group, flag, grad_scale=grad_scale, first_nonfinite=first)
 
-            flags = _flags(check, grads, found_inf, record, sharded_over)
+            flags = self._flags(check, grads, found_inf, slot, sharded_over)
         state["found_inf_per_device"] = flags
         return flags if self._reduces_over() is None else self._agree_over_group(optimizer)
+
+    def _flags(
+        self,
+        operation: Callable[[list[Tensor], Tensor, Tensor | None], None],
+        grads: list[Tensor | None],
+        found_inf: Tensor,
+        slot: int | None,
+        sharded_over: ShardedOver,
+    ) -> dict[torch.device, Tensor]:
+        """Runs an operation on the gradients of each device and returns what it has found there.
+
+        What was found in the shards of one rank becomes known to all that have a part of them.
+
+        Args:
+            operation: Takes gradients, a flag to set, and the index to lower, or None.
+            grads: One for each parameter.
+            found_inf: What the flags start from.
+            slot: The number of the optimizer's report, if it has one.
+            sharded_over: The ranks.
+        """
+        flags: dict[torch.device, Tensor] = {}
+        for device, group in _by_device(grads).items():
+            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+            first = None if slot is None else self._loss_scale.first_nonfinite(slot, device)
+            operation(group, flags[device], first)
+        return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer whose gradients are finite, and skips the step otherwise.
@@ -541,7 +578,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("update")
+        self._check_scale_growth_tracker("update")
         if isinstance(new_scale, Tensor):
             if new_scale.numel() == 1:
                 new_scale = new_scale.reshape(())
@@ -563,10 +600,9 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is not None:
             super().update(new_scale)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if scale.is_cpu:
-            self._warn_of_scale(scale.item())
+        self._report()
         if self._reduces_over() is not None:
-            self._reports.check_scales()
+            self._loss_scale.check_scales()
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor of growth, in the range of the constructor.
@@ -625,51 +661,51 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             follows: Whether the scale follows them; counts do in any case.
         """
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        scale, _ = self._check_scale_growth_tracker("update")
         has_followed = self._has_followed(scale)
         if scale.device.type not in _DEVICE_TYPES:
             if follows and not has_followed:
                 super().update()
             return
-        found_infs: list[Tensor] = []
-        first_nonfinites: list[Tensor | None] = []
-        slots: list[int] = []
-        elsewhere: list[Tensor] = []
+        found_infs: list[tuple[int, Tensor]] = []
         for key, state in self._states():
-            record = self._reports.record_for_update(key, scale)
-            for device, found_inf in state["found_inf_per_device"].items():
-                first = record.first_nonfinites.get(device)
-                if first is not None and device != scale.device:
-                    elsewhere.append(first)
-                    first = first.to(scale.device, non_blocking=True)
-                found_infs.append(found_inf.to(scale.device, non_blocking=True))
-                first_nonfinites.append(first)
-                slots.append(record.slot)
+            if key not in self._slots:  # someone's own way of looking
+                self._add_slot(key, lambda: None)
+            slot = self._slots[key][1]
+            found_infs += [(slot, flag) for flag in state["found_inf_per_device"].values()]
         if not has_followed:
-            ops.update_scale_(
-                scale,
-                growth_tracker,
-                found_infs,
-                growth_factor=self._growth_factor,
-                backoff_factor=self._backoff_factor,
-                growth_interval=self._growth_interval,
-                min_scale=self._min_scale,
-                max_scale=self._max_scale,
-                hysteresis=self._hysteresis,
-                hysteresis_tracker=self._hysteresis_tracker,
-                dynamic=self._dynamic and follows,
-                monitor=self._reports.monitor(scale),
-                slots=slots,
-                first_nonfinites=first_nonfinites,
-            )
-        for first in elsewhere:  # a copy of it was reset
-            first.fill_(ops.NO_TENSOR)
-        self._reports.mark_update(scale)
-        self._report()
+            self._loss_scale.update(vars(self), found_infs, follows)
+        if scale.is_cuda:
+            self._mark_update(scale)
 
+    def _mark_update(self, scale: Tensor) -> None:
+        """Remembers where the update that was just launched ends, to be able to wait for it."""
+        if torch.cuda.is_current_stream_capturing():
+            self._last_update = None
+        else:
+            self._last_update = self._last_update or torch.cuda.Event()
+            self._last_update.record(torch.cuda.current_stream(scale.device))
+
+    def _wait(self) -> None:
+        """Waits until the device has finished the last update."""
+        if self._scale is None or not self._scale.is_cuda:
+            return
+        if self._last_update is not None:
+            self._last_update.synchronize()
+        else:  # it was captured into a graph, which may have run since
+            torch.cuda.synchronize(self._scale.device)
+
+    @_disable_dynamo
     def _report(self) -> None:
-        """Logs what the last finished update has shown."""
-        self._reports.log()
+        """Tells what the last finished update has shown, as far as it is worth a line."""
+        scale: Any = self._scale
+        settled, skips, scale_is_too_small = self._loss_scale.news(scale)
+        if settled:
+            _LOGGER.info(settled)
+        if skips:
+            _LOGGER.warning(skips)
+        if scale_is_too_small:
+            _warn_of_scale(scale.item(), stacklevel=4)
 
     def last_step_skipped(
         self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
@@ -690,9 +726,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return False
         if wait:
-            self._reports.wait(self._scale)
-        inside = None if optimizer is None else optimizer_inside(optimizer)
-        return self._reports.step_skipped(inside)
+            self._wait()
+        if optimizer is None:
+            return self._loss_scale.step_skipped(None)
+        slot = self._known_slot(optimizer_inside(optimizer))
+        return None if slot is None else self._loss_scale.step_skipped(slot)
 
     def stats(self, *, wait: bool = False) -> ScalerStats:
         """Returns counts of steps and skips, the limits of the scale and the last bad tensor.
@@ -703,9 +741,11 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             wait: Waits for the last update, so that the counts are exact.
         """
+        if not self._enabled:
+            return ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
         if wait:
-            self._reports.wait(self._scale)
-        return self._reports.stats(float(self._init_scale) if self._enabled else 1.0)
+            self._wait()
+        return ScalerStats(*self._loss_scale.stats(float(self._init_scale)))
 
     def history(self, *, wait: bool = False) -> ScalerHistory:
         """Returns the scales and skips of the last 4,096 updates, for plots.
@@ -715,9 +755,13 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             wait: Waits for the last update, so that it is among them.
         """
+        if not self._enabled:
+            return ScalerHistory([], [], [])
         if wait:
-            self._reports.wait(self._scale)
-        return self._reports.history()
+            self._wait()
+        history = self._loss_scale.history()
+        numbers = range(history.first_update, history.first_update + len(history.scales))
+        return ScalerHistory(list(numbers), history.scales, history.skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state: torch's five entries, and one more with a hysteresis."""
@@ -741,18 +785,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # does nothing, or raises
             return
-        entries = _checked_entries(state_dict, self._hysteresis)
-        tracker = min(entries["_hysteresis_tracker"], self._hysteresis)
-        tensors = (self._scale, self._growth_tracker, self._hysteresis_tracker)
-        before = Before([vars(self)], [each for each in tensors if each is not None])
-        try:
-            super().load_state_dict(entries)
-            self._init_hysteresis_tracker = tracker
-            if self._hysteresis_tracker is not None:
-                self._hysteresis_tracker.fill_(tracker)
-        except BaseException:  # also an interrupt, after which a notebook goes on
-            before.put_back()
-            raise
+        self._loss_scale.load(vars(self), *_checked_entries(state_dict))
 
     def _get_hysteresis_tracker(self) -> int:
         if self._hysteresis_tracker is None:
@@ -763,40 +796,45 @@ class GradScaler(torch.amp.GradScaler):
         """Leaves out what belongs to this process; a copy starts its counts anew."""
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        for name in ("_hysteresis_tracker", "_no_overflow", "_reports"):
+        for name in ("_hysteresis_tracker", "_loss_scale", "_slots", "_last_update"):
             state.pop(name, None)
+        if self._enabled and self._loss_scale.warned_of_scale:
+            state["_warned_of_scale"] = True
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a scaler from a pickle or a copy."""
         self.__dict__.update(state)
-        if self._enabled:  # a shallow copy would share it
+        self._start_reports()
+        if self._enabled:
+            self._loss_scale.warned_of_scale = self.__dict__.pop("_warned_of_scale", False)
+            # A shallow copy would share it.
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._reports = ScalerReports(self._warn_after)
 
     def get_scale(self) -> float:
         """Returns the scale, or 1.0 if scaling is disabled. Waits for a GPU."""
         scale = super().get_scale()
-        if self._enabled:
-            self._warn_of_scale(scale)
+        if self._enabled and self._loss_scale.must_warn_of(scale):
+            _warn_of_scale(scale)
         return scale
-
-    def _warn_of_scale(self, scale: float) -> None:
-        if self._warned_of_scale or abs(scale) > 2.0**-128 or math.isnan(scale):
-            return
-        self._warned_of_scale = True
-        warnings.warn(
-            f"GradScaler: the scale fell to {scale}, whose inverse is not finite: every step is "
-            "skipped from here on. The gradients are inf or NaN at any scale; look for the cause "
-            "in the model or the data, then set the scale with update(new_scale).",
-            stacklevel=3,
-        )
 
 
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 # What tells an override, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
+
+
+def _warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
+    warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)
+
+
+def _reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer | None]:
+    """Returns what gives an optimizer as long as it is there."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # something that only looks like an optimizer
+        return lambda: optimizer
 
 
 def _gradients(
@@ -918,7 +956,7 @@ def _has_stepped(state: dict[str, Any]) -> bool:
 
 def _names(inside: Any) -> dict[str, Any]:
     """Returns what tells in a state whose it is."""
-    return {"key": id(inside), "of": reference_to(inside)}
+    return {"key": id(inside), "of": _reference_to(inside)}
 
 
 def _inner(optimizer: Any) -> Any:
@@ -952,39 +990,14 @@ def _has_itself(optimizer: Any, name: str) -> bool:
     return inspect.getattr_static(optimizer, name, missing) is not missing
 
 
-def _flags(
-    operation: Callable[[list[Tensor], Tensor, Tensor | None], None],
-    grads: list[Tensor | None],
-    found_inf: Tensor,
-    record: OptimizerRecord | None,
-    sharded_over: ShardedOver,
-) -> dict[torch.device, Tensor]:
-    """Runs an operation on the gradients of each device and returns what it has found there.
-
-    What was found in the shards of one rank becomes known to all that have a part of them.
-
-    Args:
-        operation: Takes gradients, a flag to set, and the index to lower, or None.
-        grads: One for each parameter.
-        found_inf: What the flags start from.
-        record: What is known of the optimizer, if anything.
-        sharded_over: The ranks.
-    """
-    flags: dict[torch.device, Tensor] = {}
-    for device, group in _by_device(grads).items():
-        flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-        operation(group, flags[device], None if record is None else record.first_nonfinite(device))
-    return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
-
-
-def _checked_entries(state_dict: dict[str, Any], hysteresis: int) -> dict[str, Any]:
+def _checked_entries(state_dict: dict[str, Any]) -> list[Any]:
     """Returns the entries of a state dict as numbers that fit the tensors of a scaler."""
-    entries = {name: state_dict[name] for name in _ENTRIES}
-    entries["_hysteresis_tracker"] = state_dict.get("_hysteresis_tracker", hysteresis)
-    for name, value in entries.items():
-        value = checked("GradScaler.load_state_dict", name, value, wrong_type=ValueError)
-        entries[name] = float(value) if name in _ENTRIES[:3] else value
-    return entries
+    names = [*_ENTRIES, "_hysteresis_tracker"] if "_hysteresis_tracker" in state_dict else _ENTRIES
+    values = [state_dict[name] for name in names]
+    return [
+        checked("GradScaler.load_state_dict", name, value, wrong_type=ValueError)
+        for name, value in zip(names, values, strict=True)
+    ]
 
 
 def _device_type(device: Any, enabled: bool) -> Any:

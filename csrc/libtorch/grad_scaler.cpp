@@ -4,9 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <amp_ext/grad_scaler.h>
 #include <amp_ext/ops.h>
 #include <amp_ext/optim.h>
@@ -21,7 +19,7 @@
 
 #include "libtorch/marked_grads.h"
 #include "libtorch/values.h"
-#include "scaler/scaler_monitor.h"
+#include "scaler/loss_scale.h"
 #include "scaler/scaler_ranges.h"
 #include "scaler/unscaled_grads.h"
 #include "tensors/autocast_cache.h"
@@ -87,20 +85,17 @@ at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& 
   return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
 }
 
-// Where the parameter at this index among those of all groups stands.
-std::string place_in(const std::vector<size_t>& group_sizes, int64_t index) {
-  for (size_t group = 0; group < group_sizes.size(); ++group) {
-    const auto size = static_cast<int64_t>(group_sizes[group]);
-    if (index < size) return c10::str("group ", group, ", param ", index);
-    index -= size;
+std::vector<NamedGroup> groups_of(const Optimizer& optimizer) {
+  std::vector<NamedGroup> groups;
+  for (const auto& group : optimizer.param_groups()) {
+    groups.push_back({static_cast<int64_t>(group.params().size())});
   }
-  return {};
+  return groups;
 }
 
-std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
-  std::vector<size_t> sizes;
-  for (const auto& group : optimizer.param_groups()) sizes.push_back(group.params().size());
-  return sizes;
+// Where the parameter at this index among those of all groups stands.
+std::string place_in(const Optimizer& optimizer, int64_t index) {
+  return name_of_param(groups_of(optimizer), index);
 }
 
 // For each device that holds one the gradients of all parameters, so that the index tells which it
@@ -111,7 +106,7 @@ std::vector<std::pair<at::Device, TensorList>> gradients_of(const Optimizer& opt
   for_each_param(optimizer, [&](const at::Tensor& param, int64_t index) {
     const at::Tensor& grad = param.grad();
     TORCH_CHECK(!grad.defined() || !grad.is_complex(), "GradScaler: the gradient of ",
-                place_in(group_sizes_of(optimizer), index),
+                place_in(optimizer, index),
                 " must be real, got a complex one: keep its parameter out of the optimizers that "
                 "the scaler steps");
     TORCH_CHECK(!grad.defined() || grad.scalar_type() != at::kHalf || allow_fp16,
@@ -169,15 +164,8 @@ struct GradScaler::State {
   // What is known of an optimizer for good.
   struct Record {
     Identity identity;
-    int64_t slot;  // of its report
-    std::vector<size_t> group_sizes = {};
-    std::vector<std::pair<at::Device, at::Tensor>> first_nonfinites = {};
-    std::vector<at::Tensor> of_last_look = {};  // which an update has not read and reset yet
-
-    void forget() {
-      for (const at::Tensor& first : of_last_look) first.fill_(kNoTensor);
-      of_last_look.clear();
-    }
+    std::vector<NamedGroup> groups = {};  // at the last look
+    int64_t slot = -1;                    // of its report
   };
 
   // What is known of an optimizer since the last update.
@@ -187,46 +175,26 @@ struct GradScaler::State {
 
     Optimizer* optimizer;
     Identity identity;
-    Record* record = nullptr;  // from the first look on
+    int64_t slot = -1;  // from the first look on
     Stage stage = Stage::kReady;
-    bool may_have_stepped = false;       // in a step of somebody else that threw
-    std::vector<at::Tensor> found_infs;  // one for each device
-    std::vector<at::Tensor> first_nonfinites;
-    std::optional<UnscaledGrads> unscaled;                         // since unscale_
+    bool may_have_stepped = false;          // in a step of somebody else that threw
+    std::vector<at::Tensor> found_infs;     // one for each device
+    std::optional<UnscaledGrads> unscaled;  // since unscale_
     std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // when unscale_ looked
     std::optional<MarkedGrads> in_part;        // gradients of an unscale_ that was refused amid it
     std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
   };
 
-  GradScalerOptions options;
+  LossScale loss_scale;
+  c10::DeviceType device;
   bool enabled;
-  double init_scale;
-  int64_t init_growth_tracker = 0;
-  int64_t init_hysteresis_tracker;
-  at::Tensor scale, growth_tracker, hysteresis_tracker;
   // By optimizer, in the order of their looks; a step may ask for another optimizer's.
   std::deque<Iteration> iterations;
   std::deque<Record> records;
   bool is_stepping = false;
-  std::unique_ptr<ScalerMonitor> monitor;
-  bool warned_of_scale = false;
-  bool told_of_skips = false;
-
-  void make_scale(const at::Device& device) {
-    if (scale.defined()) return;
-    const OutsideInferenceMode normal;
-    const auto on_device = at::TensorOptions(device);
-    growth_tracker = at::full({}, init_growth_tracker, on_device.dtype(at::kInt));
-    if (options.hysteresis() != 1) {
-      hysteresis_tracker = at::full({}, init_hysteresis_tracker, on_device.dtype(at::kInt));
-    }
-    monitor = std::make_unique<ScalerMonitor>(device);
-    scale =
-        at::full({}, init_scale, on_device.dtype(at::kFloat));  // last: it tells that all is there
-  }
 
   void check_scale(const char* operation) const {
-    TORCH_CHECK(scale.defined(), "Attempted ", operation,
+    TORCH_CHECK(loss_scale.scale.defined(), "Attempted ", operation,
                 " but _scale is None.  This may indicate your script did not use "
                 "scaler.scale(loss or outputs) earlier in the iteration.");
   }
@@ -249,22 +217,16 @@ struct GradScaler::State {
     return found == records.end() ? nullptr : &*found;
   }
 
-  Record& record_of(const Iteration& iteration) {
+  // Begins a look at the gradients of an optimizer. Returns the flag that it starts from.
+  at::Tensor begin_look(Iteration& iteration) {
     Record* record = find_record(iteration.identity);
     if (record == nullptr) {
-      record = &records.emplace_back(Record{iteration.identity, monitor->add_optimizer()});
+      record = &records.emplace_back(Record{iteration.identity});
+      record->slot = loss_scale.add_optimizer([record] { return record->groups; });
     }
-    record->group_sizes = group_sizes_of(*iteration.optimizer);
-    return *record;
-  }
-
-  at::Tensor first_nonfinite(Record& record, const at::Device& device) const {
-    for (const auto& [other, first] : record.first_nonfinites) {
-      if (other == device) return first;
-    }
-    const OutsideInferenceMode normal;
-    const auto on_device = at::TensorOptions(device).dtype(at::kLong);
-    return record.first_nonfinites.emplace_back(device, at::full({}, kNoTensor, on_device)).second;
+    record->groups = groups_of(*iteration.optimizer);
+    iteration.slot = record->slot;
+    return loss_scale.begin_look(record->slot);
   }
 
   // Runs an operation on the gradients of each device, and keeps what it found.
@@ -272,18 +234,13 @@ struct GradScaler::State {
                                        const at::Tensor& first_nonfinite)>;
   void look(Iteration& iteration, bool allow_fp16, const Operation& operation) {
     const auto by_device = gradients_of(*iteration.optimizer, allow_fp16);
-    iteration.record = &record_of(iteration);
-    Record& record = *iteration.record;
-    record.forget();  // the iteration of the last look was dropped
-    std::vector<at::Tensor> flags, firsts;
+    begin_look(iteration);
+    std::vector<at::Tensor> flags;
     for (const auto& [device, grads] : by_device) {
       flags.push_back(at::zeros({}, at::TensorOptions(device).dtype(at::kFloat)));
-      firsts.push_back(first_nonfinite(record, device));
-      operation(grads, flags.back(), firsts.back());
+      operation(grads, flags.back(), loss_scale.first_nonfinite(iteration.slot, device));
     }
-    record.of_last_look = firsts;
     iteration.found_infs = std::move(flags);
-    iteration.first_nonfinites = std::move(firsts);
   }
 
   void check_in_part(const char* operation, Iteration& iteration) {
@@ -301,7 +258,7 @@ struct GradScaler::State {
                 "unscale_() has already been called on this optimizer since the last update().");
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
     check_still_scaled("unscale_", iteration);
-    const at::Tensor inv_scale = scale.to(at::kDouble).reciprocal().to(at::kFloat);
+    const at::Tensor inv_scale = loss_scale.scale.to(at::kDouble).reciprocal().to(at::kFloat);
     bool some_are_unscaled = false;
     try {
       look(iteration, /*allow_fp16=*/false,
@@ -332,11 +289,11 @@ struct GradScaler::State {
     TORCH_CHECK(!late.has_value() || !iteration.found_infs.empty(),
                 "No inf checks were recorded for this optimizer.");
     TORCH_CHECK(!late.has_value(), "GradScaler: the gradient of ",
-                place_in(group_sizes_of(*iteration.optimizer), *late),
+                place_in(*iteration.optimizer, *late),
                 " must be there when unscale_() is called, got it later: it may still be scaled");
     const auto written = iteration.unscaled->first_written(grads);
     TORCH_CHECK(!written.has_value(), "GradScaler: the gradient of ",
-                place_in(group_sizes_of(*iteration.optimizer), *written),
+                place_in(*iteration.optimizer, *written),
                 " must be as unscale_() left it when the next loss is scaled, got one that was "
                 "written or replaced since: it may carry the scale; call optimizer.zero_grad() and "
                 "update(), and backward anew");
@@ -362,7 +319,7 @@ struct GradScaler::State {
       if (&other == &iteration || !other.unscaled.has_value()) continue;
       const auto index = other.unscaled->first_unscaled(grads);
       TORCH_CHECK(!index.has_value(), "GradScaler.", operation, ": the gradient of ",
-                  place_in(group_sizes_of(*iteration.optimizer), *index),
+                  place_in(*iteration.optimizer, *index),
                   " must carry the scale, got one that was unscaled with another optimizer, which "
                   "has this parameter too: give each parameter to one optimizer");
     }
@@ -384,31 +341,21 @@ struct GradScaler::State {
     iteration = Iteration(*iteration.optimizer, iteration.identity);
   }
 
-  std::string name_of_nonfinite(const ScalerSummary& report) const {
-    for (const Record& record : records) {
-      if (record.slot != report.nonfinite_slot) continue;
-      return place_in(record.group_sizes, report.nonfinite_index);
-    }
-    return {};
-  }
-
   at::Tensor step_scaled(Iteration& iteration, ScaledStep& scaled, bool grad_mode) {
+    const at::Tensor& scale = loss_scale.scale;
     at::Tensor grad_scale;
     if (iteration.stage == Stage::kReady) {
       check_still_scaled("step", iteration);
       grad_scale = scale.clone();
-      const at::Tensor none = at::zeros_like(scale);
-      std::optional<GradientLook> found = scaled.look_at_gradients(none, scale);
+      const at::Tensor no_overflow = begin_look(iteration);
+      std::optional<GradientLook> found = scaled.look_at_gradients(no_overflow, scale);
       if (found.has_value()) {
         TORCH_CHECK(found->first_nonfinites.size() == found->found_infs.size(),
                     "GradScaler.step: look_at_gradients must give a first_nonfinite for each "
                     "found_inf, got ",
                     found->first_nonfinites.size(), " for ", found->found_infs.size());
-        iteration.record = &record_of(iteration);
-        iteration.record->forget();
-        iteration.record->of_last_look = found->first_nonfinites;
+        loss_scale.keep_first_nonfinites(iteration.slot, std::move(found->first_nonfinites));
         iteration.found_infs = std::move(found->found_infs);
-        iteration.first_nonfinites = std::move(found->first_nonfinites);
       } else {
         look(iteration, /*allow_fp16=*/true,
              [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
@@ -435,83 +382,30 @@ struct GradScaler::State {
     return iteration.optimizer->step();
   }
 
-  // Takes the flags of this iteration's looks to the kernel that updates the scale.
-  void update_from_looks(bool follows) {
-    TensorList flags;
-    std::vector<OptionalTensor> firsts;
-    std::vector<int64_t> slots;
-    TensorList elsewhere;
-    for (const Iteration& iteration : iterations) {
-      for (size_t i = 0; i < iteration.found_infs.size(); ++i) {
-        at::Tensor first = iteration.first_nonfinites[i];
-        if (first.device() != scale.device()) {
-          elsewhere.push_back(first);
-          first = first.to(scale.device(), /*non_blocking=*/true);
-        }
-        flags.push_back(iteration.found_infs[i].to(scale.device(), /*non_blocking=*/true));
-        firsts.emplace_back(first);
-        slots.push_back(iteration.record->slot);
-      }
-    }
-    LossScaleHyperparameters hyperparameters;
-    hyperparameters.growth_factor = options.growth_factor();
-    hyperparameters.backoff_factor = options.backoff_factor();
-    hyperparameters.growth_interval = options.growth_interval();
-    hyperparameters.min_scale = options.min_scale();
-    hyperparameters.max_scale = options.max_scale();
-    hyperparameters.hysteresis = static_cast<int32_t>(options.hysteresis());
-    hyperparameters.dynamic = follows;
-    OptionalTensor hysteresis;
-    if (hysteresis_tracker.defined()) hysteresis = hysteresis_tracker;
-    update_scale_(scale, growth_tracker, flags, firsts, slots, hyperparameters, hysteresis,
-                  monitor.get());
-    for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
-    for (Record& record : records) record.of_last_look.clear();
-    warn_of_skips();
-  }
-
   void update(const std::function<void()>& set) {
     check_scale("update");
     TORCH_CHECK(!is_stepping,
                 "GradScaler.update: must be called after the steps of an iteration, "
                 "got a call inside of one");
-    const auto has_flags = [](const Iteration& iteration) { return !iteration.found_infs.empty(); };
-    if (std::any_of(iterations.begin(), iterations.end(), has_flags)) {
-      update_from_looks(options.dynamic() && set == nullptr);
-    } else {
-      TORCH_CHECK(set != nullptr, "No inf checks were recorded prior to update.");
+    std::vector<LookFlag> flags;
+    for (const Iteration& iteration : iterations) {
+      for (const at::Tensor& found_inf : iteration.found_infs) {
+        flags.push_back({iteration.slot, found_inf});
+      }
     }
+    TORCH_CHECK(!flags.empty() || set != nullptr, "No inf checks were recorded prior to update.");
+    if (!flags.empty()) loss_scale.update(flags, /*follows=*/set == nullptr);
     if (set != nullptr) set();
     iterations.clear();
-    if (scale.is_cpu()) warn_of_scale(scale.item().toDouble());
+    const ScalerNews news = loss_scale.news();
+    if (!news.skips.empty()) TORCH_WARN(news.skips);
+    if (news.scale_is_too_small) warn_of_scale(loss_scale.scale.item().toDouble());
   }
 
-  void warn_of_skips() {
-    const ScalerSummary report = monitor->read();
-    if (report.consecutive_skips < options.warn_after()) {
-      told_of_skips = false;
-    } else if (!told_of_skips) {
-      told_of_skips = true;
-      const bool is_of_these = report.nonfinite_update > report.updates - report.consecutive_skips;
-      const std::string name = is_of_these ? name_of_nonfinite(report) : std::string();
-      TORCH_WARN("GradScaler: ", report.consecutive_skips,
-                 " updates in a row were skipped, up to update ", report.updates,
-                 "; the loss scale is ", report.scale, ". The first bad gradient was that of ",
-                 name.empty() ? "a parameter that is not known here" : name,
-                 ". Gradients that are inf or NaN at any scale come from the model or the data.");
-    }
-  }
-
-  void warn_of_scale(double value) {
-    if (warned_of_scale || std::abs(value) > 0x1p-128 || std::isnan(value)) return;
-    warned_of_scale = true;
-    TORCH_WARN("GradScaler: the scale fell to ", value,
-               ", whose inverse is not finite: every step is skipped from here on. The gradients "
-               "are inf or NaN at any scale; look for the cause in the model or the data, then set "
-               "the scale with update(new_scale).");
-  }
+  static void warn_of_scale(double value) { TORCH_WARN(LossScale::warning_of(c10::str(value))); }
 
   void wait() const {
+    const at::Tensor& scale = loss_scale.scale;
     if (!scale.defined() || scale.is_cpu()) return;
     const c10::impl::VirtualGuardImpl guard(scale.device().type());
     guard.synchronizeDevice(scale.device().index());
@@ -527,9 +421,19 @@ GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<Stat
     state_->enabled = false;
   }
   if (state_->enabled) check_options(options);
-  state_->init_scale = options.init_scale();
-  state_->init_hysteresis_tracker = options.hysteresis();
-  state_->options = std::move(options);
+  state_->device = options.device();
+  LossScale& loss_scale = state_->loss_scale;
+  loss_scale.init_scale = options.init_scale();
+  loss_scale.init_hysteresis_tracker = options.hysteresis();
+  loss_scale.warn_after = options.warn_after();
+  LossScaleHyperparameters& hyperparameters = loss_scale.hyperparameters;
+  hyperparameters.growth_factor = options.growth_factor();
+  hyperparameters.backoff_factor = options.backoff_factor();
+  hyperparameters.growth_interval = options.growth_interval();
+  hyperparameters.min_scale = options.min_scale();
+  hyperparameters.max_scale = options.max_scale();
+  hyperparameters.hysteresis = static_cast<int32_t>(options.hysteresis());
+  hyperparameters.dynamic = options.dynamic();
 }
 
 GradScaler::~GradScaler() = default;
@@ -547,8 +451,9 @@ at::Tensor GradScaler::scale(const at::Tensor& output) {
   if (!state.enabled) return output;
   TORCH_CHECK(output.defined(), "outputs must be a Tensor or an iterable of Tensors");
   state.note_scale();
-  state.make_scale(output.device());
-  return output * state.scale.to(output.device(), /*non_blocking=*/true);
+  LossScale& loss_scale = state.loss_scale;
+  if (!loss_scale.scale.defined()) loss_scale.make(output.device());
+  return output * loss_scale.scale.to(output.device(), /*non_blocking=*/true);
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {
@@ -612,13 +517,13 @@ void GradScaler::update(double new_scale) {
   if (!state.enabled) return;
   state.check_scale("update");
   check_range("GradScaler.update", "new_scale", new_scale);
-  state.update([&] { state.scale.fill_(new_scale); });
+  state.update([&] { state.loss_scale.scale.fill_(new_scale); });
 }
 
 void GradScaler::update(const at::Tensor& new_scale) {
   State& state = checked("update");
   if (!state.enabled) return;
-  TORCH_CHECK(new_scale.defined() && new_scale.device().type() == state.options.device() &&
+  TORCH_CHECK(new_scale.defined() && new_scale.device().type() == state.device &&
                   new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False.");
@@ -627,73 +532,60 @@ void GradScaler::update(const at::Tensor& new_scale) {
                 new_scale.scalar_type());
     check_range("GradScaler.update", "new_scale", new_scale.item().toDouble());
   }
-  state.update([&] { state.scale.copy_(new_scale.reshape({})); });
+  state.update([&] { state.loss_scale.scale.copy_(new_scale.reshape({})); });
 }
 
 double GradScaler::get_scale() const {
   State& state = checked("get_scale");
   if (!state.enabled) return 1.0;
-  const double scale = state.scale.defined() ? state.scale.item().toDouble() : state.init_scale;
-  state.warn_of_scale(scale);
+  LossScale& loss_scale = state.loss_scale;
+  const bool is_made = loss_scale.scale.defined();
+  const double scale = is_made ? loss_scale.scale.item().toDouble() : loss_scale.init_scale;
+  if (loss_scale.must_warn_of(scale)) State::warn_of_scale(scale);
   return scale;
 }
 
 bool GradScaler::is_enabled() const { return checked("is_enabled").enabled; }
 double GradScaler::get_growth_factor() const {
-  return checked("get_growth_factor").options.growth_factor();
+  return checked("get_growth_factor").loss_scale.hyperparameters.growth_factor;
 }
 void GradScaler::set_growth_factor(double factor) {
   State& state = checked("set_growth_factor");
   if (state.enabled) check_range("GradScaler.set_growth_factor", "growth_factor", factor);
-  state.options.growth_factor(factor);
+  state.loss_scale.hyperparameters.growth_factor = factor;
 }
 double GradScaler::get_backoff_factor() const {
-  return checked("get_backoff_factor").options.backoff_factor();
+  return checked("get_backoff_factor").loss_scale.hyperparameters.backoff_factor;
 }
 void GradScaler::set_backoff_factor(double factor) {
   State& state = checked("set_backoff_factor");
   if (state.enabled) check_range("GradScaler.set_backoff_factor", "backoff_factor", factor);
-  state.options.backoff_factor(factor);
+  state.loss_scale.hyperparameters.backoff_factor = factor;
 }
 int64_t GradScaler::get_growth_interval() const {
-  return checked("get_growth_interval").options.growth_interval();
+  return checked("get_growth_interval").loss_scale.hyperparameters.growth_interval;
 }
 void GradScaler::set_growth_interval(int64_t interval) {
   State& state = checked("set_growth_interval");
   if (state.enabled) check_range("GradScaler.set_growth_interval", "growth_interval", interval);
-  state.options.growth_interval(interval);
+  state.loss_scale.hyperparameters.growth_interval = interval;
 }
 
 std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bool wait) const {
   State& state = checked("last_step_skipped");
   if (!state.enabled) return false;
   if (wait) state.wait();
-  if (state.monitor == nullptr) return {};
-  if (optimizer == nullptr) {
-    const ScalerSummary report = state.monitor->read();
-    if (report.updates == 0) return {};
-    return report.consecutive_skips > 0;
-  }
+  if (optimizer == nullptr) return state.loss_scale.step_skipped({});
   const State::Record* const record =
       state.find_record(State::Identity::of(*optimizer, "last_step_skipped"));
   if (record == nullptr) return {};
-  const OptimizerReport report = state.monitor->read_optimizer(record->slot);
-  if (report.update == 0) return {};
-  return report.last_was_skipped != 0;
+  return state.loss_scale.step_skipped(record->slot);
 }
 
 ScalerStats GradScaler::stats(bool wait) const {
   State& state = checked("stats");
   if (wait) state.wait();
-  const ScalerSummary report = state.monitor != nullptr ? state.monitor->read() : ScalerSummary();
-  if (report.updates == 0) {
-    const double scale = state.enabled ? state.init_scale : 1.0;
-    return {0, 0, 0, 0, scale, scale, scale, {}};
-  }
-  return {report.updates,       report.updates - report.skips,
-          report.skips,         report.consecutive_skips,
-          report.scale,         report.smallest_scale,
-          report.largest_scale, state.name_of_nonfinite(report)};
+  return state.loss_scale.stats(state.enabled ? state.loss_scale.init_scale : 1.0);
 }
 
 c10::IValue GradScaler::state_dict() const {
@@ -704,13 +596,14 @@ c10::IValue GradScaler::state_dict() const {
     return tracker.defined() ? tracker.item().toLong() : initial;
   };
   dict.insert("scale", get_scale());
-  dict.insert("growth_factor", state.options.growth_factor());
-  dict.insert("backoff_factor", state.options.backoff_factor());
-  dict.insert("growth_interval", state.options.growth_interval());
-  dict.insert("_growth_tracker", value(state.growth_tracker, state.init_growth_tracker));
-  if (state.options.hysteresis() != 1) {
+  const LossScale& loss_scale = state.loss_scale;
+  dict.insert("growth_factor", loss_scale.hyperparameters.growth_factor);
+  dict.insert("backoff_factor", loss_scale.hyperparameters.backoff_factor);
+  dict.insert("growth_interval", loss_scale.hyperparameters.growth_interval);
+  dict.insert("_growth_tracker", value(loss_scale.growth_tracker, loss_scale.init_growth_tracker));
+  if (loss_scale.hyperparameters.hysteresis != 1) {
     dict.insert("_hysteresis_tracker",
-                value(state.hysteresis_tracker, state.init_hysteresis_tracker));
+                value(loss_scale.hysteresis_tracker, loss_scale.init_hysteresis_tracker));
   }
   return dict;
 }
@@ -738,25 +631,12 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
                 shown(*value));
     return *value;
   };
-  const double scale = number_in(entry("scale"));
-  const double growth_factor = number_in(entry("growth_factor"));
-  const double backoff_factor = number_in(entry("backoff_factor"));
-  const int64_t growth_interval = entry("growth_interval").toInt();
-  const int64_t growth_tracker = entry("_growth_tracker").toInt();
-  int64_t hysteresis = state.options.hysteresis();
-  if (find(dict, "_hysteresis_tracker").has_value()) {  // torch's scaler has none
-    hysteresis = std::min(hysteresis, entry("_hysteresis_tracker").toInt());
-  }
-
-  state.init_scale = scale;
-  state.options.growth_factor(growth_factor).backoff_factor(backoff_factor);
-  state.options.growth_interval(growth_interval);
-  state.init_growth_tracker = growth_tracker;
-  state.init_hysteresis_tracker = hysteresis;
-  if (!state.scale.defined()) return;
-  state.scale.fill_(scale);
-  state.growth_tracker.fill_(growth_tracker);
-  if (state.hysteresis_tracker.defined()) state.hysteresis_tracker.fill_(hysteresis);
+  LossScaleEntries entries{number_in(entry("scale")),          number_in(entry("growth_factor")),
+                           number_in(entry("backoff_factor")), entry("growth_interval").toInt(),
+                           entry("_growth_tracker").toInt(),   {}};
+  const char* const hysteresis = "_hysteresis_tracker";
+  if (find(dict, hysteresis).has_value()) entries.hysteresis_tracker = entry(hysteresis).toInt();
+  state.loss_scale.load(entries);
 }
 
 }  // namespace amp_ext

@@ -117,7 +117,7 @@ class TellsAtOnce(amp_ext.GradScaler):
     """Waits for each update, where a GPU would be some behind."""
 
     def _report(self) -> None:
-        self._reports.wait(self._scale)
+        self._wait()
         super()._report()
 
 

@@ -101,7 +101,7 @@ def test_the_scaler_keeps_nothing_alive_and_knows_no_newcomer_in_its_place(make,
     scaler, first, second = ready(device), make(new_params(device)), make(new_params(device))
     for unscale in (False, True):
         iterate(scaler, first, bad=[1], unscale=unscale)
-    scaler._reports._records[id(second)] = scaler._reports._records.pop(id(first))
+    scaler._slots[id(second)] = scaler._slots.pop(id(first))
     gone = [weakref.ref(first), *map(weakref.ref, cases.params_of(first))]
     del first
     gc.collect()

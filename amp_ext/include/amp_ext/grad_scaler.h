@@ -3,13 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
+#include <amp_ext/scaler_stats.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 namespace c10 {
@@ -44,20 +44,6 @@ struct GradScalerOptions {
   TORCH_ARG(int64_t, hysteresis) = 1;
   // Updates skipped in a row until a warning names the first bad gradient.
   TORCH_ARG(int64_t, warn_after) = 10;
-};
-
-// Counts of a scaler since it was made. Those of a GPU are as of the last update that it finished.
-struct ScalerStats {
-  int64_t updates = 0;
-  int64_t steps = 0;  // updates after which every optimizer had stepped
-  int64_t skips = 0;  // updates of which an optimizer's step was skipped
-  int64_t consecutive_skips = 0;
-  double scale = 0.0;  // after the update
-  double smallest_scale = 0.0;
-  double largest_scale = 0.0;
-  // Of the first gradient with an inf or NaN at the last skip: "group 0, param 3"; empty if
-  // unknown.
-  std::string last_nonfinite;
 };
 
 // What a look at all gradients of an optimizer has found.

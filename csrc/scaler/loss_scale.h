@@ -1,0 +1,133 @@
+// The loss scale of a gradient scaler: its tensors, how they follow overflows, and what is told of
+// that. The scalers of both languages hold one.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/hyperparameters.h>
+#include <amp_ext/scaler_stats.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "scaler/scaler_monitor.h"
+#include "tensors/named_params.h"
+
+namespace amp_ext {
+
+// What one look at the gradients of an optimizer has found on one device.
+struct LookFlag {
+  int64_t slot;          // of the optimizer
+  at::Tensor found_inf;  // one float32; anything but 0 is an overflow
+};
+
+// What there is to say after an update: lines for a log, empty if there is none, and whether to
+// warn of the scale.
+struct ScalerNews {
+  std::string settled;
+  std::string skips;
+  bool scale_is_too_small = false;
+};
+
+// The numbers that a state dict of a scaler has.
+struct LossScaleEntries {
+  double scale;
+  double growth_factor;
+  double backoff_factor;
+  int64_t growth_interval;
+  int64_t growth_tracker;
+  std::optional<int64_t> hysteresis_tracker;  // torch's scaler has none
+};
+
+class AMP_EXT_API LossScale {
+ public:
+  // Options, and what the tensors are made of. Whoever holds the scale may set all of these, and
+  // put other tensors in the place of those that were made.
+  LossScaleHyperparameters hyperparameters;
+  int64_t warn_after = 10;       // updates skipped in a row until it is told
+  bool warned_of_scale = false;  // that it is too small: once is enough
+  double init_scale = 65536.0;
+  int64_t init_growth_tracker = 0;
+  int64_t init_hysteresis_tracker = 1;
+  at::Tensor scale, growth_tracker;  // one float32 and one int32; undefined until they are made
+  at::Tensor hysteresis_tracker;     // one int32; undefined with a hysteresis of 1
+
+  // Makes the tensors, also for use after an inference mode.
+  void make(const at::Device& device);
+
+  // Takes over what a state dict has; the limits stay.
+  void load(const LossScaleEntries& entries);
+
+  // Looks. Optimizers are known by the numbers of their reports.
+
+  // Gives the number of a new optimizer. `groups_of` is asked for its groups when one of its
+  // parameters is to be named; none if they are not known any more.
+  using GroupsOf = std::function<std::vector<NamedGroup>()>;
+  int64_t add_optimizer(GroupsOf groups_of);
+
+  // Forgets what the last look at an optimizer found, if no update has read that. Returns a flag
+  // without an overflow beside the scale, to copy.
+  const at::Tensor& begin_look(int64_t slot);
+
+  // One int64 on a device, which a look lowers to the index of the first bad gradient. All
+  // parameters of all groups are counted, also those without a gradient.
+  at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
+
+  // Takes those of an optimizer that has looked by itself.
+  void keep_first_nonfinites(int64_t slot, std::vector<at::Tensor> first_nonfinites);
+
+  // Lets the scales of ranks that take part in a look differ, where `differ`, a bool, is true.
+  void note_different_scales(int64_t slot, const at::Device& device, const at::Tensor& differ);
+
+  // Updates.
+
+  // Makes room for the reports of the next update; needs no call but where others read meanwhile.
+  void make_room();
+
+  // Lets the scale follow the looks of an iteration and counts them, all on the device. If it does
+  // not follow, counts them only.
+  void update(const std::vector<LookFlag>& flags, bool follows);
+
+  // What to say of the last finished update. Nothing is said twice.
+  ScalerNews news();
+
+  // Whether to warn of this scale, whose inverse is not finite; and the words, with the scale as
+  // the language writes it.
+  bool must_warn_of(double value);
+  static std::string warning_of(const std::string& value);
+
+  // Throws, once for each update, if it found that ranks had different scales.
+  void check_scales();
+
+  // Answers, as of the last update that the device has finished. They never wait.
+
+  // Whether the step of an optimizer, or of any, was skipped; none if there was none.
+  std::optional<bool> step_skipped(std::optional<int64_t> slot) const;
+  // `initial_scale` is that before the first update.
+  ScalerStats stats(double initial_scale) const;
+  ScaleHistory history() const;
+
+ private:
+  struct Record {
+    GroupsOf groups_of;
+    std::vector<at::Tensor> first_nonfinites = {};  // by device
+    std::vector<at::Tensor> of_last_look = {};      // which no update has read and reset yet
+  };
+
+  std::string name_of_nonfinite(const ScalerSummary& report) const;
+
+  std::deque<Record> records_;  // by slot
+  std::unique_ptr<ScalerMonitor> monitor_;
+  at::Tensor no_overflow_;  // one float32 of 0, which nobody writes
+  bool told_of_settling_ = false;
+  bool told_of_skips_ = false;
+  int64_t told_of_different_scales_ = 0;  // the last such update
+};
+
+}  // namespace amp_ext
