@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -33,7 +34,7 @@ from amp_ext.interrupts import (
     version_of,
     versions_of_params,
 )
-from amp_ext.nonfinite import check_params, name_of_param, named_groups, params_of
+from amp_ext.nonfinite import check_params, name_of_param, params_of
 from amp_ext.scaler_ranges import as_number, check_range, checked
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
 from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
@@ -280,11 +281,7 @@ class GradScaler(torch.amp.GradScaler):
         return slot if optimizer is not None and optimizer() is inside else None
 
     def _add_slot(self, key: int, optimizer: Callable[[], Any]) -> int:
-        def groups() -> list[tuple[int, list[str]]]:
-            present = optimizer()
-            return [] if present is None else named_groups(present)
-
-        slot = self._loss_scale.add_optimizer(groups)
+        slot = self._loss_scale.add_optimizer(lambda index: name_of_param(optimizer(), index))
         self._slots[key] = optimizer, slot
         return slot
 
@@ -317,28 +314,26 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
         allow_fp16 = allow_fp16 or self._takes_fp16
-        grads, sharded_over = _gradients(optimizer, allow_fp16)
+        grads, by_device, sharded_over = _gradients(optimizer, allow_fp16)
         state = self._per_optimizer_states.get(id(optimizer), {})
         # By what they are: after a change of groups another parameter may be in the same place.
         state.update(
             _names(optimizer_inside(optimizer)), unscaled=ops.UnscaledGrads(params_of(optimizer))
         )
         if not _are_ours(grads):
-            _refuse_complex(optimizer, grads)
             theirs = super()._unscale_grads_
             return marked_in_part(
                 state, lambda: theirs(optimizer, inv_scale, found_inf, allow_fp16)
             )
-        slot = None
+        slot = self._slot_of(optimizer_inside(optimizer))
         if self._scale is not None:
-            slot = self._slot_of(optimizer_inside(optimizer))
             self._loss_scale.begin_look(slot, self._scale)
-
-        def unscale(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
-            factor = inv_scale.to(flag.device, non_blocking=True)
-            marked_in_part(state, lambda: ops.unscale_(group, factor, flag, first_nonfinite=first))
-
-        return self._flags(unscale, grads, found_inf, slot, sharded_over)
+        look = functools.partial(self._loss_scale.look, slot, found_inf=found_inf)
+        flags = {
+            device: marked_in_part(state, functools.partial(look, group, inv_scale=inv_scale))
+            for device, group in by_device
+        }
+        return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
 
     @_disable_dynamo
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -359,45 +354,17 @@ class GradScaler(torch.amp.GradScaler):
             self._loss_scale.keep_first_nonfinites(slot, list(look.first_nonfinites.values()))
             state["look"] = look
         else:
-            grads, sharded_over = _gradients(optimizer, allow_fp16=True)
+            grads, by_device, sharded_over = _gradients(optimizer, allow_fp16=True)
             if not _are_ours(grads):
-                _refuse_complex(optimizer, grads)
                 super()._check_inf_per_device(optimizer)
                 return self._agree_over_group(optimizer)
-
-            def check(group: list[Tensor], flag: Tensor, first: Tensor | None) -> None:
-                grad_scale = scale.to(flag.device, non_blocking=True)
-                ops.check_finite_(group, flag, grad_scale=grad_scale, first_nonfinite=first)
-
-            flags = self._flags(check, grads, found_inf, slot, sharded_over)
+            flags = {
+                device: self._loss_scale.look(slot, group, found_inf) for device, group in by_device
+            }
+            if sharded_over:
+                flags, _ = sharded_over.all_reduce(found_inf, flags.values())
         state["found_inf_per_device"] = flags
         return flags if self._reduces_over() is None else self._agree_over_group(optimizer)
-
-    def _flags(
-        self,
-        operation: Callable[[list[Tensor], Tensor, Tensor | None], None],
-        grads: list[Tensor | None],
-        found_inf: Tensor,
-        slot: int | None,
-        sharded_over: ShardedOver,
-    ) -> dict[torch.device, Tensor]:
-        """Runs an operation on the gradients of each device and returns what it has found there.
-
-        What was found in the shards of one rank becomes known to all that have a part of them.
-
-        Args:
-            operation: Takes gradients, a flag to set, and the index to lower, or None.
-            grads: One for each parameter.
-            found_inf: What the flags start from.
-            slot: The number of the optimizer's report, if it has one.
-            sharded_over: The ranks.
-        """
-        flags: dict[torch.device, Tensor] = {}
-        for device, group in _by_device(grads).items():
-            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-            first = None if slot is None else self._loss_scale.first_nonfinite(slot, device)
-            operation(group, flags[device], first)
-        return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer whose gradients are finite, and skips the step otherwise.
@@ -509,33 +476,17 @@ class GradScaler(torch.amp.GradScaler):
         unscaled = state.get("unscaled")
         if unscaled is None:  # after someone's own way of looking
             return
-        late = unscaled.first_late(params)
-        if late is not None:
-            raise RuntimeError(
-                f"GradScaler: the gradient of {name_of_param(optimizer, late)} must be there "
-                "when unscale_() is called, got it later: it may still be scaled"
-            )
-        written = unscaled.first_written(params)
-        if written is not None:
-            raise RuntimeError(
-                f"GradScaler: the gradient of {name_of_param(optimizer, written)} must be as "
-                "unscale_() left it when the next loss is scaled, got one that was written or "
-                "replaced since: it may carry the scale; call optimizer.zero_grad() and update(), "
-                "and backward anew"
-            )
+        unscaled.check_unscaled(params, functools.partial(name_of_param, optimizer))
 
     def _check_still_scaled(self, operation: str, optimizer: Any, state: dict[str, Any]) -> None:
         """Refuses gradients that were unscaled as those of another optimizer."""
         for _, other in self._states() if len(self._per_optimizer_states) > 1 else ():
             if other is state or "unscaled" not in other:
                 continue
-            index = other["unscaled"].first_unscaled(params_of(optimizer))
-            if index is not None:
-                raise RuntimeError(
-                    f"GradScaler.{operation}: the gradient of {name_of_param(optimizer, index)} "
-                    "must carry the scale, got one that was unscaled with another optimizer, which "
-                    "has this parameter too: give each parameter to one optimizer"
-                )
+            params = params_of(optimizer)
+            other["unscaled"].check_still_scaled(
+                operation, params, functools.partial(name_of_param, optimizer)
+            )
 
     def _look_after_interrupts(
         self, operation: str, optimizer: torch.optim.Optimizer, state: dict[str, Any]
@@ -759,9 +710,8 @@ class GradScaler(torch.amp.GradScaler):
             return ScalerHistory([], [], [])
         if wait:
             self._wait()
-        history = self._loss_scale.history()
-        numbers = range(history.first_update, history.first_update + len(history.scales))
-        return ScalerHistory(list(numbers), history.scales, history.skipped)
+        first, scales, skipped = self._loss_scale.history()
+        return ScalerHistory(list(range(first, first + len(scales))), scales, skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state: torch's five entries, and one more with a hysteresis."""
@@ -785,7 +735,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # does nothing, or raises
             return
-        self._loss_scale.load(vars(self), *_checked_entries(state_dict))
+        self._loss_scale.load(vars(self), _checked_entries(state_dict, self._hysteresis))
 
     def _get_hysteresis_tracker(self) -> int:
         if self._hysteresis_tracker is None:
@@ -819,7 +769,15 @@ class GradScaler(torch.amp.GradScaler):
         return scale
 
 
-_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+# The entries of a state dict, and the attributes that a load sets to them.
+_ENTRIES = {
+    "scale": "_init_scale",
+    "growth_factor": "_growth_factor",
+    "backoff_factor": "_backoff_factor",
+    "growth_interval": "_growth_interval",
+    "_growth_tracker": "_init_growth_tracker",
+    "_hysteresis_tracker": "_init_hysteresis_tracker",
+}
 
 # What tells an override, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
@@ -839,10 +797,10 @@ def _reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.
 
 def _gradients(
     optimizer: torch.optim.Optimizer, allow_fp16: bool
-) -> tuple[list[Tensor | None], ShardedOver]:
-    """Collects what is to be looked at of every parameter: gradients, values of sparse ones.
+) -> tuple[list[Tensor | None], list[tuple[torch.device, list[Tensor]]], ShardedOver]:
+    """Collects what is to be looked at of every parameter: gradients, and the same by device.
 
-    Of DTensors it is this rank's part; the second result knows the ranks that have the others.
+    Of DTensors it is this rank's part; the last result knows the ranks that have the others.
     """
     grads: list[Tensor | None] = []
     sharded_over = ShardedOver()
@@ -855,22 +813,11 @@ def _gradients(
                 name = f"GradScaler: param of group {group_index}, param {index}"
                 sharded_over.add(param, name)
                 grad = local_grad(param, name)
-            if grad is None:
-                grads.append(None)
-                continue
-            if grad.dtype == torch.float16:
-                if not allow_fp16:
-                    raise ValueError(
-                        "Attempting to unscale FP16 gradients. They would vanish in float16: call "
-                        "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which "
-                        "unscales them in float32 inside its step; to clip them, construct it with "
-                        "max_grad_norm=."
-                    )
-                if grad.is_sparse:
-                    # The sum of duplicate entries may overflow where none of them does.
-                    param.grad = grad = grad.coalesce()
-            grads.append(grad._values() if grad.is_sparse else grad)
-    return grads, sharded_over
+            grads.append(grad)
+    by_device = ops.grads_by_device(
+        params_of(optimizer), grads, allow_fp16, functools.partial(name_of_param, optimizer)
+    )
+    return grads, by_device, sharded_over
 
 
 def _takes_scaler(step: Any) -> bool:
@@ -990,14 +937,15 @@ def _has_itself(optimizer: Any, name: str) -> bool:
     return inspect.getattr_static(optimizer, name, missing) is not missing
 
 
-def _checked_entries(state_dict: dict[str, Any]) -> list[Any]:
-    """Returns the entries of a state dict as numbers that fit the tensors of a scaler."""
-    names = [*_ENTRIES, "_hysteresis_tracker"] if "_hysteresis_tracker" in state_dict else _ENTRIES
-    values = [state_dict[name] for name in names]
-    return [
-        checked("GradScaler.load_state_dict", name, value, wrong_type=ValueError)
-        for name, value in zip(names, values, strict=True)
-    ]
+def _checked_entries(state_dict: dict[str, Any], hysteresis: int) -> dict[str, Any]:
+    """Returns the numbers of a state dict, by the attributes that are to be set to them."""
+    given = {"_hysteresis_tracker": hysteresis, **state_dict}
+    entries = {name: given[name] for name in _ENTRIES}
+    for name, value in entries.items():
+        entries[name] = checked("GradScaler.load_state_dict", name, value, wrong_type=ValueError)
+    for name in ("scale", "growth_factor", "backoff_factor"):
+        entries[name] = float(entries[name])
+    return {_ENTRIES[name]: value for name, value in entries.items()}
 
 
 def _device_type(device: Any, enabled: bool) -> Any:
@@ -1029,31 +977,6 @@ def _are_ours(grads: list[Tensor | None]) -> bool:
     """Returns whether our kernels take these; torch has its own for the rest."""
     return all(
         grad is None
-        or (
-            grad.device.type in _DEVICE_TYPES
-            and type(grad) in (Tensor, torch.nn.Parameter)
-            and not grad.is_complex()
-        )
+        or (grad.device.type in _DEVICE_TYPES and type(grad) in (Tensor, torch.nn.Parameter))
         for grad in grads
     )
-
-
-def _refuse_complex(optimizer: torch.optim.Optimizer, grads: list[Tensor | None]) -> None:
-    for index, grad in enumerate(grads):
-        if grad is not None and grad.is_complex():
-            raise RuntimeError(
-                f"GradScaler: the gradient of {name_of_param(optimizer, index)} must be real, got "
-                "a complex one: keep its parameter out of the optimizers that the scaler steps"
-            )
-
-
-def _by_device(grads: list[Tensor | None]) -> dict[torch.device, list[Tensor]]:
-    """Returns for each device a tensor for every parameter, so that its index tells which it is."""
-    devices = dict.fromkeys(grad.device for grad in grads if grad is not None)
-    groups: dict[torch.device, list[Tensor]] = {}
-    for device in devices:
-        nothing = torch.empty(0, device=device)
-        groups[device] = [
-            nothing if grad is None or grad.device != device else grad for grad in grads
-        ]
-    return groups

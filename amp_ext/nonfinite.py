@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,27 +158,16 @@ def check_params(group: dict[str, Any], where: str) -> None:
         raise TypeError(f"{where % 'params'} must be a list, got {type(params).__name__}")
 
 
-def named_groups(optimizer: Any) -> list[tuple[int, list[str]]]:
-    """Returns of each group of an optimizer how many parameters it has, and their names.
-
-    Args:
-        optimizer: The optimizer, or an object that delegates to it. One that was not given
-            ``named_parameters()`` has no names.
-    """
-    return [
-        (len(group["params"]), list(map(str, group.get("param_names") or ())))
-        for group in optimizer.param_groups
-    ]
-
-
-def name_of_param(optimizer: torch.optim.Optimizer, index: int) -> str:
+def name_of_param(optimizer: torch.optim.Optimizer | None, index: int) -> str:
     """Returns what an optimizer calls a parameter: its name if it has one, or where it stands.
 
     Args:
-        optimizer: The optimizer.
-        index: In what :func:`params_of` returns.
+        optimizer: The optimizer, or None if it is gone.
+        index: In what :func:`params_of` returns. If there is none, the name is empty.
     """
-    return ops.names_of_params(named_groups(optimizer))[index]
+    tensors = () if optimizer is None else _named_tensors(optimizer, params=True)
+    names = [name for name, _ in tensors]
+    return names[index] if index < len(names) else ""
 
 
 def _named_tensors(
@@ -189,7 +178,15 @@ def _named_tensors(
         if params:
             yield from source.named_buffers()
     elif hasattr(source, "param_groups"):
-        yield from zip(ops.names_of_params(named_groups(source)), params_of(source), strict=True)
+        groups = source.param_groups
+        uses = Counter(name for group in groups for name in group.get("param_names") or ())
+        for group_index, group in enumerate(groups):
+            names = group.get("param_names")
+            for index, param in enumerate(group["params"]):
+                name = f"group {group_index}, param {index}"
+                if names:
+                    name = names[index] if uses[names[index]] == 1 else f"{name} ({names[index]})"
+                yield name, param
     else:
         raise TypeError(
             "find_nonfinite: source must be a torch.nn.Module or a torch.optim.Optimizer, got "

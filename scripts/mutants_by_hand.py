@@ -114,16 +114,18 @@ CXX = [
         after="return error;\n    }\n    if (",
     ),
     Fault("overflow |= *arguments.earlier_overflow != 0;", "", "update_scale scaler_reports"),
+    # The scaler.
+    Fault("here(found_inf.clone())", "here(found_inf)", "scaler_steps"),
+    Fault(
+        "params[i].mutable_grad() = grad = grad.coalesce()",
+        "grad = grad.coalesce()",
+        "scaler_steps",
+    ),
 ]
 
 PYTHON = [
     # The scaler.
     Fault('state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()', "pass"),
-    Fault(
-        "found_inf.to(device, non_blocking=True, copy=True)",
-        "found_inf.to(device, non_blocking=True)",
-    ),
-    Fault("param.grad = grad = grad.coalesce()", "grad = grad.coalesce()"),
     Fault("dict.fromkeys(parameters)", "list(parameters)", after="for param in "),
     # The optimizers.
     Fault("if sum_of_squares is None and plan.first_param", "if plan.first_param"),

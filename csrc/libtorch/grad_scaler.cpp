@@ -3,7 +3,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <amp_ext/grad_scaler.h>
 #include <amp_ext/ops.h>
@@ -19,6 +18,7 @@
 
 #include "libtorch/marked_grads.h"
 #include "libtorch/values.h"
+#include "scaler/grads_by_device.h"
 #include "scaler/loss_scale.h"
 #include "scaler/scaler_ranges.h"
 #include "scaler/unscaled_grads.h"
@@ -85,49 +85,20 @@ at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& 
   return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
 }
 
-std::vector<NamedGroup> groups_of(const Optimizer& optimizer) {
-  std::vector<NamedGroup> groups;
-  for (const auto& group : optimizer.param_groups()) {
-    groups.push_back({static_cast<int64_t>(group.params().size())});
-  }
-  return groups;
-}
-
 // Where the parameter at this index among those of all groups stands.
-std::string place_in(const Optimizer& optimizer, int64_t index) {
-  return name_of_param(groups_of(optimizer), index);
+std::string place_in(const std::vector<size_t>& group_sizes, int64_t index) {
+  for (size_t group = 0; group < group_sizes.size(); ++group) {
+    const auto size = static_cast<int64_t>(group_sizes[group]);
+    if (index < size) return c10::str("group ", group, ", param ", index);
+    index -= size;
+  }
+  return {};
 }
 
-// For each device that holds one the gradients of all parameters, so that the index tells which it
-// is; an empty tensor stands for the others.
-std::vector<std::pair<at::Device, TensorList>> gradients_of(const Optimizer& optimizer,
-                                                            bool allow_fp16) {
-  std::vector<at::Tensor> grads;
-  for_each_param(optimizer, [&](const at::Tensor& param, int64_t index) {
-    const at::Tensor& grad = param.grad();
-    TORCH_CHECK(!grad.defined() || !grad.is_complex(), "GradScaler: the gradient of ",
-                place_in(optimizer, index),
-                " must be real, got a complex one: keep its parameter out of the optimizers that "
-                "the scaler steps");
-    TORCH_CHECK(!grad.defined() || grad.scalar_type() != at::kHalf || allow_fp16,
-                "Attempting to unscale FP16 gradients. They would vanish in float16: call "
-                "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales "
-                "them in float32 inside its step; to clip them, construct it with max_grad_norm=.");
-    grads.push_back(grad.defined() && grad.is_sparse() ? grad._values() : grad);
-  });
-  std::vector<std::pair<at::Device, TensorList>> by_device;
-  for (const at::Tensor& grad : grads) {
-    if (!grad.defined()) continue;
-    const auto is_it = [&](const auto& entry) { return entry.first == grad.device(); };
-    if (std::any_of(by_device.begin(), by_device.end(), is_it)) continue;
-    const at::Tensor nothing = at::empty({0}, at::TensorOptions(grad.device()).dtype(at::kFloat));
-    TensorList list;
-    for (const at::Tensor& other : grads) {
-      list.push_back(other.defined() && other.device() == grad.device() ? other : nothing);
-    }
-    by_device.emplace_back(grad.device(), std::move(list));
-  }
-  return by_device;
+std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
+  std::vector<size_t> sizes;
+  for (const auto& group : optimizer.param_groups()) sizes.push_back(group.params().size());
+  return sizes;
 }
 
 }  // namespace
@@ -164,14 +135,18 @@ struct GradScaler::State {
   // What is known of an optimizer for good.
   struct Record {
     Identity identity;
-    std::vector<NamedGroup> groups = {};  // at the last look
-    int64_t slot = -1;                    // of its report
+    std::vector<size_t> group_sizes = {};  // at the last look
+    int64_t slot = -1;                     // of its report
   };
 
   // What is known of an optimizer since the last update.
   struct Iteration {
     Iteration(Optimizer& its_optimizer, Identity its_identity)
         : optimizer(&its_optimizer), identity(std::move(its_identity)) {}
+
+    NameOf name_of() const {
+      return [this](int64_t index) { return place_in(group_sizes_of(*optimizer), index); };
+    }
 
     Optimizer* optimizer;
     Identity identity;
@@ -222,25 +197,30 @@ struct GradScaler::State {
     Record* record = find_record(iteration.identity);
     if (record == nullptr) {
       record = &records.emplace_back(Record{iteration.identity});
-      record->slot = loss_scale.add_optimizer([record] { return record->groups; });
+      record->slot = loss_scale.add_optimizer(
+          [record](int64_t index) { return place_in(record->group_sizes, index); });
     }
-    record->groups = groups_of(*iteration.optimizer);
+    record->group_sizes = group_sizes_of(*iteration.optimizer);
     iteration.slot = record->slot;
     return loss_scale.begin_look(record->slot);
   }
 
-  // Runs an operation on the gradients of each device, and keeps what it found.
-  using Operation = std::function<void(const TensorList& grads, const at::Tensor& found_inf,
-                                       const at::Tensor& first_nonfinite)>;
-  void look(Iteration& iteration, bool allow_fp16, const Operation& operation) {
-    const auto by_device = gradients_of(*iteration.optimizer, allow_fp16);
-    begin_look(iteration);
-    std::vector<at::Tensor> flags;
+  // Looks at the gradients of an optimizer, and unscales them if there is an `inv_scale`. Adds to
+  // `flags` what it found on one device after another.
+  void look(Iteration& iteration, const OptionalTensor& inv_scale, std::vector<at::Tensor>& flags) {
+    TensorList params, present;
+    for_each_param(*iteration.optimizer, [&](const at::Tensor& param, int64_t) {
+      params.push_back(param);
+      present.push_back(param.grad());
+    });
+    const bool allow_fp16 = !inv_scale.has_value();
+    const auto by_device =
+        grads_by_device(params, std::move(present), allow_fp16, iteration.name_of());
+    const at::Tensor no_overflow = begin_look(iteration);
     for (const auto& [device, grads] : by_device) {
-      flags.push_back(at::zeros({}, at::TensorOptions(device).dtype(at::kFloat)));
-      operation(grads, flags.back(), loss_scale.first_nonfinite(iteration.slot, device));
+      flags.push_back(loss_scale.look(iteration.slot, grads, no_overflow, inv_scale));
     }
-    iteration.found_infs = std::move(flags);
+    iteration.found_infs = flags;
   }
 
   void check_in_part(const char* operation, Iteration& iteration) {
@@ -259,19 +239,14 @@ struct GradScaler::State {
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
     check_still_scaled("unscale_", iteration);
     const at::Tensor inv_scale = loss_scale.scale.to(at::kDouble).reciprocal().to(at::kFloat);
-    bool some_are_unscaled = false;
+    std::vector<at::Tensor> flags;
     try {
-      look(iteration, /*allow_fp16=*/false,
-           [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
-             amp_ext::unscale_(grads, inv_scale.to(found_inf.device(), /*non_blocking=*/true),
-                               found_inf, first);
-             some_are_unscaled = true;
-           });
+      look(iteration, inv_scale, flags);
     } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
       iteration.in_part.emplace(optimizer);
       throw;
     } catch (...) {
-      if (some_are_unscaled) iteration.in_part.emplace(optimizer);
+      if (!flags.empty()) iteration.in_part.emplace(optimizer);
       throw;
     }
     iteration.unscaled.emplace(grads_in(optimizer));
@@ -285,18 +260,10 @@ struct GradScaler::State {
   // Refuses gradients that unscale_ has not seen: they may still be scaled.
   void check_unscaled(Iteration& iteration) {
     const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
-    const auto late = iteration.unscaled->first_late(grads);
-    TORCH_CHECK(!late.has_value() || !iteration.found_infs.empty(),
+    const auto is_there = [](const ParamGrad& each) { return each.grad.defined(); };
+    TORCH_CHECK(!iteration.found_infs.empty() || std::none_of(grads.begin(), grads.end(), is_there),
                 "No inf checks were recorded for this optimizer.");
-    TORCH_CHECK(!late.has_value(), "GradScaler: the gradient of ",
-                place_in(*iteration.optimizer, *late),
-                " must be there when unscale_() is called, got it later: it may still be scaled");
-    const auto written = iteration.unscaled->first_written(grads);
-    TORCH_CHECK(!written.has_value(), "GradScaler: the gradient of ",
-                place_in(*iteration.optimizer, *written),
-                " must be as unscale_() left it when the next loss is scaled, got one that was "
-                "written or replaced since: it may carry the scale; call optimizer.zero_grad() and "
-                "update(), and backward anew");
+    iteration.unscaled->check_unscaled(grads, iteration.name_of());
   }
 
   // Gradients that come from here on may be scaled. Their optimizers may be gone.
@@ -317,11 +284,7 @@ struct GradScaler::State {
     const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
     for (const Iteration& other : iterations) {
       if (&other == &iteration || !other.unscaled.has_value()) continue;
-      const auto index = other.unscaled->first_unscaled(grads);
-      TORCH_CHECK(!index.has_value(), "GradScaler.", operation, ": the gradient of ",
-                  place_in(*iteration.optimizer, *index),
-                  " must carry the scale, got one that was unscaled with another optimizer, which "
-                  "has this parameter too: give each parameter to one optimizer");
+      other.unscaled->check_still_scaled(operation, grads, iteration.name_of());
     }
   }
 
@@ -357,11 +320,8 @@ struct GradScaler::State {
         loss_scale.keep_first_nonfinites(iteration.slot, std::move(found->first_nonfinites));
         iteration.found_infs = std::move(found->found_infs);
       } else {
-        look(iteration, /*allow_fp16=*/true,
-             [&](const TensorList& grads, const at::Tensor& found_inf, const at::Tensor& first) {
-               check_finite_(grads, found_inf, scale.to(found_inf.device(), /*non_blocking=*/true),
-                             {}, first);
-             });
+        std::vector<at::Tensor> flags;
+        look(iteration, {}, flags);
       }
     }
     const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
@@ -387,10 +347,10 @@ struct GradScaler::State {
     TORCH_CHECK(!is_stepping,
                 "GradScaler.update: must be called after the steps of an iteration, "
                 "got a call inside of one");
-    std::vector<LookFlag> flags;
+    std::vector<std::pair<int64_t, at::Tensor>> flags;
     for (const Iteration& iteration : iterations) {
       for (const at::Tensor& found_inf : iteration.found_infs) {
-        flags.push_back({iteration.slot, found_inf});
+        flags.emplace_back(iteration.slot, found_inf);
       }
     }
     TORCH_CHECK(!flags.empty() || set != nullptr, "No inf checks were recorded prior to update.");
@@ -631,12 +591,23 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
                 shown(*value));
     return *value;
   };
-  LossScaleEntries entries{number_in(entry("scale")),          number_in(entry("growth_factor")),
-                           number_in(entry("backoff_factor")), entry("growth_interval").toInt(),
-                           entry("_growth_tracker").toInt(),   {}};
-  const char* const hysteresis = "_hysteresis_tracker";
-  if (find(dict, hysteresis).has_value()) entries.hysteresis_tracker = entry(hysteresis).toInt();
-  state.loss_scale.load(entries);
+  const double scale = number_in(entry("scale"));
+  const double growth_factor = number_in(entry("growth_factor"));
+  const double backoff_factor = number_in(entry("backoff_factor"));
+  const int64_t growth_interval = entry("growth_interval").toInt();
+  const int64_t growth_tracker = entry("_growth_tracker").toInt();
+  LossScale& loss_scale = state.loss_scale;
+  int64_t hysteresis = loss_scale.hyperparameters.hysteresis;
+  const char* const name = "_hysteresis_tracker";  // torch's scaler has none
+  if (find(dict, name).has_value()) hysteresis = entry(name).toInt();
+
+  loss_scale.init_scale = scale;
+  loss_scale.hyperparameters.growth_factor = growth_factor;
+  loss_scale.hyperparameters.backoff_factor = backoff_factor;
+  loss_scale.hyperparameters.growth_interval = growth_interval;
+  loss_scale.init_growth_tracker = growth_tracker;
+  loss_scale.init_hysteresis_tracker = hysteresis;
+  loss_scale.restart();
 }
 
 }  // namespace amp_ext

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
+#include <utility>
 
 #include "tensors/tensor_memory.h"
 
@@ -40,29 +40,25 @@ void LossScale::make(const at::Device& device) {
   scale = at::full({}, init_scale, options.dtype(at::kFloat));  // last: it tells that all is there
 }
 
-void LossScale::load(const LossScaleEntries& entries) {
+void LossScale::restart() {
   const int64_t hysteresis = hyperparameters.hysteresis;
-  const int64_t left = std::min(entries.hysteresis_tracker.value_or(hysteresis), hysteresis);
-  if (scale.defined()) scale.fill_(entries.scale);
-  if (growth_tracker.defined()) growth_tracker.fill_(entries.growth_tracker);
-  if (hysteresis_tracker.defined()) hysteresis_tracker.fill_(left);
-  init_scale = entries.scale;
-  init_growth_tracker = entries.growth_tracker;
-  init_hysteresis_tracker = left;
-  hyperparameters.growth_factor = entries.growth_factor;
-  hyperparameters.backoff_factor = entries.backoff_factor;
-  hyperparameters.growth_interval = entries.growth_interval;
+  init_hysteresis_tracker = std::min(init_hysteresis_tracker, hysteresis);
+  if (scale.defined()) scale.fill_(init_scale);
+  if (growth_tracker.defined()) growth_tracker.fill_(init_growth_tracker);
+  if (hysteresis_tracker.defined()) hysteresis_tracker.fill_(init_hysteresis_tracker);
 }
 
-int64_t LossScale::add_optimizer(GroupsOf groups_of) {
-  records_.push_back({std::move(groups_of)});
+int64_t LossScale::add_optimizer(NameOf name_of) {
+  records_.push_back({std::move(name_of)});
   return static_cast<int64_t>(records_.size()) - 1;
 }
 
 const at::Tensor& LossScale::begin_look(int64_t slot) {
-  std::vector<at::Tensor>& of_last_look = records_.at(static_cast<size_t>(slot)).of_last_look;
-  for (const at::Tensor& first : of_last_look) first.fill_(kNoTensor);
-  of_last_look.clear();
+  Record& record = records_.at(static_cast<size_t>(slot));
+  if (record.awaits_update) {  // the iteration of the last look was dropped
+    for (const at::Tensor& first : record.first_nonfinites) first.fill_(kNoTensor);
+  }
+  record.awaits_update = true;
   if (!no_overflow_.defined() || no_overflow_.device() != scale.device()) {
     const OutsideInferenceMode normal;
     no_overflow_ = at::zeros({}, at::TensorOptions(scale.device()).dtype(at::kFloat));
@@ -70,22 +66,35 @@ const at::Tensor& LossScale::begin_look(int64_t slot) {
   return no_overflow_;
 }
 
+at::Tensor LossScale::look(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
+                           const OptionalTensor& inv_scale) {
+  const at::Device device = grads.at(0).device();
+  const auto here = [&](const at::Tensor& number) {
+    return number.to(device, /*non_blocking=*/true);
+  };
+  const at::Tensor flag = here(found_inf.clone());
+  const at::Tensor first = first_nonfinite(slot, device);
+  if (inv_scale.has_value()) {
+    unscale_(grads, here(*inv_scale), flag, first);
+  } else {
+    check_finite_(grads, flag, here(scale), {}, first);
+  }
+  return flag;
+}
+
 at::Tensor LossScale::first_nonfinite(int64_t slot, const at::Device& device) {
   Record& record = records_.at(static_cast<size_t>(slot));
-  at::Tensor first = on_device(record.of_last_look, device);
-  if (first.defined()) return first;
-  first = on_device(record.first_nonfinites, device);
+  at::Tensor first = on_device(record.first_nonfinites, device);
   if (!first.defined()) {
     const OutsideInferenceMode normal;
     first = at::full({}, kNoTensor, at::TensorOptions(device).dtype(at::kLong));
     record.first_nonfinites.push_back(first);
   }
-  record.of_last_look.push_back(first);
   return first;
 }
 
 void LossScale::keep_first_nonfinites(int64_t slot, std::vector<at::Tensor> first_nonfinites) {
-  records_.at(static_cast<size_t>(slot)).of_last_look = std::move(first_nonfinites);
+  records_.at(static_cast<size_t>(slot)).first_nonfinites = std::move(first_nonfinites);
 }
 
 void LossScale::note_different_scales(int64_t slot, const at::Device& device,
@@ -101,21 +110,21 @@ void LossScale::make_room() {
   }
 }
 
-void LossScale::update(const std::vector<LookFlag>& flags, bool follows) {
+void LossScale::update(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows) {
   make_room();
   TensorList found_infs, elsewhere;
   std::vector<OptionalTensor> first_nonfinites;
   std::vector<int64_t> slots;
-  for (const LookFlag& flag : flags) {
-    const Record& record = records_.at(static_cast<size_t>(flag.slot));
-    at::Tensor first = on_device(record.of_last_look, flag.found_inf.device());
+  for (const auto& [slot, found_inf] : flags) {
+    const Record& record = records_.at(static_cast<size_t>(slot));
+    at::Tensor first = on_device(record.first_nonfinites, found_inf.device());
     if (first.defined() && first.device() != scale.device()) {
       elsewhere.push_back(first);
       first = first.to(scale.device(), /*non_blocking=*/true);
     }
-    found_infs.push_back(flag.found_inf.to(scale.device(), /*non_blocking=*/true));
+    found_infs.push_back(found_inf.to(scale.device(), /*non_blocking=*/true));
     first_nonfinites.push_back(first.defined() ? OptionalTensor(first) : OptionalTensor());
-    slots.push_back(flag.slot);
+    slots.push_back(slot);
   }
   LossScaleHyperparameters rules = hyperparameters;
   rules.dynamic = rules.dynamic && follows;
@@ -124,13 +133,7 @@ void LossScale::update(const std::vector<LookFlag>& flags, bool follows) {
   update_scale_(scale, growth_tracker, found_infs, first_nonfinites, slots, rules, hysteresis,
                 monitor_.get());
   for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
-  for (const LookFlag& flag : flags) {
-    std::vector<at::Tensor>& looked_at = records_[static_cast<size_t>(flag.slot)].of_last_look;
-    const auto is_read = [&](const at::Tensor& first) {
-      return first.device() == flag.found_inf.device();
-    };
-    looked_at.erase(std::remove_if(looked_at.begin(), looked_at.end(), is_read), looked_at.end());
-  }
+  for (const auto& flag : flags) records_[static_cast<size_t>(flag.first)].awaits_update = false;
 }
 
 ScalerNews LossScale::news() {
@@ -188,7 +191,7 @@ void LossScale::check_scales() {
 std::string LossScale::name_of_nonfinite(const ScalerSummary& report) const {
   if (report.nonfinite_slot < 0) return {};
   const Record& record = records_.at(static_cast<size_t>(report.nonfinite_slot));
-  return name_of_param(record.groups_of(), report.nonfinite_index);
+  return record.name_of(report.nonfinite_index);
 }
 
 std::optional<bool> LossScale::step_skipped(std::optional<int64_t> slot) const {

@@ -5,11 +5,11 @@
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
+#include <amp_ext/options.h>
 #include <amp_ext/scaler_stats.h>
 
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,15 +17,9 @@
 #include <vector>
 
 #include "scaler/scaler_monitor.h"
-#include "tensors/named_params.h"
+#include "scaler/unscaled_grads.h"
 
 namespace amp_ext {
-
-// What one look at the gradients of an optimizer has found on one device.
-struct LookFlag {
-  int64_t slot;          // of the optimizer
-  at::Tensor found_inf;  // one float32; anything but 0 is an overflow
-};
 
 // What there is to say after an update: lines for a log, empty if there is none, and whether to
 // warn of the scale.
@@ -33,16 +27,6 @@ struct ScalerNews {
   std::string settled;
   std::string skips;
   bool scale_is_too_small = false;
-};
-
-// The numbers that a state dict of a scaler has.
-struct LossScaleEntries {
-  double scale;
-  double growth_factor;
-  double backoff_factor;
-  int64_t growth_interval;
-  int64_t growth_tracker;
-  std::optional<int64_t> hysteresis_tracker;  // torch's scaler has none
 };
 
 class AMP_EXT_API LossScale {
@@ -61,19 +45,23 @@ class AMP_EXT_API LossScale {
   // Makes the tensors, also for use after an inference mode.
   void make(const at::Device& device);
 
-  // Takes over what a state dict has; the limits stay.
-  void load(const LossScaleEntries& entries);
+  // Fills the tensors that are there with what a load has set them to begin with.
+  void restart();
 
   // Looks. Optimizers are known by the numbers of their reports.
 
-  // Gives the number of a new optimizer. `groups_of` is asked for its groups when one of its
-  // parameters is to be named; none if they are not known any more.
-  using GroupsOf = std::function<std::vector<NamedGroup>()>;
-  int64_t add_optimizer(GroupsOf groups_of);
+  // Gives the number of a new optimizer.
+  int64_t add_optimizer(NameOf name_of);
 
   // Forgets what the last look at an optimizer found, if no update has read that. Returns a flag
   // without an overflow beside the scale, to copy.
   const at::Tensor& begin_look(int64_t slot);
+
+  // Looks at the gradients on one device, one for each parameter (grads_by_device), and multiplies
+  // them by `inv_scale`, if that is given. Returns a copy of `found_inf`, set to 1 after an
+  // overflow.
+  at::Tensor look(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
+                  const OptionalTensor& inv_scale);
 
   // One int64 on a device, which a look lowers to the index of the first bad gradient. All
   // parameters of all groups are counted, also those without a gradient.
@@ -90,9 +78,9 @@ class AMP_EXT_API LossScale {
   // Makes room for the reports of the next update; needs no call but where others read meanwhile.
   void make_room();
 
-  // Lets the scale follow the looks of an iteration and counts them, all on the device. If it does
-  // not follow, counts them only.
-  void update(const std::vector<LookFlag>& flags, bool follows);
+  // Lets the scale follow the looks of an iteration, or only counts them, all on the device. A flag
+  // is found_inf of an optimizer on one device.
+  void update(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows);
 
   // What to say of the last finished update. Nothing is said twice.
   ScalerNews news();
@@ -115,9 +103,9 @@ class AMP_EXT_API LossScale {
 
  private:
   struct Record {
-    GroupsOf groups_of;
-    std::vector<at::Tensor> first_nonfinites = {};  // by device
-    std::vector<at::Tensor> of_last_look = {};      // which no update has read and reset yet
+    NameOf name_of;
+    std::vector<at::Tensor> first_nonfinites = {};  // one for each device
+    bool awaits_update = false;  // whether no update has read and reset them since a look
   };
 
   std::string name_of_nonfinite(const ScalerSummary& report) const;

@@ -35,21 +35,31 @@ std::optional<int64_t> UnscaledGrads::first(const std::vector<ParamGrad>& params
   return {};
 }
 
-std::optional<int64_t> UnscaledGrads::first_late(const std::vector<ParamGrad>& params) const {
-  return first(params, [](const Entry* entry, const ParamGrad&) { return entry == nullptr; });
-}
-
-std::optional<int64_t> UnscaledGrads::first_written(const std::vector<ParamGrad>& params) const {
-  if (!loss_was_scaled_) return {};
-  return first(params, [](const Entry* entry, const ParamGrad& each) {
+void UnscaledGrads::check_unscaled(const std::vector<ParamGrad>& params,
+                                   const NameOf& name_of) const {
+  const auto late =
+      first(params, [](const Entry* entry, const ParamGrad&) { return entry == nullptr; });
+  TORCH_CHECK(!late.has_value(), "GradScaler: the gradient of ", name_of(*late),
+              " must be there when unscale_() is called, got it later: it may still be scaled");
+  if (!loss_was_scaled_) return;
+  const auto written = first(params, [](const Entry* entry, const ParamGrad& each) {
     return entry != nullptr && each.grad.has_storage() && !entry->is(each);
   });
+  TORCH_CHECK(!written.has_value(), "GradScaler: the gradient of ", name_of(*written),
+              " must be as unscale_() left it when the next loss is scaled, got one that was "
+              "written or replaced since: it may carry the scale; call optimizer.zero_grad() and "
+              "update(), and backward anew");
 }
 
-std::optional<int64_t> UnscaledGrads::first_unscaled(const std::vector<ParamGrad>& params) const {
-  return first(params, [&](const Entry* entry, const ParamGrad& each) {
+void UnscaledGrads::check_still_scaled(const std::string& operation,
+                                       const std::vector<ParamGrad>& params,
+                                       const NameOf& name_of) const {
+  const auto index = first(params, [&](const Entry* entry, const ParamGrad& each) {
     return entry != nullptr && (loss_was_scaled_ ? entry->is(each) : entry->has_place_of(each));
   });
+  TORCH_CHECK(!index.has_value(), "GradScaler.", operation, ": the gradient of ", name_of(*index),
+              " must carry the scale, got one that was unscaled with another optimizer, which has "
+              "this parameter too: give each parameter to one optimizer");
 }
 
 void UnscaledGrads::Entry::see(const ParamGrad& each) {

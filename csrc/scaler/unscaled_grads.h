@@ -5,7 +5,9 @@
 #include <amp_ext/export.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -22,8 +24,11 @@ struct ParamGrad {
   int64_t version = 0;
 };
 
-// The gradients of an optimizer since they were unscaled. Questions are answered by the index of
-// the first parameter of which they are true.
+// Gives what errors and reports call the parameter at this index among those of all groups; empty
+// if it is not known.
+using NameOf = std::function<std::string(int64_t index)>;
+
+// The gradients of an optimizer since they were unscaled.
 class AMP_EXT_API UnscaledGrads {
  public:
   explicit UnscaledGrads(const std::vector<ParamGrad>& params);
@@ -32,14 +37,13 @@ class AMP_EXT_API UnscaledGrads {
   // optimizer `has_stepped`, all gradients may be new.
   void note_scale(const std::vector<ParamGrad>& params, bool has_stepped);
 
-  // Which gradient came where none was unscaled?
-  std::optional<int64_t> first_late(const std::vector<ParamGrad>& params) const;
+  // Throws if a gradient came where none was unscaled, or was written or replaced after a loss had
+  // been scaled.
+  void check_unscaled(const std::vector<ParamGrad>& params, const NameOf& name_of) const;
 
-  // Which one was written or replaced after a loss had been scaled?
-  std::optional<int64_t> first_written(const std::vector<ParamGrad>& params) const;
-
-  // Which one, of a parameter of another optimizer, was unscaled here?
-  std::optional<int64_t> first_unscaled(const std::vector<ParamGrad>& params) const;
+  // Throws if one that another optimizer has, on whose behalf `operation` asks, was unscaled here.
+  void check_still_scaled(const std::string& operation, const std::vector<ParamGrad>& params,
+                          const NameOf& name_of) const;
 
  private:
   struct Entry {
@@ -51,6 +55,8 @@ class AMP_EXT_API UnscaledGrads {
     bool is(const ParamGrad& each) const;
   };
 
+  // The index of the first parameter with a gradient of which the predicate is true, whose entry it
+  // gets, or null.
   template <typename Predicate>
   std::optional<int64_t> first(const std::vector<ParamGrad>& params,
                                const Predicate& predicate) const;

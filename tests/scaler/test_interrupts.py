@@ -299,7 +299,7 @@ def unscaled_and_interrupted(make: Any, where: str) -> tuple[amp_ext.GradScaler,
         handle.remove()
         return scaler, optimizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "unscale_", interrupt)
+        patch.setattr(ops.LossScale, "look", interrupt)
         with pytest.raises(KeyboardInterrupt):
             scaler.unscale_(optimizer)
     return scaler, optimizer
