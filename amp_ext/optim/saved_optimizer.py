@@ -129,10 +129,11 @@ class SavedOptimizer(DescribedOptimizer):
             has_masters = bool(saved["master_weights"])
             groups.append({**saved, "state_dtype": "float32", "master_weights": has_masters})
             kept = self._kept(group)
-            for place, key in enumerate(saved["params"]):
+            for param_index, (param, key) in enumerate(
+                zip(group["params"], saved["params"], strict=True)
+            ):
                 if key in states:
-                    listed = Place(kept, group["params"][place], index, place)
-                    states[key] = float32_state(listed, states[key])
+                    states[key] = float32_state(Place(kept, param, index, param_index), states[key])
         return {**state_dict, "state": states, "param_groups": groups}
 
     def _target(self) -> Target:
