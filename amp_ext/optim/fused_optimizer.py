@@ -170,7 +170,7 @@ class FusedOptimizer(SavedOptimizer):
                     "lazy parameter: run the model once first"
                 )
             place.kept.check_is_stepped(place.listed(), "init_state")
-        made = made_states(self.state, trainable)
+        made, _ = made_states(self.state, trainable)
         self.state.update(made)  # at once
         if made:
             self.rebuild()  # it would go on with a state that was erased

@@ -26,13 +26,19 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.sharding import is_dtensor, is_flattened, is_over_rows, laid_out_as, local_tensor
 
 __all__ = [
+    "Local",
     "Place",
+    "States",
     "check_flattened",
     "float32_state",
     "loaded_state",
     "made_states",
     "whole_master",
 ]
+
+
+States = dict[Any, dict[str, Any]]
+Local = tuple["ops.Kept", "ops.ListedParam", dict[str, Tensor]]
 
 
 class Place(NamedTuple):
@@ -104,26 +110,28 @@ def check_flattened(kept: ops.Kept, param: Tensor) -> None:
 
 
 @outside_inference_mode()
-def made_states(states: Mapping[Any, Any], places: Iterable[Place]) -> dict[Any, Any]:
-    """Returns the states of parameters made whole, for the optimizer to keep.
+def made_states(states: Mapping[Any, Any], places: Iterable[Place]) -> tuple[States, list[Local]]:
+    """Makes the states of parameters whole, for the optimizer to keep.
 
     Args:
         states: Of the optimizer.
         places: The parameters.
 
     Returns:
-        Those that are others than before, by their parameters.
+        The states that are others than before, by their parameters; and for each place this rank's
+        parts of its state.
 
     Raises:
         TypeError: If a part of a state is no tensor.
         ValueError: If a part of a state is missing.
     """
-    made = {}
+    made: States = {}
+    local: list[Local] = []
     for place in places:
-        before = states.get(place.param, {})
         check_flattened(place.kept, place.param)
-        parts = place.parts(before)
-        whole = place.kept.whole_state(place.listed(), parts)
+        before = states.get(place.param, {})
+        parts, listed = place.parts(before), place.listed()
+        whole = place.kept.whole_state(listed, parts)
         dropped = parts.keys() - whole.keys()
         state = {key: value for key, value in before.items() if key not in dropped}
         for key, part in whole.items():
@@ -131,7 +139,8 @@ def made_states(states: Mapping[Any, Any], places: Iterable[Place]) -> dict[Any,
         is_whole = isinstance(before, dict) and state.keys() == before.keys()
         if not is_whole or any(state[key] is not before[key] for key in state):
             made[place.param] = state
-    return made
+        local.append((place.kept, listed, whole))
+    return made, local
 
 
 @outside_inference_mode()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.optim.options import CODED_STATES
-from amp_ext.optim.state_store import Place, made_states
+from amp_ext.optim.state_store import Local, Place, States, made_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 __all__ = ["StepPlan"]
@@ -121,7 +121,7 @@ class StepPlan:
 
     # What the compiled plan asks for within a step.
 
-    def make_states(self, states: dict[Any, Any], indices: list[int]) -> dict[Any, Any]:
+    def make_states(self, states: dict[Any, Any], indices: list[int]) -> tuple[States, list[Local]]:
         """Makes the states of parameters whole, and keeps none yet.
 
         Args:
@@ -129,29 +129,15 @@ class StepPlan:
             indices: Of the parameters in the plan.
 
         Returns:
-            Those that are others than before, by their parameters.
+            As :func:`~amp_ext.optim.state_store.made_states`.
         """
-        return made_states(states, [self._places[index] for index in indices])
-
-    def parts_of(
-        self, states: dict[Any, Any], made: dict[Any, Any], indices: list[int]
-    ) -> list[tuple[ops.Kept, ops.ListedParam, dict[str, Tensor]]]:
-        """Returns this rank's parts of the states of parameters, with what they are kept by.
-
-        Args:
-            states: Of the optimizer.
-            made: Those that go before them.
-            indices: Of the parameters in the plan.
-        """
-        found = []
-        for index in indices:
-            place = self._places[index]
+        places = [self._places[index] for index in indices]
+        made, local = made_states(states, places)
+        for index, place, (_, _, parts) in zip(indices, places, local, strict=True):
             if place.kept.state_dtype in CODED_STATES:
                 self._were_contiguous[index] = (place.param, place.param.is_contiguous())
-            parts = place.parts(made[place.param] if place.param in made else states[place.param])
             self._state_keys.update(parts)
-            found.append((place.kept, place.listed(), parts))
-        return found
+        return made, local
 
     def keep_states(self, states: dict[Any, Any], made: dict[Any, Any]) -> None:
         """Puts states into those of the optimizer, at once, and remembers what a step works on.

@@ -57,9 +57,10 @@ class StatesOfPython : public StateStore {
       : plan_(std::move(plan)), states_(std::move(states)), hand_over_(std::move(hand_over)) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
-    made_ = plan_.attr("make_states")(states_, indices);
+    const py::tuple found = plan_.attr("make_states")(states_, indices);
+    made_ = found[0];
     std::vector<ParamState> states;
-    for (const py::handle each : plan_.attr("parts_of")(states_, made_, indices)) {
+    for (const py::handle each : found[1]) {
       const auto parts = py::cast<std::tuple<optim::Kept*, optim::ListedParam*, py::dict>>(each);
       states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
                                             state_of(std::get<2>(parts))));
