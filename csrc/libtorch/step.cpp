@@ -48,7 +48,7 @@ class FusedOptimizer::InPlan {
                   impl.progress->text(), "; ", kHowToGoOn);
       groups_ = optimizer.checked_groups();
       optimizer.check_shared_options();
-      optimizer.take_plan();
+      optimizer.take_plan(groups_);
     } catch (...) {
       let_go();
       throw;
@@ -78,9 +78,9 @@ class FusedOptimizer::InPlan {
   const int exceptions_ = std::uncaught_exceptions();
 };
 
-void FusedOptimizer::take_plan() {
+void FusedOptimizer::take_plan(const std::vector<PlacedOptions>& groups) {
   std::vector<Kept> kept;
-  for (size_t i = 0; i < param_groups_.size(); ++i) kept.push_back(kept_by(options_of(i)));
+  for (const PlacedOptions& group : groups) kept.push_back(optim::kept_by(impl_->kind.name, group));
   const bool is_current = impl_->plan != nullptr && impl_->state_count == state_.size() &&
                           impl_->kept == kept && take_params();
   if (is_current) return;

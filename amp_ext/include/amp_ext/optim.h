@@ -351,7 +351,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::vector<StateMap> made_states(const std::vector<ListedParam>& params) const;
   bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
   bool take_params();
-  void take_plan();
+  void take_plan(const std::vector<PlacedOptions>& groups);
   void make_plan(std::vector<Kept> kept);
   std::vector<PlacedOptions> checked_groups();
   void check_shared_options();
