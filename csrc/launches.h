@@ -17,7 +17,7 @@
 
 namespace amp_ext {
 
-inline constexpr int kMaxBuffers = 3;
+inline constexpr int kMaxBuffers = 3;  // up to 7, as many as the bits of `dithered` tell apart
 
 // The memory of one parameter. All of it is dense, of `numel` elements in one order. An operation
 // on gradients alone uses `grad`, `grad_dtype` and `numel`.
@@ -46,18 +46,18 @@ inline constexpr uint8_t kDithersBuffer0 = 2;
 
 // The numbers that these hyperparameters want dithered: those that freeze when they are rounded to
 // nearest, because a step changes them by less than half a unit in the last place. For an average
-// that is so from this decay on. A maximum never shrinks.
-inline constexpr double kFreezingDecay = 0.99;
+// that is so from this share on of it that a step keeps; second moments are, whatever their share.
+inline constexpr double kFreezingShare = 0.99;
 
 template <typename Hyperparameters>
 uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
   if (!hyperparameters.dither) return 0;
   int numbers = kDithersParam;
-  for (size_t i = 0; i < std::size(Hyperparameters::kBuffers); ++i) {
-    const BufferRole role = Hyperparameters::kBuffers[i].role;
-    const bool freezes = role == BufferRole::kSecondMoment ||
-                         (role == BufferRole::kFirstMoment &&
-                          hyperparameters.first_moment_decay() >= kFreezingDecay);
+  for (int i = 0; i < static_cast<int>(std::size(Hyperparameters::kBuffers)); ++i) {
+    const BufferDescription& buffer = Hyperparameters::kBuffers[i];
+    if (buffer.dither_stride == 0) continue;
+    const bool freezes =
+        buffer.role == BufferRole::kSecondMoment || hyperparameters.kept_share(i) >= kFreezingShare;
     if (freezes) numbers |= kDithersBuffer0 << i;
   }
   return static_cast<uint8_t>(numbers);

@@ -3,6 +3,8 @@
 // cpu/number.h and cuda/number.cuh.
 #pragma once
 
+#include <amp_ext/hyperparameters.h>
+
 #include <cstdint>
 #include <type_traits>
 
@@ -19,6 +21,24 @@ static_assert(format_of(DType::kBFloat16) == BufferFormat::kBFloat16);
 
 constexpr bool is_code(BufferFormat format) {
   return format == BufferFormat::kRatio8 || format == BufferFormat::kBlockwise8;
+}
+
+// The codes that the buffers of a parameter are kept in, of those that they may take; a buffer
+// without one is in bfloat16 then.
+enum class Codes { kAll, kAllButRoots, kRatios };
+
+constexpr bool is_among(BufferCode code, Codes codes) {
+  switch (code) {
+    case BufferCode::kNone:
+      return false;
+    case BufferCode::kRatio:
+      return true;
+    case BufferCode::kRoot:
+      return codes == Codes::kAll;
+    case BufferCode::kMagnitude:
+      return codes != Codes::kRatios;
+  }
+  return false;
 }
 
 // What a parameter has beside its own array.

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "elements/moment_codes.h"
+#include "elements/numbers.h"
 #include "tensors/python_names.h"
 
 namespace amp_ext::optim {
@@ -23,6 +24,20 @@ namespace {
 constexpr int64_t kLeastElements = 4096;
 
 constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};
+
+std::string name_of(BufferCode code) {
+  switch (code) {
+    case BufferCode::kNone:
+      return "";
+    case BufferCode::kRatio:
+      return "q8h";
+    case BufferCode::kRoot:
+      return "q8s";
+    case BufferCode::kMagnitude:
+      return "q8m";
+  }
+  return "";
+}
 
 MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype,
                        const std::string& code) {
@@ -159,41 +174,32 @@ bool has_blocks(const at::Tensor& param, bool has_whole_rows) {
 std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                      at::ArrayRef<BufferDescription> buffers,
                                      const at::Tensor& param, bool has_whole_rows) {
-  const bool has_second = std::any_of(
-      buffers.begin(), buffers.end(),
-      [](const BufferDescription& buffer) { return buffer.role == BufferRole::kSecondMoment; });
   const auto* const given = std::get_if<at::ScalarType>(&state_dtype.value());
   const bool is_coded = param.scalar_type() != at::kDouble && state_dtype.is_coded();
   const bool has_blocks_of_codes = is_coded && has_blocks(param, has_whole_rows);
+  const Codes codes = !has_blocks_of_codes    ? Codes::kRatios
+                      : state_dtype == "8bit" ? Codes::kAll
+                                              : Codes::kAllButRoots;
   at::ScalarType dtype = is_coded ? at::kBFloat16 : param.scalar_type();
   if (given != nullptr && param.scalar_type() != at::kDouble) dtype = *given;
-  const auto code_of = [&](BufferRole role) {
-    if (!is_coded) return "";
-    if (role == BufferRole::kFirstMoment && has_second) return "q8h";
-    if (!has_blocks_of_codes) return "";
-    if (role == BufferRole::kFirstMoment) return "q8m";
-    return role == BufferRole::kSecondMoment && state_dtype == "8bit" ? "q8s" : "";
-  };
   std::vector<MomentFormat> formats;
   for (const BufferDescription& buffer : buffers) {
-    formats.push_back(format_of(buffer, dtype, code_of(buffer.role)));
+    const bool has_code = is_coded && is_among(buffer.code, codes);
+    formats.push_back(format_of(buffer, dtype, has_code ? name_of(buffer.code) : ""));
   }
   return formats;
 }
 
 Moments whole_moments(const Moments& moments, at::ArrayRef<BufferDescription> buffers) {
-  Moments whole;
   at::Tensor second;
-  const auto take = [&](const BufferDescription& buffer, const at::Tensor& beside) {
-    const at::Tensor number = whole_moment(moments, buffer.name, beside);
-    if (number.defined()) whole[buffer.name] = number;
-    if (buffer.role == BufferRole::kSecondMoment && !second.defined()) second = number;
-  };
   for (const BufferDescription& buffer : buffers) {
-    if (buffer.role != BufferRole::kFirstMoment) take(buffer, {});
+    if (buffer.role == BufferRole::kSecondMoment) second = whole_moment(moments, buffer.name, {});
   }
+  Moments whole;
   for (const BufferDescription& buffer : buffers) {
-    if (buffer.role == BufferRole::kFirstMoment) take(buffer, second);
+    const bool is_second = buffer.role == BufferRole::kSecondMoment;
+    const at::Tensor number = is_second ? second : whole_moment(moments, buffer.name, second);
+    if (number.defined()) whole[buffer.name] = number;
   }
   return whole;
 }

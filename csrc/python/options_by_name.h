@@ -122,15 +122,10 @@ inline const char* name_of(BufferRole role) {
       return "second moment";
     case BufferRole::kMaximum:
       return "maximum";
+    case BufferRole::kOther:
+      return "other";
   }
   return nullptr;
-}
-
-inline BufferRole role_named(const std::string& name) {
-  for (const BufferRole role : {BufferRole::kFirstMoment, BufferRole::kSecondMoment}) {
-    if (name == name_of(role)) return role;
-  }
-  return BufferRole::kMaximum;
 }
 
 // Throws if a number is NaN, which would leave nothing but NaN, or the limit is none.

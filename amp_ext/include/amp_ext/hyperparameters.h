@@ -10,13 +10,22 @@
 
 namespace amp_ext {
 
-// What a buffer of the state holds.
-enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum };
+// What a buffer of the state holds. There is one second moment at most.
+enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum, kOther };
+
+// The code of 8 bits that a buffer may take. csrc/elements/moment_codes.h has them.
+enum class BufferCode {
+  kNone,
+  kRatio,      // to the second moment
+  kRoot,       // of the second moment, which the formula returns; in blocks
+  kMagnitude,  // and its sign; in blocks
+};
 
 struct BufferDescription {
   const char* name;  // its key in the state of a parameter; "exp_avgs" is a list of them
   BufferRole role;
   uint32_t dither_stride = 0;  // of the sequence by which it is dithered; 0: it never is
+  BufferCode code = BufferCode::kNone;
 };
 
 // Strides of sequences, as parts of 2^32. csrc/elements/dither.h says why these.
@@ -32,7 +41,7 @@ inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 //   static constexpr BufferDescription kBuffers[]   its buffers, in the order of the formula
 //   const char* why_step() const                    when the formula asks for the step, or null
 //   bool needs_buffers() const                      whether it is another without any buffer
-//   double first_moment_decay() const               the share of it that a step keeps
+//   double kept_share(int buffer) const             the share of a buffer that a step keeps
 //   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
 //
 // They stay double until `for_tensor` of the formula.
@@ -72,13 +81,13 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
   static constexpr const char* kOperation = "adam_";
   static constexpr const char* kName = "AdamHyperparameters";
   static constexpr BufferDescription kBuffers[] = {
-      {"exp_avg", BufferRole::kFirstMoment, kFirstMomentStride},
-      {"exp_avg_sq", BufferRole::kSecondMoment, kSecondMomentStride},
+      {"exp_avg", BufferRole::kFirstMoment, kFirstMomentStride, BufferCode::kRatio},
+      {"exp_avg_sq", BufferRole::kSecondMoment, kSecondMomentStride, BufferCode::kRoot},
       {"max_exp_avg_sq", BufferRole::kMaximum}};
 
   const char* why_step() const { return "unless there is a timestep"; }
   bool needs_buffers() const { return true; }
-  double first_moment_decay() const { return beta1; }
+  double kept_share(int buffer) const { return buffer == 0 ? beta1 : beta2; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
@@ -97,11 +106,11 @@ struct AMP_EXT_API LionHyperparameters : CommonHyperparameters {
   static constexpr const char* kOperation = "lion_";
   static constexpr const char* kName = "LionHyperparameters";
   static constexpr BufferDescription kBuffers[] = {
-      {"exp_avg", BufferRole::kFirstMoment, kSignMomentStride}};
+      {"exp_avg", BufferRole::kFirstMoment, kSignMomentStride, BufferCode::kMagnitude}};
 
   const char* why_step() const { return nullptr; }
   bool needs_buffers() const { return true; }
-  double first_moment_decay() const { return beta2; }
+  double kept_share(int /*buffer*/) const { return beta2; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
@@ -119,14 +128,14 @@ struct AMP_EXT_API SgdHyperparameters : CommonHyperparameters {
   static constexpr const char* kOperation = "sgd_";
   static constexpr const char* kName = "SgdHyperparameters";
   static constexpr BufferDescription kBuffers[] = {
-      {"momentum_buffer", BufferRole::kFirstMoment, kMomentumStride}};
+      {"momentum_buffer", BufferRole::kFirstMoment, kMomentumStride, BufferCode::kMagnitude}};
 
   const char* why_step() const {
     return momentum != 0.0 && dampening != 0.0 ? "with dampening, whose first step differs"
                                                : nullptr;
   }
   bool needs_buffers() const { return momentum != 0.0; }
-  double first_moment_decay() const { return momentum; }
+  double kept_share(int /*buffer*/) const { return momentum; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
