@@ -27,13 +27,6 @@ from amp_ext.hand_over import (
     sum_of_flags,
     unscaling_optimizer,
 )
-from amp_ext.interrupts import (
-    MarkedGrads,
-    marked_in_part,
-    may_have_stepped,
-    version_of,
-    versions_of_params,
-)
 from amp_ext.nonfinite import check_params, name_of_param, params_of
 from amp_ext.scaler_ranges import as_number, check_range, checked
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
@@ -249,27 +242,21 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If nothing was scaled.
-            RuntimeError: If they were unscaled, also in part or with another optimizer, or the
-                optimizer stepped, since the last update, or one is complex.
+            RuntimeError: If they were unscaled, also with another optimizer, or the optimizer
+                stepped, since the last update, or the iteration is spent, or one is complex.
             ValueError: If a gradient is float16.
         """
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
-        self._look_after_interrupts("unscale_", optimizer, state)
+        _check_not_spent("unscale_", state)
         self._check_still_scaled("unscale_", optimizer, state)
-        try:
-            # By its class, past that of FSDP1, which would reduce what is reduced here.
-            _TORCH_GRAD_SCALER.unscale_(self, optimizer)
-        except BaseException:  # an interrupt: nobody knows what has been unscaled
-            if "in_part" not in state:  # refused, and nothing has been written
-                state.pop("unscaled", None)
-            elif state["stage"] is OptState.READY:
-                state["in_part"] = MarkedGrads(optimizer)
-            raise
+        # By its class, past that of FSDP1, which would reduce what is reduced here.
+        _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         self._slot_of(optimizer_inside(optimizer))  # also after someone's own way of looking
         self._agree_over_group(optimizer)
+        state["spent"] = None
 
     def _slot_of(self, inside: Any) -> int:
         """Returns the number of an optimizer's report, a new one if there is none."""
@@ -317,22 +304,25 @@ class GradScaler(torch.amp.GradScaler):
         grads, by_device, sharded_over = _gradients(optimizer, allow_fp16)
         state = self._per_optimizer_states.get(id(optimizer), {})
         # By what they are: after a change of groups another parameter may be in the same place.
-        state.update(
-            _names(optimizer_inside(optimizer)), unscaled=ops.UnscaledGrads(params_of(optimizer))
-        )
+        unscaled = ops.UnscaledGrads(params_of(optimizer))
+        state.update(_names(optimizer_inside(optimizer)), unscaled=unscaled)
+        state["spent"] = state.get("stage")  # before the first write: an interrupt may come
         if not _are_ours(grads):
-            theirs = super()._unscale_grads_
-            return marked_in_part(
-                state, lambda: theirs(optimizer, inv_scale, found_inf, allow_fp16)
-            )
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         slot = self._slot_of(optimizer_inside(optimizer))
         if self._scale is not None:
             self._loss_scale.begin_look(slot, self._scale)
-        look = functools.partial(self._loss_scale.look, slot, found_inf=found_inf)
-        flags = {
-            device: marked_in_part(state, functools.partial(look, group, inv_scale=inv_scale))
-            for device, group in by_device
-        }
+        flags: dict[torch.device, Tensor] = {}
+        for device, group in by_device:
+            try:
+                flags[device] = self._loss_scale.look(slot, group, found_inf, inv_scale)
+            except torch.AcceleratorError:  # a launch was refused, perhaps after others
+                raise
+            except Exception:
+                if not flags:  # refused, and nothing has been written
+                    state["spent"] = None
+                    del state["unscaled"]
+                raise
         return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
 
     @_disable_dynamo
@@ -341,8 +331,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
             self._slot_of(optimizer_inside(optimizer))
-            super()._check_inf_per_device(optimizer)  # someone's own way of looking
-            return self._agree_over_group(optimizer)
+            return self._look_as_torch(optimizer)  # someone's own way of looking
         state = self._per_optimizer_states[id(optimizer)]
         unscaling: Any = unscaling_optimizer(optimizer)
         inside = optimizer_inside(optimizer) if unscaling is None else unscaling
@@ -356,8 +345,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             grads, by_device, sharded_over = _gradients(optimizer, allow_fp16=True)
             if not _are_ours(grads):
-                super()._check_inf_per_device(optimizer)
-                return self._agree_over_group(optimizer)
+                return self._look_as_torch(optimizer)
             flags = {
                 device: self._loss_scale.look(slot, group, found_inf) for device, group in by_device
             }
@@ -365,6 +353,14 @@ class GradScaler(torch.amp.GradScaler):
                 flags, _ = sharded_over.all_reduce(found_inf, flags.values())
         state["found_inf_per_device"] = flags
         return flags if self._reduces_over() is None else self._agree_over_group(optimizer)
+
+    def _look_as_torch(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        """Looks by unscaling gradients by 1, which leaves them what they are."""
+        try:
+            super()._check_inf_per_device(optimizer)
+        finally:
+            self._per_optimizer_states[id(optimizer)]["spent"] = None
+        return self._agree_over_group(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer whose gradients are finite, and skips the step otherwise.
@@ -382,42 +378,33 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If nothing was scaled, or the optimizer had no gradient to look at.
-            RuntimeError: If it has stepped since the last update, ``closure`` is given, a gradient
-                is complex, or may not be as the optimizer expects it: it came after ``unscale_``,
-                or was written or replaced after a later :meth:`scale`, and may still be scaled; or
-                it was unscaled with another optimizer.
+            RuntimeError: If it has stepped since the last update, the iteration is spent,
+                ``closure`` is given, a gradient is complex, or may not be as the optimizer expects
+                it: it came after ``unscale_``, or was written or replaced after a later
+                :meth:`scale`, and may still be scaled; or it was unscaled with another optimizer.
             TypeError: If an object hides the optimizer that the scale is for.
         """
         if not self._enabled or "closure" in kwargs or self._scale is None:
             return super().step(optimizer, *args, **kwargs)  # passes through, or raises
         state = self._state_of(optimizer)
-        try:
-            return self._step(optimizer, state, args, kwargs)
-        except BaseException:  # an interrupt, say: the next gradients are not unscaled as these are
-            is_unscaled = state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]
-            if is_unscaled and "left_unscaled" not in state:
-                state["left_unscaled"] = MarkedGrads(optimizer)
-            raise
-
-    def _step(
-        self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Takes a step in the way that the optimizer is made for."""
-        self._look_after_interrupts("step", optimizer, state)
-        was_unscaled = state["stage"] is OptState.UNSCALED and "left_unscaled" in state
-        if was_unscaled and not state["left_unscaled"].are_there(optimizer):
-            # All gradients are new: scaled, and not looked at.
-            state.clear()
-            state.update(_refresh_per_optimizer_state())
-            state.update(_names(optimizer_inside(optimizer)))
+        _check_not_spent("step", state)
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
-        if (
-            state["stage"] is OptState.STEPPED
-            or not getattr(optimizer, "_step_supports_amp_scaling", False)
-            or _takes_scaler(optimizer.step)
-        ):
+        is_older = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_older or state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)
+        if _takes_scaler(optimizer.step):
+            try:
+                return super().step(optimizer, *args, **kwargs)
+            except BaseException:  # it may have stepped
+                state["spent"] = state["stage"]
+                raise
+        return self._step_with_scale(optimizer, state, args, kwargs)
+
+    def _step_with_scale(
+        self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Steps an optimizer that is told the scale, and unscales inside its step."""
         unscaling = unscaling_optimizer(optimizer)
         if unscaling is not None:
             unscaling.accept_hand_over(None)  # an interrupt may have come before the last one's end
@@ -456,15 +443,10 @@ class GradScaler(torch.amp.GradScaler):
         **kwargs: Any,
     ) -> Any:
         """Steps an optimizer of torch's older way, unless an overflow was found."""
-        versions = versions_of_params(optimizer)
-        try:
-            returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-            optimizer_state["stage"] = OptState.STEPPED
-            return returned
-        except BaseException:  # an interrupt must not lead to a second step
-            if versions != versions_of_params(optimizer):
-                optimizer_state["stage"] = OptState.STEPPED
-            raise
+        optimizer_state["spent"] = optimizer_state["stage"]  # before: nobody sees how far it comes
+        returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        optimizer_state["stage"] = OptState.STEPPED  # at once: a second step must not come
+        return returned
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
@@ -487,29 +469,6 @@ class GradScaler(torch.amp.GradScaler):
             other["unscaled"].check_still_scaled(
                 operation, params, functools.partial(name_of_param, optimizer)
             )
-
-    def _look_after_interrupts(
-        self, operation: str, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Finds out how far an interrupted call came; refuses what can't go on from there."""
-        if "scale_before" in state:
-            raise RuntimeError(
-                f"GradScaler.{operation}: the last update() must have ended, got one that was "
-                "interrupted: call update() again"
-            )
-        if _has_stepped(state):
-            state["stage"] = OptState.STEPPED
-        if "in_part" not in state or state["stage"] is not OptState.READY:
-            return
-        if state["in_part"] is None:  # another interrupt came: those that are there may be new
-            state["in_part"] = MarkedGrads(optimizer)
-        if state["in_part"].has_any_of(optimizer):
-            raise RuntimeError(
-                f"GradScaler.{operation}: gradients must be new, got those that were unscaled in "
-                "part when unscale_() was interrupted: call optimizer.zero_grad(), and backward "
-                "anew"
-            )
-        del state["in_part"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, without a look from the host.
@@ -546,7 +505,7 @@ class GradScaler(torch.amp.GradScaler):
         states = self._per_optimizer_states.values()
         if any(state["found_inf_per_device"] for state in states):
             self._update_from_looks(follows=new_scale is None)
-        elif new_scale is None and not any("in_part" in state for state in states):
+        elif new_scale is None and not any(map(_is_spent, states)):
             super().update()  # nothing was looked at: raises
         if new_scale is not None:
             super().update(new_scale)
@@ -595,27 +554,18 @@ class GradScaler(torch.amp.GradScaler):
         """Returns what a setter sets; one that is disabled takes anything, as torch's."""
         return checked(f"GradScaler.set_{name}", name, value) if self._enabled else value
 
-    def _has_followed(self, scale: Tensor) -> bool:
-        """Returns whether the scale followed in an update that was interrupted: this finishes it.
-
-        From now on this one counts as interrupted, until it drops the states.
-        """
-        version = version_of(scale)
-        states = self._per_optimizer_states.values()
-        before = [state.setdefault("scale_before", version) for state in states]
-        return any(each != version for each in before)
-
     @_disable_dynamo
     def _update_from_looks(self, *, follows: bool) -> None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale.
+
+        The iteration ends with it, so that no second update counts these looks again.
 
         Args:
             follows: Whether the scale follows them; counts do in any case.
         """
         scale, _ = self._check_scale_growth_tracker("update")
-        has_followed = self._has_followed(scale)
         if scale.device.type not in _DEVICE_TYPES:
-            if follows and not has_followed:
+            if follows:
                 super().update()
             return
         found_infs: list[tuple[int, Tensor]] = []
@@ -624,8 +574,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._add_slot(key, lambda: None)
             slot = self._slots[key][1]
             found_infs += [(slot, flag) for flag in state["found_inf_per_device"].values()]
-        if not has_followed:
-            self._loss_scale.update(vars(self), found_infs, follows)
+        next_states: Any = defaultdict(_refresh_per_optimizer_state)
+        self._loss_scale.update(vars(self), found_infs, follows, next_states)
         if scale.is_cuda:
             self._mark_update(scale)
 
@@ -878,27 +828,36 @@ def _step_with_attributes(
             "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
             f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
         )
-    before = getattr(optimizer, "grad_scale", None)
+    hand_over.is_spent = True  # before: nobody sees how far a step of others comes
     try:
         for holder in _holders(optimizer):
             holder._handed_over = hand_over  # first: an interrupt may come
             holder.grad_scale, holder.found_inf = hand_over.grad_scale, hand_over.found_inf
-        try:  # in one statement: an interrupt must not come in between
-            returned, hand_over.is_spent = optimizer.step(*args, **kwargs), True
-        except BaseException as error:
-            hand_over.is_spent = may_have_stepped(error)
-            raise
+        return optimizer.step(*args, **kwargs)
     finally:
         _take_attributes_back(optimizer)
-        if before is not None and not hand_over.is_spent:
-            optimizer.grad_scale = before
-    return returned
 
 
-def _has_stepped(state: dict[str, Any]) -> bool:
-    hand_over = state.get("hand_over")
-    is_spent = hand_over is not None and hand_over.is_spent
-    return is_spent or state.get("stage") is OptState.STEPPED
+def _is_spent(state: dict[str, Any]) -> bool:
+    """Returns whether an exception came in an iteration after something may have been written.
+
+    Args:
+        state: What the scaler knows of an optimizer. ``spent`` is the stage in which writing began;
+            when all is written, the stage is another.
+    """
+    stage, hand_over = state["stage"], state.get("hand_over")
+    if stage is OptState.STEPPED:
+        return False
+    return state.get("spent") is stage or (hand_over is not None and hand_over.is_spent)
+
+
+def _check_not_spent(operation: str, state: dict[str, Any]) -> None:
+    if _is_spent(state):
+        raise RuntimeError(
+            f"GradScaler.{operation}: the iteration must not be spent, got an exception in it when "
+            "gradients or parameters may have been written: call optimizer.zero_grad() and "
+            "update(), and backward anew"
+        )
 
 
 def _names(inside: Any) -> dict[str, Any]:

@@ -6,11 +6,8 @@ must know: the scale that they carry, whether one of them is inf or NaN, and the
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +54,8 @@ class HandOver:
             gradient when the scaler looked; None if there is no scaler.
         look: The look of this step; None if the gradients were unscaled before. The optimizer
             replaces it if it had to look again.
-        is_spent: Whether the optimizer has stepped with it.
+        is_spent: Whether the optimizer has stepped with it. It says so right before it writes, and
+            takes it back if nothing was written.
     """
 
     grad_scale: Tensor | None
@@ -132,10 +130,9 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
 class HandedAttribute:
     """An attribute in which torch's scaler hands something over: ``grad_scale``, ``found_inf``.
 
-    torch sets both, calls ``optimizer.step`` and deletes both, unless that call raises. So what it
-    has set is good as long as that very call of its ``step`` runs; what is left of an interrupted
-    one is dropped, with a warning, by the first that asks for it. What anybody else sets stays
-    until it is deleted, as on torch's optimizers. While a hand-over is accepted, it is in both.
+    torch sets both, calls ``optimizer.step`` and deletes both, unless that call raises: then the
+    step drops them itself. What anybody else sets stays until it is deleted, or a step raises.
+    While a hand-over is accepted, it is in both.
     """
 
     def __init__(self, meaning: str) -> None:
@@ -148,7 +145,6 @@ class HandedAttribute:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name  # also in the instance's dict, where this descriptor comes first
-        self._call = f"_{name}_is_of_call"  # the frame of torch's ``step`` that has set it
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
         if optimizer is None:
@@ -159,46 +155,21 @@ class HandedAttribute:
             return getattr(hand_over, self._name)
         if self._name not in attributes:
             raise AttributeError(f"no gradient scaler has handed over {self._name}")
-        asker = sys._getframe(1)
-        call = attributes.get(self._call)
-        # torch's ``step`` itself asks before it sets them: those that are there are of another.
-        if call is not None and (asker is call or _step_of_torch(asker) is not call):
-            drop_handed(optimizer)
-            warnings.warn(
-                f"{owner.__name__}: grad_scale and found_inf of a step that was interrupted are "
-                "dropped",
-                stacklevel=2,
-            )
-            return self.__get__(optimizer, owner)  # raises
         return attributes[self._name]
 
     def __set__(self, optimizer: Any, value: Any) -> None:
-        attributes, call = vars(optimizer), _step_of_torch(sys._getframe(1))
-        attributes[self._call] = call  # first: an interrupt may come
-        attributes[self._name] = value
+        vars(optimizer)[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
         vars(optimizer).pop(self._name, None)  # torch deletes what may have been dropped
-        vars(optimizer).pop(self._call, None)
 
 
 def handed_by_attributes(optimizer: Any) -> HandOver:
     """Returns what is in both attributes, None where nothing is."""
-    if vars(optimizer).keys().isdisjoint(("grad_scale", "found_inf")):  # as without a scaler
-        return HandOver(None, None)
-    return HandOver(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+    handed = vars(optimizer).get
+    return HandOver(handed("grad_scale"), handed("found_inf"))
 
 
 def drop_handed(optimizer: Any) -> None:
     """Drops both attributes, whoever has set them."""
     del optimizer.grad_scale, optimizer.found_inf
-
-
-def _step_of_torch(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost call of torch's ``GradScaler.step`` from a frame on, or None."""
-    while frame is not None:
-        is_step = frame.f_code.co_name == "step"
-        if is_step and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            break
-        frame = frame.f_back
-    return frame

@@ -269,15 +269,24 @@ class FusedOptimizer(SavedOptimizer):
         @functools.wraps(func)
         def step(*args: Any, **kwargs: Any) -> Any:
             optimizer: FusedOptimizer = args[0]
-            if torch.compiler.is_compiling() or optimizer._has_step_pre_hooks() or _is_profiled():
-                return as_torch(*args, **kwargs)
-            returned = func(*args, **kwargs)
-            for hooks in (
-                optimizer._optimizer_step_post_hooks,
-                torch_optimizer._global_optimizer_post_hooks,
-            ):
-                for hook in hooks.values():
-                    hook(optimizer, args, kwargs)
+            try:
+                if (
+                    torch.compiler.is_compiling()
+                    or optimizer._has_step_pre_hooks()
+                    or _is_profiled()
+                ):
+                    return as_torch(*args, **kwargs)
+                returned = func(*args, **kwargs)
+                for hooks in (
+                    optimizer._optimizer_step_post_hooks,
+                    torch_optimizer._global_optimizer_post_hooks,
+                ):
+                    for hook in hooks.values():
+                        hook(optimizer, args, kwargs)
+            except BaseException:
+                if optimizer._hand_over is None:  # torch's scaler leaves what it has set
+                    drop_handed(optimizer)
+                raise
             return returned
 
         return step

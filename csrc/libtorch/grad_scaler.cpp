@@ -16,7 +16,6 @@
 #include <memory>
 #include <utility>
 
-#include "libtorch/marked_grads.h"
 #include "libtorch/values.h"
 #include "scaler/grads_by_device.h"
 #include "scaler/loss_scale.h"
@@ -62,6 +61,14 @@ void check_options(const GradScalerOptions& options) {
               "GradScaler: device must be cuda or cpu, got ", options.device());
 }
 
+// Calls visit(param) for the parameters of all groups.
+template <typename Visit>
+void for_each_param(const Optimizer& optimizer, const Visit& visit) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) visit(param);
+  }
+}
+
 ParamGrad grad_of(const at::Tensor& param) {
   const at::Tensor& grad = param.grad();
   return {param.unsafeGetTensorImpl(), grad.defined() && grad.is_sparse() ? grad._values() : grad,
@@ -70,8 +77,7 @@ ParamGrad grad_of(const at::Tensor& param) {
 
 std::vector<ParamGrad> grads_in(const Optimizer& optimizer) {
   std::vector<ParamGrad> grads;
-  for_each_param(optimizer,
-                 [&](const at::Tensor& param, int64_t) { grads.push_back(grad_of(param)); });
+  for_each_param(optimizer, [&](const at::Tensor& param) { grads.push_back(grad_of(param)); });
   return grads;
 }
 
@@ -152,12 +158,10 @@ struct GradScaler::State {
     Identity identity;
     int64_t slot = -1;  // from the first look on
     Stage stage = Stage::kReady;
-    bool may_have_stepped = false;          // in a step of somebody else that threw
+    bool is_spent = false;                  // an error came after something may have been written
     std::vector<at::Tensor> found_infs;     // one for each device
     std::optional<UnscaledGrads> unscaled;  // since unscale_
     std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // when unscale_ looked
-    std::optional<MarkedGrads> in_part;        // gradients of an unscale_ that was refused amid it
-    std::optional<MarkedGrads> left_unscaled;  // those that a failed step has left
   };
 
   LossScale loss_scale;
@@ -209,7 +213,7 @@ struct GradScaler::State {
   // `flags` what it found on one device after another.
   void look(Iteration& iteration, const OptionalTensor& inv_scale, std::vector<at::Tensor>& flags) {
     TensorList params, present;
-    for_each_param(*iteration.optimizer, [&](const at::Tensor& param, int64_t) {
+    for_each_param(*iteration.optimizer, [&](const at::Tensor& param) {
       params.push_back(param);
       present.push_back(param.grad());
     });
@@ -223,17 +227,16 @@ struct GradScaler::State {
     iteration.found_infs = flags;
   }
 
-  void check_in_part(const char* operation, Iteration& iteration) {
-    if (!iteration.in_part.has_value() || iteration.stage != Stage::kReady) return;
-    TORCH_CHECK(!iteration.in_part->has_any_of(*iteration.optimizer), "GradScaler.", operation,
-                ": gradients must be new, got those that were unscaled in part when unscale_() was "
-                "interrupted: call optimizer.zero_grad(), and backward anew");
-    iteration.in_part.reset();
+  static void check_not_spent(const char* operation, const Iteration& iteration) {
+    TORCH_CHECK(!iteration.is_spent, "GradScaler.", operation,
+                ": the iteration must not be spent, got an exception in it when gradients or "
+                "parameters may have been written: call optimizer.zero_grad() and update(), and "
+                "backward anew");
   }
 
   void unscale(Iteration& iteration) {
     Optimizer& optimizer = *iteration.optimizer;
-    check_in_part("unscale_", iteration);
+    check_not_spent("unscale_", iteration);
     TORCH_CHECK(iteration.stage != Stage::kUnscaled,
                 "unscale_() has already been called on this optimizer since the last update().");
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
@@ -243,15 +246,15 @@ struct GradScaler::State {
     try {
       look(iteration, inv_scale, flags);
     } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
-      iteration.in_part.emplace(optimizer);
+      iteration.is_spent = true;
       throw;
     } catch (...) {
-      if (!flags.empty()) iteration.in_part.emplace(optimizer);
+      iteration.is_spent = !flags.empty();
       throw;
     }
     iteration.unscaled.emplace(grads_in(optimizer));
     iteration.params.clear();
-    for_each_param(optimizer, [&](const at::Tensor& param, int64_t) {
+    for_each_param(optimizer, [&](const at::Tensor& param) {
       iteration.params.emplace_back(param.getIntrusivePtr());
     });
     iteration.stage = Stage::kUnscaled;
@@ -288,22 +291,6 @@ struct GradScaler::State {
     }
   }
 
-  // Gradients that a failed step has left were unscaled; new ones are not.
-  void look_after_failure(Iteration& iteration) {
-    if (iteration.stage != Stage::kUnscaled || !iteration.left_unscaled.has_value()) return;
-    const MarkedGrads& left = *iteration.left_unscaled;
-    const Optimizer& optimizer = *iteration.optimizer;
-    if (left.are_all_of(optimizer)) return;
-    const char* const wanted =
-        "GradScaler.step: gradients must be as the last step left them, which was interrupted "
-        "after they had been unscaled, or all be new, got";
-    TORCH_CHECK(!left.has_any_of(optimizer), wanted,
-                " some that were written: call optimizer.zero_grad(), and backward anew");
-    TORCH_CHECK(!left.has_others(optimizer), wanted,
-                " those of parameters that were not there: call update() first");
-    iteration = Iteration(*iteration.optimizer, iteration.identity);
-  }
-
   at::Tensor step_scaled(Iteration& iteration, ScaledStep& scaled, bool grad_mode) {
     const at::Tensor& scale = loss_scale.scale;
     at::Tensor grad_scale;
@@ -325,8 +312,9 @@ struct GradScaler::State {
       }
     }
     const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
-    iteration.may_have_stepped =
-        dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
+    // Of ours, one that throws has written nothing, or refuses all steps itself.
+    const bool is_ours = dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) != nullptr;
+    iteration.is_spent = !is_ours;
     const at::AutoGradMode as_outside(grad_mode);
     return scaled.step_scaled(grad_scale, found_inf);
   }
@@ -337,7 +325,7 @@ struct GradScaler::State {
     for (const at::Tensor& found_inf : iteration.found_infs) {
       if (found_inf.item().toDouble() != 0.0) return {};
     }
-    iteration.may_have_stepped = true;
+    iteration.is_spent = true;  // if this throws: nobody sees how far a step of others comes
     const at::AutoGradMode as_outside(grad_mode);
     return iteration.optimizer->step();
   }
@@ -353,7 +341,10 @@ struct GradScaler::State {
         flags.emplace_back(iteration.slot, found_inf);
       }
     }
-    TORCH_CHECK(!flags.empty() || set != nullptr, "No inf checks were recorded prior to update.");
+    const bool has_spent = std::any_of(iterations.begin(), iterations.end(),
+                                       [](const Iteration& each) { return each.is_spent; });
+    TORCH_CHECK(!flags.empty() || set != nullptr || has_spent,
+                "No inf checks were recorded prior to update.");
     if (!flags.empty()) loss_scale.update(flags, /*follows=*/set == nullptr);
     if (set != nullptr) set();
     iterations.clear();
@@ -440,8 +431,7 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
               "Closure use is not currently supported if GradScaler is enabled.");
   state.check_scale("step");
   State::Iteration& iteration = state.iteration_of(optimizer, "step");
-  state.check_in_part("step", iteration);
-  state.look_after_failure(iteration);
+  State::check_not_spent("step", iteration);
   if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);
   TORCH_CHECK(iteration.stage != State::Stage::kStepped,
               "step() has already been called since the last update().");
@@ -451,18 +441,11 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
     at::Tensor returned = scaled != nullptr ? state.step_scaled(iteration, *scaled, grad_mode)
                                             : state.step_unscaled(iteration, grad_mode);
     iteration.stage = State::Stage::kStepped;
+    iteration.is_spent = false;
     state.is_stepping = was_stepping;
     return returned;
   } catch (...) {
     state.is_stepping = was_stepping;
-    // Others than ours may have written parameters: torch's do so behind their versions.
-    if (iteration.may_have_stepped) iteration.stage = State::Stage::kStepped;
-    // The next gradients are not unscaled as these are.
-    const bool is_unscaled =
-        iteration.stage == State::Stage::kUnscaled && !iteration.found_infs.empty();
-    if (is_unscaled && !iteration.left_unscaled.has_value()) {
-      iteration.left_unscaled.emplace(optimizer);
-    }
     throw;
   }
 }

@@ -111,14 +111,19 @@ void define_loss_scale(py::module_& module) {
            py::arg("device"), py::arg("differ"))
       .def(
           "update",
-          [](LossScale& self, const py::dict& attributes,
-             const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows) {
+          [](LossScale& self, py::dict attributes,
+             const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows,
+             const py::object& next_states) {
             read_attributes(attributes, self);
             self.make_room();  // other threads may read reports
-            const py::gil_scoped_release release;
-            self.update(flags, follows);
+            {
+              const py::gil_scoped_release release;
+              self.update(flags, follows);
+            }
+            // Within this call: an interrupt between the two would let the scale follow twice.
+            attributes["_per_optimizer_states"] = next_states;
           },
-          py::arg("attributes"), py::arg("flags"), py::arg("follows"))
+          py::arg("attributes"), py::arg("flags"), py::arg("follows"), py::arg("next_states"))
       .def(
           "news",
           [](LossScale& self, const at::Tensor& scale) {

@@ -341,7 +341,6 @@ def under_our_scaler(optimizer: torch.optim.Optimizer) -> None:
     ids=["step", "ours", "torchs", "init", "masters", "export"],
 )
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.filterwarnings("ignore:.*of a step that was interrupted are dropped")
 @cases.each_name
 def test_an_option_that_a_group_has_lost_is_named(name, steps, use):
     params = make_params(F32)

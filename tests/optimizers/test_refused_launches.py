@@ -147,7 +147,6 @@ WAYS = rows(
 )
 
 
-@pytest.mark.filterwarnings("ignore:.* of a step that was interrupted are dropped")
 @pytest.mark.parametrize(("first", "clips", "scaler_of"), WAYS)
 @few_optimizers
 def test_a_refused_launch_leaves_each_parameter_whole(
@@ -268,7 +267,6 @@ def test_nothing_but_a_load_makes_an_optimizer_step_again(emulated):
     optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:.* of a step that was interrupted are dropped")
 @pytest.mark.parametrize("kind", SCALERS.values(), ids=SCALERS)
 def test_a_scaler_does_not_step_a_second_time(kind, emulated):
     optimizer, scaler = small(), kind("cpu", init_scale=SCALE)
@@ -278,7 +276,7 @@ def test_a_scaler_does_not_step_a_second_time(kind, emulated):
         scaler.step(optimizer)
     left = bits_of(optimizer)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"step\(\) has already been called|as a whole step"):
+        with pytest.raises(RuntimeError, match=r"iteration must not be spent|as a whole step"):
             scaler.step(optimizer)
     assert all(map(are_same, bits_of(optimizer), left))
     scaler.update()

@@ -22,11 +22,13 @@ def test_gradients_are_not_unscaled_twice_after_a_refused_launch(emulated):
         scaler.unscale_(optimizer)
     assert "(unscale_: 1 of 2 grads have been multiplied" in str(caught.value)
     for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(RuntimeError, match="must be new, got those that were unscaled in part"):
+        with pytest.raises(RuntimeError, match="the iteration must not be spent"):
             call(optimizer)
     assert same_bits(grads_of(optimizer)[0], scaled[0] / 4)
     assert same_bits(grads_of(optimizer)[1], scaled[1])
     optimizer.zero_grad()
+    scaler.update()  # without any look
+    assert scaler.get_scale() == 4.0
     give_grads(optimizer)
     scaled = [grad.clone() for grad in grads_of(optimizer)]
     scaler.unscale_(optimizer)

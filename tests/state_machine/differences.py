@@ -16,7 +16,8 @@ MODELLED = {
     "inf and NaN that come after the look of a scaler": "skipped where a step looks for itself",
     "a gradient that comes between `unscale_` and `step`": "refused by our scaler",
     "`optimizer.step()` with gradients that `scaler.step` took": "refused, and nothing is written",
-    "`scaler.step` raises, or is interrupted, in a fused optimizer": "the next one looks anew",
+    "`scaler.step` raises, or is interrupted, in a fused optimizer": "the next one looks anew, "
+    "or is refused until the update",
     "a gradient that overlaps its parameter": "refused, and nothing is written",
     "`differentiable=True`, sparse or complex gradients": "refused, and nothing is written",
     "states, and tensors of a scaler, made in `torch.inference_mode()`": "stepped as any others",

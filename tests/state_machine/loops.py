@@ -121,11 +121,6 @@ class Loops(RuleBasedStateMachine):
     def sides(self, which: int) -> Sides:
         return self.all[which % len(self.all)]
 
-    def is_left(self, sides: Sides) -> bool:
-        """Returns whether an error has left gradients that were unscaled."""
-        left = sides.left
-        return left is not None and self.scalers_of(sides).state_of(sides) is left[0]
-
     def scalers_of(self, sides: Sides) -> Scalers:
         return self.scalers[sides.scaler % len(self.scalers)]
 
@@ -382,10 +377,10 @@ class Loops(RuleBasedStateMachine):
         plan = Plan(scalers if scaled else None, interrupted=where)
         result = self.take_step(sides, plan)
         if where == "after" and result == "interrupted":
-            sides.handle.zero_grad()  # they are used up, though the scaler can't know that
+            sides.handle.zero_grad()  # they are used up
             sides.twin.zero_grad()
-            if scaled and not scalers.update(None):
-                scalers.update(scalers.twin.get_scale())  # without a look, that ends the iteration
+            if scaled:
+                scalers.end_spent()
         self.did(f"interrupted_step {where} {result}")
 
     @precondition(lambda self: "interrupts" not in self.without)

@@ -103,7 +103,7 @@ class Machine(Loops):
     )
     def convert(self, which: int, numbered: int, dtype: str, how: str) -> None:
         sides = self.sides(which)
-        if how == "swapped" and (self.leaves_out("swapped tensors") or self.is_left(sides)):
+        if how == "swapped" and self.leaves_out("swapped tensors"):
             how = "module.to"
         group, pair = sides.pair(numbered)
         before = pair.mine.dtype
@@ -131,8 +131,7 @@ class Machine(Loops):
         sides = self.sides(which)
         _, pair = sides.pair(numbered)
         grad = pair.mine.grad
-        # One that an error left unscaled is a new one then, as the documentation says.
-        if grad is not None and not self.is_left(sides):
+        if grad is not None:
             pair.mine.grad = None  # torch refuses while the parameter holds it
             torch.utils.swap_tensors(grad, grad.clone())
             pair.mine.grad = grad

@@ -185,8 +185,6 @@ class Sides:
         unscaled: The parameters that had a gradient at the last ``unscale_``.
         noted: The gradients when a loss was scaled after ``unscale_``; None if none was.
         scaled: The gradients that the last step with a scale took, as :func:`placed` tells them.
-        left: After an error in the step of unscaled gradients what was there then: torch's state of
-            this optimizer, the gradients with their versions, and the parameters.
     """
 
     def __init__(
@@ -196,7 +194,6 @@ class Sides:
         self.own, self.scaler, self.wrap = own, scaler, wrap
         self.unscaled: set[Pair] = set()
         self.noted: dict[Pair, Any] | None = None
-        self.left: tuple[Any, list[tuple[Tensor, int]], set[Parameter]] | None = None
         self.pairs = [[Pair.of(param) for param in params] for params in groups]
         self.mine = self.new_of_ours()
         twins = [{"params": [pair.twin for pair in pairs]} for pairs in self.pairs]
@@ -413,6 +410,17 @@ class Scalers:
             for scaler in (self.mine, self.twin):
                 scaler.update(1024.0)
         return True
+
+    def end_spent(self) -> None:
+        """Updates after a step that has written and raised: ours needs no look for that."""
+        has_look = any(state["found_inf_per_device"] for state in self.states())
+        if has_look or self.kind == "torch":
+            if not self.update(None):
+                self.update(self.twin.get_scale())
+            return
+        self.mine.update()
+        if self.enabled:
+            self.twin._per_optimizer_states.clear()
 
     def assert_as_known(self) -> None:
         assert self.mine.state_dict() == self.twin.state_dict()

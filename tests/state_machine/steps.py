@@ -97,7 +97,6 @@ class Step:
         """Returns what came of it: "stepped", "skipped", "refused" or "interrupted"."""
         self._prepare()
         self.grads_then = {pair: written(pair.mine.grad) for _, pair in self.with_grads}
-        self.is_refused = self._meets_what_an_error_left()
         state = None if self.scalers is None else self.scalers.state_of(self.sides)
         self.stage = READY if state is None else state["stage"]
         self.was_ready = self.stage is READY
@@ -112,8 +111,6 @@ class Step:
         result = self._result(error, expected)
         if self.has_scale and result in ("stepped", "skipped", "interrupted"):
             self._remember_scaled_grads()
-        if error is not None:
-            self._remember_what_is_left()
         if result == "stepped" or (result == "interrupted" and self._has_stepped()):
             self._compare()
         else:
@@ -143,41 +140,6 @@ class Step:
             return False
         scaled = self.sides.scaled
         return any(scaled.get(pair) == placed(pair.mine.grad) for _, pair in self.with_grads)
-
-    # An error in the step of gradients that were unscaled.
-
-    def _remember_what_is_left(self) -> None:
-        sides, scalers = self.sides, self.scalers
-        state = None if scalers is None else scalers.state_of(sides)
-        if state is None or state["stage"] is not UNSCALED or not state["found_inf_per_device"]:
-            return
-        if sides.left is None or sides.left[0] is not state:
-            grads = [pair.mine.grad for _, pair in self.with_grads]
-            versions = [(grad, grad._version) for grad in grads]
-            sides.left = state, versions, {pair.mine for _, pair in sides}
-
-    def _meets_what_an_error_left(self) -> bool:
-        """Returns whether our scaler refuses this step, since some gradients may be unscaled.
-
-        If all are new, it looks at them and unscales them, which torch's is told to do.
-        """
-        sides, scalers = self.sides, self.scalers
-        if scalers is None or scalers.kind == "torch" or sides.left is None:
-            return False
-        state, versions, params = sides.left
-        if scalers.state_of(sides) is not state or state["stage"] is not UNSCALED:
-            return False
-        grads = [pair.mine.grad for _, pair in self.with_grads]
-        if all(any(g is old and g._version == v for old, v in versions) for g in grads):
-            return False
-        self.differs("`scaler.step` raises, or is interrupted, in a fused optimizer")
-        if any(grad is old for grad in grads for old, _ in versions):
-            return True
-        if any(pair.mine not in params for _, pair in self.with_grads):
-            return True
-        state.update(stage=READY, found_inf_per_device={})
-        sides.left = None
-        return False
 
     # Our side.
 
@@ -234,8 +196,6 @@ class Step:
 
     def _step_torchs(self, error: BaseException | None) -> BaseException | None:
         sides, scalers = self.sides, self.scalers
-        if self.is_refused:
-            return RuntimeError("refused by our side alone")
         if self._meets_scaled_grads():
             self.differs("`optimizer.step()` with gradients that `scaler.step` took")
             return RuntimeError("refused by our side alone")

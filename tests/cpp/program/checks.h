@@ -581,7 +581,7 @@ inline void one_thread_steps_at_a_time_also_under_a_scaler() {
   check_that_one_thread_steps([&](AdamW& optimizer) { optimizer.step_scaled(one, none); });
 }
 
-inline void a_failed_step_leaves_gradients_told_from_new_ones() {
+inline void gradients_after_a_failed_step_with_unscaled_ones_come_after_an_update() {
   torch::Tensor param = parameter({1.0, 1.0});
   SGD optimizer({param}, SGDOptions(0.5).momentum(0.9));
   GradScaler scaler = cpu_scaler();
@@ -592,6 +592,10 @@ inline void a_failed_step_leaves_gradients_told_from_new_ones() {
   CHECK_THAT(!error_of([&] { scaler.step(optimizer); }).empty());
   options.clip_value(std::nullopt);
   give_grad(param, scaler, 2.0);  // new, and scaled
+  CHECK_THAT(contains(error_of([&] { scaler.step(optimizer); }),
+                      "call optimizer.zero_grad() and update(), and backward anew"));
+  scaler.update();
+  give_grad(param, scaler, 2.0);
   scaler.step(optimizer);
   scaler.update();
   CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 0.0F})));
