@@ -254,6 +254,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_still_scaled("unscale_", optimizer, state)
         # By its class, past that of FSDP1, which would reduce what is reduced here.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
+        state["spent"] = state["stage"]  # until the ranks agree
         self._slot_of(optimizer_inside(optimizer))  # also after someone's own way of looking
         self._agree_over_group(optimizer)
         state["spent"] = None

@@ -539,6 +539,32 @@ def test_gradients_after_an_interrupted_step_with_unscaled_ones_come_after_an_up
     assert scaler.get_scale() == (4.0 if value == 4.0 else 2.0)
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+def test_a_step_that_asks_for_the_scaler_and_raises_spends_the_iteration(device):
+    class Asking(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any) -> None:
+            grad_scaler.unscale_(self)
+            super().step()
+            raise ZeroDivisionError
+
+    optimizer, scaler = filled(4.0, device, lambda params: Asking(params, lr=0.5)), ready(device)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    assert_spent(scaler, optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
+def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monkeypatch):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(scaler, "_agree_over_group", interrupt)
+        with pytest.raises(Interrupt):
+            scaler.unscale_(optimizer)
+    assert_spent(scaler, optimizer)
+
+
 def test_a_step_with_unscaled_gradients_that_wrote_nothing_may_be_tried_again(device):
     optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
     scaler.unscale_(optimizer)
