@@ -243,10 +243,10 @@ struct GradScaler::State {
     check_still_scaled("unscale_", iteration);
     const at::Tensor inv_scale = loss_scale.scale.to(at::kDouble).reciprocal().to(at::kFloat);
     std::vector<at::Tensor> flags;
+    iteration.is_spent = true;  // until all are unscaled
     try {
       look(iteration, inv_scale, flags);
     } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
-      iteration.is_spent = true;
       throw;
     } catch (...) {
       iteration.is_spent = !flags.empty();
@@ -258,6 +258,7 @@ struct GradScaler::State {
       iteration.params.emplace_back(param.getIntrusivePtr());
     });
     iteration.stage = Stage::kUnscaled;
+    iteration.is_spent = false;
   }
 
   // Refuses gradients that unscale_ has not seen: they may still be scaled.

@@ -411,8 +411,11 @@ class Scalers:
                 scaler.update(1024.0)
         return True
 
-    def end_spent(self) -> None:
+    def end_spent(self, sides: Sides) -> None:
         """Updates after a step that has written and raised: ours needs no look for that."""
+        if self.enabled and self.kind != "torch":
+            for call in (self.mine.unscale_, self.mine.step):
+                assert "must not be spent" in str(error_of(lambda c=call: c(sides.handle)))
         has_look = any(state["found_inf_per_device"] for state in self.states())
         if has_look or self.kind == "torch":
             if not self.update(None):

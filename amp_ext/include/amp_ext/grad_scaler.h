@@ -101,6 +101,7 @@ class AMP_EXT_API GradScaler {
 
   // Steps an optimizer whose gradients are finite, and skips the step otherwise; once between two
   // updates. Returns what its step returned. Throws with a closure, unless scaling is disabled.
+  // After an error of either that came when it may have written, both are refused until `update`.
   at::Tensor step(torch::optim::Optimizer& optimizer,
                   const torch::optim::Optimizer::LossClosure& closure = nullptr);
 
