@@ -53,6 +53,8 @@ class GradScaler(torch.amp.GradScaler):
     * A scale that has no finite inverse (0, or 1e-39) counts as an overflow and warns once; torch
       would write NaN into the parameters.
     * ``update`` also takes an int, or a tensor of one element and any shape.
+    * After an exception that came when ``unscale_`` or a step may have written, the iteration is
+      spent: both are refused until ``update``, which needs no look then.
     * The scale can be kept within limits, held still, or made to endure some overflows.
     * :meth:`last_step_skipped`, :meth:`stats` and :meth:`history` tell what happened, without
       waiting for a GPU.
@@ -479,8 +481,8 @@ class GradScaler(torch.amp.GradScaler):
                 tensor of one element.
 
         Raises:
-            AssertionError: If nothing was scaled, or no step or ``unscale_`` looked at gradients,
-                or a tensor is not one that torch takes.
+            AssertionError: If nothing was scaled, or no step or ``unscale_`` looked at gradients
+                and no iteration is spent, or a tensor is not one that torch takes.
             RuntimeError: If a number is finite but does not fit float32. Or if ranks of
                 ``process_group`` had different scales, as of the last update that the device has
                 finished: the iteration has ended then.
