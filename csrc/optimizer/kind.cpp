@@ -204,6 +204,20 @@ bool GroupOptions::is_set(const char* option) const {
 
 const char* name_of(OptionKind kind) { return words_of(kind).name; }
 
+const char* name_of(OnLoad on_load) {
+  switch (on_load) {
+    case OnLoad::kRequired:
+      return "required";
+    case OnLoad::kOffIfMissing:
+      return "off if missing";
+    case OnLoad::kKeptIfMissing:
+      return "kept if missing";
+    case OnLoad::kKept:
+      return "kept";
+  }
+  return nullptr;
+}
+
 std::string wanted(const OptionDescription& option, bool takes_tensors) {
   constexpr const char* kCounts[] = {"no", "one", "two", "three", "four", "five"};
   const bool is_tuple = option.kind == OptionKind::kNumbers;

@@ -51,8 +51,9 @@ struct OptionDescription {
   bool is_read() const { return kind != OptionKind::kUnused && kind != OptionKind::kUnusedOrNone; }
 };
 
-// How the types of Python call it.
+// How the types of Python call them.
 AMP_EXT_API const char* name_of(OptionKind kind);
+AMP_EXT_API const char* name_of(OnLoad on_load);
 
 // What an option must be, in words, its range aside. `takes_tensors`: where a number may be one.
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);

@@ -89,9 +89,6 @@ void define_optimizer(py::module_& module,
              });
 }
 
-// In the order of the enum.
-constexpr const char* kOnLoads[] = {"required", "off if missing", "kept if missing", "kept"};
-
 }  // namespace
 
 void define_lists(py::module_& module) {
@@ -101,7 +98,7 @@ void define_lists(py::module_& module) {
       .def_property_readonly(
           "kind", [](const OptionDescription& self) { return optim::name_of(self.kind); })
       .def_property_readonly(
-          "on_load", [](const OptionDescription& self) { return kOnLoads[int(self.on_load)]; })
+          "on_load", [](const OptionDescription& self) { return optim::name_of(self.on_load); })
       .def_property_readonly(
           "wanted", [](const OptionDescription& self) { return optim::wanted(self, true); })
       .def_property_readonly("count",
