@@ -291,7 +291,8 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
         read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
     const auto place = [i] { return c10::str(" of param_groups[", i, "]"); };
-    check_group(PlacedOptions(kind, *options.back(), operation, place, &param_groups_[i].params()));
+    const PlacedOptions placed(kind, *options.back(), operation, place, &param_groups_[i].params());
+    check_group(placed);
     other_entries.push_back(new_dict());
     const bool counts_for_states = groups_of_file[i].counts_for_states();
     for (const auto& entry : groups[i]) {
@@ -299,7 +300,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
       if (key == "'bias_correction'" || (key == "'step'" && counts_for_states)) continue;
       other_entries.back().insert(entry.key(), entry.value().deepcopy());
     }
-    const Kept kept = kept_by(*options.back());
+    const Kept kept = kept_by(kind.name, placed);
     const auto params = *find(groups[i], "params");
     const auto keys = params.toListRef();
     for (size_t j = 0; j < keys.size(); ++j) {

@@ -32,19 +32,22 @@ FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
   return found == state_.end() ? nullptr : dynamic_cast<FusedParamState*>(found->second.get());
 }
 
-// What the options of a group let its parameters keep.
-Kept FusedOptimizer::kept_by(const FusedOptions& options) const {
-  return optim::kept_by(impl_->kind.name, PlacedOptions(impl_->kind, options));
+// What each group lets its parameters keep.
+std::vector<Kept> FusedOptimizer::kept_in(const std::vector<PlacedOptions>& groups) const {
+  std::vector<Kept> kept;
+  for (const PlacedOptions& group : groups) kept.push_back(kept_by(impl_->kind.name, group));
+  return kept;
 }
 
 // The states of parameters made whole, for `keep_states`.
-std::vector<StateMap> FusedOptimizer::made_states(const std::vector<ListedParam>& params) const {
+std::vector<StateMap> FusedOptimizer::made_states(const std::vector<Kept>& groups,
+                                                  const std::vector<ListedParam>& params) const {
   const OutsideInferenceMode normal;
   std::vector<StateMap> made;
   for (const ListedParam& param : params) {
     const FusedParamState* const before = state_of(param.local);
-    made.push_back(whole_state(kept_by(checked_options(param.group)), param,
-                               before != nullptr ? before->tensors_ : StateMap()));
+    made.push_back(
+        whole_state(groups[param.group], param, before != nullptr ? before->tensors_ : StateMap()));
   }
   return made;
 }
@@ -68,7 +71,7 @@ bool FusedOptimizer::keep_states(const std::vector<ListedParam>& params,
 
 void FusedOptimizer::init_state() {
   checked("init_state");
-  checked_groups();
+  const std::vector<Kept> kept = kept_in(checked_groups());
   std::vector<ListedParam> trainable;
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
@@ -76,10 +79,10 @@ void FusedOptimizer::init_state() {
       const at::Tensor& param = params[i];
       if (!param.requires_grad()) continue;
       trainable.push_back({param, param, group, i});
-      check_is_stepped(kept_by(checked_options(group)), trainable.back(), "init_state");
+      check_is_stepped(kept[group], trainable.back(), "init_state");
     }
   }
-  if (keep_states(trainable, made_states(trainable))) rebuild();
+  if (keep_states(trainable, made_states(kept, trainable))) rebuild();
 }
 
 std::vector<at::Tensor> FusedOptimizer::master_params() {

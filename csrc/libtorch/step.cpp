@@ -79,8 +79,7 @@ class FusedOptimizer::InPlan {
 };
 
 void FusedOptimizer::take_plan(const std::vector<PlacedOptions>& groups) {
-  std::vector<Kept> kept;
-  for (const PlacedOptions& group : groups) kept.push_back(optim::kept_by(impl_->kind.name, group));
+  std::vector<Kept> kept = kept_in(groups);
   const bool is_current = impl_->plan != nullptr && impl_->state_count == state_.size() &&
                           impl_->kept == kept && take_params();
   if (is_current) return;
@@ -147,7 +146,7 @@ class FusedOptimizer::Store : public StateStore {
       const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
       params_.push_back({param, param, group, index});
     }
-    made_ = optimizer_.made_states(params_);
+    made_ = optimizer_.made_states(impl.kept, params_);
     std::vector<ParamState> states;
     for (size_t i = 0; i < indices.size(); ++i) {
       const Kept& kept = impl.kept[params_[i].group];

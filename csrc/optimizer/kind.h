@@ -93,6 +93,9 @@ struct Needs {
   bool buffers;
   bool step;    // its number
   bool dither;  // of what is stored in fewer bits
+
+  // Whether the states of the group count their steps: for the formula or for the dither.
+  bool counted_steps() const { return step || dither; }
 };
 
 struct AMP_EXT_API Kind {
@@ -137,10 +140,7 @@ AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDTyp
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
 // How many of its buffers a group keeps, the first ones: AMSGrad's maximum is the last.
-AMP_EXT_API int buffer_count(const GroupOptions& options);
-
-// Whether the states of a group count their steps: for the formula or for the dither.
-AMP_EXT_API bool keeps_step(const GroupOptions& options);
+AMP_EXT_API int buffer_count(const GroupOptions& options, const Needs& needs);
 
 // Fills the hyperparameters of a step with the options of a group.
 template <typename Hyperparameters>

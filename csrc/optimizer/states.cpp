@@ -129,15 +129,11 @@ std::vector<std::string> Kept::missing_from(const HasKey& has_key) const {
 }
 
 Kept kept_by(std::string kind, const GroupOptions& options) {
+  const Needs needs = options.kind().needs(options);
   const bool needs_buffers = !options.kind().counts_from_buffer;
-  return {std::move(kind),
-          options.kind().buffers,
-          buffer_count(options),
-          keeps_step(options),
-          needs_buffers,
-          needs_buffers && options.kind().needs(options).step,
-          options.master_weights(),
-          options.state_dtype()};
+  return {std::move(kind),          options.kind().buffers, buffer_count(options, needs),
+          needs.counted_steps(),    needs_buffers,          needs_buffers && needs.step,
+          options.master_weights(), options.state_dtype()};
 }
 
 void check_is_stepped(const Kept& kept, const ListedParam& param, const std::string& operation) {

@@ -184,7 +184,10 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
   options.type.attr("options") = py::tuple(described);
   options.type.def_static(
       "buffer_count",
-      [named](const py::dict& group) { return optim::buffer_count(DictOptions(*named, group)); },
+      [named](const py::dict& group) {
+        const DictOptions options(*named, group);
+        return optim::buffer_count(options, options.kind().needs(options));
+      },
       py::arg("group"));
   options.type.def_static(
       "check_as_torch",
@@ -201,7 +204,10 @@ OptionsClass<Group<Hyperparameters>> hyperparameters_class(py::module_& module) 
       py::arg("options"), py::arg("where"), py::arg("shown"));
   options.type.def_static(
       "keeps_step",
-      [named](const py::dict& group) { return optim::keeps_step(DictOptions(*named, group)); },
+      [named](const py::dict& group) {
+        const DictOptions options(*named, group);
+        return options.kind().needs(options).counted_steps();
+      },
       py::arg("group"));
   options.type.def_static(
       "kept",

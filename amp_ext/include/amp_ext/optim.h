@@ -347,8 +347,9 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   const FusedOptions& checked_options(size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
-  Kept kept_by(const FusedOptions& options) const;
-  std::vector<StateMap> made_states(const std::vector<ListedParam>& params) const;
+  std::vector<Kept> kept_in(const std::vector<PlacedOptions>& groups) const;
+  std::vector<StateMap> made_states(const std::vector<Kept>& groups,
+                                    const std::vector<ListedParam>& params) const;
   bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
   bool take_params();
   void take_plan(const std::vector<PlacedOptions>& groups);
