@@ -49,7 +49,9 @@ def local_tensor(tensor: Any) -> Tensor:
 
 
 def is_over_rows(param: Any) -> bool:
-    """Returns whether the parts that ranks have of a DTensor are rows of dimension 0, or all."""
+    """Returns whether the parts that ranks have of a parameter are rows of dimension 0, or all."""
+    if not is_dtensor(param):
+        return True
     from torch.distributed.tensor import Shard
 
     # Not placements derived from Shard, by which parts lie in another order.

@@ -16,7 +16,7 @@ from torch import nn
 
 from amp_ext import ops
 from amp_ext.optim.options import CODED_STATES
-from amp_ext.sharding import is_dtensor, is_over_rows
+from amp_ext.sharding import is_over_rows
 
 __all__ = [
     "CONFIGURATIONS",
@@ -143,12 +143,6 @@ class _Elements:
     has_blocks: bool = False  # in 8-bit states
 
 
-def _has_blocks(param: torch.Tensor) -> bool:
-    has_whole_rows = not is_dtensor(param) or is_over_rows(param)
-    blocks: bool = ops.has_blocks(param, has_whole_rows)
-    return blocks
-
-
 def training_memory(
     model: nn.Module | int | float | str, optimizer: str = "adamw"
 ) -> list[MemoryUsage]:
@@ -183,7 +177,12 @@ def training_memory(
     rows, buffers = list(CONFIGURATIONS), []
     if isinstance(model, nn.Module):
         params = [
-            _Elements(param.dtype, param.numel(), param.requires_grad, _has_blocks(param))
+            _Elements(
+                param.dtype,
+                param.numel(),
+                param.requires_grad,
+                ops.has_blocks(param, is_over_rows(param)),
+            )
             for param in model.parameters()
         ]
         buffers = [_Elements(buffer.dtype, buffer.numel()) for buffer in model.buffers()]

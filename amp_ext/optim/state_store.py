@@ -61,7 +61,7 @@ class Place(NamedTuple):
             local_tensor(param.detach()),
             self.group_index,
             self.index_in_group,
-            not is_dtensor(param) or is_over_rows(param),
+            is_over_rows(param),
         )
 
     def parts(self, state: Mapping[Any, Any]) -> dict[str, Tensor]:
