@@ -92,14 +92,14 @@ at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const 
   return same != masters.end() && is_newest ? same->second : made_master(param, masters, key);
 }
 
-bool is_lower_part(const std::string& key, const at::Tensor& low, const at::Tensor& param,
-                   const std::string& where) {
-  if (low.is_floating_point()) return false;
+bool is_lower_part(const at::Tensor& low) { return !low.is_floating_point(); }
+
+void check_lower_part(const std::string& key, const at::Tensor& low, const at::Tensor& param,
+                      const std::string& where) {
   const at::ScalarType dtype = has_two_bytes(key) ? at::kByte : at::kChar;
   std::vector<int64_t> sizes = param.sizes().vec();
   if (has_two_bytes(key)) sizes.push_back(2);
   check_is_saved_as(dtype, sizes, low, where);
-  return true;
 }
 
 bool has_two_bytes(const std::string& key) { return bits_of(key) == 16; }

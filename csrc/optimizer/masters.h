@@ -38,10 +38,12 @@ AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& mas
                                      const std::string& key);
 
 // Whether a tensor that a file has under the key of a lower part is one: not if torch's optimizers
-// in Python have cast it to the parameter's dtype and gone on without it. Throws if it is not of
-// the dtype and the shape that the key says.
-AMP_EXT_API bool is_lower_part(const std::string& key, const at::Tensor& low,
-                               const at::Tensor& param, const std::string& where);
+// in Python have cast it to the parameter's dtype and gone on without it.
+bool is_lower_part(const at::Tensor& low);
+
+// Throws if a lower part is not of the dtype and the shape that its key says.
+void check_lower_part(const std::string& key, const at::Tensor& low, const at::Tensor& param,
+                      const std::string& where);
 
 // Whether it is the key of lower parts in 16 bits, which have two bytes for each element.
 AMP_EXT_API bool has_two_bytes(const std::string& key);

@@ -48,7 +48,8 @@ void check_masters(const ListedParam& param, const SavedState& saved, const Wher
     const SavedValue* const value = saved.find(key);
     if (value == nullptr) continue;
     if (key != std::string(kWholeMaster)) {
-      is_lower_part(key, tensor_in(*value, where(key)), param.whole, where(key));
+      const at::Tensor& low = tensor_in(*value, where(key));
+      if (is_lower_part(low)) check_lower_part(key, low, param.whole, where(key));
       continue;
     }
     TORCH_CHECK_VALUE(
@@ -96,7 +97,7 @@ Masters loaded_masters(const ListedParam& param, const SavedState& saved) {
     if (value == nullptr) continue;
     if (key == std::string(kWholeMaster)) {
       masters[key] = copy_of(*value, param.local, at::kFloat);
-    } else if (!value->tensor.is_floating_point()) {  // else somebody has cast it, and gone on
+    } else if (is_lower_part(value->tensor)) {
       masters[key] = empty_lower_part(key, param.local).copy_(value->tensor);
     }
   }
