@@ -8,9 +8,7 @@ import inspect
 import logging
 import math
 import warnings
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,25 +19,23 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from amp_ext import ops
 from amp_ext.hand_over import (
     NOTHING_WAS_LOOKED_AT,
+    HandedAttributes,
     HandOver,
     UnscalesInStep,
     optimizer_inside,
     sum_of_flags,
     unscaling_optimizer,
 )
-from amp_ext.nonfinite import check_params, name_of_param, params_of
+from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.scaler_ranges import as_number, check_range, checked
 from amp_ext.scaler_stats import ScalerHistory, ScalerStats
-from amp_ext.sharding import ShardedOver, all_reduce_flags, is_dtensor, local_grad
+from amp_ext.sharding import all_reduce_flags, local_grads
 
 _LOGGER = logging.getLogger("amp_ext")
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
 _TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
-
-# By the function behind the method.
-_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -152,10 +148,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _start_reports(self) -> None:
         """Starts counting: what is kept from here on belongs to this process."""
-        self._loss_scale: Any = ops.LossScale() if self._enabled else None
-        # By id: the optimizer, as long as it is there, and the number of its report.
-        self._slots: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._loss_scale: Any = ops.LossScale(name_of_param) if self._enabled else None
         self._last_update: torch.cuda.Event | None = None
+        self._handed_attributes = HandedAttributes()
 
     def _check_options(self, options: dict[str, Any], dynamic: bool) -> None:
         """Checks ranges; those of the factors that torch knows were checked by its constructor."""
@@ -198,11 +193,9 @@ class GradScaler(torch.amp.GradScaler):
     @_disable_dynamo
     def _note_scale(self) -> None:
         """Notes which gradients are unscaled: those that come from here on may not be."""
-        for _, state in self._states():
-            optimizer = state["of"]() if "unscaled" in state else None
-            if optimizer is not None:
-                has_stepped = state["stage"] is OptState.STEPPED
-                state["unscaled"].note_scale(params_of(optimizer), has_stepped)
+        for state in self._per_optimizer_states.values():
+            if "iteration" in state:
+                state["iteration"].note_scale(state["stage"] is OptState.STEPPED)
 
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
         """Returns what is known of an optimizer since the last update.
@@ -211,30 +204,24 @@ class GradScaler(torch.amp.GradScaler):
         the same dict; an id may be that of an object that is gone.
         """
         states, inside = self._per_optimizer_states, optimizer_inside(optimizer)
-        state = states.get(id(optimizer))
-        if inside is optimizer:  # as most are
-            if state is None:
-                return states[id(optimizer)]
-            if "of" not in state or state["of"]() is optimizer:
-                return state
         for key in {id(optimizer), id(inside)}:
-            state = states.get(key)
-            if state is not None and "of" in state and state["of"]() is not inside:
-                states[-id(state)] = states.pop(key)  # for the update to count
+            iteration = states.get(key, {}).get("iteration")
+            if iteration is not None and not iteration.is_of(inside):
+                states[-id(iteration)] = states.pop(key)  # for the update to count
         state = states.get(id(optimizer))
         if state is None or state == _refresh_per_optimizer_state():
             state = states[id(inside)]
-        state.update(_names(inside))
         states[id(optimizer)] = states[id(inside)] = state
         return state
 
-    def _states(self) -> Iterable[tuple[int, dict[str, Any]]]:
-        """Returns what is known of each optimizer, once, behind the id of the one inside."""
-        states = self._per_optimizer_states.items()
-        if len(states) < 2:
-            return states
-        once = {id(state): (state.get("key", key), state) for key, state in states}
-        return once.values()
+    @_disable_dynamo
+    def _begin_look(self, operation: str, optimizer: Any, state: dict[str, Any]) -> Any:
+        """Refuses gradients that don't carry the scale; returns the flag that a look starts from.
+
+        From here on the state has the iteration that the compiled module keeps of the optimizer.
+        """
+        inside = optimizer_inside(optimizer)
+        return self._loss_scale.begin_look(operation, vars(self), state, inside)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscales an optimizer's gradients in place and looks for inf and NaN among them.
@@ -252,46 +239,29 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
-        _check_not_spent("unscale_", state)
-        self._check_still_scaled("unscale_", optimizer, state)
+        if "iteration" in state:
+            state["iteration"].check_not_spent("unscale_")
+        if state["stage"] is OptState.READY:
+            self._begin_look("unscale_", optimizer, state)
         # By its class, past that of FSDP1, which would reduce what is reduced here.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
-        state["spent"] = state["stage"]  # until the ranks agree
-        self._slot_of(optimizer_inside(optimizer))  # also after someone's own way of looking
-        self._agree_over_group(optimizer)
-        state["spent"] = None
-
-    def _slot_of(self, inside: Any) -> int:
-        """Returns the number of an optimizer's report, a new one if there is none."""
-        slot = self._known_slot(inside)
-        return self._add_slot(id(inside), _reference_to(inside)) if slot is None else slot
-
-    def _known_slot(self, inside: Any) -> int | None:
-        optimizer, slot = self._slots.get(id(inside), (None, 0))
-        return slot if optimizer is not None and optimizer() is inside else None
-
-    def _add_slot(self, key: int, optimizer: Callable[[], Any]) -> int:
-        slot = self._loss_scale.add_optimizer(lambda index: name_of_param(optimizer(), index))
-        self._slots[key] = optimizer, slot
-        return slot
+        self._agree_over_group(state)
+        state["iteration"].is_spent = False  # so far it was
 
     def _reduces_over(self) -> Any:
         """Returns the process group whose ranks skip together, or None."""
         return self.process_group
 
     @_disable_dynamo
-    def _agree_over_group(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    def _agree_over_group(self, state: dict[str, Any]) -> dict[torch.device, Tensor]:
         """Makes what this look found known to all ranks; those without a gradient take part."""
-        state = self._per_optimizer_states[id(optimizer)]
         flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
         group = self._reduces_over()
         if group is not None:
             scale, _ = self._check_scale_growth_tracker("unscale_")
             flags, differ = all_reduce_flags(flags, scale, group)
             state["found_inf_per_device"] = flags
-            slot = self._slot_of(optimizer_inside(optimizer))
-            for device in flags:
-                self._loss_scale.note_different_scales(slot, device, differ)
+            self._loss_scale.note_different_scales(state, flags, differ)
         return flags
 
     @_disable_dynamo  # a compiled program steps around these
@@ -303,67 +273,55 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
+        state = self._state_of(optimizer)
+        if "iteration" not in state:  # who calls it is not unscale_
+            self._begin_look("unscale_", optimizer, state)
         allow_fp16 = allow_fp16 or self._takes_fp16
-        grads, by_device, sharded_over = _gradients(optimizer, allow_fp16)
-        state = self._per_optimizer_states.get(id(optimizer), {})
-        # By what they are: after a change of groups another parameter may be in the same place.
-        unscaled = ops.UnscaledGrads(params_of(optimizer))
-        state.update(_names(optimizer_inside(optimizer)), unscaled=unscaled)
-        state["spent"] = state.get("stage")  # before the first write: an interrupt may come
-        if not _are_ours(grads):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        slot = self._slot_of(optimizer_inside(optimizer))
-        if self._scale is not None:
-            self._loss_scale.begin_look(slot, self._scale)
-        flags: dict[torch.device, Tensor] = {}
-        for device, group in by_device:
-            try:
-                flags[device] = self._loss_scale.look(slot, group, found_inf, inv_scale)
-            except torch.AcceleratorError:  # a launch was refused, perhaps after others
-                raise
-            except Exception:
-                if not flags:  # refused, and nothing has been written
-                    state["spent"] = None
-                    del state["unscaled"]
-                raise
-        return sharded_over.all_reduce(found_inf, flags.values())[0] if sharded_over else flags
+        flags = self._look(optimizer, state, found_inf, inv_scale, allow_fp16)
+        if flags is None:
+            flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return flags
+
+    def _look(
+        self,
+        optimizer: Any,
+        state: dict[str, Any],
+        found_inf: Tensor,
+        inv_scale: Tensor | None,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor] | None:
+        """Looks at gradients, and unscales them if told by what; None if torch has to do it."""
+        grads, sharded_over = local_grads(optimizer, "GradScaler")
+        flags: dict[torch.device, Tensor] | None = self._loss_scale.look(
+            state["iteration"], grads, found_inf, inv_scale, allow_fp16
+        )
+        if flags is not None and sharded_over:
+            flags, _ = sharded_over.all_reduce(found_inf, flags.values())
+        return flags
 
     @_disable_dynamo
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._state_of(optimizer)
+        found_inf = self._begin_look("step", optimizer, state)
+        flags: dict[torch.device, Tensor] | None = None
+        unscaling = unscaling_optimizer(optimizer)
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            self._slot_of(optimizer_inside(optimizer))
-            return self._look_as_torch(optimizer)  # someone's own way of looking
-        state = self._per_optimizer_states[id(optimizer)]
-        unscaling: Any = unscaling_optimizer(optimizer)
-        inside = optimizer_inside(optimizer) if unscaling is None else unscaling
-        slot = self._slot_of(inside)
-        found_inf = self._loss_scale.begin_look(slot, scale)
-        if unscaling is not None:
-            look = unscaling.look_at_gradients(found_inf, scale)
-            flags = dict(look.found_infs)
-            self._loss_scale.keep_first_nonfinites(slot, list(look.first_nonfinites.values()))
-            state["look"] = look
+            pass  # someone's own way of looking
+        elif unscaling is None:
+            flags = self._look(optimizer, state, found_inf, None, allow_fp16=True)
         else:
-            grads, by_device, sharded_over = _gradients(optimizer, allow_fp16=True)
-            if not _are_ours(grads):
-                return self._look_as_torch(optimizer)
-            flags = {
-                device: self._loss_scale.look(slot, group, found_inf) for device, group in by_device
-            }
-            if sharded_over:
-                flags, _ = sharded_over.all_reduce(found_inf, flags.values())
-        state["found_inf_per_device"] = flags
-        return flags if self._reduces_over() is None else self._agree_over_group(optimizer)
-
-    def _look_as_torch(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        """Looks by unscaling gradients by 1, which leaves them what they are."""
-        try:
+            state["look"] = unscaling.look_at_gradients(found_inf, scale)
+            flags = dict(state["look"].found_infs)
+        if flags is not None:
+            state["found_inf_per_device"] = flags
+            return flags if self._reduces_over() is None else self._agree_over_group(state)
+        try:  # as torch: unscales by 1, which leaves gradients what they are
             super()._check_inf_per_device(optimizer)
         finally:
-            self._per_optimizer_states[id(optimizer)]["spent"] = None
-        return self._agree_over_group(optimizer)
+            state["iteration"].forget_unscaling()
+        return self._agree_over_group(state)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer whose gradients are finite, and skips the step otherwise.
@@ -390,52 +348,66 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or "closure" in kwargs or self._scale is None:
             return super().step(optimizer, *args, **kwargs)  # passes through, or raises
         state = self._state_of(optimizer)
-        _check_not_spent("step", state)
+        if "iteration" in state:
+            state["iteration"].check_not_spent("step")
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
         is_older = not getattr(optimizer, "_step_supports_amp_scaling", False)
         if is_older or state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)
-        if _takes_scaler(optimizer.step):
-            try:
-                return super().step(optimizer, *args, **kwargs)
-            except BaseException:  # it may have stepped
-                state["spent"] = state["stage"]
-                raise
-        return self._step_with_scale(optimizer, state, args, kwargs)
+        unscaling = unscaling_optimizer(optimizer)
+        if (
+            unscaling is not None
+            or "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        ):
+            return self._step_with_scale(optimizer, unscaling, state, args, kwargs)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:  # it may have stepped
+            _spend(state)
+            raise
 
     def _step_with_scale(
-        self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        optimizer: Any,
+        unscaling: UnscalesInStep | None,
+        state: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Steps an optimizer that is told the scale, and unscales inside its step."""
-        unscaling = unscaling_optimizer(optimizer)
+        # An interrupt may have come before the last step's end.
+        self._handed_attributes.take_back()
         if unscaling is not None:
-            unscaling.accept_hand_over(None)  # an interrupt may have come before the last one's end
-        else:
-            _take_attributes_back(optimizer)  # likewise
-        look = None
+            unscaling.accept_hand_over(None)
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
         scale, _ = self._check_scale_growth_tracker("step")
+        state.pop("look", None)
         if state["stage"] is OptState.READY:
-            self._check_still_scaled("step", optimizer, state)
-            state.pop("look", None)
             self._check_inf_per_device(optimizer)
-            look = state.get("look")
             grad_scale = scale.clone() if preset is None else scale * preset
+        look = state.get("look")
         found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
-        state["hand_over"] = hand_over = HandOver(grad_scale, found_inf, look)
-        if unscaling is None:
-            returned = _step_with_attributes(optimizer, hand_over, args, kwargs)
-        else:
-            returned = _step_with_hand_over(optimizer, unscaling, hand_over, args, kwargs)
-            if preset is not None:
-                with contextlib.suppress(AttributeError):  # the optimizer has deleted it
-                    del optimizer.grad_scale
-            again = None if hand_over.look is look else hand_over.look
-            # Ranks agreed on the first look, and a hook may have taken all gradients away since.
-            if again is not None and again.found_infs and self._reduces_over() is None:
-                state["found_inf_per_device"] = dict(again.found_infs)
-        state["stage"] = OptState.STEPPED
+        # Nobody sees how far a step of others comes.
+        hand_over = HandOver(grad_scale, found_inf, look, is_spent=unscaling is None)
+        try:
+            if unscaling is None:
+                with self._handed_attributes.set_for(optimizer, hand_over):
+                    returned = optimizer.step(*args, **kwargs)
+            else:
+                returned = _step_with_hand_over(optimizer, unscaling, hand_over, args, kwargs)
+                if preset is not None:
+                    with contextlib.suppress(AttributeError):  # the optimizer has deleted it
+                        del optimizer.grad_scale
+                again = None if hand_over.look is look else hand_over.look
+                # Ranks agreed on the first look, and a hook may have taken all gradients away.
+                if again is not None and again.found_infs and self._reduces_over() is None:
+                    state["found_inf_per_device"] = dict(again.found_infs)
+            state["stage"] = OptState.STEPPED
+        except BaseException:
+            if hand_over.is_spent:
+                _spend(state)
+            raise
         return returned
 
     def _maybe_opt_step(
@@ -446,32 +418,21 @@ class GradScaler(torch.amp.GradScaler):
         **kwargs: Any,
     ) -> Any:
         """Steps an optimizer of torch's older way, unless an overflow was found."""
-        optimizer_state["spent"] = optimizer_state["stage"]  # before: nobody sees how far it comes
-        returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        optimizer_state["stage"] = OptState.STEPPED  # at once: a second step must not come
+        try:
+            returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+            optimizer_state["stage"] = OptState.STEPPED  # at once: a second step must not come
+        except BaseException:  # nobody sees how far it came
+            _spend(optimizer_state)
+            raise
         return returned
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
-        params = params_of(optimizer)
         if not state["found_inf_per_device"]:
-            if any(param.grad is not None for param in params):
+            if any(param.grad is not None for param in params_of(optimizer)):
                 raise AssertionError(NOTHING_WAS_LOOKED_AT)
-            return
-        unscaled = state.get("unscaled")
-        if unscaled is None:  # after someone's own way of looking
-            return
-        unscaled.check_unscaled(params, functools.partial(name_of_param, optimizer))
-
-    def _check_still_scaled(self, operation: str, optimizer: Any, state: dict[str, Any]) -> None:
-        """Refuses gradients that were unscaled as those of another optimizer."""
-        for _, other in self._states() if len(self._per_optimizer_states) > 1 else ():
-            if other is state or "unscaled" not in other:
-                continue
-            params = params_of(optimizer)
-            other["unscaled"].check_still_scaled(
-                operation, params, functools.partial(name_of_param, optimizer)
-            )
+        elif "iteration" in state:
+            state["iteration"].check_unscaled()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, without a look from the host.
@@ -491,29 +452,28 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("update")
+        scale, _ = self._check_scale_growth_tracker("update")
         if isinstance(new_scale, Tensor):
-            if new_scale.numel() == 1:
-                new_scale = new_scale.reshape(())
             if (
                 new_scale.numel() != 1
                 or new_scale.device.type != self._device
                 or new_scale.requires_grad
             ):
                 super().update(new_scale)  # raises, before anything is changed
+            new_scale = new_scale.reshape(())
             if new_scale.is_cpu:
                 checked("GradScaler.update", "new_scale", new_scale)
         elif new_scale is not None:
             new_scale = float(checked("GradScaler.update", "new_scale", new_scale))
-        states = self._per_optimizer_states.values()
-        if any(state["found_inf_per_device"] for state in states):
-            self._update_from_looks(follows=new_scale is None)
-        elif new_scale is None and not any(map(_is_spent, states)):
-            super().update()  # nothing was looked at: raises
-        if new_scale is not None:
-            super().update(new_scale)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._report()
+        news = None
+        if scale.device.type in _DEVICE_TYPES:
+            news = self._update_from_looks(new_scale)
+        if news is None:
+            super().update(
+                new_scale
+            )  # of a device that only torch knows; or nothing looked: raises
+        else:
+            self._report(*news)
         if self._reduces_over() is not None:
             self._loss_scale.check_scales()
 
@@ -558,29 +518,18 @@ class GradScaler(torch.amp.GradScaler):
         return checked(f"GradScaler.set_{name}", name, value) if self._enabled else value
 
     @_disable_dynamo
-    def _update_from_looks(self, *, follows: bool) -> None:
+    def _update_from_looks(self, new_scale: float | Tensor | None) -> tuple[str, str, bool] | None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale.
 
-        The iteration ends with it, so that no second update counts these looks again.
-
-        Args:
-            follows: Whether the scale follows them; counts do in any case.
+        The iteration ends with it, so that no second update counts these looks again. Returns what
+        there is to report; None if nothing was looked at, and nothing has been done.
         """
-        scale, _ = self._check_scale_growth_tracker("update")
-        if scale.device.type not in _DEVICE_TYPES:
-            if follows:
-                super().update()
-            return
-        found_infs: list[tuple[int, Tensor]] = []
-        for key, state in self._states():
-            if key not in self._slots:  # someone's own way of looking
-                self._add_slot(key, lambda: None)
-            slot = self._slots[key][1]
-            found_infs += [(slot, flag) for flag in state["found_inf_per_device"].values()]
         next_states: Any = defaultdict(_refresh_per_optimizer_state)
-        self._loss_scale.update(vars(self), found_infs, follows, next_states)
-        if scale.is_cuda:
+        news: Any = self._loss_scale.update(vars(self), new_scale, next_states)
+        scale: Any = self._scale
+        if news is not None and scale.is_cuda:
             self._mark_update(scale)
+        return news
 
     def _mark_update(self, scale: Tensor) -> None:
         """Remembers where the update that was just launched ends, to be able to wait for it."""
@@ -599,17 +548,14 @@ class GradScaler(torch.amp.GradScaler):
         else:  # it was captured into a graph, which may have run since
             torch.cuda.synchronize(self._scale.device)
 
-    @_disable_dynamo
-    def _report(self) -> None:
+    def _report(self, settled: str, skips: str, scale_is_too_small: bool) -> None:
         """Tells what the last finished update has shown, as far as it is worth a line."""
-        scale: Any = self._scale
-        settled, skips, scale_is_too_small = self._loss_scale.news(scale)
         if settled:
             _LOGGER.info(settled)
         if skips:
             _LOGGER.warning(skips)
-        if scale_is_too_small:
-            _warn_of_scale(scale.item(), stacklevel=4)
+        if scale_is_too_small and self._scale is not None:
+            _warn_of_scale(self._scale.item(), stacklevel=4)
 
     def last_step_skipped(
         self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
@@ -631,10 +577,9 @@ class GradScaler(torch.amp.GradScaler):
             return False
         if wait:
             self._wait()
-        if optimizer is None:
-            return self._loss_scale.step_skipped(None)
-        slot = self._known_slot(optimizer_inside(optimizer))
-        return None if slot is None else self._loss_scale.step_skipped(slot)
+        inside = None if optimizer is None else optimizer_inside(optimizer)
+        skipped: bool | None = self._loss_scale.step_skipped(inside)
+        return skipped
 
     def stats(self, *, wait: bool = False) -> ScalerStats:
         """Returns counts of steps and skips, the limits of the scale and the last bad tensor.
@@ -688,7 +633,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # does nothing, or raises
             return
-        self._loss_scale.load(vars(self), _checked_entries(state_dict, self._hysteresis))
+        entry = functools.partial(checked, "GradScaler.load_state_dict", wrong_type=ValueError)
+        self._loss_scale.load(vars(self), dict(state_dict), entry)
 
     def _get_hysteresis_tracker(self) -> int:
         if self._hysteresis_tracker is None:
@@ -699,7 +645,7 @@ class GradScaler(torch.amp.GradScaler):
         """Leaves out what belongs to this process; a copy starts its counts anew."""
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        for name in ("_hysteresis_tracker", "_loss_scale", "_slots", "_last_update"):
+        for name in ("_hysteresis_tracker", "_loss_scale", "_last_update", "_handed_attributes"):
             state.pop(name, None)
         if self._enabled and self._loss_scale.warned_of_scale:
             state["_warned_of_scale"] = True
@@ -722,16 +668,6 @@ class GradScaler(torch.amp.GradScaler):
         return scale
 
 
-# The entries of a state dict, and the attributes that a load sets to them.
-_ENTRIES = {
-    "scale": "_init_scale",
-    "growth_factor": "_growth_factor",
-    "backoff_factor": "_backoff_factor",
-    "growth_interval": "_growth_interval",
-    "_growth_tracker": "_init_growth_tracker",
-    "_hysteresis_tracker": "_init_hysteresis_tracker",
-}
-
 # What tells an override, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
 
@@ -740,52 +676,16 @@ def _warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
     warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)
 
 
-def _reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer | None]:
-    """Returns what gives an optimizer as long as it is there."""
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:  # something that only looks like an optimizer
-        return lambda: optimizer
-
-
-def _gradients(
-    optimizer: torch.optim.Optimizer, allow_fp16: bool
-) -> tuple[list[Tensor | None], list[tuple[torch.device, list[Tensor]]], ShardedOver]:
-    """Collects what is to be looked at of every parameter: gradients, and the same by device.
-
-    Of DTensors it is this rank's part; the last result knows the ranks that have the others.
-    """
-    grads: list[Tensor | None] = []
-    sharded_over = ShardedOver()
-    plain = torch.nn.Parameter
-    for group_index, group in enumerate(optimizer.param_groups):
-        check_params(group, f"GradScaler: %s of group {group_index}")
-        for index, param in enumerate(group["params"]):
-            grad = param.grad
-            if type(param) is not plain and is_dtensor(param):
-                name = f"GradScaler: param of group {group_index}, param {index}"
-                sharded_over.add(param, name)
-                grad = local_grad(param, name)
-            grads.append(grad)
-    by_device = ops.grads_by_device(
-        params_of(optimizer), grads, allow_fp16, functools.partial(name_of_param, optimizer)
-    )
-    return grads, by_device, sharded_over
-
-
-def _takes_scaler(step: Any) -> bool:
-    """Returns whether an optimizer's ``step`` asks for the scaler itself, as torch's older way is.
+def _spend(state: dict[str, Any]) -> None:
+    """Lets only an update go on from an exception in a step that may have written.
 
     Args:
-        step: The bound method, or what stands in its place.
+        state: What torch's class knows of the optimizer.
     """
-    function = getattr(step, "__func__", None)
-    if function is None:
-        return "grad_scaler" in inspect.signature(step).parameters
-    takes = _TAKES_SCALER.get(function)
-    if takes is None:  # a signature takes 9 µs
-        _TAKES_SCALER[function] = takes = "grad_scaler" in inspect.signature(step).parameters
-    return takes
+    if "iteration" in state:
+        state["iteration"].is_spent = True
+    else:  # a client made the state
+        state["stage"] = OptState.STEPPED
 
 
 def _step_with_hand_over(
@@ -811,105 +711,6 @@ def _step_with_hand_over(
         unscaling.accept_hand_over(None)
 
 
-def _step_with_attributes(
-    optimizer: Any, hand_over: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Steps an optimizer that takes the scale in torch's way: attributes for the time of a step.
-
-    Args:
-        optimizer: The optimizer, or an object that delegates to it.
-        hand_over: What it must know.
-        args: For ``optimizer.step``.
-        kwargs: Likewise.
-
-    Raises:
-        TypeError: If an object delegates to an optimizer that can't be found: it would step with
-            gradients that are scaled.
-    """
-    if _inner(optimizer) is None and not _has_itself(optimizer, "_step_supports_amp_scaling"):
-        raise TypeError(
-            "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
-            f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
-        )
-    hand_over.is_spent = True  # before: nobody sees how far a step of others comes
-    try:
-        for holder in _holders(optimizer):
-            holder._handed_over = hand_over  # first: an interrupt may come
-            holder.grad_scale, holder.found_inf = hand_over.grad_scale, hand_over.found_inf
-        return optimizer.step(*args, **kwargs)
-    finally:
-        _take_attributes_back(optimizer)
-
-
-def _is_spent(state: dict[str, Any]) -> bool:
-    """Returns whether an exception came in an iteration after something may have been written.
-
-    Args:
-        state: What the scaler knows of an optimizer. ``spent`` is the stage in which writing began;
-            when all is written, the stage is another.
-    """
-    stage, hand_over = state["stage"], state.get("hand_over")
-    if stage is OptState.STEPPED:
-        return False
-    return state.get("spent") is stage or (hand_over is not None and hand_over.is_spent)
-
-
-def _check_not_spent(operation: str, state: dict[str, Any]) -> None:
-    if _is_spent(state):
-        raise RuntimeError(
-            f"GradScaler.{operation}: the iteration must not be spent, got an exception in it when "
-            "gradients or parameters may have been written: call optimizer.zero_grad() and "
-            "update(), and backward anew"
-        )
-
-
-def _names(inside: Any) -> dict[str, Any]:
-    """Returns what tells in a state whose it is."""
-    return {"key": id(inside), "of": _reference_to(inside)}
-
-
-def _inner(optimizer: Any) -> Any:
-    """Returns the optimizer itself, or the one that it delegates to; None if that is hidden."""
-    return getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", None)
-
-
-def _holders(optimizer: Any) -> list[Any]:
-    """Returns the objects whose attributes an optimizer may read: it, and one it delegates to."""
-    inner = _inner(optimizer)
-    return [optimizer] if inner is None or inner is optimizer else [optimizer, inner]
-
-
-def _take_attributes_back(optimizer: Any) -> None:
-    """Deletes the attributes that were set for a step, and no others."""
-    for holder in _holders(optimizer):
-        handed_over = getattr(holder, "_handed_over", None)
-        if handed_over is None:
-            continue
-        for name in ("grad_scale", "found_inf"):
-            if getattr(holder, name, None) is getattr(handed_over, name):
-                with contextlib.suppress(AttributeError):  # the same object behind both
-                    delattr(holder, name)
-        with contextlib.suppress(AttributeError):
-            del holder._handed_over
-
-
-def _has_itself(optimizer: Any, name: str) -> bool:
-    """Returns whether an object has an attribute that is not delegated to another."""
-    missing = object()
-    return inspect.getattr_static(optimizer, name, missing) is not missing
-
-
-def _checked_entries(state_dict: dict[str, Any], hysteresis: int) -> dict[str, Any]:
-    """Returns the numbers of a state dict, by the attributes that are to be set to them."""
-    given = {"_hysteresis_tracker": hysteresis, **state_dict}
-    entries = {name: given[name] for name in _ENTRIES}
-    for name, value in entries.items():
-        entries[name] = checked("GradScaler.load_state_dict", name, value, wrong_type=ValueError)
-    for name in ("scale", "growth_factor", "backoff_factor"):
-        entries[name] = float(entries[name])
-    return {_ENTRIES[name]: value for name, value in entries.items()}
-
-
 def _device_type(device: Any, enabled: bool) -> Any:
     """Returns the type of a device as torch names it; anything for a scaler that is disabled."""
     if isinstance(device, torch.device):
@@ -933,12 +734,3 @@ def _check_process_group(group: Any) -> None:
             "GradScaler: process_group must be None or a torch.distributed.ProcessGroup that this "
             f"process is a member of, got {group!r}"
         )
-
-
-def _are_ours(grads: list[Tensor | None]) -> bool:
-    """Returns whether our kernels take these; torch has its own for the rest."""
-    return all(
-        grad is None
-        or (grad.device.type in _DEVICE_TYPES and type(grad) in (Tensor, torch.nn.Parameter))
-        for grad in grads
-    )

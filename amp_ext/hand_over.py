@@ -6,7 +6,9 @@ must know: the scale that they carry, whether one of them is inf or NaN, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "HandOver",
     "HandedAttribute",
+    "HandedAttributes",
     "Look",
     "UnscalesInStep",
     "optimizer_inside",
@@ -25,6 +28,8 @@ __all__ = [
 
 #: Of torch's scaler and of ours: what an optimizer says that found no gradient looked at.
 NOTHING_WAS_LOOKED_AT = "No inf checks were recorded for this optimizer."
+
+_SUPPORTS = "_step_supports_amp_scaling"
 
 
 @dataclass(slots=True)
@@ -121,10 +126,53 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
     """
     if not flags:
         return 0
-    if len(flags) == 1 and device in flags:
-        return flags[device].clone()
     first, *others = (flag.to(device, non_blocking=True) for flag in flags.values())
     return sum(others, first.clone())
+
+
+class HandedAttributes:
+    """``grad_scale`` and ``found_inf`` of optimizers that take them in torch's way, during a step."""
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._handed: list[tuple[Any, str, Any]] = []
+
+    @contextlib.contextmanager
+    def set_for(self, optimizer: Any, hand_over: HandOver) -> Iterator[None]:
+        """Sets them for the time of a step, also on the optimizer that an object delegates to.
+
+        Args:
+            optimizer: The optimizer, or an object that delegates to it.
+            hand_over: What it must know.
+
+        Raises:
+            TypeError: If an object delegates to an optimizer that can't be found: it would step
+                with gradients that are scaled.
+        """
+        inner = getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", None)
+        missing = object()
+        if inner is None and inspect.getattr_static(optimizer, _SUPPORTS, missing) is missing:
+            raise TypeError(
+                "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
+                f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
+            )
+        try:
+            for holder in (optimizer, optimizer if inner is None else inner):
+                for name in ("grad_scale", "found_inf"):
+                    value = getattr(hand_over, name)
+                    self._handed.append((holder, name, value))  # first: an interrupt may come
+                    setattr(holder, name, value)
+            yield
+        finally:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Deletes those that were set, and no others."""
+        for holder, name, value in self._handed:
+            if getattr(holder, name, None) is value:
+                with contextlib.suppress(AttributeError):  # the same object behind both
+                    delattr(holder, name)
+        self._handed.clear()
 
 
 class HandedAttribute:

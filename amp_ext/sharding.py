@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_ext.nonfinite import check_params
+
 __all__ = [
     "ShardedOver",
     "all_reduce_flags",
@@ -19,6 +21,7 @@ __all__ = [
     "is_over_rows",
     "laid_out_as",
     "local_grad",
+    "local_grads",
     "local_tensor",
 ]
 
@@ -228,6 +231,34 @@ class ShardedOver:
         devices = [flag.device for flag in findings] or [found_inf.device]
         flags = {device: everywhere.to(device, non_blocking=True) for device in devices}
         return flags, sum(values[1:], zero)
+
+
+def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:
+    """Returns this rank's part of the gradient of every parameter of an optimizer.
+
+    Args:
+        optimizer: The optimizer, or an object that delegates to it.
+        operation: What errors begin with.
+
+    Returns:
+        The gradients, None where there is none; and the ranks that have the other parts.
+
+    Raises:
+        TypeError, ValueError: If a group has no list of parameters, or a DTensor is not sharded or
+            replicated.
+    """
+    grads: list[Tensor | None] = []
+    sharded_over = ShardedOver()
+    for group_index, group in enumerate(optimizer.param_groups):
+        check_params(group, f"{operation}: %s of group {group_index}")
+        for index, param in enumerate(group["params"]):
+            if is_dtensor(param):
+                name = f"{operation}: param of group {group_index}, param {index}"
+                sharded_over.add(param, name)
+                grads.append(local_grad(param, name))
+            else:
+                grads.append(param.grad)
+    return grads, sharded_over
 
 
 @torch.no_grad()

@@ -13,12 +13,14 @@
 #include <cmath>
 #include <deque>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <utility>
 
 #include "libtorch/values.h"
-#include "scaler/grads_by_device.h"
 #include "scaler/loss_scale.h"
+#include "scaler/scaled_iteration.h"
 #include "scaler/scaler_ranges.h"
 #include "scaler/unscaled_grads.h"
 #include "tensors/autocast_cache.h"
@@ -118,58 +120,21 @@ std::optional<GradientLook> ScaledStep::look_at_gradients(const at::Tensor&, con
 struct GradScaler::State {
   enum class Stage { kReady, kUnscaled, kStepped };
 
-  // Tells an optimizer from others: one of ours by what moves along with it, also from a later one
-  // at the same address; another by its address alone.
-  struct Identity {
-    const void* key;
-    std::optional<std::weak_ptr<const void>> token;
-
-    static Identity of(const Optimizer& optimizer, const char* operation) {
-      const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
-      if (ours == nullptr) return {&optimizer, {}};
-      const std::shared_ptr<const void> token = ours->identity();
-      TORCH_CHECK(token != nullptr, "GradScaler.", operation,
-                  ": the optimizer must have its parameters, got one that was moved from");
-      return {token.get(), token};
-    }
-    bool is(const Identity& other) const {
-      return key == other.key && token.has_value() == other.token.has_value() &&
-             (!token.has_value() || !token->expired());
-    }
-  };
-
-  // What is known of an optimizer for good.
-  struct Record {
-    Identity identity;
-    std::vector<size_t> group_sizes = {};  // at the last look
-    int64_t slot = -1;                     // of its report
-  };
-
   // What is known of an optimizer since the last update.
-  struct Iteration {
-    Iteration(Optimizer& its_optimizer, Identity its_identity)
-        : optimizer(&its_optimizer), identity(std::move(its_identity)) {}
+  struct Iteration : ScaledIteration {
+    Iteration(int64_t slot, NameOf name_of) : ScaledIteration(slot, std::move(name_of)) {}
 
-    NameOf name_of() const {
-      return [this](int64_t index) { return place_in(group_sizes_of(*optimizer), index); };
-    }
-
-    Optimizer* optimizer;
-    Identity identity;
-    int64_t slot = -1;  // from the first look on
+    Optimizer* optimizer = nullptr;
     Stage stage = Stage::kReady;
-    bool is_spent = false;                  // an error came after something may have been written
-    std::vector<at::Tensor> found_infs;     // one for each device
-    std::optional<UnscaledGrads> unscaled;  // since unscale_
+    std::vector<at::Tensor> found_infs;                            // one for each device
     std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // when unscale_ looked
   };
 
   LossScale loss_scale;
   c10::DeviceType device;
   bool enabled;
-  // By optimizer, in the order of their looks; a step may ask for another optimizer's.
-  std::deque<Iteration> iterations;
-  std::deque<Record> records;
+  std::deque<Iteration> iterations;                    // in the order of their looks
+  std::map<int64_t, std::vector<size_t>> group_sizes;  // by the number of the optimizer
   bool is_stepping = false;
 
   void check_scale(const char* operation) const {
@@ -178,83 +143,63 @@ struct GradScaler::State {
                 "scaler.scale(loss or outputs) earlier in the iteration.");
   }
 
+  // Which tells an optimizer from others: of ours it moves along with them.
+  static std::shared_ptr<const void> key_of(const Optimizer& optimizer, const char* operation) {
+    const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+    if (ours == nullptr) return {std::shared_ptr<const void>(), &optimizer};
+    auto key = ours->identity();
+    TORCH_CHECK(key != nullptr, "GradScaler.", operation,
+                ": the optimizer must have its parameters, got one that was moved from");
+    return key;
+  }
+
+  // A step may ask for that of another optimizer: the place of each stays.
   Iteration& iteration_of(Optimizer& optimizer, const char* operation) {
-    Identity identity = Identity::of(optimizer, operation);
-    for (Iteration& iteration : iterations) {
-      if (!iteration.identity.is(identity)) continue;
-      iteration.optimizer = &optimizer;  // it may have been moved
-      return iteration;
+    const auto key = key_of(optimizer, operation);
+    auto known = loss_scale.find_optimizer(key.get());
+    if (!known.has_value()) {
+      const bool is_ours = key.use_count() > 0;
+      const std::weak_ptr<const void> token = key;
+      known = loss_scale.add_optimizer(
+          key.get(), [is_ours, token] { return !is_ours || !token.expired(); },
+          [this, slot = loss_scale.number_of_optimizers()](int64_t index) {
+            return place_in(group_sizes[slot], index);
+          });
     }
-    return iterations.emplace_back(optimizer, std::move(identity));
-  }
-
-  // Null if nothing is known of it.
-  Record* find_record(const Identity& identity) {
-    const auto found = std::find_if(records.begin(), records.end(), [&](const Record& record) {
-      return record.identity.is(identity);
-    });
-    return found == records.end() ? nullptr : &*found;
-  }
-
-  // Begins a look at the gradients of an optimizer. Returns the flag that it starts from.
-  at::Tensor begin_look(Iteration& iteration) {
-    Record* record = find_record(iteration.identity);
-    if (record == nullptr) {
-      record = &records.emplace_back(Record{iteration.identity});
-      record->slot = loss_scale.add_optimizer(
-          [record](int64_t index) { return place_in(record->group_sizes, index); });
+    group_sizes[*known] = group_sizes_of(optimizer);
+    auto found = std::find_if(iterations.begin(), iterations.end(),
+                              [&](const Iteration& each) { return each.slot == *known; });
+    if (found == iterations.end()) {
+      iterations.emplace_back(*known, loss_scale.names_of(*known));
+      found = std::prev(iterations.end());
     }
-    record->group_sizes = group_sizes_of(*iteration.optimizer);
-    iteration.slot = record->slot;
-    return loss_scale.begin_look(record->slot);
+    found->optimizer = &optimizer;  // it may have been moved
+    return *found;
   }
 
-  // Looks at the gradients of an optimizer, and unscales them if there is an `inv_scale`. Adds to
-  // `flags` what it found on one device after another.
-  void look(Iteration& iteration, const OptionalTensor& inv_scale, std::vector<at::Tensor>& flags) {
+  // Looks at the gradients of an optimizer, and unscales them if there is an `inv_scale`.
+  void look(Iteration& iteration, const OptionalTensor& inv_scale) {
     TensorList params, present;
     for_each_param(*iteration.optimizer, [&](const at::Tensor& param) {
       params.push_back(param);
       present.push_back(param.grad());
     });
-    const bool allow_fp16 = !inv_scale.has_value();
-    const auto by_device =
-        grads_by_device(params, std::move(present), allow_fp16, iteration.name_of());
-    const at::Tensor no_overflow = begin_look(iteration);
-    for (const auto& [device, grads] : by_device) {
-      flags.push_back(loss_scale.look(iteration.slot, grads, no_overflow, inv_scale));
-    }
-    iteration.found_infs = flags;
-  }
-
-  static void check_not_spent(const char* operation, const Iteration& iteration) {
-    TORCH_CHECK(!iteration.is_spent, "GradScaler.", operation,
-                ": the iteration must not be spent, got an exception in it when gradients or "
-                "parameters may have been written: call optimizer.zero_grad() and update(), and "
-                "backward anew");
+    const auto grads =
+        grads_by_device(params, std::move(present), !inv_scale.has_value(), iteration.name_of);
+    const at::Tensor no_overflow = loss_scale.begin_look(iteration.slot);
+    if (inv_scale.has_value()) iteration.begin_unscaling(grads_in(*iteration.optimizer));
+    iteration.found_infs = iteration.look(loss_scale, grads, no_overflow, inv_scale);
   }
 
   void unscale(Iteration& iteration) {
-    Optimizer& optimizer = *iteration.optimizer;
-    check_not_spent("unscale_", iteration);
+    iteration.check_not_spent("unscale_");
     TORCH_CHECK(iteration.stage != Stage::kUnscaled,
                 "unscale_() has already been called on this optimizer since the last update().");
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
     check_still_scaled("unscale_", iteration);
-    const at::Tensor inv_scale = loss_scale.scale.to(at::kDouble).reciprocal().to(at::kFloat);
-    std::vector<at::Tensor> flags;
-    iteration.is_spent = true;  // until all are unscaled
-    try {
-      look(iteration, inv_scale, flags);
-    } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
-      throw;
-    } catch (...) {
-      iteration.is_spent = !flags.empty();
-      throw;
-    }
-    iteration.unscaled.emplace(grads_in(optimizer));
+    look(iteration, loss_scale.scale.to(at::kDouble).reciprocal().to(at::kFloat));
     iteration.params.clear();
-    for_each_param(optimizer, [&](const at::Tensor& param) {
+    for_each_param(*iteration.optimizer, [&](const at::Tensor& param) {
       iteration.params.emplace_back(param.getIntrusivePtr());
     });
     iteration.stage = Stage::kUnscaled;
@@ -262,33 +207,32 @@ struct GradScaler::State {
   }
 
   // Refuses gradients that unscale_ has not seen: they may still be scaled.
-  void check_unscaled(Iteration& iteration) {
+  static void check_unscaled(const Iteration& iteration) {
     const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
     const auto is_there = [](const ParamGrad& each) { return each.grad.defined(); };
     TORCH_CHECK(!iteration.found_infs.empty() || std::none_of(grads.begin(), grads.end(), is_there),
                 "No inf checks were recorded for this optimizer.");
-    iteration.unscaled->check_unscaled(grads, iteration.name_of());
+    iteration.check_unscaled(grads);
   }
 
-  // Gradients that come from here on may be scaled. Their optimizers may be gone.
+  // The optimizers of what is unscaled may be gone.
   void note_scale() {
     for (Iteration& iteration : iterations) {  // none in most loops
-      if (!iteration.unscaled.has_value()) continue;
+      if (!iteration.is_unscaled()) continue;
       std::vector<ParamGrad> grads;
       for (const auto& param : iteration.params) {
         if (auto present = param.lock()) grads.push_back(grad_of(at::Tensor(std::move(present))));
       }
-      iteration.unscaled->note_scale(grads, iteration.stage == Stage::kStepped);
+      iteration.note_scale(grads, iteration.stage == Stage::kStepped);
     }
   }
 
   // Refuses gradients that were unscaled as those of another optimizer: of parameters of both.
-  void check_still_scaled(const char* operation, Iteration& iteration) {
+  void check_still_scaled(const char* operation, const Iteration& iteration) const {
     if (iterations.size() < 2) return;
     const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
     for (const Iteration& other : iterations) {
-      if (&other == &iteration || !other.unscaled.has_value()) continue;
-      other.unscaled->check_still_scaled(operation, grads, iteration.name_of());
+      if (&other != &iteration) iteration.check_still_scaled(operation, other, grads);
     }
   }
 
@@ -298,8 +242,8 @@ struct GradScaler::State {
     if (iteration.stage == Stage::kReady) {
       check_still_scaled("step", iteration);
       grad_scale = scale.clone();
-      const at::Tensor no_overflow = begin_look(iteration);
-      std::optional<GradientLook> found = scaled.look_at_gradients(no_overflow, scale);
+      std::optional<GradientLook> found =
+          scaled.look_at_gradients(loss_scale.begin_look(iteration.slot), scale);
       if (found.has_value()) {
         TORCH_CHECK(found->first_nonfinites.size() == found->found_infs.size(),
                     "GradScaler.step: look_at_gradients must give a first_nonfinite for each "
@@ -308,14 +252,12 @@ struct GradScaler::State {
         loss_scale.keep_first_nonfinites(iteration.slot, std::move(found->first_nonfinites));
         iteration.found_infs = std::move(found->found_infs);
       } else {
-        std::vector<at::Tensor> flags;
-        look(iteration, {}, flags);
+        look(iteration, {});
       }
     }
     const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
     // Of ours, one that throws has written nothing, or refuses all steps itself.
-    const bool is_ours = dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) != nullptr;
-    iteration.is_spent = !is_ours;
+    iteration.is_spent = dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
     const at::AutoGradMode as_outside(grad_mode);
     return scaled.step_scaled(grad_scale, found_inf);
   }
@@ -337,19 +279,15 @@ struct GradScaler::State {
                 "GradScaler.update: must be called after the steps of an iteration, "
                 "got a call inside of one");
     std::vector<std::pair<int64_t, at::Tensor>> flags;
+    bool has_spent = false;
     for (const Iteration& iteration : iterations) {
-      for (const at::Tensor& found_inf : iteration.found_infs) {
-        flags.emplace_back(iteration.slot, found_inf);
-      }
+      has_spent |= iteration.is_spent;
+      for (const at::Tensor& flag : iteration.found_infs) flags.emplace_back(iteration.slot, flag);
     }
-    const bool has_spent = std::any_of(iterations.begin(), iterations.end(),
-                                       [](const Iteration& each) { return each.is_spent; });
     TORCH_CHECK(!flags.empty() || set != nullptr || has_spent,
                 "No inf checks were recorded prior to update.");
-    if (!flags.empty()) loss_scale.update(flags, /*follows=*/set == nullptr);
-    if (set != nullptr) set();
+    const ScalerNews news = loss_scale.update(flags, set);
     iterations.clear();
-    const ScalerNews news = loss_scale.news();
     if (!news.skips.empty()) TORCH_WARN(news.skips);
     if (news.scale_is_too_small) warn_of_scale(loss_scale.scale.item().toDouble());
   }
@@ -432,7 +370,7 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
               "Closure use is not currently supported if GradScaler is enabled.");
   state.check_scale("step");
   State::Iteration& iteration = state.iteration_of(optimizer, "step");
-  State::check_not_spent("step", iteration);
+  iteration.check_not_spent("step");
   if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);
   TORCH_CHECK(iteration.stage != State::Stage::kStepped,
               "step() has already been called since the last update().");
@@ -520,10 +458,9 @@ std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bo
   if (!state.enabled) return false;
   if (wait) state.wait();
   if (optimizer == nullptr) return state.loss_scale.step_skipped({});
-  const State::Record* const record =
-      state.find_record(State::Identity::of(*optimizer, "last_step_skipped"));
-  if (record == nullptr) return {};
-  return state.loss_scale.step_skipped(record->slot);
+  const auto key = State::key_of(*optimizer, "last_step_skipped");
+  const auto slot = state.loss_scale.find_optimizer(key.get());
+  return slot.has_value() ? state.loss_scale.step_skipped(slot) : std::nullopt;
 }
 
 ScalerStats GradScaler::stats(bool wait) const {
@@ -561,8 +498,9 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   TORCH_CHECK(!dict.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
               "instance of GradScaler.");
-  const auto entry = [&](const char* name) {
+  state.loss_scale.load([&](const char* name, bool is_required) -> std::optional<at::Scalar> {
     auto value = find(dict, name);
+    if (!value.has_value() && !is_required) return {};
     TORCH_CHECK(value.has_value(), "GradScaler.load_state_dict: state_dict must have '", name,
                 "', got ", shown_keys(dict));
     if (value->isTensor() && value->toTensor().numel() == 1) {
@@ -573,25 +511,8 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
     const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(*value) : NAN);
     TORCH_CHECK(wanted.empty(), "GradScaler.load_state_dict: ", name, " must be ", wanted, ", got ",
                 shown(*value));
-    return *value;
-  };
-  const double scale = number_in(entry("scale"));
-  const double growth_factor = number_in(entry("growth_factor"));
-  const double backoff_factor = number_in(entry("backoff_factor"));
-  const int64_t growth_interval = entry("growth_interval").toInt();
-  const int64_t growth_tracker = entry("_growth_tracker").toInt();
-  LossScale& loss_scale = state.loss_scale;
-  int64_t hysteresis = loss_scale.hyperparameters.hysteresis;
-  const char* const name = "_hysteresis_tracker";  // torch's scaler has none
-  if (find(dict, name).has_value()) hysteresis = entry(name).toInt();
-
-  loss_scale.init_scale = scale;
-  loss_scale.hyperparameters.growth_factor = growth_factor;
-  loss_scale.hyperparameters.backoff_factor = backoff_factor;
-  loss_scale.hyperparameters.growth_interval = growth_interval;
-  loss_scale.init_growth_tracker = growth_tracker;
-  loss_scale.init_hysteresis_tracker = hysteresis;
-  loss_scale.restart();
+    return value->toScalar();
+  });
 }
 
 }  // namespace amp_ext

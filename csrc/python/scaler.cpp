@@ -1,21 +1,26 @@
 // What a scaler of Python works with: the loss scale, and its gradients.
+#include <ATen/core/grad_mode.h>
 #include <amp_ext/hyperparameters.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "python/module.h"
 #include "python/options_by_name.h"
-#include "scaler/grads_by_device.h"
 #include "scaler/loss_scale.h"
+#include "scaler/scaled_iteration.h"
 #include "scaler/scaler_monitor.h"
 #include "scaler/scaler_ranges.h"
 #include "scaler/unscaled_grads.h"
@@ -52,10 +57,46 @@ void read_attributes(const py::dict& attributes, LossScale& to) {
   read("_dynamic", to.hyperparameters.dynamic);
 }
 
-// The gradients of parameters, each as the tensor that holds its numbers here.
-std::vector<ParamGrad> grads_of(const std::vector<py::handle>& params) {
+// What an iteration is in a scaler of Python: an entry of the dicts that torch's class keeps.
+struct IterationOfPython : ScaledIteration {
+  IterationOfPython(int64_t slot, NameOf name_of, py::object reference)
+      : ScaledIteration(slot, std::move(name_of)), optimizer(std::move(reference)) {}
+
+  py::object optimizer;  // returns it, or None if it is gone
+};
+
+struct LossScaleOfPython : LossScale {
+  explicit LossScaleOfPython(py::function its_name_of_param)
+      : name_of_param(std::move(its_name_of_param)) {}
+
+  py::function name_of_param;  // of an optimizer, or None, and an index
+  // By the number of an optimizer, that of its last look.
+  std::unordered_map<int64_t, py::dict> states;
+
+  // Takes the first bad gradients that an optimizer has found by itself.
+  void keep_look(int64_t slot, const py::dict& state) {
+    if (!state.contains("look")) return;
+    std::vector<at::Tensor> first_nonfinites;
+    for (const py::handle each : state["look"].attr("first_nonfinites").attr("values")()) {
+      first_nonfinites.push_back(py::cast<at::Tensor>(each));
+    }
+    keep_first_nonfinites(slot, std::move(first_nonfinites));
+  }
+};
+
+// Calls visit(param) for the parameters of all groups of an optimizer.
+template <typename Visit>
+void for_each_param(const py::object& optimizer, const Visit& visit) {
+  for (const py::handle group : optimizer.attr("param_groups")) {
+    for (const py::handle param : group["params"]) visit(param);
+  }
+}
+
+// The gradients of an optimizer, each as the tensor that holds its numbers here.
+std::vector<ParamGrad> grads_of(const py::object& optimizer) {
   std::vector<ParamGrad> grads;
-  for (const py::handle param : params) {
+  if (optimizer.is_none()) return grads;
+  for_each_param(optimizer, [&](py::handle param) {
     at::Tensor grad = THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl()->grad();
     int64_t version = grad.defined() ? version_of(grad) : 0;
     if (grad.defined() && grad.key_set().has(c10::DispatchKey::Python)) {
@@ -66,17 +107,165 @@ std::vector<ParamGrad> grads_of(const std::vector<py::handle>& params) {
     }
     if (grad.defined() && grad.is_sparse()) grad = grad._values();
     grads.push_back({param.ptr(), std::move(grad), version});
-  }
+  });
   return grads;
 }
 
+// Returns what gives an optimizer as long as it is there.
+py::object reference_to(const py::object& optimizer) {
+  if (PyObject* const weak = PyWeakref_NewRef(optimizer.ptr(), nullptr)) {
+    return py::reinterpret_steal<py::object>(weak);
+  }
+  PyErr_Clear();  // something that only looks like an optimizer
+  return py::cpp_function([optimizer] { return optimizer; });
+}
+
+int64_t number_of(LossScaleOfPython& self, const py::object& optimizer) {
+  if (const auto known = self.find_optimizer(optimizer.ptr())) return *known;
+  const py::object reference = reference_to(optimizer);
+  return self.add_optimizer(
+      optimizer.ptr(), [reference] { return !reference().is_none(); },
+      [reference, name_of = self.name_of_param](int64_t index) {
+        const py::gil_scoped_acquire acquire;
+        return py::cast<std::string>(name_of(reference(), index));
+      });
+}
+
+// By its id, the key in torch's dict; all that nothing is known of have one number.
+int64_t number_behind(LossScaleOfPython& self, py::handle id) {
+  const auto known = self.find_optimizer(PyLong_AsVoidPtr(id.ptr()));
+  PyErr_Clear();  // of a key that is no address
+  if (known.has_value()) return *known;
+  return self.add_optimizer(nullptr, [] { return true; }, [](int64_t) { return std::string(); });
+}
+
+// Begins a look at an optimizer, of which torch's dict has `state`, on behalf of an operation of
+// the scaler. Returns the flag to start from; none before there is a scale.
+OptionalTensor begin_look(LossScaleOfPython& self, const std::string& operation,
+                          const py::dict& attributes, const py::dict& state,
+                          const py::object& optimizer) {
+  read_attributes(attributes, self);
+  const int64_t slot = number_of(self, optimizer);
+  if (!state.contains("iteration")) {
+    state["iteration"] = py::cast(
+        std::make_shared<IterationOfPython>(slot, self.names_of(slot), reference_to(optimizer)));
+  }
+  const auto& iteration = py::cast<const IterationOfPython&>(state["iteration"]);
+  iteration.check_not_spent(operation);
+  const py::dict states = attributes["_per_optimizer_states"];
+  if (states.size() > 1) {
+    const std::vector<ParamGrad> grads = grads_of(optimizer);
+    for (const auto& [key, other] : states) {
+      if (other.is(state) || !other.contains("iteration")) continue;
+      iteration.check_still_scaled(operation, py::cast<IterationOfPython&>(other["iteration"]),
+                                   grads);
+    }
+  }
+  const auto last = self.states.find(slot);
+  if (last != self.states.end()) self.keep_look(slot, last->second);
+  self.states[slot] = state;
+  if (!self.scale.defined()) return {};
+  return self.begin_look(slot);
+}
+
+// Looks at the gradients of an optimizer, of DTensors at this rank's part, and multiplies them by
+// `inv_scale`, if that is given. Returns a flag by device; none if torch has to do it.
+py::object look(LossScaleOfPython& self, IterationOfPython& iteration,
+                const std::vector<py::object>& given, const at::Tensor& found_inf,
+                const OptionalTensor& inv_scale, bool allow_fp16) {
+  const py::object optimizer = iteration.optimizer();
+  TensorList params, present;
+  for_each_param(optimizer,
+                 [&](py::handle param) { params.push_back(THPVariable_Unpack(param.ptr())); });
+  bool are_ours = true;
+  for (const py::object& each : given) {
+    present.emplace_back();
+    if (each.is_none()) continue;
+    const at::Tensor& grad = present.back() = THPVariable_Unpack(each.ptr());
+    are_ours &= THPVariable_CheckExact(each.ptr()) && (grad.is_cpu() || grad.is_cuda());
+  }
+  const GradsByDevice grads =
+      grads_by_device(params, std::move(present), allow_fp16, iteration.name_of);
+  if (inv_scale.has_value()) iteration.begin_unscaling(grads_of(optimizer));
+  if (!are_ours) return py::none();
+  std::vector<at::Tensor> flags;
+  {
+    const py::gil_scoped_release release;
+    flags = iteration.look(self, grads, found_inf, inv_scale);
+  }
+  py::dict by_device;
+  for (const at::Tensor& flag : flags) by_device[py::cast(flag.device())] = flag;
+  return by_device;
+}
+
+// Lets the scale follow what is in the dicts of all optimizers, or sets it, and puts new dicts in
+// their place. Returns what to say of it; none if nothing was looked at, and nothing done.
+py::object update(LossScaleOfPython& self, py::dict attributes, const py::object& new_scale,
+                  const py::object& next_states) {
+  std::vector<std::pair<int64_t, at::Tensor>> flags;
+  bool has_spent = false;
+  std::unordered_set<const void*> seen;  // of a wrapper and of the optimizer inside
+  for (const auto& [key, state] : py::dict(attributes["_per_optimizer_states"])) {
+    if (!seen.insert(state.ptr()).second) continue;
+    std::optional<int64_t> slot;
+    if (state.contains("iteration")) {
+      const auto& iteration = py::cast<const IterationOfPython&>(state["iteration"]);
+      has_spent |= iteration.is_spent;
+      slot = iteration.slot;
+      self.keep_look(*slot, py::reinterpret_borrow<py::dict>(state));
+    }
+    for (const auto& [device, flag] : py::dict(state["found_inf_per_device"])) {
+      if (!slot.has_value()) slot = number_behind(self, key);  // someone's own way of looking
+      flags.emplace_back(*slot, py::cast<at::Tensor>(flag));
+    }
+  }
+  if (flags.empty() && new_scale.is_none() && !has_spent) return py::none();
+  read_attributes(attributes, self);
+  std::function<void()> set;
+  if (THPVariable_Check(new_scale.ptr())) {
+    set = [&] { self.scale.copy_(THPVariable_Unpack(new_scale.ptr())); };
+  } else if (!new_scale.is_none()) {
+    set = [&, number = py::cast<double>(new_scale)] { self.scale.fill_(number); };
+  }
+  if (!flags.empty()) self.make_room();  // other threads may read reports
+  ScalerNews news;
+  {
+    const py::gil_scoped_release release;
+    const at::NoGradGuard no_grad;
+    news = self.update(flags, set);
+  }
+  // Within this call: an interrupt between the two would let the scale follow twice.
+  attributes["_per_optimizer_states"] = next_states;
+  return py::make_tuple(news.settled, news.skips, news.scale_is_too_small);
+}
+
 void define_loss_scale(py::module_& module) {
-  py::class_<LossScale>(module, "LossScale")
-      .def(py::init<>())
-      .def_readwrite("warned_of_scale", &LossScale::warned_of_scale)
+  py::class_<IterationOfPython, std::shared_ptr<IterationOfPython>>(module, "ScaledIteration")
+      .def_readwrite("is_spent", &IterationOfPython::is_spent)
+      .def(
+          "is_of",
+          [](const IterationOfPython& self, py::handle optimizer) {
+            return self.optimizer().is(optimizer);
+          },
+          py::arg("optimizer"))
+      .def("check_not_spent", &IterationOfPython::check_not_spent, py::arg("operation"))
+      .def("check_unscaled",
+           [](const IterationOfPython& self) { self.check_unscaled(grads_of(self.optimizer())); })
+      .def(
+          "note_scale",
+          [](IterationOfPython& self, bool has_stepped) {
+            const py::object optimizer = self.optimizer();
+            if (!optimizer.is_none()) self.note_scale(grads_of(optimizer), has_stepped);
+          },
+          py::arg("has_stepped"))
+      .def("forget_unscaling", &IterationOfPython::forget_unscaling);
+
+  py::class_<LossScaleOfPython>(module, "LossScale")
+      .def(py::init<py::function>(), py::arg("name_of_param"))
+      .def_readwrite("warned_of_scale", &LossScaleOfPython::warned_of_scale)
       .def(
           "make",
-          [](LossScale& self, py::dict attributes, const at::Device& device) {
+          [](LossScaleOfPython& self, py::dict attributes, const at::Device& device) {
             read_attributes(attributes, self);
             self.make(device);
             attributes["_scale"] = self.scale;
@@ -86,59 +275,56 @@ void define_loss_scale(py::module_& module) {
           py::arg("attributes"), py::arg("device"))
       .def(
           "load",
-          [](LossScale& self, py::dict attributes, const py::dict& changes) {
+          [](LossScaleOfPython& self, const py::dict& attributes, const py::dict& state_dict,
+             const py::function& checked) {
             read_attributes(attributes, self);
-            read_attributes(changes, self);
-            self.restart();
+            self.load([&](const char* name, bool is_required) -> std::optional<at::Scalar> {
+              if (!is_required && !state_dict.contains(name)) return {};
+              if (!state_dict.contains(name)) throw py::key_error(name);
+              const py::object number = checked(name, state_dict[name]);
+              if (PyLong_Check(number.ptr())) return at::Scalar(py::cast<int64_t>(number));
+              return at::Scalar(py::cast<double>(number));
+            });
+            py::dict changes;
+            changes["_init_scale"] = self.init_scale;
+            changes["_growth_factor"] = self.hyperparameters.growth_factor;
+            changes["_backoff_factor"] = self.hyperparameters.backoff_factor;
+            changes["_growth_interval"] = self.hyperparameters.growth_interval;
+            changes["_init_growth_tracker"] = self.init_growth_tracker;
+            changes["_init_hysteresis_tracker"] = self.init_hysteresis_tracker;
             PyDict_Update(attributes.ptr(), changes.ptr());
-            attributes["_init_hysteresis_tracker"] = self.init_hysteresis_tracker;
           },
-          py::arg("attributes"), py::arg("changes"))
-      .def("add_optimizer", &LossScale::add_optimizer, py::arg("name_of"))
+          py::arg("attributes"), py::arg("state_dict"), py::arg("checked"))
+      .def("begin_look", &begin_look, py::arg("operation"), py::arg("attributes"), py::arg("state"),
+           py::arg("optimizer"))
+      .def("look", &look, py::arg("iteration"), py::arg("grads"), py::arg("found_inf"),
+           py::arg("inv_scale"), py::arg("allow_fp16"))
       .def(
-          "begin_look",
-          [](LossScale& self, int64_t slot, const at::Tensor& scale) {
-            self.scale = scale;
-            return self.begin_look(slot);
-          },
-          py::arg("slot"), py::arg("scale"))
-      .def("look", &LossScale::look, py::call_guard<py::gil_scoped_release>(), py::arg("slot"),
-           py::arg("grads"), py::arg("found_inf"), py::arg("inv_scale") = py::none())
-      .def("first_nonfinite", &LossScale::first_nonfinite, py::arg("slot"), py::arg("device"))
-      .def("keep_first_nonfinites", &LossScale::keep_first_nonfinites, py::arg("slot"),
-           py::arg("first_nonfinites"))
-      .def("note_different_scales", &LossScale::note_different_scales, py::arg("slot"),
-           py::arg("device"), py::arg("differ"))
-      .def(
-          "update",
-          [](LossScale& self, py::dict attributes,
-             const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows,
-             const py::object& next_states) {
-            read_attributes(attributes, self);
-            self.make_room();  // other threads may read reports
-            {
-              const py::gil_scoped_release release;
-              self.update(flags, follows);
+          "note_different_scales",
+          [](LossScaleOfPython& self, const py::dict& state, const py::dict& flags,
+             const at::Tensor& differ) {
+            const int64_t slot = py::cast<IterationOfPython&>(state["iteration"]).slot;
+            self.keep_look(slot, state);
+            for (const auto& [device, flag] : flags) {
+              self.note_different_scales(slot, py::cast<at::Device>(device), differ);
             }
-            // Within this call: an interrupt between the two would let the scale follow twice.
-            attributes["_per_optimizer_states"] = next_states;
           },
-          py::arg("attributes"), py::arg("flags"), py::arg("follows"), py::arg("next_states"))
-      .def(
-          "news",
-          [](LossScale& self, const at::Tensor& scale) {
-            self.scale = scale;
-            const ScalerNews news = self.news();
-            return std::make_tuple(news.settled, news.skips, news.scale_is_too_small);
-          },
-          py::arg("scale"))
-      .def("must_warn_of", &LossScale::must_warn_of, py::arg("value"))
+          py::arg("state"), py::arg("flags"), py::arg("differ"))
+      .def("update", &update, py::arg("attributes"), py::arg("new_scale"), py::arg("next_states"))
+      .def("must_warn_of", &LossScaleOfPython::must_warn_of, py::arg("value"))
       .def_static("warning_of", &LossScale::warning_of, py::arg("value"))
-      .def("check_scales", &LossScale::check_scales)
-      .def("step_skipped", &LossScale::step_skipped, py::arg("slot"))
+      .def("check_scales", &LossScaleOfPython::check_scales)
+      .def(
+          "step_skipped",
+          [](const LossScaleOfPython& self, const py::object& optimizer) -> std::optional<bool> {
+            if (optimizer.is_none()) return self.step_skipped({});
+            const auto slot = self.find_optimizer(optimizer.ptr());
+            return slot.has_value() ? self.step_skipped(slot) : std::nullopt;
+          },
+          py::arg("optimizer"))
       .def(
           "stats",
-          [](const LossScale& self, double initial_scale) {
+          [](const LossScaleOfPython& self, double initial_scale) {
             const ScalerStats stats = self.stats(initial_scale);
             const std::string& name = stats.last_nonfinite;
             return std::make_tuple(stats.updates, stats.steps, stats.skips, stats.consecutive_skips,
@@ -146,7 +332,7 @@ void define_loss_scale(py::module_& module) {
                                    name.empty() ? std::nullopt : std::optional(name));
           },
           py::arg("initial_scale"))
-      .def("history", [](const LossScale& self) {
+      .def("history", [](const LossScaleOfPython& self) {
         const ScaleHistory history = self.history();
         return std::make_tuple(history.first_update, history.scales, history.skipped);
       });
@@ -186,39 +372,6 @@ void define_scaler(py::module_& module) {
 
   define_loss_scale(module);
 
-  using Params = std::vector<py::handle>;
-  py::class_<UnscaledGrads>(module, "UnscaledGrads")
-      .def(py::init([](const Params& params) { return UnscaledGrads(grads_of(params)); }),
-           py::arg("params"))
-      .def(
-          "note_scale",
-          [](UnscaledGrads& unscaled, const Params& params, bool has_stepped) {
-            unscaled.note_scale(grads_of(params), has_stepped);
-          },
-          py::arg("params"), py::arg("has_stepped"))
-      .def(
-          "check_unscaled",
-          [](const UnscaledGrads& unscaled, const Params& params, const NameOf& name_of) {
-            unscaled.check_unscaled(grads_of(params), name_of);
-          },
-          py::arg("params"), py::arg("name_of"))
-      .def(
-          "check_still_scaled",
-          [](const UnscaledGrads& unscaled, const std::string& operation, const Params& params,
-             const NameOf& name_of) {
-            unscaled.check_still_scaled(operation, grads_of(params), name_of);
-          },
-          py::arg("operation"), py::arg("params"), py::arg("name_of"));
-
-  module.def(
-      "grads_by_device",
-      [](const TensorList& params, const std::vector<OptionalTensor>& grads, bool allow_fp16,
-         const NameOf& name_of) {
-        TensorList present;
-        for (const OptionalTensor& grad : grads) present.push_back(grad.value_or(at::Tensor()));
-        return grads_by_device(params, std::move(present), allow_fp16, name_of);
-      },
-      py::arg("params"), py::arg("grads"), py::arg("allow_fp16"), py::arg("name_of"));
   module.def("wanted_of_scaler", &wanted_of_scaler, py::arg("name"), py::arg("value"));
   module.attr("NO_TENSOR") = kNoTensor;
 }

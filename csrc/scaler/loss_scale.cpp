@@ -40,21 +40,43 @@ void LossScale::make(const at::Device& device) {
   scale = at::full({}, init_scale, options.dtype(at::kFloat));  // last: it tells that all is there
 }
 
-void LossScale::restart() {
-  const int64_t hysteresis = hyperparameters.hysteresis;
-  init_hysteresis_tracker = std::min(init_hysteresis_tracker, hysteresis);
+void LossScale::load(const Entry& entry) {
+  const auto required = [&](const char* name) { return *entry(name, /*is_required=*/true); };
+  const double new_scale = required("scale").toDouble();
+  const double growth_factor = required("growth_factor").toDouble();
+  const double backoff_factor = required("backoff_factor").toDouble();
+  const int64_t growth_interval = required("growth_interval").toLong();
+  const int64_t tracker = required("_growth_tracker").toLong();
+  // torch's scaler has none.
+  const auto hysteresis = entry("_hysteresis_tracker", /*is_required=*/false);
+  const int64_t most = hyperparameters.hysteresis;
+
+  init_scale = new_scale;
+  hyperparameters.growth_factor = growth_factor;
+  hyperparameters.backoff_factor = backoff_factor;
+  hyperparameters.growth_interval = growth_interval;
+  init_growth_tracker = tracker;
+  init_hysteresis_tracker = hysteresis.has_value() ? std::min(hysteresis->toLong(), most) : most;
   if (scale.defined()) scale.fill_(init_scale);
   if (growth_tracker.defined()) growth_tracker.fill_(init_growth_tracker);
   if (hysteresis_tracker.defined()) hysteresis_tracker.fill_(init_hysteresis_tracker);
 }
 
-int64_t LossScale::add_optimizer(NameOf name_of) {
-  records_.push_back({std::move(name_of)});
+std::optional<int64_t> LossScale::find_optimizer(const void* key) const {
+  for (size_t slot = 0; slot < records_.size(); ++slot) {
+    if (records_[slot].key == key && records_[slot].is_there()) return static_cast<int64_t>(slot);
+  }
+  return {};
+}
+
+int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of) {
+  if (const auto known = find_optimizer(key)) return *known;
+  records_.push_back({key, std::move(is_there), std::move(name_of)});
   return static_cast<int64_t>(records_.size()) - 1;
 }
 
 const at::Tensor& LossScale::begin_look(int64_t slot) {
-  Record& record = records_.at(static_cast<size_t>(slot));
+  Record& record = record_of(slot);
   if (record.awaits_update) {  // the iteration of the last look was dropped
     for (const at::Tensor& first : record.first_nonfinites) first.fill_(kNoTensor);
   }
@@ -83,7 +105,7 @@ at::Tensor LossScale::look(int64_t slot, const TensorList& grads, const at::Tens
 }
 
 at::Tensor LossScale::first_nonfinite(int64_t slot, const at::Device& device) {
-  Record& record = records_.at(static_cast<size_t>(slot));
+  Record& record = record_of(slot);
   at::Tensor first = on_device(record.first_nonfinites, device);
   if (!first.defined()) {
     const OutsideInferenceMode normal;
@@ -94,7 +116,7 @@ at::Tensor LossScale::first_nonfinite(int64_t slot, const at::Device& device) {
 }
 
 void LossScale::keep_first_nonfinites(int64_t slot, std::vector<at::Tensor> first_nonfinites) {
-  records_.at(static_cast<size_t>(slot)).first_nonfinites = std::move(first_nonfinites);
+  record_of(slot).first_nonfinites = std::move(first_nonfinites);
 }
 
 void LossScale::note_different_scales(int64_t slot, const at::Device& device,
@@ -110,13 +132,20 @@ void LossScale::make_room() {
   }
 }
 
-void LossScale::update(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows) {
+ScalerNews LossScale::update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
+                             const std::function<void()>& set) {
+  if (!flags.empty()) follow(flags, /*follows=*/set == nullptr);
+  if (set != nullptr) set();
+  return news();
+}
+
+void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows) {
   make_room();
   TensorList found_infs, elsewhere;
   std::vector<OptionalTensor> first_nonfinites;
   std::vector<int64_t> slots;
   for (const auto& [slot, found_inf] : flags) {
-    const Record& record = records_.at(static_cast<size_t>(slot));
+    const Record& record = record_of(slot);
     at::Tensor first = on_device(record.first_nonfinites, found_inf.device());
     if (first.defined() && first.device() != scale.device()) {
       elsewhere.push_back(first);
@@ -133,7 +162,7 @@ void LossScale::update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
   update_scale_(scale, growth_tracker, found_infs, first_nonfinites, slots, rules, hysteresis,
                 monitor_.get());
   for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
-  for (const auto& flag : flags) records_[static_cast<size_t>(flag.first)].awaits_update = false;
+  for (const auto& flag : flags) record_of(flag.first).awaits_update = false;
 }
 
 ScalerNews LossScale::news() {
@@ -190,7 +219,7 @@ void LossScale::check_scales() {
 
 std::string LossScale::name_of_nonfinite(const ScalerSummary& report) const {
   if (report.nonfinite_slot < 0) return {};
-  const Record& record = records_.at(static_cast<size_t>(report.nonfinite_slot));
+  const Record& record = record_of(report.nonfinite_slot);
   return record.name_of(report.nonfinite_index);
 }
 

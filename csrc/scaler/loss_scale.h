@@ -2,6 +2,7 @@
 // that. The scalers of both languages hold one.
 #pragma once
 
+#include <ATen/core/Scalar.h>
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
@@ -10,6 +11,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,13 +47,19 @@ class AMP_EXT_API LossScale {
   // Makes the tensors, also for use after an inference mode.
   void make(const at::Device& device);
 
-  // Fills the tensors that are there with what a load has set them to begin with.
-  void restart();
+  // Takes what a state dict says, and all of it or nothing. Limits stay. `entry` gives the number
+  // that stands under a name, and throws if it is required and not there, or not one to take.
+  using Entry = std::function<std::optional<at::Scalar>(const char* name, bool is_required)>;
+  void load(const Entry& entry);
 
   // Looks. Optimizers are known by the numbers of their reports.
 
-  // Gives the number of a new optimizer.
-  int64_t add_optimizer(NameOf name_of);
+  // Finds the number of an optimizer, or gives it one. It is known by an address, which is its own
+  // as long as it `is_there`: afterwards it may be that of another one.
+  std::optional<int64_t> find_optimizer(const void* key) const;
+  int64_t number_of_optimizers() const { return static_cast<int64_t>(records_.size()); }
+  int64_t add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of);
+  const NameOf& names_of(int64_t slot) const { return record_of(slot).name_of; }
 
   // Forgets what the last look at an optimizer found, if no update has read that. Returns a flag
   // without an overflow beside the scale, to copy.
@@ -78,12 +86,11 @@ class AMP_EXT_API LossScale {
   // Makes room for the reports of the next update; needs no call but where others read meanwhile.
   void make_room();
 
-  // Lets the scale follow the looks of an iteration, or only counts them, all on the device. A flag
-  // is found_inf of an optimizer on one device.
-  void update(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows);
-
-  // What to say of the last finished update. Nothing is said twice.
-  ScalerNews news();
+  // Lets the scale follow the looks of an iteration, all on the device, or only counts them where
+  // the caller has something that will `set` it. A flag is found_inf of an optimizer on one device.
+  // Returns what to say of the last finished update. Nothing is said twice.
+  ScalerNews update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
+                    const std::function<void()>& set);
 
   // Whether to warn of this scale, whose inverse is not finite; and the words, with the scale as
   // the language writes it.
@@ -103,11 +110,17 @@ class AMP_EXT_API LossScale {
 
  private:
   struct Record {
+    const void* key;
+    std::function<bool()> is_there;
     NameOf name_of;
     std::vector<at::Tensor> first_nonfinites = {};  // one for each device
     bool awaits_update = false;  // whether no update has read and reset them since a look
   };
 
+  const Record& record_of(int64_t slot) const { return records_.at(static_cast<size_t>(slot)); }
+  Record& record_of(int64_t slot) { return records_.at(static_cast<size_t>(slot)); }
+  void follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows);
+  ScalerNews news();
   std::string name_of_nonfinite(const ScalerSummary& report) const;
 
   std::deque<Record> records_;  // by slot
