@@ -169,11 +169,6 @@ class GradScaler(torch.amp.GradScaler):
                 f"'cpu', got {self._device!r}"
             )
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if self._scale is not None and self._growth_tracker is not None:
-            return self._scale, self._growth_tracker
-        return super()._check_scale_growth_tracker(funcname)  # which always forms its message
-
     @_disable_dynamo
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -303,7 +298,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        state = self._state_of(optimizer)
+        state = self._per_optimizer_states.get(id(optimizer)) or self._state_of(optimizer)
         found_inf = self._begin_look("step", optimizer, state)
         flags: dict[torch.device, Tensor] | None = None
         unscaling = unscaling_optimizer(optimizer)
@@ -356,10 +351,7 @@ class GradScaler(torch.amp.GradScaler):
         if is_older or state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)
         unscaling = unscaling_optimizer(optimizer)
-        if (
-            unscaling is not None
-            or "grad_scaler" not in inspect.signature(optimizer.step).parameters
-        ):
+        if unscaling is not None or not _takes_scaler(optimizer.step):
             return self._step_with_scale(optimizer, unscaling, state, args, kwargs)
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -381,7 +373,7 @@ class GradScaler(torch.amp.GradScaler):
         if unscaling is not None:
             unscaling.accept_hand_over(None)
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale: Any = self._scale
         state.pop("look", None)
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
@@ -392,8 +384,11 @@ class GradScaler(torch.amp.GradScaler):
         hand_over = HandOver(grad_scale, found_inf, look, is_spent=unscaling is None)
         try:
             if unscaling is None:
-                with self._handed_attributes.set_for(optimizer, hand_over):
+                try:
+                    self._handed_attributes.set_for(optimizer, hand_over)
                     returned = optimizer.step(*args, **kwargs)
+                finally:
+                    self._handed_attributes.take_back()
             else:
                 returned = _step_with_hand_over(optimizer, unscaling, hand_over, args, kwargs)
                 if preset is not None:
@@ -674,6 +669,19 @@ _UNSCALE_GRADS = GradScaler._unscale_grads_
 
 def _warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
     warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)
+
+
+def _takes_scaler(step: Any) -> bool:
+    """Returns whether an optimizer's ``step`` asks for the scaler itself, as torch's older way."""
+    function = getattr(step, "__func__", None)
+    return _has_scaler_of(step) if function is None else _has_scaler(function)
+
+
+def _has_scaler_of(step: Any) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+_has_scaler = functools.lru_cache(maxsize=32)(_has_scaler_of)  # a signature takes 9 µs
 
 
 def _spend(state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,9 +137,8 @@ class HandedAttributes:
         """Starts with none."""
         self._handed: list[tuple[Any, str, Any]] = []
 
-    @contextlib.contextmanager
-    def set_for(self, optimizer: Any, hand_over: HandOver) -> Iterator[None]:
-        """Sets them for the time of a step, also on the optimizer that an object delegates to.
+    def set_for(self, optimizer: Any, hand_over: HandOver) -> None:
+        """Sets them until they are taken back, also on the optimizer that an object delegates to.
 
         Args:
             optimizer: The optimizer, or an object that delegates to it.
@@ -156,15 +155,11 @@ class HandedAttributes:
                 "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
                 f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
             )
-        try:
-            for holder in (optimizer, optimizer if inner is None else inner):
-                for name in ("grad_scale", "found_inf"):
-                    value = getattr(hand_over, name)
-                    self._handed.append((holder, name, value))  # first: an interrupt may come
-                    setattr(holder, name, value)
-            yield
-        finally:
-            self.take_back()
+        for holder in (optimizer, optimizer if inner is None else inner):
+            for name in ("grad_scale", "found_inf"):
+                value = getattr(hand_over, name)
+                self._handed.append((holder, name, value))  # first: an interrupt may come
+                setattr(holder, name, value)
 
     def take_back(self) -> None:
         """Deletes those that were set, and no others."""

@@ -144,7 +144,8 @@ int64_t number_behind(LossScaleOfPython& self, py::handle id) {
 OptionalTensor begin_look(LossScaleOfPython& self, const std::string& operation,
                           const py::dict& attributes, const py::dict& state,
                           const py::object& optimizer) {
-  read_attributes(attributes, self);
+  const py::handle scale = attributes["_scale"];
+  if (!scale.is_none()) self.scale = THPVariable_Unpack(scale.ptr());
   const int64_t slot = number_of(self, optimizer);
   if (!state.contains("iteration")) {
     state["iteration"] = py::cast(
