@@ -351,7 +351,9 @@ class GradScaler(torch.amp.GradScaler):
         if is_older or state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)
         unscaling = unscaling_optimizer(optimizer)
-        if unscaling is not None or not _takes_scaler(optimizer.step):
+        if unscaling is not None or not _takes_scaler(
+            getattr(optimizer.step, "__func__", optimizer.step)
+        ):
             return self._step_with_scale(optimizer, unscaling, state, args, kwargs)
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -390,7 +392,11 @@ class GradScaler(torch.amp.GradScaler):
                 finally:
                     self._handed_attributes.take_back()
             else:
-                returned = _step_with_hand_over(optimizer, unscaling, hand_over, args, kwargs)
+                try:
+                    unscaling.accept_hand_over(hand_over)
+                    returned = optimizer.step(*args, **kwargs)
+                finally:
+                    unscaling.accept_hand_over(None)
                 if preset is not None:
                     with contextlib.suppress(AttributeError):  # the optimizer has deleted it
                         del optimizer.grad_scale
@@ -473,39 +479,15 @@ class GradScaler(torch.amp.GradScaler):
             self._loss_scale.check_scales()
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor of growth, in the range of the constructor.
-
-        Args:
-            new_factor: Above 1.
-
-        Raises:
-            ValueError: If it is out of range.
-            TypeError: If it is no number.
-        """
+        """Sets the factor of growth; ValueError if it is not above 1, TypeError if no number."""
         super().set_growth_factor(self._checked("growth_factor", new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor after an overflow, in the range of the constructor.
-
-        Args:
-            new_factor: Above 0 and below 1.
-
-        Raises:
-            ValueError: If it is out of range.
-            TypeError: If it is no number.
-        """
+        """Sets the factor after an overflow; ValueError if it is not above 0 and below 1."""
         super().set_backoff_factor(self._checked("backoff_factor", new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the number of clean iterations until the scale grows.
-
-        Args:
-            new_interval: 1 or more.
-
-        Raises:
-            ValueError: If it is out of range.
-            TypeError: If it is no int.
-        """
+        """Sets the clean iterations until the scale grows; ValueError if it is not 1 or more."""
         super().set_growth_interval(self._checked("growth_interval", new_interval))
 
     def _checked(self, name: str, value: Any) -> Any:
@@ -555,10 +537,7 @@ class GradScaler(torch.amp.GradScaler):
     def last_step_skipped(
         self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
     ) -> bool | None:
-        """Returns whether the step before the last update was skipped.
-
-        Does not wait for a GPU, unless asked: the answer is as of the last update that the device
-        has finished.
+        """Returns whether the step before the last update that the device has finished was skipped.
 
         Args:
             optimizer: Whose step; None for that of any.
@@ -577,13 +556,10 @@ class GradScaler(torch.amp.GradScaler):
         return skipped
 
     def stats(self, *, wait: bool = False) -> ScalerStats:
-        """Returns counts of steps and skips, the limits of the scale and the last bad tensor.
-
-        Does not wait for a GPU, unless asked: they are as of the last update that the device has
-        finished, whose number is among them.
+        """Returns counts, the limits of the scale and the last bad tensor.
 
         Args:
-            wait: Waits for the last update, so that the counts are exact.
+            wait: Waits for the last update; else they are as of the last that the device finished.
         """
         if not self._enabled:
             return ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
@@ -593,8 +569,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def history(self, *, wait: bool = False) -> ScalerHistory:
         """Returns the scales and skips of the last 4,096 updates, for plots.
-
-        Does not wait for a GPU, unless asked.
 
         Args:
             wait: Waits for the last update, so that it is among them.
@@ -632,9 +606,8 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale.load(vars(self), dict(state_dict), entry)
 
     def _get_hysteresis_tracker(self) -> int:
-        if self._hysteresis_tracker is None:
-            return self._init_hysteresis_tracker
-        return int(self._hysteresis_tracker.item())
+        tracker = self._hysteresis_tracker
+        return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process; a copy starts its counts anew."""
@@ -671,17 +644,10 @@ def _warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
     warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)
 
 
+@functools.lru_cache(maxsize=32)  # a signature takes 9 µs
 def _takes_scaler(step: Any) -> bool:
-    """Returns whether an optimizer's ``step`` asks for the scaler itself, as torch's older way."""
-    function = getattr(step, "__func__", None)
-    return _has_scaler_of(step) if function is None else _has_scaler(function)
-
-
-def _has_scaler_of(step: Any) -> bool:
+    """Returns whether a ``step`` asks for the scaler itself, as torch's older way is."""
     return "grad_scaler" in inspect.signature(step).parameters
-
-
-_has_scaler = functools.lru_cache(maxsize=32)(_has_scaler_of)  # a signature takes 9 µs
 
 
 def _spend(state: dict[str, Any]) -> None:
@@ -694,29 +660,6 @@ def _spend(state: dict[str, Any]) -> None:
         state["iteration"].is_spent = True
     else:  # a client made the state
         state["stage"] = OptState.STEPPED
-
-
-def _step_with_hand_over(
-    optimizer: Any,
-    unscaling: UnscalesInStep,
-    hand_over: HandOver,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Steps an optimizer that accepts a hand-over, and takes it back however the step ends.
-
-    Args:
-        optimizer: The optimizer, or an object that delegates to it.
-        unscaling: The optimizer itself.
-        hand_over: What it must know.
-        args: For ``optimizer.step``.
-        kwargs: Likewise.
-    """
-    try:
-        unscaling.accept_hand_over(hand_over)
-        return optimizer.step(*args, **kwargs)
-    finally:
-        unscaling.accept_hand_over(None)
 
 
 def _device_type(device: Any, enabled: bool) -> Any:

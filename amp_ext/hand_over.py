@@ -131,7 +131,7 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
 
 
 class HandedAttributes:
-    """``grad_scale`` and ``found_inf`` of optimizers that take them in torch's way, during a step."""
+    """What optimizers are handed in torch's way: ``grad_scale`` and ``found_inf``, for a step."""
 
     def __init__(self) -> None:
         """Starts with none."""

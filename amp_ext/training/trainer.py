@@ -20,12 +20,12 @@ from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.plain_numbers import with_plain_numbers
-from amp_ext.put_back import Before
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics
+from amp_ext.training.put_back import Before
 from amp_ext.training.random_state import random_state, set_random_state
 from amp_ext.training.scaler import create_fp16_grad_scaler
 

@@ -27,6 +27,33 @@
 
 namespace amp_ext::python {
 
+// What an iteration is in a scaler of Python: an entry of the dicts that torch's class keeps.
+struct IterationOfPython : ScaledIteration {
+  IterationOfPython(int64_t slot, NameOf name_of, py::object reference)
+      : ScaledIteration(slot, std::move(name_of)), optimizer(std::move(reference)) {}
+
+  py::object optimizer;  // returns it, or None if it is gone
+};
+
+struct LossScaleOfPython : LossScale {
+  explicit LossScaleOfPython(py::function its_name_of_param)
+      : name_of_param(std::move(its_name_of_param)) {}
+
+  py::function name_of_param;  // of an optimizer, or None, and an index
+  // By the number of an optimizer, that of its last look.
+  std::unordered_map<int64_t, py::dict> states;
+
+  // Takes the first bad gradients that an optimizer has found by itself.
+  void keep_look(int64_t slot, const py::dict& state) {
+    if (!state.contains("look")) return;
+    std::vector<at::Tensor> first_nonfinites;
+    for (const py::handle each : state["look"].attr("first_nonfinites").attr("values")()) {
+      first_nonfinites.push_back(py::cast<at::Tensor>(each));
+    }
+    keep_first_nonfinites(slot, std::move(first_nonfinites));
+  }
+};
+
 namespace {
 
 // Reads the attributes of a scaler of Python that say what its loss scale is. Users and other
@@ -56,33 +83,6 @@ void read_attributes(const py::dict& attributes, LossScale& to) {
   read("_hysteresis", to.hyperparameters.hysteresis);
   read("_dynamic", to.hyperparameters.dynamic);
 }
-
-// What an iteration is in a scaler of Python: an entry of the dicts that torch's class keeps.
-struct IterationOfPython : ScaledIteration {
-  IterationOfPython(int64_t slot, NameOf name_of, py::object reference)
-      : ScaledIteration(slot, std::move(name_of)), optimizer(std::move(reference)) {}
-
-  py::object optimizer;  // returns it, or None if it is gone
-};
-
-struct LossScaleOfPython : LossScale {
-  explicit LossScaleOfPython(py::function its_name_of_param)
-      : name_of_param(std::move(its_name_of_param)) {}
-
-  py::function name_of_param;  // of an optimizer, or None, and an index
-  // By the number of an optimizer, that of its last look.
-  std::unordered_map<int64_t, py::dict> states;
-
-  // Takes the first bad gradients that an optimizer has found by itself.
-  void keep_look(int64_t slot, const py::dict& state) {
-    if (!state.contains("look")) return;
-    std::vector<at::Tensor> first_nonfinites;
-    for (const py::handle each : state["look"].attr("first_nonfinites").attr("values")()) {
-      first_nonfinites.push_back(py::cast<at::Tensor>(each));
-    }
-    keep_first_nonfinites(slot, std::move(first_nonfinites));
-  }
-};
 
 // Calls visit(param) for the parameters of all groups of an optimizer.
 template <typename Visit>
