@@ -171,6 +171,10 @@ void FusedOptimizer::check_shared_options() {
   check_same("skip_nonfinite", &FusedOptions::skip_nonfinite_);
 }
 
+bool FusedOptimizer::unscales_in_step() const {
+  return typeid(*this) == *checked("unscales_in_step").kind.type;
+}
+
 std::shared_ptr<const void> FusedOptimizer::identity() const { return impl_; }
 
 }  // namespace amp_ext::optim

@@ -374,7 +374,8 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
   if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);
   TORCH_CHECK(iteration.stage != State::Stage::kStepped,
               "step() has already been called since the last update().");
-  auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
+  auto* scaled = dynamic_cast<ScaledStep*>(&optimizer);
+  if (scaled != nullptr && !scaled->unscales_in_step()) scaled = nullptr;
   const bool was_stepping = std::exchange(state.is_stepping, true);
   try {
     at::Tensor returned = scaled != nullptr ? state.step_scaled(iteration, *scaled, grad_mode)

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -58,6 +59,7 @@ class PlacedOptions final : public GroupOptions {
 void copy_option(const OptionPlace& from, const OptionPlace& to);
 
 struct OptimizerKind : Kind {
+  const std::type_info* type = nullptr;
   const char* name = nullptr;          // in messages and state dicts: "AdamW"
   const char* base_class = nullptr;    // that it extends in Python, or its own
   const char* fixed_option = nullptr;  // that a state dict can't change either

@@ -23,9 +23,10 @@ Groups one_group(std::vector<at::Tensor> params) {
 }
 
 // What follows from the types.
-template <typename Options, typename Hyperparameters>
+template <typename Class, typename Options, typename Hyperparameters>
 OptimizerKind kind_named(const char* name) {
   OptimizerKind kind{kind_of<Hyperparameters>()};
+  kind.type = &typeid(Class);
   kind.name = kind.base_class = name;
   kind.make_options = []() -> std::unique_ptr<FusedOptions> { return std::make_unique<Options>(); };
   const auto places = kind.make_options()->options();
@@ -39,13 +40,13 @@ OptimizerKind kind_named(const char* name) {
 }
 
 const OptimizerKind& adam_kind() {
-  static const auto kind = kind_named<AdamOptions, AdamHyperparameters>("Adam");
+  static const auto kind = kind_named<Adam, AdamOptions, AdamHyperparameters>("Adam");
   return kind;
 }
 
 const OptimizerKind& adamw_kind() {
   static const OptimizerKind kind = [] {
-    auto adamw = kind_named<AdamWOptions, AdamHyperparameters>("AdamW");
+    auto adamw = kind_named<AdamW, AdamWOptions, AdamHyperparameters>("AdamW");
     adamw.base_class = "Adam";
     adamw.fixed_option = "decoupled_weight_decay";
     return adamw;
@@ -54,12 +55,12 @@ const OptimizerKind& adamw_kind() {
 }
 
 const OptimizerKind& sgd_kind() {
-  static const auto kind = kind_named<SGDOptions, SgdHyperparameters>("SGD");
+  static const auto kind = kind_named<SGD, SGDOptions, SgdHyperparameters>("SGD");
   return kind;
 }
 
 const OptimizerKind& lion_kind() {
-  static const auto kind = kind_named<LionOptions, LionHyperparameters>("Lion");
+  static const auto kind = kind_named<Lion, LionOptions, LionHyperparameters>("Lion");
   return kind;
 }
 

@@ -69,6 +69,9 @@ class AMP_EXT_API ScaledStep {
   // the scaler looks itself.
   virtual std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
                                                         const at::Tensor& grad_scale);
+
+  // Whether it steps so. If not, it is any other torch::optim::Optimizer to a scaler.
+  virtual bool unscales_in_step() const { return true; }
 };
 
 // Scales the loss so that float16 gradients neither vanish nor overflow. Methods, order of calls,

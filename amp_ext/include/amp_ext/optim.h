@@ -285,13 +285,15 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   // Where a launch is refused after others, each parameter has been stepped with its states or not
   // at all, and later steps are refused until a state dict is loaded.
   //
-  // Final: a scaler, which calls step_scaled, would pass over an override. An optimizer that does
-  // more in its step derives from torch::optim::Optimizer and keeps one of these inside.
-  at::Tensor step(LossClosure closure = nullptr) final;
+  // A class that derives from one of these may have a step of its own: a scaler unscales the
+  // gradients before it and skips it after an overflow, as it does for any other optimizer.
+  at::Tensor step(LossClosure closure = nullptr) override;
 
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
                                                 const at::Tensor& grad_scale) override;
+  // Only of the classes here. One that derives from them returns true if its step is theirs.
+  bool unscales_in_step() const override;
 
   // What moves along with the optimizer, and belongs to no other as long as this one lives. Null
   // after a move.
