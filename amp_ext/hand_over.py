@@ -18,7 +18,6 @@ from torch import Tensor
 __all__ = [
     "HandOver",
     "HandedAttribute",
-    "HandedAttributes",
     "Look",
     "UnscalesInStep",
     "optimizer_inside",

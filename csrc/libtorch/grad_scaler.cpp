@@ -249,7 +249,7 @@ struct GradScaler::State {
                     "GradScaler.step: look_at_gradients must give a first_nonfinite for each "
                     "found_inf, got ",
                     found->first_nonfinites.size(), " for ", found->found_infs.size());
-        loss_scale.keep_first_nonfinites(iteration.slot, std::move(found->first_nonfinites));
+        loss_scale.keep_first_nonfinites(iteration.slot, found->first_nonfinites);
         iteration.found_infs = std::move(found->found_infs);
       } else {
         look(iteration, {});

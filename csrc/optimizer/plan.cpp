@@ -551,6 +551,7 @@ void Plan::check_row(Row& row, const GroupTable& table) {
     if (list == kGrad) continue;
     const bool was_shared = row.leave_lazy_clone(list);
     const bool has_moved = row.take_fingerprint(list);
+    if (list == kParam && was_shared) follow_own_memory(row);
     if (!was_shared && !has_moved) continue;
     row.record_is_current = false;
     memory_is_checked_ = false;
@@ -561,6 +562,15 @@ void Plan::check_row(Row& row, const GroupTable& table) {
   row.record_is_current = false;
   checks_.check_grad(row);
   checks_.check_tensors(row, table.takes_format);
+}
+
+// Other parameters may be views of the tensor that has got memory of its own, which they have too.
+void Plan::follow_own_memory(const Row& row) {
+  for (Row& other : rows_) {
+    if (storage_of(other.param()) != storage_of(row.param())) continue;
+    other.fingerprints[kParam].storage = row.fingerprints[kParam].storage;
+    other.record_is_current = false;
+  }
 }
 
 void Plan::check_memory() {

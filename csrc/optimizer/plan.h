@@ -238,6 +238,7 @@ class AMP_EXT_API Plan {
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
   void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
   void check_row(Row& row, const GroupTable& table);
+  void follow_own_memory(const Row& row);
   void check_memory();
   bool reaches_written_memory(const at::Tensor& grad) const;
   void remember_masters();

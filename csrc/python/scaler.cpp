@@ -50,7 +50,7 @@ struct LossScaleOfPython : LossScale {
     for (const py::handle each : state["look"].attr("first_nonfinites").attr("values")()) {
       first_nonfinites.push_back(py::cast<at::Tensor>(each));
     }
-    keep_first_nonfinites(slot, std::move(first_nonfinites));
+    keep_first_nonfinites(slot, first_nonfinites);
   }
 };
 

@@ -115,8 +115,14 @@ at::Tensor LossScale::first_nonfinite(int64_t slot, const at::Device& device) {
   return first;
 }
 
-void LossScale::keep_first_nonfinites(int64_t slot, std::vector<at::Tensor> first_nonfinites) {
-  record_of(slot).first_nonfinites = std::move(first_nonfinites);
+void LossScale::keep_first_nonfinites(int64_t slot,
+                                      const std::vector<at::Tensor>& first_nonfinites) {
+  std::vector<at::Tensor>& kept = record_of(slot).first_nonfinites;
+  for (const at::Tensor& first : first_nonfinites) {
+    const auto is_there = [&](const at::Tensor& each) { return each.device() == first.device(); };
+    kept.erase(std::remove_if(kept.begin(), kept.end(), is_there), kept.end());
+    kept.push_back(first);
+  }
 }
 
 void LossScale::note_different_scales(int64_t slot, const at::Device& device,

@@ -76,7 +76,7 @@ class AMP_EXT_API LossScale {
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
   // Takes those of an optimizer that has looked by itself.
-  void keep_first_nonfinites(int64_t slot, std::vector<at::Tensor> first_nonfinites);
+  void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites);
 
   // Lets the scales of ranks that take part in a look differ, where `differ`, a bool, is true.
   void note_different_scales(int64_t slot, const at::Device& device, const at::Tensor& differ);

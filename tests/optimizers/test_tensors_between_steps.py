@@ -363,6 +363,27 @@ def test_a_lazy_clone_of_a_parameter_leaves_its_master_alone() -> None:
     assert not [name for name in counts.names if name.startswith("where")]
 
 
+@pytest.mark.parametrize("cloned", range(3))
+def test_a_lazy_clone_of_one_of_the_views_of_a_buffer_leaves_their_masters_alone(cloned) -> None:
+    params = [Parameter(view) for view in torch.ones(9, 5, dtype=BF16).split(3)]
+    for param in params:
+        param.grad = torch.full_like(param, 0.5)
+    optimizer = amp_ext.optim.AdamW(params)
+    twin = amp_ext.optim.AdamW(cases.twins(optimizer))
+    for param, other in zip(params, params_of(twin), strict=True):
+        other.grad = param.grad
+    optimizer.step()
+    twin.step()
+    clone = torch._lazy_clone(params[cloned].detach())
+    copied = clone.clone()
+    with Counts() as counts:
+        optimizer.step()
+    twin.step()
+    assert not [name for name in counts.names if name.startswith("where")]
+    assert torch.equal(clone, copied)
+    cases.assert_same_bits(optimizer, twin)
+
+
 @each_class
 def test_a_lazy_clone_of_the_parameter_may_be_its_gradient(name, options) -> None:
     optimizer = optimizer_of(name, options)
