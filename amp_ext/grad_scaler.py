@@ -606,8 +606,9 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale.load(vars(self), dict(state_dict), entry)
 
     def _get_hysteresis_tracker(self) -> int:
-        tracker = self._hysteresis_tracker
-        return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
+        if self._hysteresis_tracker is None:
+            return self._init_hysteresis_tracker
+        return int(self._hysteresis_tracker.item())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process; a copy starts its counts anew."""
