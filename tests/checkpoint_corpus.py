@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deeds import whole
 from hashes import Hash, numbers
 from torch import Tensor
 from torch.nn import Parameter
@@ -143,18 +144,29 @@ def plan_of(row: str, configuration: str, path: Path | None = None) -> Saved:
     return {
         "optimizer": name,
         "options": {"lr": 2.0**-6, **options, **CONFIGURATIONS.get(configuration, {})},
-        "param_dtype": configuration.partition("/")[0],
+        "dtype": configuration.partition("/")[0],
         "params": tensors(0, dtype),
         "grads": [tensors(1 + step, dtype) for step in steps],
         "file": None if path is None else str(path),
-        "archive": None,  # of C++, which then has the states that are loaded
     }
+
+
+def deed_of(plan: Saved, archive: Path | None = None) -> Saved:
+    """Returns what C++ does for a plan; an archive of torch has the states of its file."""
+    calls: list[tuple[str, Any]] = []
+    if plan["file"] is not None:
+        states = ("load", plan["file"]) if archive is None else ("load_archive", str(archive))
+        calls = [("params.load", plan["file"]), (f"optimizer.{states[0]}", states[1])]
+    for grads in plan["grads"]:
+        calls += [("grads", grads), ("optimizer.step",)]
+    groups = [{"params": [*range(len(plan["params"]))]}]
+    return whole({**plan, "groups": groups, "calls": calls})
 
 
 def run_in_python(plan: Saved, library: Any = amp_ext.optim) -> Saved:
     """Does what a plan says; returns the checkpoint and, of ours, the states in float32."""
     saved = None if plan["file"] is None else torch.load(plan["file"], weights_only=True)
-    dtype = getattr(torch, plan["param_dtype"])
+    dtype = getattr(torch, plan["dtype"])
     params = [Parameter(param.to(dtype)) for param in (plan if saved is None else saved)["params"]]
     optimizer = getattr(library, plan["optimizer"])(params, **plan["options"])
     if saved is not None:
@@ -261,8 +273,9 @@ def write_in_cpp(folder: Path, row: str, configuration: str) -> None:
     if path.exists():
         return
     with tempfile.TemporaryDirectory() as work:
-        torch.save(plan_of(row, configuration), Path(work, "plan.pt"))
-        subprocess.run([PROGRAM, "resume", work], check=True)
+        torch.save(deed_of(plan_of(row, configuration)), Path(work, "deed.pt"))
+        done = subprocess.run([PROGRAM], input=f"do\t{work}\n", capture_output=True, text=True)
+        assert done.stdout == "\x040\n", done.stdout
         for writer, name in (("cpp", "cpp.pt"), ("archive", "archive.pt")):
             (folder / writer / row).parent.mkdir(parents=True, exist_ok=True)
             Path(work, name).rename(folder / writer / f"{row}.pt")

@@ -319,6 +319,7 @@ def bits_of(side: Optimizer | list[Any]) -> list[dict[str, Tensor]]:
         {
             name: tensor.detach().clone()
             for name, tensor in {"param": param, **states.get(param, {})}.items()
+            if isinstance(tensor, Tensor)  # a file of others may have more
         }
         for param in params_of(side)
     ]

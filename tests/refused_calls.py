@@ -1,27 +1,22 @@
 """The table of calls that Python and C++ refuse alike: what is done, the exception, and its text.
 
-A row adds what it does as plain values, which a program in C++ reads and does as well: options of a
-scaler or an optimizer and its groups, and calls of their methods. Its text is that of Python. That
-of C++ is the same up to what came, which each prints as its own language does.
+A row adds a deed of ``deeds``, which a program in C++ does as well. Its text is that of Python.
+That of C++ is the same up to what came, which each prints as its own language does.
 """
 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from optimizer_cases import CLASSES, assert_same_bits, bits_of
+from deeds import ONE, Deed, Saved
+from optimizer_cases import CLASSES
 
 import amp_ext
 from amp_ext.optim.options import defaults_of
 
-# Options by "scaler", "options" (of the optimizer) and "groups" (with numbers of parameters), and
-# "optimizer", "dtype" and "calls".
-Deed = dict[str, Any]
-Saved = dict[str, Any]
 Change = Callable[[Saved], Any]
 
 
@@ -101,7 +96,7 @@ OF_OTHER_CODES = (
     "an earlier amp_ext, which can write float32_state_dict(optimizer) to be loaded here"
 )
 NAN, INF = float("nan"), float("inf")
-ONE, TWO = [{"params": [0]}], [{"params": [0]}, {"params": [1]}]
+TWO = [*ONE, {"params": [1]}]
 FILE = file_of("AdamW", 1, 1, lr=0.1)
 OPTIONS = [key for key in FILE["param_groups"][1] if key != "params"]
 IN_BYTES = torch.ones(2, dtype=torch.uint8)
@@ -582,7 +577,7 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
         "got it later: it may still be scaled",
     ),
     "norm of nan": (
-        optimizer("SGD", ("gradient", "inf"), ("clip_grad_norm_", 1.0)),
+        optimizer("SGD", ("gradient", "inf"), ("clip_grad_norm_", (1.0, True))),
         RuntimeError,
         "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
         "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
@@ -650,64 +645,3 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
         f"AdamW.load_state_dict: state_dtype of param_groups[0] {NO_CODE} '8bit'",
     ),
 }
-
-
-def whole(deed: Deed) -> Deed:
-    """Returns all that a program must know of a row, with dtypes by their names."""
-    usual = {"optimizer": "SGD", "options": {}, "dtype": "float32", "scaler": {}, "calls": []}
-    row = {**usual, "groups": ONE, **deed}
-    options = {
-        key: str(value) if isinstance(value, torch.dtype) else value
-        for key, value in row["options"].items()
-    }
-    return {**row, "options": options, "groups": [*row["groups"]]}
-
-
-GRADIENTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
-    "none": lambda param: None,
-    "ones": lambda param: torch.ones_like(param),
-    "inf": lambda param: torch.full_like(param, INF),
-    "sparse": lambda param: torch.ones_like(param).to_sparse(),
-    "parameter": lambda param: param.detach(),
-}
-
-
-def do(deed: Deed) -> None:
-    """Does what a row says; a call that raises must leave optimizer and scaler as they were."""
-    row = whole(deed)
-    dtype = getattr(torch, row["dtype"])
-    params = [torch.ones(2, dtype=dtype, requires_grad=True) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    package, _, name = row["optimizer"].rpartition(".")
-    kinds = torch.optim if package == "torch.optim" else amp_ext.optim
-    each = [group | {"params": [params[i] for i in group["params"]]} for group in row["groups"]]
-    optimizer = getattr(kinds, name)(each, **deed.get("options", {}))
-    scaler = amp_ext.GradScaler("cpu", **row["scaler"])
-    implied = {"scale": [torch.ones(())], "step": [optimizer], "unscale_": [optimizer]}
-    for call, *arguments in row["calls"]:
-        owner, _, method = call.rpartition(".")
-        before, bits = scaler.state_dict(), bits_of(optimizer)
-        try:
-            if call == "options":  # of the first group
-                optimizer.param_groups[0].update(*arguments)
-            elif call == "gradient":  # of the first parameter
-                params[0].grad = GRADIENTS[arguments[0]](params[0])
-            elif call == "clip_grad_norm_":
-                amp_ext.clip_grad_norm_(params, *arguments, error_if_nonfinite=True)
-            elif owner == "optimizer":
-                getattr(optimizer, method)(*arguments)
-            else:
-                getattr(scaler, method)(*implied.get(method, arguments))
-        except Exception:
-            assert scaler.state_dict() == before
-            assert_same_bits(optimizer, bits)
-            raise
-
-
-def comparable(text: str) -> str:
-    """Returns what Python and C++ say alike: a message without what came, numbers as numbers."""
-    text = text.partition("\n")[0].partition(", got ")[0]
-    text = re.sub(" or (a tensor|two tensors) of one element", "", text)
-    text = re.sub(r"\(([\d, ]+?),?\)", r"[\1]", text)
-    return re.sub(r"-?\d+(\.\d*)?(e[+-]?\d+)?", lambda match: f"{float(match[0]):.4g}", text)

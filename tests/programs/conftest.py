@@ -120,7 +120,7 @@ def build_program(cmake_program: str) -> BuildProgram:
 
 TESTS = Path(__file__).resolve().parents[1]
 CPP_PROGRAM = TESTS.parent / "build" / "cpp_program"
-END = "\x04"  # of what one command of a served program prints
+END = "\x04"  # of what one command of the program prints
 
 
 class Program:
@@ -132,7 +132,7 @@ class Program:
     def start(self) -> subprocess.Popen[str]:
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
-                [CPP_PROGRAM / "program", "serve"],
+                [CPP_PROGRAM / "program"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -6,8 +6,11 @@ import argparse
 import errno
 import os
 import random
+import re
 import shutil
 import signal
+import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 import amp_ext
 from amp_ext.training import MixedPrecisionTrainer
+from amp_ext.training.checkpoint_file import write_checkpoint
 
 OPTIONS = {"optimizer": amp_ext.optim.AdamW, "scheduler": cases.halving}
 OPTIONS |= {"gradient_accumulation_steps": 2, "growth_interval": 2}
@@ -171,6 +175,91 @@ def test_a_file_has_the_permissions_that_other_files_get(tmp_path):
     new().save(tmp_path / "run.pt")
     modes = [(tmp_path / name).stat().st_mode for name in ("other", "run.pt")]
     assert modes[0] == modes[1]
+
+
+# Where a file is written.
+
+
+save = partial(write_checkpoint, "save_state", "text")
+
+
+def test_links_stay_and_what_they_name_is_replaced(tmp_path):
+    (tmp_path / "disk").mkdir()
+    for name, target in (("run.pt", "disk/last.pt"), ("disk/last.pt", "7.pt")):
+        (tmp_path / name).symlink_to(target)
+    for _ in range(2):  # the first where no file is yet
+        save(tmp_path / "run.pt")
+        assert sorted(os.listdir(tmp_path / "disk")) == ["7.pt", "last.pt"]
+        files = [path for path in tmp_path.rglob("*.pt") if not path.is_symlink()]
+        assert files == [tmp_path / "disk" / "7.pt"]
+        assert torch.load(tmp_path / "run.pt") == "text"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o600, 0o666, 0o444])
+def test_a_file_keeps_its_mode(mode, tmp_path):
+    path = tmp_path / "run.pt"
+    path.touch()
+    path.chmod(mode)
+    save(path)
+    assert path.stat().st_mode & 0o777 == mode
+    assert torch.load(path) == "text"
+
+
+def test_a_file_is_written_under_a_name_of_its_own(tmp_path):
+    (tmp_path / "run.pt.tmp").write_text("mine")
+    save(tmp_path / "run.pt")
+    assert sorted(os.listdir(tmp_path)) == ["run.pt", "run.pt.tmp"]
+    assert (tmp_path / "run.pt.tmp").read_text() == "mine"
+    modes = {(tmp_path / name).stat().st_mode for name in ("run.pt", "run.pt.tmp")}
+    assert len(modes) == 1  # the mode that new files get
+
+
+@pytest.mark.parametrize("letter", ["a", "ä"])
+def test_a_name_may_be_as_long_as_the_disk_allows(letter, tmp_path):
+    longest = (letter * 255).encode()[:252].decode(errors="ignore") + ".pt"
+    for length in (len(longest), 100):
+        save(tmp_path / longest[-length:])
+    assert {torch.load(path) for path in tmp_path.iterdir()} == {"text"}
+    with pytest.raises(OSError, match=r"File name too long: .*\.pt'"):
+        save(tmp_path / (letter + longest))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(Path.mkdir, "a folder"), (os.mkfifo, "a pipe"), (make_socket, "a socket")]
+)
+def test_what_is_no_file_is_refused(make, kind):
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as those of sockets must be
+        path = Path(folder) / "run.pt"
+        make(path)
+        before = path.stat()
+        words = f"save_state: path must be of a file, or of nothing yet, got {kind}: {path}"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            save(path)
+        assert path.stat() == before
+        assert os.listdir(folder) == ["run.pt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing/run.pt", "No such file or directory: .*missing/run.pt'"),
+        ("file/run.pt", "Not a directory: .*file/run.pt'"),
+        ("loop", "Too many levels of symbolic links: .*loop'"),
+        ("gone/", "No such file or directory"),
+    ],
+)
+def test_an_error_names_the_file_and_leaves_none(name, words, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match=words):
+        save(f"{tmp_path}/{name}")
+    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
 
 
 # What fails.

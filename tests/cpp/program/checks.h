@@ -1,4 +1,4 @@
-// Checks of what a program sees of the C++ interface.
+// Checks of what the C++ interface does itself.
 #pragma once
 
 #include <amp_ext/amp_ext.h>
@@ -8,12 +8,12 @@
 #include <cmath>
 #include <functional>
 #include <future>
-#include <limits>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -24,9 +24,11 @@ using amp_ext::Autocast;
 using amp_ext::GradScaler;
 using amp_ext::GradScalerOptions;
 using namespace amp_ext::optim;
+namespace theirs = torch::optim;
+using Groups = std::vector<theirs::OptimizerParamGroup>;
 
-inline GradScaler cpu_scaler(double scale = 1024.0) {
-  return GradScaler(GradScalerOptions().device(torch::kCPU).init_scale(scale));
+inline GradScaler cpu_scaler(double scale = 1024.0, bool enabled = true) {
+  return GradScaler(GradScalerOptions().device(torch::kCPU).init_scale(scale).enabled(enabled));
 }
 
 inline torch::Tensor parameter(std::vector<double> values, c10::ScalarType dtype = torch::kFloat) {
@@ -39,256 +41,21 @@ inline void give_grad(torch::Tensor& param, GradScaler& scaler, double value) {
   scaler.scale((param.to(torch::kFloat) * value).sum()).backward();
 }
 
+// Steps with a gradient of ones.
+inline void step_with_ones(theirs::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (torch::Tensor param : group.params()) param.mutable_grad() = torch::ones_like(param);
+  }
+  optimizer.step();
+}
+
 inline bool same(const torch::Tensor& a, const torch::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && torch::equal(a, b);
 }
 
-// An optimizer of the user's that unscales in its step.
-class Descent : public torch::optim::Optimizer, public amp_ext::ScaledStep {
- public:
-  explicit Descent(std::vector<torch::Tensor> params)
-      : Optimizer({torch::optim::OptimizerParamGroup(std::move(params))},
-                  std::make_unique<torch::optim::SGDOptions>(0.5)) {}
-
-  torch::Tensor step(LossClosure = nullptr) override { throw std::logic_error("not scaled"); }
-  torch::Tensor step_scaled(const torch::Tensor& grad_scale,
-                            const torch::Tensor& found_inf) override {
-    const torch::NoGradGuard no_grad;
-    ++calls;
-    if (found_inf.item<float>() != 0.0F) return {};
-    for (torch::Tensor& param : parameters()) param.sub_(0.5 * param.grad() / grad_scale);
-    return torch::tensor(7.0);
-  }
-
-  int calls = 0;
-};
-
-inline void own_scaled_steps_are_found() {
-  torch::Tensor param = parameter({1.0, 2.0});
-  Descent optimizer({param});
-  GradScaler scaler = cpu_scaler();
-  give_grad(param, scaler, 2.0);
-  CHECK_THAT(scaler.step(optimizer).item<double>() == 7.0);
-  scaler.update();
-  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 1.0F})));
-  give_grad(param, scaler, INFINITY);
-  scaler.step(optimizer);
-  scaler.update();
-  CHECK_THAT(optimizer.calls == 2 && same(param.detach(), torch::tensor({0.0F, 1.0F})));
-  CHECK_THAT(scaler.get_scale() == 512.0 && *scaler.last_step_skipped(&optimizer));
-}
-
-inline void casts_work_across_the_library() {
-  torch::Tensor param = parameter({1.0});
-  const std::unique_ptr<torch::optim::Optimizer> ours =
-      std::make_unique<AdamW>(std::vector<torch::Tensor>{param}, AdamWOptions(0.1));
-  CHECK_THAT(dynamic_cast<amp_ext::ScaledStep*>(ours.get()) != nullptr);
-  CHECK_THAT(dynamic_cast<AdamW*>(ours.get()) != nullptr);
-  CHECK_THAT(dynamic_cast<SGD*>(ours.get()) == nullptr);
-  CHECK_THAT(dynamic_cast<AdamWOptions*>(&ours->param_groups()[0].options()) != nullptr);
-  bool was_caught = false;
-  try {
-    Adam optimizer({param}, AdamOptions(-1.0));
-  } catch (const c10::Error& error) {
-    was_caught = true;
-  }
-  CHECK_THAT(was_caught);
-}
-
-inline void foreign_optimizers_are_skipped_whole() {
-  torch::Tensor param = parameter({1.0, 2.0});
-  torch::optim::SGD optimizer({param}, torch::optim::SGDOptions(0.5).momentum(0.9));
-  GradScaler scaler = cpu_scaler();
-  give_grad(param, scaler, 2.0);
-  scaler.step(optimizer);
-  scaler.update();
-  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 1.0F})));
-  const auto& state =
-      static_cast<torch::optim::SGDParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
-  const torch::Tensor before = state.momentum_buffer().clone();
-  give_grad(param, scaler, NAN);
-  scaler.step(optimizer);
-  scaler.update();
-  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 1.0F})));
-  CHECK_THAT(same(state.momentum_buffer(), before));
-  CHECK_THAT(scaler.get_scale() == 512.0);
-}
-
-inline void groups_keep_their_options() {
-  torch::Tensor a = parameter({1.0}), b = parameter({1.0}), c = parameter({1.0});
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(std::vector{a});
-  // Set to what it is without being set, which is not what the optimizer has.
-  groups.emplace_back(std::vector{b},
-                      std::make_unique<AdamWOptions>(AdamWOptions().weight_decay(0.01)));
-  AdamW optimizer(groups, AdamWOptions(0.5).weight_decay(0.25).clip_value(3.0));
-  optimizer.add_param_group({{c}, std::make_unique<AdamWOptions>(AdamWOptions(0.125).eps(0.5))});
-  const auto options = [&](size_t group) {
-    return static_cast<const AdamWOptions&>(optimizer.param_groups()[group].options());
-  };
-  CHECK_THAT(options(0).lr() == 0.5 && options(0).weight_decay() == 0.25);
-  CHECK_THAT(options(1).lr() == 0.5 && options(1).weight_decay() == 0.01);
-  CHECK_THAT(options(2).lr() == 0.125 && options(2).weight_decay() == 0.25);
-  CHECK_THAT(options(2).eps() == 0.5 && *options(2).clip_value() == 3.0);
-  torch::optim::StepLR schedule(optimizer, 1, 0.5);
-  schedule.step();
-  schedule.step();  // torch's decays one step late
-  CHECK_THAT(options(0).get_lr() == 0.25 && options(2).get_lr() == 0.0625);
-}
-
-// Ten steps of a network, with an archive in between.
-inline std::vector<torch::Tensor> trained(const AdamWOptions& own_options, bool with_archive) {
-  torch::manual_seed(0);
-  torch::nn::Sequential model(torch::nn::Linear(64, 64), torch::nn::ReLU(),
-                              torch::nn::Linear(64, 3));
-  model->to(torch::kBFloat16);
-  const torch::Tensor inputs = torch::randn({10, 4, 64}).to(torch::kBFloat16);
-  auto options = own_options;
-  auto optimizer = std::make_unique<AdamW>(model->parameters(), options.lr(0.01));
-  auto scaler = std::make_unique<GradScaler>(cpu_scaler());
-  for (int step = 0; step < 10; ++step) {
-    if (step == 5 && with_archive) {
-      std::stringstream of_optimizer, of_scaler;
-      torch::save(*optimizer, of_optimizer);
-      torch::save(*scaler, of_scaler);
-      optimizer = std::make_unique<AdamW>(model->parameters(), options.lr(7.0).amsgrad(false));
-      scaler = std::make_unique<GradScaler>(cpu_scaler(2.0));
-      torch::load(*optimizer, of_optimizer);
-      torch::load(*scaler, of_scaler);
-    }
-    optimizer->zero_grad();
-    scaler->scale(model->forward(inputs[step]).to(torch::kFloat).square().mean()).backward();
-    scaler->step(*optimizer);
-    scaler->update();
-  }
-  std::vector<torch::Tensor> result = optimizer->master_params();
-  result.push_back(torch::tensor(scaler->get_scale()));
-  return result;
-}
-
-inline void archives_resume_with_the_same_bits() {
-  for (const MasterWeights masters : {true, false}) {
-    const auto options = AdamWOptions().amsgrad(true).master_weights(masters);
-    const auto whole = trained(options, false), resumed = trained(options, true);
-    for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
-  }
-}
-
-inline void archives_resume_split_masters_with_the_same_bits() {
-  for (const char* const form : {"split", "split8"}) {
-    const auto options = AdamWOptions().amsgrad(true).master_weights(form);
-    const auto whole = trained(options, false), resumed = trained(options, true);
-    for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
-  }
-}
-
-inline void archives_resume_moments_in_8_bits_with_the_same_bits() {
-  for (const char* const form : {"8bit-bf16", "8bit"}) {
-    const auto options = AdamWOptions().state_dtype(form);
-    const auto whole = trained(options, false), resumed = trained(options, true);
-    for (size_t i = 0; i < whole.size(); ++i) CHECK_THAT(same(whole[i], resumed[i]));
-  }
-}
-
-inline torch::ScalarType product_dtype() {
-  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
-}
-
-inline void autocast_scopes_nest_and_end() {
-  CHECK_THAT(product_dtype() == torch::kFloat);
-  {
-    const Autocast outer(torch::kCPU, torch::kBFloat16);
-    CHECK_THAT(product_dtype() == torch::kBFloat16);
-    {
-      const Autocast inner(torch::kCPU, torch::kHalf);
-      CHECK_THAT(product_dtype() == torch::kHalf);
-      const Autocast off(torch::kCPU, torch::kHalf, /*enabled=*/false);
-      CHECK_THAT(product_dtype() == torch::kFloat);
-    }
-    CHECK_THAT(product_dtype() == torch::kBFloat16);
-    // Each thread opens its own.
-    CHECK_THAT(std::async(std::launch::async, product_dtype).get() == torch::kFloat);
-    try {
-      const Autocast inner(torch::kCPU, torch::kHalf);
-      throw std::runtime_error("");
-    } catch (const std::runtime_error&) {
-    }
-    CHECK_THAT(product_dtype() == torch::kBFloat16);
-  }
-  CHECK_THAT(product_dtype() == torch::kFloat);
-}
-
-// Steps inside one scope; returns what a layer of weight 1 computes after its weight became 2.
-inline double product_after_a_step(torch::Tensor& weight, const std::function<void()>& step) {
-  const Autocast autocast(torch::kCPU, torch::kBFloat16);
-  const torch::Tensor one = torch::ones({1, 1});
-  CHECK_THAT(torch::mm(one, weight).item<double>() == 1.0);
-  weight.mutable_grad() = -torch::ones({1, 1});
-  step();
-  return torch::mm(one, weight).item<double>();
-}
-
-inline void casts_of_weights_are_not_stale_after_a_step() {
-  torch::Tensor weight = torch::ones({1, 1}).requires_grad_(true);
-  SGD ours({weight}, SGDOptions(1.0));
-  CHECK_THAT(product_after_a_step(weight, [&] { ours.step(); }) == 2.0);
-  weight = torch::ones({1, 1}).requires_grad_(true);
-  torch::optim::SGD foreign({weight}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler = cpu_scaler(1.0);
-  scaler.scale(torch::ones({}));
-  CHECK_THAT(product_after_a_step(weight, [&] { scaler.step(foreign); }) == 2.0);
-}
-
-inline void closures_are_refused_or_handed_on() {
-  torch::Tensor param = parameter({1.0});
-  SGD optimizer({param}, SGDOptions(0.5));
-  const auto closure = [&] {
-    const torch::Tensor loss = (param * param).sum();
-    loss.backward();
-    return loss;
-  };
-  GradScaler scaler = cpu_scaler();
-  CHECK_THAT(contains(error_of([&] { scaler.step(optimizer, closure); }),
-                      "Closure use is not currently supported if GradScaler is enabled."));
-  GradScaler disabled(GradScalerOptions().device(torch::kCPU).enabled(false));
-  const torch::NoGradGuard no_grad;  // the step enables them for the closure
-  CHECK_THAT(disabled.step(optimizer, closure).item<double>() == 1.0);
-  CHECK_THAT(param.item<double>() == 0.0 && disabled.get_scale() == 1.0);
-}
-
-inline void conversions_and_new_gradients_are_followed() {
-  torch::nn::Linear model(3, 2);
-  Adam optimizer(model->parameters(), AdamOptions(0.01));
-  GradScaler scaler = cpu_scaler();
-  for (const auto dtype : {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kDouble}) {
-    model->to(dtype);
-    for (int i = 0; i < 2; ++i) {
-      optimizer.zero_grad();
-      scaler.scale(model->forward(torch::ones({4, 3}, dtype)).to(torch::kFloat).sum()).backward();
-      const torch::Tensor before = model->weight.detach().clone();
-      scaler.step(optimizer);
-      scaler.update();
-      CHECK_THAT(!same(model->weight.detach(), before));
-    }
-  }
-  const auto& state =
-      static_cast<FusedParamState&>(*optimizer.state().at(model->weight.unsafeGetTensorImpl()));
-  CHECK_THAT(state.get("step").item<double>() == 8.0);
-  CHECK_THAT(state.get("exp_avg").scalar_type() == torch::kDouble);
-  CHECK_THAT(!state.get("master_param").defined());
-}
-
-inline void masters_keep_what_16_bits_lose() {
-  torch::Tensor param = parameter({1.0}, torch::kBFloat16);
-  AdamW optimizer({param}, AdamWOptions(1e-4).weight_decay(0.0));
-  for (int i = 0; i < 100; ++i) {
-    param.mutable_grad() = torch::ones({1}, torch::kBFloat16);
-    optimizer.step();
-  }
-  CHECK_THAT(param.item<double>() < 0.995);
-  param.detach().fill_(3.0);  // a write that the version shows
-  optimizer.step();
-  CHECK_THAT(std::abs(optimizer.master_params()[0].item<double>() - 3.0) < 1e-3);
+template <typename Options>
+Options& options_in(FusedOptimizer& optimizer, size_t group = 0) {
+  return static_cast<Options&>(optimizer.param_groups()[group].options());
 }
 
 inline const FusedParamState& state_of(const FusedOptimizer& optimizer,
@@ -296,350 +63,458 @@ inline const FusedParamState& state_of(const FusedOptimizer& optimizer,
   return static_cast<const FusedParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
 }
 
-inline void a_first_step_with_momentum_is_not_dampened() {
-  torch::Tensor param = parameter({0.0}, torch::kFloat);
-  SGD optimizer({param}, SGDOptions(1.0).dampening(0.5).state_dtype(at::kBFloat16));
-  for (const double momentum : {0.0, 0.0, 0.5, 0.5}) {  // the first two count for the dither
-    static_cast<SGDOptions&>(optimizer.param_groups()[0].options()).momentum(momentum);
-    const double before = param.item<double>();
-    param.mutable_grad() = torch::ones({1});
-    optimizer.step();
-    CHECK_THAT(param.item<double>() == before - 1.0);
-  }
-}
+// Options and groups.
 
-inline void a_master_that_is_written_is_what_steps_go_on_from() {
-  torch::Tensor param = parameter({1.0}, torch::kBFloat16);
-  AdamW optimizer({param}, AdamWOptions(0.0));
-  const auto step = [&] {
-    param.mutable_grad() = torch::ones({1}, torch::kBFloat16);
-    optimizer.step();
-  };
-  step();
-  const torch::Tensor master = optimizer.master_params()[0];
-  master.fill_(3.0);
-  optimizer.rebuild();
-  optimizer.add_param_group({{parameter({1.0}, torch::kFloat)}});
-  step();
-  CHECK_THAT(param.item<double>() == 3.0 && master.item<double>() == 3.0);
-  master.fill_(5.0);
-  param.detach().fill_(7.0);
-  optimizer.rebuild();
-  step();
-  CHECK_THAT(param.item<double>() == 7.0 && master.item<double>() == 7.0);
-  master.fill_(9.0);
-  optimizer.load_state_dict(optimizer.state_dict());
-  step();
-  CHECK_THAT(param.item<double>() == 7.0 && optimizer.master_params()[0].item<double>() == 7.0);
-}
-
-inline void masters_are_named_by_flags_and_texts() {
-  const std::string split = "split";
+AMP_EXT_CHECK(options_are_named_by_flags_dtypes_and_texts) {
+  const std::string text = "split8";
   CHECK_THAT(AdamWOptions().master_weights() == true);
-  CHECK_THAT(AdamWOptions().master_weights(false).master_weights() == false);
   CHECK_THAT(AdamWOptions().master_weights(0).master_weights() == false);
-  CHECK_THAT(AdamWOptions().master_weights("split").master_weights() == split);
-  CHECK_THAT(AdamWOptions().master_weights(split).master_weights() != "split8");
   CHECK_THAT(AdamWOptions().master_weights("").master_weights() != false);
-  CHECK_THAT(LionOptions().master_weights("split8").master_weights());
-  CHECK_THAT(!LionOptions().master_weights(false).master_weights());
+  CHECK_THAT(LionOptions().master_weights(text).master_weights() == "split8");
   static_assert(!std::is_convertible_v<int*, MasterWeights>, "which would be a flag");
-}
-
-inline void split_masters_lie_below_their_parameters() {
-  torch::Tensor param = parameter({1.0, -2.0, 0.5}, torch::kBFloat16);
-  AdamW optimizer({param}, AdamWOptions(1e-4).weight_decay(0.0).master_weights("split"));
-  for (int i = 0; i < 100; ++i) {
-    param.mutable_grad() = torch::ones({3}, torch::kBFloat16);
-    optimizer.step();
-  }
-  CHECK_THAT(param[0].item<double>() < 0.995);
-  const FusedParamState& state = state_of(optimizer, param);
-  CHECK_THAT(!state.get("master_param").defined());
-  CHECK_THAT(state.get("master_low_bf16").scalar_type() == torch::kByte);
-  CHECK_THAT((state.get("master_low_bf16").sizes() == std::vector<int64_t>{3, 2}));
-  const torch::Tensor master = optimizer.master_params()[0];
-  CHECK_THAT(same(master, amp_ext::join_master(param, state.get("master_low_bf16"))));
-  CHECK_THAT(std::abs(master[0].item<double>() - 0.99) < 1e-5);
-  optimizer.master_params()[0].zero_();  // a copy
-  optimizer.refresh_masters();
-  CHECK_THAT(same(optimizer.master_params()[0], master));
-  param.data().zero_();  // which no version shows, and which is followed all the same
-  static_cast<AdamWOptions&>(optimizer.param_groups()[0].options()).lr(0.0);
-  optimizer.step();
-  CHECK_THAT(param.abs().max().item<double>() == 0.0);
-}
-
-inline void a_lower_part_that_does_not_fit_changes_nothing() {
-  torch::Tensor param = parameter({1.0, 2.0}, torch::kHalf);
-  Lion optimizer({param}, LionOptions(0.5).master_weights("split8"));
-  param.mutable_grad() = torch::ones({2}, torch::kHalf);
-  optimizer.step();
-  const torch::Tensor master = optimizer.master_params()[0];
-  const Dict dict = optimizer.state_dict().toGenericDict();
-  const Dict state = dict.at("state").toGenericDict().at(0).toGenericDict();
-  const torch::Tensor low = state.at("master_low8_fp16").toTensor().clone();
-  const auto refused = [&](const c10::IValue& wrong) {
-    state.insert_or_assign("master_low8_fp16", wrong);
-    const std::string error = error_of([&] { optimizer.load_state_dict(dict); });
-    CHECK_THAT(same(optimizer.master_params()[0], master));
-    return error;
-  };
-  const std::string where = "Lion.load_state_dict: master_low8_fp16 of group 0, param 0 must be ";
-  CHECK_THAT(contains(refused(low.to(torch::kByte)),
-                      where + "torch.int8 of shape (2,), got torch.uint8 of (2,)"));
-  CHECK_THAT(contains(refused(low.to_sparse()), where + "dense and hold its elements, got"));
-  CHECK_THAT(contains(refused(low.to(torch::kMeta)),
-                      where + "dense and hold its elements, got torch.strided"));
-  CHECK_THAT(refused(low).empty());
-}
-
-inline void states_of_a_split_master_keep_the_layout() {
-  torch::Tensor weight = torch::randn({4, 3, 2, 2}).to(torch::kBFloat16);
-  const torch::Tensor plain = weight.clone().requires_grad_(true);
-  weight = weight.contiguous(at::MemoryFormat::ChannelsLast).requires_grad_(true);
-  for (const std::string form : {"split", "split8"}) {
-    std::vector<torch::Tensor> masters;
-    for (const torch::Tensor& param : {plain, weight}) {
-      SGD optimizer({param}, SGDOptions(0.125).momentum(0.5).master_weights(form));
-      for (int i = 0; i < 3; ++i) {
-        param.mutable_grad() = torch::full_like(param, 0.25).detach();
-        optimizer.step();
-      }
-      SGD other({param}, SGDOptions(0.125).momentum(0.5).master_weights(form));
-      other.load_state_dict(
-          amp_ext::state_from_bytes(amp_ext::state_to_bytes(optimizer.state_dict())));
-      CHECK_THAT(same(other.master_params()[0], optimizer.master_params()[0]));
-      const std::string key = form == "split" ? "master_low_bf16" : "master_low8_bf16";
-      const torch::Tensor low = state_of(other, param).get(key);
-      CHECK_THAT(low.strides() == state_of(optimizer, param).get(key).strides());
-      CHECK_THAT((low.stride(1) < low.stride(3)) == (param.stride(1) < param.stride(3)));
-      CHECK_THAT(other.master_params()[0].strides() == param.strides());
-      masters.push_back(other.master_params()[0]);
-    }
-    CHECK_THAT(same(masters[0], masters[1]));
-  }
-}
-
-inline void state_dtypes_are_named_by_dtypes_and_texts() {
-  const std::string text = "8bit-bf16";
   CHECK_THAT(AdamWOptions().state_dtype() == at::kFloat);
-  CHECK_THAT(AdamWOptions().state_dtype(torch::kBFloat16).state_dtype() == at::kBFloat16);
   CHECK_THAT(AdamWOptions().state_dtype("bfloat16").state_dtype() == at::kBFloat16);
-  CHECK_THAT(AdamWOptions().state_dtype("float32").state_dtype() == at::kFloat);
-  CHECK_THAT(SGDOptions().state_dtype(std::nullopt).state_dtype() == std::nullopt);
   CHECK_THAT(SGDOptions().state_dtype({}).state_dtype() == std::nullopt);
   CHECK_THAT(SGDOptions().state_dtype(std::optional(at::kFloat)).state_dtype() == at::kFloat);
   CHECK_THAT(!SGDOptions().state_dtype(std::optional<at::ScalarType>()).state_dtype().has_value());
-  CHECK_THAT(LionOptions().state_dtype("8bit").state_dtype() == "8bit");
-  CHECK_THAT(LionOptions().state_dtype(text).state_dtype() == "8bit-bf16");
-  CHECK_THAT(LionOptions().state_dtype("").state_dtype() != std::nullopt);
   CHECK_THAT(LionOptions().state_dtype("8bit").dithers());
   CHECK_THAT(!LionOptions().state_dtype("8bit").rounding("nearest").dithers());
-  static_assert(!std::is_convertible_v<int, StateDType>, "which would be a dtype");
   static_assert(!std::is_convertible_v<bool, StateDType>, "which would be a dtype");
   static_assert(!std::is_convertible_v<std::nullptr_t, StateDType>, "which would be a text");
 }
 
-inline void moments_in_8_bits_have_keys_of_their_own() {
-  const torch::Tensor param = torch::zeros({64, 64}).requires_grad_(true);
-  AdamW optimizer({param}, AdamWOptions(0.5).weight_decay(0.0).state_dtype("8bit"));
-  param.mutable_grad() = torch::full({64, 64}, 2.0);
+AMP_EXT_CHECK(groups_keep_their_options) {
+  torch::Tensor a = parameter({1.0}), b = parameter({1.0}), c = parameter({1.0});
+  Groups groups;
+  groups.emplace_back(std::vector{a});
+  // Set to what it is without being set, which is not what the optimizer has.
+  groups.emplace_back(std::vector{b},
+                      std::make_unique<AdamWOptions>(AdamWOptions().weight_decay(0.01)));
+  AdamW optimizer(groups, AdamWOptions(0.5).weight_decay(0.25).clip_value(3.0));
+  optimizer.add_param_group({{c}, std::make_unique<AdamWOptions>(AdamWOptions(0.125).eps(0.5))});
+  const auto options = [&](size_t group) { return options_in<AdamWOptions>(optimizer, group); };
+  CHECK_THAT(options(0).lr() == 0.5 && options(0).weight_decay() == 0.25);
+  CHECK_THAT(options(1).lr() == 0.5 && options(1).weight_decay() == 0.01);
+  CHECK_THAT(options(2).lr() == 0.125 && options(2).weight_decay() == 0.25);
+  CHECK_THAT(options(2).eps() == 0.5 && *options(2).clip_value() == 3.0);
+  optimizer.load_state_dict(optimizer.state_dict());
+  AdamW second(optimizer.param_groups(),
+               AdamWOptions(7.0).amsgrad(true));  // which have all of theirs
+  CHECK_THAT(options_in<AdamWOptions>(second, 1).weight_decay() == 0.01);
+  CHECK_THAT(options_in<AdamWOptions>(second).lr() == 0.5);
+  CHECK_THAT(!options_in<AdamWOptions>(second).amsgrad());
+  theirs::StepLR schedule(optimizer, 1, 0.5);
+  schedule.step();
+  schedule.step();  // torch's decays one step late
+  CHECK_THAT(options(0).get_lr() == 0.25 && options(2).get_lr() == 0.0625);
+}
+
+AMP_EXT_CHECK(groups_follow_parameters_that_move) {
+  std::vector<torch::Tensor> params = {parameter({0.0}), parameter({0.0}), parameter({0.0})};
+  Groups groups;
+  groups.emplace_back(std::vector{params[0], params[1]}, std::make_unique<SGDOptions>(1.0));
+  groups.emplace_back(std::vector{params[2]}, std::make_unique<SGDOptions>(0.25));
+  SGD optimizer(groups, SGDOptions(1.0));
+  step_with_ones(optimizer);
+  auto& changed = optimizer.param_groups();
+  changed[0].params().pop_back();
+  changed[1].params().insert(changed[1].params().begin(), params[1]);
+  step_with_ones(optimizer);
+  CHECK_THAT(params[0].item<double>() == -2.0 && params[1].item<double>() == -1.25);
+  // One that is taken out, and added again with its state.
+  changed[1].params().erase(changed[1].params().begin());
+  step_with_ones(optimizer);
+  CHECK_THAT(params[1].item<double>() == -1.25);
+  optimizer.add_param_group({{params[1]}, std::make_unique<SGDOptions>(0.5)});
+  step_with_ones(optimizer);
+  CHECK_THAT(params[1].item<double>() == -1.75);
+}
+
+AMP_EXT_CHECK(options_of_others_are_refused) {
+  SGD optimizer({parameter({1.0})}, SGDOptions(0.5));
+  theirs::Optimizer& base = optimizer;
+  base.add_param_group(theirs::OptimizerParamGroup({parameter({1.0})}));
+  const torch::Tensor none = torch::zeros({});
+  GradScaler scaler = cpu_scaler();
+  scaler.scale(none);
+  const auto refuses = [&](const std::string& words) {
+    CHECK_REFUSED(step_with_ones(optimizer), words);
+    CHECK_REFUSED(scaler.step(optimizer), words);
+    CHECK_REFUSED(optimizer.init_state(), words);
+    CHECK_REFUSED(optimizer.master_params(), words);
+  };
+  const std::string defaults =
+      "SGD: options of group 1 must be its own, got the defaults: add groups by add_param_group of "
+      "amp_ext::optim::SGD, since that of torch::optim::Optimizer drops their options";
+  refuses(defaults);
+  CHECK_REFUSED(optimizer.state_dict(), defaults);
+  optimizer.param_groups()[1].set_options(std::make_unique<theirs::SGDOptions>(0.5));
+  const std::string of_another =
+      "SGD: options of group 1 must be amp_ext::optim::SGDOptions, got those of another optimizer";
+  refuses(of_another);
+  optimizer.param_groups().pop_back();
+  const theirs::OptimizerParamGroup group({parameter({1.0})}, std::make_unique<AdamOptions>());
+  CHECK_REFUSED(optimizer.add_param_group(group), of_another);
+  CHECK_REFUSED(optimizer.add_param_group({{torch::Tensor()}}), "got an undefined one");
+  optimizer.add_param_group({{parameter({1.0})}});
+  options_in<SGDOptions>(optimizer).skip_nonfinite(true);
+  CHECK_REFUSED(optimizer.step(), "SGD: skip_nonfinite must be the same in all groups");
+  optimizer.param_groups().clear();
+  refuses("SGD: param_groups must have a group, got none");
+  CHECK_REFUSED(SGD(std::vector<torch::Tensor>(), 0.5), "optimizer got an empty parameter list");
+}
+
+// States.
+
+AMP_EXT_CHECK(states_stay_where_they_are) {
+  torch::Tensor param = parameter({1.0}, torch::kHalf), frozen = torch::ones({1}, torch::kLong);
+  AdamW optimizer({param, frozen}, AdamWOptions(0.5));
+  param.mutable_grad() = torch::ones({1}, torch::kHalf);
   optimizer.step();
-  CHECK_THAT(std::abs(param[0][0].item<double>() + 0.5) < 1e-2);
-  const FusedParamState& state = state_of(optimizer, param);
-  CHECK_THAT(!state.get("exp_avg").defined() && !state.get("exp_avg_sq").defined());
-  CHECK_THAT(state.get("exp_avg_q8h").scalar_type() == torch::kChar);
-  CHECK_THAT(state.get("exp_avg_sq_q8s").scalar_type() == torch::kByte);
-  CHECK_THAT((state.get("exp_avg_sq_exp").sizes() == std::vector<int64_t>{64, 2}));
-  CHECK_THAT(state.get("step").item<double>() == 1.0);
-}
-
-inline void a_code_that_does_not_fit_changes_nothing() {
-  const torch::Tensor param = torch::zeros({64, 64}).requires_grad_(true);
-  Lion optimizer({param}, LionOptions(0.5).state_dtype("8bit"));
-  param.mutable_grad() = torch::ones({64, 64});
+  void* const key = param.unsafeGetTensorImpl();
+  const FusedParamState* const state = &state_of(optimizer, param);
+  CHECK_THAT(optimizer.master_params().size() == 2 && optimizer.state().size() == 1);
+  optimizer.rebuild();
   optimizer.step();
-  const Dict dict = optimizer.state_dict().toGenericDict();
-  const Dict state = dict.at("state").toGenericDict().at(0).toGenericDict();
-  for (const std::string key : {"exp_avg_q8m", "exp_avg_exp"}) {
-    const torch::Tensor kept = state_of(optimizer, param).get(key);
-    const torch::Tensor good = kept.clone();
-    const auto refused = [&](const c10::IValue& wrong) {
-      state.insert_or_assign(key, wrong);
-      const std::string error = error_of([&] { optimizer.load_state_dict(dict); });
-      CHECK_THAT(state_of(optimizer, param).get(key).is_same(kept) && same(kept, good));
-      return error;
-    };
-    const std::string where = "Lion.load_state_dict: " + key + " of group 0, param 0 must be ";
-    CHECK_THAT(contains(refused(good.to(torch::kChar)), where + "torch.uint8 of shape (64, "));
-    CHECK_THAT(contains(refused(good.to_sparse()), where + "dense and hold its elements, got"));
-    CHECK_THAT(contains(refused(good.to(torch::kMeta)),
-                        where + "dense and hold its elements, got torch.strided"));
-    CHECK_THAT(contains(refused(3), where + "a tensor, got 3"));
-    state.insert_or_assign(key, good);
-  }
-  optimizer.load_state_dict(dict);
-  Lion of_scalar({torch::zeros({}).requires_grad_(true)}, LionOptions(0.5));
-  state.insert_or_assign("exp_avg_q8m", torch::zeros({}, torch::kByte));
-  CHECK_THAT(contains(error_of([&] { of_scalar.load_state_dict(dict); }),
-                      "exp_avg_exp of group 0, param 0 must be torch.uint8 of shape (0,), got"));
-}
-
-inline void codes_in_groups_are_of_contiguous_parameters() {
-  torch::Tensor weight = torch::randn({32, 32, 2, 2});
-  const torch::Tensor plain = weight.clone().requires_grad_(true);
-  weight = weight.contiguous(at::MemoryFormat::ChannelsLast).requires_grad_(true);
-  const torch::Tensor transposed = torch::randn({64, 128}).t().requires_grad_(true);
-  for (const torch::Tensor& param : {plain, weight, transposed}) {
-    SGD optimizer({param}, SGDOptions(0.125).momentum(0.5).state_dtype("8bit"));
-    for (int i = 0; i < 3; ++i) {
-      param.mutable_grad() = torch::full_like(param, 0.25).detach();
-      optimizer.step();
-    }
-    SGD other({param}, SGDOptions(0.125).momentum(0.5).state_dtype("8bit"));
-    other.load_state_dict(
-        amp_ext::state_from_bytes(amp_ext::state_to_bytes(optimizer.state_dict())));
-    const std::string key = param.is_contiguous() ? "momentum_buffer_q8m" : "momentum_buffer";
-    const torch::Tensor before = state_of(optimizer, param).get(key);
-    const torch::Tensor loaded = state_of(other, param).get(key);
-    CHECK_THAT(same(before, loaded) && loaded.strides() == param.strides());
-    CHECK_THAT(before.strides() == param.strides());
-  }
-}
-
-inline void codes_follow_a_parameter_that_changes_its_layout() {
-  torch::Tensor weight = torch::randn({32, 32, 2, 2}).requires_grad_(true);
-  const torch::Tensor plain = weight.detach().clone().requires_grad_(true);
-  const torch::Tensor grad = torch::randn({32, 32, 2, 2});
-  SGD coded({weight}, SGDOptions(0.125).momentum(0.5).state_dtype("8bit"));
-  SGD wide({plain}, SGDOptions(0.125).momentum(0.5));
-  for (const auto format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast,
-                            at::MemoryFormat::Contiguous}) {
-    weight.set_data(weight.detach().contiguous(format));
-    for (int i = 0; i < 2; ++i) {
-      weight.mutable_grad() = grad.contiguous(format);
-      plain.mutable_grad() = grad.clone();
-      coded.step();
-      wide.step();
-    }
-    const bool has_groups = format == at::MemoryFormat::Contiguous;
-    const FusedParamState& state = state_of(coded, weight);
-    CHECK_THAT(state.get("momentum_buffer_q8m").defined() == has_groups);
-    CHECK_THAT(state.get("momentum_buffer").defined() != has_groups);
-    CHECK_THAT((weight - plain).abs().max().item<double>() < 0.1);
-  }
-}
-
-inline void a_parameter_that_is_gone_leaves_no_state_to_another() {
-  torch::Tensor param = parameter({1.0, 1.0});
-  Adam optimizer({param}, AdamOptions(0.5));
-  param.mutable_grad() = torch::ones({2});
-  optimizer.step();
-  for (int i = 0; i < 50; ++i) {  // one of them may get its address
-    param = torch::Tensor();
-    optimizer.param_groups()[0].params()[0] = parameter({1.0, 1.0});
-    param = optimizer.param_groups()[0].params()[0];
-    param.mutable_grad() = torch::ones({2});
+  CHECK_THAT(&state_of(optimizer, param) == state);
+  for (const bool inits : {true, false}) {
+    optimizer.state().erase(key);
+    if (inits) optimizer.init_state();  // makes one that the next step takes
     optimizer.step();
-    CHECK_THAT(std::abs(param[0].item<double>() - 0.5) < 1e-6);  // the first step of each
+    CHECK_THAT(state_of(optimizer, param).get("step").item<double>() == 1.0);
   }
+  const c10::IValue saved = optimizer.state_dict();
+  optimizer.load_state_dict(saved);
+  optimizer.step();
+  const Dict of_param = saved.toGenericDict().at("state").toGenericDict().at(0).toGenericDict();
+  CHECK_THAT(of_param.at("step").toTensor().item<double>() == 1.0);
+  optimizer.param_groups()[0].params().erase(optimizer.param_groups()[0].params().begin());
+  CHECK_REFUSED(optimizer.state_dict(),
+                "AdamW.state_dict: state must be of parameters in param_groups, got one of shape "
+                "[1] that is in no group: put it back, or drop its state");
+}
+
+AMP_EXT_CHECK(a_parameter_that_is_gone_leaves_no_state_to_another) {
+  Adam optimizer({parameter({1.0, 1.0})}, AdamOptions(0.5));
+  step_with_ones(optimizer);
+  for (int i = 0; i < 50; ++i) {  // one of them may get the address of the last
+    optimizer.param_groups()[0].params()[0] = torch::Tensor();
+    optimizer.param_groups()[0].params()[0] = parameter({1.0, 1.0});
+    step_with_ones(optimizer);
+    const double value = optimizer.parameters()[0][0].item<double>();
+    CHECK_THAT(std::abs(value - 0.5) < 1e-6);  // the first step of each
+  }
+}
+
+AMP_EXT_CHECK(a_master_that_is_written_is_what_steps_go_on_from) {
+  torch::Tensor param = parameter({1.0}, torch::kBFloat16);
+  AdamW optimizer({param}, AdamWOptions(0.0));
+  const auto is = [&](double value) {
+    return param.item<double>() == value && optimizer.master_params()[0].item<double>() == value;
+  };
+  step_with_ones(optimizer);
+  const torch::Tensor master = optimizer.master_params()[0];
+  master.fill_(3.0);
+  optimizer.rebuild();
+  optimizer.add_param_group({{parameter({1.0})}});
+  step_with_ones(optimizer);
+  CHECK_THAT(is(3.0) && !master.requires_grad());
+  master.fill_(5.0);
+  param.detach().fill_(7.0);
+  optimizer.rebuild();
+  step_with_ones(optimizer);
+  CHECK_THAT(is(7.0));
+  master.fill_(9.0);
+  optimizer.load_state_dict(optimizer.state_dict());
+  step_with_ones(optimizer);
+  CHECK_THAT(is(7.0));
+  param.data().fill_(5.0);  // which no version shows
+  optimizer.refresh_masters();
+  CHECK_THAT(is(5.0));
+}
+
+AMP_EXT_CHECK(training_goes_on_from_what_was_made_in_inference_mode) {
+  torch::Tensor param = parameter({1.0, 2.0}, torch::kBFloat16);
+  AdamW optimizer({param}, AdamWOptions(0.5).master_weights("split").max_grad_norm(1.0));
+  GradScaler scaler = cpu_scaler();
+  const auto is_inference = [&] {
+    bool found = optimizer.master_params()[0].is_inference();
+    for (const auto& [name, tensor] : state_of(optimizer, param).tensors()) {
+      found |= tensor.is_inference();
+    }
+    return found;
+  };
+  {
+    const c10::InferenceMode guard;
+    scaler.scale(torch::ones({}));
+    param.mutable_grad() = torch::ones_like(param);
+    CHECK_THAT(!is_inference());
+    optimizer.load_state_dict(optimizer.state_dict());
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  CHECK_THAT(!is_inference() && !optimizer.grad_norm().is_inference());
+  give_grad(param, scaler, INFINITY);
+  scaler.step(optimizer);
+  scaler.update();
+  CHECK_THAT(scaler.stats().skips == 1);
 }
 
 // Two threads step one optimizer, each in its way; one of both waits for none.
-inline void check_that_one_thread_steps(const std::function<void(AdamW&)>& second_step) {
+AMP_EXT_CHECK(one_thread_steps_at_a_time) {
+  const torch::Tensor one = torch::ones({}), none = torch::zeros({});
   torch::Tensor param = torch::zeros({1 << 22}).requires_grad_(true);
-  param.mutable_grad() = torch::ones({1 << 22});
   AdamW optimizer({param}, AdamWOptions(0.1));
-  std::atomic<int> refused{0}, stepped{0};
-  const auto work = [&](const std::function<void(AdamW&)>& step) {
+  step_with_ones(optimizer);
+  std::atomic<int> refused{0}, stepped{1};
+  const auto work = [&](const std::function<void()>& step) {
     for (int i = 0; i < 40; ++i) {
-      const std::string error = error_of([&] { step(optimizer); });
-      if (error.empty()) {
-        ++stepped;
-      } else {
-        CHECK_THAT(contains(error, "AdamW.step: must be called by one thread at a time"));
-        ++refused;
-      }
+      const std::string error = error_of(step);
+      ++(error.empty() ? stepped : refused);
+      CHECK_THAT(error.empty() || contains(error, "AdamW.step: must be called by one thread at a"));
     }
   };
-  auto other = std::async(std::launch::async, work, second_step);
-  work([](AdamW& one) { one.step(); });
+  auto other = std::async(std::launch::async, work, [&] { optimizer.step_scaled(one, none); });
+  work([&] { optimizer.step(); });
   other.get();
-  CHECK_THAT(stepped + refused == 80 && stepped >= 1);
-  const auto& state =
-      static_cast<FusedParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
-  CHECK_THAT(state.get("step").item<double>() == stepped);
+  const double steps = state_of(optimizer, param).get("step").item<double>();
+  CHECK_THAT(stepped + refused == 81 && steps == stepped);
 }
 
-inline void one_thread_steps_at_a_time() {
-  check_that_one_thread_steps([](AdamW& optimizer) { optimizer.step(); });
+// Who an optimizer is.
+
+AMP_EXT_CHECK(optimizers_are_told_apart) {
+  torch::Tensor param = parameter({1.0});
+  GradScaler scaler = cpu_scaler();
+  for (int i = 0; i < 10; ++i) {  // one of them may get the address of the last
+    auto optimizer = std::make_unique<SGD>(std::vector{param}, SGDOptions(0.0));
+    CHECK_THAT(!scaler.last_step_skipped(optimizer.get()).has_value());
+    give_grad(param, scaler, 1.0);
+    scaler.unscale_(*optimizer);
+    scaler.step(*optimizer);
+    if (i % 2 == 0) scaler.update();
+  }
+  scaler.update();
+  SGD first({param}, SGDOptions(0.5));
+  give_grad(param, scaler, 2.0);
+  scaler.unscale_(first);
+  SGD second = std::move(first);
+  scaler.step(second);
+  CHECK_THAT(param.item<double>() == 0.0);
 }
 
-inline void one_thread_steps_at_a_time_also_under_a_scaler() {
+using Calls = std::vector<std::function<void()>>;
+
+AMP_EXT_CHECK(what_was_moved_from_says_so) {
+  torch::Tensor param = parameter({1.0});
+  AdamW optimizer({param}, AdamWOptions(0.5).state_dtype("bfloat16"));
+  step_with_ones(optimizer);
   const torch::Tensor one = torch::ones({}), none = torch::zeros({});
-  check_that_one_thread_steps([&](AdamW& optimizer) { optimizer.step_scaled(one, none); });
+  const c10::IValue state = optimizer.state_dict();
+  AdamW second = std::move(optimizer);
+  const auto closure = []() -> torch::Tensor { throw std::logic_error("which is not evaluated"); };
+  std::stringstream stream;
+  const std::string words = ": the optimizer must have its parameters, got one that was moved from";
+  for (const auto& call :
+       Calls{[&] { optimizer.add_param_group(std::vector{param}); },
+             [&] { optimizer.step(closure); }, [&] { optimizer.step_scaled(one, none); },
+             [&] { optimizer.look_at_gradients(none, one); }, [&] { optimizer.grad_norm(); },
+             [&] { optimizer.init_state(); }, [&] { optimizer.rebuild(); },
+             [&] { optimizer.master_params(); }, [&] { optimizer.refresh_masters(); },
+             [&] { optimizer.state_dict(); }, [&] { torch::save(optimizer, stream); },
+             [&] { optimizer.load_state_dict(state); }, [&] { optimizer.defaults(); },
+             [&] { optimizer.param_groups().clear(); }, [&] { optimizer.state(); },
+             [&] { optimizer.parameters(); }, [&] { optimizer.size(); },
+             [&] { optimizer.zero_grad(); }}) {
+    CHECK_REFUSED(call(), words);
+    CHECK_REFUSED(call(), "amp_ext::optim::AdamW.");
+  }
+  CHECK_THAT(optimizer.identity() == nullptr);
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 1.0);
+  CHECK_REFUSED(scaler.step(optimizer), "GradScaler.step" + words);
+  CHECK_REFUSED(scaler.unscale_(optimizer), "GradScaler.unscale_" + words);
+  CHECK_REFUSED(scaler.last_step_skipped(&optimizer), "GradScaler.last_step_skipped" + words);
+  CHECK_REFUSED(amp_ext::find_nonfinite(optimizer), "must have a group of parameters, got none");
+  optimizer = std::move(second);  // which has its parameters again
+  AdamW& same_optimizer = optimizer;
+  optimizer = std::move(same_optimizer);
+  scaler.step(optimizer);
+  CHECK_THAT(state_of(optimizer, param).get("step").item<double>() == 2.0);
+  const c10::IValue of_scale = scaler.state_dict();
+  GradScaler other = std::move(scaler);
+  for (const auto& call :
+       Calls{[&] { scaler.scale(one); }, [&] { scaler.unscale_(optimizer); },
+             [&] { scaler.step(optimizer); }, [&] { scaler.update(); }, [&] { scaler.update(2.0); },
+             [&] { scaler.update(one); }, [&] { scaler.get_scale(); }, [&] { scaler.is_enabled(); },
+             [&] { scaler.get_growth_factor(); }, [&] { scaler.set_growth_factor(2.0); },
+             [&] { scaler.get_backoff_factor(); }, [&] { scaler.set_backoff_factor(0.5); },
+             [&] { scaler.get_growth_interval(); }, [&] { scaler.set_growth_interval(5); },
+             [&] { scaler.last_step_skipped(); }, [&] { scaler.stats(/*wait=*/true); },
+             [&] { scaler.state_dict(); }, [&] { scaler.load_state_dict(of_scale); }}) {
+    CHECK_REFUSED(call(), ": the scaler must have its state, got one that was moved from");
+  }
+  scaler = std::move(other);
+  GradScaler& same_scaler = scaler;
+  scaler = std::move(same_scaler);
+  scaler.update();
+  CHECK_THAT(scaler.stats().steps == 1);
 }
 
-inline void gradients_after_a_failed_step_with_unscaled_ones_come_after_an_update() {
-  torch::Tensor param = parameter({1.0, 1.0});
-  SGD optimizer({param}, SGDOptions(0.5).momentum(0.9));
-  GradScaler scaler = cpu_scaler();
+// Steps under a scaler.
+
+// An optimizer of the user's that unscales in its step.
+class Descent : public theirs::Optimizer, public amp_ext::ScaledStep {
+ public:
+  explicit Descent(std::vector<torch::Tensor> params)
+      : Optimizer({theirs::OptimizerParamGroup(std::move(params))},
+                  std::make_unique<theirs::SGDOptions>(0.5)) {}
+
+  torch::Tensor step(LossClosure = nullptr) override { throw std::logic_error("not scaled"); }
+  torch::Tensor step_scaled(const torch::Tensor& grad_scale,
+                            const torch::Tensor& found_inf) override {
+    const torch::NoGradGuard no_grad;
+    if (found_inf.item<float>() != 0.0F) return {};
+    for (torch::Tensor& param : parameters()) param.sub_(0.5 * param.grad() / grad_scale);
+    TORCH_CHECK(!fails, "afterwards");
+    return torch::tensor(7.0);
+  }
+  std::optional<amp_ext::GradientLook> look_at_gradients(const torch::Tensor&,
+                                                         const torch::Tensor&) override {
+    return look;
+  }
+
+  bool fails = false;
+  std::optional<amp_ext::GradientLook> look;
+};
+
+// An optimizer of somebody else that does more than step.
+class Odd : public theirs::SGD {
+ public:
+  Odd(std::vector<torch::Tensor> params, std::function<void()> more)
+      : SGD(std::move(params), theirs::SGDOptions(1.0).momentum(0.5)), more_(std::move(more)) {}
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    torch::Tensor loss = SGD::step(std::move(closure));
+    more_();
+    return loss;
+  }
+
+ private:
+  std::function<void()> more_;
+};
+
+// Steps of others are skipped whole, and spend the iteration if they fail behind a write.
+inline void check_steps_of(theirs::Optimizer& optimizer, torch::Tensor& param, GradScaler& scaler,
+                           bool& fails) {
+  for (const double grad : std::vector<double>{INFINITY, 2.0, NAN}) {
+    const torch::Tensor before = param.detach().clone();
+    give_grad(param, scaler, grad);
+    scaler.step(optimizer);
+    CHECK_REFUSED(scaler.step(optimizer), "has already been called");
+    scaler.update();
+    CHECK_THAT(same(before, param.detach()) == (grad != 2.0));
+  }
+  CHECK_THAT(scaler.get_scale() == 256.0 && *scaler.last_step_skipped(&optimizer));
+  fails = true;
   give_grad(param, scaler, 2.0);
+  CHECK_REFUSED(scaler.step(optimizer), "afterwards");
+  const std::string spent = ": the iteration must not be spent";
+  CHECK_REFUSED(scaler.step(optimizer), "GradScaler.step" + spent);
+  CHECK_REFUSED(scaler.unscale_(optimizer), "GradScaler.unscale_" + spent);
+  scaler.update();
+  fails = false;
+  give_grad(param, scaler, 2.0);
+  scaler.step(optimizer);
+}
+
+AMP_EXT_CHECK(steps_of_others_are_skipped_or_spend_the_iteration) {
+  torch::Tensor param = parameter({1.0, 2.0}), inner = parameter({1.0});
+  GradScaler scaler = cpu_scaler(), other = cpu_scaler();
+  std::vector<std::unique_ptr<theirs::SGD>> others;
+  bool fails = false;
+  Odd odd({param}, [&] {
+    for (int i = 0; i < 20; ++i) {  // steps of more optimizers
+      others.push_back(std::make_unique<theirs::SGD>(std::vector{inner}, theirs::SGDOptions(0.0)));
+      inner.mutable_grad() = torch::ones({1});
+      scaler.step(*others.back());
+    }
+    CHECK_THAT(torch::GradMode::is_enabled());
+    CHECK_REFUSED(scaler.update(), "got a call inside of one");
+    TORCH_CHECK(!fails, "afterwards");
+  });
+  check_steps_of(odd, param, scaler, fails);
+  const auto& state =
+      static_cast<theirs::SGDParamState&>(*odd.state().at(param.unsafeGetTensorImpl()));
+  CHECK_THAT(state.momentum_buffer()[0].item<double>() == 3.5);  // of three gradients of 2
+  Descent own({param});
+  check_steps_of(own, param, other, own.fails);
+  other.update();
+  give_grad(param, other, 2.0);
+  CHECK_THAT(other.step(own).item<double>() == 7.0);
+  other.update();
+  own.look = amp_ext::GradientLook{{torch::zeros({})}, {}};
+  CHECK_REFUSED(other.step(own), "must give a first_nonfinite for each found_inf, got 0 for 1");
+}
+
+AMP_EXT_CHECK(unscaling_in_part_spends_the_iteration) {
+  torch::Tensor param = parameter({1.0});
+  torch::Tensor elsewhere = torch::ones({1}, torch::kMeta).requires_grad_(true);
+  SGD optimizer({param, elsewhere}, SGDOptions(1.0));
+  GradScaler scaler = cpu_scaler();
+  give_grad(param, scaler, 1.0);
+  elsewhere.mutable_grad() = torch::ones({1}, torch::kMeta);
+  CHECK_REFUSED(scaler.unscale_(optimizer), "");
+  CHECK_REFUSED(scaler.unscale_(optimizer), "GradScaler.unscale_: the iteration must not be spent");
+  CHECK_THAT(param.grad().item<double>() == 1.0);
+  optimizer.zero_grad();
+  scaler.update();  // without any look
+  CHECK_THAT(scaler.get_scale() == 1024.0);
+  give_grad(param, scaler, 1.0);
   scaler.unscale_(optimizer);
-  auto& options = static_cast<SGDOptions&>(optimizer.param_groups()[0].options());
-  options.clip_value(-1.0);
-  CHECK_THAT(!error_of([&] { scaler.step(optimizer); }).empty());
-  options.clip_value(std::nullopt);
-  give_grad(param, scaler, 2.0);  // new, and scaled
-  CHECK_THAT(contains(error_of([&] { scaler.step(optimizer); }),
-                      "call optimizer.zero_grad() and update(), and backward anew"));
-  scaler.update();
-  give_grad(param, scaler, 2.0);
+  options_in<SGDOptions>(optimizer).clip_value(-1.0);
+  CHECK_REFUSED(scaler.step(optimizer), "clip_value");  // which spends nothing
+  options_in<SGDOptions>(optimizer).clip_value(std::nullopt);
   scaler.step(optimizer);
-  scaler.update();
-  CHECK_THAT(same(param.detach(), torch::tensor({0.0F, 0.0F})));
+  CHECK_THAT(param.item<double>() == 0.0);
 }
 
-inline void norms_are_clipped_without_a_step() {
-  torch::Tensor a = parameter({1.0, 1.0}), b = parameter({1.0}, torch::kBFloat16);
-  a.mutable_grad() = torch::tensor({3.0F, 0.0F});
-  b.mutable_grad() = torch::tensor({4.0F}).to(torch::kBFloat16);
-  const torch::Tensor norm = amp_ext::clip_grad_norm_({a, b, a}, 1.0);
-  CHECK_THAT(norm.scalar_type() == torch::kFloat && norm.item<double>() == 5.0);
-  CHECK_THAT(std::abs(a.grad()[0].item<double>() - 0.6) < 1e-6);
-  CHECK_THAT(b.grad().item<double>() == 0.80078125);
-  CHECK_THAT(amp_ext::clip_grad_norm_({}, 1.0).item<double>() == 0.0);
-}
-
-inline void float64_gradients_are_clipped_with_the_bits_of_python() {
-  torch::Tensor wide = parameter({1.0}, torch::kDouble), narrow = parameter({1.0});
-  wide.mutable_grad() = torch::full({1}, 7.0, torch::kDouble);
-  narrow.mutable_grad() = torch::zeros({1});
-  CHECK_THAT(amp_ext::clip_grad_norm_({wide, narrow}, 3.0).item<double>() == 7.0);
-  const double coefficient = 1.0 / (7.0 + 1e-6) * 3.0;  // 3.0 / (7.0 + 1e-6) has other bits
-  CHECK_THAT(wide.grad().item<double>() == 7.0 * coefficient);
-}
-
-inline void norms_are_clipped_inside_a_step() {
-  torch::Tensor a = parameter({1.0, 1.0}), b = parameter({1.0});
-  SGD optimizer({a, b}, SGDOptions(1.0).max_grad_norm(1.0).write_back_grads(true));
+AMP_EXT_CHECK(gradients_are_unscaled_once) {
+  torch::Tensor param = parameter({0.0});
+  SGD optimizer({param}, SGDOptions(1.0));
+  theirs::SGD other({param}, theirs::SGDOptions(1.0));
   GradScaler scaler = cpu_scaler();
-  scaler.scale(3.0 * a[0] + 4.0 * b[0]).backward();
+  const std::string twice =
+      ": the gradient of group 0, param 0 must carry the scale, got one that was unscaled with "
+      "another optimizer";
+  give_grad(param, scaler, 1.0);
+  scaler.unscale_(optimizer);
+  CHECK_REFUSED(scaler.step(other), "GradScaler.unscale_" + twice);
+  scaler.scale(param.sum()).backward();
+  CHECK_REFUSED(scaler.step(optimizer),
+                "GradScaler: the gradient of group 0, param 0 must be as unscale_() left it when "
+                "the next loss is scaled, got one that was written or replaced");
+  scaler.update();
+  give_grad(param, scaler, 1.0);
+  scaler.step(other);
+  CHECK_REFUSED(scaler.step(optimizer), "GradScaler.step" + twice);
+  scaler.update();
+  give_grad(param, scaler, 1.0);
   scaler.step(optimizer);
-  CHECK_THAT(optimizer.grad_norm().item<double>() == 5.0);
-  CHECK_THAT(std::abs(a.grad()[0].item<double>() - 0.6) < 1e-6);
-  CHECK_THAT(std::abs(b.item<double>() - 0.2) < 1e-6);
+  optimizer.rebuild();
+  optimizer.load_state_dict(optimizer.state_dict());
+  CHECK_REFUSED(optimizer.step(),
+                "SGD: grad of group 0, param 0 must be new or unscaled in a step without a scale");
 }
 
-inline void bad_gradients_are_named() {
+AMP_EXT_CHECK(bad_gradients_are_named) {
   torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
-  for (torch::Tensor& param : model->parameters()) param.mutable_grad() = torch::ones_like(param);
+  SGD optimizer(model->parameters(), SGDOptions(0.1));
+  step_with_ones(optimizer);
   CHECK_THAT(amp_ext::find_nonfinite(*model).empty());
   model->parameters()[2].mutable_grad()[0][1] = NAN;
   const auto counts = amp_ext::find_nonfinite(*model);
   CHECK_THAT(counts.size() == 1 && counts[0].first == "1.weight" && counts[0].second == 1);
-  SGD optimizer(model->parameters(), SGDOptions(0.1));
+  CHECK_THAT(amp_ext::find_nonfinite(*model, /*params=*/true).empty());
   CHECK_THAT(amp_ext::find_nonfinite(optimizer)[0].first == "group 0, param 2");
   GradScaler scaler = cpu_scaler();
   scaler.scale(torch::ones({}));
@@ -648,108 +523,218 @@ inline void bad_gradients_are_named() {
   CHECK_THAT(scaler.stats().last_nonfinite == "group 0, param 2" && scaler.stats().skips == 1);
 }
 
-inline void the_scale_keeps_its_limits() {
+AMP_EXT_CHECK(closures_are_refused_or_handed_on) {
   torch::Tensor param = parameter({1.0});
-  SGD optimizer({param}, SGDOptions(0.0));
-  const auto run = [&](GradScaler& scaler, std::vector<double> grads) {
-    std::vector<double> scales;
-    for (const double grad : grads) {
-      give_grad(param, scaler, grad);
-      scaler.step(optimizer);
-      scaler.update();
-      scales.push_back(scaler.get_scale());
-    }
-    return scales;
+  SGD optimizer({param}, SGDOptions(0.5));
+  const auto closure = [&] {
+    const torch::Tensor loss = (param * param).sum();
+    loss.backward();
+    return loss;
   };
-  GradScaler limited(GradScalerOptions()
-                         .device(torch::kCPU)
-                         .init_scale(4)
-                         .growth_interval(1)
-                         .min_scale(2)
-                         .max_scale(8));
-  CHECK_THAT((run(limited, {1, 1, NAN, NAN, NAN}) == std::vector<double>{8, 8, 4, 2, 2}));
-  GradScaler still(GradScalerOptions().device(torch::kCPU).init_scale(4).dynamic(false));
-  CHECK_THAT((run(still, {NAN, 1}) == std::vector<double>{4, 4}));
-  CHECK_THAT(still.stats().skips == 1);
-  GradScaler patient(GradScalerOptions().device(torch::kCPU).init_scale(4).hysteresis(2));
-  CHECK_THAT((run(patient, {NAN, 1, NAN, NAN}) == std::vector<double>{4, 4, 2, 1}));
+  GradScaler scaler = cpu_scaler(), disabled = cpu_scaler(1024.0, /*enabled=*/false);
+  CHECK_REFUSED(scaler.step(optimizer, closure),
+                "Closure use is not currently supported if GradScaler is enabled.");
+  const torch::NoGradGuard no_grad;  // the step enables them for the closure
+  CHECK_THAT(disabled.step(optimizer, closure).item<double>() == 1.0);
+  CHECK_THAT(param.item<double>() == 0.0 && disabled.get_scale() == 1.0);
 }
 
-inline void optimizers_can_be_moved() {
-  torch::Tensor param = parameter({1.0});
-  Adam first({param}, AdamOptions(0.5));
-  param.mutable_grad() = torch::ones({1});
-  first.step();
-  Adam second = std::move(first);
-  second.step();
-  const auto& state =
-      static_cast<FusedParamState&>(*second.state().at(param.unsafeGetTensorImpl()));
-  CHECK_THAT(state.get("step").item<double>() == 2.0);
+AMP_EXT_CHECK(a_scaler_without_cuda_says_how_to_enable_it) {
+  struct Handler : c10::WarningHandler {
+    void process(const c10::Warning& warning) override { text = warning.msg(); }
+    std::string text;
+  } handler;
+  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  const bool is_available = torch::cuda::is_available();
+  CHECK_THAT(GradScaler().is_enabled() == is_available);
+  CHECK_THAT(contains(handler.text, "Where the CPU trains: GradScalerOptions()") != is_available);
+  CHECK_REFUSED(GradScaler(GradScalerOptions().device(torch::kMeta)),
+                "device must be cuda or cpu, got meta");
 }
 
-inline void training_goes_on_from_what_was_made_in_inference_mode() {
-  for (const bool loads : {false, true}) {
-    for (const MasterWeights& masters : {MasterWeights(true), MasterWeights("split")}) {
-      torch::Tensor param = parameter({1.0, 2.0}, torch::kBFloat16);
-      AdamW optimizer(
-          {param},
-          AdamWOptions(0.5).master_weights(masters).state_dtype("8bit-bf16").max_grad_norm(1.0));
-      GradScaler scaler(GradScalerOptions().device(torch::kCPU).init_scale(4.0).hysteresis(2));
-      {
-        const c10::InferenceMode guard;
-        scaler.scale(torch::ones({}));
-        param.mutable_grad() = torch::ones_like(param);
-        optimizer.init_state();
-        if (loads) optimizer.load_state_dict(optimizer.state_dict());
-        for (const torch::Tensor& master : optimizer.master_params()) {
-          CHECK_THAT(!master.is_inference());
-        }
-        scaler.step(optimizer);
-        scaler.update();
-      }
-      const auto* const state =
-          static_cast<FusedParamState*>(optimizer.state().at(param.unsafeGetTensorImpl()).get());
-      for (const auto& [name, tensor] : state->tensors()) CHECK_THAT(!tensor.is_inference());
-      CHECK_THAT(!optimizer.grad_norm().is_inference());
-      for (const double value : std::vector<double>{INFINITY, 1.0}) {
-        give_grad(param, scaler, value);
-        scaler.step(optimizer);
-        scaler.update();
-      }
-      {
-        const torch::NoGradGuard no_grad;
-        param.mul_(0.5);
-      }
-      optimizer.refresh_masters();
-      param.mutable_grad() = torch::ones_like(param);
-      optimizer.step();
-      scaler.load_state_dict(scaler.state_dict());
-      CHECK_THAT(scaler.stats().skips == 1);
+// Casts.
+
+inline torch::ScalarType product_dtype() {
+  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
+}
+
+AMP_EXT_CHECK(autocast_scopes_nest_and_end) {
+  {
+    const Autocast outer(torch::kCPU, torch::kBFloat16);
+    {
+      const Autocast inner(torch::kCPU, torch::kHalf);
+      CHECK_THAT(product_dtype() == torch::kHalf);
+      const Autocast off(torch::kCPU, torch::kHalf, /*enabled=*/false);
+      CHECK_THAT(product_dtype() == torch::kFloat);
     }
+    CHECK_THAT(product_dtype() == torch::kBFloat16);
+  }
+  CHECK_THAT(product_dtype() == torch::kFloat);
+  CHECK_REFUSED(const Autocast scope(torch::kMeta), "must be cpu or cuda, got meta");
+  CHECK_REFUSED(const Autocast scope(torch::kCPU, torch::kFloat), "Half or BFloat16, got Float");
+}
+
+AMP_EXT_CHECK(casts_of_weights_are_not_stale_after_a_step) {
+  torch::Tensor weight = torch::ones({1, 1}).requires_grad_(true);
+  SGD ours({weight}, SGDOptions(1.0));
+  theirs::SGD foreign({weight}, theirs::SGDOptions(1.0));
+  Descent own({weight});
+  GradScaler scaler = cpu_scaler(0.5), disabled = cpu_scaler(1.0, /*enabled=*/false);
+  scaler.scale(torch::ones({}));
+  for (const auto& step : Calls{[&] { ours.step(); }, [&] { scaler.step(foreign); },
+                                [&] { scaler.step(own); }, [&] { disabled.step(foreign); }}) {
+    const Autocast autocast(torch::kCPU, torch::kBFloat16);
+    const torch::Tensor one = torch::ones({1, 1});
+    const double before = torch::mm(one, weight).item<double>();
+    weight.mutable_grad() = -torch::ones({1, 1});
+    step();
+    CHECK_THAT(weight.item<double>() > before);
+    CHECK_THAT(torch::mm(one, weight).item<double>() == weight.item<double>());
   }
 }
 
-inline void values_survive_a_file() {
-  Dict dict = new_dict();
+AMP_EXT_CHECK(norms_are_clipped_without_a_step) {
+  torch::Tensor a = parameter({1.0, 1.0}), b = parameter({1.0}, torch::kBFloat16);
+  a.mutable_grad() = torch::full({2}, 2.0);
+  b.mutable_grad() = torch::ones({1}, torch::kBFloat16);
+  const torch::Tensor norm = amp_ext::clip_grad_norm_({a, b, a}, 1.5);
+  CHECK_THAT(norm.scalar_type() == torch::kFloat && norm.item<double>() == 3.0);
+  CHECK_THAT(std::abs(a.grad()[0].item<double>() - 1.0) < 1e-6);
+  CHECK_THAT(amp_ext::clip_grad_norm_({}, 1.0).item<double>() == 0.0);
+  torch::Tensor wide = parameter({1.0}, torch::kDouble);
+  wide.mutable_grad() = torch::full({1}, 7.0, torch::kDouble);
+  CHECK_THAT(amp_ext::clip_grad_norm_({wide}, 3.0).item<double>() == 7.0);
+  const double coefficient = 1.0 / (7.0 + 1e-6) * 3.0;  // 3.0 / (7.0 + 1e-6) has other bits
+  CHECK_THAT(wide.grad().item<double>() == 7.0 * coefficient);
+  CHECK_REFUSED(amp_ext::clip_grad_norm_({}, NAN), "must be a number");
+  CHECK_REFUSED(amp_ext::clip_grad_norm_({torch::Tensor()}, 1.0), "got an undefined one");
+}
+
+// Files and archives.
+
+AMP_EXT_CHECK(values_survive_a_file) {
+  const Dict dict = new_dict();
   dict.insert("tensor", torch::arange(6).view({2, 3}).t());
   dict.insert("view", torch::arange(100).slice(0, 7, 9));
+  dict.insert("expanded", torch::arange(4.0)[2].expand({4}));  // of a storage of its own size
   dict.insert(3, c10::ivalue::Tuple::create(0.5, c10::IValue()));
   const auto read = amp_ext::state_from_bytes(amp_ext::state_to_bytes(dict)).toGenericDict();
   CHECK_THAT(same(read.at("tensor").toTensor(), torch::arange(6).view({2, 3}).t()));
   CHECK_THAT(same(read.at("view").toTensor(), torch::tensor({7, 8})));
   CHECK_THAT(read.at("view").toTensor().storage().nbytes() == 16);
+  CHECK_THAT(same(read.at("expanded").toTensor(), torch::full({4}, 2.0F)));
   CHECK_THAT(read.at(3).toTupleRef().elements()[0].toDouble() == 0.5);
 }
 
-inline void list_operations_are_there() {
-  torch::Tensor param = torch::ones({3}), grad = torch::ones({3});
-  amp_ext::Group<amp_ext::SgdHyperparameters> options;
-  options.lr = 0.5;
-  amp_ext::step_(amp_ext::StepLists{{param}, {grad}, {{}}, {}, {}}, options, {});
-  CHECK_THAT(same(param, torch::full({3}, 0.5)));
-  CHECK_THAT(contains(
-      error_of([&] { amp_ext::step_(amp_ext::StepLists{{param}, {}, {{}}, {}, {}}, options, {}); }),
-      "sgd_: grads must"));
+AMP_EXT_CHECK(what_python_can_not_read_is_refused) {
+  const Dict dict = new_dict();
+  const auto save = [&] { amp_ext::state_to_bytes(dict); };
+  dict.insert("a", torch::ones({2}).to_sparse());
+  CHECK_REFUSED(save(), "value['a'] must be a dense tensor, got Sparse");
+  dict.insert_or_assign("a", torch::ones({2}, torch::kUInt16));
+  CHECK_REFUSED(save(), "value['a'] must be of a dtype that torch.load reads");
+  dict.insert_or_assign("a", torch::Device(torch::kCPU));
+  CHECK_REFUSED(save(), "value['a'] must be a dict, list, tuple, string, number, bool, None or");
+  dict.insert_or_assign("a", c10::ivalue::Tuple::create(dict));
+  const std::string in_itself =
+      "['a'][0] must not be one of those in which it lies, got a GenericDict";
+  CHECK_REFUSED(save(), "state_to_bytes: value" + in_itself);
+  CHECK_REFUSED(amp_ext::save_state("run.pt", dict), "save_state of run.pt: value" + in_itself);
+  SGD optimizer({parameter({1.0})}, SGDOptions());
+  CHECK_REFUSED(optimizer.load_state_dict(dict), "SGD.load_state_dict: state_dict" + in_itself);
+  dict.clear();
+  dict.insert(0.5, 1);
+  CHECK_REFUSED(save(), "keys of value must be strings or ints, got 0.5");
+  c10::IValue deep = 1;
+  for (int i = 0; i <= 500; ++i) deep = c10::ivalue::Tuple::create(std::vector{deep});
+  CHECK_REFUSED(amp_ext::state_to_bytes(deep), "must lie in at most 500 others, got one that lies");
+}
+
+AMP_EXT_CHECK(a_damaged_file_is_refused_or_right) {
+  const Dict dict = new_dict();
+  dict.insert("weights", torch::arange(100.0));
+  dict.insert("nothing", torch::empty({0}));
+  const std::vector<char> file = amp_ext::state_to_bytes(dict);
+  int refused = 0;
+  for (size_t i = 0; i < file.size(); i += 7) {
+    std::vector<char> damaged = file;
+    damaged[i] ^= 1 << i % 8;
+    amp_ext::state_from_bytes(file);  // leaves the right bytes in memory that is free again
+    std::optional<c10::IValue> read;
+    const std::string error = error_of([&] { read = amp_ext::state_from_bytes(damaged); });
+    refused += contains(error, "state_from_bytes: the file must be one that torch.save wrote, of ");
+    CHECK_THAT(error.empty() == read.has_value());
+    if (read.has_value()) CHECK_THAT(amp_ext::state_to_bytes(*read) == file);
+  }
+  CHECK_THAT(refused > 100);
+}
+
+// Steps an optimizer of two groups; another and its scaler load archives of it and step on beside.
+template <typename Saves, typename Loads, typename Options, typename OwnOptions>
+void check_archives(const Options& options, const OwnOptions& own_options, double tolerance,
+                    c10::ScalarType dtype = torch::kFloat) {
+  Groups groups, others;
+  torch::manual_seed(3);
+  for (const int64_t size : {6, 2}) {
+    groups.emplace_back(std::vector{torch::randn({size}).to(dtype).set_requires_grad(true)});
+    others.emplace_back(std::vector{torch::zeros({size}).to(dtype).set_requires_grad(true)});
+  }
+  Saves first(groups, options);
+  Loads second(others, own_options);
+  GradScaler scaler(GradScalerOptions().device(torch::kCPU).init_scale(4).growth_interval(4));
+  GradScaler other = cpu_scaler(2.0);
+  const auto step = [](theirs::Optimizer& optimizer, GradScaler& its_scaler) {
+    for (const auto& group : optimizer.param_groups()) {
+      torch::Tensor param = group.params()[0];
+      param.mutable_grad() = its_scaler.scale((param * param).detach() - 0.5).to(param.dtype());
+    }
+    its_scaler.step(optimizer);
+    its_scaler.update();
+  };
+  const std::vector<torch::Tensor> saved = first.parameters(), loaded = second.parameters();
+  for (int i = 0; i < 6; ++i) {
+    step(first, scaler);
+    if (i >= 3) step(second, other);
+    if (i != 2) continue;
+    std::stringstream archive, of_scaler;
+    torch::save(first, archive);
+    torch::save(scaler, of_scaler);
+    for (size_t j = 0; j < saved.size(); ++j) loaded[j].set_data(saved[j].detach().clone());
+    torch::load(second, archive);
+    torch::load(other, of_scaler);
+  }
+  CHECK_THAT(scaler.get_scale() == 8.0 && other.get_scale() == 8.0);
+  for (size_t i = 0; i < saved.size(); ++i) {
+    CHECK_THAT(torch::allclose(loaded[i], saved[i], tolerance, tolerance));
+  }
+}
+
+AMP_EXT_CHECK(archives_are_read) {
+  for (const MasterWeights& masters : std::vector<MasterWeights>{true, "split", "split8", false}) {
+    auto options = AdamWOptions(0.1).amsgrad(true).master_weights(masters), own_options = options;
+    check_archives<AdamW, AdamW>(options, own_options.lr(7.0), 0.0, torch::kBFloat16);
+  }
+  const auto lion = LionOptions(0.1).state_dtype("8bit");
+  check_archives<Lion, Lion>(lion, lion, 0.0);
+}
+
+AMP_EXT_CHECK(archives_of_torch_are_read) {
+  const auto adam =
+      theirs::AdamOptions(0.1).betas({0.5, 0.75}).eps(0.25).weight_decay(0.5).amsgrad(true);
+  const auto sgd = theirs::SGDOptions(0.1).momentum(0.5);
+  const auto adamw = theirs::AdamWOptions(0.1).weight_decay(0.25);
+  auto nesterov = sgd, dampened = sgd;
+  check_archives<theirs::Adam, Adam>(adam, AdamOptions(), 1e-6);
+  check_archives<theirs::AdamW, AdamW>(adamw, AdamWOptions(), 1e-6);
+  check_archives<theirs::SGD, SGD>(nesterov.nesterov(true), SGDOptions(), 1e-6);
+  check_archives<theirs::SGD, SGD>(dampened.dampening(0.25).weight_decay(0.5), SGDOptions(), 1e-6);
+  std::stringstream archive, of_two;
+  torch::save(theirs::SGD({parameter({1.0})}, 0.1), archive);
+  torch::save(theirs::SGD({parameter({1.0}), parameter({1.0})}, 0.1), of_two);
+  Lion lion({parameter({1.0})}, LionOptions());
+  SGD of_one({parameter({1.0})}, SGDOptions());
+  CHECK_REFUSED(torch::load(lion, archive), "the archive must be one that torch::save wrote of it");
+  CHECK_REFUSED(torch::load(of_one, of_two), "different size");
 }
 
 }  // namespace checks
