@@ -456,6 +456,39 @@ AMP_EXT_CHECK(steps_of_others_are_skipped_or_spend_the_iteration) {
   CHECK_REFUSED(other.step(own), "must give a first_nonfinite for each found_inf, got 0 for 1");
 }
 
+// Has a step of its own, around that of its parent.
+struct Counted : SGD {
+  using SGD::SGD;
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    ++steps;
+    return SGD::step(closure);
+  }
+  int steps = 0;
+};
+// Whose step is only its parent's.
+struct Renamed : SGD {
+  using SGD::SGD;
+  bool unscales_in_step() const override { return true; }
+};
+
+AMP_EXT_CHECK(a_step_of_a_derived_class_is_what_a_scaler_calls) {
+  torch::Tensor param = parameter({1.0}), other = parameter({1.0});
+  Counted optimizer({param}, SGDOptions(0.5));
+  Renamed renamed({other}, SGDOptions(0.5));
+  GradScaler scaler = cpu_scaler();
+  for (const double value : std::vector<double>{1.0, INFINITY, 2.0}) {
+    give_grad(param, scaler, value);
+    give_grad(other, scaler, value);
+    scaler.step(optimizer);
+    scaler.step(renamed);
+    CHECK_THAT(std::isinf(value) || param.grad().item<double>() == value);
+    CHECK_THAT(other.grad().item<double>() == value * scaler.get_scale());
+    scaler.update();
+  }
+  CHECK_THAT(optimizer.steps == 2);
+  CHECK_THAT(param.item<double>() == -0.5 && other.item<double>() == -0.5);
+}
+
 AMP_EXT_CHECK(unscaling_in_part_spends_the_iteration) {
   torch::Tensor param = parameter({1.0});
   torch::Tensor elsewhere = torch::ones({1}, torch::kMeta).requires_grad_(true);
