@@ -88,7 +88,13 @@ void read_attributes(const py::dict& attributes, LossScale& to) {
 template <typename Visit>
 void for_each_param(const py::object& optimizer, const Visit& visit) {
   for (const py::handle group : optimizer.attr("param_groups")) {
-    for (const py::handle param : group["params"]) visit(param);
+    for (const py::handle param : group["params"]) {
+      if (!THPVariable_Check(param.ptr())) {
+        const std::string type = py::str(py::type::of(param).attr("__name__"));
+        throw py::type_error("GradScaler: params of the optimizer must be tensors, got " + type);
+      }
+      visit(param);
+    }
   }
 }
 
@@ -144,8 +150,9 @@ int64_t number_behind(LossScaleOfPython& self, py::handle id) {
 OptionalTensor begin_look(LossScaleOfPython& self, const std::string& operation,
                           const py::dict& attributes, const py::dict& state,
                           const py::object& optimizer) {
-  const py::handle scale = attributes["_scale"];
-  if (!scale.is_none()) self.scale = THPVariable_Unpack(scale.ptr());
+  if (const py::object scale = attributes["_scale"]; !scale.is_none()) {
+    self.scale = py::cast<at::Tensor>(scale);
+  }
   const int64_t slot = number_of(self, optimizer);
   if (!state.contains("iteration")) {
     state["iteration"] = py::cast(
@@ -224,7 +231,7 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
   read_attributes(attributes, self);
   std::function<void()> set;
   if (THPVariable_Check(new_scale.ptr())) {
-    set = [&] { self.scale.copy_(THPVariable_Unpack(new_scale.ptr())); };
+    set = [&, tensor = THPVariable_Unpack(new_scale.ptr())] { self.scale.copy_(tensor); };
   } else if (!new_scale.is_none()) {
     set = [&, number = py::cast<double>(new_scale)] { self.scale.fill_(number); };
   }
