@@ -1,5 +1,5 @@
 # Types of the compiled module; what the functions do stands in amp_ext.ops.
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,43 +13,21 @@ class OptionDescription:  # of an option of the groups of an optimizer
     on_load: str  # "required", "off if missing", "kept if missing" or "kept"
     is_read: bool  # by steps
 
-class _CommonHyperparameters:
-    operation: str
-    fields: tuple[str, ...]
-    buffers: tuple[tuple[str, str], ...]
+class OptimizerDescription:
+    operation: str  # over lists
+    fields: tuple[str, ...]  # its hyperparameters
+    buffers: tuple[tuple[str, str], ...]  # the name and the role of each
     options: tuple[OptionDescription, ...]
-    buffer_count: Callable[[dict[str, Any]], int]  # of the options of a group
-    # Of the options of a group, or of defaults; what messages say, with "%s" for the name; and what
-    # makes the text of a value.
-    check_options: Callable[[dict[str, Any], str, Callable[[Any], str]], None]
-    check_as_torch: Callable[[dict[str, Any], Callable[[Any], str]], None]  # of defaults
-    keeps_step: Callable[[dict[str, Any]], bool]  # likewise
-    lr: float | Tensor
-    weight_decay: float
-    decoupled_weight_decay: bool
-    maximize: bool
-    clip_value: float
-    timestep: float
-    write_back_grads: bool
-    dither: bool
-    def __init__(self, group: dict[str, Any]) -> None: ...
-    @staticmethod
-    def kept(kind: str, group: dict[str, Any]) -> Kept: ...
+    # What messages say, with "%s" for the name of an option; and what makes the text of a value.
+    def check_options(
+        self, options: dict[str, Any], where: str, shown: Callable[[Any], str]
+    ) -> None: ...
+    def check_as_torch(self, defaults: dict[str, Any], shown: Callable[[Any], str]) -> None: ...
+    def kept(self, kind: str, group: dict[str, Any]) -> Kept: ...
 
-class AdamHyperparameters(_CommonHyperparameters):
-    beta1: float
-    beta2: float
-    eps: float
-    denominator_floor: float
-
-class LionHyperparameters(_CommonHyperparameters):
-    beta1: float
-    beta2: float
-
-class SgdHyperparameters(_CommonHyperparameters):
-    momentum: float
-    dampening: float
-    nesterov: bool
+AdamHyperparameters: OptimizerDescription
+LionHyperparameters: OptimizerDescription
+SgdHyperparameters: OptimizerDescription
 
 class LossScaleHyperparameters:
     growth_factor: float
@@ -69,12 +47,6 @@ class GradientOptions:
     grad_norm: Tensor | None
     skip_nonfinite: bool
     def __init__(self, **fields: Tensor | float | None) -> None: ...
-
-class LookResult:
-    found_inf: Tensor
-    first_nonfinite: Tensor
-    sum_of_squares: Tensor | None
-    partition: int
 
 class ScalerSummary:
     updates: int
@@ -141,52 +113,39 @@ class LossScale:
     ) -> tuple[int, int, int, int, float, float, float, str | None]: ...
     def history(self) -> tuple[int, list[float], list[bool]]: ...
 
-class StepProgress:
-    def __bool__(self) -> bool: ...
-
-class KeptStates:
-    def keep(self, states: Mapping[Any, Any], keys: set[str]) -> None: ...
-    def are_in(self, states: Mapping[Any, Any]) -> bool: ...
-
-class RoundedParams: ...
-class ScaledGrads: ...
-
-class Plan:
-    progress: StepProgress
-    def __init__(self, operation: str, buffer_names: Sequence[str]) -> None: ...
-    def add_param(self, group: int, index_in_group: int, param: Tensor) -> int: ...
-    def add_sharded_param(
-        self, group: int, index_in_group: int, param: Tensor, partition: int
-    ) -> int: ...
-    def set_shard(self, index: int, param: Tensor, grad: Tensor | None) -> None: ...
-    def set_first_element(self, index: int, first_element: int) -> None: ...
-    def set_rounded_params(self, rounded: RoundedParams) -> None: ...
-    def rounded_params(self) -> RoundedParams: ...
-    def set_scaled_grads(self, scaled: ScaledGrads) -> None: ...
-    def scaled_grads(self) -> ScaledGrads: ...
-    def take_params(self, groups: Sequence[Iterable[Tensor]]) -> bool: ...
-    def let_go(self) -> None: ...
-    def gradients_were_written(self) -> bool: ...
-    def check_finite(
+class Plan:  # what an optimizer knows of its parameters and states, as long as it lives
+    failure: str  # how far the step came that failed; empty if none has
+    note_of_failure: str  # with what to do
+    def __init__(
         self,
-        found_inf: Tensor,
-        grad_scale: Tensor | None,
-        sum_squares: bool,
-        skip_nonfinite: bool,
-    ) -> list[LookResult]: ...
-    def step(
+        optimizer: str,
+        description: OptimizerDescription,
+        before: Plan | None,
+        failure: str,
+    ) -> None: ...
+    def forget(self) -> None: ...
+    # For each parameter its group, its index there, itself, its partition if it is sharded, and
+    # where its first element stands in the whole.
+    def list_params(
         self,
-        groups: Sequence[_CommonHyperparameters],
+        optimizer: Any,
+        operation: str,
+        rows: Sequence[tuple[int, int, Tensor, int | None, int]],
+    ) -> None: ...
+    # All of these None if the parameters are to be listed anew.
+    def look(
+        self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, int, Tensor | None]] | None: ...
+    def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | None: ...
+    def step(  # False if it wants sum_of_squares
+        self,
+        step_plan: Any,
+        optimizer: Any,
+        hand_over: Any,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        max_grad_norm: float | None,
         sum_of_squares: Tensor | None,
-        grad_norm: Tensor | None,
-        skip_nonfinite: bool,
-        step_plan: Any,
-        states: dict[Any, Any],
-        hand_over: Any,
-    ) -> None: ...
+    ) -> bool | None: ...
 
 class ListedParam:  # a parameter, and where it is listed
     def __init__(

@@ -76,7 +76,9 @@ if TYPE_CHECKING:
     binary = _C  # which __getattr__ gives, and what follows
     Kept = _C.Kept
     ListedParam = _C.ListedParam
+    OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription
+    Plan = _C.Plan
 
 __all__ = [
     "OptimizerType",
@@ -109,11 +111,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OTHERS = (
     "Kept",
-    "KeptStates",
     "ListedParam",
     "LossScale",
     "MASTER_KEYS",
     "NO_TENSOR",
+    "OptimizerDescription",
     "OptionDescription",
     "Plan",
     "ScalerMonitor",

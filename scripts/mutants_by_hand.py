@@ -128,7 +128,7 @@ PYTHON = [
     Fault('state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()', "pass"),
     Fault("dict.fromkeys(parameters)", "list(parameters)", after="for param in "),
     # The optimizers.
-    Fault("if sum_of_squares is None and plan.first_param", "if plan.first_param"),
+    Fault("*arguments, sum_of_squares)", "*arguments, None)"),
     # Checkpoints.
     # Parameters that are sharded.
     Fault(

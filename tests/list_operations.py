@@ -25,10 +25,10 @@ Options = dict[str, Any]
 Lists = dict[str, list[Tensor]]
 One = dict[str, Tensor]  # of each list the tensor of one parameter
 
-# The classes by which the compiled module describes its optimizers.
-DESCRIBED = [cls for cls in vars(ops._C).values() if hasattr(cls, "buffers")]
+# What the compiled module says of its optimizers.
+DESCRIBED = [each for each in vars(ops._C).values() if isinstance(each, ops.OptimizerDescription)]
 # Lists of buffers that are never negative.
-SQUARES = {f"{name}s" for cls in DESCRIBED for name, role in cls.buffers if role != "first moment"}
+SQUARES = {f"{name}s" for one in DESCRIBED for name, role in one.buffers if role != "first moment"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,6 @@ from amp_ext.optim.state_store import check_flattened
 
 __all__ = ["DescribedOptimizer"]
 
-_PLAIN_TYPES = (type(None), bool, int, float)
-
 
 class DescribedOptimizer(torch.optim.Optimizer):
     """An optimizer whose options and buffers the compiled module and its own signature describe.
@@ -25,7 +23,7 @@ class DescribedOptimizer(torch.optim.Optimizer):
     :class:`amp_ext.optim.FusedOptimizer`.
     """
 
-    # The class of the compiled module that takes a group's hyperparameters and names the formula.
+    # The description of the compiled module that names the formula.
     _hyperparameters_class: ClassVar[str]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -47,56 +45,22 @@ class DescribedOptimizer(torch.optim.Optimizer):
         """
         return tuple(self._kept(group).names)
 
-    def _buffer_count(self, group: dict[str, Any]) -> int:
-        """Returns how many of the functor's buffers a group keeps, the first ones."""
-        count: int = self._description.buffer_count(group)
-        return count
-
-    def _keeps_step(self, group: dict[str, Any]) -> bool:
-        """Returns whether the functor needs the number of the step, or rounding does."""
-        keeps: bool = self._description.keeps_step(group)
-        return keeps
-
     @functools.cached_property
-    def _description(self) -> Any:
-        """The class of the compiled module that describes the optimizer."""
+    def _description(self) -> ops.OptimizerDescription:
+        """What the compiled module says of the optimizer."""
         try:
-            return getattr(ops, self._hyperparameters_class)
+            found: ops.OptimizerDescription = getattr(ops, self._hyperparameters_class)
         except AttributeError:
             raise TypeError(
                 f"{type(self).__name__}: _hyperparameters_class must name a class of the compiled "
                 f"module, got {getattr(self, '_hyperparameters_class', None)!r}"
             ) from None
-
-    def _hyperparameters(self, group: dict[str, Any]) -> Any:
-        """Returns a group's options as the compiled module takes them."""
-        return self._description(group)
-
-    def _hyperparameters_of_groups(self) -> list[Any]:
-        """Returns the options of all groups as the compiled module takes them."""
-        try:
-            return [self._hyperparameters(group) for group in self.param_groups]
-        except (KeyError, TypeError, ValueError, RuntimeError):
-            self._check_groups()  # knows the name of what does not fit
-            raise
+        return found
 
     def _kept(self, group: dict[str, Any]) -> ops.Kept:
         """Returns what the parameters of a group keep in their states."""
         kept: ops.Kept = self._description.kept(type(self).__name__, group)
         return kept
-
-    def _deciding_options(self) -> list[tuple[Any, ...]]:
-        """Returns for each group what decides what it keeps, and what is checked with that."""
-        return [
-            (
-                self._buffer_count(group),
-                self._keeps_step(group),
-                group["master_weights"],
-                group["state_dtype"],
-                group["rounding"],
-            )
-            for group in self.param_groups
-        ]
 
     # Groups.
 
@@ -147,22 +111,3 @@ class DescribedOptimizer(torch.optim.Optimizer):
         """Checks that an operation can read the parameters of all groups."""
         for index, group in enumerate(self.param_groups):
             check_params(group, f"{type(self).__name__}.{operation}: %s of group {index}")
-
-    def _for_all_groups(self, option: str) -> Any:
-        """Returns an option that concerns the norm of all groups together."""
-        try:
-            values = [group[option] for group in self.param_groups]
-        except KeyError:
-            self._check_groups()  # names the group that has lost it
-            raise
-        value = values[0]
-        if type(value) in _PLAIN_TYPES and value == value and values.count(value) == len(values):
-            return value
-        self._check_groups()
-        values = [group[option] for group in self.param_groups]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"{type(self).__name__}: {option} must be the same in all groups, whose norm is "
-                f"taken together, got {values}"
-            )
-        return values[0]

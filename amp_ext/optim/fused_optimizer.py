@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,8 +35,6 @@ __all__ = ["FusedOptimizer"]
 
 # Errors of a device or an allocator, by which a step is refused that may succeed later.
 _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-
-_HOW_TO_GO_ON = "load a checkpoint into the model, and into the optimizer with load_state_dict()"
 
 
 class FusedOptimizer(SavedOptimizer):
@@ -103,9 +100,6 @@ class FusedOptimizer(SavedOptimizer):
     """
 
     _step_supports_amp_scaling = True
-    _plan: StepPlan | None = None
-    _rounded_params: Any = None  # of the last plan, for the next one
-    _scaled_grads: Any = None  # likewise
     _has_warned_of_hooks = False
     _hand_over: HandOver | None = None  # of the scaler whose step this is
     grad_scale = HandedAttribute("Scale of the gradients, one float32, while a scaler steps.")
@@ -134,6 +128,7 @@ class FusedOptimizer(SavedOptimizer):
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
         self.grad_norm = None  # of the instance: a wrapper made of this class shall not hide it
+        self._plan = StepPlan(type(self).__name__, self._description)
         super().__init__(params, defaults)
 
     # States.
@@ -184,75 +179,36 @@ class FusedOptimizer(SavedOptimizer):
         were moved to another device to make room. It is remembered which parameters were written
         since their masters were.
         """
-        if self._plan is not None:
-            rounded_params, scaled_grads = self._plan.rounded_params(), self._plan.scaled_grads()
-            self._rounded_params, self._scaled_grads = rounded_params, scaled_grads
-            self._plan = None
+        self._plan.forget()
 
-    def _take_plan(self, operation: str) -> StepPlan:
-        """Returns the plan for the groups and states as they are, which has their parameters.
-
-        It is this thread's until :meth:`_let_go`. The mark of a thread that was interrupted before
-        that does not keep this thread out.
+    def _ask_plan(self, operation: str, ask: Callable[..., Any], *arguments: Any) -> Any:
+        """Asks the plan for something of the groups and states as they are.
 
         Args:
-            operation: What the plan is for, for the error.
+            operation: What it is for, for errors.
+            ask: A method of the compiled plan, which takes ours, this optimizer and the arguments.
+                It returns None where options can't be read or parameters are to be listed anew.
+            arguments: Of it.
 
         Raises:
-            RuntimeError: If another thread has it, the last step failed amid its launches, or the
-                params of a group are others when they are read again.
+            RuntimeError: If another thread has the plan, the last step failed amid its launches, or
+                the params of a group are others when they are read again.
             TypeError, ValueError: If an option or the params of a group are not as they must be.
         """
-        thread = threading.get_ident()
-        user = self.__dict__.setdefault("_thread_in_plan", thread)  # at once, for other threads
-        if user != thread:
+        answer = ask(self._plan, self, *arguments)
+        if answer is not None:
+            return answer
+        self._check_params(operation)
+        self._check_groups()
+        kept = [self._kept(group) for group in self.param_groups]
+        self._plan.list_groups(self, kept, operation)
+        answer = ask(self._plan, self, *arguments)
+        if answer is None:
             raise RuntimeError(
-                f"{type(self).__name__}.{operation}: must be called by one thread at a time, got a "
-                f"call by thread {thread} while thread {user} is in one"
+                f"{type(self).__name__}.{operation}: params of each group must be a list, got "
+                "other parameters when they were read again"
             )
-        try:
-            if self._progress:
-                raise RuntimeError(
-                    f"{type(self).__name__}.{operation}: parameters must be as a whole step leaves "
-                    f"them, got a step that failed: {self._progress}; {_HOW_TO_GO_ON}"
-                )
-            plan = self._plan
-            try:
-                is_current = plan is not None and plan.take_params(
-                    self.state, self.param_groups, self._deciding_options()
-                )
-            except (KeyError, TypeError, ValueError, RuntimeError):  # of an option
-                is_current = False
-            if plan is None or not is_current:
-                self.rebuild()
-                self._check_params(operation)
-                self._check_groups()
-                deciding = self._deciding_options()
-                plan = StepPlan(
-                    type(self).__name__,
-                    self.param_groups,
-                    [self._kept(group) for group in self.param_groups],
-                    deciding,
-                    self._rounded_params,
-                    self._scaled_grads,
-                )
-                if not plan.take_params(self.state, self.param_groups, deciding):  # it steps none
-                    raise RuntimeError(
-                        f"{type(self).__name__}.{operation}: params of each group must be a list, "
-                        "got other parameters when they were read again"
-                    )
-                self._progress = plan.progress  # before: an interrupt may come
-                self._plan = plan
-        except BaseException:
-            self._let_go()
-            raise
-        return plan
-
-    def _let_go(self) -> None:
-        """Drops what refers to parameters and gradients, and lets other threads in."""
-        if self._plan is not None:
-            self._plan.let_go()
-        self.__dict__.pop("_thread_in_plan", None)
+        return answer
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,69 +284,40 @@ class FusedOptimizer(SavedOptimizer):
                 return loss
             self._check_no_grads()
             found_inf = None
-        plan = self._take_plan("step")
         try:
-            self._step(plan, hand_over, found_inf)
+            self._step(hand_over, found_inf)
         except Exception as error:
-            self._note_what_is_stepped(error)
+            self._note_what_is_stepped(error, hand_over)
             raise
-        finally:
-            self._let_go()
         return loss
 
-    def _step(self, plan: StepPlan, hand_over: HandOver, found_inf: Tensor | int | None) -> None:
+    def _step(self, hand_over: HandOver, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
-        max_grad_norm = self._for_all_groups("max_grad_norm")
-        skip_nonfinite = self._for_all_groups("skip_nonfinite")
-        grad_scale, look = hand_over.grad_scale, hand_over.look
-        if max_grad_norm is not None and not max_grad_norm >= 0.0:
-            self._check_groups()
-        has_hooks = look is not None and self._has_step_pre_hooks()
-        if has_hooks and grad_scale is not None and plan.with_shards().gradients_were_written():
-            self._warn_of_hooks()
-        if look is not None and not look.found_infs:
-            self._check_no_grads()
-        elif has_hooks and isinstance(found_inf, Tensor) and not plan.sharded_over:
-            # A hook may have written gradients, and no version shows a write through ``.data``.
-            hand_over.look = self._look(plan, found_inf, grad_scale)
-            if hand_over.look.found_infs:
-                found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
-        sum_of_squares = None
-        if max_grad_norm is not None and plan.sharded_over:
-            if look is not None:
-                sum_of_squares = look.sum_of_squares
-            if sum_of_squares is None and plan.first_param is not None:  # no scaler has looked
-                device = plan.first_param.device
-                nothing = torch.zeros((), dtype=torch.float32, device=device)
-                sum_of_squares = self._look(plan, nothing, None).sum_of_squares
-        hyperparameters = self._hyperparameters_of_groups()  # first: it refuses
-        if max_grad_norm is None:
-            self.grad_norm = None
-        elif self.grad_norm is None and plan.first_param is not None:
-            with outside_inference_mode():
-                device = plan.first_param.device
-                self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
-        if sum_of_squares is not None and self.grad_norm is not None:
-            # The kernels write it only where this rank has something to step.
-            self.grad_norm.copy_(_norm(sum_of_squares, grad_scale), non_blocking=True)
-        # Which says in the hand-over that it is spent, before it writes.
-        plan.with_shards().step(
-            hyperparameters,
-            grad_scale,
-            found_inf,
-            max_grad_norm,
-            sum_of_squares,
-            self.grad_norm,
-            skip_nonfinite,
-            plan,
-            self.state,
-            hand_over,
-        )
+        plan, grad_scale, sum_of_squares = self._plan, hand_over.grad_scale, None
+        if hand_over.look is not None:
+            sum_of_squares = hand_over.look.sum_of_squares
+            has_hooks = self._has_step_pre_hooks()
+            written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
+            if written and grad_scale is not None:
+                self._warn_of_hooks()
+            if not hand_over.look.found_infs:
+                self._check_no_grads()
+            elif has_hooks and isinstance(found_inf, Tensor) and not plan.sharded_over:
+                # A hook may have written gradients, and no version shows a write through ``.data``.
+                hand_over.look = self._look(found_inf, grad_scale)
+                if hand_over.look.found_infs:
+                    found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
+        # It says in the hand-over that it is spent, before it writes.
+        arguments = hand_over, grad_scale, found_inf
+        if not self._ask_plan("step", plan.compiled.step, *arguments, sum_of_squares):
+            # A norm over ranks is wanted, and no scaler has looked.
+            look = self._look(torch.zeros((), device=plan.device), None)
+            self._ask_plan("step", plan.compiled.step, *arguments, look.sum_of_squares)
 
-    def _note_what_is_stepped(self, error: Exception) -> None:
+    def _note_what_is_stepped(self, error: Exception, hand_over: HandOver) -> None:
         """Says of an error of torch, whose type and text clients know, what it has left."""
-        if self._progress:
-            note = f"{self._progress}; {_HOW_TO_GO_ON}: until then it refuses to step"
+        if hand_over.is_spent:
+            note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
             note = "nothing has been stepped; parameters and states are as before"
         else:
@@ -433,26 +360,20 @@ class FusedOptimizer(SavedOptimizer):
             What was found: for each device that holds a gradient a copy of ``found_inf``, set to 1
             if one there is inf or NaN; with shards, if one is on any rank.
         """
-        plan = self._take_plan("look_at_gradients")
-        try:
-            return self._look(plan, found_inf, grad_scale)
-        finally:
-            self._let_go()
+        return self._look(found_inf, grad_scale)
 
-    def _look(self, plan: StepPlan, found_inf: Tensor, grad_scale: Tensor | None) -> Look:
+    def _look(self, found_inf: Tensor, grad_scale: Tensor | None) -> Look:
         """Looks for inf and NaN in all gradients."""
-        sums_squares = self._for_all_groups("max_grad_norm") is not None
-        results = plan.with_shards().check_finite(
-            found_inf, grad_scale, sums_squares, self._for_all_groups("skip_nonfinite")
-        )
-        first_nonfinites = {result.found_inf.device: result.first_nonfinite for result in results}
+        plan = self._plan
+        found = self._ask_plan("look_at_gradients", plan.compiled.look, found_inf, grad_scale)
+        first_nonfinites = {flag.device: first for flag, first, _, _ in found}
         if not plan.sharded_over:
-            found_infs = {result.found_inf.device: result.found_inf for result in results}
-            return Look(found_infs, first_nonfinites)
+            return Look({flag.device: flag for flag, _, _, _ in found}, first_nonfinites)
+        sums_squares = self.param_groups[0]["max_grad_norm"] is not None
         flags, sum_of_squares = plan.sharded_over.all_reduce(
             found_inf,
-            [result.found_inf for result in results],
-            [(result.partition, result.sum_of_squares) for result in results],
+            [flag for flag, _, _, _ in found],
+            [(partition, squares) for _, _, partition, squares in found],
             sums_squares=sums_squares,
         )
         return Look(flags, first_nonfinites, sum_of_squares if sums_squares else None)
@@ -530,11 +451,3 @@ def _is_profiled() -> bool:
     """Returns whether anybody wants to know when a step begins and ends."""
     monitor = sys.modules.get("torch.profiler._cupti_monitor")
     return ops.is_profiled() or getattr(monitor, "_monitor_singleton", None) is not None
-
-
-def _norm(sum_of_squares: Tensor, grad_scale: Tensor | None) -> Tensor:
-    """Returns the norm of the unscaled gradients, as the kernels compute it."""
-    if grad_scale is None:
-        return sum_of_squares.sqrt()
-    inv_scale = grad_scale.double().reciprocal().float()
-    return sum_of_squares.sqrt() * inv_scale.to(sum_of_squares, non_blocking=True)

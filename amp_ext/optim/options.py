@@ -1,7 +1,7 @@
 """Whether the options of a group are what the compiled module describes.
 
 It knows their ranges. What is here is what only Python can have: other types, numbers of numpy, and
-tensors where numbers are meant. ``description`` is the class of hyperparameters of an optimizer.
+tensors where numbers are meant. ``description`` is what the module says of an optimizer.
 """
 
 from __future__ import annotations

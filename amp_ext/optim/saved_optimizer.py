@@ -18,6 +18,7 @@ from amp_ext.optim.checkpoints import (
 from amp_ext.optim.described_optimizer import DescribedOptimizer
 from amp_ext.optim.options import defaults_of, with_plain_options
 from amp_ext.optim.state_store import Place, float32_state
+from amp_ext.optim.step_plan import StepPlan
 from amp_ext.sharding import is_flat, is_flattened
 
 __all__ = ["SavedOptimizer", "float32_state_dict"]
@@ -26,18 +27,13 @@ __all__ = ["SavedOptimizer", "float32_state_dict"]
 class SavedOptimizer(DescribedOptimizer):
     """An optimizer whose state dict, pickle and copy say all that the next one goes on from."""
 
-    # True if the last step failed amid its launches, and then says how far it came: that of the
-    # plan, which sets it, or a text in a copy of such an optimizer.
-    _progress: Any = None
-
-    def rebuild(self) -> None:
-        """Forgets what was looked up of parameters and states, for whoever looks them up."""
+    _plan: StepPlan
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has, which refuses to step if this one does."""
         state: dict[str, Any] = super().__getstate__()
-        if self._progress:
-            state["_progress"] = str(self._progress)
+        if self._plan.compiled.failure:
+            state["_progress"] = self._plan.compiled.failure
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -50,9 +46,12 @@ class SavedOptimizer(DescribedOptimizer):
         for group in state["param_groups"]:
             for name, value in defaults.items():
                 group.setdefault(name, value)
+        state = {**state, "grad_norm": None}
+        failure = state.pop("_progress", None) or ""
+        before = vars(self).get("_plan")
+        state["_plan"] = StepPlan(type(self).__name__, self._description, before, failure)
         # torch takes all of it in one assignment, which no interrupt divides.
-        forgotten = {"_plan": None, "_rounded_params": None, "grad_norm": None}
-        super().__setstate__({"_progress": None, **state, **forgotten})
+        super().__setstate__(state)
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +110,6 @@ class SavedOptimizer(DescribedOptimizer):
             if changed is not None:
                 state_dict = changed
         state = read_state_dict(self._target(), state_dict)
-        self.rebuild()  # a file is of states alone: gradients stay what they are
         self.__setstate__(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -147,28 +147,14 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
 
 // Also what a loop may have written into the groups. Returns the options of each.
 std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
-  const char* const name = impl_->kind.name;
-  TORCH_CHECK(!param_groups_.empty(), name, ": param_groups must have a group, got none");
+  TORCH_CHECK(!param_groups_.empty(), impl_->kind.name,
+              ": param_groups must have a group, got none");
   std::vector<PlacedOptions> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     groups.push_back(options_of_group(impl_->kind, options_of(i), i, param_groups_[i].params()));
     check_group(groups[i]);
   }
   return groups;
-}
-
-// Those that concern the norm of all groups together.
-void FusedOptimizer::check_shared_options() {
-  const auto check_same = [&](const char* option, auto member) {
-    for (size_t i = 1; i < param_groups_.size(); ++i) {
-      TORCH_CHECK(options_of(i).*member == options_of(0).*member, impl_->kind.name, ": ", option,
-                  " must be the same in all groups, whose norm is taken together, got another in "
-                  "group ",
-                  i);
-    }
-  };
-  check_same("max_grad_norm", &FusedOptions::max_grad_norm_);
-  check_same("skip_nonfinite", &FusedOptions::skip_nonfinite_);
 }
 
 bool FusedOptimizer::unscales_in_step() const {

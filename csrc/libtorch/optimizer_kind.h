@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <typeinfo>
@@ -14,7 +15,6 @@
 #include <vector>
 
 #include "optimizer/kind.h"
-#include "optimizer/plan.h"
 
 namespace amp_ext::optim {
 
@@ -37,6 +37,9 @@ class PlacedOptions final : public GroupOptions {
   StateDType state_dtype() const override { return value<StateDType>("state_dtype"); }
   std::optional<std::string> rounding() const override {
     return value<std::optional<std::string>>("rounding");
+  }
+  std::optional<double> max_grad_norm() const override {
+    return value<std::optional<double>>("max_grad_norm");
   }
   std::string shown(const OptionDescription& option, std::optional<size_t> index) const override;
   std::string name_of(const OptionDescription& option) const override;
@@ -64,16 +67,6 @@ struct OptimizerKind : Kind {
   const char* base_class = nullptr;    // that it extends in Python, or its own
   const char* fixed_option = nullptr;  // that a state dict can't change either
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
-  void (*step)(Plan&, const std::vector<PlacedOptions>& groups, const GradientOptions&,
-               StateStore&) = nullptr;
 };
-
-template <typename Hyperparameters>
-void step_plan(Plan& plan, const std::vector<PlacedOptions>& groups, const GradientOptions& options,
-               StateStore& store) {
-  std::vector<Group<Hyperparameters>> hyperparameters(groups.size());
-  for (size_t i = 0; i < groups.size(); ++i) set_fields(hyperparameters[i], groups[i]);
-  plan.step(hyperparameters, options, &store);
-}
 
 }  // namespace amp_ext::optim

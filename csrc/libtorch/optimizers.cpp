@@ -35,7 +35,6 @@ OptimizerKind kind_named(const char* name) {
     TORCH_CHECK(places[i].name == described, name, ": options() of optim.h must have ", described,
                 " at index ", i, ", as kind.cpp, got ", places[i].name);
   }
-  kind.step = &step_plan<Hyperparameters>;
   return kind;
 }
 

@@ -353,10 +353,9 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   }
   impl_->other_entries = std::move(other_entries);
   impl_->other_states = std::move(other_states);
-  rebuild();
-  impl_->rounded_params = {};
-  impl_->progress.reset();
-  impl_->grad_norm.reset();
+  auto plan = std::make_unique<Plan>(impl_->kind.name);
+  plan->take_scaled_grads(*impl_->plan);  // a file is of states alone
+  impl_->plan = std::move(plan);
 }
 
 }  // namespace amp_ext::optim

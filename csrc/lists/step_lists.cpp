@@ -11,6 +11,37 @@
 
 namespace amp_ext {
 
+namespace {
+
+// The states of a step over lists, which hold them.
+class StatesInLists : public StateStore {
+ public:
+  StatesInLists(const StepLists& lists, const std::vector<const TensorList*>& buffers)
+      : lists_(lists), buffers_(buffers) {}
+
+  std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
+    std::vector<ParamState> states(indices.size());
+    for (size_t i = 0; i < indices.size(); ++i) {
+      const int64_t index = indices[i];
+      ParamState& state = states[i];
+      for (const TensorList* list : buffers_) state.buffers.push_back((*list)[index]);
+      if (lists_.steps.has_value()) state.step = (*lists_.steps)[index];
+      if (lists_.master_params.has_value()) state.master_param = (*lists_.master_params)[index];
+      if (lists_.exponents.has_value() && (*lists_.exponents)[index].numel() > 0) {
+        state.exponents = (*lists_.exponents)[index];
+      }
+    }
+    return states;
+  }
+  void keep() override {}
+
+ private:
+  const StepLists& lists_;
+  const std::vector<const TensorList*>& buffers_;
+};
+
+}  // namespace
+
 template <typename Hyperparameters>
 void step_(const StepLists& lists, const Group<Hyperparameters>& options,
            const GradientOptions& gradient_options, const StepNames& names) {
@@ -46,36 +77,28 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
   if (gradient_options.grad_norm.has_value()) {
     check_number(operation, "grad_norm", *gradient_options.grad_norm, at::kFloat, device);
   }
-  Plan plan(operation, names.buffers, Naming::kLists);
+  std::vector<Plan::Param> listed;
   for (size_t i = 0; i < params.size(); ++i) {
     check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
     check_is_plain(operation, c10::str("grads[", i, "]"), lists.grads[i]);
     TORCH_CHECK(params[i].device() == device, operation, ": params[", i, "] must be on ", device,
                 ", got ", params[i].device());
-    ParamState state;
-    for (const TensorList* list : buffers) state.buffers.push_back((*list)[i]);
-    if (lists.steps.has_value()) state.step = (*lists.steps)[i];
-    if (lists.master_params.has_value()) state.master_param = (*lists.master_params)[i];
-    if (lists.exponents.has_value() && (*lists.exponents)[i].numel() > 0) {
-      state.exponents = (*lists.exponents)[i];
-    }
-    const int64_t index = plan.add_param(0, static_cast<int64_t>(i), nullptr);
-    plan.take_param(index, params[i], lists.grads[i]);
-    plan.set_state(index, std::move(state));
-    if (lists.first_elements.has_value()) {
-      const int64_t first_element = (*lists.first_elements)[i];
-      TORCH_CHECK(first_element >= 0, operation, ": first_elements[", i,
-                  "] must be at least 0, got ", first_element);
-      plan.set_first_element(index, first_element);
-    }
+    const int64_t first_element = lists.first_elements.has_value() ? (*lists.first_elements)[i] : 0;
+    TORCH_CHECK(first_element >= 0, operation, ": first_elements[", i, "] must be at least 0, got ",
+                first_element);
+    listed.push_back({0, static_cast<int64_t>(i), nullptr, {}, first_element});
   }
-  plan.read_grads();
+  Plan plan(operation, names.buffers);
+  plan.list_params({}, listed);
+  for (size_t i = 0; i < params.size(); ++i) plan.take_param(i, params[i], lists.grads[i]);
+  GroupTable table = GroupTable::of(std::vector<Group<Hyperparameters>>{options});
+  StatesInLists store(lists, buffers);
   try {
-    plan.step(std::vector<Group<Hyperparameters>>{options}, gradient_options);
+    plan.step(table, gradient_options, store);
   } catch (c10::Error& error) {
-    if (!plan.progress()->has_failed) throw;
-    error.add_context(c10::str(operation, ": ", plan.progress()->text(),
-                               "; restore them with their states before the next step"));
+    if (!plan.failure().empty()) {
+      error.add_context(c10::str(operation, ": ", plan.note_of_failure()));
+    }
     throw;
   }
 }

@@ -90,8 +90,17 @@ template <typename Hyperparameters>
 Needs needs_with(const GroupOptions& options) {
   Hyperparameters hyperparameters;
   set_fields(hyperparameters, options);
-  return {hyperparameters.needs_buffers(), hyperparameters.why_step() != nullptr,
-          hyperparameters.dither};
+  return needs_of(hyperparameters);
+}
+
+template <typename Hyperparameters>
+GroupTable table_of(const std::vector<const GroupOptions*>& groups) {
+  std::vector<Group<Hyperparameters>> read(groups.size());
+  for (size_t i = 0; i < groups.size(); ++i) {
+    set_fields(read[i], *groups[i]);
+    read[i].lr_tensor = groups[i]->lr_tensor();
+  }
+  return GroupTable::of(read);
 }
 
 OptionDescription betas() {
@@ -108,6 +117,7 @@ Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
                const char* (*refusal_of_torch)(const GroupOptions&) = nullptr) {
   Kind kind;
   kind.needs = &needs_with<Hyperparameters>;
+  kind.table = &table_of<Hyperparameters>;
   kind.refusal_of_torch = refusal_of_torch;
   kind.options = {
       {"lr", OptionKind::kLearningRate, OnLoad::kRequired, "Invalid learning rate: "},
@@ -268,6 +278,31 @@ void check_group(const GroupOptions& options) {
                       "with master_weights='",
                       *form, "', got None");
   }
+}
+
+SharedOptions shared_options(const std::string& optimizer,
+                             const std::vector<const GroupOptions*>& groups) {
+  if (groups.empty()) return {};
+  const auto check_same = [&](const char* name, const auto& read) {
+    const bool is_same = std::all_of(groups.begin(), groups.end(), [&](const GroupOptions* group) {
+      return read(*group) == read(*groups.front());
+    });
+    if (is_same) return;
+    std::string shown;
+    for (const GroupOptions* const group : groups) {
+      shown += (shown.empty() ? "" : ", ") + group->shown(group->kind().option(name), {});
+    }
+    TORCH_CHECK_VALUE(false, optimizer, ": ", name,
+                      " must be the same in all groups, whose norm is taken together, got [", shown,
+                      "]");
+  };
+  const auto max_grad_norm = [](const GroupOptions& group) { return group.max_grad_norm(); };
+  const auto skip_nonfinite = [](const GroupOptions& group) {
+    return group.is_set("skip_nonfinite");
+  };
+  check_same("max_grad_norm", max_grad_norm);
+  check_same("skip_nonfinite", skip_nonfinite);
+  return {max_grad_norm(*groups.front()), skip_nonfinite(*groups.front())};
 }
 
 bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,

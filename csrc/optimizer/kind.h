@@ -12,6 +12,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "optimizer/group_table.h"
+
 namespace amp_ext::optim {
 
 enum class OptionKind {  // one number first
@@ -72,6 +74,8 @@ class AMP_EXT_API GroupOptions {
   virtual MasterWeights master_weights() const = 0;
   virtual StateDType state_dtype() const = 0;
   virtual std::optional<std::string> rounding() const = 0;
+  virtual std::optional<double> max_grad_norm() const = 0;
+  virtual OptionalTensor lr_tensor() const { return {}; }  // the learning rate, if it is one
 
   virtual bool has_float16_params() const = 0;
   virtual bool takes_tensors() const = 0;
@@ -88,16 +92,6 @@ class AMP_EXT_API GroupOptions {
   const Kind* kind_;
 };
 
-// What follows from the hyperparameters of a group.
-struct Needs {
-  bool buffers;
-  bool step;    // its number
-  bool dither;  // of what is stored in fewer bits
-
-  // Whether the states of the group count their steps: for the formula or for the dither.
-  bool counted_steps() const { return step || dither; }
-};
-
 struct AMP_EXT_API Kind {
   // Where a hyperparameter comes from.
   struct Source {
@@ -110,6 +104,8 @@ struct AMP_EXT_API Kind {
   std::vector<Source> sources;             // in the order of `set_fields`
   bool counts_from_buffer = false;  // torch has no counter: the first step is without a buffer
   Needs (*needs)(const GroupOptions&) = nullptr;
+  // Reads the hyperparameters of groups.
+  GroupTable (*table)(const std::vector<const GroupOptions*>& groups) = nullptr;
   // How torch refuses defaults that do not go together; null where they do.
   const char* (*refusal_of_torch)(const GroupOptions&) = nullptr;
 
@@ -133,6 +129,16 @@ AMP_EXT_API void check_values(const GroupOptions& options);
 
 // Throws also if options of a group do not go together.
 AMP_EXT_API void check_group(const GroupOptions& options);
+
+// The options that concern the norm of all gradients together.
+struct SharedOptions {
+  std::optional<double> max_grad_norm;
+  bool skip_nonfinite = false;
+};
+
+// Throws on behalf of an optimizer unless they are the same in all groups.
+AMP_EXT_API SharedOptions shared_options(const std::string& optimizer,
+                                         const std::vector<const GroupOptions*>& groups);
 
 // Whether the options of a group let numbers be dithered, whatever the dtypes of its parameters.
 AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,

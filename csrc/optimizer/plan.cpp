@@ -1,86 +1,167 @@
 // The tensors of one optimizer: checks them, keeps masters fresh, and launches the step.
 #include "optimizer/plan.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 
 #include "element.h"
+#include "optimizer/scalars.h"
 #include "tensors/autocast_cache.h"
 
 namespace amp_ext {
 
 namespace {
 
-// A number that steps read from the device: one float32 there.
-at::Tensor scalar_on(const at::Device& device, const at::Tensor& scalar) {
-  return scalar.to(device, at::kFloat, /*non_blocking=*/true);
-}
+constexpr const char* kHowToGoOn =
+    "load a checkpoint into the model, and into the optimizer with load_state_dict()";
 
-void check_scalar(const std::string& operation, const char* name, const OptionalTensor& scalar) {
-  if (!scalar.has_value()) return;
-  TORCH_CHECK(is_plain(*scalar) && scalar->numel() == 1 && scalar->is_floating_point(), operation,
-              ": ", name, " must be one floating-point element, got ", scalar->scalar_type(),
-              " of sizes ", scalar->sizes());
-}
-
-const float* float_data(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+// The norm of unscaled gradients, as the kernels compute it.
+at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_scale) {
+  const at::Tensor norm = sum_of_squares.sqrt();
+  if (!grad_scale.has_value()) return norm;
+  const at::Tensor inv_scale = grad_scale->to(at::kDouble).reciprocal().to(at::kFloat);
+  return norm * inv_scale.to(norm.device(), norm.scalar_type(), /*non_blocking=*/true);
 }
 
 }  // namespace
 
-std::string StepProgress::text() const {
+std::string Plan::Progress::text() const {
   std::string text = c10::str(stepped, " of ", params, " parameters have been stepped");
   if (stepped_in_part > 0) text += c10::str(", and ", stepped_in_part, " in part");
   return text;
 }
 
-Plan::Plan(std::string operation, std::vector<std::string> buffer_names, Naming naming)
-    : checks_{std::move(operation), std::move(buffer_names), naming} {}
+Plan::Plan(std::string optimizer, std::string failure)
+    : checks_{std::move(optimizer), {}, Naming::kGroups}, failure_(std::move(failure)) {}
 
-int64_t Plan::add_param(int64_t group, int64_t index_in_group, const void* object) {
-  Row row;
-  row.group = group;
-  row.index_in_group = index_in_group;
-  row.object = object;
-  rows_.push_back(std::move(row));
+Plan::Plan(std::string operation, std::vector<std::string> buffer_lists)
+    : checks_{std::move(operation), std::move(buffer_lists), Naming::kLists} {}
+
+Plan::Use::Use(Plan& plan, const char* operation) : plan_(plan) {
+  const auto thread = std::this_thread::get_id();
+  std::thread::id user;
+  const std::string& optimizer = plan.checks_.operation;
+  TORCH_CHECK(plan.user_.compare_exchange_strong(user, thread), optimizer, ".", operation,
+              ": must be called by one thread at a time, got a call by thread ", thread,
+              " while thread ", user, " is in one");
+  if (plan.failure_.empty()) return;
+  plan.user_ = std::thread::id();
+  TORCH_CHECK(false, optimizer, ".", operation,
+              ": parameters must be as a whole step leaves them, got a step that failed: ",
+              plan.failure_, "; ", kHowToGoOn);
+}
+
+Plan::Use::~Use() {
+  // Of a step that was refused, no other may take the look for its own.
+  if (std::uncaught_exceptions() > exceptions_) plan_.looks_.clear();
+  plan_.let_go();
+  if (plan_.must_forget_) plan_.drop_rows();
+  plan_.user_ = std::thread::id();
+}
+
+void Plan::take_scaled_grads(const Plan& before) { scaled_grads_ = before.scaled_grads(); }
+
+void Plan::forget() {
+  must_forget_ = user_.load() != std::thread::id();
+  if (!must_forget_) drop_rows();
+}
+
+void Plan::drop_rows() {
+  rounded_params_ = rounded_params();
+  scaled_grads_ = scaled_grads();
+  must_forget_ = false;
+  kept_.clear();
+  rows_.clear();
+  looks_.clear();
+  written_storages_.clear();
+  first_nonfinites_.clear();
+  scratch_ = {};
+}
+
+void Plan::list_params(std::vector<optim::Kept> kept, const std::vector<Param>& params) {
+  drop_rows();
+  const auto keeps_more = [](const optim::Kept& a, const optim::Kept& b) {
+    return a.buffer_count < b.buffer_count;
+  };
+  const auto most = std::max_element(kept.begin(), kept.end(), keeps_more);
+  if (most != kept.end()) checks_.buffer_names = most->names();
+  kept_ = std::move(kept);
+  rows_.reserve(params.size());
+  has_shards_ = false;
+  for (const Param& param : params) {
+    add_row(param);
+    has_shards_ |= param.partition.has_value();
+  }
+}
+
+void Plan::add_row(const Param& param) {
+  Row& row = rows_.emplace_back();
+  row.group = param.group;
+  row.index_in_group = param.index_in_group;
+  row.object = param.object;
+  row.is_sharded = param.partition.has_value();
+  row.partition = param.partition.value_or(0);
+  row.first_element = row.record.first_element = param.first_element;
+  const auto rounded = rounded_params_.find(row.object);
+  if (rounded != rounded_params_.end()) {
+    row.param_of_master = rounded->second.param;
+    row.fingerprints[kParam] = rounded->second.fingerprint;
+  }
+  const auto scaled = scaled_grads_.find(row.object);
+  if (scaled != scaled_grads_.end()) {
+    row.seen_grad = scaled->second.grad;
+    row.seen_grad_data = scaled->second.data;
+    row.seen_grad_is_scaled = true;
+  }
   memory_is_checked_ = false;
-  return static_cast<int64_t>(rows_.size()) - 1;
 }
 
-int64_t Plan::add_sharded_param(int64_t group, int64_t index_in_group, const void* object,
-                                int64_t partition) {
-  const int64_t index = add_param(group, index_in_group, object);
-  rows_[index].is_sharded = true;
-  rows_[index].partition = partition;
-  return index;
+std::unordered_map<const void*, Plan::RoundedParam> Plan::rounded_params() const {
+  if (rows_.empty()) return rounded_params_;
+  std::unordered_map<const void*, RoundedParam> rounded;
+  for (const Row& row : rows_) {
+    if (!row.param_of_master.has_value()) continue;
+    rounded.insert({row.object, {*row.param_of_master, row.fingerprints[kParam]}});
+  }
+  return rounded;
 }
 
-void Plan::take_param(int64_t index, const at::Tensor& param) {
+std::unordered_map<const void*, Plan::ScaledGrad> Plan::scaled_grads() const {
+  if (rows_.empty()) return scaled_grads_;
+  std::unordered_map<const void*, ScaledGrad> scaled;
+  for (const Row& row : rows_) {
+    if (!row.seen_grad.has_value() || !row.seen_grad_is_scaled) continue;
+    scaled.insert({row.object, {*row.seen_grad, row.seen_grad_data}});
+  }
+  return scaled;
+}
+
+bool Plan::take_param(int64_t index, const at::Tensor& param) {
   Row& row = rows_.at(index);
-  auto& place = row.is_sharded ? row.shard_of : row.current_param;
-  place = c10::MaybeOwned<at::Tensor>::borrowed(param);
+  if (row.was_contiguous.has_value() && *row.was_contiguous != param.is_contiguous()) return false;
+  if (row.is_sharded) {
+    row.shard_of = c10::MaybeOwned<at::Tensor>::borrowed(param);
+  } else {
+    take_param(index, param, param.unsafeGetTensorImpl()->grad());
+  }
+  return true;
 }
 
-void Plan::take_param(int64_t index, const at::Tensor& param, at::Tensor explicit_grad) {
-  take_param(index, param);
-  rows_.at(index).explicit_grad = std::move(explicit_grad);
+void Plan::take_param(int64_t index, const at::Tensor& param, at::Tensor grad) {
+  Row& row = rows_.at(index);
+  row.current_param = c10::MaybeOwned<at::Tensor>::borrowed(param);
+  row.owned[kGrad] = std::move(grad);
 }
 
 void Plan::set_shard(int64_t index, at::Tensor param, at::Tensor grad) {
   Row& row = rows_.at(index);
   row.current_param = c10::MaybeOwned<at::Tensor>::owned(std::move(param));
-  row.explicit_grad = std::move(grad);
-}
-
-void Plan::set_first_element(int64_t index, int64_t first_element) {
-  Row& row = rows_.at(index);
-  row.first_element = first_element;
-  row.record.first_element = first_element;
+  row.owned[kGrad] = std::move(grad);
 }
 
 void Plan::set_state(int64_t index, ParamState state) {
@@ -104,57 +185,11 @@ void Plan::set_state(int64_t index, ParamState state) {
   row.kernel.reset();
   row.record_is_current = false;
   memory_is_checked_ = false;
-}
-
-void Plan::set_rounded_params(const RoundedParams& rounded) {
-  for (Row& row : rows_) {
-    const auto found = rounded.entries.find(row.object);
-    if (found == rounded.entries.end()) continue;
-    row.param_of_master = found->second.param;
-    row.fingerprints[kParam] = found->second.fingerprint;
+  row.was_contiguous.reset();
+  const size_t group = row.group;
+  if (group < kept_.size() && kept_[group].state_dtype.is_coded()) {
+    row.was_contiguous = (row.is_sharded ? *row.shard_of : row.param()).is_contiguous();
   }
-}
-
-RoundedParams Plan::rounded_params() const {
-  RoundedParams rounded;
-  for (const Row& row : rows_) {
-    if (!row.param_of_master.has_value()) continue;
-    rounded.entries.insert({row.object, {*row.param_of_master, row.fingerprints[kParam]}});
-  }
-  return rounded;
-}
-
-void Plan::set_scaled_grads(const ScaledGrads& scaled) {
-  for (Row& row : rows_) {
-    const auto found = scaled.entries.find(row.object);
-    if (found == scaled.entries.end()) continue;
-    row.seen_grad = found->second.grad;
-    row.seen_grad_data = found->second.data;
-    row.seen_grad_is_scaled = true;
-  }
-}
-
-ScaledGrads Plan::scaled_grads() const {
-  ScaledGrads scaled;
-  for (const Row& row : rows_) {
-    if (!row.seen_grad.has_value() || !row.seen_grad_is_scaled) continue;
-    scaled.entries.insert({row.object, {*row.seen_grad, row.seen_grad_data}});
-  }
-  return scaled;
-}
-
-std::vector<int64_t> Plan::read_grads() {
-  std::vector<int64_t> without_state;
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    Row& row = rows_[i];
-    const bool is_explicit = row.is_sharded || row.explicit_grad.defined();
-    row.owned[kGrad] = is_explicit ? row.explicit_grad : row.param().unsafeGetTensorImpl()->grad();
-    if (row.has_grad() && (row.state_dtype != row.param().scalar_type() ||
-                           row.state_device != row.param().device())) {
-      without_state.push_back(i);
-    }
-  }
-  return without_state;
 }
 
 void Plan::let_go() {
@@ -162,128 +197,26 @@ void Plan::let_go() {
     row.current_param = c10::MaybeOwned<at::Tensor>();
     row.shard_of = c10::MaybeOwned<at::Tensor>();
     row.owned[kGrad].reset();
-    row.explicit_grad.reset();
     row.staged.clear();
     row.refreshed_master.reset();
   }
 }
 
-std::vector<LookResult> Plan::check_finite(const at::Tensor& found_inf,
-                                           const OptionalTensor& grad_scale, bool sum_squares,
-                                           bool skip_nonfinite) {
-  const at::NoGradGuard no_grad;
-  looks_.clear();  // should this one fail, no step takes the last for it
-  looks_ = look(found_inf, grad_scale, sum_squares, skip_nonfinite);
-  std::vector<LookResult> results;
-  for (Look& look : looks_) {
-    look.result.first_nonfinite = first_nonfinite_on(look.result.found_inf.device());
-    look.records.clear();
-    results.push_back(look.result);
-  }
-  if (is_partitioned()) looks_.clear();
-  return results;
-}
-
-at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
-  for (const at::Tensor& first : first_nonfinites_) {
-    if (first.device() == device) return first;
-  }
-  const OutsideInferenceMode normal;
-  const auto options = at::TensorOptions(device).dtype(at::kLong);
-  first_nonfinites_.push_back(at::full({}, kNoTensor, options));
-  return first_nonfinites_.back();
-}
-
-std::vector<Plan::Look> Plan::look(const OptionalTensor& found_inf,
-                                   const OptionalTensor& grad_scale, bool sum_squares,
-                                   bool skip_nonfinite) {
-  check_scalar(checks_.operation, "found_inf", found_inf);
-  check_scalar(checks_.operation, "grad_scale", grad_scale);
-  std::vector<Look> looks;
-  for (size_t index = 0; index < rows_.size(); ++index) {
-    Row& row = rows_[index];
-    if (!row.has_grad()) {
-      row.seen_grad.reset();
-      continue;
-    }
-    checks_.check_grad(row);
-    Look& look = look_of(looks, row, found_inf, sum_squares);
-    row.see_grad();
-    at::Tensor dense = row.grad();
-    if (!dense.is_non_overlapping_and_dense()) {
-      dense = dense.contiguous();
-      row.staged.push_back({row.grad(), dense, false});  // keeps it alive
-    }
-    look.records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
-                                           static_cast<int64_t>(index)));
-  }
-  for (Look& look : looks) {
-    const LookResult& result = look.result;
-    const at::Device device = result.found_inf.device();
-    const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
-    // Only a scaler's look is followed by the update that reports and resets it.
-    int64_t* const first_nonfinite =
-        found_inf.has_value() ? first_nonfinite_on(device).mutable_data_ptr<int64_t>() : nullptr;
-    const LookLaunch launch{
-        look.records.data(),
-        static_cast<int64_t>(look.records.size()),
-        float_data(scale),
-        result.found_inf.mutable_data_ptr<float>(),
-        first_nonfinite,
-        sum_squares ? result.sum_of_squares.mutable_data_ptr<double>() : nullptr,
-        skip_nonfinite};
-    engine_of(device).look(device, launch, scratch_);
-  }
-  for (Row& row : rows_) row.staged.clear();
-  return looks;
-}
-
-Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
-                          bool sum_squares) const {
-  const at::Device device = row.grad().device();
-  for (Look& look : looks) {
-    const LookResult& result = look.result;
-    if (result.found_inf.device() == device && result.partition == row.partition) return look;
-  }
-  Look look;
-  const auto options = at::TensorOptions(device).dtype(at::kFloat);
-  look.result.partition = row.partition;
-  look.result.found_inf = found_inf.has_value()
-                              ? found_inf->to(device, at::kFloat, /*non_blocking=*/true,
-                                              /*copy=*/true)
-                              : at::zeros({}, options);
-  if (sum_squares) look.result.sum_of_squares = at::zeros({}, options.dtype(at::kDouble));
-  look.records.reserve(rows_.size());
-  return looks.emplace_back(std::move(look));
-}
-
-bool Plan::is_partitioned() const {
-  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) { return row.partition != 0; });
-}
-
-bool Plan::gradients_are_as_seen() const {
-  return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    return row.has_grad() ? row.grad_is_as_seen() : !row.seen_grad.has_value();
-  });
-}
-
-bool Plan::gradients_were_written() {
-  read_grads();
-  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    return row.has_grad() && row.seen_grad.has_value() && !row.grad_is_as_seen();
-  });
+std::string Plan::note_of_failure() const {
+  const char* const how = checks_.naming == Naming::kLists
+                              ? "restore them with their states before the next step"
+                              : kHowToGoOn;
+  const char* const until =
+      checks_.naming == Naming::kLists ? "" : ": until then it refuses to step";
+  return c10::str(failure_, "; ", how, until);
 }
 
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
-void Plan::run_step(GroupTable& table, const GradientOptions& options, StateStore* store) {
+void Plan::step(GroupTable& table, GradientOptions options, StateStore& store) {
   const at::NoGradGuard no_grad;
-  StepProgress& progress = *progress_;
-  progress = {};
-  if (store != nullptr) {
-    check_with_states(table, options, *store);
-  } else {
-    check_step(table, options);
-  }
+  progress_ = {};
+  if (checks_.naming == Naming::kGroups) take_grad_norm(options);
+  check_with_states(table, options, store);
   bool looks_are_new = false;
   const std::vector<Look> looks = looks_for_step(options, looks_are_new);
   std::vector<Batch> all = batches();
@@ -294,11 +227,17 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options, StateStor
     batch.lrs = lrs_on(batch.device, table);
     scratch_.make_room(batch.device);
     make_room(batch, table);
-    progress.params += static_cast<int64_t>(batch.rows.size());
+    progress_.params += static_cast<int64_t>(batch.rows.size());
   }
-  if (options.max_grad_norm.has_value() && options.grad_norm.has_value() && looks.empty() &&
-      !options.sum_of_squares.has_value()) {
-    options.grad_norm->zero_();  // of no gradients
+  const bool is_written = std::any_of(
+      all.begin(), all.end(), [](const Batch& batch) { return batch.inputs.grad_norm != nullptr; });
+  if (options.max_grad_norm.has_value() && options.grad_norm.has_value() && !is_written) {
+    if (options.sum_of_squares.has_value()) {  // other ranks have something to step
+      options.grad_norm->copy_(norm_of(*options.sum_of_squares, options.grad_scale),
+                               /*non_blocking=*/true);
+    } else if (looks.empty()) {
+      options.grad_norm->zero_();  // of no gradients
+    }
   }
   clear_autocast_cache();
   try {
@@ -314,16 +253,35 @@ void Plan::run_step(GroupTable& table, const GradientOptions& options, StateStor
       remember_scaled_grads(/*are_as_seen=*/!looks.empty());
     }
   } catch (...) {
-    progress.has_failed = progress.stepped + progress.stepped_in_part > 0;
+    if (progress_.stepped + progress_.stepped_in_part > 0) failure_ = progress_.text();
     throw;
   }
+}
+
+void Plan::take_grad_norm(GradientOptions& options) {
+  if (!options.max_grad_norm.has_value()) {
+    grad_norm_.reset();
+  } else if (!grad_norm_.defined() && !rows_.empty()) {
+    const OutsideInferenceMode normal;
+    const at::Device device = rows_.front().param().device();
+    grad_norm_ = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+  }
+  if (grad_norm_.defined()) options.grad_norm = grad_norm_;
 }
 
 // All that can be refused, before anything is written.
 // What the store has made is kept if the step is one to take, and forgotten here if it is not.
 void Plan::check_with_states(const GroupTable& table, const GradientOptions& options,
                              StateStore& store) {
-  const std::vector<int64_t> missing = read_grads();
+  check_groups(table, options.max_grad_norm);
+  std::vector<int64_t> missing;  // also where dtype or device have changed
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const Row& row = rows_[i];
+    if (row.has_grad() && (row.state_dtype != row.param().scalar_type() ||
+                           row.state_device != row.param().device())) {
+      missing.push_back(static_cast<int64_t>(i));
+    }
+  }
   try {
     if (!missing.empty()) {
       std::vector<ParamState> made = store.make(missing);
@@ -338,7 +296,6 @@ void Plan::check_with_states(const GroupTable& table, const GradientOptions& opt
 }
 
 void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
-  check_groups(table, options.max_grad_norm);
   check_scalar(checks_.operation, "grad_scale", options.grad_scale);
   check_scalar(checks_.operation, "found_inf", options.found_inf);
   check_scalar(checks_.operation, "sum_of_squares", options.sum_of_squares);
@@ -356,33 +313,6 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
     row.master_is_fresh = row.has_fresh_master();
   }
   if (!memory_is_checked_) check_memory();
-}
-
-// The looks that belong to a step, at the gradients as they are: of check_finite, or new ones.
-std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, bool& is_new) {
-  const bool is_stale = !looks_.empty() && !gradients_are_as_seen();
-  is_new = needs_look(options, is_stale);
-  std::vector<Look> looks;
-  std::swap(looks, looks_);
-  if (is_stale) looks.clear();
-  if (!is_new) return looks;
-  return look({}, {}, options.max_grad_norm.has_value(), options.skip_nonfinite);
-}
-
-// Whether a step takes a look of its own, by what it asks for and what is known from the last look
-// ("stale": a gradient changed since):
-//
-//                   nothing   found_inf   a norm whose sum is given   a norm
-//   no look         no        no          no                          yes
-//   without a sum   no        no          no                          yes
-//   with a sum      no        no          no                          no
-//   stale           no        yes         yes                         yes
-bool Plan::needs_look(const GradientOptions& options, bool is_stale) const {
-  const bool wants_norm = options.max_grad_norm.has_value();
-  if (is_stale) return wants_norm || options.found_inf.has_value();
-  const bool has_sum = options.sum_of_squares.has_value() ||
-                       (!looks_.empty() && looks_.front().result.sum_of_squares.defined());
-  return wants_norm && !has_sum;
 }
 
 std::vector<Plan::Batch> Plan::batches() {
@@ -479,10 +409,13 @@ void Plan::step_batch(const Batch& batch, GroupTable& table) {
     common.lr_on_device = float_data(batch.lrs[group]->on_device);
   }
   const DeviceInputs& inputs = batch.inputs;
-  const StepLaunch launch{
-      batch.kernel,           batch.records.data(), static_cast<int64_t>(batch.records.size()),
-      table.hyperparameters,  inputs.pointers,      inputs.grad_norm,
-      batch.is_launched.get()};
+  const StepLaunch launch{batch.kernel,
+                          batch.records.data(),
+                          static_cast<int64_t>(batch.records.size()),
+                          table.hyperparameters.get(),
+                          inputs.pointers,
+                          inputs.grad_norm,
+                          batch.is_launched.get()};
   std::exception_ptr failure;
   try {
     engine_of(batch.device).step(batch.device, launch, scratch_);
@@ -508,7 +441,7 @@ void Plan::finish_batch(const Batch& batch, std::exception_ptr failure) {
     }
     const bool is_whole = copies || std::none_of(row.staged.begin(), row.staged.end(),
                                                  [](const Staged& one) { return one.written; });
-    ++(is_whole ? progress_->stepped : progress_->stepped_in_part);
+    ++(is_whole ? progress_.stepped : progress_.stepped_in_part);
   }
   if (failure != nullptr) std::rethrow_exception(failure);
 }

@@ -7,33 +7,28 @@
 #include <amp_ext/hyperparameters.h>
 #include <amp_ext/options.h>
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "devices/dispatch.h"
 #include "kernels.h"
 #include "launches.h"
+#include "optimizer/group_table.h"
 #include "optimizer/row.h"
 #include "optimizer/row_checks.h"
+#include "optimizer/states.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
-
-// How far the last step has come, if it failed when some of its launches or copies were made.
-struct AMP_EXT_API StepProgress {
-  int64_t params = 0;           // that are to be stepped
-  int64_t stepped = 0;          // with their states and counters
-  int64_t stepped_in_part = 0;  // whose copies could not all be written back
-  bool has_failed = false;      // amid this; false if nothing has been written
-
-  std::string text() const;
-};
 
 // What a look found on one device, in the parameters of one partition.
 struct LookResult {
@@ -41,27 +36,6 @@ struct LookResult {
   at::Tensor first_nonfinite;  // one int64, the index of the first parameter, or kNoTensor
   at::Tensor sum_of_squares;   // one float64, or undefined if none was wanted
   int64_t partition = 0;
-};
-
-// The parameters of a plan as they were when their masters were last rounded to them, by what their
-// owner knows them by. It outlives the plan: who writes a master has written what comes next, also
-// where another plan takes it.
-struct RoundedParams {
-  struct Entry {
-    SeenTensor param;
-    Fingerprint fingerprint;
-  };
-  std::unordered_map<const void*, Entry> entries;
-};
-
-// The gradients that steps with a scale took, by what the owner of their parameters knows these by.
-// They carry the scale until somebody writes them. It outlives the plan as well.
-struct ScaledGrads {
-  struct Entry {
-    SeenTensor grad;
-    const void* data;
-  };
-  std::unordered_map<const void*, Entry> entries;
 };
 
 // Where the states of an optimizer's parameters come from, and are kept.
@@ -77,58 +51,82 @@ class AMP_EXT_API StateStore {
   virtual void keep() = 0;
 };
 
+// It lives as long as its optimizer. One operation of it is a `Use`, in which its owner says what
+// the groups keep now and takes each parameter of theirs; if these are not those that were listed,
+// it lists them anew. Then comes one look or one step.
 class AMP_EXT_API Plan {
  public:
-  // `buffer_names` are the keys of the buffers, or the names of their lists, in the order in which
-  // ParamState holds them.
-  Plan(std::string operation, std::vector<std::string> buffer_names,
-       Naming naming = Naming::kGroups);
+  // A parameter to list.
+  struct Param {
+    int64_t group;
+    int64_t index_in_group;
+    const void* object;  // what its owner knows it by
+    // Of one that other ranks have parts of, the number of its partition, 0 if every rank has all
+    // of it: its row works on what `set_shard` hands over.
+    std::optional<int64_t> partition = {};
+    // Where its first element stands in the whole of which it is a part. What is dithered depends
+    // on it.
+    int64_t first_element = 0;
+  };
 
-  // Adds parameter `index_in_group` of a group. `object` is what its owner knows it by.
-  // Returns its index in the plan.
-  int64_t add_param(int64_t group, int64_t index_in_group, const void* object);
+  // The time in which one thread works with a plan. At its end the plan drops all references to
+  // parameters and gradients: between operations they belong to others, who may want to free or
+  // swap them.
+  class AMP_EXT_API Use {
+   public:
+    // Throws on behalf of an operation if another use has not ended, or a step has failed amid its
+    // launches.
+    Use(Plan& plan, const char* operation);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
 
-  // Adds a parameter that other ranks have parts of, with the number of its partition, 0 if every
-  // rank has all of it. Its row works on what `set_shard` hands over.
-  int64_t add_sharded_param(int64_t group, int64_t index_in_group, const void* object,
-                            int64_t partition);
+   private:
+    Plan& plan_;
+    const int exceptions_ = std::uncaught_exceptions();
+  };
+
+  // Of an optimizer, by its name; and how a step of which it is a copy has failed, if one did.
+  explicit Plan(std::string optimizer, std::string failure = {});
+
+  // Of lists of tensors, for one step, with the names of the lists of buffers.
+  Plan(std::string operation, std::vector<std::string> buffer_lists);
+
+  // Takes over from the plan of the same optimizer which gradients still carry a scale. What else
+  // that plan has seen was of states that are no more.
+  void take_scaled_grads(const Plan& before);
+
+  // Drops parameters and states, at the end of a use that goes on. What they were is remembered.
+  void forget();
+
+  // In a use: forgets, and lists parameters that have no states yet, and what each group lets them
+  // keep.
+  void list_params(std::vector<optim::Kept> kept, const std::vector<Param>& params);
 
   int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
+  // Group of the parameter at an index, and its index there.
+  std::pair<int64_t, int64_t> place_of(int64_t index) const {
+    return {rows_.at(index).group, rows_.at(index).index_in_group};
+  }
+  // Whether it was listed for groups that keep the same.
+  bool is_for(const std::vector<optim::Kept>& kept) const { return kept == kept_; }
   // Whether that is the parameter at this index, and in this group.
   bool is_param(int64_t index, int64_t group, const void* object) const {
     return index < number_of_params() && rows_[index].object == object &&
            rows_[index].group == group;
   }
+  bool has_shards() const { return has_shards_; }
+  // Whether a parameter is sharded in a way that no rank knows the norm of all gradients alone.
+  bool is_partitioned() const;
 
-  // Hands over the tensor that a parameter is now: before the operations, until `let_go`; the
-  // caller keeps it alive. Its gradient is `param.grad()`, or the one that is given.
-  void take_param(int64_t index, const at::Tensor& param);
-  void take_param(int64_t index, const at::Tensor& param, at::Tensor explicit_grad);
+  // In a use: takes the tensor that a parameter is now, which the caller keeps alive, with its
+  // gradient or the one that is given. Returns whether its states can have the form that they have.
+  bool take_param(int64_t index, const at::Tensor& param);
+  void take_param(int64_t index, const at::Tensor& param, at::Tensor grad);
 
-  // Hands over this rank's part of a parameter and of its gradient, which may be undefined, too.
+  // In a use: takes this rank's part of a parameter that was taken, and of its gradient, which may
+  // be undefined.
   void set_shard(int64_t index, at::Tensor param, at::Tensor grad);
-
-  // Says where the first element of a parameter stands in the whole of which it is a part: 0 unless
-  // it is told. What is dithered depends on it.
-  void set_first_element(int64_t index, int64_t first_element);
-
-  // Hands over the state of a parameter, which later steps update in place.
-  void set_state(int64_t index, ParamState state);
-
-  // What a plan of the same parameters has left, and what this one leaves to the next.
-  void set_rounded_params(const RoundedParams& rounded);
-  RoundedParams rounded_params() const;
-  void set_scaled_grads(const ScaledGrads& scaled);
-  ScaledGrads scaled_grads() const;
-
-  // Reads the gradients, while nothing else replaces them; the next operation works on these.
-  // Returns the parameters that have one but no state yet, or changed their dtype or device since
-  // they got it.
-  std::vector<int64_t> read_grads();
-
-  // Drops all references to parameters and gradients: between operations they belong to others,
-  // who may want to free or swap them.
-  void let_go();
 
   // Looks for inf and NaN in all gradients, and sums their squares if the step will want that:
   // with `skip_nonfinite` only those of finite elements. Returns a result for each device that
@@ -136,55 +134,59 @@ class AMP_EXT_API Plan {
   // plan's own first_nonfinite, which is lowered, for an update of the scale to read and reset.
   // Partitions are looked at apart. What one rank finds in its shards is not the whole: the step
   // that follows takes found_inf and sum_of_squares from its options then, and never looks itself.
-  std::vector<LookResult> check_finite(const at::Tensor& found_inf,
-                                       const OptionalTensor& grad_scale, bool sum_squares,
-                                       bool skip_nonfinite);
+  std::vector<LookResult> look(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
+                               const optim::SharedOptions& options);
 
   // Whether one of the gradients that the last look saw was written or replaced since.
-  bool gradients_were_written();
+  bool gradients_were_written() const;
 
   // One step of every parameter that has a gradient, with the hyperparameters of its group. States
-  // that parameters lack are made through the store, if there is one. With a
-  // found_inf other than 0 nothing is written at all. A gradient that changed since `check_finite`
+  // that parameters lack are made through the store. With a
+  // found_inf other than 0 nothing is written at all. A gradient that changed since `look`
   // is looked at again. A step that neither has a scale nor comes from a scaler refuses gradients
-  // that an earlier one took with a scale, and that were not written since.
+  // that an earlier one took with a scale, and that were not written since. That of an optimizer
+  // writes the norm into `grad_norm`.
   //
   // Where this throws before the first launch, nothing has been written. Where it throws later,
-  // each parameter has been stepped with its state and counter, or neither.
-  template <typename Hyperparameters>
-  void step(const std::vector<Group<Hyperparameters>>& groups, const GradientOptions& options,
-            StateStore* store = nullptr) {
-    std::vector<Hyperparameters> hyperparameters(groups.begin(), groups.end());
-    GroupTable table{
-        hyperparameters.data(), &kernel_for<Hyperparameters>, &takes_format<Hyperparameters>, {}};
-    for (size_t i = 0; i < groups.size(); ++i) {
-      table.groups.push_back(
-          {&hyperparameters[i], groups[i].lr_tensor, dithered_numbers(hyperparameters[i])});
-    }
-    run_step(table, options, store);
-  }
+  // each parameter has been stepped with its state and counter, or neither; and if one has, later
+  // uses are refused.
+  void step(GroupTable& table, GradientOptions options, StateStore& store);
 
-  // Of the last step. It outlives the plan.
-  const std::shared_ptr<StepProgress>& progress() const { return progress_; }
+  // How far the step came that has failed; empty if none has.
+  const std::string& failure() const { return failure_; }
+  // The same with what to do, for an error.
+  std::string note_of_failure() const;
+
+  // Norm of the unscaled gradients at the last step; undefined where it was not clipped by.
+  const at::Tensor& grad_norm() const { return grad_norm_; }
 
  private:
+  // A parameter as it was when its master was last rounded to it: who writes a master has written
+  // what comes next, also where rows are listed anew.
+  struct RoundedParam {
+    SeenTensor param;
+    Fingerprint fingerprint;
+  };
+
+  // A gradient that a step with a scale took. It carries the scale until somebody writes it.
+  struct ScaledGrad {
+    SeenTensor grad;
+    const void* data;
+  };
+
+  // How far a step has come.
+  struct Progress {
+    int64_t params = 0;           // that are to be stepped
+    int64_t stepped = 0;          // with their states and counters
+    int64_t stepped_in_part = 0;  // whose copies could not all be written back
+
+    std::string text() const;
+  };
+
   // A look at the gradients of one device and partition.
   struct Look {
     LookResult result;
     std::vector<TensorRecord> records;
-  };
-
-  // The hyperparameters of all groups, whatever their type.
-  struct GroupTable {
-    struct Entry {
-      CommonHyperparameters* common;
-      OptionalTensor lr;  // where it is a tensor
-      uint8_t dithered;   // as in a record, whatever the dtypes
-    };
-    const void* hyperparameters;  // [groups]
-    std::optional<OptimizerKernel> (*kernel)(int buffers);
-    TakesFormat* takes_format;
-    std::vector<Entry> groups;
   };
 
   // What a step reads from one device; keeps it alive.
@@ -214,7 +216,13 @@ class AMP_EXT_API Plan {
     std::unique_ptr<bool[]> is_launched;  // [records]
   };
 
-  void run_step(GroupTable& table, const GradientOptions& options, StateStore* store);
+  void add_row(const Param& param);
+  void set_state(int64_t index, ParamState state);
+  void drop_rows();
+  void let_go();
+  std::unordered_map<const void*, RoundedParam> rounded_params() const;
+  std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
+  void take_grad_norm(GradientOptions& options);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
                          StateStore& store);
   void check_step(const GroupTable& table, const GradientOptions& options);
@@ -228,12 +236,11 @@ class AMP_EXT_API Plan {
   void make_room(Batch& batch, const GroupTable& table) const;
   void step_batch(const Batch& batch, GroupTable& table);
   void finish_batch(const Batch& batch, std::exception_ptr failure);
-  std::vector<Look> look(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
-                         bool sum_squares, bool skip_nonfinite);
+  std::vector<Look> look_at_grads(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
+                                  bool sum_squares, bool skip_nonfinite);
   Look& look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
                 bool sum_squares) const;
   at::Tensor first_nonfinite_on(const at::Device& device);
-  bool is_partitioned() const;
   bool gradients_are_as_seen() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
   void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
@@ -245,13 +252,22 @@ class AMP_EXT_API Plan {
   void remember_scaled_grads(bool are_as_seen);
 
   RowChecks checks_;
+  std::atomic<std::thread::id> user_{};  // the thread in a use
+  bool must_forget_ = false;             // at the end of it
+  std::string failure_;
+  // By what the owner of parameters knows them by, as of the rows that were dropped last.
+  std::unordered_map<const void*, RoundedParam> rounded_params_;
+  std::unordered_map<const void*, ScaledGrad> scaled_grads_;
+  at::Tensor grad_norm_;
+  std::vector<optim::Kept> kept_;  // by group, when the rows were listed
   std::vector<Row> rows_;
+  bool has_shards_ = false;
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // as of the last check
-  std::vector<Look> looks_;                           // of check_finite, for the step that follows
+  std::vector<Look> looks_;                           // of `look`, for the step that follows
   std::vector<at::Tensor> first_nonfinites_;          // one for each device
   StepScratch scratch_;
-  std::shared_ptr<StepProgress> progress_ = std::make_shared<StepProgress>();
+  Progress progress_;  // of the last step
 };
 
 }  // namespace amp_ext

@@ -49,7 +49,8 @@ struct Staged {
 
 struct Row {
   const void* object;
-  // Only until let_go, as the gradient. A reference of our own would cost more than the rest.
+  // Only during a use of the plan, as the gradient. A reference of our own would cost more than the
+  // rest.
   c10::MaybeOwned<at::Tensor> current_param;
   std::array<at::Tensor, kLists> owned;       // by List; none for kParam
   std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
@@ -61,6 +62,7 @@ struct Row {
   bool seen_grad_is_scaled = false;  // a step took it with a scale, and left it as it was
   at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's at set_state
   at::Device state_device = at::kCPU;                      // likewise
+  std::optional<bool> was_contiguous;  // at set_state, where only contiguous ones have blocks
   int number_of_buffers = 0;
   std::optional<OptimizerKernel> kernel;
   std::array<Fingerprint, kLists> fingerprints;
@@ -68,8 +70,7 @@ struct Row {
   std::optional<SeenTensor> seen_grad;  // the one that the last look or step with a scale saw
   const void* seen_grad_data = nullptr;
   std::vector<Staged> staged;
-  at::Tensor refreshed_master;  // what a master becomes that its parameter has left behind
-  at::Tensor explicit_grad;
+  at::Tensor refreshed_master;           // what a master becomes that its parameter has left behind
   c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
   int64_t partition = 0;
   int64_t first_element = 0;

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "optimizer/group_table.h"
 #include "optimizer/row.h"
 
 namespace amp_ext {
@@ -11,9 +12,6 @@ namespace amp_ext {
 // How messages name a tensor: "exp_avgs[3]" in a list, "exp_avg of group 0, param 3" in an
 // optimizer.
 enum class Naming { kLists, kGroups };
-
-// Whether moments are compiled whose first is in a format, beside so many buffers in all.
-using TakesFormat = bool(BufferFormat first, int buffers);
 
 struct RowChecks {
   std::string operation;

@@ -129,11 +129,14 @@ std::vector<std::string> Kept::missing_from(const HasKey& has_key) const {
 }
 
 Kept kept_by(std::string kind, const GroupOptions& options) {
-  const Needs needs = options.kind().needs(options);
+  return kept_by(std::move(kind), options, options.kind().needs(options));
+}
+
+Kept kept_by(std::string kind, const GroupOptions& options, const Needs& needs) {
   const bool needs_buffers = !options.kind().counts_from_buffer;
   return {std::move(kind),          options.kind().buffers, buffer_count(options, needs),
           needs.counted_steps(),    needs_buffers,          needs_buffers && needs.step,
-          options.master_weights(), options.state_dtype()};
+          options.master_weights(), options.state_dtype(),  options.rounding()};
 }
 
 void check_is_stepped(const Kept& kept, const ListedParam& param, const std::string& operation) {

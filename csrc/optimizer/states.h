@@ -54,6 +54,7 @@ struct AMP_EXT_API Kept {
   bool needs_step = true;  // whether one that lacks its counter is, where the group keeps one
   MasterWeights master_weights = true;
   StateDType state_dtype;
+  std::optional<std::string> rounding;
 
   // The keys of buffers where they are not coded: of those that the group keeps, and of all.
   std::vector<std::string> names() const;
@@ -74,10 +75,11 @@ struct AMP_EXT_API Kept {
   // The keys of what a state would need, given those that it has.
   std::vector<std::string> missing_from(const HasKey& has_key) const;
 
-  // Whether two let the parameters of one optimizer keep the same.
+  // Whether two let the parameters of one optimizer keep the same, and for the same reasons.
   friend bool operator==(const Kept& a, const Kept& b) {
     return a.buffer_count == b.buffer_count && a.keeps_step == b.keeps_step &&
-           a.master_weights == b.master_weights && a.state_dtype == b.state_dtype;
+           a.master_weights == b.master_weights && a.state_dtype == b.state_dtype &&
+           a.rounding == b.rounding;
   }
 };
 
@@ -87,6 +89,7 @@ AMP_EXT_API void check_is_stepped(const Kept& kept, const ListedParam& param,
 
 // What the options of a group of an optimizer let its parameters keep.
 AMP_EXT_API Kept kept_by(std::string kind, const GroupOptions& options);
+AMP_EXT_API Kept kept_by(std::string kind, const GroupOptions& options, const Needs& needs);
 
 // The state of a parameter as the options want it, its dtype and device being so. What the state
 // lacks is made, and what the parameter was converted under is converted; nothing is written, and

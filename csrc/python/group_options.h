@@ -20,16 +20,21 @@ namespace amp_ext::python {
 
 namespace py = pybind11;
 
-// The options of a kind by their names, interned for good: a dict finds them at once.
-struct NamedOptions {
-  explicit NamedOptions(const optim::Kind& described) : kind(described) {
+// What describes an optimizer to Python.
+struct OptimizerDescription {
+  explicit OptimizerDescription(const optim::Kind& described) : kind(described) {
     for (const auto& option : kind.options) {
       names.push_back(PyUnicode_InternFromString(option.name));
     }
   }
 
   const optim::Kind& kind;
-  std::vector<PyObject*> names;
+  std::vector<PyObject*> names;  // of its options, interned for good: a dict finds them at once
+  PyObject* params = PyUnicode_InternFromString("params");
+  std::string operation;  // over lists
+  py::tuple fields;       // the names of its hyperparameters
+  py::tuple buffers;      // the name and the role of each
+  py::tuple options;
 };
 
 // Throws where an option is missing or of a wrong type: who calls it checks the group by name then.
@@ -37,7 +42,8 @@ class DictOptions final : public optim::GroupOptions {
  public:
   // For checks with what makes the text of a value, and with what errors say, "%s" for the name of
   // an option; without the latter for those of torch, which read a learning rate that is a tensor.
-  DictOptions(const NamedOptions& named, const py::dict& group, py::object shown = {},
+  // The dict outlives this.
+  DictOptions(const OptimizerDescription& named, const py::dict& group, py::object shown = {},
               std::string where = {})
       : GroupOptions(named.kind),
         named_(named),
@@ -70,7 +76,7 @@ class DictOptions final : public optim::GroupOptions {
   optim::MasterWeights master_weights() const override {
     const py::handle given = value(kind().option("master_weights"));
     if (py::isinstance<py::str>(given)) return py::cast<std::string>(given);
-    return PyObject_IsTrue(given.ptr()) != 0;
+    return py::cast<bool>(given);
   }
 
   optim::StateDType state_dtype() const override {
@@ -83,6 +89,17 @@ class DictOptions final : public optim::GroupOptions {
   std::optional<std::string> rounding() const override {
     const py::handle given = value(kind().option("rounding"));
     return given.is_none() ? std::nullopt : std::optional<std::string>(py::str(given));
+  }
+
+  std::optional<double> max_grad_norm() const override {
+    const py::handle given = value(kind().option("max_grad_norm"));
+    return given.is_none() ? std::nullopt : std::optional<double>(number_in(given));
+  }
+
+  OptionalTensor lr_tensor() const override {
+    const py::handle given = value(kind().option("lr"));
+    if (PyFloat_Check(given.ptr()) || !THPVariable_Check(given.ptr())) return std::nullopt;
+    return THPVariable_Unpack(given.ptr());
   }
 
   bool has_float16_params() const override {
@@ -102,9 +119,10 @@ class DictOptions final : public optim::GroupOptions {
 
   std::string shown(const optim::OptionDescription& option,
                     std::optional<size_t> index) const override {
-    const auto given = py::reinterpret_borrow<py::sequence>(value(option));
-    const bool is_one = index.has_value() && option.kind == optim::OptionKind::kNumbers;
-    return py::cast<std::string>(is_one ? shown_(given[*index]) : shown_(given));
+    py::object given = py::reinterpret_borrow<py::object>(value(option));
+    if (index.has_value() && option.kind == optim::OptionKind::kNumbers)
+      given = given[py::int_(*index)];
+    return py::cast<std::string>(shown_ ? shown_(given) : py::repr(given));
   }
 
  private:
@@ -118,7 +136,7 @@ class DictOptions final : public optim::GroupOptions {
     return py::cast<double>(value);
   }
 
-  const NamedOptions& named_;
+  const OptimizerDescription& named_;
   const py::dict& group_;
   py::object shown_;
   std::string where_;

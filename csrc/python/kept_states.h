@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "optimizer/states.h"
@@ -34,6 +35,12 @@ class KeptStates {
       kept_.push_back({param, pybind11::reinterpret_borrow<pybind11::object>(key),
                        pybind11::reinterpret_borrow<pybind11::object>(value)});
     });
+  }
+
+  void clear() {
+    const std::vector<Entry> dropped =
+        std::exchange(kept_, {});  // what ends with them may call this
+    is_dict_ = true;
   }
 
   // Whether they are still there, each under its key and for its parameter.

@@ -3,11 +3,15 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "optimizer/kind.h"
+#include "optimizer/states.h"
+#include "python/group_options.h"
 #include "python/module.h"
 #include "python/options_by_name.h"
 #include "scaler/scaler_monitor.h"
@@ -68,30 +72,51 @@ GradientOptions take_gradient_options(const Fields<GradientOptions>& fields,
   return options;
 }
 
-// Defines the hyperparameters of an optimizer and its list operation, all of whose arguments are
-// given by name.
-template <typename Hyperparameters>
-void define_optimizer(py::module_& module,
-                      const OptionsClass<GradientOptions>& gradient_options_class) {
-  const auto hyperparameters = hyperparameters_class<Hyperparameters>(module);
-  module.def(Hyperparameters::kOperation,
-             [fields = hyperparameters.fields,
-              gradient_fields = gradient_options_class.fields](py::kwargs arguments) {
-               const StepNames names = take_names<Hyperparameters>(arguments);
-               const StepLists lists = take_lists(arguments, names);
-               const GradientOptions gradient_options =
-                   take_gradient_options(*gradient_fields, arguments);
-               Group<Hyperparameters> options;
-               set_fields(*fields, options, arguments);
-               check_numbers(names.operation, options);
-               const py::gil_scoped_release release;
-               step_(lists, options, gradient_options, names);
-             });
+const char* name_of(BufferRole role) {
+  switch (role) {
+    case BufferRole::kFirstMoment:
+      return "first moment";
+    case BufferRole::kSecondMoment:
+      return "second moment";
+    case BufferRole::kMaximum:
+      return "maximum";
+    case BufferRole::kOther:
+      return "other";
+  }
+  return nullptr;
 }
 
-}  // namespace
+// Defines the description of an optimizer and its list operation, all of whose arguments are given
+// by name.
+template <typename Hyperparameters>
+void define_optimizer(py::module_& module,
+                      std::shared_ptr<Fields<GradientOptions>> gradient_fields) {
+  const auto described = std::make_shared<OptimizerDescription>(optim::kind_of<Hyperparameters>());
+  const auto fields = fields_of<Hyperparameters>();
+  py::list names, buffers, options;
+  for (const auto& field : fields) names.append(py::handle(field.name));
+  for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
+    buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
+  }
+  for (const auto& option : described->kind.options) options.append(option);
+  described->operation = Hyperparameters::kOperation;
+  described->fields = names;
+  described->buffers = buffers;
+  described->options = options;
+  module.attr(Hyperparameters::kName) = described;
+  module.def(Hyperparameters::kOperation, [fields, gradient_fields](py::kwargs arguments) {
+    const StepNames names = take_names<Hyperparameters>(arguments);
+    const StepLists lists = take_lists(arguments, names);
+    const GradientOptions gradient_options = take_gradient_options(*gradient_fields, arguments);
+    Group<Hyperparameters> options;
+    set_fields(fields, options, arguments);
+    check_numbers(names.operation, options);
+    const py::gil_scoped_release release;
+    step_(lists, options, gradient_options, names);
+  });
+}
 
-void define_lists(py::module_& module) {
+void define_descriptions(py::module_& module) {
   using optim::OptionDescription;
   py::class_<OptionDescription>(module, "OptionDescription")
       .def_readonly("name", &OptionDescription::name)
@@ -104,6 +129,37 @@ void define_lists(py::module_& module) {
       .def_property_readonly("count",
                              [](const OptionDescription& self) { return self.fields.size(); })
       .def_property_readonly("is_read", &OptionDescription::is_read);
+  using Description = OptimizerDescription;
+  py::class_<Description, std::shared_ptr<Description>>(module, "OptimizerDescription")
+      .def_readonly("operation", &Description::operation)
+      .def_readonly("fields", &Description::fields)
+      .def_readonly("buffers", &Description::buffers)
+      .def_readonly("options", &Description::options)
+      .def(
+          "check_as_torch",
+          [](const Description& self, const py::dict& defaults, py::object shown) {
+            optim::check_as_torch(DictOptions(self, defaults, std::move(shown)));
+          },
+          py::arg("defaults"), py::arg("shown"))
+      .def(
+          "check_options",
+          [](const Description& self, const py::dict& group, std::string where, py::object shown) {
+            const DictOptions options(self, group, std::move(shown), std::move(where));
+            group.contains("params") ? optim::check_group(options) : optim::check_values(options);
+          },
+          py::arg("options"), py::arg("where"), py::arg("shown"))
+      .def(
+          "kept",
+          [](const Description& self, std::string kind, const py::dict& group) {
+            return optim::kept_by(std::move(kind), DictOptions(self, group));
+          },
+          py::arg("kind"), py::arg("group"));
+}
+
+}  // namespace
+
+void define_lists(py::module_& module) {
+  define_descriptions(module);
   using release_gil = py::call_guard<py::gil_scoped_release>;
   auto gradients = options_class<GradientOptions>(module, "GradientOptions");
   define_field(gradients, "grad_scale", &GradientOptions::grad_scale);
@@ -113,7 +169,8 @@ void define_lists(py::module_& module) {
   define_field(gradients, "grad_norm", &GradientOptions::grad_norm);
   define_field(gradients, "skip_nonfinite", &GradientOptions::skip_nonfinite);
 
-#define AMP_EXT_DEFINE(Functor) define_optimizer<Functor##Hyperparameters>(module, gradients);
+#define AMP_EXT_DEFINE(Functor) \
+  define_optimizer<Functor##Hyperparameters>(module, gradients.fields);
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
 #undef AMP_EXT_DEFINE
 

@@ -1,11 +1,13 @@
-// The plan of an optimizer, and what tells whether its states are still those of Python.
+// The plan of an optimizer of Python, which knows whether groups and states are still as they were.
 #include "optimizer/plan.h"
 
 #include <amp_ext/options.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,164 +15,282 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
+#include "python/group_options.h"
 #include "python/kept_states.h"
 #include "python/module.h"
 
 namespace amp_ext::python {
 
+// The groups of an optimizer, as one operation reads them. Throws where an option is not as a check
+// of the groups leaves it.
+struct Groups {
+  std::vector<py::dict> dicts;
+  optim::SharedOptions shared;
+  GroupTable table;
+  std::vector<optim::Kept> kept;
+
+  Groups(const std::string& optimizer, const OptimizerDescription& described,
+         const py::object& listed) {
+    for (const py::handle group : listed) dicts.push_back(py::cast<py::dict>(group));
+    std::vector<DictOptions> options;
+    options.reserve(dicts.size());
+    std::vector<const optim::GroupOptions*> read;
+    for (const py::dict& group : dicts) read.push_back(&options.emplace_back(described, group));
+    table = described.kind.table(read);
+    shared = optim::shared_options(optimizer, read);
+    if (shared.max_grad_norm.has_value() && !(*shared.max_grad_norm >= 0.0)) {
+      throw py::value_error("max_grad_norm");
+    }
+    for (size_t i = 0; i < options.size(); ++i) {
+      const GroupTable::Entry& entry = table.groups[i];
+      if (entry.not_a_number != nullptr) throw py::value_error(entry.not_a_number);
+      if (!(entry.common->clip_value >= 0.0)) throw py::value_error("clip_value");
+      const py::handle state_dtype = options[i].value(described.kind.option("state_dtype"));
+      if (THPDtype_Check(state_dtype.ptr())) throw py::value_error("state_dtype");
+      kept.push_back(optim::kept_by(optimizer, options[i], entry.needs));
+    }
+  }
+};
+
+// Names of attributes, interned for good.
+struct Names {
+  PyObject* param_groups = PyUnicode_InternFromString("param_groups");
+  PyObject* state = PyUnicode_InternFromString("state");
+  PyObject* grad_norm = PyUnicode_InternFromString("grad_norm");
+  PyObject* is_spent = PyUnicode_InternFromString("is_spent");
+};
+
+// What StepPlan of Python is made of, which knows dicts and DTensors: operations take it, and ask
+// it before a step writes. It is not kept here, where no collector of cycles would find it.
+class PlanOfPython {
+ public:
+  PlanOfPython(std::string optimizer, std::shared_ptr<OptimizerDescription> described,
+               const PlanOfPython* before, std::string failure)
+      : optimizer(std::move(optimizer)),
+        described(std::move(described)),
+        plan(this->optimizer, std::move(failure)) {
+    if (before != nullptr) plan.take_scaled_grads(before->plan);
+  }
+
+  void forget() {
+    plan.forget();
+    states.clear();
+    state_keys = py::set();
+  }
+
+  Groups groups_of(py::handle object) const {
+    return {optimizer, *described, py::getattr(object, names.param_groups)};
+  }
+
+  const std::string optimizer;
+  const std::shared_ptr<OptimizerDescription> described;
+  const Names names;
+  Plan plan;
+  KeptStates states;
+  py::set state_keys;  // of what steps work on
+};
+
 namespace {
 
-// Hands over the parameters, listed by group, if they are those that the plan was made of. What a
-// list can be made of again is a list of parameters: no iterator, and no set.
-bool take_params(Plan& plan, const std::vector<py::object>& groups) {
-  int64_t index = 0, group_index = 0;
-  for (const py::object& group : groups) {
-    if (PyIter_Check(group.ptr()) || PyAnySet_Check(group.ptr())) return false;
-    const auto params = py::reinterpret_steal<py::object>(
-        PySequence_Fast(group.ptr(), "params must be an iterable of tensors"));
-    if (!params) throw py::error_already_set();
-    PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i, ++index) {
-      if (!plan.is_param(index, group_index, items[i])) return false;
-      plan.take_param(index, THPVariable_Unpack(items[i]));
+// A use of the plan of an optimizer. It has parameters and shards if it is current: if groups can
+// be read, and the parameters were listed for these and the states as they are.
+struct Operation {
+  PlanOfPython& mine;
+  Plan::Use use;
+  py::object states;
+  std::optional<Groups> groups;
+  bool is_current = false;
+
+  Operation(PlanOfPython& plan, py::handle step_plan, py::handle optimizer, const char* operation)
+      : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
+    try {
+      groups.emplace(mine.groups_of(optimizer));
+      is_current = mine.states.are_in(states) && mine.plan.is_for(groups->kept) && take_params();
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;  // an interrupt
+    } catch (const std::exception&) {
     }
-    ++group_index;
+    if (!is_current || !mine.plan.has_shards()) return;
+    for (const py::handle shard : step_plan.attr("shards")()) {
+      auto [index, param, grad] = py::cast<std::tuple<int64_t, at::Tensor, OptionalTensor>>(shard);
+      mine.plan.set_shard(index, std::move(param), std::move(grad).value_or(at::Tensor()));
+    }
   }
-  return index == plan.number_of_params();
-}
 
-std::vector<LookResult> check_finite(Plan& plan, const at::Tensor& found_inf,
-                                     const OptionalTensor& grad_scale, bool sum_squares,
-                                     bool skip_nonfinite) {
-  plan.read_grads();
-  const py::gil_scoped_release release;
-  return plan.check_finite(found_inf, grad_scale, sum_squares, skip_nonfinite);
-}
+  // What a list can be made of again is a list of parameters: no iterator, and no set.
+  bool take_params() {
+    Plan& plan = mine.plan;
+    int64_t index = 0, group_index = 0;
+    for (const py::dict& group : groups->dicts) {
+      PyObject* const listed = PyDict_GetItemWithError(group.ptr(), mine.described->params);
+      if (listed == nullptr || PyIter_Check(listed) || PyAnySet_Check(listed)) return false;
+      const auto params = py::reinterpret_steal<py::object>(
+          PySequence_Fast(listed, "params must be an iterable of tensors"));
+      if (!params) throw py::error_already_set();
+      PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
+      const Py_ssize_t size = PySequence_Fast_GET_SIZE(params.ptr());
+      for (Py_ssize_t i = 0; i < size; ++i, ++index) {
+        if (!plan.is_param(index, group_index, items[i])) return false;
+        if (!plan.take_param(index, THPVariable_Unpack(items[i]))) return false;
+      }
+      ++group_index;
+    }
+    return index == plan.number_of_params();
+  }
+};
 
-// The states in the dicts of an optimizer, through its `StepPlan` of Python. Keeping them is the
-// last that a step does of Python: it says in the hand-over of a scaler that it writes, and lets
-// other threads run.
+// The states in the dicts of an optimizer. Keeping them is the last that a step does of Python: it
+// says in the hand-over of a scaler that it writes, and lets other threads run.
 class StatesOfPython : public StateStore {
  public:
-  StatesOfPython(py::object plan, py::object states, py::object hand_over)
-      : plan_(std::move(plan)), states_(std::move(states)), hand_over_(std::move(hand_over)) {}
+  StatesOfPython(const Operation& operation, py::handle step_plan, py::handle optimizer,
+                 py::handle hand_over)
+      : operation_(operation), plan_(step_plan), optimizer_(optimizer), hand_over_(hand_over) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
-    const py::tuple found = plan_.attr("make_states")(states_, indices);
+    const py::tuple found = plan_.attr("make_states")(operation_.states, indices);
     made_ = found[0];
     std::vector<ParamState> states;
     for (const py::handle each : found[1]) {
       const auto parts = py::cast<std::tuple<optim::Kept*, optim::ListedParam*, py::dict>>(each);
       states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
                                             state_of(std::get<2>(parts))));
+      for (const auto& part : std::get<2>(parts)) operation_.mine.state_keys.add(part.first);
     }
     return states;
   }
 
   void keep() override {
-    if (!made_.is_none()) plan_.attr("keep_states")(states_, made_);
-    hand_over_.attr("is_spent") = true;
+    PlanOfPython& mine = operation_.mine;
+    if (made_) {
+      operation_.states.attr("update")(made_);  // at once
+      mine.states.keep(operation_.states, mine.state_keys);
+    }
+    show_norm();
+    set_spent(Py_True);
     release_.emplace();
   }
 
   // Takes Python back after a step that failed.
-  void take_back(bool has_written) {
+  void take_back() {
     if (!release_.has_value()) return;  // it was refused
     release_.reset();
-    hand_over_.attr("is_spent") = has_written;
+    if (operation_.mine.plan.failure().empty()) set_spent(Py_False);
   }
 
  private:
-  py::object plan_, states_, hand_over_;
-  py::object made_ = py::none();
+  void show_norm() {
+    const PlanOfPython& mine = operation_.mine;
+    const at::Tensor& norm = mine.plan.grad_norm();
+    const py::object shown = norm.defined() ? py::cast(norm) : py::none();
+    if (py::object(py::getattr(optimizer_, mine.names.grad_norm)).is(shown)) return;
+    py::setattr(optimizer_, mine.names.grad_norm, shown);
+  }
+
+  void set_spent(py::handle is_spent) {
+    py::setattr(hand_over_, operation_.mine.names.is_spent, is_spent);
+  }
+
+  const Operation& operation_;
+  py::handle plan_, optimizer_, hand_over_;
+  py::object made_;
   std::optional<py::gil_scoped_release> release_;
 };
 
-// Defines the step of an optimizer.
-template <typename Hyperparameters>
-void define_step(py::class_<Plan>& plan_class) {
-  plan_class.def(
-      "step",
-      [](Plan& plan, const std::vector<Group<Hyperparameters>>& groups, OptionalTensor grad_scale,
-         OptionalTensor found_inf, std::optional<double> max_grad_norm,
-         OptionalTensor sum_of_squares, OptionalTensor grad_norm, bool skip_nonfinite,
-         py::object step_plan, py::object states, py::object hand_over) {
-        const GradientOptions options{std::move(grad_scale), std::move(found_inf),
-                                      max_grad_norm,         std::move(sum_of_squares),
-                                      std::move(grad_norm),  skip_nonfinite};
-        StatesOfPython store(std::move(step_plan), std::move(states), std::move(hand_over));
-        try {
-          plan.step(groups, options, &store);
-        } catch (...) {
-          store.take_back(/*has_written=*/plan.progress()->has_failed);
-          throw;
-        }
-      },
-      py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_grad_norm"),
-      py::arg("sum_of_squares"), py::arg("grad_norm"), py::arg("skip_nonfinite"),
-      py::arg("step_plan"), py::arg("states"), py::arg("hand_over"));
+// Lists the parameters of an optimizer anew. `rows` has for each its group, its index there,
+// itself, its partition if it is sharded, and where its first element stands.
+void list_params(
+    PlanOfPython& mine, const py::object& optimizer, const char* operation,
+    const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
+        rows) {
+  const Plan::Use use(mine.plan, operation);
+  Groups groups = mine.groups_of(optimizer);
+  std::vector<Plan::Param> params;
+  for (const auto& [group, index, param, partition, first_element] : rows) {
+    params.push_back({group, index, param.ptr(), partition, first_element});
+  }
+  mine.states.clear();
+  mine.state_keys = py::set();
+  mine.plan.list_params(std::move(groups.kept), params);
+}
+
+// What a look has found, by device and partition; none if the plan is not current.
+using Found = std::vector<std::tuple<at::Tensor, at::Tensor, int64_t, OptionalTensor>>;
+
+std::optional<Found> look(PlanOfPython& mine, const py::object& step_plan,
+                          const py::object& optimizer, const at::Tensor& found_inf,
+                          const OptionalTensor& grad_scale) {
+  Operation operation(mine, step_plan, optimizer, "look_at_gradients");
+  if (!operation.is_current) return std::nullopt;
+  std::vector<LookResult> results;
+  {
+    const py::gil_scoped_release release;
+    results = mine.plan.look(found_inf, grad_scale, operation.groups->shared);
+  }
+  Found found;
+  for (const LookResult& result : results) {
+    const at::Tensor& sum = result.sum_of_squares;
+    found.emplace_back(result.found_inf, result.first_nonfinite, result.partition,
+                       sum.defined() ? OptionalTensor(sum) : std::nullopt);
+  }
+  return found;
+}
+
+std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object& step_plan,
+                                           const py::object& optimizer) {
+  const Operation operation(mine, step_plan, optimizer, "step");
+  if (!operation.is_current) return std::nullopt;
+  return mine.plan.gradients_were_written();
+}
+
+// None if the plan is not current; false if the step needs the sum of squares of all ranks; true
+// after it.
+std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
+                         const py::object& optimizer, const py::object& hand_over,
+                         OptionalTensor grad_scale, OptionalTensor found_inf,
+                         OptionalTensor sum_of_squares) {
+  Operation operation(mine, step_plan, optimizer, "step");
+  if (!operation.is_current) return std::nullopt;
+  Plan& plan = mine.plan;
+  const optim::SharedOptions& shared = operation.groups->shared;
+  if (shared.max_grad_norm.has_value() && !sum_of_squares.has_value() && plan.is_partitioned()) {
+    return false;
+  }
+  GradientOptions options{std::move(grad_scale),
+                          std::move(found_inf),
+                          shared.max_grad_norm,
+                          std::move(sum_of_squares),
+                          {},
+                          shared.skip_nonfinite};
+  StatesOfPython store(operation, step_plan, optimizer, hand_over);
+  try {
+    plan.step(operation.groups->table, std::move(options), store);
+  } catch (...) {
+    store.take_back();
+    throw;
+  }
+  return true;
 }
 
 }  // namespace
 
 void define_plan(py::module_& module) {
-  py::class_<LookResult>(module, "LookResult")
-      .def_readonly("found_inf", &LookResult::found_inf)
-      .def_readonly("first_nonfinite", &LookResult::first_nonfinite)
-      .def_readonly("sum_of_squares", &LookResult::sum_of_squares)
-      .def_readonly("partition", &LookResult::partition);
-
-  py::class_<StepProgress, std::shared_ptr<StepProgress>>(module, "StepProgress")
-      .def("__bool__", [](const StepProgress& progress) { return progress.has_failed; })
-      .def("__str__", &StepProgress::text);
-
-  py::class_<KeptStates>(module, "KeptStates")
-      .def(py::init<>())
-      .def("keep", &KeptStates::keep, py::arg("states"), py::arg("keys"))
-      .def("are_in", &KeptStates::are_in, py::arg("states"));
-
-  py::class_<RoundedParams> rounded_params(module, "RoundedParams");
-  py::class_<ScaledGrads> scaled_grads(module, "ScaledGrads");
-
-  auto plan = py::class_<Plan>(module, "Plan");
-  plan.def(py::init<std::string, std::vector<std::string>>(), py::arg("operation"),
-           py::arg("buffer_names"))
-      .def(
-          "add_param",
-          [](Plan& plan, int64_t group, int64_t index_in_group, py::handle param) {
-            return plan.add_param(group, index_in_group, param.ptr());
-          },
-          py::arg("group"), py::arg("index_in_group"), py::arg("param"))
-      .def(
-          "add_sharded_param",
-          [](Plan& plan, int64_t group, int64_t index_in_group, py::handle param,
-             int64_t partition) {
-            return plan.add_sharded_param(group, index_in_group, param.ptr(), partition);
-          },
-          py::arg("group"), py::arg("index_in_group"), py::arg("param"), py::arg("partition"))
-      .def(
-          "set_shard",
-          [](Plan& plan, int64_t index, at::Tensor param, const OptionalTensor& grad) {
-            plan.set_shard(index, std::move(param), grad.value_or(at::Tensor()));
-          },
-          py::arg("index"), py::arg("param"), py::arg("grad"))
-      .def("set_first_element", &Plan::set_first_element, py::arg("index"),
-           py::arg("first_element"))
-      .def("take_params", &take_params, py::arg("groups"))
-      .def("set_rounded_params", &Plan::set_rounded_params, py::arg("rounded"))
-      .def("rounded_params", &Plan::rounded_params)
-      .def("set_scaled_grads", &Plan::set_scaled_grads, py::arg("scaled"))
-      .def("scaled_grads", &Plan::scaled_grads)
-      .def_property_readonly("progress", &Plan::progress)
-      .def("let_go", &Plan::let_go)
-      .def("gradients_were_written", &Plan::gradients_were_written)
-      .def("check_finite", &check_finite, py::arg("found_inf"), py::arg("grad_scale"),
-           py::arg("sum_squares"), py::arg("skip_nonfinite"));
-
-#define AMP_EXT_DEFINE(Functor) define_step<Functor##Hyperparameters>(plan);
-  AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
-#undef AMP_EXT_DEFINE
+  py::class_<PlanOfPython>(module, "Plan")
+      .def(py::init<std::string, std::shared_ptr<OptimizerDescription>, const PlanOfPython*,
+                    std::string>(),
+           py::arg("optimizer"), py::arg("description"), py::arg("before"), py::arg("failure"))
+      .def("forget", &PlanOfPython::forget)
+      .def("list_params", &list_params, py::arg("optimizer"), py::arg("operation"), py::arg("rows"))
+      .def("look", &look, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
+           py::arg("grad_scale"))
+      .def("gradients_were_written", &gradients_were_written, py::arg("step_plan"),
+           py::arg("optimizer"))
+      .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("hand_over"),
+           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"))
+      .def_property_readonly("failure",
+                             [](const PlanOfPython& self) { return self.plan.failure(); })
+      .def_property_readonly("note_of_failure",
+                             [](const PlanOfPython& self) { return self.plan.note_of_failure(); });
 }
 
 }  // namespace amp_ext::python

@@ -178,9 +178,9 @@ OptionalTensor begin_look(LossScaleOfPython& self, const std::string& operation,
 
 // Looks at the gradients of an optimizer, of DTensors at this rank's part, and multiplies them by
 // `inv_scale`, if that is given. Returns a flag by device; none if torch has to do it.
-py::object look(LossScaleOfPython& self, IterationOfPython& iteration,
-                const std::vector<py::object>& given, const at::Tensor& found_inf,
-                const OptionalTensor& inv_scale, bool allow_fp16) {
+py::object look_at_grads(LossScaleOfPython& self, IterationOfPython& iteration,
+                         const std::vector<py::object>& given, const at::Tensor& found_inf,
+                         const OptionalTensor& inv_scale, bool allow_fp16) {
   const py::object optimizer = iteration.optimizer();
   TensorList params, present;
   for_each_param(optimizer,
@@ -305,7 +305,7 @@ void define_loss_scale(py::module_& module) {
           py::arg("attributes"), py::arg("state_dict"), py::arg("checked"))
       .def("begin_look", &begin_look, py::arg("operation"), py::arg("attributes"), py::arg("state"),
            py::arg("optimizer"))
-      .def("look", &look, py::arg("iteration"), py::arg("grads"), py::arg("found_inf"),
+      .def("look", &look_at_grads, py::arg("iteration"), py::arg("grads"), py::arg("found_inf"),
            py::arg("inv_scale"), py::arg("allow_fp16"))
       .def(
           "note_different_scales",

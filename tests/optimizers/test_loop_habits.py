@@ -431,7 +431,7 @@ def test_others_may_write_into_a_state_before_the_first_step(name, options) -> N
     param = nn.Parameter(torch.ones(3))
     optimizer = ours(name)([param], **options)
     optimizer.state[param]["slow"] = torch.ones(3)
-    if not optimizer._keeps_step(optimizer.param_groups[0]):
+    if not optimizer._kept(optimizer.param_groups[0]).keeps_step:
         optimizer.state[param]["step"] = 0  # theirs: neither read nor written
     give_grads(optimizer)
     optimizer.step()

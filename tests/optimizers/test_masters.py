@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from amp_ext import ops
 from amp_ext.hand_over import HandOver
-from amp_ext.optim.step_plan import StepPlan
 
 
 def still_step(optimizer: cases.Optimizer) -> None:
@@ -358,18 +357,16 @@ def test_masters_follow_the_layout_of_the_parameter():
     assert optimizer.state[param]["master_param"].stride() == param.stride()
 
 
-def test_a_master_does_not_go_back_after_a_step_that_was_interrupted_at_its_end(
-    device, monkeypatch
-):
-    def interrupt(_: StepPlan) -> None:
+def test_a_master_does_not_go_back_after_a_step_that_was_interrupted_at_its_end(device):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     param = Parameter(torch.ones(5, 3, dtype=BF16, device=device))
     optimizer = ours("SGD")([param], lr=0.5)
     param.grad = torch.ones_like(param)
-    with monkeypatch.context() as patch:
-        patch.setattr(StepPlan, "let_go", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
+    hook = optimizer.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    hook.remove()
     optimizer.step()
     assert param.unique().tolist() == [0.0]

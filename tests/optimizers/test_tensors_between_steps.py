@@ -23,6 +23,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_ext
+from amp_ext.optim import step_plan
+from amp_ext.optim.step_plan import StepPlan
 
 
 def optimizer_of(name: str, options: dict[str, Any], dtype: torch.dtype = F32, **more: Any) -> Any:
@@ -294,20 +296,24 @@ def test_the_first_step_with_momentum_is_not_dampened_whatever_has_been_counted(
         assert torch.equal(param.detach(), torch.full((3,), wanted))
 
 
-def test_what_others_keep_in_a_state_makes_no_new_plan() -> None:
+def test_what_others_keep_in_a_state_makes_no_new_plan(monkeypatch) -> None:
     optimizer = optimizer_of("AdamW", {"lr": 0.1})
     optimizer.step()
-    plan = optimizer._plan
+    listed = []
+    list_groups = StepPlan.list_groups
+    monkeypatch.setattr(
+        StepPlan, "list_groups", lambda *args: (listed.append(1), list_groups(*args))
+    )
     for index in range(3):
         for state in optimizer.state.values():
             state["of mine"] = torch.ones(index)
             state[index] = state
         optimizer.state["of all"] = {"exp_avg": torch.ones(())}
         optimizer.step()
-        assert optimizer._plan is plan
+        assert not listed
     replace_states(optimizer, "exp_avg")
     optimizer.step()
-    assert optimizer._plan is not plan
+    assert listed == [1]
 
 
 @pytest.mark.parametrize("of_all", [True, False])
@@ -542,16 +548,17 @@ def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch
     twin = cases.loading(amp_ext.optim.AdamW(cases.twins(optimizer)), optimizer.state_dict())
     for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
         other.grad = param.grad.clone()
-    twin.step()
     errors: list[BaseException] = []
-    hyperparameters = type(optimizer)._hyperparameters
+    del optimizer.state[params_of(optimizer)[0]], twin.state[params_of(twin)[0]]
+    made_states = step_plan.made_states
 
-    def in_the_step(self: Any, group: dict[str, Any]) -> Any:
+    def in_the_step(*args: Any) -> Any:
         arguments = () if operation == "step" else (torch.zeros(()),)
-        errors.extend(called_in_another_thread(lambda: getattr(self, operation)(*arguments)))
-        return hyperparameters(self, group)
+        errors.extend(called_in_another_thread(lambda: getattr(optimizer, operation)(*arguments)))
+        return made_states(*args)
 
-    monkeypatch.setattr(type(optimizer), "_hyperparameters", in_the_step)
+    twin.step()
+    monkeypatch.setattr(step_plan, "made_states", in_the_step)
     optimizer.step()
     monkeypatch.undo()
     words = f"AdamW.{operation}: must be called by one thread at a time"
@@ -583,20 +590,25 @@ def test_many_threads_lose_no_step_in_silence() -> None:
     assert step == 1 + len(done)
 
 
-def test_an_interrupted_thread_can_step_again(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "place", "name"),
+    [((), step_plan, "made_states"), ((torch.zeros(()),), StepPlan, "list_groups")],
+    ids=["step", "look"],
+)
+def test_an_interrupted_call_keeps_no_thread_out(arguments, place, name, monkeypatch) -> None:
     optimizer = optimizer_of("AdamW", {})
+    call = optimizer.look_at_gradients if arguments else optimizer.step
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    optimizer.state.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(type(optimizer), "_let_go", lambda self: None)  # as if it never got there
-        patch.setattr(type(optimizer), "_hyperparameters", interrupt)
+        patch.setattr(place, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert len(called_in_another_thread(optimizer.step)) == 1
-    optimizer.step()
+            call(*arguments)
     assert called_in_another_thread(optimizer.step) == []
+    optimizer.step()
 
 
 @each_class

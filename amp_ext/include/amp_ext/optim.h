@@ -340,7 +340,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
 
  private:
   struct Impl;
-  class InPlan;
+  struct Operation;
   class Store;
   using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -353,11 +353,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::vector<StateMap> made_states(const std::vector<Kept>& groups,
                                     const std::vector<ListedParam>& params) const;
   bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
-  bool take_params();
-  void take_plan(const std::vector<PlacedOptions>& groups);
-  void make_plan(std::vector<Kept> kept);
   std::vector<PlacedOptions> checked_groups();
-  void check_shared_options();
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
   std::shared_ptr<Impl> impl_;  // null after a move

@@ -1,0 +1,81 @@
+// The hyperparameters of the groups that a step takes, whatever their type.
+#pragma once
+
+#include <amp_ext/export.h>
+#include <amp_ext/hyperparameters.h>
+#include <amp_ext/options.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "launches.h"
+
+namespace amp_ext {
+
+// Whether moments are compiled whose first is in a format, beside so many buffers in all.
+using TakesFormat = bool(BufferFormat first, int buffers);
+
+// What follows from the hyperparameters of a group.
+struct Needs {
+  bool buffers;
+  bool step;    // its number
+  bool dither;  // of what is stored in fewer bits
+
+  // Whether the states of the group count their steps: for the formula or for the dither.
+  bool counted_steps() const { return step || dither; }
+};
+
+template <typename Hyperparameters>
+Needs needs_of(const Hyperparameters& hyperparameters) {
+  return {hyperparameters.needs_buffers(), hyperparameters.why_step() != nullptr,
+          hyperparameters.dither};
+}
+
+// The name of a hyperparameter that is NaN, which would leave nothing but NaN; null if none is.
+template <typename Hyperparameters>
+const char* nan_in(const Hyperparameters& hyperparameters) {
+  const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    if constexpr (std::is_floating_point_v<std::decay_t<decltype(hyperparameters.*member)>>) {
+      if (found == nullptr && std::isnan(hyperparameters.*member)) found = name;
+    }
+  });
+  return found;
+}
+
+struct AMP_EXT_API GroupTable {
+  struct Entry {
+    CommonHyperparameters* common;
+    OptionalTensor lr;  // where it is a tensor
+    uint8_t dithered;   // as in a record, whatever the dtypes
+    Needs needs;
+    const char* not_a_number;  // as nan_in says
+  };
+  std::shared_ptr<void> hyperparameters;  // [groups]
+  std::optional<OptimizerKernel> (*kernel)(int buffers);
+  TakesFormat* takes_format;
+  std::vector<Entry> groups;
+
+  template <typename Hyperparameters>
+  static GroupTable of(const std::vector<Group<Hyperparameters>>& groups) {
+    auto all = std::make_shared<std::vector<Hyperparameters>>(groups.begin(), groups.end());
+    GroupTable table{std::shared_ptr<void>(all, all->data()),
+                     &kernel_for<Hyperparameters>,
+                     &amp_ext::takes_format<Hyperparameters>,
+                     {}};
+    for (size_t i = 0; i < groups.size(); ++i) {
+      Hyperparameters& one = (*all)[i];
+      table.groups.push_back(
+          {&one, groups[i].lr_tensor, dithered_numbers(one), needs_of(one), nan_in(one)});
+    }
+    return table;
+  }
+};
+
+}  // namespace amp_ext

@@ -1,0 +1,146 @@
+// What a look at all gradients does, and which looks belong to a step.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "optimizer/plan.h"
+#include "optimizer/scalars.h"
+
+namespace amp_ext {
+
+std::vector<LookResult> Plan::look(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
+                                   const optim::SharedOptions& options) {
+  const at::NoGradGuard no_grad;
+  looks_.clear();  // should this one fail, no step takes the last for it
+  looks_ = look_at_grads(found_inf, grad_scale, options.max_grad_norm.has_value(),
+                         options.skip_nonfinite);
+  std::vector<LookResult> results;
+  for (Look& look : looks_) {
+    look.result.first_nonfinite = first_nonfinite_on(look.result.found_inf.device());
+    look.records.clear();
+    results.push_back(look.result);
+  }
+  if (is_partitioned()) looks_.clear();
+  return results;
+}
+
+at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
+  for (const at::Tensor& first : first_nonfinites_) {
+    if (first.device() == device) return first;
+  }
+  const OutsideInferenceMode normal;
+  const auto options = at::TensorOptions(device).dtype(at::kLong);
+  first_nonfinites_.push_back(at::full({}, kNoTensor, options));
+  return first_nonfinites_.back();
+}
+
+std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
+                                            const OptionalTensor& grad_scale, bool sum_squares,
+                                            bool skip_nonfinite) {
+  check_scalar(checks_.operation, "found_inf", found_inf);
+  check_scalar(checks_.operation, "grad_scale", grad_scale);
+  std::vector<Look> looks;
+  for (size_t index = 0; index < rows_.size(); ++index) {
+    Row& row = rows_[index];
+    if (!row.has_grad()) {
+      row.seen_grad.reset();
+      continue;
+    }
+    checks_.check_grad(row);
+    Look& look = look_of(looks, row, found_inf, sum_squares);
+    row.see_grad();
+    at::Tensor dense = row.grad();
+    if (!dense.is_non_overlapping_and_dense()) {
+      dense = dense.contiguous();
+      row.staged.push_back({row.grad(), dense, false});  // keeps it alive
+    }
+    look.records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
+                                           static_cast<int64_t>(index)));
+  }
+  for (Look& look : looks) {
+    const LookResult& result = look.result;
+    const at::Device device = result.found_inf.device();
+    const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
+    // Only a scaler's look is followed by the update that reports and resets it.
+    int64_t* const first_nonfinite =
+        found_inf.has_value() ? first_nonfinite_on(device).mutable_data_ptr<int64_t>() : nullptr;
+    const LookLaunch launch{
+        look.records.data(),
+        static_cast<int64_t>(look.records.size()),
+        float_data(scale),
+        result.found_inf.mutable_data_ptr<float>(),
+        first_nonfinite,
+        sum_squares ? result.sum_of_squares.mutable_data_ptr<double>() : nullptr,
+        skip_nonfinite};
+    engine_of(device).look(device, launch, scratch_);
+  }
+  for (Row& row : rows_) row.staged.clear();
+  return looks;
+}
+
+Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
+                          bool sum_squares) const {
+  const at::Device device = row.grad().device();
+  for (Look& look : looks) {
+    const LookResult& result = look.result;
+    if (result.found_inf.device() == device && result.partition == row.partition) return look;
+  }
+  Look look;
+  const auto options = at::TensorOptions(device).dtype(at::kFloat);
+  look.result.partition = row.partition;
+  look.result.found_inf = found_inf.has_value()
+                              ? found_inf->to(device, at::kFloat, /*non_blocking=*/true,
+                                              /*copy=*/true)
+                              : at::zeros({}, options);
+  if (sum_squares) look.result.sum_of_squares = at::zeros({}, options.dtype(at::kDouble));
+  look.records.reserve(rows_.size());
+  return looks.emplace_back(std::move(look));
+}
+
+bool Plan::is_partitioned() const {
+  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) { return row.partition != 0; });
+}
+
+bool Plan::gradients_are_as_seen() const {
+  return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
+    return row.has_grad() ? row.grad_is_as_seen() : !row.seen_grad.has_value();
+  });
+}
+
+bool Plan::gradients_were_written() const {
+  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) {
+    return row.has_grad() && row.seen_grad.has_value() && !row.grad_is_as_seen();
+  });
+}
+
+// The looks that belong to a step, at the gradients as they are: of `look`, or new ones.
+std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, bool& is_new) {
+  const bool is_stale = !looks_.empty() && !gradients_are_as_seen();
+  is_new = needs_look(options, is_stale);
+  std::vector<Look> looks;
+  std::swap(looks, looks_);
+  if (is_stale) looks.clear();
+  if (!is_new) return looks;
+  return look_at_grads({}, {}, options.max_grad_norm.has_value(), options.skip_nonfinite);
+}
+
+// Whether a step takes a look of its own, by what it asks for and what is known from the last look
+// ("stale": a gradient changed since):
+//
+//                   nothing   found_inf   a norm whose sum is given   a norm
+//   no look         no        no          no                          yes
+//   without a sum   no        no          no                          yes
+//   with a sum      no        no          no                          no
+//   stale           no        yes         yes                         yes
+bool Plan::needs_look(const GradientOptions& options, bool is_stale) const {
+  const bool wants_norm = options.max_grad_norm.has_value();
+  if (is_stale) return wants_norm || options.found_inf.has_value();
+  const bool has_sum = options.sum_of_squares.has_value() ||
+                       (!looks_.empty() && looks_.front().result.sum_of_squares.defined());
+  return wants_norm && !has_sum;
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,30 @@
+// Numbers that a step or a look reads from a device: one float32 there.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/options.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext {
+
+inline at::Tensor scalar_on(const at::Device& device, const at::Tensor& scalar) {
+  return scalar.to(device, at::kFloat, /*non_blocking=*/true);
+}
+
+inline void check_scalar(const std::string& operation, const char* name,
+                         const OptionalTensor& scalar) {
+  if (!scalar.has_value()) return;
+  TORCH_CHECK(is_plain(*scalar) && scalar->numel() == 1 && scalar->is_floating_point(), operation,
+              ": ", name, " must be one floating-point element, got ", scalar->scalar_type(),
+              " of sizes ", scalar->sizes());
+}
+
+inline const float* float_data(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+}
+
+}  // namespace amp_ext
