@@ -33,6 +33,7 @@ FILE = Path(__file__).with_suffix(".json")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from hashes import Hash, numbers  # noqa: E402
+from optimizer_cases import CLASSES  # noqa: E402
 
 import amp_ext  # noqa: E402
 from amp_ext import ops  # noqa: E402
@@ -55,11 +56,10 @@ ENGINES = {
 CUDA_ENGINES = ("emulated", "cuda")
 
 ADAM = {"betas": (0.8, 0.95), "eps": 1e-6}
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+OPTIMIZERS = {name.lower(): (name, dict[str, Any]()) for name in CLASSES} | {
     "adam": ("Adam", ADAM),
     "adam-amsgrad": ("Adam", ADAM | {"amsgrad": True}),
     "adamw": ("AdamW", ADAM),
-    "sgd": ("SGD", {}),
     "sgd-momentum": ("SGD", {"momentum": 0.9}),
     "sgd-nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
     "sgd-dampening": ("SGD", {"momentum": 0.9, "dampening": 0.25}),

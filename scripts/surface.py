@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 sys.path.append(str(ROOT))  # behind a package that is installed
 
 import checkpoint_corpus as corpus  # noqa: E402
+from deeds import do  # noqa: E402
 from optimizer_cases import CLASSES  # noqa: E402
 
 import amp_ext  # noqa: E402
@@ -97,11 +98,7 @@ def of_states() -> Iterator[str]:
         if second != first:
             yield f"state of {row}, a vector: {' '.join(second)}"
     for name in CLASSES:
-        plan = corpus.plan_of("sgd/float32/float32", "float32/float32") | {
-            "optimizer": name,
-            "options": {},
-        }
-        (group,) = corpus.run_in_python(plan)["optimizer"]["param_groups"]
+        (group,) = do({"optimizer": name})["optimizer"]["param_groups"]
         yield f"options of {name}: {' '.join(sorted(group))}"
     yield f"state of GradScaler: {' '.join(amp_ext.GradScaler('cpu').state_dict())}"
 

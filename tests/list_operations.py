@@ -1,7 +1,7 @@
 """The optimizers' operations over lists of tensors, each with its options and its formula.
 
 A new optimizer needs its formula in ``reference.py``, an entry in ``OPERATIONS`` and its rows in
-``STEPS``, one of them in ``FEW_STEPS``: every property of the engines is then tested for it.
+``STEPS``: every property of the engines is then tested for it.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ AMSGRAD = {"amsgrad": True}  # as lists are built; the operation sees it by its 
 
 STEPS = rows(
     {
-        "adam": ("adam_", {}),
         "adam-decay": ("adam_", DECAY),
+        "adam": ("adam_", {}),
         "adamw-maximize": ("adam_", DECOUPLED | MAXIMIZE),
         "amsgrad-decay-maximize": ("adam_", AMSGRAD | DECAY | MAXIMIZE),
         "amsgradw": ("adam_", AMSGRAD | DECOUPLED),
@@ -144,18 +144,24 @@ STEPS = rows(
         "amsgrad-floor": ("adam_", AMSGRAD | {"denominator_floor": 0.7}),
         "lion": ("lion_", DECAY),
         "lion-coupled-max": ("lion_", DECAY | MAXIMIZE | {"decoupled_weight_decay": False}),
+        "sgdw": ("sgd_", DECOUPLED),
         "sgd": ("sgd_", {}),
         "sgd-decay-maximize": ("sgd_", DECAY | MAXIMIZE),
-        "sgdw": ("sgd_", DECOUPLED),
-        "momentum-decoupled": ("sgd_", MOMENTUM | DECOUPLED),
         "dampening-decay-maximize": ("sgd_", DAMPENING | DECAY | MAXIMIZE),
+        "momentum-decoupled": ("sgd_", MOMENTUM | DECOUPLED),
         "nesterov-decay": ("sgd_", NESTEROV | DECAY),
         "dampening-decoupled": ("sgd_", DAMPENING | DECOUPLED),
     }
 )
-# One row for each kernel: for each number of buffers of each optimizer.
-FEW = {"adam-decay", "amsgrad-decay-maximize", "lion", "sgdw", "dampening-decay-maximize"}
-FEW_STEPS = [row for row in STEPS if row.id in FEW]
+
+
+def kernel_of(row: Any) -> tuple[str, int]:
+    operation, options = row.values
+    return operation, len(OPERATIONS[operation].buffers(options))
+
+
+# The first row for each kernel, which each number of buffers of each optimizer has.
+FEW_STEPS = list({kernel_of(row): row for row in reversed(STEPS)}.values())[::-1]
 UPDATES = rows(
     {
         f"update-{kind.value}": ("optimizer_update_", {"optimizer_type": kind})

@@ -31,8 +31,8 @@ Optimizer = torch.optim.Optimizer
 _DECAY, _MAX = {"weight_decay": 0.1}, {"maximize": True}
 _DECOUPLED = {"decoupled_weight_decay": True}
 _MOMENTUM, _DAMPENING = {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}
-# Every optimizer with every option, by the names that torch and amp_ext share. The learning rate
-# is large, so that a step shows in 8 bits.
+# Every optimizer with every option, by the names that torch and amp_ext share, first one that has a
+# state. The learning rate is large, so that a step shows in 8 bits.
 OPTIMIZERS = [
     pytest.param(name, {"lr": 0.05, **options}, id=row_id)
     for row_id, name, options in (
@@ -45,9 +45,9 @@ OPTIMIZERS = [
         ("adamw-amsgrad-max", "AdamW", _MAX | {"amsgrad": True}),
         ("lion", "Lion", {"weight_decay": 0.5}),
         ("lion-coupled-max", "Lion", _DECAY | _MAX | {"decoupled_weight_decay": False}),
+        ("momentum", "SGD", _MOMENTUM),
         ("sgd", "SGD", {}),
         ("sgd-decay-max", "SGD", _DECAY | _MAX),
-        ("momentum", "SGD", _MOMENTUM),
         ("nesterov", "SGD", _MOMENTUM | {"nesterov": True}),
         ("nesterov-decay", "SGD", _MOMENTUM | _DECAY | {"nesterov": True}),
         ("dampening", "SGD", _DAMPENING),
@@ -69,10 +69,12 @@ CLASSES = [
     if isinstance(getattr(amp_ext.optim, name), type)
     and issubclass(getattr(amp_ext.optim, name), FusedOptimizer)
 ]
-# One of each kind of state.
-FEW_OPTIMIZERS = optimizers_named("adam-amsgrad", "adamw", "lion", "dampening")
-EACH_CLASS = optimizers_named("adam", "adamw", "lion", "momentum")
+EACH_CLASS = list({row.values[0]: row for row in reversed(OPTIMIZERS)}.values())[::-1]
 NAMES = [row.values[0] for row in EACH_CLASS]
+# One of each kind of state.
+_OF_FEW = {"Adam": "adam-amsgrad", "SGD": "dampening"}
+FEW_OPTIMIZERS = [row for row in OPTIMIZERS if row.id == _OF_FEW.get(row.values[0])]
+FEW_OPTIMIZERS += [row for row in EACH_CLASS if row.values[0] not in _OF_FEW]
 # torch's classes are a reference of their own for these: defaults, errors, files, switches.
 IN_TORCH = [name for name in NAMES if hasattr(torch.optim, name)]
 

@@ -5,64 +5,74 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import optimizer_cases as cases
 import pytest
-from list_operations import DESCRIBED, FEW_STEPS, OPERATIONS, STEPS
-from optimizer_cases import CLASSES, ours
-
-from amp_ext.ops import __all__ as names_of_ops
+from list_operations import DESCRIBED
+from optimizer_cases import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a file has of every class. What does not compile without it is not among them.
-PLACES = {
-    "README.md": r"and fused [^.]*\b{name}\b",
-    "docs/index.md": r"and fused [^.]*\b{name}\b",
-    "docs/cpp.md": r"[`:]{name}`",
-    "CHANGELOG.md": r"`{name}`",
-    "amp_ext/memory/__init__.py": r'"{key}": \d',
-    "tests/cpp/program/deeds.h": r"AMP_EXT_MAKE\({name}\)",
-    "tests/programs/test_cpp.py": r'^    "{name}": {{',
-    "tests/programs/test_memory.py": r'\("{name}", ',
-    "tests/optimizer_cases.py": r'^    "{name}": Kind\(',
-    "scripts/hash_steps.py": r'\("{name}", ',
-}
+# A file, what it has of every class or of every operation, and the line that a new one adds. What
+# does not compile without it is not among them.
+PLACES = [
+    (
+        "amp_ext/ops.py",
+        r"^def {operation}\(",
+        "@step_operation, def {operation}(params, grads, ...)",
+    ),
+    ("amp_ext/ops.py", r'^    "{operation}",$', '"{operation}", to __all__'),
+    ("amp_ext/memory/__init__.py", r'"{key}": \d', '"{key}": 1, to OPTIMIZERS'),
+    (
+        "amp_ext/include/amp_ext/optim.h",
+        r"^AMP_EXT_OPTIMIZER\({name}\)",
+        "AMP_EXT_OPTIMIZER({name})",
+    ),
+    (
+        "csrc/libtorch/optimizers.cpp",
+        r"^AMP_EXT_CONSTRUCTORS\({name},",
+        "AMP_EXT_CONSTRUCTORS({name}, {key}_kind)",
+    ),
+    (
+        "tests/list_operations.py",
+        r'^    "{operation}": Operation\(',
+        '"{operation}": Operation({operation}formula, ...), to OPERATIONS',
+    ),
+    (
+        "tests/list_operations.py",
+        r'^        "\S+": \("{operation}", ',
+        '"{key}": ("{operation}", {{}}), to STEPS',
+    ),
+    (
+        "tests/optimizer_cases.py",
+        r'^    "{name}": Kind\(',
+        '"{name}": Kind(_{key}_formula, ...), to KINDS',
+    ),
+    (
+        "tests/optimizer_cases.py",
+        r'^        \("\S+", "{name}", ',
+        '("{key}", "{name}", {{}}), to OPTIMIZERS',
+    ),
+    ("README.md", r"and fused [^.]*\b{name}\b", "{name}, to the first sentence"),
+    ("CHANGELOG.md", r"`{name}`", "* `{name}`: what it is"),
+]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_optimizer_stands_there(place):
+@pytest.mark.parametrize(("place", "pattern", "line"), PLACES)
+def test_every_optimizer_stands_there(place: str, pattern: str, line: str) -> None:
+    names = [{"name": name, "key": name.lower()} for name in CLASSES]
+    if "{operation}" in pattern:
+        names = [
+            {"name": name, "key": name.strip("_"), "operation": name}
+            for name in (cls.operation for cls in DESCRIBED)
+        ]
     text = (ROOT / place).read_text()
+    lacking = [
+        f"{place} lacks {words['name']}: add {line.format(**words)}"
+        for words in names
+        if not re.search(pattern.format(**words), text, re.MULTILINE)
+    ]
+    assert not lacking, "\n".join(lacking)
 
-    def stands(name):
-        return re.search(PLACES[place].format(name=name, key=name.lower()), text, re.MULTILINE)
 
-    missing = [name for name in CLASSES if not stands(name)]
-    assert not missing, f"{place} lacks {missing}: nothing is like {PLACES[place]}"
-
-
-def test_every_place_is_in_the_list_for_a_new_optimizer():
+def test_every_place_is_in_the_list_for_a_new_optimizer() -> None:
     steps = (ROOT / "CONTRIBUTING.md").read_text()
     steps = steps.partition("## Adding an optimizer")[2].partition("\n## ")[0]
-    assert [place for place in PLACES if f"`{place}`" not in steps] == []
-
-
-def test_every_optimizer_is_in_the_tables_of_the_tests():
-    assert set(cases.NAMES) == set(CLASSES), "EACH_CLASS of optimizer_cases.py: one row of each"
-
-    def formulas(rows):
-        return {ours(row.values[0])._hyperparameters_class for row in rows}
-
-    every = formulas(cases.OPTIMIZERS)
-    assert formulas(cases.FEW_OPTIMIZERS) == every, "FEW_OPTIMIZERS of optimizer_cases.py"
-
-
-def test_every_operation_is_in_the_tables_of_the_tests():
-    operations = {described.operation for described in DESCRIBED}
-    assert operations <= set(names_of_ops), "__all__ of ops.py"
-    assert operations <= OPERATIONS.keys(), "OPERATIONS of list_operations.py"
-    assert operations == {row.values[0] for row in STEPS}, "STEPS of list_operations.py"
-
-    def kernels(rows):
-        return {(name, len(OPERATIONS[name].buffers(options))) for name, options in rows}
-
-    every = kernels(row.values for row in STEPS)
-    assert kernels(row.values for row in FEW_STEPS) == every, "FEW of list_operations.py"
+    assert [place for place, _, _ in PLACES if f"`{place}`" not in steps] == []

@@ -66,7 +66,7 @@ def assert_same_in_cpp(run: Run, deed: Deed, folder: Path) -> None:
 
 STEPS = 200
 SHAPES = (64, 64), (9,)  # with blocks of 32 elements in 8 bits, and without
-KINDS: dict[str, Saved] = {
+KINDS: dict[str, Saved] = {name: {} for name in CLASSES} | {
     "Adam": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-5, "max_grad_norm": 0.5},
     "AdamW": {"lr": 0.01, "weight_decay": 0.1, "denominator_floor": 1e-6},
     "SGD": {"lr": 0.01, "momentum": 0.99, "dampening": 0.25, "clip_value": 0.125},

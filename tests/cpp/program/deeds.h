@@ -101,12 +101,9 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Dict& deed,
     const auto options = options_from<Name##Options>(deed.at("options").toGenericDict());   \
     return std::make_unique<Name>(made, options);                                           \
   }
-  AMP_EXT_MAKE(Adam)
-  AMP_EXT_MAKE(AdamW)
-  AMP_EXT_MAKE(SGD)
-  AMP_EXT_MAKE(Lion)
+  AMP_EXT_MAKE_EACH
 #undef AMP_EXT_MAKE
-  TORCH_CHECK(false, "make_optimizer of deeds.h must have ", name);
+  TORCH_CHECK(false, "optim.h must have ", name);
 }
 
 // For a scaler on the CPU, by their names in Python.
