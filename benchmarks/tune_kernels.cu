@@ -171,8 +171,8 @@ struct Variant {
 template <typename Combination>
 struct Step {
   using Param = typename Combination::Param;
-  using Buffer = typename Combination::FirstMoment;
-  using Each = Streams<Combination, AdamHyperparameters, 2>;
+  using Buffer = typename Combination::Buffers::template Kind<BufferCode::kNone>;
+  using Each = Streams<KindsOf<Combination, AdamHyperparameters, 2>>;
   // The host does not know which blocks the GPU's kernel is compiled for.
   static Described present() {
     using Present = StepShape<Each>;
@@ -449,10 +449,10 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
 
 int run(bool small) {
   const Kernel kernels[] = {
-      in_all_shapes<Step<Combination<Plain<float>, Plain<float>, Plain<float>>>>("step float32"),
-      in_all_shapes<Step<Combination<Plain<BFloat16>, Mastered<BFloat16>, Plain<float>>>>(
+      in_all_shapes<Step<Combination<Plain<float>, Plain<float>, Uniform<float>>>>("step float32"),
+      in_all_shapes<Step<Combination<Plain<BFloat16>, Mastered<BFloat16>, Uniform<float>>>>(
           "step bfloat16 with masters"),
-      in_all_shapes<Step<Combination<Plain<BFloat16>, Split<BFloat16, 16>, Plain<BFloat16>>>>(
+      in_all_shapes<Step<Combination<Plain<BFloat16>, Split<BFloat16, 16>, Uniform<BFloat16>>>>(
           "step bfloat16 with split masters and bfloat16 states"),
       in_all_shapes<Look<float, false>>("look float32"),
       in_all_shapes<Look<BFloat16, false>>("look bfloat16"),

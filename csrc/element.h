@@ -3,6 +3,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "elements/clipping.h"
 #include "elements/loss_scale.h"
@@ -99,20 +100,18 @@ struct TensorConstants {
 };
 
 // Calls the functor for one element, or a vector of elements: its gradient, unscaled and clipped,
-// the parameter, and its first `kBuffers` buffers. With kTakesRoot the second becomes the root of
-// the second moment that it was.
-template <int kBuffers, bool kTakesRoot, typename Functor, typename T, typename V>
+// the parameter, and its buffers. Buffer number kRoot becomes the root of the second moment that it
+// was; -1: none does.
+template <int kRoot, typename Functor, typename T, typename V, int... index>
 AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, V grad, V& param,
-                                   V& buffer0, V& buffer1, V& buffer2) {
+                                   [[maybe_unused]] V* buffers,
+                                   std::integer_sequence<int, index...>) {
   grad = grad * constants.direction;
-  if constexpr (kBuffers == 0) constants.update(grad, param);
-  if constexpr (kBuffers == 1) constants.update(grad, param, buffer0);
-  if constexpr (kBuffers == 2 && kTakesRoot) {
-    buffer1 = constants.update(grad, param, buffer0, buffer1);
-  } else if constexpr (kBuffers == 2) {
-    constants.update(grad, param, buffer0, buffer1);
+  if constexpr (kRoot < 0) {
+    constants.update(grad, param, buffers[index]...);
+  } else {
+    buffers[kRoot] = constants.update(grad, param, buffers[index]...);
   }
-  if constexpr (kBuffers == 3) constants.update(grad, param, buffer0, buffer1, buffer2);
 }
 
 }  // namespace amp_ext

@@ -3,9 +3,12 @@
 
 #include <iterator>
 #include <optional>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "elements/adam.h"
+#include "elements/buffer_descriptions.h"
 #include "elements/lion.h"
 #include "elements/numbers.h"
 #include "elements/sgd.h"
@@ -24,41 +27,75 @@
 
 namespace amp_ext {
 
-// The kinds of the numbers of a parameter: its gradient, itself, and its buffers by their roles.
-template <typename GradKind, typename ParamKind, typename FirstMomentKind,
-          typename SecondMomentKind = FirstMomentKind, typename MaximumKind = SecondMomentKind>
+// Of a kernel: up to 7, as many as the bits of `dithered` in a record tell apart.
+inline constexpr int kMaxBuffers = 3;
+
+// The kinds of the numbers of a parameter: its gradient, itself, and its buffers (Uniform, Coded).
+template <typename GradKind, typename ParamKind, typename BuffersOfParam>
 struct Combination {
   using Grad = GradKind;
   using Param = ParamKind;
+  using Buffers = BuffersOfParam;
   using T = typename ComputeType<typename Param::Stored>::type;  // the type that is computed in
-  template <BufferRole role>
-  using Buffer = std::conditional_t<
-      role == BufferRole::kFirstMoment, FirstMomentKind,
-      std::conditional_t<role == BufferRole::kSecondMoment, SecondMomentKind, MaximumKind>>;
-  using FirstMoment = FirstMomentKind;
-  static constexpr bool kHasSplitMaster =
-      Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
-  static constexpr bool kHasCodes = is_code(FirstMoment::kFormat);
 };
 
-// Whether the first of a number of buffers may be in 8 bits: as a ratio to a second moment beside
-// it, or alone.
-template <typename Hyperparameters>
-constexpr bool takes_format(BufferFormat first, int number_of_buffers) {
-  if (first == BufferFormat::kBlockwise8) return number_of_buffers == 1;
-  if (first != BufferFormat::kRatio8) return true;
-  constexpr bool kHasTwo = std::size(Hyperparameters::kBuffers) > 1;
-  constexpr BufferRole kSecond = Hyperparameters::kBuffers[kHasTwo ? 1 : 0].role;
-  return number_of_buffers == 2 && kSecond == BufferRole::kSecondMoment;
-}
+// The kinds of the numbers of one kernel. Its buffers are the first ones that the hyperparameters
+// describe.
+template <typename OwnHyperparameters, typename GradKind, typename ParamKind,
+          typename... BufferKinds>
+struct Kinds {
+  using Hyperparameters = OwnHyperparameters;
+  using Grad = GradKind;
+  using Param = ParamKind;
+  template <int index>
+  using Buffer = std::tuple_element_t<index, std::tuple<BufferKinds...>>;
+  using T = typename ComputeType<typename Param::Stored>::type;
+
+  static constexpr int kBuffers = sizeof...(BufferKinds);
+  using Indices = std::make_integer_sequence<int, kBuffers>;   // of the buffers
+  static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // of an array with one of each
+
+  static constexpr bool kHasSplitMaster =
+      Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
+  static constexpr bool kHasCodes = (is_code(BufferKinds::kFormat) || ...);
+  template <int index>
+  static constexpr bool kIsRatio = Buffer<index>::kFormat == BufferFormat::kRatio8;
+  template <int index>
+  static constexpr bool kIsInBlocks = Buffer<index>::kFormat == BufferFormat::kBlockwise8;
+  static constexpr bool kHasRatios = (std::is_same_v<BufferKinds, Ratio> || ...);
+  static constexpr bool kHasBlocks = ((BufferKinds::kFormat == BufferFormat::kBlockwise8) || ...);
+  static constexpr int kSecondMoment =
+      BufferDescriptions::of<Hyperparameters>(kBuffers).second_moment();
+  // The buffer of which the functor returns the root; -1: none.
+  static constexpr int kRoot =
+      (std::is_same_v<BufferKinds, Blockwise<RootCode>> || ...) ? kSecondMoment : -1;
+
+  template <int index>
+  static constexpr uint32_t kStride = Hyperparameters::kBuffers[index].dither_stride;
+};
+
+template <typename Combination, typename Hyperparameters, typename Indices>
+struct KindsAt;
+template <typename Combination, typename Hyperparameters, int... index>
+struct KindsAt<Combination, Hyperparameters, std::integer_sequence<int, index...>> {
+  using Type =
+      Kinds<Hyperparameters, typename Combination::Grad, typename Combination::Param,
+            typename Combination::Buffers::template Kind<Hyperparameters::kBuffers[index].code>...>;
+};
+template <typename Combination, typename Hyperparameters, int kBuffers>
+using KindsOf =
+    typename KindsAt<Combination, Hyperparameters, std::make_integer_sequence<int, kBuffers>>::Type;
 
 // Whether a kernel is compiled for a combination.
 template <typename Combination, typename Hyperparameters, int kBuffers>
 constexpr bool is_compiled() {
-  using FirstMoment = typename Combination::FirstMoment;
-  // Without buffers one combination stands for all that differ in them.
-  if (kBuffers == 0) return std::is_same_v<FirstMoment, Plain<typename Combination::T>>;
-  return takes_format<Hyperparameters>(FirstMoment::kFormat, kBuffers);
+  using Buffers = typename Combination::Buffers;
+  if constexpr (Buffers::kAreCoded) {
+    return BufferDescriptions::of<Hyperparameters>(kBuffers).are_taken_in(Buffers::kCodes);
+  } else {
+    // Without buffers one combination stands for all that differ in them.
+    return kBuffers > 0 || std::is_same_v<Buffers, Uniform<typename Combination::T>>;
+  }
 }
 
 template <typename... Each>
@@ -67,7 +104,7 @@ struct Combinations {};
 template <typename... First, typename... Second>
 Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
 
-// 16-bit parameters with every master and every dtype of gradients, and buffers of one kind.
+// 16-bit parameters with every master and every dtype of gradients, and buffers kept in one way.
 template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;
@@ -85,9 +122,8 @@ struct WithBuffers {
 
 // A gradient and a parameter with all moments in 8 bits that are compiled.
 template <typename Grad, typename Param>
-using WithCodes = Combinations<Combination<Grad, Param, Ratio, Plain<BFloat16>>,
-                               Combination<Grad, Param, Ratio, Blockwise<RootCode>>,
-                               Combination<Grad, Param, Blockwise<MomentumCode>>>;
+using WithCodes = Combinations<Combination<Grad, Param, Coded<Codes::kAll>>,
+                               Combination<Grad, Param, Coded<Codes::kAllButRoots>>>;
 
 // The same for 16-bit parameters with every master, with gradients of their own dtype.
 template <typename Param>
@@ -101,17 +137,17 @@ struct WithMastersAndCodes {
 
 // The combinations of 16-bit parameters in parts, for each of which the CUDA engine has a source.
 template <typename Param>
-using WithFloat32 = typename WithBuffers<Param, Plain<float>>::Type;
+using WithFloat32 = typename WithBuffers<Param, Uniform<float>>::Type;
 template <typename Param>
-using WithBFloat16 = typename WithBuffers<Param, Plain<BFloat16>>::Type;
+using WithBFloat16 = typename WithBuffers<Param, Uniform<BFloat16>>::Type;
 template <typename Param>
 struct WithOthers {
   using Type = typename WithMastersAndCodes<Param>::Type;
 };
 template <>
 struct WithOthers<Half> {
-  using Type =
-      decltype(joined(WithBuffers<Half, Plain<Half>>::Whole(), WithMastersAndCodes<Half>::Type()));
+  using Type = decltype(joined(WithBuffers<Half, Uniform<Half>>::Whole(),
+                               WithMastersAndCodes<Half>::Type()));
 };
 
 // Every combination that the engines are compiled for, by the dtype of the parameter.
@@ -123,29 +159,18 @@ struct CombinationsFor {
 template <>
 struct CombinationsFor<float> {
   using Float = Plain<float>;
-  using Narrow = Plain<BFloat16>;
-  using Plains =
-      Combinations<Combination<Float, Float, Float>, Combination<Plain<Half>, Float, Float>,
-                   Combination<Narrow, Float, Float>, Combination<Float, Float, Narrow>,
-                   Combination<Plain<Half>, Float, Narrow>, Combination<Narrow, Float, Narrow>>;
+  template <typename Buffers>
+  using WithGrads =
+      Combinations<Combination<Float, Float, Buffers>, Combination<Plain<Half>, Float, Buffers>,
+                   Combination<Plain<BFloat16>, Float, Buffers>>;
+  using Plains = decltype(joined(WithGrads<Uniform<float>>(), WithGrads<Uniform<BFloat16>>()));
   using Type = decltype(joined(Plains(), WithCodes<Float, Float>()));
 };
 template <>
 struct CombinationsFor<double> {
   using Double = Plain<double>;
-  using Type =
-      Combinations<Combination<Double, Double, Double>, Combination<Plain<float>, Double, Double>>;
-};
-
-// The kind of buffer number `index` of a kernel; Absent behind its last.
-template <typename Combination, typename Hyperparameters, int kBuffers, int index,
-          bool is_present = (index < kBuffers)>
-struct BufferKind {
-  using Type = Absent;
-};
-template <typename Combination, typename Hyperparameters, int kBuffers, int index>
-struct BufferKind<Combination, Hyperparameters, kBuffers, index, true> {
-  using Type = typename Combination::template Buffer<Hyperparameters::kBuffers[index].role>;
+  using Type = Combinations<Combination<Double, Double, Uniform<double>>,
+                            Combination<Plain<float>, Double, Uniform<double>>>;
 };
 
 // Names a kernel of the list: kAdam2, kAdam3, kSgd0, ...
@@ -170,7 +195,10 @@ std::optional<OptimizerKernel> kernel_for(int number_of_buffers) {
 
 #define AMP_EXT_CHECK(Functor, buffers)                                                     \
   static_assert(buffers <= static_cast<int>(std::size(Functor##Hyperparameters::kBuffers)), \
-                #Functor " describes fewer buffers than its kernel has");
+                #Functor " describes fewer buffers than its kernel has");                   \
+  static_assert(buffers <= kMaxBuffers, #Functor " has more buffers than kMaxBuffers");     \
+  static_assert(BufferDescriptions::of<Functor##Hyperparameters>(buffers).fit_together(),   \
+                #Functor " describes codes that do not fit together");
 AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CHECK)
 #undef AMP_EXT_CHECK
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <type_traits>
+#include <utility>
 
 #include "elements/clipping.h"
 #include "elements/loss_scale.h"
@@ -16,8 +16,6 @@
 #include "kernels.h"
 
 namespace amp_ext {
-
-inline constexpr int kMaxBuffers = 3;  // up to 7, as many as the bits of `dithered` tell apart
 
 // The memory of one parameter. All of it is dense, of `numel` elements in one order. An operation
 // on gradients alone uses `grad`, `grad_dtype` and `numel`.
@@ -64,23 +62,16 @@ uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
 }
 
 // Whether a record has the kinds of numbers that a kernel is compiled for.
-template <typename Combination, typename Hyperparameters, int kBuffers>
+template <typename Kinds, int... index>
+bool has_buffers(const TensorRecord& record, std::integer_sequence<int, index...>) {
+  return (... && (record.buffer_formats[index] == Kinds::template Buffer<index>::kFormat));
+}
+template <typename Kinds>
 bool has_kinds(const TensorRecord& record) {
-  using Param = typename Combination::Param;
-  const auto has_buffer = [&](auto index) {
-    using Kind =
-        typename BufferKind<Combination, Hyperparameters, kBuffers, decltype(index)::value>::Type;
-    if constexpr (std::is_same_v<Kind, Absent>) {
-      return true;
-    } else {
-      return record.buffer_formats[index] == Kind::kFormat;
-    }
-  };
-  return record.grad_dtype == kDType<typename Combination::Grad::Stored> &&
+  using Param = typename Kinds::Param;
+  return record.grad_dtype == kDType<typename Kinds::Grad::Stored> &&
          record.param_dtype == kDType<typename Param::Stored> && record.master == Param::kMaster &&
-         has_buffer(std::integral_constant<int, 0>()) &&
-         has_buffer(std::integral_constant<int, 1>()) &&
-         has_buffer(std::integral_constant<int, 2>());
+         has_buffers<Kinds>(record, typename Kinds::Indices());
 }
 
 // What a step reads from the device before it touches a gradient.

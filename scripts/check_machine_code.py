@@ -113,6 +113,7 @@ class Kernel:
     spills: int = 0
     threads: int = 256
     bytes_read: int = 0  # of an element
+    arrays_of_bytes: int = 0
     loops: list[list[Instruction]] = field(default_factory=list)
 
     @property
@@ -191,49 +192,45 @@ def loads_in_flight(loop: list[Instruction]) -> int:
     return count
 
 
-def buffers_of(first: str, second: str, count: int) -> tuple[str, int]:
-    """Returns what buffers of these kinds are stored in, and their bytes of an element."""
-    if first == "Ratio":
-        return ("8bit-bf16", 3) if second.startswith("Plain") else ("8bit", 2)
-    if first.startswith("Blockwise"):
-        return "8bit", count
-    dtype = first.removeprefix("Plain<").removesuffix(">")
-    return dtype, count * BYTES[dtype]
+def stored_in(buffers: list[str], computed: str) -> str:
+    """Returns what buffers of these kinds are stored in; that which is computed in, of none."""
+    if any(kind.startswith("Blockwise") for kind in buffers):
+        return "8bit"
+    if "Ratio" in buffers:
+        return "8bit-bf16"
+    return buffers[0].removeprefix("Plain<").removesuffix(">") if buffers else computed
 
 
-def arrays_of_bytes(kernel: Kernel) -> int:
-    """Returns how many arrays of 8 bits a kernel loads and stores, by half packs or less."""
-    count = 1 if " split8" in kernel.name else 0
-    if " 8bit-bf16 buffers" in kernel.name:
-        return count + 1
-    if " 8bit buffers" in kernel.name:  # codes, and the exponents of blocks
-        return count + (3 if " Adam2" in kernel.name else 2)
-    return count
+def name_of(signature: str) -> tuple[str, int, int, int]:
+    """Returns what a signature says of a kernel.
 
-
-def name_of(signature: str) -> tuple[str, int, int]:
-    """Returns a short name of a kernel, its threads and the bytes that it reads for an element."""
+    A short name, its threads, the bytes that it reads for an element, and how many arrays of 8 bits
+    it loads and stores, by half packs or less.
+    """
     text = re.sub(r"amp_ext::|cuda::|\(anonymous namespace\)::", "", signature)
     shape = re.search(r"\bShape<(\d+)", text)
     threads = int(shape[1]) if shape else 256
-    plain = r"Plain<(\w+)>"
-    buffer = r"(Plain<\w+>|Ratio|Blockwise<\w+>)"
-    maximum = rf", {buffer} ?"  # is like the second moment
-    kinds = rf"Combination<{plain}, (\w+)<(\w+)(?:, (\d+))?>, {buffer}, {buffer}{maximum}>"
-    step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}, \w+, (\d)>", text)
+    buffer = r"Plain<\w+>|Ratio|Blockwise<\w+>"
+    kinds = rf"Kinds<\w+, Plain<(\w+)>, (\w+)<(\w+)(?:, (\d+))?>((?:, (?:{buffer}))*) ?>"
+    step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}", text)
     if step:
-        functor, grad, kind, param, low_bits, first, second, _, buffers = step.groups()
+        functor, grad, kind, param, low_bits, of_buffers = step.groups()
         kept = {"Plain": "", "Mastered": " master", "Split": f" split{low_bits}"}[kind]
         bytes_of_param = {"": BYTES[param], " master": 4, " split16": 4, " split8": 3}[kept]
-        stored, bytes_of_buffers = buffers_of(first, second, int(buffers))
-        name = f"step {functor}{buffers} {param}{kept}, {grad} grad, {stored} buffers"
-        return name, threads, BYTES[grad] + bytes_of_param + bytes_of_buffers
+        buffers = re.findall(buffer, of_buffers)
+        stored = stored_in(buffers, "double" if param == "double" else "float")
+        name = f"step {functor}{len(buffers)} {param}{kept}, {grad} grad, {stored} buffers"
+        plain = [BYTES[each[6:-1]] for each in buffers if each.startswith("Plain")]
+        codes = len(buffers) - len(plain)
+        bytes_read = BYTES[grad] + bytes_of_param + sum(plain) + codes
+        exponents = sum(each.startswith("Blockwise") for each in buffers)
+        return name, threads, bytes_read, (low_bits == "8") + codes + exponents
     other = re.search(r"(look|multiply|count)_kernel<(\w+),", text)
     if other:
         kernel, grad = other.groups()
         with_sum = " and sum" if ", true>" in text else ""
-        return f"{kernel}{with_sum} {grad}", threads, BYTES[grad]
-    return re.sub(r"^void |\(.*", "", text), threads, 0
+        return f"{kernel}{with_sum} {grad}", threads, BYTES[grad], 0
+    return re.sub(r"^void |\(.*", "", text), threads, 0, 0
 
 
 def demangled(symbols: list[str]) -> list[str]:
@@ -260,7 +257,8 @@ def parse(listing: str, architecture: str) -> list[Kernel]:
     for kernel, signature in zip(
         kernels, demangled([each.symbol for each in kernels]), strict=True
     ):
-        kernel.name, kernel.threads, kernel.bytes_read = name_of(signature)
+        described = name_of(signature)
+        kernel.name, kernel.threads, kernel.bytes_read, kernel.arrays_of_bytes = described
         kernel.loops = loops_of(kernel.code, kernel.labels)
     return kernels
 
@@ -318,7 +316,7 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         yield f"128 bits are moved at once in {len(main)} innermost loops, not in {row.loops}"
     for loop in main:
         narrow = [each.opcode for each in loop if is_access(each) and not is_wide(each)]
-        if len(narrow) > 2 * arrays_of_bytes(kernel):
+        if len(narrow) > 2 * kernel.arrays_of_bytes:
             yield f"a main loop moves less than 128 bits at once: {', '.join(narrow)}"
         local = [each.opcode for each in loop if each.is_local]
         if local:

@@ -5,6 +5,7 @@
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
+#include "elements/entries.h"
 #include "elements/storage.h"
 #include "kernels.h"
 #include "launches.h"
@@ -67,104 +68,106 @@ AMP_EXT_INLINE void round_chunk(Numbers<Plain<T>> /*native*/, const T* /*results
                                 int64_t /*count*/, Rounding /*rounding*/) {}
 
 // The numbers of one tensor, from some element on.
-template <typename Combination, typename Hyperparameters, int kNumberOfBuffers>
-struct Streams {
-  static constexpr int kBuffers = kNumberOfBuffers;
-  template <int index>
-  using Buffer = Numbers<typename BufferKind<Combination, Hyperparameters, kBuffers, index>::Type>;
-  using Grad = Numbers<typename Combination::Grad>;
-  using Param = Numbers<typename Combination::Param>;
-  using T = typename Combination::T;
+template <typename KindsOfKernel, typename Indices = typename KindsOfKernel::Indices>
+struct Streams;
+template <typename KindsOfKernel, int... index>
+struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
+  using Kinds = KindsOfKernel;
+  using Grad = Numbers<typename Kinds::Grad>;
+  using Param = Numbers<typename Kinds::Param>;
+  template <int buffer>
+  using Buffer = Numbers<typename Kinds::template Buffer<buffer>>;
+  using T = typename Kinds::T;
 
   // Whether nothing has to be rounded.
   static constexpr bool kIsNative = Grad::template kIsNative<T> && Param::template kIsNative<T> &&
-                                    Buffer<0>::template kIsNative<T> &&
-                                    Buffer<1>::template kIsNative<T> &&
-                                    Buffer<2>::template kIsNative<T>;
-
-  static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
-  // Whether the second moment is stored as the root that the functor has taken.
-  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Blockwise<RootCode>>>;
+                                    (... && Buffer<index>::template kIsNative<T>);
 
   Grad grad;
   Param param;
-  Buffer<0> buffer0;
-  Buffer<1> buffer1;
-  Buffer<2> buffer2;
+  Entries<Buffer<index>...> buffers;
 
   AMP_EXT_INLINE static Streams at(const TensorRecord& record, int64_t offset) {
     return {Grad::at(record.grad, nullptr, offset),
             Param::at(record.param, record.master_param, offset),
-            Buffer<0>::at(record.buffers[0], record.exponents, offset),
-            Buffer<1>::at(record.buffers[1], record.exponents, offset),
-            Buffer<2>::at(record.buffers[2], record.exponents, offset)};
+            {{Buffer<index>::at(record.buffers[index], record.exponents, offset)}...}};
   }
 
-  // Ratios are to the second moment, which is always the next buffer.
   template <typename V>
-  AMP_EXT_INLINE V load_buffer0(int64_t index) const {
-    if constexpr (kHasRatio) {
-      return buffer0.load(index, buffer1);
-    } else {
-      return buffer0.template load<V>(index);
-    }
+  AMP_EXT_INLINE void load_buffers(int64_t first, V* elements) const {
+    ((elements[index] = load_buffer<index, V>(first)), ...);
+  }
+  // The root of the second moment as it is stored.
+  template <typename V>
+  AMP_EXT_INLINE V stored_root(int64_t first) const {
+    return entry<Kinds::kRoot>(buffers).root(first);
   }
 
-  // Asks for `count` elements of each stream, up to kFarthest behind the index.
-  static constexpr int64_t kFarthest = kAhead<T> + (kBuffers + 1) * kApart<T>;
-  AMP_EXT_INLINE void prefetch_ahead(int64_t index, int64_t count) const {
-    index += kAhead<T>;
-    grad.prefetch(index, count);
-    param.prefetch(index + kApart<T>, count);
-    buffer0.prefetch(index + 2 * kApart<T>, count);
-    buffer1.prefetch(index + 3 * kApart<T>, count);
-    buffer2.prefetch(index + 4 * kApart<T>, count);
+  // Asks for `count` elements of each stream, up to kFarthest behind the first.
+  static constexpr int64_t kFarthest = kAhead<T> + (Kinds::kBuffers + 1) * kApart<T>;
+  AMP_EXT_INLINE void prefetch_ahead(int64_t first, int64_t count) const {
+    first += kAhead<T>;
+    grad.prefetch(first, count);
+    param.prefetch(first + kApart<T>, count);
+    (entry<index>(buffers).prefetch(first + (index + 2) * kApart<T>, count), ...);
   }
 
   // Where results are left before they are rounded.
   AMP_EXT_INLINE void results_in(T (*scratch)[kChunkSize], T** results) const {
-    if constexpr (kBuffers > 0) results[0] = buffer0.results_in(scratch[0]);
-    if constexpr (kBuffers > 1) results[1] = buffer1.results_in(scratch[1]);
-    if constexpr (kBuffers > 2) results[2] = buffer2.results_in(scratch[2]);
+    ((results[index] = entry<index>(buffers).results_in(scratch[index])), ...);
   }
 
   // Rounds the results, the second moment before the ratios to it.
   AMP_EXT_INLINE void round_buffers(T* const* results, int64_t count, const Dither& dither) const {
-    const auto rounding = [&](int index) __attribute__((always_inline)) {
-      return dither.of_buffer(index, Hyperparameters::kBuffers[index].dither_stride);
-    };
-    if constexpr (kBuffers > 2) round_chunk(buffer2, results[2], count, rounding(2));
-    if constexpr (kBuffers > 1) round_chunk(buffer1, results[1], count, rounding(1));
-    if constexpr (kHasRatio) {
-      round_chunk(buffer0, results[0], count, rounding(0), buffer1);
-    } else if constexpr (kBuffers > 0) {
-      round_chunk(buffer0, results[0], count, rounding(0));
+    (round_buffer</*kAreRatios=*/false, index>(results[index], count, dither), ...);
+    (round_buffer</*kAreRatios=*/true, index>(results[index], count, dither), ...);
+  }
+
+ private:
+  template <int buffer, typename V>
+  AMP_EXT_INLINE V load_buffer(int64_t first) const {
+    if constexpr (Kinds::template kIsRatio<buffer>) {
+      return entry<buffer>(buffers).load(first, entry<Kinds::kSecondMoment>(buffers));
+    } else {
+      return entry<buffer>(buffers).template load<V>(first);
+    }
+  }
+  template <bool kAreRatios, int buffer>
+  AMP_EXT_INLINE void round_buffer(const T* results, int64_t count, const Dither& dither) const {
+    if constexpr (Kinds::template kIsRatio<buffer> == kAreRatios) {
+      const Rounding rounding = dither.of_buffer(buffer, Kinds::template kStride<buffer>);
+      if constexpr (kAreRatios) {
+        const auto& second = entry<Kinds::kSecondMoment>(buffers);
+        round_chunk(entry<buffer>(buffers), results, count, rounding, second);
+      } else {
+        round_chunk(entry<buffer>(buffers), results, count, rounding);
+      }
     }
   }
 };
 
 // Copies of the last elements of a tensor that fill no vector.
 template <typename Streams>
-struct Tail {
-  typename Streams::Grad::Padded grad;
-  typename Streams::Param::Padded param;
-  typename Streams::template Buffer<0>::Padded buffer0;
-  typename Streams::template Buffer<1>::Padded buffer1;
-  typename Streams::template Buffer<2>::Padded buffer2;
+struct Tail;
+template <typename Kinds, int... index>
+struct Tail<Streams<Kinds, std::integer_sequence<int, index...>>> {
+  using Each = Streams<Kinds>;
+
+  typename Each::Grad::Padded grad;
+  typename Each::Param::Padded param;
+  Entries<typename Each::template Buffer<index>::Padded...> buffers;
 
   // The same streams within the copies.
-  AMP_EXT_INLINE Streams open(const Streams& streams, int64_t count) {
-    return {grad.open(streams.grad, count), param.open(streams.param, count),
-            buffer0.open(streams.buffer0, count), buffer1.open(streams.buffer1, count),
-            buffer2.open(streams.buffer2, count)};
+  AMP_EXT_INLINE Each open(const Each& streams, int64_t count) {
+    return {grad.open(streams.grad, count),
+            param.open(streams.param, count),
+            {{entry<index>(buffers).open(entry<index>(streams.buffers), count)}...}};
   }
 
   AMP_EXT_INLINE void close(int64_t count, bool writes_grad) {
     if (writes_grad) grad.close(count);
     param.close(count);
-    buffer0.close(count);
-    buffer1.close(count);
-    buffer2.close(count);
+    (entry<index>(buffers).close(count), ...);
   }
 };
 
@@ -194,25 +197,25 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
                                  const Streams& streams, const Dither& dither, int64_t count,
                                  int64_t rest) {
   using V = Vector<T>;
-  constexpr int kBuffers = Streams::kBuffers;
-  alignas(64) T scratch[2 + kMaxBuffers][kChunkSize];
+  using Kinds = typename Streams::Kinds;
+  constexpr int kBuffers = Kinds::kBuffers;
+  alignas(64) T scratch[2 + kBuffers][kChunkSize];
   T* const grads = streams.grad.results_in(scratch[0]);
   T* const params = streams.param.results_in(scratch[1]);
-  T* buffers[kMaxBuffers];
+  T* buffers[Kinds::kPlaces];
   streams.results_in(scratch + 2, buffers);
   constexpr int64_t kAsked = kAskedFor<T, Streams::kIsNative>;
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     if (i % kAsked == 0 && i + Streams::kFarthest < rest) streams.prefetch_ahead(i, kAsked);
     const V old_grad = streams.grad.template load<V>(i);
     const V old_param = streams.param.template load<V>(i);
-    const V old_elements[kMaxBuffers] = {streams.template load_buffer0<V>(i),
-                                         streams.buffer1.template load<V>(i),
-                                         streams.buffer2.template load<V>(i)};
+    V old_elements[Kinds::kPlaces];
+    streams.load_buffers(i, old_elements);
     V grad = constants.unscale_and_clip(old_grad);
     V param = old_param;
-    V elements[kMaxBuffers] = {old_elements[0], old_elements[1], old_elements[2]};
-    update_element<kBuffers, Streams::kTakesRoot>(constants, grad, param, elements[0], elements[1],
-                                                  elements[2]);
+    V elements[Kinds::kPlaces];
+    for (int k = 0; k < kBuffers; ++k) elements[k] = old_elements[k];
+    update_element<Kinds::kRoot>(constants, grad, param, elements, typename Kinds::Indices());
     if (constants.skip_nonfinite) {
       const auto is_updated = is_finite(old_grad);
       grad = select(is_updated, grad, old_grad);
@@ -220,8 +223,9 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
       for (int k = 0; k < kBuffers; ++k) {
         elements[k] = select(is_updated, elements[k], old_elements[k]);
       }
-      if constexpr (Streams::kTakesRoot) {
-        elements[1] = select(is_updated, elements[1], streams.buffer1.root(i));
+      if constexpr (Kinds::kRoot >= 0) {
+        V& root = elements[Kinds::kRoot];
+        root = select(is_updated, root, streams.template stored_root<V>(i));
       }
     }
     if (constants.write_back_grads) store(grads + i, grad);
@@ -269,8 +273,9 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
     if constexpr (!is_compiled<Combination, Hyperparameters, kBuffers>()) {
       return false;
     } else {
-      if (!has_kinds<Combination, Hyperparameters, kBuffers>(tile.record)) return false;
-      step_tile_of<Streams<Combination, Hyperparameters, kBuffers>>(constants, tile);
+      using Kinds = KindsOf<Combination, Hyperparameters, kBuffers>;
+      if (!has_kinds<Kinds>(tile.record)) return false;
+      step_tile_of<Streams<Kinds>>(constants, tile);
       return true;
     }
   };

@@ -15,7 +15,7 @@
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
 // Copies of less than a vector of elements, with zeros behind them. Made out of line: each kernel
-// has up to five, for the last elements of a tensor alone.
+// has one for each array, for the last elements of a tensor alone.
 template <typename Storage>
 struct PaddedCopy {
   alignas(64) Storage elements[kLanes<float>];
@@ -369,26 +369,6 @@ struct Numbers<Blockwise<Code>> {
                                                  rounding.words(index)));
     }
   }
-};
-
-template <>
-struct Numbers<Absent> {
-  template <typename T>
-  static constexpr bool kIsNative = true;
-
-  AMP_EXT_INLINE static Numbers at(void* /*elements*/, void* /*beside*/, int64_t /*offset*/) {
-    return {};
-  }
-  AMP_EXT_INLINE void prefetch(int64_t /*index*/, int64_t /*count*/) const {}
-  template <typename V>
-  AMP_EXT_INLINE V load(int64_t /*index*/) const {
-    return V{};
-  }
-
-  struct Padded {
-    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t /*count*/) { return numbers; }
-    AMP_EXT_INLINE void close(int64_t /*count*/) {}
-  };
 };
 
 }  // namespace amp_ext::cpu::AMP_EXT_ISA

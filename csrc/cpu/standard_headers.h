@@ -11,7 +11,9 @@
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)

@@ -292,30 +292,4 @@ struct Numbers<Blockwise<Code>> {
   }
 };
 
-template <>
-struct Numbers<Absent> {
-  static constexpr int kPointers = 0;
-  static constexpr int kLeastBytes = sizeof(double);
-  static constexpr bool kMayDither = false;
-
-  template <int kCapacity>
-  __device__ static Numbers at(void* const (* /*pointers*/)[kCapacity], int /*tensor*/) {
-    return {};
-  }
-  __device__ bool is_at_boundary(int64_t /*index*/) const { return true; }
-
-  template <int kCount>
-  struct Values {
-    __device__ float load(int /*i*/) const { return 0.0f; }
-    template <typename T>
-    __device__ void store(T /*value*/, int /*i*/, const Rounding& /*rounding*/) {}
-  };
-  template <int kCount>
-  __device__ Values<kCount> load(int64_t /*index*/) const {
-    return {};
-  }
-  template <int kCount>
-  __device__ void store(const Values<kCount>& /*values*/, int64_t /*index*/) const {}
-};
-
 }  // namespace amp_ext::cuda

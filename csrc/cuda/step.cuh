@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/engine.h"
 #include "cuda/number.cuh"
 #include "cuda/tensor_table.cuh"
 #include "element.h"
+#include "elements/entries.h"
 #include "elements/storage.h"
 #include "kernels.h"
 #include "launches.h"
@@ -21,23 +23,24 @@ inline constexpr int kMaxGroups = 16;
 enum class Dithers { kNone, kSome, kAll };
 
 // The numbers of one tensor.
-template <typename Combination, typename Hyperparameters, int kNumberOfBuffers>
-struct Streams {
-  static constexpr int kBuffers = kNumberOfBuffers;
-  template <int index>
-  using Buffer = Numbers<typename BufferKind<Combination, Hyperparameters, kBuffers, index>::Type>;
-  using Grad = Numbers<typename Combination::Grad>;
-  using Param = Numbers<typename Combination::Param>;
-  using T = typename Combination::T;
-  static constexpr int kPointers = Grad::kPointers + Param::kPointers + Buffer<0>::kPointers +
-                                   Buffer<1>::kPointers + Buffer<2>::kPointers;
+template <typename KindsOfKernel, typename Indices = typename KindsOfKernel::Indices>
+struct Streams;
+template <typename KindsOfKernel, int... index>
+struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
+  using Kinds = KindsOfKernel;
+  using Grad = Numbers<typename Kinds::Grad>;
+  using Param = Numbers<typename Kinds::Param>;
+  template <int buffer>
+  using Buffer = Numbers<typename Kinds::template Buffer<buffer>>;
+  using T = typename Kinds::T;
+  static constexpr int kPointers =
+      ((Grad::kPointers + Param::kPointers) + ... + Buffer<index>::kPointers);
 
   // Elements that fill 16 bytes of the narrowest array.
   static constexpr int kPackSize =
-      16 / std::min({Grad::kLeastBytes, Param::kLeastBytes, Buffer<0>::kLeastBytes,
-                     Buffer<1>::kLeastBytes, Buffer<2>::kLeastBytes});
+      16 / std::min({Grad::kLeastBytes, Param::kLeastBytes, Buffer<index>::kLeastBytes...});
 
-  static constexpr bool kHasNarrowBuffers = kBuffers > 0 && Buffer<0>::kMayDither;
+  static constexpr bool kHasNarrowBuffers = (Buffer<index>::kMayDither || ...);
 
   // What is converted or dithered computes enough for the constants of a tensor to count: they are
   // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long;
@@ -47,9 +50,10 @@ struct Streams {
   // Blocks for which no kernel with these streams spills registers. Packs of 8 elements and what is
   // converted or dithered take many, and more of them in the code for sm_100.
   static constexpr int blocks_on(int architecture) {
-    constexpr Master kMaster = Combination::Param::kMaster;
+    constexpr int kBuffers = Kinds::kBuffers;
+    constexpr Master kMaster = Kinds::Param::kMaster;
     if (sizeof(T) == 8) return 2;
-    if (kBuffers == 0) return Combination::kHasSplitMaster ? 3 : 4;
+    if (kBuffers == 0) return Kinds::kHasSplitMaster ? 3 : 4;
     if (kPackSize == 4) return kHasNarrowBuffers && architecture >= 1000 ? 3 : 4;
     if (kBuffers == 3 && architecture >= 1000 &&
         (kMaster == Master::kLow8 || (kMaster != Master::kNone && kHasNarrowBuffers))) {
@@ -57,77 +61,57 @@ struct Streams {
     }
     if (kBuffers == 3) return 2;
     if (kHasNarrowBuffers || kMaster == Master::kLow8) {
-      if (architecture >= 1000 || (kMaster == Master::kFloat32 && !Combination::kHasCodes))
-        return 2;
-      constexpr bool kHasBoth = Combination::kHasCodes && Combination::kHasSplitMaster;
+      if (architecture >= 1000 || (kMaster == Master::kFloat32 && !Kinds::kHasCodes)) return 2;
+      constexpr bool kHasBoth = Kinds::kHasCodes && Kinds::kHasSplitMaster;
       if (kBuffers == 1 && (architecture < 900 || kMaster == Master::kLow8 || kHasBoth)) return 2;
-      if (kTakesRoot && std::is_same_v<Param, Numbers<Split<Half, 8>>>) return 2;
+      if (Kinds::kRoot >= 0 && std::is_same_v<Param, Numbers<Split<Half, 8>>>) return 2;
       return 3;
     }
     if (kBuffers == 2 && architecture >= 1000) return 2;
     return kBuffers == 2 && kMaster == Master::kFloat32 ? 4 : 3;
   }
 
-  static constexpr bool kHasRatio = std::is_same_v<Buffer<0>, Numbers<Ratio>>;
-  static constexpr bool kTakesRoot = std::is_same_v<Buffer<1>, Numbers<Blockwise<RootCode>>>;
-  static constexpr bool kHasBlocks = (Buffer<0>::kPointers > 1 || Buffer<1>::kPointers > 1);
-
-  static constexpr bool kMayDither =
-      Param::kMayDither || Buffer<0>::kMayDither || Buffer<1>::kMayDither || Buffer<2>::kMayDither;
+  // Whether a buffer may be dithered.
+  template <int buffer>
+  static constexpr bool kDithers =
+      Buffer<buffer>::kMayDither && Kinds::template kStride<buffer> != 0;
+  static constexpr bool kMayDither = (Param::kMayDither || ... || kDithers<index>);
 
   // Two loops: with codes, all numbers are usually dithered that may be, which needs no questions.
-  static constexpr Dithers kUsually = kHasRatio ? Dithers::kAll : Dithers::kSome;
-  static constexpr Dithers kElse = kHasRatio ? Dithers::kSome : Dithers::kNone;
-  static constexpr int kAllDithered = (Param::kMayDither ? kDithersParam : 0) |
-                                      (Buffer<0>::kMayDither ? kDithersBuffer0 : 0) |
-                                      (Buffer<1>::kMayDither ? kDithersBuffer0 << 1 : 0) |
-                                      (Buffer<2>::kMayDither ? kDithersBuffer0 << 2 : 0);
+  static constexpr bool kUsuallyAll = Kinds::kHasRatios;
+  static constexpr Dithers kUsually = kUsuallyAll ? Dithers::kAll : Dithers::kSome;
+  static constexpr Dithers kElse = kUsuallyAll ? Dithers::kSome : Dithers::kNone;
+  static constexpr int kAllDithered = ((Param::kMayDither ? kDithersParam : 0) | ... |
+                                       (kDithers<index> ? kDithersBuffer0 << index : 0));
   static __device__ bool has_usual_dither(int32_t dithered) {
-    return kHasRatio ? dithered == kAllDithered : dithered != 0;
+    return kUsuallyAll ? dithered == kAllDithered : dithered != 0;
   }
-
-  template <int index>
-  static constexpr uint32_t kStride =
-      index < kBuffers ? Hyperparameters::kBuffers[index < kBuffers ? index : 0].dither_stride : 0;
 
   Grad grad;
   Param param;
-  Buffer<0> buffer0;
-  Buffer<1> buffer1;
-  Buffer<2> buffer2;
+  Entries<Buffer<index>...> buffers;
   int64_t first_element;  // in the whole tensor
   int32_t dithered;       // as in the record
 
-  static bool match(const TensorRecord& record) {
-    return has_kinds<Combination, Hyperparameters, kBuffers>(record);
-  }
-
   template <typename Table>
   static void add(Table& table, const TensorRecord& record, int32_t group) {
-    const int index = table.add(record, group);
+    const int tensor = table.add(record, group);
     int pointer = 0;
-    table.pointers[pointer++][index] = record.grad;
-    table.pointers[pointer++][index] = record.param;
-    if (Param::kPointers > 1) table.pointers[pointer++][index] = record.master_param;
-    constexpr int kPointersOf[] = {Buffer<0>::kPointers, Buffer<1>::kPointers,
-                                   Buffer<2>::kPointers};
-    for (int i = 0; i < kBuffers; ++i) {
-      table.pointers[pointer++][index] = record.buffers[i];
-      if (kPointersOf[i] > 1) table.pointers[pointer++][index] = record.exponents;
+    table.pointers[pointer++][tensor] = record.grad;
+    table.pointers[pointer++][tensor] = record.param;
+    if (Param::kPointers > 1) table.pointers[pointer++][tensor] = record.master_param;
+    constexpr int kPointersOf[] = {Buffer<index>::kPointers..., 0};
+    for (int i = 0; i < Kinds::kBuffers; ++i) {
+      table.pointers[pointer++][tensor] = record.buffers[i];
+      if (kPointersOf[i] > 1) table.pointers[pointer++][tensor] = record.exponents;
     }
   }
 
   template <typename Table>
   __device__ static Streams at(const Table& table, int tensor) {
-    constexpr int kParam = Grad::kPointers;
-    constexpr int kBuffer0 = kParam + Param::kPointers;
-    constexpr int kBuffer1 = kBuffer0 + Buffer<0>::kPointers;
-    constexpr int kBuffer2 = kBuffer1 + Buffer<1>::kPointers;
     Streams streams{Grad::at(table.pointers, tensor),
-                    Param::at(table.pointers + kParam, tensor),
-                    Buffer<0>::at(table.pointers + kBuffer0, tensor),
-                    Buffer<1>::at(table.pointers + kBuffer1, tensor),
-                    Buffer<2>::at(table.pointers + kBuffer2, tensor),
+                    Param::at(table.pointers + Grad::kPointers, tensor),
+                    {{Buffer<index>::at(table.pointers + kFirstPointer<index>, tensor)}...},
                     0,
                     0};
     if constexpr (kMayDither) {
@@ -141,10 +125,9 @@ struct Streams {
   // `begin` is that of a block of elements: without packs a warp has one.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
-    const bool aligned = first < end && (!kHasBlocks || first == begin) &&
+    const bool aligned = first < end && (!Kinds::kHasBlocks || first == begin) &&
                          param.is_at_boundary(first) && grad.is_at_boundary(first) &&
-                         buffer0.is_at_boundary(first) && buffer1.is_at_boundary(first) &&
-                         buffer2.is_at_boundary(first);
+                         (... && entry<index>(buffers).is_at_boundary(first));
     return aligned ? first : end;
   }
 
@@ -153,84 +136,83 @@ struct Streams {
   struct Values {
     typename Grad::template Values<kCount> grad;
     typename Param::template Values<kCount> param;
-    typename Buffer<0>::template Values<kCount> buffer0;
-    typename Buffer<1>::template Values<kCount> buffer1;
-    typename Buffer<2>::template Values<kCount> buffer2;
+    Entries<typename Buffer<index>::template Values<kCount>...> buffers;
   };
 
   // Updates kPacks times kCount elements, each time `stride` behind. All are loaded before the
   // first is used.
-  template <int kCount, int kPacks, Dithers kDithers, typename Constants>
-  __device__ void update(const Constants& constants, int64_t index, int stride) const {
+  template <int kCount, int kPacks, Dithers kWhich, typename Constants>
+  __device__ void update(const Constants& constants, int64_t first, int stride) const {
     Values<kCount> values[kPacks];
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) values[i] = load_values<kCount>(index + i * stride);
+    for (int i = 0; i < kPacks; ++i) values[i] = load_values<kCount>(first + i * stride);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      update_values<kDithers>(constants, values[i], index + i * stride);
+      update_values<kWhich>(constants, values[i], first + i * stride);
     }
   }
 
  private:
+  // The number of the first pointer of a buffer in a table.
+  static constexpr int first_pointer_of(int buffer) {
+    constexpr int kCounts[] = {Buffer<index>::kPointers..., 0};
+    int first = Grad::kPointers + Param::kPointers;
+    for (int i = 0; i < buffer; ++i) first += kCounts[i];
+    return first;
+  }
+  template <int buffer>
+  static constexpr int kFirstPointer = first_pointer_of(buffer);
+
   template <int kCount>
-  __device__ Values<kCount> load_values(int64_t index) const {
-    return {grad.template load<kCount>(index), param.template load<kCount>(index),
-            buffer0.template load<kCount>(index), buffer1.template load<kCount>(index),
-            buffer2.template load<kCount>(index)};
+  __device__ Values<kCount> load_values(int64_t first) const {
+    return {grad.template load<kCount>(first),
+            param.template load<kCount>(first),
+            {{entry<index>(buffers).template load<kCount>(first)}...}};
   }
 
-  template <Dithers kDithers, int kCount, typename Constants>
+  template <Dithers kWhich, int kCount, typename Constants>
   __device__ void update_values(const Constants& constants, Values<kCount>& values,
-                                int64_t index) const {
-    [[maybe_unused]] T moments[kMaxBuffers][kCount];
-    const Words<kDithers, kCount> all_words = words_from<kDithers, kCount>(constants.step, index);
+                                int64_t first) const {
+    [[maybe_unused]] T moments[Kinds::kPlaces][kCount];
+    const Words<kWhich, kCount> all_words = words_from<kWhich, kCount>(constants.step, first);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       T value = values.param.load(i);
-      T elements[kMaxBuffers] = {load_buffer0(values, i), values.buffer1.load(i),
-                                 values.buffer2.load(i)};
+      T elements[Kinds::kPlaces] = {load_buffer<index>(values, i)...};
       const T scaled_grad = static_cast<T>(values.grad.load(i));
       if (constants.skips(scaled_grad)) {
-        if constexpr (kTakesRoot) elements[1] = values.buffer1.root(i);
+        if constexpr (Kinds::kRoot >= 0) {
+          elements[Kinds::kRoot] = entry<Kinds::kRoot>(values.buffers).root(i);
+        }
       } else {
         const T unscaled = constants.unscale_and_clip(scaled_grad);
-        update_element<kBuffers, kTakesRoot>(constants, unscaled, value, elements[0], elements[1],
-                                             elements[2]);
+        update_element<Kinds::kRoot>(constants, unscaled, value, elements,
+                                     typename Kinds::Indices());
         if (constants.write_back_grads) values.grad.store(unscaled, i, {});
       }
       const auto words = all_words.at(i);
       values.param.store(value, i, words.of(kDithersParam, kParamStride));
-      if constexpr (kHasBlocks) {
-        for (int k = 0; k < kBuffers; ++k) moments[k][i] = elements[k];
+      if constexpr (Kinds::kHasBlocks) {
+        ((moments[index][i] = elements[index]), ...);
       } else {
-        store_buffers(values, elements, i, words);
+        store_elements(values, elements, i, words);
       }
     }
-    if constexpr (kHasBlocks) {
-      constexpr int kBlockwise = kHasRatio ? 1 : 0;
-      const auto rounding_of = [&](int i) {
-        return all_words.at(i).of(kDithersBuffer0 << kBlockwise, kStride<kBlockwise>);
-      };
-      if constexpr (kHasRatio) {
-        values.buffer1.choose_unit(moments[1], rounding_of);
-      } else {
-        values.buffer0.choose_unit(moments[0], rounding_of);
-      }
+    if constexpr (Kinds::kHasBlocks) {
+      (choose_unit<index>(values, moments[index], all_words), ...);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const T elements[kMaxBuffers] = {moments[0][i], kBuffers > 1 ? moments[1][i] : T(0), T(0)};
-        store_buffers(values, elements, i, all_words.at(i));
+        const T elements[Kinds::kPlaces] = {moments[index][i]...};
+        store_elements(values, elements, i, all_words.at(i));
       }
     }
-    if (constants.write_back_grads) grad.store(values.grad, index);
-    param.store(values.param, index);
-    buffer0.store(values.buffer0, index);
-    buffer1.store(values.buffer1, index);
-    buffer2.store(values.buffer2, index);
+    if (constants.write_back_grads) grad.store(values.grad, first);
+    param.store(values.param, first);
+    (entry<index>(buffers).store(entry<index>(values.buffers), first), ...);
   }
 
   // What dithers the numbers of one element at one step.
-  template <Dithers kDithers>
+  template <Dithers kWhich>
   struct WordsOfElement {
     uint32_t phase;
     uint32_t step;
@@ -238,38 +220,46 @@ struct Streams {
 
     __device__ Rounding of(int bit, uint32_t stride) const {
       const bool dithers =
-          kDithers == Dithers::kAll || (kDithers == Dithers::kSome && (dithered & bit) != 0);
+          kWhich == Dithers::kAll || (kWhich == Dithers::kSome && (dithered & bit) != 0);
       return {dithers, phase + step * stride};
+    }
+    template <int buffer>
+    __device__ Rounding of_buffer() const {
+      if constexpr (kDithers<buffer>) {
+        return of(kDithersBuffer0 << buffer, Kinds::template kStride<buffer>);
+      } else {
+        return {};
+      }
     }
   };
   // Of neighbours, up to eight. What eight places share is taken once beside codes; in the other
   // kernels, of more numbers at a time, the phases would take registers that there are not.
-  static constexpr bool kShares = Combination::kHasCodes;
-  template <Dithers kDithers, int kCount>
+  static constexpr bool kShares = Kinds::kHasCodes;
+  template <Dithers kWhich, int kCount>
   struct Words {
     uint64_t place;
     uint32_t phases[kShares ? kCount : 1];
     uint32_t step;
     int32_t dithered;
 
-    __device__ WordsOfElement<kDithers> at(int i) const {
+    __device__ WordsOfElement<kWhich> at(int i) const {
       return {kShares ? phases[i] : dither_phase(place + i), step, dithered};
     }
   };
-  template <Dithers kDithers, int kCount>
-  __device__ Words<kDithers, kCount> words_from(uint32_t step, int64_t index) const {
+  template <Dithers kWhich, int kCount>
+  __device__ Words<kWhich, kCount> words_from(uint32_t step, int64_t first) const {
     static_assert(kCount <= 8);
-    Words<kDithers, kCount> words;
-    words.place = static_cast<uint64_t>(first_element + index);
+    Words<kWhich, kCount> words;
+    words.place = static_cast<uint64_t>(first_element + first);
     words.step = step;
     words.dithered = dithered;
-    if constexpr (kShares && kDithers != Dithers::kNone) {
-      const uint32_t first = dither_phase(words.place);
+    if constexpr (kShares && kWhich != Dithers::kNone) {
+      const uint32_t phase = dither_phase(words.place);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) words.phases[i] = first + i * kPhaseStride;
+      for (int i = 0; i < kCount; ++i) words.phases[i] = phase + i * kPhaseStride;
       const int before = 8 - static_cast<int>(words.place % 8);
       if (before < kCount) {  // the others share another hash
-        const uint32_t change = dither_phase(words.place + 8) - 8 * kPhaseStride - first;
+        const uint32_t change = dither_phase(words.place + 8) - 8 * kPhaseStride - phase;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) words.phases[i] += i < before ? 0 : change;
       }
@@ -277,28 +267,44 @@ struct Streams {
     return words;
   }
 
-  template <int kCount>
-  __device__ T load_buffer0(const Values<kCount>& values, int i) const {
-    if constexpr (kHasRatio) {
-      return values.buffer0.load(i, values.buffer1.unit(i));
+  template <int buffer, int kCount>
+  __device__ T load_buffer(const Values<kCount>& values, int i) const {
+    const auto& own = entry<buffer>(values.buffers);
+    if constexpr (Kinds::template kIsRatio<buffer>) {
+      return own.load(i, entry<Kinds::kSecondMoment>(values.buffers).unit(i));
     } else {
-      return values.buffer0.load(i);
+      return own.load(i);
+    }
+  }
+
+  template <int buffer, int kCount, typename Words>
+  __device__ void choose_unit(Values<kCount>& values, const T (&moments)[kCount],
+                              const Words& words) const {
+    if constexpr (Kinds::template kIsInBlocks<buffer>) {
+      entry<buffer>(values.buffers).choose_unit(moments, [&](int i) {
+        return words.at(i).template of_buffer<buffer>();
+      });
     }
   }
 
   // Ratios are to the second moment as it has been stored.
   template <int kCount, typename Words>
-  __device__ void store_buffers(Values<kCount>& values, const T (&elements)[kMaxBuffers], int i,
-                                const Words& words) const {
-    const Rounding first = words.of(kDithersBuffer0 << 0, kStride<0>);
-    const Rounding second = words.of(kDithersBuffer0 << 1, kStride<1>);
-    if constexpr (kHasRatio) {
-      values.buffer1.store(elements[1], i, second);
-      values.buffer0.store(elements[0], i, first, values.buffer1.unit(i));
-    } else {
-      values.buffer0.store(elements[0], i, first);
-      values.buffer1.store(elements[1], i, second);
-      values.buffer2.store(elements[2], i, words.of(kDithersBuffer0 << 2, kStride<2>));
+  __device__ void store_elements(Values<kCount>& values, const T (&elements)[Kinds::kPlaces], int i,
+                                 const Words& words) const {
+    const Rounding roundings[Kinds::kPlaces] = {words.template of_buffer<index>()...};
+    (store_buffer</*kIsRatio=*/false, index>(values, elements[index], i, roundings[index]), ...);
+    (store_buffer</*kIsRatio=*/true, index>(values, elements[index], i, roundings[index]), ...);
+  }
+  template <bool kIsRatio, int buffer, int kCount>
+  __device__ void store_buffer(Values<kCount>& values, T element, int i,
+                               const Rounding& rounding) const {
+    if constexpr (Kinds::template kIsRatio<buffer> == kIsRatio) {
+      auto& own = entry<buffer>(values.buffers);
+      if constexpr (kIsRatio) {
+        own.store(element, i, rounding, entry<Kinds::kSecondMoment>(values.buffers).unit(i));
+      } else {
+        own.store(element, i, rounding);
+      }
     }
   }
 };
@@ -423,7 +429,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   int32_t last_group = -1;
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
     const TensorRecord& record = launch_of_all.records[i];
-    if (!Streams::match(record)) continue;
+    if (!has_kinds<typename Streams::Kinds>(record)) continue;
     ++launched;
     const bool new_group = arguments.number_of_groups == 0 || record.group != last_group;
     if (arguments.table.is_full() || (new_group && arguments.number_of_groups == kMaxGroups)) {
@@ -449,7 +455,7 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
     return 0;
   } else {
     using T = typename Combination::T;
-    using Each = Streams<Combination, Hyperparameters, kBuffers>;
+    using Each = Streams<KindsOf<Combination, Hyperparameters, kBuffers>>;
     return launch_step<Functor<T>, Each, StepShape<Each>>(launch, block_counter, stream, launched);
   }
 }

@@ -3,11 +3,10 @@
 // cpu/number.h and cuda/number.cuh.
 #pragma once
 
-#include <amp_ext/hyperparameters.h>
-
 #include <cstdint>
 #include <type_traits>
 
+#include "elements/buffer_descriptions.h"
 #include "elements/moment_codes.h"
 #include "elements/storage.h"
 
@@ -23,26 +22,13 @@ constexpr bool is_code(BufferFormat format) {
   return format == BufferFormat::kRatio8 || format == BufferFormat::kBlockwise8;
 }
 
-// The codes that the buffers of a parameter are kept in, of those that they may take; a buffer
-// without one is in bfloat16 then.
-enum class Codes { kAll, kAllButRoots, kRatios };
-
-constexpr bool is_among(BufferCode code, Codes codes) {
-  switch (code) {
-    case BufferCode::kNone:
-      return false;
-    case BufferCode::kRatio:
-      return true;
-    case BufferCode::kRoot:
-      return codes == Codes::kAll;
-    case BufferCode::kMagnitude:
-      return codes != Codes::kRatios;
-  }
-  return false;
-}
-
 // What a parameter has beside its own array.
 enum class Master : uint8_t { kNone, kFloat32, kLow16, kLow8 };
+
+// The code of a buffer that may be in one.
+constexpr BufferFormat format_of(BufferCode code) {
+  return code == BufferCode::kRatio ? BufferFormat::kRatio8 : BufferFormat::kBlockwise8;
+}
 
 // An array of Storage, rounded to nearest even.
 template <typename Storage>
@@ -82,7 +68,27 @@ struct Blockwise {
   static constexpr BufferFormat kFormat = BufferFormat::kBlockwise8;
 };
 
-// A buffer that a kernel does not have.
-struct Absent {};
+template <BufferCode code>
+using KindOfCode = std::conditional_t<
+    code == BufferCode::kRatio, Ratio,
+    std::conditional_t<code == BufferCode::kRoot, Blockwise<RootCode>,
+                       std::conditional_t<code == BufferCode::kMagnitude, Blockwise<MomentumCode>,
+                                          Plain<BFloat16>>>>;
+
+// How the buffers of a parameter are kept: each in the kind that goes with the code that it may
+// take. All in one dtype, or in these codes.
+template <typename Storage>
+struct Uniform {
+  static constexpr bool kAreCoded = false;
+  template <BufferCode code>
+  using Kind = Plain<Storage>;
+};
+template <Codes codes>
+struct Coded {
+  static constexpr bool kAreCoded = true;
+  static constexpr Codes kCodes = codes;
+  template <BufferCode code>
+  using Kind = KindOfCode<is_among(code, codes) ? code : BufferCode::kNone>;
+};
 
 }  // namespace amp_ext

@@ -18,9 +18,6 @@
 
 namespace amp_ext {
 
-// Whether moments are compiled whose first is in a format, beside so many buffers in all.
-using TakesFormat = bool(BufferFormat first, int buffers);
-
 // What follows from the hyperparameters of a group.
 struct Needs {
   bool buffers;
@@ -59,7 +56,7 @@ struct AMP_EXT_API GroupTable {
   };
   std::shared_ptr<void> hyperparameters;  // [groups]
   std::optional<OptimizerKernel> (*kernel)(int buffers);
-  TakesFormat* takes_format;
+  const BufferDescription* buffers;  // of the formula
   std::vector<Entry> groups;
 
   template <typename Hyperparameters>
@@ -67,7 +64,7 @@ struct AMP_EXT_API GroupTable {
     auto all = std::make_shared<std::vector<Hyperparameters>>(groups.begin(), groups.end());
     GroupTable table{std::shared_ptr<void>(all, all->data()),
                      &kernel_for<Hyperparameters>,
-                     &amp_ext::takes_format<Hyperparameters>,
+                     Hyperparameters::kBuffers,
                      {}};
     for (size_t i = 0; i < groups.size(); ++i) {
       Hyperparameters& one = (*all)[i];

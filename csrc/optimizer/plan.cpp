@@ -214,6 +214,7 @@ std::string Plan::note_of_failure() const {
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
 void Plan::step(GroupTable& table, GradientOptions options, StateStore& store) {
   const at::NoGradGuard no_grad;
+  checks_.described = table.buffers;
   progress_ = {};
   if (checks_.naming == Naming::kGroups) take_grad_norm(options);
   check_with_states(table, options, store);
@@ -494,7 +495,7 @@ void Plan::check_row(Row& row, const GroupTable& table) {
   if (row.record_is_current && (row.grad_is_current || row.take_new_grad())) return;
   row.record_is_current = false;
   checks_.check_grad(row);
-  checks_.check_tensors(row, table.takes_format);
+  checks_.check_tensors(row);
 }
 
 // Other parameters may be views of the tensor that has got memory of its own, which they have too.

@@ -10,6 +10,7 @@
 #include <ATen/ops/where.h>
 
 #include <algorithm>
+#include <iterator>
 
 namespace amp_ext {
 
@@ -44,7 +45,7 @@ Master Row::master() const {
 }
 
 BufferFormat Row::format(int buffer) const {
-  const at::Tensor& tensor = buffer < number_of_buffers ? owned[kBuffer0 + buffer] : param();
+  const at::Tensor& tensor = owned[kBuffer0 + buffer];
   switch (tensor.scalar_type()) {
     case at::kChar:
       return BufferFormat::kRatio8;
@@ -53,6 +54,11 @@ BufferFormat Row::format(int buffer) const {
     default:
       return format_of(dtype_of(tensor).value_or(DType::kFloat32));
   }
+}
+
+bool Row::has_codes() const {
+  const auto& formats = record.buffer_formats;
+  return std::any_of(std::begin(formats), std::end(formats), is_code);
 }
 
 bool Row::has_fresh_master() const {
@@ -130,8 +136,9 @@ void Row::fill_record() {
     return dense.mutable_data_ptr();
   };
   const at::ScalarType param_dtype = param().scalar_type();
-  const at::ScalarType grad_dtype = gradient_dtype(grad().scalar_type(), param_dtype, has_codes());
   record = TensorRecord();
+  for (int i = 0; i < number_of_buffers; ++i) record.buffer_formats[i] = format(i);
+  const at::ScalarType grad_dtype = gradient_dtype(grad().scalar_type(), param_dtype, has_codes());
   record.param = memory(param(), param_dtype, true);
   record.param_dtype = *dtype_of(param());
   record.grad = memory(grad(), grad_dtype, writes_grad);
@@ -147,9 +154,8 @@ void Row::fill_record() {
   for (int i = 0; i < number_of_buffers; ++i) {
     const at::Tensor& buffer = owned[kBuffer0 + i];
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
-    record.buffer_formats[i] = format(i);
     if (buffer.element_size() < 4) narrow |= kDithersBuffer0 << i;
-    if (is_code(format(i))) dithers |= kDithersBuffer0 << i;
+    if (is_code(record.buffer_formats[i])) dithers |= kDithersBuffer0 << i;
   }
   if (owned[kExponents].defined()) {
     record.exponents = owned[kExponents].mutable_data_ptr<uint8_t>();

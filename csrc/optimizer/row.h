@@ -105,9 +105,8 @@ struct Row {
     }
     if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
   }
-  // Of a buffer, by its dtype; that of the parameter for one that there is not.
-  BufferFormat format(int buffer) const;
-  bool has_codes() const { return is_code(format(0)); }
+  BufferFormat format(int buffer) const;  // by its dtype
+  bool has_codes() const;                 // as the record says
 
   // Gives a tensor that will be written memory of its own, with the same elements, where it shares
   // some with a lazy clone. Returns whether it did.

@@ -16,14 +16,13 @@ std::string low_name(const Row& row) {
 
 }  // namespace
 
-// The key of a buffer: "exp_avg", or with its code "exp_avg_q8h". A block is of second moments,
-// which are no first buffer, or of a momentum.
+// The key of a buffer: "exp_avg", or with its code "exp_avg_q8h".
 std::string RowChecks::code_name(const Row& row, int buffer) const {
   const BufferFormat format = row.format(buffer);
-  const char* const code = format == BufferFormat::kRatio8       ? "_q8h"
-                           : format != BufferFormat::kBlockwise8 ? ""
-                           : buffer == 0                         ? "_q8m"
-                                                                 : "_q8s";
+  const char* const code = format == BufferFormat::kRatio8                      ? "_q8h"
+                           : format != BufferFormat::kBlockwise8                ? ""
+                           : described[buffer].role == BufferRole::kFirstMoment ? "_q8m"
+                                                                                : "_q8s";
   return buffer_names.at(buffer) + code;
 }
 
@@ -32,8 +31,10 @@ std::string RowChecks::name_of(const Row& row, int list) const {
   const bool in_lists = naming == Naming::kLists;
   const bool is_low = list == kMaster && row.has_split_master() && !in_lists;
   if (list == kExponents && !in_lists) {
-    return c10::str(buffer_names.at(row.number_of_buffers - 1), "_exp of group ", row.group,
-                    ", param ", row.index_in_group);
+    int buffer = row.number_of_buffers - 1;
+    while (buffer > 0 && !has_blocks(described[buffer].code)) --buffer;
+    return c10::str(buffer_names.at(buffer), "_exp of group ", row.group, ", param ",
+                    row.index_in_group);
   }
   const std::string name = list >= kBuffer0 && !in_lists ? code_name(row, list - kBuffer0)
                            : list >= kBuffer0            ? buffer_names.at(list - kBuffer0)
@@ -56,7 +57,7 @@ void RowChecks::check_grad(const Row& row) const {
               " must be Float, Double, Half or BFloat16, got ", grad.scalar_type());
 }
 
-void RowChecks::check_tensors(const Row& row, TakesFormat* takes_format) const {
+void RowChecks::check_tensors(const Row& row) const {
   for (int list = 0; list < kLists; ++list) {
     const at::Tensor& tensor = row.tensor(list);
     if (tensor.defined()) check_is_plain(operation, name_of(row, list), tensor);
@@ -89,28 +90,42 @@ void RowChecks::check_tensors(const Row& row, TakesFormat* takes_format) const {
     }
     check(list, got == at::kFloat, at::kFloat, ", got ", got);
   }
-  check_buffers(row, takes_format);
+  check_buffers(row);
 }
 
 // The dtypes of the buffers, and what belongs to those in 8 bits.
-void RowChecks::check_buffers(const Row& row, TakesFormat* takes_format) const {
+void RowChecks::check_buffers(const Row& row) const {
   const at::ScalarType dtype = row.param().scalar_type();
   const auto check = [&](int list, bool ok, const auto&... message) {
     TORCH_CHECK(ok, operation, ": ", name_of(row, list), " must be ", message...);
   };
-  const bool has_codes =
-      row.has_codes() && dtype != at::kDouble && takes_format(row.format(0), row.number_of_buffers);
+  // Beside a second moment the ratios are in their code, or none is in any.
+  const BufferDescriptions buffers{described, row.number_of_buffers};
+  int coded = -1;
+  for (int i = 0; i < buffers.count; ++i) {
+    const BufferCode code = described[i].code;
+    if (code == BufferCode::kRatio || (code != BufferCode::kNone && coded < 0)) coded = i;
+  }
+  const bool has_codes = dtype != at::kDouble && buffers.are_taken_in(Codes::kAll) &&
+                         row.format(coded) == format_of(described[coded].code);
   const at::ScalarType computed = dtype == at::kDouble ? at::kDouble : at::kFloat;
-  bool has_blocks = false;
+  bool is_in_blocks = false;
   for (int i = 0; i < row.number_of_buffers; ++i) {
     const int list = kBuffer0 + i;
     const at::ScalarType got = row.owned[list].scalar_type();
-    has_blocks |= row.format(i) == BufferFormat::kBlockwise8;
+    is_in_blocks |= row.format(i) == BufferFormat::kBlockwise8;
     if (has_codes) {
-      if (i > 0) {
-        check(list, got == at::kBFloat16 || got == at::kByte,
-              "BFloat16 or Byte beside first moments of Char, got ", got);
-      }
+      const bool is_ratio = described[i].code == BufferCode::kRatio;
+      const bool may_have_blocks = has_blocks(described[i].code);
+      const bool fits = is_ratio ? got == at::kChar
+                                 : got == at::kBFloat16 || (may_have_blocks && got == at::kByte);
+      const char* const wanted = is_ratio          ? "Char"
+                                 : may_have_blocks ? "BFloat16 or Byte"
+                                                   : "BFloat16";
+      check(
+          list, fits, wanted, " beside ",
+          described[coded].code == BufferCode::kRatio ? "first moments of Char" : "moments of Byte",
+          ", got ", got);
       continue;
     }
     const bool may_be_narrow = got == at::kBFloat16 && dtype != at::kDouble;
@@ -128,7 +143,7 @@ void RowChecks::check_buffers(const Row& row, TakesFormat* takes_format) const {
   }
   const at::Tensor& exponents = row.owned[kExponents];
   const int64_t got = exponents.defined() ? exponents.numel() : 0;
-  if (has_blocks) {
+  if (is_in_blocks) {
     const int64_t numel = row.param().numel();
     check(kParam, numel % kBlockSize == 0, "of a multiple of ", kBlockSize,
           " elements for moments in groups, got ", numel);

@@ -17,16 +17,17 @@ struct RowChecks {
   std::string operation;
   std::vector<std::string> buffer_names;  // keys, or names of lists
   Naming naming;
+  const BufferDescription* described = nullptr;  // the buffers of the formula, in a step
 
   std::string name_of(const Row& row, int list) const;
   void check_grad(const Row& row) const;
   // The dtypes, sizes and devices of all tensors.
-  void check_tensors(const Row& row, TakesFormat* takes_format) const;
+  void check_tensors(const Row& row) const;
   // Whether the gradient still carries the scale of an earlier step.
   void check_carries_no_scale(const Row& row) const;
 
  private:
-  void check_buffers(const Row& row, TakesFormat* takes_format) const;
+  void check_buffers(const Row& row) const;
   std::string code_name(const Row& row, int buffer) const;
 };
 

@@ -117,7 +117,7 @@ class Array {
 struct Kernel {
   OptimizerKernel kernel;
   const char* name;
-  int buffers;
+  BufferDescriptions buffers;
   bool (*take_steps)(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers,
                      const Option& option, int64_t numel, Hash& hash);
 };
@@ -135,15 +135,17 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
     arrays.emplace_back(DType::kFloat32, numel, 2, true, false);
   }
   if (is_split) arrays.emplace_back(numbers.master == Master::kLow16 ? 2 : 1, numel);
-  for (int i = 0; i < kernel.buffers; ++i) {
-    const BufferFormat format = numbers.formats[i > 0];
+  for (int i = 0; i < kernel.buffers.count; ++i) {
+    const BufferFormat format = numbers.formats[i];
     if (is_code(format)) {
       arrays.emplace_back(1, numel);
     } else {
-      arrays.emplace_back(static_cast<DType>(format), numel, 3 + i, true, i > 0);
+      const BufferRole role = kernel.buffers.each[i].role;
+      const bool is_positive = role == BufferRole::kSecondMoment || role == BufferRole::kMaximum;
+      arrays.emplace_back(static_cast<DType>(format), numel, 3 + i, true, is_positive);
     }
+    if (format == BufferFormat::kBlockwise8) arrays.emplace_back(1, numel / kBlockSize);
   }
-  arrays.emplace_back(1, numel / kBlockSize);
 
   Hyperparameters hyperparameters;
   hyperparameters.lr = 0.01;
@@ -167,11 +169,13 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
   record.grad = arrays[next++].data();
   record.param = arrays[next++].data();
   if (record.master != Master::kNone) record.master_param = arrays[next++].data();
-  for (int i = 0; i < kernel.buffers; ++i) {
+  for (int i = 0; i < kernel.buffers.count; ++i) {
     record.buffers[i] = arrays[next++].data();
-    record.buffer_formats[i] = numbers.formats[i > 0];
+    record.buffer_formats[i] = numbers.formats[i];
+    if (numbers.formats[i] == BufferFormat::kBlockwise8) {
+      record.exponents = static_cast<uint8_t*>(arrays[next++].data());
+    }
   }
-  record.exponents = static_cast<uint8_t*>(arrays[next].data());
 
   Hash before, after;
   arrays[1].add_to(before);
@@ -186,14 +190,15 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
   return before.value() != after.value();
 }
 
-#define AMP_EXT_KERNEL(Functor, buffers)                             \
-  {OptimizerKernel::k##Functor##buffers, #Functor #buffers, buffers, \
+#define AMP_EXT_KERNEL(Functor, buffers)                      \
+  {OptimizerKernel::k##Functor##buffers, #Functor #buffers,   \
+   BufferDescriptions::of<Functor##Hyperparameters>(buffers), \
    take_steps<Functor##Hyperparameters>},
 constexpr Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
 #undef AMP_EXT_KERNEL
 
 void step_all(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers) {
-  const bool has_blocks = kernel.buffers > 0 && numbers.have_blocks();
+  const bool has_blocks = numbers.have_blocks();
   for (const Option& option : kOptions) {
     Hash hash;
     bool is_stepped = false;
@@ -203,10 +208,13 @@ void step_all(const cpu::Engine& engine, const Kernel& kernel, const Numbers& nu
       is_stepped = kernel.take_steps(engine, kernel, numbers, option, numel, hash);
     }
     if (!is_stepped) return;  // by the largest: there is no such kernel
-    std::printf("%s param %d grad %d master %d buffers %d %d%s: %016llx\n", kernel.name,
+    std::printf("%s param %d grad %d master %d buffers", kernel.name,
                 static_cast<int>(numbers.param), static_cast<int>(numbers.grad),
-                static_cast<int>(numbers.master), static_cast<int>(numbers.formats[0]),
-                static_cast<int>(numbers.formats[1]), option.name, hash.value());
+                static_cast<int>(numbers.master));
+    for (int i = 0; i < kernel.buffers.count; ++i) {
+      std::printf(" %d", static_cast<int>(numbers.formats[i]));
+    }
+    std::printf("%s: %016llx\n", option.name, hash.value());
   }
 }
 

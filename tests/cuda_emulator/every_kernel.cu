@@ -66,7 +66,7 @@ int count_compiled_for() {
 
 struct Kernel {
   OptimizerKernel kernel;
-  int buffers;
+  amp_ext::BufferDescriptions buffers;
   int combinations;
   const void* groups;
 };
@@ -92,13 +92,13 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
       if (numbers.master != Master::kNone) {
         record.master_param = memory.tensor(size_of(numbers.master), numel, misaligned);
       }
-      for (int i = 0; i < kernel.buffers; ++i) {
-        const BufferFormat format = numbers.formats[i > 0];
+      for (int i = 0; i < kernel.buffers.count; ++i) {
+        const BufferFormat format = numbers.formats[i];
         record.buffers[i] = memory.tensor(size_of(format), numel, misaligned);
         record.buffer_formats[i] = format;
-      }
-      if (has_blocks) {
-        record.exponents = static_cast<uint8_t*>(memory.tensor(1, blocks, misaligned));
+        if (format == BufferFormat::kBlockwise8) {
+          record.exponents = static_cast<uint8_t*>(memory.tensor(1, blocks, misaligned));
+        }
       }
       record.step = &steps[records.size()];
       record.group = misaligned ? 1 : 0;
@@ -127,10 +127,11 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
 }
 
 bool step_all() {
-#define AMP_EXT_KERNEL(Functor, buffers)                                       \
-  {OptimizerKernel::k##Functor##buffers, buffers,                              \
-   count_compiled_for<amp_ext::Functor, buffers, float, double, amp_ext::Half, \
-                      amp_ext::BFloat16>(),                                    \
+#define AMP_EXT_KERNEL(Functor, buffers)                                        \
+  {OptimizerKernel::k##Functor##buffers,                                        \
+   amp_ext::BufferDescriptions::of<amp_ext::Functor##Hyperparameters>(buffers), \
+   count_compiled_for<amp_ext::Functor, buffers, float, double, amp_ext::Half,  \
+                      amp_ext::BFloat16>(),                                     \
    kGroups<amp_ext::Functor##Hyperparameters>},
   const Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
 #undef AMP_EXT_KERNEL
@@ -142,7 +143,6 @@ bool step_all() {
       right &= step_twice(kernel, numbers, launched);
       combinations += launched;
     });
-    // With one buffer, ratios are refused and blocks are alone; what the second has says nothing.
     right &= combinations == kernel.combinations;
   }
   return right;

@@ -170,20 +170,20 @@ void check_formula(const char* name) {
     hyperparameters.maximize = round % 3 == 0;
     const GradientFactor factor{0.5f, 1.0f, 0.0f, false, false};
     const auto constants = TensorConstants<Functor, T>::make(hyperparameters, nullptr, factor);
-    Vector<T> vectors[5] = {draw_vector<T>(), draw_vector<T>(), draw_vector<T>(), draw_vector<T>(),
-                            draw_vector<T>()};
-    T numbers[kLanes<T>][5];
+    constexpr int kNumbers = 2 + kBuffers;  // gradient, parameter, buffers
+    constexpr auto kIndices = std::make_integer_sequence<int, kBuffers>();
+    Vector<T> vectors[kNumbers];
+    for (Vector<T>& vector : vectors) vector = draw_vector<T>();
+    T numbers[kLanes<T>][kNumbers];
     for (int i = 0; i < kLanes<T>; ++i) {
-      for (int k = 0; k < 5; ++k) numbers[i][k] = vectors[k][i];
+      for (int k = 0; k < kNumbers; ++k) numbers[i][k] = vectors[k][i];
       const T grad = constants.unscale_and_clip(numbers[i][0]);
-      update_element<kBuffers, false>(constants, grad, numbers[i][1], numbers[i][2], numbers[i][3],
-                                      numbers[i][4]);
+      update_element<-1>(constants, grad, numbers[i][1], numbers[i] + 2, kIndices);
     }
     const Vector<T> grads = constants.unscale_and_clip(vectors[0]);
-    update_element<kBuffers, false>(constants, grads, vectors[1], vectors[2], vectors[3],
-                                    vectors[4]);
+    update_element<-1>(constants, grads, vectors[1], vectors + 2, kIndices);
     for (int i = 0; i < kLanes<T>; ++i) {
-      for (int k = 1; k < 5; ++k) check<T>(name, vectors[k][i], numbers[i][k]);
+      for (int k = 1; k < kNumbers; ++k) check<T>(name, vectors[k][i], numbers[i][k]);
     }
   }
 }

@@ -1,0 +1,34 @@
+// Values of types that differ, one for each buffer of a kernel. A tuple that is nothing but its
+// values: an engine makes it with braces and keeps it in registers.
+#pragma once
+
+#include <utility>
+
+#include "elements/numeric.h"
+
+namespace amp_ext {
+
+template <int index, typename T>
+struct Entry {
+  T value;
+};
+
+template <typename Indices, typename... T>
+struct EntriesAt;
+template <int... index, typename... T>
+struct EntriesAt<std::integer_sequence<int, index...>, T...> : Entry<index, T>... {};
+
+template <typename... T>
+using Entries = EntriesAt<std::make_integer_sequence<int, sizeof...(T)>, T...>;
+
+// One of the values, by its index.
+template <int index, typename T>
+AMP_EXT_INLINE T& entry(Entry<index, T>& entries) {
+  return entries.value;
+}
+template <int index, typename T>
+AMP_EXT_INLINE const T& entry(const Entry<index, T>& entries) {
+  return entries.value;
+}
+
+}  // namespace amp_ext
