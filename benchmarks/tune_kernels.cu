@@ -175,14 +175,14 @@ struct Step {
   using Each = Streams<KindsOf<Combination, AdamHyperparameters, 2>>;
   // The host does not know which blocks the GPU's kernel is compiled for.
   static Described present() {
-    using Present = StepShape<Each>;
+    using Present = StepShape<Adam, Each>;
     int device = 0;
     int major = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
           "cudaDeviceGetAttribute");
     Described shape = described<Present>();
-    shape.blocks = Each::blocks_on(100 * major);
+    shape.blocks = blocks_on<Adam, Each>(100 * major);
     return shape;
   }
   static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";

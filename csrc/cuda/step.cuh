@@ -7,6 +7,7 @@
 
 #include "cuda/engine.h"
 #include "cuda/number.cuh"
+#include "cuda/occupancy.cuh"
 #include "cuda/tensor_table.cuh"
 #include "element.h"
 #include "elements/entries.h"
@@ -46,30 +47,6 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long;
   // without such buffers those of 4096 take 1 % longer, and those of 1024 2 to 20 %.
   static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : 2048;
-
-  // Blocks for which no kernel with these streams spills registers. Packs of 8 elements and what is
-  // converted or dithered take many, and more of them in the code for sm_100.
-  static constexpr int blocks_on(int architecture) {
-    constexpr int kBuffers = Kinds::kBuffers;
-    constexpr Master kMaster = Kinds::Param::kMaster;
-    if (sizeof(T) == 8) return 2;
-    if (kBuffers == 0) return Kinds::kHasSplitMaster ? 3 : 4;
-    if (kPackSize == 4) return kHasNarrowBuffers && architecture >= 1000 ? 3 : 4;
-    if (kBuffers == 3 && architecture >= 1000 &&
-        (kMaster == Master::kLow8 || (kMaster != Master::kNone && kHasNarrowBuffers))) {
-      return 1;
-    }
-    if (kBuffers == 3) return 2;
-    if (kHasNarrowBuffers || kMaster == Master::kLow8) {
-      if (architecture >= 1000 || (kMaster == Master::kFloat32 && !Kinds::kHasCodes)) return 2;
-      constexpr bool kHasBoth = Kinds::kHasCodes && Kinds::kHasSplitMaster;
-      if (kBuffers == 1 && (architecture < 900 || kMaster == Master::kLow8 || kHasBoth)) return 2;
-      if (Kinds::kRoot >= 0 && std::is_same_v<Param, Numbers<Split<Half, 8>>>) return 2;
-      return 3;
-    }
-    if (kBuffers == 2 && architecture >= 1000) return 2;
-    return kBuffers == 2 && kMaster == Master::kFloat32 ? 4 : 3;
-  }
 
   // Whether a buffer may be dithered.
   template <int buffer>
@@ -317,8 +294,9 @@ inline constexpr int kArchitecture = 0;
 #endif
 
 // A name of its own, because the shape itself is another for the host than for sm_100.
-template <typename Streams>
-struct StepShape : Shape<kThreads, Streams::kTileSize, Streams::blocks_on(kArchitecture), 1> {};
+template <template <typename> class Functor, typename Streams>
+struct StepShape
+    : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1> {};
 
 template <typename Functor, typename Streams, typename Shape>
 struct StepArguments {
@@ -456,7 +434,8 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
   } else {
     using T = typename Combination::T;
     using Each = Streams<KindsOf<Combination, Hyperparameters, kBuffers>>;
-    return launch_step<Functor<T>, Each, StepShape<Each>>(launch, block_counter, stream, launched);
+    return launch_step<Functor<T>, Each, StepShape<Functor, Each>>(launch, block_counter, stream,
+                                                                   launched);
   }
 }
 

@@ -75,7 +75,8 @@ void take_step(const TensorRecord& record, const ShuffledHyperparameters& hyperp
   int64_t launched = 0;
   StepLaunch launch = {{}, &record, 1, &hyperparameters, {}, nullptr, &is_launched};
   launch.inputs.skip_nonfinite = true;
-  cuda::launch_step<Formula, Streams, cuda::StepShape<Streams>>(launch, nullptr, nullptr, launched);
+  cuda::launch_step<Formula, Streams, cuda::StepShape<Shuffled, Streams>>(launch, nullptr, nullptr,
+                                                                          launched);
 #else
   const GradientFactor factor{1.0f, 1.0f, 1.0, 0.0f, false, /*skip_nonfinite=*/true};
   const auto constants = TensorConstants<Formula, float>::make(hyperparameters, nullptr, factor);

@@ -1,0 +1,61 @@
+// For how many blocks of a step a multiprocessor is to have registers: so many that no kernel
+// spills any.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels.h"
+
+namespace amp_ext::cuda {
+
+// How many registers a formula takes beside the numbers that it works on.
+// scripts/compile_kernels.sh says whether there are enough.
+enum class Weight { kUnknown, kLeast, kLight, kMedium, kHeavy };
+
+// The weight of a functor with its first buffers.
+template <template <typename> class Functor, int kBuffers>
+inline constexpr Weight kWeight = Weight::kUnknown;
+template <>
+inline constexpr Weight kWeight<Sgd, 0> = Weight::kLeast;
+template <>
+inline constexpr Weight kWeight<Sgd, 1> = Weight::kLight;
+template <>
+inline constexpr Weight kWeight<Lion, 1> = Weight::kLight;
+template <>
+inline constexpr Weight kWeight<Adam, 2> = Weight::kMedium;
+template <>
+inline constexpr Weight kWeight<Adam, 3> = Weight::kHeavy;
+
+// Packs of 8 elements and what is converted or dithered take many registers, and more of them in
+// the code for sm_100. `architecture` is 900 for sm_90.
+template <template <typename> class Functor, typename Streams>
+constexpr int blocks_on(int architecture) {
+  using Kinds = typename Streams::Kinds;
+  using Param = typename Kinds::Param;
+  constexpr Weight kFormula = kWeight<Functor, Kinds::kBuffers>;
+  constexpr bool kHasNarrowBuffers = Streams::kHasNarrowBuffers;
+  if (sizeof(typename Kinds::T) == 8) return 2;
+  if (kFormula == Weight::kLeast) return Kinds::kHasSplitMaster ? 3 : 4;
+  if (Streams::kPackSize == 4 && kFormula != Weight::kUnknown) {
+    return kHasNarrowBuffers && architecture >= 1000 ? 3 : 4;
+  }
+  if (kFormula == Weight::kHeavy || kFormula == Weight::kUnknown) {
+    const bool takes_most =
+        Param::kMaster == Master::kLow8 || (Param::kMaster != Master::kNone && kHasNarrowBuffers);
+    return takes_most && architecture >= 1000 ? 1 : 2;
+  }
+  if (kHasNarrowBuffers || Param::kMaster == Master::kLow8) {
+    if (architecture >= 1000 || (Param::kMaster == Master::kFloat32 && !Kinds::kHasCodes)) return 2;
+    constexpr bool kHasBoth = Kinds::kHasCodes && Kinds::kHasSplitMaster;
+    if (kFormula == Weight::kLight &&
+        (architecture < 900 || Param::kMaster == Master::kLow8 || kHasBoth)) {
+      return 2;
+    }
+    if (Kinds::kRoot >= 0 && std::is_same_v<Param, Split<Half, 8>>) return 2;
+    return 3;
+  }
+  if (kFormula == Weight::kMedium && architecture >= 1000) return 2;
+  return kFormula == Weight::kMedium && Param::kMaster == Master::kFloat32 ? 4 : 3;
+}
+
+}  // namespace amp_ext::cuda
