@@ -1,4 +1,4 @@
-"""How often a warm call goes from Python into the compiled module: once."""
+"""How often a warm call goes from Python into the compiled module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from awkward import BF16, F32
 from optimizer_cases import each_class, give_grads, make_params, ours
 
+import amp_ext
 from amp_ext import ops
 
 
@@ -77,6 +78,18 @@ def test_a_warm_look_is_one_call(name, options) -> None:
         look = optimizer.look_at_gradients(torch.zeros(()), torch.ones(()))
     assert len(look.found_infs) == 1
     assert calls == ["Plan.look"]
+
+
+@each_class
+def test_a_warm_iteration_with_a_scaler_is_four_calls(name, options) -> None:
+    optimizer, scaler = warm(name, options), amp_ext.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for _ in range(2):
+        give_grads(optimizer)
+        with crossings() as calls:
+            scaler.step(optimizer)
+            scaler.update()
+    assert calls == ["LossScale.begin_look", "Plan.look", "Plan.step", "LossScale.update"]
 
 
 def test_what_comes_anew_is_counted() -> None:
