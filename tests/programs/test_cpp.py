@@ -19,8 +19,7 @@ from torch import Tensor
 
 from amp_ext import ops, optim
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "tests" / "cpp" / "program"
+PROGRAM = Path(__file__).resolve().parents[1] / "cpp" / "program"
 
 Run = Callable[..., str]
 
@@ -232,6 +231,7 @@ def of_apex(saved: Saved) -> None:
 
 def of_others(saved: Saved) -> None:
     saved["param_groups"][0] |= {"lr": torch.tensor(0.25), "initial_lr": 0.75, "betas": [0.5, 0.75]}
+    saved["param_groups"][0]["decoupled_weight_decay"] = False  # which AdamW has for good
     counts = {"epoch": 3, "mean": torch.full((1,), 0.5)}
     saved["state"][0] |= {"counts": counts, "note": "warm", "decay": 0.25, "nothing": None, 7: True}
     saved["state"][0] |= {"average": torch.ones(1), "master_param": None}
@@ -242,7 +242,7 @@ def of_others(saved: Saved) -> None:
 def test_files_of_others_load_as_in_python(
     run: Run, change: Callable[[Saved], None], tmp_path: Path
 ) -> None:
-    step = {"optimizer": "Adam", "calls": [("optimizer.step",)]}
+    step = {"optimizer": "AdamW", "calls": [("optimizer.step",)]}
     saved = do(step)["optimizer"]
     change(saved)
     deed = {**step, "calls": [("optimizer.load_state_dict", saved), ("optimizer.step",)]}

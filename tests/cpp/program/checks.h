@@ -20,9 +20,7 @@
 
 namespace checks {
 
-using amp_ext::Autocast;
-using amp_ext::GradScaler;
-using amp_ext::GradScalerOptions;
+using namespace amp_ext;
 using namespace amp_ext::optim;
 namespace theirs = torch::optim;
 using Groups = std::vector<theirs::OptimizerParamGroup>;
@@ -91,12 +89,13 @@ AMP_EXT_CHECK(groups_keep_their_options) {
   groups.emplace_back(std::vector{b},
                       std::make_unique<AdamWOptions>(AdamWOptions().weight_decay(0.01)));
   AdamW optimizer(groups, AdamWOptions(0.5).weight_decay(0.25).clip_value(3.0));
-  optimizer.add_param_group({{c}, std::make_unique<AdamWOptions>(AdamWOptions(0.125).eps(0.5))});
+  optimizer.add_param_group(
+      {{c}, std::make_unique<AdamWOptions>(AdamWOptions(0.125).betas({0.5, 0.75}))});
   const auto options = [&](size_t group) { return options_in<AdamWOptions>(optimizer, group); };
   CHECK_THAT(options(0).lr() == 0.5 && options(0).weight_decay() == 0.25);
   CHECK_THAT(options(1).lr() == 0.5 && options(1).weight_decay() == 0.01);
   CHECK_THAT(options(2).lr() == 0.125 && options(2).weight_decay() == 0.25);
-  CHECK_THAT(options(2).eps() == 0.5 && *options(2).clip_value() == 3.0);
+  CHECK_THAT(std::get<1>(options(2).betas()) == 0.75 && *options(2).clip_value() == 3.0);
   optimizer.load_state_dict(optimizer.state_dict());
   AdamW second(optimizer.param_groups(),
                AdamWOptions(7.0).amsgrad(true));  // which have all of theirs
