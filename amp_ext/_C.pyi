@@ -37,15 +37,6 @@ class LossScaleHyperparameters:
     dynamic: bool
     def __init__(self, **fields: float) -> None: ...
 
-class GradientOptions:
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
-    max_grad_norm: float | None
-    sum_of_squares: Tensor | None
-    grad_norm: Tensor | None
-    skip_nonfinite: bool
-    def __init__(self, **fields: Tensor | float | None) -> None: ...
-
 class ScalerSummary:
     updates: int
     skips: int

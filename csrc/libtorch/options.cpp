@@ -55,10 +55,16 @@ std::string PlacedOptions::shown(const OptionDescription& option,
       return name_of_form(state_dtype());
     case OptionKind::kRounding:
       return "'" + rounding().value() + "'";
+    case OptionKind::kFlag:
+      return number(option, 0) != 0.0 ? "True" : "False";
     case OptionKind::kNumbers:
       if (!index.has_value()) break;
       [[fallthrough]];
     default:
+      if (option.kind == OptionKind::kLimit &&
+          !std::get<std::optional<double>*>(places_[option.index].place)->has_value()) {
+        return "None";
+      }
       return c10::str(number(option, index.value_or(0)));
   }
   std::string numbers;

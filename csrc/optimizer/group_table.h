@@ -28,12 +28,6 @@ struct Needs {
   bool counted_steps() const { return step || dither; }
 };
 
-template <typename Hyperparameters>
-Needs needs_of(const Hyperparameters& hyperparameters) {
-  return {hyperparameters.needs_buffers(), hyperparameters.why_step() != nullptr,
-          hyperparameters.dither};
-}
-
 // The name of a hyperparameter that is NaN, which would leave nothing but NaN; null if none is.
 template <typename Hyperparameters>
 const char* nan_in(const Hyperparameters& hyperparameters) {
@@ -68,8 +62,9 @@ struct AMP_EXT_API GroupTable {
                      {}};
     for (size_t i = 0; i < groups.size(); ++i) {
       Hyperparameters& one = (*all)[i];
+      const Needs needs{one.needs_buffers(), one.why_step() != nullptr, one.dither};
       table.groups.push_back(
-          {&one, groups[i].lr_tensor, dithered_numbers(one), needs_of(one), nan_in(one)});
+          {&one, groups[i].lr_tensor, dithered_numbers(one), needs, nan_in(one)});
     }
     return table;
   }

@@ -85,14 +85,6 @@ void check_value(const OptionDescription& option, const GroupOptions& options) {
   TORCH_CHECK_VALUE(false, message);
 }
 
-// What follows from the options of a step.
-template <typename Hyperparameters>
-Needs needs_with(const GroupOptions& options) {
-  Hyperparameters hyperparameters;
-  set_fields(hyperparameters, options);
-  return needs_of(hyperparameters);
-}
-
 template <typename Hyperparameters>
 GroupTable table_of(const std::vector<const GroupOptions*>& groups) {
   std::vector<Group<Hyperparameters>> read(groups.size());
@@ -116,7 +108,6 @@ Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
                const std::vector<OptionDescription>& own,
                const char* (*refusal_of_torch)(const GroupOptions&) = nullptr) {
   Kind kind;
-  kind.needs = &needs_with<Hyperparameters>;
   kind.table = &table_of<Hyperparameters>;
   kind.refusal_of_torch = refusal_of_torch;
   kind.options = {

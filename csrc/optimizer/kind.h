@@ -103,13 +103,13 @@ struct AMP_EXT_API Kind {
   std::vector<BufferDescription> buffers;  // all that the formula may keep
   std::vector<Source> sources;             // in the order of `set_fields`
   bool counts_from_buffer = false;  // torch has no counter: the first step is without a buffer
-  Needs (*needs)(const GroupOptions&) = nullptr;
   // Reads the hyperparameters of groups.
   GroupTable (*table)(const std::vector<const GroupOptions*>& groups) = nullptr;
   // How torch refuses defaults that do not go together; null where they do.
   const char* (*refusal_of_torch)(const GroupOptions&) = nullptr;
 
   const OptionDescription& option(const char* name) const;
+  Needs needs(const GroupOptions& options) const { return table({&options}).groups[0].needs; }
 };
 
 // That of the formula with these hyperparameters.

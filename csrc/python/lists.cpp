@@ -89,8 +89,7 @@ const char* name_of(BufferRole role) {
 // Defines the description of an optimizer and its list operation, all of whose arguments are given
 // by name.
 template <typename Hyperparameters>
-void define_optimizer(py::module_& module,
-                      std::shared_ptr<Fields<GradientOptions>> gradient_fields) {
+void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradient_fields) {
   const auto described = std::make_shared<OptimizerDescription>(optim::kind_of<Hyperparameters>());
   const auto fields = fields_of<Hyperparameters>();
   py::list names, buffers, options;
@@ -107,7 +106,7 @@ void define_optimizer(py::module_& module,
   module.def(Hyperparameters::kOperation, [fields, gradient_fields](py::kwargs arguments) {
     const StepNames names = take_names<Hyperparameters>(arguments);
     const StepLists lists = take_lists(arguments, names);
-    const GradientOptions gradient_options = take_gradient_options(*gradient_fields, arguments);
+    const GradientOptions gradient_options = take_gradient_options(gradient_fields, arguments);
     Group<Hyperparameters> options;
     set_fields(fields, options, arguments);
     check_numbers(names.operation, options);
@@ -161,7 +160,7 @@ void define_descriptions(py::module_& module) {
 void define_lists(py::module_& module) {
   define_descriptions(module);
   using release_gil = py::call_guard<py::gil_scoped_release>;
-  auto gradients = options_class<GradientOptions>(module, "GradientOptions");
+  Fields<GradientOptions> gradients;
   define_field(gradients, "grad_scale", &GradientOptions::grad_scale);
   define_field(gradients, "found_inf", &GradientOptions::found_inf);
   define_field(gradients, "max_grad_norm", &GradientOptions::max_grad_norm);
@@ -169,8 +168,7 @@ void define_lists(py::module_& module) {
   define_field(gradients, "grad_norm", &GradientOptions::grad_norm);
   define_field(gradients, "skip_nonfinite", &GradientOptions::skip_nonfinite);
 
-#define AMP_EXT_DEFINE(Functor) \
-  define_optimizer<Functor##Hyperparameters>(module, gradients.fields);
+#define AMP_EXT_DEFINE(Functor) define_optimizer<Functor##Hyperparameters>(module, gradients);
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
 #undef AMP_EXT_DEFINE
 
