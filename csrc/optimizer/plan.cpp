@@ -203,12 +203,10 @@ void Plan::let_go() {
 }
 
 std::string Plan::note_of_failure() const {
-  const char* const how = checks_.naming == Naming::kLists
-                              ? "restore them with their states before the next step"
-                              : kHowToGoOn;
-  const char* const until =
-      checks_.naming == Naming::kLists ? "" : ": until then it refuses to step";
-  return c10::str(failure_, "; ", how, until);
+  if (checks_.naming == Naming::kLists) {
+    return failure_ + "; restore them with their states before the next step";
+  }
+  return c10::str(failure_, "; ", kHowToGoOn, ": until then it refuses to step");
 }
 
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
