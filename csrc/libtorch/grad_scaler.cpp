@@ -22,7 +22,6 @@
 #include "scaler/loss_scale.h"
 #include "scaler/scaled_iteration.h"
 #include "scaler/scaler_ranges.h"
-#include "scaler/unscaled_grads.h"
 #include "tensors/autocast_cache.h"
 #include "tensors/tensor_memory.h"
 

@@ -23,7 +23,6 @@
 #include "scaler/scaled_iteration.h"
 #include "scaler/scaler_monitor.h"
 #include "scaler/scaler_ranges.h"
-#include "scaler/unscaled_grads.h"
 
 namespace amp_ext::python {
 

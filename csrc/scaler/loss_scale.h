@@ -19,9 +19,12 @@
 #include <vector>
 
 #include "scaler/scaler_monitor.h"
-#include "scaler/unscaled_grads.h"
 
 namespace amp_ext {
+
+// Gives what errors and reports call the parameter at this index among those of all groups; empty
+// if it is not known.
+using NameOf = std::function<std::string(int64_t index)>;
 
 // What there is to say after an update: lines for a log, empty if there is none, and whether to
 // warn of the scale.

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstddef>
 
 namespace amp_ext {
 
@@ -49,27 +50,68 @@ void ScaledIteration::check_not_spent(const std::string& operation) const {
               "backward anew");
 }
 
+template <typename Predicate>
+std::optional<int64_t> ScaledIteration::first(const std::vector<ParamGrad>& params,
+                                              const Predicate& predicate) const {
+  for (size_t index = 0; index < params.size(); ++index) {
+    if (!params[index].grad.defined()) continue;
+    const auto found = unscaled_.find(params[index].param);
+    const Entry* const entry = found == unscaled_.end() ? nullptr : &found->second;
+    if (predicate(entry, params[index])) return static_cast<int64_t>(index);
+  }
+  return {};
+}
+
 void ScaledIteration::check_still_scaled(const std::string& operation, const ScaledIteration& other,
                                          const std::vector<ParamGrad>& grads) const {
-  if (other.is_unscaled()) other.unscaled_->check_still_scaled(operation, grads, name_of);
+  if (!other.is_unscaled_) return;
+  const auto index = other.first(grads, [&](const Entry* entry, const ParamGrad& each) {
+    return entry != nullptr && (other.loss_was_scaled_ ? entry->is(each) : entry->has_place_of(each));
+  });
+  TORCH_CHECK(!index.has_value(), "GradScaler.", operation, ": the gradient of ", name_of(*index),
+              " must carry the scale, got one that was unscaled with another optimizer, which has "
+              "this parameter too: give each parameter to one optimizer");
 }
 
 void ScaledIteration::check_unscaled(const std::vector<ParamGrad>& grads) const {
-  if (is_unscaled()) unscaled_->check_unscaled(grads, name_of);
+  if (!is_unscaled_) return;
+  const auto late =
+      first(grads, [](const Entry* entry, const ParamGrad&) { return entry == nullptr; });
+  TORCH_CHECK(!late.has_value(), "GradScaler: the gradient of ", name_of(*late),
+              " must be there when unscale_() is called, got it later: it may still be scaled");
+  if (!loss_was_scaled_) return;
+  const auto written = first(grads, [](const Entry* entry, const ParamGrad& each) {
+    return entry != nullptr && each.grad.has_storage() && !entry->is(each);
+  });
+  TORCH_CHECK(!written.has_value(), "GradScaler: the gradient of ", name_of(*written),
+              " must be as unscale_() left it when the next loss is scaled, got one that was "
+              "written or replaced since: it may carry the scale; call optimizer.zero_grad() and "
+              "update(), and backward anew");
 }
 
 void ScaledIteration::note_scale(const std::vector<ParamGrad>& grads, bool has_stepped) {
-  if (is_unscaled()) unscaled_->note_scale(grads, has_stepped);
+  if (!is_unscaled_) return;
+  if (has_stepped) unscaled_.clear();
+  if (loss_was_scaled_) return;
+  loss_was_scaled_ = true;
+  std::unordered_map<const void*, Entry> now;
+  for (const ParamGrad& each : grads) {
+    if (unscaled_.count(each.param) != 0) now[each.param].see(each);
+  }
+  unscaled_ = std::move(now);
 }
 
 void ScaledIteration::begin_unscaling(const std::vector<ParamGrad>& grads) {
-  unscaled_.emplace(grads);
-  is_spent = true;
+  forget_unscaling();
+  for (const ParamGrad& each : grads) {
+    if (each.grad.defined()) unscaled_[each.param].see(each);
+  }
+  is_unscaled_ = is_spent = true;
 }
 
 void ScaledIteration::forget_unscaling() {
-  is_spent = false;
-  unscaled_.reset();
+  is_spent = is_unscaled_ = loss_was_scaled_ = false;
+  unscaled_.clear();
 }
 
 std::vector<at::Tensor> ScaledIteration::look(LossScale& loss_scale, const GradsByDevice& grads,
@@ -87,6 +129,21 @@ std::vector<at::Tensor> ScaledIteration::look(LossScale& loss_scale, const Grads
     throw;
   }
   return flags;
+}
+
+void ScaledIteration::Entry::see(const ParamGrad& each) {
+  if (!each.grad.defined() || !each.grad.has_storage()) return;
+  SeenTensor::remember(grad, each.grad, each.version);
+  offset = each.grad.storage_offset();
+}
+
+bool ScaledIteration::Entry::has_place_of(const ParamGrad& each) const {
+  return grad.has_value() && each.grad.has_storage() && offset == each.grad.storage_offset() &&
+         grad->storage._unsafe_get_target() == storage_of(each.grad);
+}
+
+bool ScaledIteration::Entry::is(const ParamGrad& each) const {
+  return has_place_of(each) && grad->version == each.version;
 }
 
 }  // namespace amp_ext

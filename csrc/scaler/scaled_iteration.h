@@ -8,13 +8,23 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "scaler/loss_scale.h"
-#include "scaler/unscaled_grads.h"
+#include "tensors/tensor_memory.h"
 
 namespace amp_ext {
+
+// A parameter, by what its owner knows it by, and its gradient, undefined where there is none: of a
+// sparse one the values, of a sharded one this rank's part. A write that torch counts changes the
+// version.
+struct ParamGrad {
+  const void* param;
+  at::Tensor grad;
+  int64_t version = 0;
+};
 
 using GradsByDevice = std::vector<std::pair<at::Device, TensorList>>;
 
@@ -45,12 +55,14 @@ class AMP_EXT_API ScaledIteration {
   void check_still_scaled(const std::string& operation, const ScaledIteration& other,
                           const std::vector<ParamGrad>& grads) const;
 
-  // Throws if a gradient may carry the scale since it was unscaled.
+  // Throws if a gradient came where none was unscaled, or was written or replaced after a loss had
+  // been scaled.
   void check_unscaled(const std::vector<ParamGrad>& grads) const;
 
-  // A loss is scaled: gradients that come from here on may carry the scale.
+  // A loss is scaled: what is written or replaced from here on may carry the scale. Where the
+  // optimizer `has_stepped`, all gradients may be new.
   void note_scale(const std::vector<ParamGrad>& grads, bool has_stepped);
-  bool is_unscaled() const { return unscaled_.has_value(); }
+  bool is_unscaled() const { return is_unscaled_; }
 
   // These gradients are to be unscaled. The iteration is spent until all of them are, and whoever
   // unscales them has noted it.
@@ -64,7 +76,25 @@ class AMP_EXT_API ScaledIteration {
                                const at::Tensor& found_inf, const OptionalTensor& inv_scale);
 
  private:
-  std::optional<UnscaledGrads> unscaled_;
+  // A gradient that was unscaled.
+  struct Entry {
+    std::optional<SeenTensor> grad;
+    int64_t offset = 0;
+
+    void see(const ParamGrad& each);
+    bool has_place_of(const ParamGrad& each) const;
+    bool is(const ParamGrad& each) const;
+  };
+
+  // The index of the first parameter with a gradient of which the predicate is true, whose entry it
+  // gets, or null.
+  template <typename Predicate>
+  std::optional<int64_t> first(const std::vector<ParamGrad>& params,
+                               const Predicate& predicate) const;
+
+  std::unordered_map<const void*, Entry> unscaled_;  // by parameter
+  bool is_unscaled_ = false;
+  bool loss_was_scaled_ = false;  // since then
 };
 
 }  // namespace amp_ext
