@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
-import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -28,17 +26,15 @@ from amp_ext.hand_over import (
 )
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.scaler_ranges import as_number, check_range, checked
-from amp_ext.scaler_stats import ScalerHistory, ScalerStats
+from amp_ext.scaler_stats import ScalerReports
 from amp_ext.sharding import all_reduce_flags, local_grads
-
-_LOGGER = logging.getLogger("amp_ext")
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
 _TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ScalerReports):
     """Scales the loss so that float16 gradients neither vanish nor overflow.
 
     Takes the place of ``torch.amp.GradScaler``: the same constructor, methods, state dict, errors
@@ -52,7 +48,7 @@ class GradScaler(torch.amp.GradScaler):
     * After an exception that came when ``unscale_`` or a step may have written, the iteration is
       spent: both are refused until ``update``, which needs no look then.
     * The scale can be kept within limits, held still, or made to endure some overflows.
-    * :meth:`last_step_skipped`, :meth:`stats` and :meth:`history` tell what happened, without
+    * ``last_step_skipped``, ``stats`` and ``history`` tell what happened, without
       waiting for a GPU.
 
     Three rules of hysteresis are in use. torch has none: every overflow backs off. NeMo refills it
@@ -148,8 +144,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _start_reports(self) -> None:
         """Starts counting: what is kept from here on belongs to this process."""
-        self._loss_scale: Any = ops.LossScale(name_of_param) if self._enabled else None
-        self._last_update: torch.cuda.Event | None = None
+        self._loss_scale = ops.LossScale(name_of_param) if self._enabled else None
+        self._last_update = None
         self._handed_attributes = HandedAttributes()
 
     def _check_options(self, options: dict[str, Any], dynamic: bool) -> None:
@@ -508,78 +504,6 @@ class GradScaler(torch.amp.GradScaler):
             self._mark_update(scale)
         return news
 
-    def _mark_update(self, scale: Tensor) -> None:
-        """Remembers where the update that was just launched ends, to be able to wait for it."""
-        if torch.cuda.is_current_stream_capturing():
-            self._last_update = None
-        else:
-            self._last_update = self._last_update or torch.cuda.Event()
-            self._last_update.record(torch.cuda.current_stream(scale.device))
-
-    def _wait(self) -> None:
-        """Waits until the device has finished the last update."""
-        if self._scale is None or not self._scale.is_cuda:
-            return
-        if self._last_update is not None:
-            self._last_update.synchronize()
-        else:  # it was captured into a graph, which may have run since
-            torch.cuda.synchronize(self._scale.device)
-
-    def _report(self, settled: str, skips: str, scale_is_too_small: bool) -> None:
-        """Tells what the last finished update has shown, as far as it is worth a line."""
-        if settled:
-            _LOGGER.info(settled)
-        if skips:
-            _LOGGER.warning(skips)
-        if scale_is_too_small and self._scale is not None:
-            _warn_of_scale(self._scale.item(), stacklevel=4)
-
-    def last_step_skipped(
-        self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
-    ) -> bool | None:
-        """Returns whether the step before the last update that the device has finished was skipped.
-
-        Args:
-            optimizer: Whose step; None for that of any.
-            wait: Waits for the last update, so that the answer is exact.
-
-        Returns:
-            None if no update has been finished yet, or none with this optimizer; False if scaling
-            is disabled.
-        """
-        if not self._enabled:
-            return False
-        if wait:
-            self._wait()
-        inside = None if optimizer is None else optimizer_inside(optimizer)
-        skipped: bool | None = self._loss_scale.step_skipped(inside)
-        return skipped
-
-    def stats(self, *, wait: bool = False) -> ScalerStats:
-        """Returns counts, the limits of the scale and the last bad tensor.
-
-        Args:
-            wait: Waits for the last update; else they are as of the last that the device finished.
-        """
-        if not self._enabled:
-            return ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
-        if wait:
-            self._wait()
-        return ScalerStats(*self._loss_scale.stats(float(self._init_scale)))
-
-    def history(self, *, wait: bool = False) -> ScalerHistory:
-        """Returns the scales and skips of the last 4,096 updates, for plots.
-
-        Args:
-            wait: Waits for the last update, so that it is among them.
-        """
-        if not self._enabled:
-            return ScalerHistory([], [], [])
-        if wait:
-            self._wait()
-        first, scales, skipped = self._loss_scale.history()
-        return ScalerHistory(list(range(first, first + len(scales))), scales, skipped)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the state: torch's five entries, and one more with a hysteresis."""
         state = super().state_dict()
@@ -629,20 +553,9 @@ class GradScaler(torch.amp.GradScaler):
             # A shallow copy would share it.
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
-    def get_scale(self) -> float:
-        """Returns the scale, or 1.0 if scaling is disabled. Waits for a GPU."""
-        scale = super().get_scale()
-        if self._enabled and self._loss_scale.must_warn_of(scale):
-            _warn_of_scale(scale)
-        return scale
-
 
 # What tells an override, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
-
-
-def _warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
-    warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)
 
 
 @functools.lru_cache(maxsize=32)  # a signature takes 9 µs
@@ -652,11 +565,7 @@ def _takes_scaler(step: Any) -> bool:
 
 
 def _spend(state: dict[str, Any]) -> None:
-    """Lets only an update go on from an exception in a step that may have written.
-
-    Args:
-        state: What torch's class knows of the optimizer.
-    """
+    """Lets only an update go on from an exception in a step that may have written."""
     if "iteration" in state:
         state["iteration"].is_spent = True
     else:  # a client made the state

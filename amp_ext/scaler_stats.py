@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["ScalerHistory", "ScalerStats"]
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+from amp_ext.hand_over import optimizer_inside
+
+__all__ = ["ScalerHistory", "ScalerReports", "ScalerStats"]
+
+_LOGGER = logging.getLogger("amp_ext")
 
 
 @dataclass(frozen=True)
@@ -47,3 +58,93 @@ class ScalerHistory:
     updates: list[int]
     scales: list[float]
     skipped: list[bool]
+
+
+class ScalerReports(torch.amp.GradScaler):
+    """What :class:`amp_ext.GradScaler` tells of its updates, without waiting for a GPU."""
+
+    _loss_scale: Any  # the compiled one; None if scaling is disabled
+    _last_update: torch.cuda.Event | None
+
+    def _mark_update(self, scale: Tensor) -> None:
+        """Remembers where the update that was just launched ends, to be able to wait for it."""
+        if torch.cuda.is_current_stream_capturing():
+            self._last_update = None
+        else:
+            self._last_update = self._last_update or torch.cuda.Event()
+            self._last_update.record(torch.cuda.current_stream(scale.device))
+
+    def _wait(self) -> None:
+        """Waits until the device has finished the last update."""
+        if self._scale is None or not self._scale.is_cuda:
+            return
+        if self._last_update is not None:
+            self._last_update.synchronize()
+        else:  # it was captured into a graph, which may have run since
+            torch.cuda.synchronize(self._scale.device)
+
+    def _report(self, settled: str, skips: str, scale_is_too_small: bool) -> None:
+        """Tells what the last finished update has shown, as far as it is worth a line."""
+        if settled:
+            _LOGGER.info(settled)
+        if skips:
+            _LOGGER.warning(skips)
+        if scale_is_too_small and self._scale is not None:
+            _warn_of_scale(self._scale.item(), stacklevel=4)
+
+    def last_step_skipped(
+        self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
+    ) -> bool | None:
+        """Returns whether the step before the last update that the device has finished was skipped.
+
+        Args:
+            optimizer: Whose step; None for that of any.
+            wait: Waits for the last update, so that the answer is exact.
+
+        Returns:
+            None if no update has been finished yet, or none with this optimizer; False if scaling
+            is disabled.
+        """
+        if not self._enabled:
+            return False
+        if wait:
+            self._wait()
+        inside = None if optimizer is None else optimizer_inside(optimizer)
+        skipped: bool | None = self._loss_scale.step_skipped(inside)
+        return skipped
+
+    def stats(self, *, wait: bool = False) -> ScalerStats:
+        """Returns counts, the limits of the scale and the last bad tensor.
+
+        Args:
+            wait: Waits for the last update; else they are as of the last that the device finished.
+        """
+        if not self._enabled:
+            return ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
+        if wait:
+            self._wait()
+        return ScalerStats(*self._loss_scale.stats(float(self._init_scale)))
+
+    def history(self, *, wait: bool = False) -> ScalerHistory:
+        """Returns the scales and skips of the last 4,096 updates, for plots.
+
+        Args:
+            wait: Waits for the last update, so that it is among them.
+        """
+        if not self._enabled:
+            return ScalerHistory([], [], [])
+        if wait:
+            self._wait()
+        first, scales, skipped = self._loss_scale.history()
+        return ScalerHistory(list(range(first, first + len(scales))), scales, skipped)
+
+    def get_scale(self) -> float:
+        """Returns the scale, or 1.0 if scaling is disabled. Waits for a GPU."""
+        scale = super().get_scale()
+        if self._enabled and self._loss_scale.must_warn_of(scale):
+            _warn_of_scale(scale)
+        return scale
+
+
+def _warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
+    warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)

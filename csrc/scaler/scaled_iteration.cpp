@@ -66,7 +66,8 @@ void ScaledIteration::check_still_scaled(const std::string& operation, const Sca
                                          const std::vector<ParamGrad>& grads) const {
   if (!other.is_unscaled_) return;
   const auto index = other.first(grads, [&](const Entry* entry, const ParamGrad& each) {
-    return entry != nullptr && (other.loss_was_scaled_ ? entry->is(each) : entry->has_place_of(each));
+    return entry != nullptr &&
+           (other.loss_was_scaled_ ? entry->is(each) : entry->has_place_of(each));
   });
   TORCH_CHECK(!index.has_value(), "GradScaler.", operation, ": the gradient of ", name_of(*index),
               " must carry the scale, got one that was unscaled with another optimizer, which has "
