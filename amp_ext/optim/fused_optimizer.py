@@ -184,11 +184,8 @@ class FusedOptimizer(SavedOptimizer):
     def _ask_plan(self, operation: str, ask: Callable[..., Any], *arguments: Any) -> Any:
         """Asks the plan for something of the groups and states as they are.
 
-        Args:
-            operation: What it is for, for errors.
-            ask: A method of the compiled plan, which takes ours, this optimizer and the arguments.
-                It returns None where options can't be read or parameters are to be listed anew.
-            arguments: Of it.
+        ``ask`` is a method of the compiled plan, which takes ours, this optimizer and the
+        arguments. It returns None where options can't be read or parameters are to be listed anew.
 
         Raises:
             RuntimeError: If another thread has the plan, the last step failed amid its launches, or
