@@ -378,12 +378,12 @@ class GradScaler(ScalerReports):
             grad_scale = scale.clone() if preset is None else scale * preset
         look = state.get("look")
         found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
-        # Nobody sees how far a step of others comes.
-        hand_over = HandOver(grad_scale, found_inf, look, is_spent=unscaling is None)
+        hand_over = HandOver(grad_scale, found_inf, look)
         try:
             if unscaling is None:
                 try:
                     self._handed_attributes.set_for(optimizer, hand_over)
+                    hand_over.is_spent = True  # nobody sees how far a step of others comes
                     returned = optimizer.step(*args, **kwargs)
                 finally:
                     self._handed_attributes.take_back()
