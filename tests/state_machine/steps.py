@@ -309,8 +309,10 @@ class Step:
             before, state = self.before[pair], self.sides.state(pair)
             assert_exact(pair.mine, before.param, "a parameter after no step")
             assert_exact(pair.mine.grad, before.grad, "a gradient after no step")
+            # SGD counts from the buffer that was made for this step, which only the device skips.
+            counts_anew = "momentum_buffer" in state.keys() - before.state.keys()
             for name, value in before.state.items():
-                if not pair.is_converted:
+                if not pair.is_converted and not (counts_anew and name == "step"):
                     assert_exact(state[name], value, f"{name} after no step")
 
     def _compare(self) -> None:
