@@ -28,7 +28,12 @@ One = dict[str, Tensor]  # of each list the tensor of one parameter
 # What the compiled module says of its optimizers.
 DESCRIBED = [each for each in vars(ops._C).values() if isinstance(each, ops.OptimizerDescription)]
 # Lists of buffers that are never negative.
-SQUARES = {f"{name}s" for one in DESCRIBED for name, role in one.buffers if role != "first moment"}
+SQUARES = {
+    f"{name}s"
+    for one in DESCRIBED
+    for name, role in one.buffers
+    if role in ("second moment", "maximum")
+}
 
 
 @dataclasses.dataclass(frozen=True)
