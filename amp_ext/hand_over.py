@@ -154,7 +154,7 @@ class HandedAttributes:
                 "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
                 f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
             )
-        for holder in (optimizer, optimizer if inner is None else inner):
+        for holder in [optimizer] if inner is None or inner is optimizer else [optimizer, inner]:
             for name in ("grad_scale", "found_inf"):
                 value = getattr(hand_over, name)
                 self._handed.append((holder, name, value))  # first: an interrupt may come

@@ -228,10 +228,9 @@ struct GradScaler::State {
 
   // Refuses gradients that were unscaled as those of another optimizer: of parameters of both.
   void check_still_scaled(const char* operation, const Iteration& iteration) const {
-    if (iterations.size() < 2) return;
-    const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
     for (const Iteration& other : iterations) {
-      if (&other != &iteration) iteration.check_still_scaled(operation, other, grads);
+      if (&other == &iteration || !other.is_unscaled()) continue;
+      iteration.check_still_scaled(operation, other, grads_in(*iteration.optimizer));
     }
   }
 

@@ -141,11 +141,10 @@ class AMP_EXT_API Plan {
   bool gradients_were_written() const;
 
   // One step of every parameter that has a gradient, with the hyperparameters of its group. States
-  // that parameters lack are made through the store. With a
-  // found_inf other than 0 nothing is written at all. A gradient that changed since `look`
-  // is looked at again. A step that neither has a scale nor comes from a scaler refuses gradients
-  // that an earlier one took with a scale, and that were not written since. That of an optimizer
-  // writes the norm into `grad_norm`.
+  // that parameters lack are made through the store. With a found_inf other than 0 nothing is
+  // written at all. A gradient that changed since `look` is looked at again. A step that neither
+  // has a scale nor comes from a scaler refuses gradients that an earlier one took with a scale,
+  // and that were not written since. The step of an optimizer writes the norm into `grad_norm`.
   //
   // Where this throws before the first launch, nothing has been written. Where it throws later,
   // each parameter has been stepped with its state and counter, or neither; and if one has, later

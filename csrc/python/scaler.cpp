@@ -39,7 +39,7 @@ struct LossScaleOfPython : LossScale {
       : name_of_param(std::move(its_name_of_param)) {}
 
   py::function name_of_param;  // of an optimizer, or None, and an index
-  // By the number of an optimizer, that of its last look.
+  // By the number of an optimizer, that of its last look, which no update has counted yet.
   std::unordered_map<int64_t, py::dict> states;
 
   // Takes the first bad gradients that an optimizer has found by itself.
@@ -159,14 +159,11 @@ OptionalTensor begin_look(LossScaleOfPython& self, const std::string& operation,
   }
   const auto& iteration = py::cast<const IterationOfPython&>(state["iteration"]);
   iteration.check_not_spent(operation);
-  const py::dict states = attributes["_per_optimizer_states"];
-  if (states.size() > 1) {
-    const std::vector<ParamGrad> grads = grads_of(optimizer);
-    for (const auto& [key, other] : states) {
-      if (other.is(state) || !other.contains("iteration")) continue;
-      iteration.check_still_scaled(operation, py::cast<IterationOfPython&>(other["iteration"]),
-                                   grads);
-    }
+  for (const auto& [key, other] : py::dict(attributes["_per_optimizer_states"])) {
+    if (other.is(state) || !other.contains("iteration")) continue;
+    const auto& of_other = py::cast<const IterationOfPython&>(other["iteration"]);
+    if (!of_other.is_unscaled()) continue;
+    iteration.check_still_scaled(operation, of_other, grads_of(optimizer));
   }
   const auto last = self.states.find(slot);
   if (last != self.states.end()) self.keep_look(slot, last->second);
@@ -220,6 +217,7 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
       has_spent |= iteration.is_spent;
       slot = iteration.slot;
       self.keep_look(*slot, py::reinterpret_borrow<py::dict>(state));
+      self.states.erase(*slot);
     }
     for (const auto& [device, flag] : py::dict(state["found_inf_per_device"])) {
       if (!slot.has_value()) slot = number_behind(self, key);  // someone's own way of looking
@@ -262,7 +260,8 @@ void define_loss_scale(py::module_& module) {
           "note_scale",
           [](IterationOfPython& self, bool has_stepped) {
             const py::object optimizer = self.optimizer();
-            if (!optimizer.is_none()) self.note_scale(grads_of(optimizer), has_stepped);
+            if (!self.is_unscaled() || optimizer.is_none()) return;
+            self.note_scale(grads_of(optimizer), has_stepped);
           },
           py::arg("has_stepped"))
       .def("forget_unscaling", &IterationOfPython::forget_unscaling);

@@ -64,7 +64,6 @@ std::optional<int64_t> ScaledIteration::first(const std::vector<ParamGrad>& para
 
 void ScaledIteration::check_still_scaled(const std::string& operation, const ScaledIteration& other,
                                          const std::vector<ParamGrad>& grads) const {
-  if (!other.is_unscaled_) return;
   const auto index = other.first(grads, [&](const Entry* entry, const ParamGrad& each) {
     return entry != nullptr &&
            (other.loss_was_scaled_ ? entry->is(each) : entry->has_place_of(each));

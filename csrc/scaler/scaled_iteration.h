@@ -44,7 +44,8 @@ class AMP_EXT_API ScaledIteration {
   int64_t slot;
   NameOf name_of;
   // Whether an exception came when gradients or parameters may have been written: only an update
-  // goes on from there. Who steps an optimizer of others sets it before, and takes it back after.
+  // goes on from there. Who steps an optimizer of others says so, since nobody sees how far it
+  // comes.
   bool is_spent = false;
 
   // Throws on behalf of an operation of the scaler if the iteration is spent.
