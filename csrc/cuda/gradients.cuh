@@ -175,15 +175,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     report(found, tile.index, outputs);
   }
   if constexpr (kSumSquares) {
-    AMP_EXT_SHARED(bool, is_last);
     const SumScratch& scratch = arguments.scratch;
+    bool is_last = false;
     if (threadIdx.x == 0) {
       scratch.tile_sums[blockIdx.x] = sum;
       __threadfence();
       is_last = atomicInc(scratch.block_counter, gridDim.x - 1) == gridDim.x - 1;
     }
-    __syncthreads();
-    if (!is_last) return;
+    if (!__syncthreads_or(is_last)) return;
     __threadfence();
     double total = 0.0;
     for (unsigned i = threadIdx.x; i < gridDim.x; i += Shape::kThreads) {
