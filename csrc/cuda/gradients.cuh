@@ -35,7 +35,7 @@ __device__ bool is_nonfinite(Storage value) {
 
 // The gradients of one launch, whose kernel has up to 80 bytes of arguments beside them.
 template <typename Shape>
-using GradientTable = TensorTable<1, kArgumentBytes - 80, Shape::kTileSize>;
+using GradientTable = TensorTable<1, kArgumentBytes - 80>;
 
 // The part of a gradient that this block has.
 template <typename StorageType, typename ShapeOfKernel>
@@ -54,8 +54,8 @@ struct GradientTile {
     const int tensor = table.tensor_of(tile);
     grad = static_cast<Storage*>(table.pointers[0][tensor]);
     index = table.group[tensor];
-    begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
-    end = min(begin + Shape::kTileSize, table.numel[tensor]);
+    begin = table.begin_of(tile, tensor);
+    end = table.end_of(begin, tensor);
   }
 
   // Calls visit(pack, in_place) for all elements, some at a time, with a copy of them and where
@@ -255,10 +255,10 @@ int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
     const int error = launch(kernel, table.blocks(), Shape::kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; is_launched != nullptr && k < table.count; ++k) is_launched[in_table[k]] = true;
-    table.clear();
+    table.clear(Shape::kTileSize);
     return 0;
   };
-  table.clear();
+  table.clear(Shape::kTileSize);
   for (int64_t i = 0; i < count; ++i) {
     if (records[i].grad_dtype != kDType<Storage>) continue;
     if (table.is_full()) {

@@ -44,9 +44,10 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   static constexpr bool kHasNarrowBuffers = (Buffer<index>::kMayDither || ...);
 
   // What is converted or dithered computes enough for the constants of a tensor to count: they are
-  // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long;
-  // without such buffers those of 4096 take 1 % longer, and those of 1024 2 to 20 %.
-  static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : 2048;
+  // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long. A
+  // thread has two packs at least: one alone takes 1.09 times as long on an H200 (and .99 on an
+  // H100, whose memory is slower).
+  static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : kPackSize == 8 ? 4096 : 2048;
 
   // Whether a buffer may be dithered.
   template <int buffer>
@@ -296,7 +297,7 @@ inline constexpr int kArchitecture = 0;
 // A name of its own, because the shape itself is another for the host than for sm_100.
 template <template <typename> class Functor, typename Streams>
 struct StepShape
-    : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1> {};
+    : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
 
 template <typename Functor, typename Streams, typename Shape>
 struct StepArguments {
@@ -304,9 +305,7 @@ struct StepArguments {
   static constexpr int kOtherBytes = kMaxGroups * sizeof(Hyperparameters) + sizeof(int64_t) +
                                      sizeof(GradientInputs) + 2 * sizeof(void*);
 
-  TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Shape::kTileSize,
-              Streams::kMayDither>
-      table;
+  TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::kMayDither> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
   GradientInputs inputs;
@@ -351,8 +350,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
   const Streams streams = Streams::at(table, tensor);
   const Constants& constants = block.constants;  // a copy of it would be spilled
-  const int64_t begin = static_cast<int64_t>(tile - table.first_tile[tensor]) * Shape::kTileSize;
-  const int64_t end = min(begin + Shape::kTileSize, table.numel[tensor]);
+  const int64_t begin = table.begin_of(tile, tensor);
+  const int64_t end = table.end_of(begin, tensor);
   const auto update_all = [&](auto dithers) {
     for_each_pack<Shape, Streams::kPackSize>(
         begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
@@ -388,8 +387,9 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
   int64_t in_table[decltype(arguments.table)::kCapacity];  // the indices of its records
+  int32_t tile_size = 0;  // chosen when there is a record to step
   const auto clear = [&] {
-    arguments.table.clear();
+    arguments.table.clear(tile_size);
     arguments.number_of_groups = 0;
     arguments.inputs = launch_of_all.inputs;
     arguments.grad_norm = launch_of_all.grad_norm;
@@ -409,6 +409,12 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     const TensorRecord& record = launch_of_all.records[i];
     if (!has_kinds<typename Streams::Kinds>(record)) continue;
     ++launched;
+    if (tile_size == 0) {
+      int64_t elements = 0;  // of other kinds too, which are rarely there
+      for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.records[k].numel;
+      tile_size = Shape::tile_size_of(elements);
+      clear();
+    }
     const bool new_group = arguments.number_of_groups == 0 || record.group != last_group;
     if (arguments.table.is_full() || (new_group && arguments.number_of_groups == kMaxGroups)) {
       if (const int error = flush()) return error;

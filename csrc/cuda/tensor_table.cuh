@@ -10,12 +10,19 @@
 namespace amp_ext::cuda {
 
 // How a kernel shares out its work.
-template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPacksAtOnce>
+template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPacksAtOnce,
+          int kElementsOfSmallTile = kElementsOfTile>
 struct Shape {
   static constexpr int kThreads = kThreadsOfBlock;
   static constexpr int kTileSize = kElementsOfTile;  // what a block works on
   static constexpr int kBlocks = kBlocksAtOnce;      // that a multiprocessor has registers for
   static constexpr int kPacks = kPacksAtOnce;        // that a thread loads before it uses one
+
+  // What a block works on in a launch of so many elements: with less than one tile for each block
+  // that a large GPU (132 multiprocessors) runs at once, smaller tiles keep more of it busy.
+  static constexpr int32_t tile_size_of(int64_t elements) {
+    return elements < int64_t{132} * kBlocks * kTileSize ? kElementsOfSmallTile : kTileSize;
+  }
 };
 
 inline constexpr int kThreads = 256;
@@ -43,13 +50,13 @@ struct DitherColumns<false, kCapacity> {
 };
 
 // As many tensors of `kPointers` pointers each as fit into `kBytes`, cut into tiles.
-template <int kPointers, int kBytes, int kElementsOfTile, bool kMayDither = false>
+template <int kPointers, int kBytes, bool kMayDither = false>
 struct TensorTable {
   static constexpr int kBytesPerTensor = kPointers * sizeof(void*) + sizeof(float*) +
                                          sizeof(int64_t) + 2 * sizeof(int32_t) +
                                          DitherColumns<kMayDither, 1>::kBytesPerTensor;
   static constexpr int kCapacity =
-      (kBytes - 4 * static_cast<int>(sizeof(int64_t))) / kBytesPerTensor;
+      (kBytes - 5 * static_cast<int>(sizeof(int64_t))) / kBytesPerTensor;
 
   void* pointers[kPointers][kCapacity];
   float* step[kCapacity];
@@ -59,10 +66,12 @@ struct TensorTable {
   DitherColumns<kMayDither, kCapacity> dither;
   int32_t count;
   int32_t tiles;
+  int32_t tile_size;  // elements
 
-  void clear() {
+  void clear(int32_t elements_of_tile) {
     count = 0;
     tiles = 0;
+    tile_size = elements_of_tile;
   }
 
   bool is_full() const { return count == kCapacity; }
@@ -75,12 +84,20 @@ struct TensorTable {
     first_tile[index] = tiles;
     group[index] = record_group;
     dither.add(index, record);
-    tiles += static_cast<int32_t>((record.numel + kElementsOfTile - 1) / kElementsOfTile);
+    tiles += static_cast<int32_t>((record.numel + tile_size - 1) / tile_size);
     return index;
   }
 
   // One for each tile, and one at least: it advances the steps of tensors without elements.
   int64_t blocks() const { return std::max(tiles, 1); }
+
+  // The elements of its tensor that a tile has: [begin, end).
+  __device__ int64_t begin_of(int32_t tile, int tensor) const {
+    return static_cast<int64_t>(tile - first_tile[tensor]) * tile_size;
+  }
+  __device__ int64_t end_of(int64_t begin, int tensor) const {
+    return min(begin + tile_size, numel[tensor]);
+  }
 
   // The tensor whose tile this block has: the last that starts at or before it.
   __device__ int tensor_of(int32_t tile) const {

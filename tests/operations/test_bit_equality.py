@@ -10,8 +10,10 @@ import os
 import engine_results
 import pytest
 import torch
+from awkward import BF16, F32, Dtypes
 from engine_results import Results
 from gradient_lists import equal
+from list_operations import build, run
 
 from amp_ext import ops
 
@@ -61,3 +63,22 @@ def test_every_device_gives_the_bits_of_plain_cpp(device, plain):
     found = engine_results.results(device)
     assert_same_bits(found, plain)
     assert found.keys() == plain.keys() - {"sums of squares"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [F32, BF16], ids=["float32-states", "bfloat16-states"])
+def test_a_large_tensor_has_the_bits_of_its_parts(states, device):
+    """The CUDA kernels cut it into larger tiles."""
+    numel, part = 2**22 + 3, 2**20
+    whole = build("adam_", {}, [(numel,)], Dtypes(BF16, BF16, states, master=True), device)
+    before = {name: tensor.clone() for name, (tensor,) in whole.items()}
+    run("adam_", whole, dither=True, first_elements=[0])
+    for begin in range(0, numel, part):
+        one = {
+            name: [tensor.clone() if tensor.dim() == 0 else tensor[begin : begin + part].clone()]
+            for name, tensor in before.items()
+        }
+        run("adam_", one, dither=True, first_elements=[begin])
+        for name, (tensor,) in one.items():
+            expected = whole[name][0]
+            assert equal(tensor, expected if expected.dim() == 0 else expected[begin : begin + part])
