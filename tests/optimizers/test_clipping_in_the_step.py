@@ -183,6 +183,10 @@ def test_norms_and_coefficients_of_float64_may_be_no_float32(way, size, limit, d
     fused_step(fused, way, way.make_scaler(device))
     norm = step_apart(apart, None, {"max_grad_norm": limit})
     assert same_bits(fused.grad_norm, norm.float())
+    # On a GPU torch's scaler looks for infs in float32, where such gradients are inf.
+    if size > 1e37 and device.type == "cuda" and way.scaler is torch.amp.GradScaler:
+        assert not any(param.any() for param in params_of(fused))
+        return
     for param, twin in zip(params_of(fused), params_of(apart), strict=True):
         torch.testing.assert_close(param, twin, rtol=1e-13, atol=0)
 
