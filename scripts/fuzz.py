@@ -17,10 +17,10 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.stateful import run_state_machine_as_test
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "state_machine")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-import loops  # noqa: E402
-from machine import Machine  # noqa: E402
+from state_machine import loops  # noqa: E402
+from state_machine.machine import Machine  # noqa: E402
 
 FOUND = ROOT / "build" / "fuzz"
 EXAMPLES = 100  # between two looks at the clock

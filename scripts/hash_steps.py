@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".json")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from hashes import Hash, numbers  # noqa: E402
-from optimizer_cases import CLASSES  # noqa: E402
+from harness.hashes import Hash, numbers  # noqa: E402
+from harness.optimizer_cases import CLASSES  # noqa: E402
 
 import amp_ext  # noqa: E402
 from amp_ext import ops  # noqa: E402

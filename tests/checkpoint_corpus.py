@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deeds import whole
-from hashes import Hash, numbers
+from harness.deeds import whole
+from harness.hashes import Hash, numbers
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, Dtypes
-from engine_results import CLIPPED, SCALED, SHAPES, STARTS, steps_of
-from gradient_lists import OPERATIONS, GradientOperation, equal
-from list_operations import FEW_STEPS, IN_FLOAT, STEPS, UPDATES, WITH_MASTERS, build, run
+from harness.awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, Dtypes
+from harness.engine_results import CLIPPED, SCALED, SHAPES, STARTS, steps_of
+from harness.gradient_lists import OPERATIONS, GradientOperation, equal
+from harness.list_operations import FEW_STEPS, IN_FLOAT, STEPS, UPDATES, WITH_MASTERS, build, run
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gradient_streams import STREAMS, gradients
+from harness.gradient_streams import STREAMS, gradients
 from shadow_runs import Adam64, OptimizerScheme, shadow_run
 from torch import Tensor
 

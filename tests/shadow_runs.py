@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from number_codes import (
+from harness.number_codes import (
     decode_q8h,
     decode_q8m,
     dither_words,
@@ -407,7 +407,7 @@ LION_BOUNDS = {"nearest": 0.012, "dithered": 0.0031, "q8m dithered": 0.015}
 
 def print_errors_of_optimizers() -> None:
     """Prints how far the optimizers are from float64 with states in bfloat16, by their rounding."""
-    from gradient_streams import STREAMS, gradients
+    from harness.gradient_streams import STREAMS, gradients
 
     def run(name: str, kind: Any, exact: Scheme, stream: Tensor, **options: Any) -> None:
         options["state_dtype"] = torch.bfloat16

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import small_training as small
 import torch
-from rows import rows
+from harness.rows import rows
 
 import amp_ext
 

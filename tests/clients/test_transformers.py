@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rows import rows
+from harness.rows import rows
 from small_training import INIT_SCALE, client, our_scaler
 
 import amp_ext

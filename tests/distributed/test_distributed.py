@@ -6,9 +6,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from rows import rows
+from harness import ranks
+from harness.rows import rows
 
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler

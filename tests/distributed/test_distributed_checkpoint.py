@@ -6,14 +6,21 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from awkward import BF16, F16, F32
-from optimizer_cases import Optimizer, assert_same_bits, few_optimizers, ours, params_of, train
-from reference import same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32
+from harness.optimizer_cases import (
+    Optimizer,
+    assert_same_bits,
+    few_optimizers,
+    ours,
+    params_of,
+    train,
+)
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.checkpoint.api import CheckpointException

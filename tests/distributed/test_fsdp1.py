@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed.checkpoint as dcp
-from awkward import BF16, F16, F32
-from optimizer_cases import Optimizer, assert_same_bits, optimizers_named, ours
+from harness import ranks
+from harness.awkward import BF16, F16, F32
+from harness.optimizer_cases import Optimizer, assert_same_bits, optimizers_named, ours
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh

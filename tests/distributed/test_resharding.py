@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from awkward import BF16, F32
-from optimizer_cases import optimizers_named, ours
-from reference import same_bits
+from harness import ranks
+from harness.awkward import BF16, F32
+from harness.optimizer_cases import optimizers_named, ours
+from harness.reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import amp_ext

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, Dtypes
-from reference import same_bits
+from harness import list_operations as cases
+from harness.awkward import BF16, F16, F32, Dtypes
+from harness.reference import same_bits
 
 
 def test_constants_are_computed_in_double(device):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from list_operations import DESCRIBED
+from harness.list_operations import DESCRIBED
 
 from amp_ext import ops
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 
-import engine_results
 import pytest
 import torch
-from awkward import BF16, F32, Dtypes
-from engine_results import Results
-from gradient_lists import equal
-from list_operations import build, run
+from harness import engine_results
+from harness.awkward import BF16, F32, Dtypes
+from harness.engine_results import Results
+from harness.gradient_lists import equal
+from harness.list_operations import build, run
 
 from amp_ext import ops
 

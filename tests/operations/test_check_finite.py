@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import F32, F64, INF, NAN
-from gradient_lists import each_dtype, spoiled
-from reference import same_bits
-from rows import rows
+from harness.awkward import F32, F64, INF, NAN
+from harness.gradient_lists import each_dtype, spoiled
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops

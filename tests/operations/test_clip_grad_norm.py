@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from gradient_lists import each_bad_value, multiplied
-from optimizer_cases import give_grads, grads_of, make_params, twins
-from reference import same_bits, snapshot, tolerance
-from rows import rows
+from harness.awkward import BF16, F16, F32, F64
+from harness.gradient_lists import each_bad_value, multiplied
+from harness.optimizer_cases import give_grads, grads_of, make_params, twins
+from harness.reference import same_bits, snapshot, tolerance
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.utils import clip_grad_norm_ as torchs

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import (
+from harness.awkward import (
     BF16,
     F16,
     F32,
@@ -20,7 +20,7 @@ from awkward import (
     placed,
     threads,
 )
-from coded_lists import (
+from harness.coded_lists import (
     CODED_STEPS,
     FIRST_STATES,
     STARTS,
@@ -32,8 +32,8 @@ from coded_lists import (
     params,
     shapes_of,
 )
-from list_operations import DECAY, Lists, Options, assert_same, build, run, spoil
-from number_codes import (
+from harness.list_operations import DECAY, Lists, Options, assert_same, build, run, spoil
+from harness.number_codes import (
     GROUP,
     IS_NAN,
     OFFSET,
@@ -44,8 +44,8 @@ from number_codes import (
     root_of_q8s,
     unit_below,
 )
-from reference import same_bits
-from rows import rows
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops

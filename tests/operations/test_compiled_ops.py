@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import same_bits
+from harness.reference import same_bits
 from torch import Tensor
 
 import amp_ext

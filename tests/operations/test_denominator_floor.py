@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
-from optimizer_cases import give_grads, make_params, ours
-from reference import adam, assert_close, same_bits
+from harness import list_operations as cases
+from harness.awkward import BF16, F32, F64, FEW_DTYPES, SHAPES, Dtypes
+from harness.optimizer_cases import give_grads, make_params, ours
+from harness.reference import adam, assert_close, same_bits
 
 with_and_without_amsgrad = pytest.mark.parametrize(
     "amsgrad", [{}, cases.AMSGRAD], ids=["adam", "amsgrad"]

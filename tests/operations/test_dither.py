@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import (
+from harness.awkward import (
     BF16,
     F16,
     F32,
@@ -19,9 +19,9 @@ from awkward import (
     placed,
     threads,
 )
-from list_operations import DITHERED_STEPS, STEP, Lists, assert_same, build, copied, run
-from number_codes import counter_of, dither_words, round_bfloat16, round_float16
-from rows import rows
+from harness.list_operations import DITHERED_STEPS, STEP, Lists, assert_same, build, copied, run
+from harness.number_codes import counter_of, dither_words, round_bfloat16, round_float16
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops

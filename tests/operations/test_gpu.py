@@ -9,10 +9,10 @@ from typing import Any
 import gpu_cases
 import pytest
 import torch
-from awkward import BF16, F16, F32
-from optimizer_cases import assert_same_bits, bits_of
-from reference import same_bits
-from rows import rows
+from harness.awkward import BF16, F16, F32
+from harness.optimizer_cases import assert_same_bits, bits_of
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import awkward
-import gradient_lists as cases
 import pytest
 import torch
-from awkward import BF16, F32, F64, INF, LAYOUT_SHAPE, LAYOUTS, NAN, neighbours_untouched, placed
-from optimizer_cases import HALVES
-from rows import rows
+from harness import awkward
+from harness import gradient_lists as cases
+from harness.awkward import (
+    BF16,
+    F32,
+    F64,
+    INF,
+    LAYOUT_SHAPE,
+    LAYOUTS,
+    NAN,
+    neighbours_untouched,
+    placed,
+)
+from harness.optimizer_cases import HALVES
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops

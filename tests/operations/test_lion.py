@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from list_operations import IN_FLOAT, build, run
+from harness.list_operations import IN_FLOAT, build, run
 
 from amp_ext import ops
 

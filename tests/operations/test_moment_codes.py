@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import F32, F64, INF, LAYOUT_SHAPE, LAYOUTS, NAN, SHAPES, placed, threads
-from number_codes import (
+from harness.awkward import F32, F64, INF, LAYOUT_SHAPE, LAYOUTS, NAN, SHAPES, placed, threads
+from harness.number_codes import (
     GROUP,
     IS_NAN,
     decode_q8h,
@@ -16,8 +16,8 @@ from number_codes import (
     root_of,
     root_of_q8s,
 )
-from reference import same_bits
-from rows import rows
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops

@@ -6,12 +6,12 @@ import itertools
 import math
 from typing import Any
 
-import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, DTYPES, F32, FEW_DTYPES, INF, NAN, Dtypes
-from reference import assert_close, clipped, same_bits, snapshot
-from rows import rows
+from harness import list_operations as cases
+from harness.awkward import BF16, DTYPES, F32, FEW_DTYPES, INF, NAN, Dtypes
+from harness.reference import assert_close, clipped, same_bits, snapshot
+from harness.rows import rows
 from torch.nn import Parameter
 
 import amp_ext

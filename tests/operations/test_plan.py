@@ -13,14 +13,24 @@ import weakref
 from functools import partial
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, channels_last, misaligned, placed, strided, transposed
-from list_operations import IN_FLOAT, build, run
-from optimizer_cases import each_class, give_grads, make_params, ours, params_of
-from reference import same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    channels_last,
+    misaligned,
+    placed,
+    strided,
+    transposed,
+)
+from harness.list_operations import IN_FLOAT, build, run
+from harness.optimizer_cases import each_class, give_grads, make_params, ours, params_of
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 

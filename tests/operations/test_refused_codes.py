@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F32, Dtypes
-from coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps, moved
-from list_operations import Lists, assert_same, run
-from number_codes import GROUP
-from rows import rows
+from harness.awkward import BF16, F32, Dtypes
+from harness.coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps, moved
+from harness.list_operations import Lists, assert_same, run
+from harness.number_codes import GROUP
+from harness.rows import rows
 from torch import Tensor
 
 IN_FLOAT = Dtypes(F32, F32, F32)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, placed, strided
-from list_operations import (
+from harness.awkward import BF16, F16, F32, F64, placed, strided
+from harness.list_operations import (
     IN_FLOAT,
     build,
     copied,
     few_steps_and_updates,
     run,
 )
-from reference import same_bits
-from refusals import WORDS, refusing_launch
+from harness.reference import same_bits
+from harness.refusals import WORDS, refusing_launch
 from torch import Tensor
 
 from amp_ext import ops

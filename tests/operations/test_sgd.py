@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32
-from gradient_lists import equal
-from reference import same_bits
+from harness import list_operations as cases
+from harness.awkward import BF16, F16, F32
+from harness.gradient_lists import equal
+from harness.reference import same_bits
 
 
 @pytest.mark.parametrize("buffer", [0.0, 12345.0])

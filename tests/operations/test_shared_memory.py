@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from harness.rows import rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import rows
 from torch import Tensor
 
 from amp_ext import ops

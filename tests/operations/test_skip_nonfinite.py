@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import list_operations as cases
-import optimizer_cases as classes
 import pytest
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES
-from optimizer_cases import each_class, give_grads, make_params, ours, params_of, twins
-from reference import assert_close, clipped, same_bits
+from harness import list_operations as cases
+from harness import optimizer_cases as classes
+from harness.awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES
+from harness.optimizer_cases import each_class, give_grads, make_params, ours, params_of, twins
+from harness.reference import assert_close, clipped, same_bits
 from torch import Tensor
 
 import amp_ext

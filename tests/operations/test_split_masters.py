@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import (
+from harness.awkward import (
     BF16,
     F16,
     F32,
@@ -19,15 +19,15 @@ from awkward import (
     placed,
     threads,
 )
-from list_operations import DECAY, FEW_STEPS, STEP, Lists, assert_same, build, copied, run
-from number_codes import (
+from harness.list_operations import DECAY, FEW_STEPS, STEP, Lists, assert_same, build, copied, run
+from harness.number_codes import (
     dither_words,
     join_bfloat16,
     join_float16,
     split_bfloat16,
     split_float16,
 )
-from rows import rows
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops

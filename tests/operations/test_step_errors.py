@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 
-import list_operations as cases
 import pytest
 import torch
-from awkward import F16, F32, F64, Dtypes
-from rows import rows
+from harness import list_operations as cases
+from harness.awkward import F16, F32, F64, Dtypes
+from harness.rows import rows
 from torch import Tensor
 
 DTYPES = Dtypes(F16, F16, F32, master=True)

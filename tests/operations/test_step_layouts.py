@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import list_operations as cases
 import pytest
 import torch
-from awkward import FEW_DTYPES, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
-from reference import same_bits
+from harness import list_operations as cases
+from harness.awkward import FEW_DTYPES, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
+from harness.reference import same_bits
 
 
 def in_layout(lists, layout, names):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F32
-from optimizer_cases import give_grads, make_params, ours, params_of
-from reference import same_bits
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F32
+from harness.optimizer_cases import give_grads, make_params, ours, params_of
+from harness.reference import same_bits
 
 # A setting, its default, one that shows in a step, and a third.
 SKIP = ("skip_nonfinite", False, True, False)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import itertools
 
-import list_operations as cases
 import pytest
 import torch
-from awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, SHAPES, Dtypes, threads
-from reference import same_bits
-from rows import rows
+from harness import list_operations as cases
+from harness.awkward import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    FEW_DTYPES,
+    INF,
+    NAN,
+    SHAPES,
+    Dtypes,
+    threads,
+)
+from harness.reference import same_bits
+from harness.rows import rows
 
 WITH_LIMITS = {"max_grad_norm": 1.0, "clip_value": 0.01, "write_back_grads": True}
 WITH_LIMITS |= {"skip_nonfinite": True}

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F32, Dtypes, threads
-from list_operations import build, run
-from optimizer_cases import bits_of, ours
-from reference import same_bits, snapshot
-from rows import rows
+from harness.awkward import BF16, F32, Dtypes, threads
+from harness.list_operations import build, run
+from harness.optimizer_cases import bits_of, ours
+from harness.reference import same_bits, snapshot
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import F64, INF, NAN, threads
-from engine_results import EXTREMES, lists_to_sum
-from gradient_lists import GRAD_DTYPES, SUM_OF_SQUARES, assert_right, each_bad_value, each_dtype
-from reference import same_bits
+from harness.awkward import F64, INF, NAN, threads
+from harness.engine_results import EXTREMES, lists_to_sum
+from harness.gradient_lists import (
+    GRAD_DTYPES,
+    SUM_OF_SQUARES,
+    assert_right,
+    each_bad_value,
+    each_dtype,
+)
+from harness.reference import same_bits
 from torch import Tensor
 
 from amp_ext import ops

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import list_operations as cases
 import pytest
-from awkward import BF16, F32, INF, NAN, Dtypes
-from list_operations import OPERATIONS, STEP, STEPS
+from harness import list_operations as cases
+from harness.awkward import BF16, F32, INF, NAN, Dtypes
+from harness.list_operations import OPERATIONS, STEP, STEPS
 
 COUNTED = [row for row in STEPS if OPERATIONS[row.values[0]].keeps_steps(row.values[1])]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, INF, NAN
-from gradient_lists import SIZES, each_dtype, equal, multiplied
-from reference import same_bits
+from harness.awkward import BF16, F16, F32, F64, INF, NAN
+from harness.gradient_lists import SIZES, each_dtype, equal, multiplied
+from harness.reference import same_bits
 from torch import Tensor
 
 from amp_ext import ops

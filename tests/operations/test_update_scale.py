@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from rows import rows
+from harness.rows import rows
 
 from amp_ext import ops
 

@@ -7,13 +7,22 @@ import functools
 import operator
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import assert_same_bits, make_params, ours, pair, theirs, train, trained, twins
-from reference import same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import (
+    assert_same_bits,
+    make_params,
+    ours,
+    pair,
+    theirs,
+    train,
+    trained,
+    twins,
+)
+from harness.reference import same_bits
+from harness.rows import rows
 
 Optimizer = torch.optim.Optimizer
 

@@ -6,15 +6,30 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import clipping_cases
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import F32, F64, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
-from clipping_cases import CLIPPING, WAYS, Way, assert_nearly, clipped, fused_step, step_apart
-from optimizer_cases import EACH_CLASS, assert_same_bits, give_grads, grads_of, pair, params_of
-from reference import same_bits, snapshot
-from rows import rows
+from harness import clipping_cases
+from harness import optimizer_cases as cases
+from harness.awkward import F32, F64, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
+from harness.clipping_cases import (
+    CLIPPING,
+    WAYS,
+    Way,
+    assert_nearly,
+    clipped,
+    fused_step,
+    step_apart,
+)
+from harness.optimizer_cases import (
+    EACH_CLASS,
+    assert_same_bits,
+    give_grads,
+    grads_of,
+    pair,
+    params_of,
+)
+from harness.reference import same_bits, snapshot
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook

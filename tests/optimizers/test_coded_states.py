@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import (
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import (
     COPIES,
     assert_refused,
     assert_same_bits,
@@ -24,8 +24,8 @@ from optimizer_cases import (
     trained,
     twins,
 )
-from reference import same_bits
-from rows import rows
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 

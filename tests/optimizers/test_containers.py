@@ -6,13 +6,13 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import F32
-from optimizer_cases import give_grads, make_params, ours, params_of
-from reference import same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import F32
+from harness.optimizer_cases import give_grads, make_params, ours, params_of
+from harness.reference import same_bits
+from harness.rows import rows
 
 import amp_ext
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F32
-from optimizer_cases import each_class, give_grads, make_params, ours
+from harness.awkward import BF16, F32
+from harness.optimizer_cases import each_class, give_grads, make_params, ours
 
 import amp_ext
 from amp_ext import ops

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
+from harness.awkward import BF16, F16, F32, F64
 from torch import nn
 
 from amp_ext.optim import AdamW, float32_state_dict

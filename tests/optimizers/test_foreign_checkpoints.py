@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import HALVES, assert_refused, make_params, ours, theirs, train, trained, twins
-from reference import assert_close, same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import (
+    HALVES,
+    assert_refused,
+    make_params,
+    ours,
+    theirs,
+    train,
+    trained,
+    twins,
+)
+from harness.reference import assert_close, same_bits
+from harness.rows import rows
 
 
 def two_trained(dtype: torch.dtype = F32) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:

@@ -6,11 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-import scaler_cases
 import torch
-import trainer_cases
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import (
+from harness import scaler_cases, trainer_cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import (
     assert_same_bits,
     make_params,
     ours,

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import (
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import (
     assert_same_bits,
     each_class,
     give_grads,
@@ -22,8 +22,8 @@ from optimizer_cases import (
     params_of,
     theirs,
 )
-from reference import assert_close, same_bits
-from rows import rows
+from harness.reference import assert_close, same_bits
+from harness.rows import rows
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim import optimizer as of_torch

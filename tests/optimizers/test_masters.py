@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32
-from optimizer_cases import HALVES, assert_same_bits, make_params, ours, params_of, train, trained
-from reference import refreshed_master, same_bits, snapshot
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32
+from harness.optimizer_cases import (
+    HALVES,
+    assert_same_bits,
+    make_params,
+    ours,
+    params_of,
+    train,
+    trained,
+)
+from harness.reference import refreshed_master, same_bits, snapshot
 from torch import Tensor
 from torch.nn import Parameter
 

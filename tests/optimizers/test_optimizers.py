@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, INF, LAYOUTS, NAN, neighbours_untouched, placed
-from optimizer_cases import assert_same_bits, give_grads, make_params, ours, pair, params_of, train
-from reference import FloatMasters, assert_close, same_bits, snapshot, tolerance
-from reference import adam as adam_formula
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64, INF, LAYOUTS, NAN, neighbours_untouched, placed
+from harness.optimizer_cases import (
+    assert_same_bits,
+    give_grads,
+    make_params,
+    ours,
+    pair,
+    params_of,
+    train,
+)
+from harness.reference import FloatMasters, assert_close, same_bits, snapshot, tolerance
+from harness.reference import adam as adam_formula
+from harness.rows import rows
 from torch.nn import Parameter
 
 import amp_ext

@@ -9,13 +9,13 @@ import operator
 import re
 from decimal import Decimal
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32
-from optimizer_cases import give_grads, make_params, ours, params_of
-from reference import same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32
+from harness.optimizer_cases import give_grads, make_params, ours, params_of
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 
 import amp_ext

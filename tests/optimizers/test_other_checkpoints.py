@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import (
+from harness.optimizer_cases import (
     assert_same_bits,
     bits_of,
     make_params,
@@ -20,7 +20,7 @@ from optimizer_cases import (
     train,
     twins,
 )
-from reference import assert_close, same_bits
+from harness.reference import assert_close, same_bits
 
 import amp_ext
 from amp_ext import ops

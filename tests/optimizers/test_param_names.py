@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F32
-from optimizer_cases import ours
-from reference import same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F32
+from harness.optimizer_cases import ours
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
 

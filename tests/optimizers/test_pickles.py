@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import assert_same_bits, ours, params_of
+from harness.optimizer_cases import assert_same_bits, ours, params_of
 from torch.nn import Parameter
 
 import amp_ext

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from list_operations import DESCRIBED
-from optimizer_cases import CLASSES
+from harness.list_operations import DESCRIBED
+from harness.optimizer_cases import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 # A file, what it has of every class or of every operation, and the line that a new one adds. What
@@ -31,22 +31,22 @@ PLACES = [
         "AMP_EXT_CONSTRUCTORS({name}, {key}_kind)",
     ),
     (
-        "tests/list_operations.py",
+        "tests/harness/list_operations.py",
         r'^    "{operation}": Operation\(',
         '"{operation}": Operation({operation}formula, ...), to OPERATIONS',
     ),
     (
-        "tests/list_operations.py",
+        "tests/harness/list_operations.py",
         r'^        "\S+": \("{operation}", ',
         '"{key}": ("{operation}", {{}}), to STEPS',
     ),
     (
-        "tests/optimizer_cases.py",
+        "tests/harness/optimizer_cases.py",
         r'^    "{name}": Kind\(',
         '"{name}": Kind(_{key}_formula, ...), to KINDS',
     ),
     (
-        "tests/optimizer_cases.py",
+        "tests/harness/optimizer_cases.py",
         r'^        \("\S+", "{name}", ',
         '("{key}", "{name}", {{}}), to OPTIMIZERS',
     ),

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, contiguous, placed, strided
-from interrupts import interrupted_at_each_line
-from optimizer_cases import COPIES, few_optimizers, give_grads, make_params, params_of
-from reference import same_bits
-from refusals import WORDS, RefusesCopy, refusing_launch
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64, contiguous, placed, strided
+from harness.interrupts import interrupted_at_each_line
+from harness.optimizer_cases import COPIES, few_optimizers, give_grads, make_params, params_of
+from harness.reference import same_bits
+from harness.refusals import WORDS, RefusesCopy, refusing_launch
+from harness.rows import rows
 from torch import Tensor
 
 import amp_ext

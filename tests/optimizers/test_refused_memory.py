@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F32, contiguous, placed, strided
-from optimizer_cases import few_optimizers
-from reference import same_bits
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F32, contiguous, placed, strided
+from harness.optimizer_cases import few_optimizers
+from harness.reference import same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_ext

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F16, F32
-from optimizer_cases import OPTIMIZERS, in_another_process, ours, through_a_file
-from reference import same_bits
+from harness.awkward import BF16, F16, F32
+from harness.optimizer_cases import OPTIMIZERS, in_another_process, ours, through_a_file
+from harness.reference import same_bits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_flatten_with_path

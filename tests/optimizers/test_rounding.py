@@ -6,14 +6,21 @@ import copy
 import io
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from number_codes import counter_of
-from optimizer_cases import assert_same_bits, give_grads, make_params, ours, params_of, train
-from reference import same_bits
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.number_codes import counter_of
+from harness.optimizer_cases import (
+    assert_same_bits,
+    give_grads,
+    make_params,
+    ours,
+    params_of,
+    train,
+)
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 

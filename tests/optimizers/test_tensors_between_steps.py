@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import each_class, few_optimizers, give_grads, make_params, params_of
-from reference import same_bits
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import each_class, few_optimizers, give_grads, make_params, params_of
+from harness.reference import same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

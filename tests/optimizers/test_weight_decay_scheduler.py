@@ -8,12 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from optimizer_cases import assert_same_bits, make_params, ours, params_of, theirs, train, twins
-from reference import assert_close
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.optimizer_cases import (
+    assert_same_bits,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+    train,
+    twins,
+)
+from harness.reference import assert_close
+from harness.rows import rows
 from torch.nn import Parameter
 
 import amp_ext

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F32
-from interrupts import interrupted_at_each_line
-from optimizer_cases import make_params, ours, params_of, train, trained, twins
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F32
+from harness.interrupts import interrupted_at_each_line
+from harness.optimizer_cases import make_params, ours, params_of, train, trained, twins
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map

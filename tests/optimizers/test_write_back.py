@@ -5,14 +5,38 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import clipping_cases
-import optimizer_cases as cases
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, LAYOUT_SHAPE, LAYOUTS, Layout, neighbours_untouched, placed
-from clipping_cases import CLIPPING, WAYS, expected_grads, fused_step, norm_of, of_all_dtypes
-from optimizer_cases import assert_same_bits, give_grads, grads_of, make_params, pair, params_of
-from reference import assert_close, same_bits, snapshot, tolerance
+from harness import clipping_cases
+from harness import optimizer_cases as cases
+from harness.awkward import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    LAYOUT_SHAPE,
+    LAYOUTS,
+    Layout,
+    neighbours_untouched,
+    placed,
+)
+from harness.clipping_cases import (
+    CLIPPING,
+    WAYS,
+    expected_grads,
+    fused_step,
+    norm_of,
+    of_all_dtypes,
+)
+from harness.optimizer_cases import (
+    assert_same_bits,
+    give_grads,
+    grads_of,
+    make_params,
+    pair,
+    params_of,
+)
+from harness.reference import assert_close, same_bits, snapshot, tolerance
 from torch import Tensor
 
 import amp_ext

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rows import rows
+from harness.rows import rows
 
 import amp_ext
 from amp_ext import cmake

@@ -12,9 +12,9 @@ from typing import Any
 import checkpoint_corpus as corpus
 import pytest
 import torch
-from deeds import Deed, Saved, comparable, do, whole
-from optimizer_cases import CLASSES
-from refused_calls import REFUSED_CALLS
+from harness.deeds import Deed, Saved, comparable, do, whole
+from harness.optimizer_cases import CLASSES
+from harness.refused_calls import REFUSED_CALLS
 from torch import Tensor
 
 from amp_ext import ops, optim

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_emulator import build
-from reference import same_bits
+from harness.reference import same_bits
 from torch.nn import Parameter
 
 import amp_ext

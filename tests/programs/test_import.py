@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from rows import rows
+from harness.rows import rows
 
 import amp_ext
 from amp_ext import binary

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rows import rows
+from harness.rows import rows
 from torch import Tensor
 from torch.utils._pytree import tree_map
 

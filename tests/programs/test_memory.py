@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import CLASSES, in_16_bits, ours, theirs
+from harness.optimizer_cases import CLASSES, in_16_bits, ours, theirs
 from torch import Tensor, nn
 
 from amp_ext import memory

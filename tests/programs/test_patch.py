@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import optimizer_cases as cases
 import pytest
 import torch
-from optimizer_cases import assert_same_bits, each_class_in_torch, train
-from rows import rows
+from harness import optimizer_cases as cases
+from harness.optimizer_cases import assert_same_bits, each_class_in_torch, train
+from harness.rows import rows
 from torch.amp import GradScaler as ImportedBefore
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
 from torch.nn import Parameter

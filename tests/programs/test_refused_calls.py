@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from deeds import do
-from refused_calls import REFUSED_CALLS
+from harness.deeds import do
+from harness.refused_calls import REFUSED_CALLS
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")

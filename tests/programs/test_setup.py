@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rows import rows
+from harness.rows import rows
 
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 GIB = 2**30

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rows import rows
+from harness.rows import rows
 from torch import nn
 
 from amp_ext.tensor_core import __main__ as command_line

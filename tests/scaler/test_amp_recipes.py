@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import threads
-from optimizer_cases import EACH_CLASS, ours, theirs
-from reference import tolerance
-from rows import rows
+from harness.awkward import threads
+from harness.optimizer_cases import EACH_CLASS, ours, theirs
+from harness.reference import tolerance
+from harness.rows import rows
+from harness.trainer_cases import new_model
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from trainer_cases import new_model
 
 import amp_ext
 

@@ -10,11 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scaler_cases as cases
 import torch
-from interrupts import interrupted_at_each_line
-from rows import rows
-from scaler_cases import INF, TorchScaler, as_torch, described, filled, params_of, ready, with_grads
+from harness import scaler_cases as cases
+from harness.interrupts import interrupted_at_each_line
+from harness.rows import rows
+from harness.scaler_cases import (
+    INF,
+    TorchScaler,
+    as_torch,
+    described,
+    filled,
+    params_of,
+    ready,
+    with_grads,
+)
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import scaler_cases as cases
 import torch
-from scaler_cases import INF, TorchScaler, filled, params_of, ready, through_a_file
+from harness import scaler_cases as cases
+from harness.scaler_cases import INF, TorchScaler, filled, params_of, ready, through_a_file
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from awkward import BF16, INF
-from interrupts import IS_COMPLETE, SECONDS, interrupted_at_each_line
-from rows import rows
+from harness.awkward import BF16, INF
+from harness.interrupts import IS_COMPLETE, SECONDS, interrupted_at_each_line
+from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 

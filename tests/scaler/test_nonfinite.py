@@ -9,12 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scaler_cases as cases
 import torch
-from awkward import BF16, F16, F32, F64
-from reference import same_bits
-from rows import rows
-from scaler_cases import INF, NAN, TorchScaler, filled, new_params, our_adamw_with_norm, over, ready
+from harness import scaler_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.reference import same_bits
+from harness.rows import rows
+from harness.scaler_cases import (
+    INF,
+    NAN,
+    TorchScaler,
+    filled,
+    new_params,
+    our_adamw_with_norm,
+    over,
+    ready,
+)
 from torch import Tensor, nn
 from torch.nn import Parameter
 

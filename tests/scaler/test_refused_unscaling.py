@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from awkward import F32, F64
-from optimizer_cases import give_grads, grads_of, make_params
-from reference import same_bits
-from refusals import WORDS, refusing_launch
+from harness.awkward import F32, F64
+from harness.optimizer_cases import give_grads, grads_of, make_params
+from harness.reference import same_bits
+from harness.refusals import WORDS, refusing_launch
 
 import amp_ext
 

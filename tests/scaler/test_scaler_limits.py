@@ -10,12 +10,12 @@ import random
 from typing import Any
 
 import pytest
-import scaler_cases as cases
 import torch
+from harness import scaler_cases as cases
+from harness.rows import rows
+from harness.scaler_cases import INF, TorchScaler, error_of, filled, params_of, ready, scales
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rows import rows
-from scaler_cases import INF, TorchScaler, error_of, filled, params_of, ready, scales
 from torch import Tensor
 
 import amp_ext

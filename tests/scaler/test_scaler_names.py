@@ -5,10 +5,18 @@ from __future__ import annotations
 import logging
 
 import pytest
-import scaler_cases as cases
 import torch
-from rows import rows
-from scaler_cases import all_optimizers, give_grads, iterate, name_of_last, named, new_params, ready
+from harness import scaler_cases as cases
+from harness.rows import rows
+from harness.scaler_cases import (
+    all_optimizers,
+    give_grads,
+    iterate,
+    name_of_last,
+    named,
+    new_params,
+    ready,
+)
 from torch.nn import Parameter
 
 import amp_ext

@@ -15,9 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import scaler_cases as cases
 import torch
-from scaler_cases import exact, give_grads, iterate, named, new_params, our_sgd, ready, torchs_sgd
+from harness import scaler_cases as cases
+from harness.scaler_cases import (
+    exact,
+    give_grads,
+    iterate,
+    named,
+    new_params,
+    our_sgd,
+    ready,
+    torchs_sgd,
+)
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -10,11 +10,20 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
-import scaler_cases as cases
 import torch
-from awkward import BF16, F16, F32, F64
-from reference import same_bits
-from scaler_cases import INF, as_torch, filled, grads_of, params_of, ready, recorded, with_grads
+from harness import scaler_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.reference import same_bits
+from harness.scaler_cases import (
+    INF,
+    as_torch,
+    filled,
+    grads_of,
+    params_of,
+    ready,
+    recorded,
+    with_grads,
+)
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter

@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import EACH_CLASS, KINDS, Optimizer, assert_same_bits, ours, params_of, theirs
-from reference import same_bits, tolerance
-from rows import rows
-from scaler_cases import takes
-from scaler_loop import give_new_grads, makers, new_params, plain, under_scaler
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import (
+    EACH_CLASS,
+    KINDS,
+    Optimizer,
+    assert_same_bits,
+    ours,
+    params_of,
+    theirs,
+)
+from harness.reference import same_bits, tolerance
+from harness.rows import rows
+from harness.scaler_cases import takes
+from harness.scaler_loop import give_new_grads, makers, new_params, plain, under_scaler
 from torch import Tensor
 
 import amp_ext

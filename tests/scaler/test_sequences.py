@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import optimizer_cases as cases
 import pytest
 import torch
+from harness import optimizer_cases as cases
+from harness.optimizer_cases import assert_same_bits, optimizers_named, ours, params_of, theirs
+from harness.scaler_loop import ELEMENTS, makers, new_params, plain, under_scaler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from optimizer_cases import assert_same_bits, optimizers_named, ours, params_of, theirs
-from scaler_loop import ELEMENTS, makers, new_params, plain, under_scaler
 
 import amp_ext
 

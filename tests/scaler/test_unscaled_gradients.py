@@ -6,9 +6,9 @@ import gc
 from typing import Any
 
 import pytest
-import scaler_cases as cases
 import torch
-from scaler_cases import INF, error_of, filled, params_of, ready
+from harness import scaler_cases as cases
+from harness.scaler_cases import INF, error_of, filled, params_of, ready
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 

@@ -6,12 +6,16 @@ import collections
 from typing import ClassVar
 
 import torch
-from awkward import BF16, F16, F32, F64
-from differences import MODELLED
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import AS_TORCH
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from optimizer_cases import AS_TORCH
-from sides import (
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+from state_machine.differences import MODELLED
+from state_machine.sides import (
     HANDLES,
     ROWS,
     UNSCALED,
@@ -23,11 +27,7 @@ from sides import (
     error_of,
     written,
 )
-from steps import HOOKS, Plan, Step
-from torch import Tensor
-from torch.nn import Parameter
-
-import amp_ext
+from state_machine.steps import HOOKS, Plan, Step
 
 DTYPES = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": BF16}
 OWN_OF = {

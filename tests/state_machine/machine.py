@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from awkward import F32
+from harness.awkward import F32
+from harness.optimizer_cases import IN_TORCH, swapping, through_a_file
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
-from optimizer_cases import IN_TORCH, swapping, through_a_file
-from sides import (
+from torch import Tensor
+from torch.nn import Parameter, ParameterList
+
+from amp_ext.optim import float32_state_dict
+from state_machine.loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
+from state_machine.sides import (
     HANDLES,
     OWN_OPTIONS,
     Pair,
@@ -25,10 +29,6 @@ from sides import (
     doubled,
     error_of,
 )
-from torch import Tensor
-from torch.nn import Parameter, ParameterList
-
-from amp_ext.optim import float32_state_dict
 
 # What a program changes in a group between two steps.
 CHANGES = {

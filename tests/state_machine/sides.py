@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from awkward import BF16, F16, F32, F64
-from number_codes import (
+from harness.awkward import BF16, F16, F32, F64
+from harness.number_codes import (
     GROUP,
     OFFSET,
     WIDEST_CODE,
@@ -24,8 +24,8 @@ from number_codes import (
     root_of_q8s,
     unit_below,
 )
-from optimizer_cases import KINDS, OPTIMIZERS, ours, theirs
-from reference import TOLERANCES, refreshed_master
+from harness.optimizer_cases import KINDS, OPTIMIZERS, ours, theirs
+from harness.reference import TOLERANCES, refreshed_master
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter

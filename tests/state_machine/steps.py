@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from awkward import F16, F32, F64
-from optimizer_cases import KINDS
-from sides import (
+from harness.awkward import F16, F32, F64
+from harness.optimizer_cases import KINDS
+from torch import Tensor
+
+from state_machine.sides import (
     READY,
     STEPPED,
     UNSCALED,
@@ -26,7 +28,6 @@ from sides import (
     placed,
     written,
 )
-from torch import Tensor
 
 
 class SkippedError(Exception):

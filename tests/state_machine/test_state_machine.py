@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from differences import ELSEWHERE, MODELLED
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from machine import Machine
+
+from state_machine.differences import ELSEWHERE, MODELLED
+from state_machine.machine import Machine
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from awkward import threads
+from harness.awkward import threads
 
 
 @pytest.fixture(autouse=True)

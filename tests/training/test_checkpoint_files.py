@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
-from disk import Disk
-from interrupts import interrupted_at_each_line
-from optimizer_cases import in_another_process
-from reference import same_bits
-from rows import rows
+from harness import trainer_cases as cases
+from harness.disk import Disk
+from harness.interrupts import interrupted_at_each_line
+from harness.optimizer_cases import in_another_process
+from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, INF, NAN
-from number_codes import (
+from harness.awkward import BF16, F16, F32, INF, NAN
+from harness.number_codes import (
     GROUP,
     IS_NAN,
     OFFSET,
@@ -30,7 +30,7 @@ from number_codes import (
     split_bfloat16,
     split_float16,
 )
-from reference import same_bits
+from harness.reference import same_bits
 from torch import Tensor
 
 # The least and the largest, some of the dither itself, and nearest.

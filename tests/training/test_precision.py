@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from reference import same_bits
+from harness.awkward import BF16, F16, F32, F64
+from harness.reference import same_bits
+from harness.trainer_cases import WithLoss, X, new_trainer
 from torch import Tensor, nn
-from trainer_cases import WithLoss, X, new_trainer
 
 import amp_ext
 from amp_ext.training import benchmark_precision, choose_precision

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_streams import gradients
-from rows import rows
+from harness.gradient_streams import gradients
+from harness.rows import rows
 from shadow_figure import MASTERS, STATES, draw, errors_of_updates, errors_of_weights
 from shadow_runs import (
     ADAM_BOUNDS,

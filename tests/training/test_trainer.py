@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
-from awkward import BF16, F16, F32
-from reference import tolerance
+from harness import trainer_cases as cases
+from harness.awkward import BF16, F16, F32
+from harness.reference import tolerance
+from harness.trainer_cases import TARGET, X, assert_same, batches, new_model, new_trainer, params_of
 from torch import Tensor, nn
-from trainer_cases import TARGET, X, assert_same, batches, new_model, new_trainer, params_of
 
 import amp_ext
 from amp_ext.training import MixedPrecisionConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
-from interrupts import IS_COMPLETE, interrupted_at_each_line
-from rows import rows
+from harness import trainer_cases as cases
+from harness.interrupts import IS_COMPLETE, interrupted_at_each_line
+from harness.rows import rows
 from torch import nn
 
 import amp_ext

@@ -14,16 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_cases as cases
-from awkward import BF16, F16, F32
-from interrupts import IS_COMPLETE, interrupted_at_each_line
-from optimizer_cases import through_a_file
-from reference import same_bits
-from rows import rows
+from harness import trainer_cases as cases
+from harness.awkward import BF16, F16, F32
+from harness.interrupts import IS_COMPLETE, interrupted_at_each_line
+from harness.optimizer_cases import through_a_file
+from harness.reference import same_bits
+from harness.rows import rows
+from harness.trainer_cases import (
+    PRECISIONS,
+    TARGET,
+    X,
+    assert_same,
+    new_model,
+    new_trainer,
+    params_of,
+)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, SequentialLR
 from torch.utils._pytree import tree_map
-from trainer_cases import PRECISIONS, TARGET, X, assert_same, new_model, new_trainer, params_of
 
 import amp_ext
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer, StepMetrics

@@ -1,4 +1,5 @@
-// Does what tests/deeds.py says, a list of calls as plain values, and writes what came of it.
+// Does what tests/harness/deeds.py says, a list of calls as plain values, and writes what came of
+// it.
 #pragma once
 
 #include <amp_ext/amp_ext.h>

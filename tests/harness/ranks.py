@@ -17,9 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, optimizers_named, ours, theirs
-from reference import same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -33,6 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
 from amp_ext.sharding import first_element, local_tensor
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, optimizers_named, ours, theirs
+from harness.reference import same_bits
 
 Check = Callable[[int], None]
 BAD_RANK, BAD_STEP, STEPS = 1, 2, 4

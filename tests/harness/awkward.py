@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from rows import rows
 from torch import Tensor
+
+from harness.rows import rows
 
 # Nothing, a scalar, less than a vector, a vector and one more; a tile of CUDA's step less one and
 # whole, a tile of the CPU and of what CUDA rounds and one more; several of all with a tail.

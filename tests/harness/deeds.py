@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from optimizer_cases import assert_same_bits, bits_of
 from torch import Tensor
 
 import amp_ext
+from harness.optimizer_cases import assert_same_bits, bits_of
 
 Deed = dict[str, Any]
 Saved = dict[str, Any]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import F32
-from optimizer_cases import Optimizer, params_of
 from torch.nn import Parameter
+
+from harness.awkward import F32
+from harness.optimizer_cases import Optimizer, params_of
 
 SHAPES = [(4, 5), (33,), ()]
 ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES)

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from awkward import (
+from torch import Tensor
+
+from amp_ext import ops
+from harness.awkward import (
     BF16,
     DTYPES,
     F16,
@@ -24,12 +27,9 @@ from awkward import (
     misaligned,
     placed,
 )
-from coded_lists import CODED_STEPS, encode
-from list_operations import DITHERED_STEPS, FEW_STEPS, STEPS, Lists, build, run
-from number_codes import GROUP
-from torch import Tensor
-
-from amp_ext import ops
+from harness.coded_lists import CODED_STEPS, encode
+from harness.list_operations import DITHERED_STEPS, FEW_STEPS, STEPS, Lists, build, run
+from harness.number_codes import GROUP
 
 # Less than a vector, one and a tail, a tile, and more than one of every kernel; also misaligned.
 SHAPES = [(size + start,) for size in (1, 7, 37, 2048, 8207) for start in (0, 1)]

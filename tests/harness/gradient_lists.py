@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64, INF, NAN
-from reference import same_bits
-from rows import rows
 from torch import Tensor
 
 from amp_ext import ops
+from harness.awkward import BF16, F16, F32, F64, INF, NAN
+from harness.reference import same_bits
+from harness.rows import rows
 
 GRAD_DTYPES = [F32, F16, BF16, F64]
 # Around the widths of vectors, around the tiles of CUDA and the CPU, and more than one of them.

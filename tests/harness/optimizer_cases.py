@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-import reference
 import torch
-from awkward import BF16, F16, F32, F64
-from reference import assert_close, same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from harness import reference
+from harness.awkward import BF16, F16, F32, F64
+from harness.reference import assert_close, same_bits
 
 Optimizer = torch.optim.Optimizer
 

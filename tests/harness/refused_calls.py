@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deeds import ONE, Deed, Saved
-from optimizer_cases import CLASSES
 
 import amp_ext
 from amp_ext.optim.options import defaults_of
+from harness.deeds import ONE, Deed, Saved
+from harness.optimizer_cases import CLASSES
 
 Change = Callable[[Saved], Any]
 

@@ -1,6 +1,6 @@
 """Lists of a step whose moments have codes of 8 bits, and the same numbers in float32.
 
-It lies beside the folders of tests, for those of more than one and for ``engine_results``.
+For the tests of several folders and for ``engine_results``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, SHAPES, Dtypes
-from list_operations import Lists, Options, build
-from number_codes import (
+from torch import Tensor
+
+from harness.awkward import BF16, F16, F32, SHAPES, Dtypes
+from harness.list_operations import Lists, Options, build
+from harness.number_codes import (
     GROUP,
     decode_q8h,
     decode_q8m,
@@ -23,8 +25,7 @@ from number_codes import (
     root_of_q8s,
     round_bfloat16,
 )
-from rows import rows
-from torch import Tensor
+from harness.rows import rows
 
 # The operation, its options, and the code of its moments: of Adam's second ones, if they have one.
 CODED_STEPS = rows(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from reference import same_bits
 from torch import Tensor, nn
 
 import amp_ext
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer, StepMetrics
+from harness.reference import same_bits
 
 # So large that the first steps overflow and the scale must come down; then it grows soon.
 TOO_LARGE, GROWTH_INTERVAL = 2.0**20, 3

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F16, F32, F64
-from optimizer_cases import OPTIMIZERS, Optimizer, make_params, ours, params_of, twins
-from reference import tolerance
-from rows import rows
-from scaler_cases import takes
 from torch import Tensor
 
 import amp_ext
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import OPTIMIZERS, Optimizer, make_params, ours, params_of, twins
+from harness.reference import tolerance
+from harness.rows import rows
+from harness.scaler_cases import takes
 
 SCALE = 2.0**10
 

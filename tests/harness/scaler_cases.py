@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import optimizer_cases
 import pytest
 import torch
-from optimizer_cases import params_of
 from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
+from harness import optimizer_cases
+from harness.optimizer_cases import params_of
 
 INF, NAN = math.inf, math.nan
 TorchScaler = torch.amp.GradScaler

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import BF16, F32, F64, INF, NAN, Dtypes
-from number_codes import counter_of
-from reference import adam, assert_close, clipped, lion, same_bits, sgd, tolerance
-from rows import rows
 from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.ops import OptimizerType
+from harness.awkward import BF16, F32, F64, INF, NAN, Dtypes
+from harness.number_codes import counter_of
+from harness.reference import adam, assert_close, clipped, lion, same_bits, sgd, tolerance
+from harness.rows import rows
 
 Options = dict[str, Any]
 Lists = dict[str, list[Tensor]]

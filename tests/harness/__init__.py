@@ -1,0 +1,35 @@
+"""What tests share: `from harness.rows import rows`.
+
+Rows, and what results are held against:
+
+* `awkward`: sizes, layouts and dtypes that kernels get wrong.
+* `rows`: rows of parametrized tests as a table.
+* `reference`: the formulas of the optimizers in plain torch float64, and tolerances.
+* `number_codes`: the codes of low-memory states in plain torch.
+* `gradient_streams`: streams of gradients that show what a narrow state does.
+* `hashes`: numbers that are the same on every machine, and hashes of what comes of them.
+
+What is tested, in tables:
+
+* `list_operations`: the optimizers' operations over lists of tensors (`OPERATIONS`, `STEPS`).
+* `coded_lists`: lists of a step whose moments have codes of 8 bits.
+* `gradient_lists`: the operations over lists of gradients.
+* `engine_results`: what engines compute, for comparison between them.
+* `optimizer_cases`: the optimizers (`KINDS`, `OPTIMIZERS`), their parameters and gradients.
+* `clipping_cases`: clipping inside the step and apart from it.
+* `scaler_cases`: scalers, and one way to step the optimizers under them.
+* `scaler_loop`: a loop of any scaler with any optimizer.
+* `trainer_cases`: small trainings and their parts.
+* `ranks`: ranks of distributed training, and what each checks there.
+* `deeds`: calls as plain values, which Python and C++ do alike.
+* `refused_calls`: calls that Python and C++ refuse alike, with the exception and its text.
+
+What goes wrong on purpose:
+
+* `refusals`: launches and copies that are refused.
+* `interrupts`: Ctrl-C at each line of a call.
+* `disk`: a disk on which a save ends in the middle.
+
+Packages and programs of their own stand beside this one: `state_machine`, `cuda_emulator`,
+`checkpoint_corpus`, `gpu_cases`, `shadow_runs`, `shadow_figure`.
+"""
