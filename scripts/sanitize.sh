@@ -53,7 +53,7 @@ checked() {
 tests() {
   local argument name paths=() options=()
   for name in cmake cpp cuda_emulator distributed import info libtorch_example machine_code \
-    number_codes resharding shadow_runs stress; do
+    number_codes resharding stress update_errors; do
     options+=(--ignore-glob "$root/tests/*/test_$name.py") # a relative one begins at this folder
   done
   for argument; do

@@ -6,7 +6,6 @@ Rows, and what results are held against:
 * `rows`: rows of parametrized tests as a table.
 * `reference`: the formulas of the optimizers in plain torch float64, and tolerances.
 * `number_codes`: the codes of low-memory states in plain torch.
-* `gradient_streams`: streams of gradients that show what a narrow state does.
 * `hashes`: numbers that are the same on every machine, and hashes of what comes of them.
 
 What is tested, in tables:
@@ -31,5 +30,5 @@ What goes wrong on purpose:
 * `disk`: a disk on which a save ends in the middle.
 
 Packages and programs of their own stand beside this one: `state_machine`, `cuda_emulator`,
-`checkpoint_corpus`, `gpu_cases`, `shadow_runs`, `shadow_figure`.
+`checkpoint_corpus`, `gpu_cases`.
 """

@@ -1,9 +1,9 @@
 """Draws how far narrow states and masters are from float64: docs/update_errors.png.
 
-    PYTHONPATH=. python tests/shadow_figure.py            # half a minute
-    PYTHONPATH=. python tests/shadow_figure.py other.png
+    PYTHONPATH=. python benchmarks/update_errors_figure.py            # half a minute
+    PYTHONPATH=. python benchmarks/update_errors_figure.py other.png
 
-Left: the error of an update by what the states are stored in, as ``shadow_runs`` measures it.
+Left: the error of an update by what the states are stored in, as ``update_errors`` measures it.
 Right: the error of the way of a parameter by what is kept of its master.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.gradient_streams import STREAMS, gradients
-from shadow_runs import Adam64, OptimizerScheme, shadow_run
+from gradient_streams import STREAMS, gradients
 from torch import Tensor
+from update_errors import Adam64, OptimizerScheme, shadow_run
 
 from amp_ext.optim import AdamW
 

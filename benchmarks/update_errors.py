@@ -1,0 +1,210 @@
+"""Shadow runs: one stream of gradients feeds an optimizer in float64 and others beside it.
+
+None of them moves a parameter, so errors do not feed back, and a run of seconds tells how far each
+update of a scheme lies from the exact one. `tests/optimizers/test_update_errors.py` has the bounds.
+
+    PYTHONPATH=. python benchmarks/update_errors.py  # of the optimizers, with states in bfloat16
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from gradient_streams import STREAMS, gradients
+from torch import Tensor
+
+from amp_ext import optim
+from amp_ext.optim.fused_optimizer import FusedOptimizer
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+# Updates of the first steps, whose bias correction is large, do not count.
+FIRST_STEPS = 10
+
+
+class Scheme(Protocol):
+    """An optimizer without its parameter.
+
+    ``second_moment`` is what it divides by as it is stored, in float; None where there is none.
+    """
+
+    second_moment: Tensor | None
+
+    def step(self, grad: Tensor) -> Tensor:
+        """Takes one gradient, and returns the update in units of the learning rate."""
+
+
+@dataclasses.dataclass
+class Errors:
+    """How far a scheme is from float64.
+
+    Attributes:
+        update: Root mean square of the difference of the updates, beside that of the updates.
+        largest: The largest single difference of an update, in units of the learning rate.
+        way: As ``update``, of the sums of all updates: what a parameter would have moved.
+        bias: The mean over the elements of the difference of ln sqrt(v) after the last step.
+        spread: The standard deviation of the same.
+    """
+
+    update: float
+    largest: float
+    way: float
+    bias: float = math.nan
+    spread: float = math.nan
+
+
+def shadow_run(gradients: Tensor, exact: Scheme, schemes: dict[str, Scheme]) -> dict[str, Errors]:
+    """Steps all with the same gradients, [steps, rows, columns], and compares with ``exact``."""
+    squares = dict.fromkeys(schemes, 0.0)
+    largest = dict.fromkeys(schemes, 0.0)
+    strayed = dict.fromkeys(schemes, torch.zeros(gradients.shape[1:]).double())
+    exact_squares, way = 0.0, torch.zeros(gradients.shape[1:]).double()
+    for index, grad in enumerate(gradients):
+        wanted = exact.step(grad)
+        updates = {name: scheme.step(grad) for name, scheme in schemes.items()}
+        if index < FIRST_STEPS:
+            continue
+        exact_squares += wanted.square().sum().item()
+        way = way + wanted
+        for name, update in updates.items():
+            difference = update.double() - wanted
+            squares[name] += difference.square().sum().item()
+            largest[name] = max(largest[name], difference.abs().max().item())
+            strayed[name] = strayed[name] + difference
+    return {
+        name: Errors(
+            math.sqrt(squares[name] / exact_squares),
+            largest[name],
+            (strayed[name].norm() / way.norm()).item(),
+            *error_of_root(scheme.second_moment, exact.second_moment),
+        )
+        for name, scheme in schemes.items()
+    }
+
+
+def error_of_root(moment: Tensor | None, exact: Tensor | None) -> list[float]:
+    """Mean and deviation of ln sqrt(moment / exact) over what is positive in both."""
+    if moment is None or exact is None:
+        return []
+    both = (moment > 0) & (exact > 0)
+    error = (moment.double()[both] / exact[both]).log() / 2
+    return [error.mean().item(), error.std().item()]
+
+
+class Adam64:
+    """Adam in float64, in the order in which torch computes it."""
+
+    def __init__(
+        self, shape: torch.Size, betas: tuple[float, float] = BETAS, amsgrad: bool = False
+    ) -> None:
+        self.betas, self.amsgrad, self.steps = betas, amsgrad, 0
+        self.exp_avg, self.exp_avg_sq, self.second_moment = torch.zeros(3, *shape).double()
+
+    def step(self, grad: Tensor) -> Tensor:
+        self.steps += 1
+        grad = grad.double()
+        beta1, beta2 = self.betas
+        self.exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - beta1)
+        self.exp_avg_sq = self.exp_avg_sq * beta2 + grad * grad * (1 - beta2)
+        self.second_moment = (
+            self.second_moment.maximum(self.exp_avg_sq) if self.amsgrad else self.exp_avg_sq
+        )
+        correction = math.sqrt(1 - beta2**self.steps)
+        denominator = self.second_moment.sqrt() / correction + EPS
+        return self.exp_avg / denominator / (1 - beta1**self.steps)
+
+
+class Momentum64:
+    """SGD's momentum in float64."""
+
+    second_moment = None
+
+    def __init__(self, shape: torch.Size, momentum: float) -> None:
+        self.buffer, self.momentum = torch.zeros(shape).double(), momentum
+
+    def step(self, grad: Tensor) -> Tensor:
+        self.buffer = self.buffer * self.momentum + grad
+        return self.buffer
+
+
+class Lion64:
+    """Lion in float64."""
+
+    second_moment = None
+
+    def __init__(self, shape: torch.Size, beta2: float = 0.99) -> None:
+        self.exp_avg, self.beta2 = torch.zeros(shape).double(), beta2
+
+    def step(self, grad: Tensor) -> Tensor:
+        update = (self.exp_avg * BETAS[0] + grad * (1 - BETAS[0])).sign()
+        self.exp_avg = self.exp_avg * self.beta2 + grad * (1 - self.beta2)
+        return update
+
+
+class OptimizerScheme:
+    """A class of torch.optim or amp_ext.optim as a scheme, with one parameter that is zero.
+
+    Args:
+        optimizer: The class.
+        shape: Of the gradients.
+        options: Of the class, without lr, which is 1 so that the parameter becomes the update.
+    """
+
+    def __init__(
+        self, optimizer: Callable[..., torch.optim.Optimizer], shape: torch.Size, **options: Any
+    ) -> None:
+        self.param = torch.zeros(shape, requires_grad=True)
+        self.optimizer = optimizer([self.param], lr=1.0, **options)
+
+    def step(self, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.param.zero_()
+        self.param.grad = grad.clone()
+        self.optimizer.step()
+        return -self.param.detach()
+
+    @property
+    def second_moment(self) -> Tensor | None:
+        """By its name in torch, under which codes are numbers."""
+        state = self.optimizer.state[self.param]
+        if isinstance(self.optimizer, FusedOptimizer):
+            state = optim.float32_state_dict(self.optimizer)["state"][0]
+        moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+        return None if moment is None else moment.float()
+
+
+def print_errors_of_optimizers() -> None:
+    """Prints how far the optimizers are from float64 with states in bfloat16, by their rounding."""
+
+    def run(name: str, kind: Any, exact: Scheme, stream: Tensor, **options: Any) -> None:
+        options["state_dtype"] = torch.bfloat16
+        schemes: dict[str, Scheme] = {
+            rounding: OptimizerScheme(kind, stream.shape[1:], rounding=rounding, **options)
+            for rounding in ("dither", "nearest")
+        }
+        for rounding, errors in shadow_run(stream, exact, schemes).items():
+            bias = "" if math.isnan(errors.bias) else f"  ln sqrt(v) {errors.bias:+.4f}"
+            print(
+                f"{name:26} {rounding:8} update {errors.update:7.2%}  largest {errors.largest:5.2f}"
+                f"  way {errors.way:7.2%}{bias}"
+            )
+
+    for name in STREAMS:
+        stream = gradients(name)
+        shape = stream.shape[1:]
+        for betas in (BETAS, (0.9, 0.95)):
+            options = {"betas": betas, "weight_decay": 0.0}
+            title = f"AdamW {betas[1]}, {name}"
+            run(title, optim.AdamW, Adam64(shape, betas), stream, **options)
+        amsgrad = {"amsgrad": True, "weight_decay": 0.0}
+        exact = Adam64(shape, amsgrad=True)
+        run(f"amsgrad, {name}", optim.AdamW, exact, stream, **amsgrad)
+        run(f"SGD 0.99, {name}", optim.SGD, Momentum64(shape, 0.99), stream, momentum=0.99)
+        run(f"Lion 0.99, {name}", optim.Lion, Lion64(shape), stream)
+
+
+if __name__ == "__main__":
+    print_errors_of_optimizers()
