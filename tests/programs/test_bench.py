@@ -12,7 +12,7 @@ import torch
 
 from amp_ext.bench import measure
 from amp_ext.bench.steps import make_params, make_program
-from amp_ext.bench.work import FEATURED, LOW_MEMORY, SIDES, ShapeList, Work, choose_rows, uniform
+from amp_ext.bench.work import FEATURED, LOW_MEMORY, SIDES, ShapeList, Work, choose_rows
 
 CPU = torch.device("cpu")
 SQUARE = ShapeList("square", ((128, 128),))
@@ -59,29 +59,6 @@ def test_the_floor_counts_each_operand_once():
     assert bytes_of(Work("AdamW", bf16, masters=False)) == (12, 22)
     assert bytes_of(Work("SGD", fp32)) == (12, 20)
     assert bytes_of(Work("SGD", fp32, scaler=True)) == (12, 24)
-
-
-def test_less_is_moved_where_less_is_kept():
-    moved = {work.name: bytes_of(work) for work in LOW_MEMORY}
-    assert moved["AdamW bf16 + split"] == (14, 26)
-    assert moved["AdamW bf16 + split + bf16 states"] == (10, 18)
-    assert moved["AdamW bf16 + split8 + bf16 states"] == (9, 16)
-    assert moved["AdamW bf16 + bf16 states"] == (8, 14)
-    assert moved["AdamW bf16 + split + 8bit-bf16 states"] == (9, 16)
-    assert moved["AdamW bf16 + split8 + 8bit states"] == (7.03125, 12.0625)
-    assert moved["AdamW fp32 + bf16 states"] == (12, 20)
-
-
-def test_the_quick_choice_has_the_common_rows():
-    for device, names in (
-        ("cpu", {"4 × 8M", "300 × 100k", "1,000 × 64"}),
-        ("cuda", {"1 × 256M", "600 × 100k", "1,000 × 64"}),
-    ):
-        rows = choose_rows(device, quick=True)
-        assert len(rows) == 18
-        assert {shapes.name for _, shapes in rows} == names
-    few = uniform(300, 100_000)
-    assert (len(few.sizes), few.elements) == (300, 30_000_000)
 
 
 @pytest.fixture

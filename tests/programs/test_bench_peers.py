@@ -16,11 +16,9 @@ import torch
 pytest.importorskip("matplotlib")
 
 import peers
-import plot
-from peers import BESIDE_PEERS, FP32, MASTER, NARROW, PEERS, WIDE
+from peers import BESIDE_PEERS, PEERS
 
 from amp_ext.bench import measure
-from amp_ext.bench.work import LOW_MEMORY, SIDES, ShapeList
 
 ONE_ROW = "--filter=AdamW fp32, 3 layers of 128$"
 
@@ -71,15 +69,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Optimizer], None]
 def run(folder: Path, *arguments: str) -> dict:
     assert peers.main([f"--out={folder}", *arguments]) == 0
     return json.loads((folder / "peers.json").read_text())
-
-
-def test_who_is_not_installed_is_named(tmp_path, capsys):
-    result = run(tmp_path, ONE_ROW)
-    printed = capsys.readouterr().out
-    for side in PEERS:
-        assert f"* left out: {side}: ModuleNotFoundError: " in printed
-    (row,) = result["rows"]
-    assert list(row["sides"]) == ["ours", "fused", "foreach", "default"]
 
 
 def test_what_is_installed_is_measured_beside_ours(install, tmp_path, capsys):
@@ -169,40 +158,6 @@ def test_who_fails_is_named_with_the_reason(optimizer, why, install, tmp_path, c
     assert f"* left out: {why}\n" in capsys.readouterr().out
 
 
-def test_our_own_error_is_no_reason_to_leave_us_out(monkeypatch):
-    def fail(*_: object) -> None:
-        raise RuntimeError("ours")
-
-    monkeypatch.setattr(peers, "deviation", fail)
-    with pytest.raises(RuntimeError, match="ours"):
-        peers.compare("ours", FP32)
-
-
-def test_what_a_package_prints_stays_out_of_the_table(install, tmp_path, capsys):
-    def that_talks(params, **options):
-        print("Loading extension module cpu_adam")
-        return TorchBehindAName(params, **options)
-
-    install("DeepSpeed", that_talks)
-    run(tmp_path, ONE_ROW)
-    printed = capsys.readouterr()
-    assert "cpu_adam" not in printed.out
-    assert "cpu_adam" in printed.err
-
-
-def test_small_models_stand_with_and_without_scaler_and_with_cold_caches():
-    rows = peers.choose_rows(quick=False)
-    assert len(rows) == 4 * (2 + 2 * 3)
-    for tensors, name in ((6, "3 layers of 128"), (20, "10 layers of 256")):
-        small = [row for row in rows if row[1].name.startswith(name)]
-        assert {len(shapes.sizes) for _, shapes, _ in small} == {tensors}
-        for work in BESIDE_PEERS:
-            kinds = [(r[0].scaler, r[2]) for r in small if replace(r[0], scaler=False) == work]
-            assert sorted(kinds) == [(False, False), (False, True), (True, False)]
-    quick = peers.choose_rows(quick=True)
-    assert {shapes.name for _, shapes, _ in quick} == {"4 × 8M", "3 layers of 128"}
-
-
 def test_a_sweep_before_each_step_is_not_counted(monkeypatch):
     monkeypatch.undo()  # the short one
     now, calls = 0.0, []
@@ -222,25 +177,6 @@ def test_a_sweep_before_each_step_is_not_counted(monkeypatch):
     assert peers.cold_times(takes("step", 0.25), takes("sweep", 1.0), 0.5) == [0.25]
 
 
-def test_cold_rows_are_swept_and_others_are_not(monkeypatch, tmp_path):
-    sweeps = []
-    cold_times = peers.cold_times
-
-    def noted(step, sweep, seconds):
-        sweeps.append(sweep().item())
-        return cold_times(step, sweep, seconds)
-
-    monkeypatch.setattr(peers, "cold_times", noted)
-    run(tmp_path, ONE_ROW)
-    assert sweeps == []
-    run(tmp_path, "--filter=AdamW fp32, 3 layers of 128, cold")
-    assert set(sweeps) == {800}
-
-
-def test_every_side_has_a_colour():
-    assert plot.COLOURS.keys() == {*SIDES, "buffered", *PEERS}
-
-
 # Who does AdamW, and who doesn't.
 
 
@@ -251,44 +187,6 @@ def test_ours_and_torch_with_whole_arithmetic_do_what_float64_does(work, scaler)
     for side in sides:
         found = peers.compare(side, replace(work, scaler=scaler))
         assert found["same"], found
-
-
-def test_loops_around_masters_end_where_each_other_does():
-    few = ShapeList("few", ((3, 5), (70_000,)))
-    ends = []
-    for side in peers.sides_of(MASTER)[1:]:
-        program = peers.program_of(side, MASTER, peers.make_params(MASTER, few, peers.CPU))
-        for _ in range(3):
-            program.step()
-        ends.append(program.params)
-    for by_hand, buffered in zip(*ends, strict=True):
-        assert torch.equal(by_hand, buffered)
-
-
-# How far the way may be off by what states are stored in: 1.5 times what was measured.
-OF_STATES = {
-    torch.float32: peers.TOLERANCES[MASTER],
-    torch.bfloat16: 0.0065,
-    "8bit-bf16": 0.045,
-    "8bit": 0.045,
-}
-
-
-@pytest.mark.parametrize(
-    "work",
-    [work for work in LOW_MEMORY if work.state_dtype is not None],
-    ids=lambda work: work.name,
-)
-def test_what_takes_less_memory_goes_where_float64_goes(work):
-    without_masters = peers.TOLERANCES[WIDE] if not work.masters else 0.0
-    assert peers.deviation("ours", work) <= OF_STATES[work.state_dtype] + without_masters
-
-
-def test_a_weight_decay_that_is_rounded_away_is_not_the_same():
-    """Each operation of these two rounds to bf16, and 1 - lr * weight_decay is 1 there."""
-    for side in ("foreach", "default"):
-        assert not peers.compare(side, NARROW)["same"]
-        assert peers.compare(side, FP32)["same"]
 
 
 CHANGED = {

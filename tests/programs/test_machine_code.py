@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "check_machine_code.py"
 CHECK = runpy.run_path(str(SCRIPT))
-SOURCE = Path(__file__).with_name("slow_kernels.cu")
-TABLE = "*<*> | sm_80 | 8 | 1\n"
 
-FAULTS = {
-    "narrow_loads": r"128 bits are moved at once in 0 innermost loops, not in 1",
-    "narrow_stores": r"a main loop moves less than 128 bits at once: STG\.E, STG\.E, STG",
-    "unrolled": r"a loop over single elements has 8 accesses, a main loop 2",
-    "spilled": r"a main loop uses local memory: .*LDL",
-    "few_blocks": r"its \d+ registers allow \d blocks on a multiprocessor, not 8",
-}
 
 # What nvdisasm prints: a loop over packs within one over tensors, and one over single elements.
 LISTING = """
@@ -133,33 +122,3 @@ def test_a_folder_without_machine_code_is_refused(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)
     assert done.returncode == 1
     assert re.search("there is no machine code in|nvdisasm is missing", done.stderr)
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, list[str]]:
-    """The faults of each kernel of SOURCE."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("there is no nvcc")
-    try:
-        CHECK["find_nvdisasm"]()
-    except CHECK["UnreadableError"]:
-        pytest.skip("there is no nvdisasm")
-    folder = tmp_path_factory.mktemp("machine_code")
-    command = ["nvcc", "-cubin", SOURCE, "-o", folder / "slow_kernels.compute_80.cubin"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'amp_ext' / 'include'}", "-std=c++17"]
-    command += ["-O3", "-arch=sm_80", "-Xptxas", "-v"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folder)}
-    )
-    assert done.returncode == 0, done.stderr
-    (folder / "slow_kernels.log").write_text(done.stderr)
-    kernels = CHECK["read"](folder)
-    return {each.name: faults_of(each, TABLE) for each in kernels}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", FAULTS)
-def test_a_slow_kernel_is_refused_and_the_repaired_one_is_not(kernel, compiled):
-    found = "\n".join(compiled[f"{kernel}<false>"])
-    assert re.search(FAULTS[kernel], found), found
-    assert compiled[f"{kernel}<true>"] == []

@@ -14,15 +14,6 @@ from torch import Tensor, nn
 from amp_ext import memory
 from amp_ext.memory import __main__ as command_line
 
-# The bytes per parameter of each configuration.
-BYTES: dict[str, list[float]] = {
-    "adamw": [16, 12, 11, 10, 8, 12, 7, 6, 16, 12, 14, 10, 9, 8, 9, 8, 7],
-    "adam": [16, 12, 11, 10, 8, 12, 7, 6, 16, 12, 14, 10, 9, 8, 9, 8, 7],
-    "amsgrad": [20, 14, 10, 16, 20, 14, 18, 12, 11],
-    "lion": [12, 10, 9, 9, 6, 8, 5, 5, 12, 10, 10, 8, 7, 7, 7, 6, 6],
-    "sgd": [8, 8, 8, 8, 4, 4, 4, 4, 8, 8, 6, 6, 6, 6, 5, 5, 5],
-    "momentum": [12, 10, 9, 9, 6, 8, 5, 5, 12, 10, 10, 8, 7, 7, 7, 6, 6],
-}
 OF_OPTIONS = {"amsgrad": ("Adam", {"amsgrad": True}), "momentum": ("SGD", {"momentum": 0.9})}
 # The class of each and its options.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,10 +42,6 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         features = self.norm(self.frozen(self.embedding(tokens)))
         return self.head(features) * self.factor + self.empty.sum()
-
-
-TRAINABLE = 11 * 6 + 2 * 6 + 11 + 1
-FROZEN = 6 * 6 + 6
 
 
 def allocated(tensors: Iterable[Tensor]) -> int:
@@ -175,39 +162,6 @@ def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer):
     usage = memory.training_memory(model, optimizer)[0]
     assert usage.configuration.name == "the model as it is"
     assert allocations(model, actual) == usage.bytes
-
-
-@pytest.mark.parametrize("optimizer", BYTES)
-def test_bytes_per_parameter(optimizer):
-    rows = memory.training_memory("7B", optimizer)
-    expected_rows = [row for row in memory.CONFIGURATIONS if not is_refused(row, optimizer)]
-    assert [row.configuration for row in rows] == expected_rows
-    for row, size in zip(rows, BYTES[optimizer], strict=True):
-        exponents = exponents_of(row.configuration, optimizer)
-        assert row.total == 7_000_000_000 * size + 7_000_000_000 // 32 * exponents
-
-
-def exponents_of(configuration: memory.Configuration, optimizer: str) -> int:
-    """Returns how many moments of a parameter have exponents."""
-    coded = {"8bit": ("adam", "adamw", "lion", "momentum"), "8bit-bf16": ("lion", "momentum")}
-    return int(optimizer in coded.get(str(configuration.state_dtype), ()))
-
-
-def test_tied_parameters_count_once():
-    row = memory.training_memory(Model())[0]
-    assert row.parameter_count == TRAINABLE + FROZEN
-    assert row.bytes["gradients"] == 4 * TRAINABLE
-
-
-def test_frozen_parameters_have_neither_gradient_nor_state():
-    both = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30).requires_grad_(False))
-    for row, full in zip(
-        memory.training_memory(both), memory.training_memory(both[0]), strict=True
-    ):
-        assert row.parameter_count == 2 * full.parameter_count
-        assert row.bytes["parameters"] == 2 * full.bytes["parameters"]
-        for name in ("masters", "gradients", "states"):
-            assert row.bytes[name] == full.bytes[name]
 
 
 def test_a_model_on_the_meta_device_is_enough():

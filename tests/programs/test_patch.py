@@ -18,7 +18,6 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.optimizer_cases import assert_same_bits, each_class_in_torch, train
-from harness.rows import rows
 from torch.amp import GradScaler as ImportedBefore
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
 from torch.nn import Parameter
@@ -204,22 +203,6 @@ def test_nested_patches_end_with_the_outermost(optimizers):
     assert patched() == NOTHING
 
 
-def test_patches_may_end_in_any_order():
-    first, second = patch_torch(optimizers=True), patch_torch()
-    first.undo()
-    assert patched() == SCALER
-    second.undo()
-    assert patched() == NOTHING
-
-
-def test_one_patch_may_be_entered_again():
-    patch = patch_torch()
-    for _ in range(2):
-        with patch:
-            assert patched() == SCALER
-        assert patched() == NOTHING
-
-
 def test_a_module_that_does_not_load_is_reported_before_anything_is_patched(monkeypatch):
     monkeypatch.setattr(ops, "cpu_isa", Mock(side_effect=ImportError("does not load")))
     with pytest.raises(ImportError, match="does not load"):
@@ -227,7 +210,7 @@ def test_a_module_that_does_not_load_is_reported_before_anything_is_patched(monk
     assert patched() == NOTHING
 
 
-# Scripts that print their losses; what they make is shown on standard error.
+# A script that prints its losses; what it makes is shown on standard error.
 
 CLIPPING = """
 import sys
@@ -254,62 +237,6 @@ assert isinstance(scaler, torch.amp.GradScaler) and isinstance(optimizer, torch.
 print(type(scaler).__mro__, type(optimizer).__mro__, file=sys.stderr)
 """
 
-RESUMES = """
-import argparse, copy, dataclasses, io, pickle, sys
-import torch
-
-
-@dataclasses.dataclass
-class Config:
-    data: str
-    lr: float
-
-
-def build(make_scaler):
-    param = torch.nn.Parameter(torch.zeros(5))
-    optimizer = torch.optim.Adam([param], lr=config.lr, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
-    return param, optimizer, schedule, make_scaler(growth_interval=3)
-
-
-def train(param, optimizer, schedule, scaler):
-    for _ in range(4):
-        loss = (param - torch.arange(5.0)).square().sum()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        schedule.step()
-        print("loss=%.6f" % loss.item(), schedule.get_last_lr()[0], scaler.state_dict())
-    print(type(scaler).__mro__, type(optimizer).__mro__, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data")
-    parser.add_argument("--lr", type=float, default=0.1)
-    config = pickle.loads(pickle.dumps(Config(**vars(parser.parse_args()))))
-    first = build(lambda **options: torch.amp.GradScaler("cpu", **options))
-    train(*first)
-    file = io.BytesIO()
-    torch.save({"made": first[:2] + first[3:], "config": config}, file)
-    file.seek(0)
-    saved = copy.deepcopy(torch.load(file, weights_only=False))
-    param, optimizer, scaler = saved["made"]
-    print(saved["config"], optimizer.param_groups[0]["params"][0] is param)
-    second = build(lambda **options: torch.amp.grad_scaler.GradScaler("cpu", **options))
-    for new, old in zip(second[1:], (optimizer, first[2], scaler)):
-        new.load_state_dict(old.state_dict())
-    train(*second)
-    raise SystemExit(3)
-"""
-
-STYLES = {
-    "clipping": (CLIPPING, [], False),
-    "clipping-optimizers": (CLIPPING, [], True),
-    "resumes-exits-with-3": (RESUMES, ["data", "--lr", "0.2"], True),
-}
-
 
 def run_script(path: Path) -> tuple[int, str, str]:
     """Runs a script in this process; returns its exit code and what it prints."""
@@ -328,13 +255,11 @@ def words_and_numbers(text: str) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.filterwarnings("error", "ignore:.*is deprecated", "ignore:.*CUDA is not available")
-@pytest.mark.parametrize(("source", "arguments", "optimizers"), rows(STYLES))
-def test_a_training_script_prints_the_same_losses(
-    source, arguments, optimizers, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("optimizers", [False, True], ids=["scaler", "optimizers"])
+def test_a_training_script_prints_the_same_losses(optimizers, tmp_path, monkeypatch):
     script = tmp_path / "train.py"
-    script.write_text(source)
-    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    script.write_text(CLIPPING)
+    monkeypatch.setattr(sys, "argv", [str(script)])
     expected = run_script(script)
     with patch_torch(optimizers=optimizers):
         actual = run_script(script)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import FrozenInstanceError
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -147,13 +146,6 @@ def test_a_model_is_not_changed_and_may_have_no_memory():
     assert (model.tokens.weight.shape, model.tokens.weight.device.type) == ((10**9, 16), "meta")
 
 
-def test_a_configuration_of_gpt2():
-    (row,) = tensor_core_advice(GPT2)
-    with pytest.raises(FrozenInstanceError):
-        row.padded = 3
-    assert (row.dimension, row.size, row.multiple, row.padded) == ("vocab_size", 50257, 64, 50304)
-
-
 OWN_WIDTH = {"hidden_size": 300, "num_attention_heads": 7, "head_dim": 60}
 TWO_NUMBERS_OF_HEADS = {"encoder_attention_heads": 6, "decoder_attention_heads": 4}
 FEED_FORWARD = {"d_model": 64, "encoder_ffn_dim": 100, "decoder_ffn_dim": 104, "num_beams": 3}
@@ -174,11 +166,6 @@ DIMENSIONS = [
 @pytest.mark.parametrize(("config", "expected"), DIMENSIONS)
 def test_dimensions_of_configurations(config, expected):
     assert sizes(config) == expected
-
-
-def test_layers_of_a_configuration_are_joined():
-    (row,) = tensor_core_advice({"blocks": {"0": {"n_inner": 9}, "1": {"n_inner": 9}}})
-    assert (row.dimension, row.layers, row.padded) == ("blocks.*.n_inner", 2, 16)
 
 
 KINDS = "model must be a torch.nn.Module, a mapping or a configuration with to_dict(), got list"
@@ -204,12 +191,6 @@ def test_the_command_line_prints_a_table(capsys):
         ["dimension", "size", "multiple", "padded"],
         ["vocab_size", "50,257", "64", "50,304"],
     ]
-
-
-def test_the_command_line_says_that_nothing_needs_padding(capsys):
-    assert command_line.main(["hidden_size=4096"]) == 0
-    shown = capsys.readouterr().out
-    assert shown == "Every dimension is a multiple of 8, the vocabulary of 64.\n"
 
 
 def test_the_command_line_reads_files_and_names_in_turn(tmp_path, capsys):

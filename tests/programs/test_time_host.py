@@ -38,10 +38,3 @@ def test_a_row_has_the_times_of_both_packages_and_how_far_each_is_from_itself(tm
         assert f" {row} " in done.stdout
         assert found["ratio"] == pytest.approx(found["after"] / found["before"])
         assert found["itself"] >= 1
-
-
-def test_a_package_from_elsewhere_is_not_timed(tmp_path):
-    done = run("--installed", tmp_path)
-    assert done.returncode == 1
-    assert "time_host.py: " in done.stderr
-    assert done.stdout == ""
