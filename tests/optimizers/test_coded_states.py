@@ -10,7 +10,6 @@ import pytest
 import torch
 from harness.awkward import BF16, F16, F32, F64
 from harness.optimizer_cases import (
-    COPIES,
     assert_refused,
     assert_same_bits,
     bits_of,
@@ -18,7 +17,6 @@ from harness.optimizer_cases import (
     make_params,
     ours,
     params_of,
-    theirs,
     through_a_file,
     train,
     trained,
@@ -29,7 +27,6 @@ from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 
-import amp_ext
 from amp_ext.optim import SGD, Adam, AdamW, float32_state_dict
 
 Optimizer = torch.optim.Optimizer
@@ -241,48 +238,6 @@ def test_another_layout_keeps_the_moments(
 
 
 @coded
-@few_forms
-@few_settings
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(
-    device, name, options, codes, dtype, master_weights, state_dtype
-):
-    options = options | {"master_weights": master_weights, "state_dtype": state_dtype}
-    straight = trained(make(name, dtype, device, **options))
-    resumed = ours(name)(twins(straight), **options)
-    resumed.load_state_dict(through_a_file(straight.state_dict()))
-    assert_same_bits(resumed, straight)
-    train([straight, resumed], 3)
-    assert_same_bits(resumed, straight)
-
-
-STATE_DTYPES = (F32, BF16, None, *CODED)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [*itertools.permutations(STATE_DTYPES, 2)])
-@few_settings
-def test_every_option_loads_what_every_other_has_saved(name, options, codes, saved, loaded):
-    optimizer = trained(make(name, F32, **options, state_dtype=saved))
-    wanted = moments_of(optimizer)
-    other = ours(name)(twins(optimizer), **options, state_dtype=loaded)
-    other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["state_dtype"] == (
-        loaded if loaded in (None, *CODED) else str(loaded)[6:]
-    )
-    ahead = ours(name)(twins(optimizer), **options, state_dtype=loaded)
-    ahead.init_state()
-    keys = [state.keys() for state in other.state.values()]
-    # A counter of a file stays where the options have no use for it.
-    assert [key - {"step"} for key in keys] == [s.keys() - {"step"} for s in ahead.state.values()]
-    for moments, got in zip(wanted, moments_of(other), strict=True):
-        for key, moment in moments.items():
-            if loaded in (F32, None):
-                assert same_bits(got[key], moment), key
-            elif moment.numel():
-                assert (got[key] - moment).norm() <= 0.03 * moment.norm(), key
-    train([other])
-
-
-@coded
 @few_settings
 def test_codes_that_were_numbers_in_between_are_themselves(name, options, codes, state_dtype):
     optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
@@ -291,56 +246,6 @@ def test_codes_that_were_numbers_in_between_are_themselves(name, options, codes,
     back = ours(name)(twins(optimizer), **options, state_dtype=state_dtype)
     back.load_state_dict(whole.state_dict())
     assert_same_bits(back, optimizer)
-
-
-@coded
-@pytest.mark.parametrize(
-    ("name", "options", "codes"), rows({key: SETTINGS[key] for key in ("adam", "adamw")})
-)
-def test_torch_refuses_codes_at_its_first_step_and_its_own_files_load(
-    name, options, codes, state_dtype
-):
-    optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
-    other = theirs(name)(twins(optimizer), **options)
-    other.load_state_dict(optimizer.state_dict())
-    give_grads(other)
-    with pytest.raises(KeyError, match="exp_avg"):
-        other.step()
-    other = trained(theirs(name)(twins(optimizer), **options))
-    back = ours(name)(twins(other), **options, state_dtype=state_dtype)
-    back.load_state_dict(other.state_dict())
-    for param, moments in zip(params_of(other), moments_of(back), strict=True):
-        for key, moment in moments.items():
-            wanted = other.state[param][key]
-            assert (moment - wanted).norm() <= 0.03 * wanted.norm()
-    train([back])
-
-
-@coded
-@few_settings
-def test_a_number_beside_a_code_is_the_newer_one(name, options, codes, state_dtype):
-    """Whoever knows no codes gives them back as they were, beside what it trained."""
-    optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
-    old = copy.deepcopy(optimizer.state_dict()["state"])
-    other = ours(name)(twins(optimizer), **options, state_dtype=F32)
-    other.load_state_dict(optimizer.state_dict())
-    train([other], 2)
-    saved = other.state_dict()
-    for index, state in old.items():
-        for key in state.keys() - saved["state"][index].keys():
-            saved["state"][index][key] = state[key]
-    for loads in (state_dtype, F32):
-        last = ours(name)(twins(other), **options, state_dtype=loads)
-        last.load_state_dict(saved)
-        for wanted, got in zip(moments_of(other), moments_of(last), strict=True):
-            for key, moment in wanted.items():
-                limit = 0.03 * moment.norm() if loads != F32 else 0.0
-                assert (got[key] - moment).norm() <= limit, key
-        assert not any(
-            key.endswith(("_q8h", "_q8s", "_q8m")) and key.rpartition("_")[0] in state
-            for state in last.state.values()
-            for key in state
-        )
 
 
 def bad_files() -> dict[str, Any]:
@@ -404,100 +309,10 @@ def test_a_momentum_without_exponents_is_refused():
     assert_refused(optimizer, saved, ValueError, words)
 
 
-@coded
-@few_settings
-@COPIES
-def test_a_copy_goes_on_as_the_original(copied, name, options, codes, state_dtype):
-    optimizer = trained(make(name, BF16, **options, state_dtype=state_dtype))
-    other = copied(optimizer)
-    assert_same_bits(other, optimizer)
-    train([optimizer, other], 2)
-    assert_same_bits(other, optimizer)
-
-
 # What a loop changes.
 
 
-@pytest.mark.parametrize(("first", "second"), [*itertools.permutations((F32, BF16, *CODED), 2)])
-@few_settings
-def test_a_loop_may_change_the_option(name, options, codes, first, second):
-    optimizer = trained(make(name, F32, **options, state_dtype=first))
-    resumed = ours(name)(twins(optimizer), **options, state_dtype=second)
-    resumed.load_state_dict(optimizer.state_dict())
-    optimizer.param_groups[0]["state_dtype"] = resumed.param_groups[0]["state_dtype"]
-    train([optimizer, resumed], 2)
-    assert_same_bits(optimizer, resumed)
-
-
-@coded
-@few_settings
-def test_a_model_may_be_converted_in_mid_run(name, options, codes, state_dtype):
-    options = options | {"lr": 1e-3, "master_weights": "split"}
-    optimizer = trained(make(name, BF16, **options, state_dtype=state_dtype))
-    keys = [state.keys() for state in optimizer.state.values()]
-    moments = moments_of(optimizer)
-    for dtype in (F16, F32, F64, BF16):
-        for param in params_of(optimizer):
-            param.data = param.data.to(dtype)
-            param.grad = None
-        optimizer.init_state()
-        for wanted, got in zip(moments, moments_of(optimizer), strict=True):
-            for key, moment in wanted.items():
-                assert (got[key] - moment).norm() <= 1e-6 * moment.norm(), (dtype, key)
-        if dtype == F64:
-            buffers = optimizer.buffer_names(optimizer.param_groups[0])
-            assert all(s[key].dtype == F64 for s in optimizer.state.values() for key in buffers)
-    assert [state.keys() for state in optimizer.state.values()] == keys
-    train([optimizer], 2)
-    assert all(param.isfinite().all() for param in params_of(optimizer))
-
-
-def test_groups_may_differ():
-    embedding, *others = make_params(BF16, shapes=[(200, 32), (130, 32), (64, 128)])
-    wholes = [{"params": [embedding], "state_dtype": BF16}, {"params": others}]
-    together = ours("AdamW")(wholes, state_dtype="8bit", master_weights="split")
-    alone = [
-        ours("AdamW")(twins(params), state_dtype=dtype, master_weights="split")
-        for params, dtype in (([embedding], BF16), (others, "8bit"))
-    ]
-    for _ in range(4):
-        give_grads([embedding, *others], [p for optimizer in alone for p in params_of(optimizer)])
-        for optimizer in (together, *alone):
-            optimizer.step()
-    assert_same_bits(together, [*bits_of(alone[0]), *bits_of(alone[1])])
-    assert together.state[embedding]["exp_avg"].dtype == BF16
-    assert {"exp_avg_q8h", "exp_avg_sq_q8s"} < together.state[others[0]].keys()
-
-
 # With what stands around a step.
-
-
-@coded
-@few_settings
-def test_a_skipped_step_touches_no_code(device, name, options, codes, state_dtype):
-    options = options | {"state_dtype": state_dtype, "master_weights": "split"}
-    optimizer = make(name, F16, device, **options)
-    straight = ours(name)(twins(optimizer), **options)
-    scaler = amp_ext.GradScaler(device.type, init_scale=2.0**10)
-    for step in range(6):
-        give_grads(optimizer, straight)
-        scale = scaler.get_scale()
-        scaler.scale(torch.zeros((), device=device))
-        if step in (0, 3):
-            params_of(optimizer)[step].grad.view(-1)[5] = torch.inf
-            before = bits_of(optimizer)
-        else:
-            for param in params_of(optimizer):
-                param.grad = param.grad * scale / 2.0**10
-            for param, twin in zip(params_of(optimizer), params_of(straight), strict=True):
-                twin.grad = param.grad / scale
-                param.grad = twin.grad * scale
-            straight.step()
-        scaler.step(optimizer)
-        scaler.update()
-        if step == 3:
-            assert_same_bits(optimizer, before)
-    assert_same_bits(optimizer, straight)
 
 
 @coded
@@ -572,52 +387,6 @@ def test_another_word_is_refused(wrong):
     words = r"AdamW: state_dtype must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None"
     with pytest.raises(ValueError, match=words):
         make("AdamW", F32, state_dtype=wrong)
-
-
-@coded
-def test_a_flattened_parameter_is_refused(state_dtype):
-    param = Parameter(torch.ones(8192))
-    optimizer = ours("AdamW")([param], state_dtype=state_dtype)
-    param._fsdp_flattened = True
-    param.grad = torch.ones_like(param)
-    words = r"state_dtype must be .* FullyShardedDataParallel flattens"
-    with pytest.raises(ValueError, match=words):
-        ours("AdamW")([param], state_dtype=state_dtype)
-    with pytest.raises(ValueError, match=words):
-        optimizer.step()
-    assert (param == 1).all()
-    assert not optimizer.state
-
-
-@pytest.mark.parametrize("key", ["exp_avg_q8h", "exp_avg_sq_q8s", "exp_avg_sq_exp"])
-def test_a_code_that_is_no_tensor_is_named(key):
-    optimizer = trained(make("AdamW", F32, state_dtype="8bit"))
-    optimizer.state[params_of(optimizer)[0]][key] = 5.0
-    give_grads(optimizer)
-    with pytest.raises(TypeError, match=f"AdamW: {key} of group 0, param 0 must be a tensor, got"):
-        optimizer.step()
-
-
-@coded
-def test_states_created_ahead_change_no_bit_of_the_training(state_dtype):
-    ahead = make("AdamW", BF16, state_dtype=state_dtype)
-    plain = ours("AdamW")(twins(ahead), state_dtype=state_dtype)
-    ahead.init_state()
-    assert {state["step"].item() for state in ahead.state.values()} == {0.0}
-    train([ahead, plain], 3)
-    assert_same_bits(ahead, plain)
-
-
-@coded
-def test_a_compiled_step_has_the_bits_of_a_plain_one(state_dtype):
-    optimizer = make("AdamW", F32, state_dtype=state_dtype)
-    plain = ours("AdamW")(twins(optimizer), state_dtype=state_dtype)
-    compiled = torch.compile(optimizer.step, backend="eager")
-    for _ in range(3):
-        give_grads(optimizer, plain)
-        compiled()
-        plain.step()
-    assert_same_bits(optimizer, plain)
 
 
 # Gradients that agree, and none.

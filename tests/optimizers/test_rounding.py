@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32, F64
+from harness.awkward import BF16, F16, F32
 from harness.number_codes import counter_of
 from harness.optimizer_cases import (
     assert_same_bits,
@@ -138,17 +137,6 @@ def test_only_what_is_stored_in_16_bits_is_dithered(name, options, dtype, stored
         assert are_same(dithered, nearest)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
-@cases.each_class
-def test_all_buffers_are_bfloat16_but_those_of_float64_parameters(name, options, dtype):
-    optimizer = ours(name)(make_params(dtype), **options, state_dtype=BF16)
-    train([optimizer], 2)
-    for param, state in optimizer.state.items():
-        for buffer in optimizer.buffer_names(optimizer.param_groups[0]):
-            assert state[buffer].dtype == (F64 if dtype == F64 else BF16)
-            assert state[buffer].shape == param.shape
-
-
 # What the dither is for.
 
 
@@ -182,39 +170,6 @@ def test_a_second_moment_falls_with_its_gradients():
 # Groups, counters and checkpoints.
 
 
-def test_groups_differ_in_dtype_and_rounding():
-    params = make_params(BF16, shapes=[(16385,)] * 4)
-    own: list[dict[str, Any]] = [
-        {},
-        {"state_dtype": BF16},
-        {"state_dtype": BF16, "rounding": "nearest"},
-        {"master_weights": False, "state_dtype": None, "rounding": "dither"},
-    ]
-    together = ours("Lion")(
-        [{"params": [p], **o} for p, o in zip(params, own, strict=True)], lr=0.1
-    )
-    alone = [
-        ours("Lion")(cases.twins([param]), lr=0.1, **options)
-        for param, options in zip(params, own, strict=True)
-    ]
-    train([together], 0)
-    for _ in range(3):
-        give_grads(together)
-        for optimizer, param in zip(alone, params, strict=True):
-            params_of(optimizer)[0].grad = param.grad.clone()
-            optimizer.step()
-        together.step()
-    for optimizer, param in zip(alone, params, strict=True):
-        (twin,) = params_of(optimizer)
-        assert same_bits(param, twin)
-        state, expected = together.state[param], optimizer.state[twin]
-        assert state.keys() == expected.keys()
-        assert all(same_bits(state[key], expected[key]) for key in state)
-    dtypes = [together.state[param]["exp_avg"].dtype for param in params]
-    assert dtypes == [F32, BF16, BF16, BF16]
-    assert ["step" in together.state[param] for param in params] == [False, True, False, True]
-
-
 @few_settings
 def test_an_option_that_a_loop_changes_holds_from_the_next_step(name, options):
     changed, straight = cases.pair(name, options | {"state_dtype": BF16}, F32, "cpu", SHAPES)
@@ -231,24 +186,6 @@ def test_an_option_that_a_loop_changes_holds_from_the_next_step(name, options):
     for param in params_of(changed):
         buffers = [state for key, state in changed.state[param].items() if key != "step"]
         assert {buffer.dtype for buffer in buffers} == {F32}
-
-
-@of_16_bits
-@narrow
-@few_settings
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(
-    device, name, options, stored, dithers, dtype
-):
-    straight = ours(name)(make_params(dtype, device, SHAPES), **options, **stored)
-    train([straight], 3)
-    resumed = ours(name)(cases.twins(straight), **options, **stored)
-    file = io.BytesIO()
-    torch.save(straight.state_dict(), file)
-    file.seek(0)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    assert_same_bits(resumed, straight)
-    train([straight, resumed], 3)
-    assert_same_bits(resumed, straight)
 
 
 @few_settings
@@ -269,26 +206,6 @@ def test_a_file_never_changes_how_an_optimizer_rounds(name, options):
     for param, twin in zip(params_of(back), params_of(loaded), strict=True):
         for key, value in loaded.state[twin].items():
             assert same_bits(back.state[param][key], value.float()), key
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    rows({key: SETTINGS[key] for key in ("adam", "amsgrad", "sgd", "momentum-slow")}),
-)
-def test_states_go_to_torch_and_back(name, options):
-    mine = ours(name)(make_params(F32), **options, state_dtype=BF16)
-    train([mine], 2)
-    other = cases.theirs(name)(cases.twins(mine), **options)
-    other.load_state_dict(mine.state_dict())
-    train([mine], 0)
-    give_grads(other)
-    other.step()
-    back = ours(name)(cases.twins(other), **options, state_dtype=BF16)
-    back.load_state_dict(other.state_dict())
-    train([back], 1)
-    for param in params_of(back):
-        for buffer in back.buffer_names(back.param_groups[0]):
-            assert back.state[param][buffer].dtype == BF16
 
 
 @pytest.mark.parametrize(("name", "first"), [("Lion", 0.0), ("SGD", 1.0)])
@@ -316,19 +233,6 @@ def test_files_of_an_earlier_release_load(name, options):
     assert resumed.param_groups[0]["rounding"] is None
     train([optimizer, resumed], 2)
     assert_same_bits(resumed, optimizer)
-
-
-def test_a_skipped_step_does_not_move_the_dither():
-    """It goes by the counter, which such a step leaves alone."""
-    skipping, straight = cases.pair("Lion", {"state_dtype": BF16}, F32, "cpu", SHAPES)
-    for step in range(4):
-        if step == 2:
-            give_grads(skipping)
-            skipping.grad_scale, skipping.found_inf = None, torch.ones(())
-            skipping.step()
-            del skipping.grad_scale, skipping.found_inf
-        train([skipping, straight], 1)
-    assert_same_bits(skipping, straight)
 
 
 # What dithers, in the order of what a step reads.

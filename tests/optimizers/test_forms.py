@@ -1,0 +1,311 @@
+"""How parameters, masters and moments may be kept: what holds for every form of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from harness import optimizer_cases as cases
+from harness.awkward import BF16, F16, F32, F64
+from harness.optimizer_cases import (
+    AS_TORCH,
+    assert_same_bits,
+    bits_of,
+    give_grads,
+    loading,
+    make_params,
+    ours,
+    params_of,
+    theirs,
+    through_a_file,
+    train,
+    trained,
+    twins,
+)
+from harness.reference import same_bits
+from harness.rows import rows
+from torch import Tensor
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext.optim import float32_state_dict
+
+# Moments in 8 bits have groups in the first two; the others are small, of rows that 32 does not
+# divide, a scalar, and nothing.
+SHAPES = [(130, 32), (64, 32, 3, 3), (127, 32), (16385,), (3, 5), (), (0, 32)]
+
+# A class of each kind of moments, with betas and momenta that are dithered.
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"weight_decay": 0.5, "betas": (0.99, 0.999)}),
+    "lion": ("Lion", {"weight_decay": 0.5}),
+    "momentum": ("SGD", {"lr": 0.01, "momentum": 0.99, "dampening": 0.5}),
+}
+each_setting = pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
+
+# What is kept of the masters, and how the moments are.
+KEPT: dict[str, dict[str, Any]] = {
+    "masters": {},
+    "narrow": {"state_dtype": BF16},
+    "split": {"master_weights": "split"},
+    "split8": {"master_weights": "split8", "state_dtype": BF16},
+    "split-8bit": {"master_weights": "split", "state_dtype": "8bit"},
+    "split8-8bit-bf16": {"master_weights": "split8", "state_dtype": "8bit-bf16"},
+    "8bit": {"state_dtype": "8bit"},
+    "alone": {"master_weights": False},
+    "alone-narrow": {"master_weights": False, "state_dtype": BF16},
+    "as-torch": AS_TORCH,
+}
+FORMS = {
+    **{f"bf16-{key}": (BF16, kept) for key, kept in KEPT.items()},
+    **{f"fp16-{key}": (F16, KEPT[key]) for key in ("split", "split8-8bit-bf16", "as-torch")},
+    **{f"fp32-{key}": (F32, KEPT[key]) for key in ("narrow", "8bit")},
+}
+each_form = pytest.mark.parametrize(("dtype", "kept"), rows(FORMS))
+SMALL = {key: form for key, form in FORMS.items() if "split" in key or "8bit" in key}
+small_forms = pytest.mark.parametrize(("dtype", "kept"), rows(SMALL))
+of_two_forms = pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(KEPT[first], KEPT[second], id=f"{first}-to-{second}")
+        for first, second in itertools.permutations(KEPT, 2)
+    ],
+)
+
+
+def make(name: str, dtype: torch.dtype, device: Any = "cpu", **options: Any) -> Any:
+    return ours(name)(make_params(dtype, device, SHAPES), **options)
+
+
+def numbers_of(optimizer: Any) -> list[dict[str, Tensor]]:
+    """Returns what the states of each parameter stand for, in float32."""
+    states = float32_state_dict(optimizer)["state"]
+    return [
+        {key: value for key, value in states.get(index, {}).items() if key != "step"}
+        for index in range(len(params_of(optimizer)))
+    ]
+
+
+# Beside the largest of a master, or the norm of a moment.
+ERRORS = {True: 2.0**-23, "split": 2.0**-23, "split8": 2.0**-14, F32: 0.0, BF16: 0.01}
+
+
+def assert_kept(found: Any, wanted: list[dict[str, Tensor]], kept: dict[str, Any]) -> None:
+    """Asserts that an optimizer has these numbers, as closely as what it keeps of them allows."""
+    masters, moments = kept.get("master_weights", True), kept.get("state_dtype", F32)
+    for param, numbers, got in zip(params_of(found), wanted, numbers_of(found), strict=True):
+        for key, value in numbers.items():
+            if key != "master_param":
+                error = (got[key] - value).norm()
+                assert error <= ERRORS.get(moments, 0.06) * value.norm(), key
+            elif masters is not False and param.dtype != F32:
+                unit = value.abs().clamp(min=2.0**-14)  # of float16 with split masters
+                assert ((got[key] - value).abs() <= ERRORS[masters] * unit).all()
+
+
+@each_form
+@each_setting
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(device, name, options, dtype, kept):
+    straight = trained(make(name, dtype, device, **options, **kept))
+    resumed = ours(name)(twins(straight), **options | {"lr": 1.0}, **kept)
+    resumed.load_state_dict(through_a_file(straight.state_dict()))
+    assert_same_bits(resumed, straight)
+    train([straight, resumed], 3)
+    assert_same_bits(resumed, straight)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@of_two_forms
+@each_setting
+def test_every_form_loads_every_other(name, options, first, second, dtype):
+    optimizer = trained(make(name, dtype, **options, **first))
+    other = loading(ours(name)(twins(optimizer), **options, **second), optimizer.state_dict())
+    other.init_state()  # masters that the file lacks
+    ahead = ours(name)(twins(optimizer), **options, **second)
+    ahead.init_state()
+    keys = [
+        # A counter of a file stays where the options have no use for it.
+        [one.state[param].keys() - {"step"} for param in params_of(one)]
+        for one in (other, ahead)
+    ]
+    assert keys[0] == keys[1]
+    assert_kept(other, numbers_of(optimizer), second)
+    train([other])
+    assert all(param.isfinite().all() for param in params_of(other))
+
+
+@of_two_forms
+@each_setting
+def test_a_loop_may_change_the_form(name, options, first, second):
+    optimizer = trained(make(name, BF16, **options, **first))
+    resumed = ours(name)(twins(optimizer), **options, **second)
+    resumed.load_state_dict(optimizer.state_dict())
+    for option in ("master_weights", "state_dtype"):
+        optimizer.param_groups[0][option] = resumed.param_groups[0][option]
+    train([optimizer, resumed], 2)
+    assert_same_bits(optimizer, resumed)
+
+
+@cases.COPIES
+@each_form
+def test_a_copy_goes_on_as_the_original(copied, dtype, kept):
+    for name, options in SETTINGS.values():
+        optimizer = trained(make(name, dtype, **options, **kept))
+        other = copied(optimizer)
+        assert_same_bits(other, optimizer)
+        train([optimizer, other], 2)
+        assert_same_bits(other, optimizer)
+
+
+@each_form
+@each_setting
+def test_states_created_ahead_change_no_bit_of_the_training(name, options, dtype, kept):
+    ahead = make(name, dtype, **options, **kept)
+    plain = ours(name)(twins(ahead), **options, **kept)
+    ahead.init_state()
+    train([ahead, plain], 3)
+    assert_same_bits(ahead, plain)
+
+
+@each_setting
+def test_groups_may_differ(name, options):
+    groups = [
+        {"params": make_params(dtype, "cpu", SHAPES), **kept} for dtype, kept in FORMS.values()
+    ]
+    alone = [
+        ours(name)([{**group, "params": twins(group["params"])}], **options) for group in groups
+    ]
+    together = ours(name)(groups, **options)
+    for _ in range(3):
+        give_grads(together, [param for optimizer in alone for param in params_of(optimizer)])
+        for optimizer in (together, *alone):
+            optimizer.step()
+    assert_same_bits(together, [bits for optimizer in alone for bits in bits_of(optimizer)])
+
+
+@each_form
+@each_setting
+def test_a_model_may_be_converted_in_mid_run(name, options, dtype, kept):
+    optimizer = trained(make(name, dtype, **options, **kept))
+    keys = [state.keys() for state in optimizer.state.values()]
+    numbers = numbers_of(optimizer)
+    moments = kept.get("state_dtype", F32)
+    for other in (F16, F32, F64, BF16, dtype):
+        for param in params_of(optimizer):
+            param.data = param.data.to(other)
+            param.grad = None
+        optimizer.init_state()
+        if moments is None:
+            continue
+        for wanted, got in zip(numbers, numbers_of(optimizer), strict=True):
+            for key in wanted.keys() - {"master_param"}:
+                error = (got[key] - wanted[key]).norm()
+                assert error <= 1e-6 * wanted[key].norm(), (other, key)
+            if "master_param" in wanted.keys() & got.keys():
+                # No more than the least precise of the parameters has lost.
+                master = wanted["master_param"]
+                error = (got["master_param"] - master).abs()
+                assert (error <= 2.0**-7 * master.abs().clamp(min=2.0**-14)).all(), other
+    assert [state.keys() for state in optimizer.state.values()] == keys
+    train([optimizer], 2)
+    assert all(param.isfinite().all() for param in params_of(optimizer))
+
+
+@each_form
+@each_setting
+def test_a_skipped_step_touches_nothing_and_moves_no_dither(device, name, options, dtype, kept):
+    optimizer = trained(make(name, dtype, device, **options, **kept))
+    straight = loading(ours(name)(twins(optimizer), **options, **kept), optimizer.state_dict())
+    scaler = amp_ext.GradScaler(device.type, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    before = bits_of(optimizer)
+    give_grads(optimizer)
+    params_of(optimizer)[3].grad.view(-1)[5] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_bits(optimizer, before)
+    train([optimizer, straight], 2)
+    assert_same_bits(optimizer, straight)
+
+
+# Files of those who know less.
+
+
+@small_forms
+@each_setting
+def test_a_number_beside_a_code_is_the_newer_one(name, options, dtype, kept):
+    """Whoever knows no codes gives them back as they were, beside what it trained."""
+    optimizer = trained(make(name, dtype, **options, **kept))
+    old = copy.deepcopy(optimizer.state_dict()["state"])
+    other = loading(ours(name)(twins(optimizer), **options), optimizer.state_dict())
+    train([other], 2)
+    saved = other.state_dict()
+    for index, state in old.items():
+        for key in state.keys() - saved["state"][index].keys():
+            saved["state"][index][key] = state[key]
+    for wanted in (kept, {}):
+        last = loading(ours(name)(twins(other), **options, **wanted), saved)
+        assert_kept(last, numbers_of(other), wanted)
+        assert not any("_low" in key for state in last.state.values() for key in state) or wanted
+
+
+@each_form
+@pytest.mark.parametrize("name", cases.IN_TORCH)
+def test_files_of_torch_load_and_torch_loads_all_but_codes(name, dtype, kept):
+    options = {"lr": 0.01, "momentum": 0.9} if name == "SGD" else {}
+    optimizer = trained(make(name, dtype, **options, **kept))
+    other = theirs(name)(twins(optimizer), **options, **cases.in_16_bits(name))
+    other.load_state_dict(optimizer.state_dict())
+    has_codes = any("_q8" in key for state in optimizer.state.values() for key in state)
+    if has_codes and name != "SGD":  # which begins anew
+        give_grads(other)
+        with pytest.raises(KeyError, match="exp_avg"):
+            other.step()
+    other = trained(theirs(name)(twins(optimizer), **options, **cases.in_16_bits(name)))
+    back = loading(ours(name)(twins(other), **options, **kept), other.state_dict())
+    back.init_state()
+    wanted = [
+        {key: value.float() for key, value in other.state[param].items() if key != "step"}
+        for param in params_of(other)
+    ]
+    for param, numbers in zip(params_of(other), wanted, strict=True):
+        numbers["master_param"] = param.detach().float()
+    assert_kept(back, wanted, kept)
+    train([back])
+
+
+# What is refused.
+
+
+@small_forms
+def test_a_flattened_parameter_is_refused(dtype, kept):
+    param = Parameter(torch.ones(8192, dtype=dtype))
+    optimizer = ours("AdamW")([param], **kept)
+    param._fsdp_flattened = True
+    param.grad = torch.ones_like(param)
+    words = "must be .* FullyShardedDataParallel flattens"
+    with pytest.raises(ValueError, match=words):
+        ours("AdamW")([param], **kept)
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    assert (param == 1).all()
+    assert not optimizer.state
+
+
+@each_form
+@each_setting
+def test_a_state_that_is_no_tensor_is_named(name, options, dtype, kept):
+    optimizer = trained(make(name, dtype, **options, **kept))
+    state = optimizer.state[params_of(optimizer)[0]]
+    give_grads(optimizer)
+    for key, value in state.items():
+        before = bits_of(optimizer)
+        state[key] = 5.0
+        words = f"^{name}: {key} of group 0, param 0 must be a tensor, got 5.0"
+        with pytest.raises(TypeError, match=words):
+            optimizer.step()
+        state[key] = value
+        assert_same_bits(optimizer, before)
+    assert same_bits(params_of(optimizer)[0], before[0]["param"])
