@@ -27,7 +27,6 @@ from harness.awkward import (
     strided,
     transposed,
 )
-from harness.list_operations import IN_FLOAT, build, run
 from harness.optimizer_cases import each_class, give_grads, make_params, ours, params_of
 from harness.reference import same_bits
 from harness.rows import rows
@@ -286,17 +285,6 @@ def test_any_sequence_of_changes_is_seen(name, options, seed: int) -> None:
 
 
 @each_class
-def test_strides_of_one_layout_with_gaps_after_another_are_seen(name, options, device) -> None:
-    optimizer = trained(name, options, device, shapes=[(4, 4)])
-    (param,) = params_of(optimizer)
-    memory = torch.randn(200, device=device)
-    for strides in ((8, 2), (2, 8), (16, 1), (1, 16), (12, 3), (4, 1), (1, 4)):
-        param.data = memory.as_strided((4, 4), strides)
-        param.grad = torch.randn(200, device=device).as_strided((4, 4), strides[::-1])
-        assert_steps_right(optimizer)
-
-
-@each_class
 def test_a_parameter_exchanged_in_its_group_is_not_stepped_and_freed(name, options, device) -> None:
     optimizer = trained(name, options, device)
     params = optimizer.param_groups[0]["params"]
@@ -310,19 +298,6 @@ def test_a_parameter_exchanged_in_its_group_is_not_stepped_and_freed(name, optio
     alive = weakref.ref(old)
     del old
     assert alive() is None
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_momentum_and_amsgrad_may_be_switched_on_and_off(name, device) -> None:
-    optimizer = trained(name, {"lr": 0.1}, device)
-    momenta = [(0.9, 0), (0.0, 0), (0.9, 0.5), (0.5, 0), (0.9, 0.9)]
-    for index, (momentum, dampening) in enumerate(momenta):
-        setting = {"momentum": momentum, "dampening": dampening, "amsgrad": index % 2 == 0}
-        group = optimizer.param_groups[0]
-        group |= {name: value for name, value in setting.items() if name in group}
-        for _ in range(2):
-            assert_steps_right(optimizer)
-            give_grads(optimizer)
 
 
 @each_class
@@ -339,27 +314,7 @@ def test_a_loaded_state_is_stepped_and_the_old_one_freed(name, options, device) 
     assert [reference() for reference in alive] == [None] * len(alive)
 
 
-def test_a_parameter_may_change_its_dtype_between_steps(device) -> None:
-    optimizer = trained("SGD", {"lr": 0.1, "master_weights": False}, device, shapes=[(5,)])
-    (param,) = params_of(optimizer)
-    for dtype in (BF16, F32, F16):
-        param.grad = None
-        param.data = param.data.to(dtype)
-        give_grads([param])
-        assert_steps_right(optimizer)
-
-
 # Very many tensors.
-
-
-def test_40_000_tensors_step_as_one() -> None:
-    sizes = [1 + index % 3 for index in range(40_000)]
-    one = build("sgd_", {"momentum": 0.9}, [(sum(sizes),)], IN_FLOAT, "cpu")
-    many = {name: list(tensor.clone().split(sizes)) for name, (tensor,) in one.items()}
-    for lists in (one, many):
-        run("sgd_", lists, momentum=0.9, max_grad_norm=1e9, grad_norm=torch.zeros(()))
-    for name, (tensor,) in one.items():
-        assert same_bits(torch.cat(many[name]), tensor), name
 
 
 def test_very_many_parameters_step_as_one_and_have_one_norm(device) -> None:
@@ -376,24 +331,6 @@ def test_very_many_parameters_step_as_one_and_have_one_norm(device) -> None:
         many.step()
         assert many.grad_norm.item() == pytest.approx(one.grad_norm.item(), rel=1e-6)
         assert same_bits(torch.cat([param.detach() for param in params]), whole)
-
-
-def test_many_tensors_of_all_dtypes_and_groups_step_as_each_alone(device) -> None:
-    groups = []
-    for index, dtype in enumerate([F32, F16, BF16, F64] * 2):
-        params = [Parameter(torch.randn(1 + n % 3).to(device, dtype)) for n in range(100)]
-        groups.append({"params": params, "lr": 0.01 * (index + 1), "weight_decay": 0.1 * index})
-    alone = [{**group, "params": cases.twins(group["params"])} for group in groups]
-    together = amp_ext.optim.AdamW(groups)
-    apart = [amp_ext.optim.AdamW([group]) for group in alone]
-    for _ in range(2):
-        give_grads(params_of(together), [param for one in apart for param in params_of(one)])
-        together.step()
-        for optimizer in apart:
-            optimizer.step()
-    cases.assert_same_bits(
-        together, [row for optimizer in apart for row in cases.bits_of(optimizer)]
-    )
 
 
 # Memory.

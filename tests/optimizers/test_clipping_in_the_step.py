@@ -60,17 +60,6 @@ def test_the_bits_are_those_of_clipping_apart(name, options, clipping, way, devi
             assert all(map(same_bits, grads_of(fused), grads_of(apart)))
 
 
-@pytest.mark.parametrize("scale", [3.0, 0.1, 12345.678])
-@clipped(CLIPPING[2:3], clipping_cases.SCALERS, EACH_CLASS)
-def test_a_scale_that_rounds_costs_a_rounding(name, options, clipping, way, scale, device):
-    fused, apart = pair(name, options, device=device, **clipping)
-    scalers = way.make_scaler(device, scale), way.make_scaler(device, scale)
-    for step in range(1, 4):
-        give_grads(fused, apart)
-        fused_step(fused, way, scalers[0])
-        assert_nearly(fused, apart, step_apart(apart, scalers[1], clipping), step)
-
-
 @clipped(CLIPPING, clipping_cases.UNSCALED_IN_THE_STEP, EACH_CLASS)
 def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_rounding(
     name, options, clipping, way, device
@@ -129,15 +118,6 @@ def test_the_norm_is_one_float32_that_each_step_writes_anew(device):
         assert optimizer.grad_norm is norm
         assert norm.data_ptr() == address
         assert norm.item() == pytest.approx(clipping_cases.norm_of(grads_of(optimizer)), rel=1e-6)
-
-
-def test_a_step_without_gradients_has_the_norm_zero(device):
-    optimizer, plain = pair("SGD", {"lr": 0.1}, device=device, max_grad_norm=1.0)
-    cases.train([optimizer, plain])
-    assert plain.grad_norm is None
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.step()
-    assert optimizer.grad_norm.item() == 0
 
 
 VALUES = (math.inf, -math.inf, math.nan)
@@ -216,15 +196,6 @@ def test_a_scale_may_push_the_squares_out_of_float32(exponent: int, device):
     fused.grad_scale = torch.tensor(2.0**exponent, device=device)
     fused.step()
     assert_nearly(fused, apart, norm, 1)
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e-39, math.nan])
-def test_a_scale_without_a_finite_inverse_skips_the_step(scale: float, device):
-    optimizer, before = pair("AdamW", {}, device=device, max_grad_norm=1.0, clip_value=1.0)
-    give_grads(optimizer)
-    optimizer.grad_scale = torch.tensor(scale, device=device)
-    optimizer.step()
-    assert_same_bits(params_of(optimizer), params_of(before))
 
 
 # Groups.
@@ -493,15 +464,3 @@ def test_a_look_without_a_step_does_not_reach_the_next_step(between, device):
     norm = step_apart(apart, None, {"max_grad_norm": 3.0})
     assert same_bits(fused.grad_norm, norm)
     assert_same_bits(fused, apart)
-
-
-def test_a_look_serves_one_step_only(device):
-    fused, apart = pair("SGD", {"lr": 0.1, "momentum": 0.9}, device=device, max_grad_norm=3.0)
-    way = Way(amp_ext.GradScaler)
-    give_grads(fused, apart)
-    fused_step(fused, way, way.make_scaler(device))
-    step_apart(apart, None, {"max_grad_norm": 3.0})
-    for grad in grads_of(fused):
-        grad.zero_()
-    fused.step()  # without the scaler: as the gradients are
-    assert fused.grad_norm.item() == 0

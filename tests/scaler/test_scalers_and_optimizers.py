@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64
 from harness.optimizer_cases import (
     EACH_CLASS,
     KINDS,
@@ -16,17 +15,14 @@ from harness.optimizer_cases import (
     params_of,
     theirs,
 )
-from harness.reference import same_bits, tolerance
+from harness.reference import same_bits
 from harness.rows import rows
-from harness.scaler_cases import takes
-from harness.scaler_loop import give_new_grads, makers, new_params, plain, under_scaler
+from harness.scaler_loop import give_new_grads, makers, new_params, plain
 from torch import Tensor
 
 import amp_ext
 
 SCALE = 2.0**10
-STEPS = 6
-INF, NAN = float("inf"), float("nan")
 
 OURS = makers(ours, EACH_CLASS, "our")
 LOOPS = makers(theirs, EACH_CLASS, "loop", foreach=False)
@@ -36,8 +32,6 @@ FUSED = makers(theirs, WITH_FUSED, "fused", fused=True)
 BOTH = {"torch-scaler": torch.amp.GradScaler, "our-scaler": amp_ext.GradScaler}
 SCALERS = pytest.mark.parametrize("scaler_class", rows(BOTH))
 UNSCALE = pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale-step"])
-WHEN = {"clean": [], "first-three": [0, 1, 2], "later": [2, 4], "all": list(range(STEPS))}
-OVERFLOWS = pytest.mark.parametrize("overflows", rows(WHEN))
 
 
 def optimizers(*tables: list[Any]) -> Any:
@@ -52,85 +46,12 @@ def scaled(scaler_class: Any, optimizer: Optimizer, scale: float = SCALE, **opti
     return scaler
 
 
-def scales_of(
-    scaler_class: Any, optimizer: Optimizer, overflows: list[int], unscale_first: bool
-) -> list[float]:
-    """Takes ``STEPS`` steps of a scaler and returns the scale after each.
-
-    Overflows are an inf in the first parameter and a NaN in the second in turn.
-    """
-    second = params_of(optimizer)[0].numel()
-    bad = {step: ((step, INF), (second + step, NAN))[step % 2] for step in overflows}
-    sequence = [(bad.get(step), unscale_first) for step in range(STEPS)]
-    scaler = scaled(scaler_class, optimizer, growth_interval=2)
-    return [state["scale"] for state in under_scaler(scaler, optimizer, sequence)]
-
-
 def stepped(optimizer: Optimizer) -> bool:
     """Tells whether all parameters moved; some that did and some that did not is an error."""
     params = params_of(optimizer)
     start = new_params(params[0].device)
     (moved,) = {not torch.equal(p, q) for p, q in zip(params, start, strict=True)}
     return moved
-
-
-@optimizers(OURS, LOOPS, FUSED)
-@SCALERS
-@UNSCALE
-@OVERFLOWS
-def test_every_pair_takes_the_clean_steps_and_no_other(
-    scaler_class, make, overflows, unscale_first, device
-):
-    """The scale is a power of two, so the same class must arrive at the same bits without it."""
-    optimizer = make(new_params(device))
-    scales = scales_of(scaler_class, optimizer, overflows, unscale_first)
-    clean = [step for step in range(STEPS) if step not in overflows]
-    expected = plain(make, clean, device)
-    assert all(map(same_bits, params_of(optimizer), params_of(expected)))
-    usual = torch.optim.SGD(new_params(device), lr=0.1)
-    assert scales == scales_of(torch.amp.GradScaler, usual, overflows, unscale_first)
-
-
-@optimizers(OURS)
-@SCALERS
-@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=str)
-@OVERFLOWS
-def test_our_optimizers_take_gradients_of_their_own_dtype(
-    scaler_class, make, dtype, overflows, device
-):
-    if not takes(scaler_class, dtype, device):
-        pytest.skip(f"torch's scaler takes no {dtype} on {device}")
-    optimizer, usual = make(new_params(device, dtype)), torch.optim.SGD(new_params(device))
-    scales = scales_of(scaler_class, optimizer, overflows, False)
-    assert scales == scales_of(torch.amp.GradScaler, usual, overflows, False)
-    clean = [step for step in range(STEPS) if step not in overflows]
-    expected = plain(make, clean, device, dtype)
-    assert all(map(same_bits, params_of(optimizer), params_of(expected)))
-
-
-@optimizers(OURS)
-@SCALERS
-@pytest.mark.parametrize("scale", [3.0, 0.1, 12345.678], ids=str)
-@UNSCALE
-def test_a_scale_that_rounds_costs_a_rounding(scaler_class, make, scale, unscale_first, device):
-    """The gradient is multiplied by the rounded inverse, whoever does it."""
-    options = make.keywords | ({"eps": 1e-3} if "eps" in make(new_params(device)).defaults else {})
-    optimizer = make.func(new_params(device), **options)
-    loop = theirs(make.func.__name__)(new_params(device), **options, foreach=False)
-    scaler = scaled(scaler_class, optimizer, scale)
-    inverse = (1 / torch.tensor(scale).double()).float().to(device)
-    for step in range(STEPS):
-        for side in (optimizer, loop):
-            give_new_grads(params_of(side), step, scaler)
-        for param in params_of(loop):
-            param.grad = param.grad * inverse
-        if unscale_first:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        loop.step()
-    for param, wanted in zip(params_of(optimizer), params_of(loop), strict=True):
-        torch.testing.assert_close(param, wanted, **tolerance(F32, STEPS))
 
 
 # found_inf, from whoever writes it.
@@ -238,15 +159,3 @@ def test_an_instance_that_gives_up_its_own_scaling_is_stepped_as_a_plain_optimiz
     grad = first.grad.clone()
     give_new_grads([first], 0)
     assert same_bits(grad, first.grad)
-
-
-@optimizers(OURS)
-@SCALERS
-@pytest.mark.parametrize("scale", [0.0, 1e-39], ids=str)
-@pytest.mark.filterwarnings("ignore:.*inverse is not finite")
-def test_our_optimizers_write_no_nan_at_a_scale_without_an_inverse(
-    scaler_class, make, scale, device
-):
-    optimizer = make(new_params(device))
-    scaled(scaler_class, optimizer, scale).step(optimizer)
-    assert not stepped(optimizer)
