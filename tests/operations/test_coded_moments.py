@@ -11,14 +11,8 @@ from harness.awkward import (
     F16,
     F32,
     INF,
-    LAYOUT_SHAPE,
-    LAYOUTS,
     NAN,
     Dtypes,
-    misaligned,
-    neighbours_untouched,
-    placed,
-    threads,
 )
 from harness.coded_lists import (
     CODED_STEPS,
@@ -255,83 +249,6 @@ def test_a_nonfinite_gradient_shows_in_its_moments_and_in_no_others(
         assert same_bits(
             exponents[exponents != IS_NAN], clean["exponents"][0].cpu()[exponents != IS_NAN]
         )
-
-
-@coded_steps
-@params
-def test_parts_of_a_tensor_have_the_codes_of_the_whole(device, operation, options, code, dtypes):
-    shape = (40, 401) if code == "q8h" else (40, 7 * GROUP)
-    whole = moved(build_coded(operation, options, code, dtypes, [shape]), device)
-    rows_of_parts = [7, 0, 33]
-    parts = {
-        name: [part.clone() for part in tensors[0].split(rows_of_parts)]
-        for name, tensors in whole.items()
-        if name != "steps"
-    }
-    if "steps" in whole:
-        parts["steps"] = [whole["steps"][0].clone() for _ in rows_of_parts]
-    for _ in range(3):
-        run(operation, whole, **options)
-        run(operation, parts, **options, first_elements=[0, 7 * shape[1], 7 * shape[1]])
-    for name in whole.keys() - {"steps"}:
-        assert same_bits(torch.cat(parts[name]), whole[name][0]), name
-
-
-@coded_steps
-@params
-def test_any_number_of_threads_makes_the_same_codes(operation, options, code, dtypes):
-    sizes = (100_003, 1, 0, 40_000) if code == "q8h" else (100_000, GROUP, 0, 40_000)
-    lists = build_coded(operation, options, code, dtypes, [(size,) for size in sizes])
-    others = moved(lists, "cpu")
-    with threads(1):
-        run(operation, lists, **options)
-    with threads(3):
-        run(operation, others, **options)
-    assert_same(others, lists)
-
-
-@coded_steps
-@params
-def test_misaligned_memory_has_the_same_codes(device, operation, options, code, dtypes):
-    lists = moved(build_coded(operation, options, code, dtypes), device)
-    others = {
-        name: [placed(tensor, misaligned) if name != "steps" else tensor.clone() for tensor in all_]
-        for name, all_ in lists.items()
-    }
-    for _ in range(2):
-        run(operation, lists, **options)
-        run(operation, others, **options)
-    assert_same(others, lists)
-    for name in others.keys() - {"steps"}:
-        assert all(map(neighbours_untouched, others[name])), name
-
-
-@coded_steps
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_groups_are_in_the_order_of_the_parameters_memory(device, operation, options, code, layout):
-    shape = LAYOUT_SHAPE if code == "q8h" else (3, 8, 12, 40)
-    strides = placed(torch.empty(shape), layout).stride()
-    order = sorted(range(4), key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(4)]
-    in_order = build_coded(operation, options, code, IN_FLOAT, [tuple(shape[d] for d in order)])
-    in_order = moved(in_order, device)
-    others, dense = moved(in_order, device), moved(in_order, device)
-    for name in in_order.keys() - {"steps", "exponents"}:
-        permuted = in_order[name][0].permute(back)
-        others[name] = [placed(permuted, layout)]
-        # States that a step makes are dense where the parameter is not.
-        dense[name] = [
-            permuted.clone() if name in states_of(in_order) else placed(permuted, layout)
-        ]
-    for _ in range(2):
-        for lists in (in_order, others, dense):
-            run(operation, lists, **options)
-    for lists in (others, dense):
-        for name in in_order.keys() - {"steps", "exponents"}:
-            assert same_bits(lists[name][0].permute(order), in_order[name][0]), name
-        assert_same(lists, {n: in_order[n] for n in in_order.keys() & {"steps", "exponents"}})
-    for name in others.keys() - {"steps", "exponents"}:
-        assert neighbours_untouched(others[name][0]), name
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,11 @@ from harness.awkward import (
     F64,
     FIRST_ELEMENTS,
     INF,
-    LAYOUT_SHAPE,
-    LAYOUTS,
     NAN,
     SHAPES,
     Dtypes,
-    placed,
-    threads,
 )
-from harness.list_operations import DITHERED_STEPS, STEP, Lists, assert_same, build, copied, run
+from harness.list_operations import DITHERED_STEPS, STEP, Lists, build, run
 from harness.number_codes import counter_of, dither_words, round_bfloat16, round_float16
 from harness.rows import rows
 from torch import Tensor
@@ -81,61 +77,6 @@ def test_numbers_are_those_of_the_reference(device, operation, options, dtypes, 
             words = stream and dither_words(FIRST_ELEMENTS[index], value.numel(), taken + 1, stream)
             expected = rounded(value, tensor.dtype, words)
             assert torch.equal(tensor.cpu(), expected), f"{name}[{index}] {tuple(value.shape)}"
-
-
-@every_dithered_step
-@narrow
-def test_parts_of_a_tensor_are_dithered_as_the_whole(device, operation, options, dtypes):
-    whole = build(operation, options, [(40, 401)], dtypes, device)
-    rows_of_parts = [7, 0, 33]
-    parts = {
-        name: [part.clone() for part in tensors[0].split(rows_of_parts)]
-        for name, tensors in whole.items()
-        if name != "steps"
-    }
-    parts["steps"] = [whole["steps"][0].clone() for _ in rows_of_parts]
-    for _ in range(3):
-        run(operation, whole, **options)
-        run(operation, parts, **options, first_elements=[0, 7 * 401, 7 * 401])
-    for name in whole.keys() - {"steps"}:
-        assert torch.equal(torch.cat(parts[name]), whole[name][0]), name
-
-
-@every_dithered_step
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_elements_count_in_the_order_of_memory(device, operation, options, layout):
-    dtypes = Dtypes(BF16, BF16, BF16)
-    lists = build(operation, options, [LAYOUT_SHAPE], dtypes, device)
-    steps = [step.clone() for step in lists["steps"]]
-    others = {
-        name: [placed(tensors[0], layout)] for name, tensors in lists.items() if name != "steps"
-    }
-    others["steps"] = steps
-    # What has gaps is dithered as its contiguous copy.
-    strides = torch.empty_like(others["params"][0]).stride()
-    order = sorted(range(4), key=lambda dim: -strides[dim])
-    in_order = {
-        name: [tensors[0].permute(order).contiguous()]
-        for name, tensors in lists.items()
-        if name != "steps"
-    }
-    in_order["steps"] = lists["steps"]
-    run(operation, in_order, **options)
-    run(operation, others, **options)
-    for name in lists.keys() - {"steps"}:
-        assert torch.equal(others[name][0].permute(order), in_order[name][0]), name
-
-
-@every_dithered_step
-def test_any_number_of_threads_dithers_alike(operation, options):
-    dtypes = Dtypes(BF16, BF16, BF16)
-    lists = build(operation, options, [(100_003,), (1,), (40_000,)], dtypes, "cpu")
-    others = copied(lists)
-    with threads(1):
-        run(operation, lists, **options)
-    with threads(3):
-        run(operation, others, **options)
-    assert_same(others, lists)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])

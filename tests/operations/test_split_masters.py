@@ -11,15 +11,11 @@ from harness.awkward import (
     F64,
     FIRST_ELEMENTS,
     INF,
-    LAYOUT_SHAPE,
-    LAYOUTS,
     NAN,
     SHAPES,
     Dtypes,
-    placed,
-    threads,
 )
-from harness.list_operations import DECAY, FEW_STEPS, STEP, Lists, assert_same, build, copied, run
+from harness.list_operations import DECAY, FEW_STEPS, STEP, Lists, assert_same, build, run
 from harness.number_codes import (
     dither_words,
     join_bfloat16,
@@ -177,37 +173,6 @@ def test_a_parameter_that_is_written_from_outside_is_followed(device, dtype, low
     ops.sgd_([param], [torch.zeros_like(param)], master_params=[low], lr=1.0)
     assert (ops.join_master(param, low) - 0.75).abs().max().item() <= 0.75 * 2**-8
     assert torch.equal(param, torch.full_like(param, 0.75))
-
-
-@formats
-@few_steps
-def test_any_layout_and_number_of_threads_will_do(operation, options, dtype, low_bits):
-    lists = build_split(
-        operation, options, [(100_003,), (1,), (0,), (40_000,)], dtype, low_bits, F32, "cpu"
-    )
-    others = copied(lists)
-    with threads(1):
-        run(operation, lists, **options)
-    with threads(3):
-        run(operation, others, **options)
-    assert_same(others, lists)
-
-
-@formats
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_has_the_same_masters(device, dtype, low_bits, layout):
-    options = {"momentum": 0.7}
-    lists = build_split("sgd_", options, [LAYOUT_SHAPE], dtype, low_bits, F32, device)
-    others = copied(lists)
-    for name in ("params", "grads", "momentum_buffers"):
-        others[name] = [placed(lists[name][0], layout)]
-    low = torch.empty_like(others["params"][0], dtype=torch.int16 if low_bits == 16 else torch.int8)
-    low.copy_(in_numbers(lists["master_params"][0]))
-    others["master_params"] = [in_memory(low)]
-    for _ in range(2):
-        run("sgd_", lists, **options)
-        run("sgd_", others, **options)
-    assert_same(others, lists)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
