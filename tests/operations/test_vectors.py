@@ -52,7 +52,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.slow
-@every_isa
+@pytest.mark.parametrize(("isa", "size"), [("plain", 16), ("avx2", 32)])
 def test_four_buffers_in_any_order_are_stepped_by_engines(isa, size, sources, tmp_path):
     run_program("buffers.cpp", isa, size, tmp_path, flags=sources)
 

@@ -73,8 +73,9 @@ def make(name: str, options: dict[str, Any], change: Any, first: bool) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["step", "scaler"])
-@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize(
+    ("first", "scaled"), [(True, False), (False, True)], ids=["first", "later-with-a-scaler"]
+)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @few_optimizers
 def test_a_step_that_gets_no_memory_leaves_everything_as_it_was(

@@ -124,13 +124,11 @@ def test_shuffles_votes_atomics_and_conversions_do_what_cuda_says(sanitizer, pro
     assert {run(programs["functions", sanitizer], seed=seed) for seed in SEEDS} == {(0, "")}
 
 
-@pytest.mark.parametrize("seed", ["", "1"])
-def test_the_kernels_agree_in_every_shape_that_is_timed_on_a_gpu(seed):
-    """And the program that times them comes to its end, where a GPU is lent for minutes."""
-    environment = os.environ | {"CUDA_EMULATOR_SEED": seed}
+def test_the_kernels_agree_in_every_shape_that_is_timed_on_a_gpu():
+    """In random order. The program that times them has minutes of a GPU to come to its end."""
     done = subprocess.run(
         [build.build_tuning(), "small"],
-        env={name: text for name, text in environment.items() if text},
+        env=os.environ | {"CUDA_EMULATOR_SEED": "1"},
         capture_output=True,
         text=True,
         timeout=300,

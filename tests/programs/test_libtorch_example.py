@@ -37,9 +37,13 @@ def run(*command: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
 
 
-def photo(*options: Any) -> None:
-    done = run(sys.executable, EXAMPLES / "photo.py", "--device=cpu", *options)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def photo(run_module) -> Callable[..., None]:
+    def photo(*options: Any) -> None:
+        done = run_module("photo", "--device=cpu", *map(str, options), folder=EXAMPLES)
+        assert done.returncode == 0, done.stderr
+
+    return photo
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def train(build_program) -> Program:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(photo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two starts of the same run: of all its steps, and of the first of them."""
     folder = tmp_path_factory.mktemp("libtorch")
     photo(*SMALL, "--steps", STEPS, "--write-start", folder / "start.pt")
@@ -87,7 +91,7 @@ def psnr_in(text: str) -> float:
     return float(found)
 
 
-def test_it_trains_with_the_bits_of_python(folder, whole):
+def test_it_trains_with_the_bits_of_python(photo, folder, whole):
     photo(*SMALL, "--steps", STEPS, "--checkpoint", folder / "py.pt", "--out", folder)
     assert content(folder / "whole.pt") == content(folder / "py.pt")
     runs = json.loads((folder / "photo.json").read_text())["runs"]
@@ -98,7 +102,7 @@ def test_it_trains_with_the_bits_of_python(folder, whole):
     assert skipped == python["skipped"] != []
 
 
-def test_python_goes_on_from_its_checkpoint_with_the_same_bits(train, folder, whole):
+def test_python_goes_on_from_its_checkpoint_with_the_same_bits(train, photo, folder, whole):
     part, rest = folder / "cpp_part.pt", folder / "py_rest.pt"
     assert train(folder / "start_of_part.pt", "--checkpoint", part).returncode == 0
     files = ("--resume", part, "--checkpoint", rest, "--out", folder / "rest")
@@ -106,7 +110,7 @@ def test_python_goes_on_from_its_checkpoint_with_the_same_bits(train, folder, wh
     assert content(rest) == content(folder / "whole.pt")
 
 
-def test_it_goes_on_from_a_checkpoint_of_python_with_the_same_bits(train, folder, whole):
+def test_it_goes_on_from_a_checkpoint_of_python_with_the_same_bits(train, photo, folder, whole):
     part, rest = folder / "py_part.pt", folder / "cpp_rest.pt"
     photo(*SMALL, "--steps", PART, "--checkpoint", part, "--out", folder / "part")
     done = train(folder / "start.pt", "--resume", part, "--checkpoint", rest)
@@ -121,7 +125,7 @@ def test_the_picture_is_the_one_that_it_measured(folder, whole):
     assert abs(psnr_of(folder / "whole.ppm", folder / "start.pt") - psnr_in(whole)) < 0.1
 
 
-def test_the_quick_one_shows_the_scale_as_it_grows(train, tmp_path):
+def test_the_quick_one_shows_the_scale_as_it_grows(train, photo, tmp_path):
     start, picture = tmp_path / "start.pt", tmp_path / "photo.ppm"
     photo("--quick", "--write-start", start)
     done = train(start, "--picture", picture)

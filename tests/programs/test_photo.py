@@ -6,7 +6,7 @@ import functools
 import json
 import runpy
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,10 +19,13 @@ PHOTO = Path(__file__).resolve().parent.parent.parent / "examples" / "photo.py"
 pytestmark = pytest.mark.slow
 
 
-def run(folder: Path, *options: Any) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def run(run_module) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the example on a small picture, its files in a folder."""
     small = ["--device=cpu", "--size=16", "--width=16"]
-    command = [sys.executable, PHOTO, *small, "--out", folder, *options]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    return lambda folder, *options: run_module(
+        "photo", *small, "--out", str(folder), *map(str, options), folder=PHOTO.parent
+    )
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in seed.items() if name != "seconds"}
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(run, tmp_path):
     file = tmp_path / "run.pt"
     whole = run(tmp_path / "whole", "--steps=25")
     part = run(tmp_path / "part", "--steps=9", "--checkpoint", file)
@@ -49,7 +52,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
         assert words in refused.stderr
 
 
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
+def test_a_file_that_is_no_checkpoint_is_refused(run, tmp_path):
     (tmp_path / "text.pt").write_text("no checkpoint")
     missing = tmp_path / "missing.pt"
     for file, words in {

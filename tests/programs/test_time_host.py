@@ -13,7 +13,7 @@ import amp_ext
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "time_host.py"
-ROWS = "import|SGD, 20* tensors, (plain|our scaler)"
+ROWS = "SGD, 2 tensors, our scaler"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -31,9 +31,7 @@ def test_a_row_has_the_times_of_both_packages_and_how_far_each_is_from_itself(tm
     done = run("--installed", ROOT, "--output", tmp_path / "times.json")
     assert done.returncode == 0, done.stderr
     times = json.loads((tmp_path / "times.json").read_text())
-    forms = ("plain", "plain, cold", "our scaler", "our scaler, cold")
-    rows = [f"SGD, {count} tensors, {form}" for count in (2, 20) for form in forms]
-    assert list(times) == ["import amp_ext", *rows]
+    assert list(times) == ["SGD, 2 tensors, our scaler", "SGD, 2 tensors, our scaler, cold"]
     for row, found in times.items():
         assert f" {row} " in done.stdout
         assert found["ratio"] == pytest.approx(found["after"] / found["before"])

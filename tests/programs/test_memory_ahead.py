@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,16 +29,12 @@ def test_the_vendor_decides_unless_the_variable_does(tmp_path):
     assert vendor in cpuinfo if "vendor_id" in cpuinfo else vendor == ""
 
 
-def run_step(wanted: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "AMP_EXT_CPU_PREFETCH": wanted}
-    return subprocess.run(
-        [sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, check=False
+def test_bits_do_not_depend_on_it_and_other_values_are_refused(run_module, tmp_path):
+    (tmp_path / "step.py").write_text(STEP)
+    without, with_it, refused = (
+        run_module("step", folder=tmp_path, AMP_EXT_CPU_PREFETCH=wanted)
+        for wanted in ("0", "1", "on")
     )
-
-
-@pytest.mark.slow
-def test_bits_do_not_depend_on_it_and_other_values_are_refused():
-    without, with_it, refused = map(run_step, ("0", "1", "on"))
     assert (without.returncode, with_it.returncode) == (0, 0), without.stderr + with_it.stderr
     assert without.stdout == with_it.stdout
     assert "AMP_EXT_CPU_PREFETCH must be 0 or 1, got on" in refused.stderr
