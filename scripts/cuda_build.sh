@@ -139,7 +139,7 @@ END
 # errors of thousands of steps, which the same CPU engine has in every build, and codes in plain torch.
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
-    --ignore="$tests"/{programs/test_update_errors,training/test_number_codes}.py "$@")
+    --ignore="$tests"/{programs/test_update_errors,operations/test_number_codes}.py "$@")
 }
 
 [ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_cuda_environment
