@@ -387,7 +387,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
   int64_t in_table[decltype(arguments.table)::kCapacity];  // the indices of its records
-  int32_t tile_size = 0;  // chosen when there is a record to step
+  int32_t tile_size = 0;                                   // chosen when there is a record to step
   const auto clear = [&] {
     arguments.table.clear(tile_size);
     arguments.number_of_groups = 0;

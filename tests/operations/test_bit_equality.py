@@ -81,4 +81,6 @@ def test_a_large_tensor_has_the_bits_of_its_parts(states, device):
         run("adam_", one, dither=True, first_elements=[begin])
         for name, (tensor,) in one.items():
             expected = whole[name][0]
-            assert equal(tensor, expected if expected.dim() == 0 else expected[begin : begin + part])
+            assert equal(
+                tensor, expected if expected.dim() == 0 else expected[begin : begin + part]
+            )
