@@ -115,9 +115,10 @@ def test_examples_of_the_readme_run():
     assert namespace["optimizer"].state
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
 @pytest.mark.parametrize("side", ["-", "+"], ids=["before", "after"])
-def test_the_loop_of_the_readme_trains_before_and_after_the_change(side):
-    page = ROOT / "README.md"
+def test_the_loop_of_the_first_pages_trains_before_and_after_the_change(side, name):
+    page = ROOT / name
     (block,) = [block for block in blocks_of(page) if block.language == "diff"]
     lines = [line[1:] for line in block.code.splitlines() if line[0] in (" ", side)]
     namespace = what_the_readme_takes_for_granted()
@@ -188,15 +189,6 @@ def test_messages_that_pages_explain_are_in_the_sources():
         if len(fragment.strip(" :,.")) > 3 and fragment.strip() not in sources
     ]
     assert missing == []
-
-
-def test_the_table_of_memory_is_that_of_the_calculator():
-    text = (ROOT / "docs" / "memory.md").read_text()
-    for usage in amp_ext.memory.training_memory("7B"):
-        sizes = [f"{size / 2**30:.1f}" for name, size in usage.bytes.items() if name != "buffers"]
-        bytes_each = usage.total / usage.parameter_count
-        row = [usage.configuration.name, *sizes, f"{bytes_each:.4g}"]
-        assert f"| {' | '.join(row)} |" in text
 
 
 WORKS = dict.fromkeys([*LOW_MEMORY, *BESIDE_PEERS])

@@ -1,6 +1,6 @@
 """The one table of what the state machine takes for different on purpose.
 
-Names are those of the table in the README, "What differs from torch".
+Names are those of the tables in docs/differences.md.
 """
 
 from __future__ import annotations
