@@ -24,6 +24,9 @@ html_theme = "furo"
 html_title = f"amp_ext {release}"
 html_show_copyright = False
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_js_files = ["pages.js"]
 exclude_patterns = [tables.FOLDER.name]  # parts of pages
 
 # Every page is plain Markdown that reads well on its own; directives only include and document.
