@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
-    """Returns what the table shows of a row, by heading."""
+    """Returns the cells of a row, by heading."""
     ours, many_small = row["sides"]["ours"], row["many_small"]
     ratios = {side: f"{ratio:.2f}" for side, ratio in row["ratios"].items()}
     return {

@@ -48,9 +48,9 @@ def make_streaming(device: torch.device) -> tuple[Step, int]:
 
 
 def bytes_of(work: Work, program: Program) -> tuple[float, float]:
-    """Returns the bytes that ours keeps of an element, and the least that its step must move.
+    """Returns the bytes that our side keeps of an element, and the least that its step must move.
 
-    Each operand is read or written once, a gradient that a scaler or a norm looks at once more.
+    Each operand is read or written once. A gradient is read once more for a scaler or a norm.
     """
     states = [value for state in program.optimizer.state.values() for value in state.values()]
     elements = sum(param.numel() for param in program.params)
@@ -68,18 +68,18 @@ def measure_row(
     streaming: tuple[Step, int],
     run: Callable[[Step], list[float]],
 ) -> dict[str, Any]:
-    """Measures one row; returns what it is, the figures of each side, and their ratios to ours.
+    """Measures one row; returns its description, the figures of each side, and ratios to ours.
 
     Args:
-        work: What is done.
-        shapes: The parameters.
-        programs: That of each side, ours among them.
+        work: Work of a step.
+        shapes: Shapes of the parameters.
+        programs: Program of each side, ours among them.
         streaming: From :func:`make_streaming`; in turns with the rest, unless the host is measured.
         run: Returns the seconds of some runs of a step, as :func:`run_times` does.
     """
     steps = {side: program.step for side, program in programs.items()}
     for step in steps.values():
-        step()  # makes its states
+        step()  # makes the states
     stored, moved = bytes_of(work, programs["ours"])
     steps |= {} if shapes.many_small else {"streaming": streaming[0]}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -113,6 +113,6 @@ def measure_row(
 
 
 def run_times(step: Step, seconds: float) -> list[float]:
-    """Returns the seconds of runs of a step, which take so long together."""
+    """Returns the seconds of each run of a step, of runs that take so many seconds together."""
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=seconds).times

@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """One side of a row: what a training loop calls after the backward pass, and its objects."""
+    """One side of a row: the calls of a loop after the backward pass, and their objects."""
 
     params: list[Parameter]
     optimizer: torch.optim.Optimizer
@@ -73,11 +73,11 @@ def scaled(
 ) -> Step:
     """Returns a step under a scaler whose scale stays 1, or under none.
 
-    torch divides the stored gradients by the scale in every step, ours leaves them as they are, and
-    so both find the same ones again.
+    torch divides the stored gradients by the scale in every step, and ours leaves them as they are.
+    With a scale of 1 both find the same gradients again.
     """
     scaler = scaler_class(params[0].device.type, init_scale=1.0, growth_interval=2**30)
-    scaler.scale(params[0].new_zeros(()))  # it has seen the device
+    scaler.scale(params[0].new_zeros(()))  # makes the scaler's tensors
     clips = work.clip and scaler_class is torch.amp.GradScaler  # ours clips in the step
 
     def step() -> None:

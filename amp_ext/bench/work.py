@@ -1,4 +1,4 @@
-"""What is timed: the work of a step, on which parameters, and who does it."""
+"""The rows of the benchmark: the work of a step, its parameters, and the sides that do it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STATES = {
     "8bit": "8bit states",
 }
 
-#: Everyone who does the work, and what the tables call them. By hand is a loop around float32
-#: masters that torch's fused optimizer steps; in float32 is ours with masters and moments in it.
+#: The sides of a row, and their names in tables. "by_hand" is a loop around float32 masters that
+#: torch's fused optimizer steps, "in_float32" is our step with float32 masters and moments.
 SIDES = {
     "ours": "amp_ext",
     "fused": "torch fused",
@@ -35,11 +35,11 @@ class Work:
 
     Attributes:
         optimizer: "AdamW", or "SGD", which has momentum here.
-        dtype: Of parameters and gradients.
+        dtype: Dtype of parameters and gradients.
         scaler: Whether a gradient scaler does the step.
         clip: Whether gradients are clipped by their norm.
-        masters: What 16-bit parameters have as masters: the option of ours.
-        state_dtype: How moments are kept: the option of ours.
+        masters: Our option ``master_weights``.
+        state_dtype: Our option of this name.
     """
 
     optimizer: str
@@ -56,7 +56,7 @@ class Work:
 
     @property
     def name(self) -> str:
-        """As the tables show it."""
+        """Name in the tables."""
         parts = {
             "momentum": self.optimizer == "SGD",
             "master": self.has_masters,
@@ -69,7 +69,7 @@ class Work:
         return " + ".join([plain, *(part for part, there in parts.items() if there)])
 
     def sides(self) -> list[str]:
-        """Returns who does the same work, the one that everything is compared with first."""
+        """Returns the sides that do this work, ours first."""
         if self.state_dtype not in (torch.float32, None) or isinstance(self.masters, str):
             return ["ours", "in_float32"]  # torch keeps nothing in so little memory
         if self.has_masters:
@@ -81,7 +81,7 @@ class Work:
 
 ADAMW = Work("AdamW", torch.float32, scaler=True)
 
-#: For every list of shapes.
+#: Work that is timed on every list of shapes.
 FEATURED = [
     ADAMW,
     Work("AdamW", torch.float32, scaler=True, clip=True),
@@ -91,7 +91,7 @@ FEATURED = [
     Work("AdamW", torch.float32),
 ]
 
-#: In less memory than float32 takes, beside which ours is then timed; and as torch does it.
+#: Work in less memory than float32 takes, timed beside our step in float32, and torch's way.
 NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
 LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split"),
@@ -107,7 +107,7 @@ LOW_MEMORY = [
 
 @dataclass(frozen=True)
 class ShapeList:
-    """The shapes of parameters, and what the tables call them."""
+    """The shapes of parameters, and their name in the tables."""
 
     name: str
     sizes: tuple[tuple[int, ...], ...]
@@ -120,13 +120,13 @@ class ShapeList:
 
 
 def uniform(count: int, size: int) -> ShapeList:
-    """Returns tensors of one size, in rows of 32: as many neighbours have a scale in 8 bits."""
+    """Returns tensors of one size, in rows of 32, the elements of a block with one exponent."""
     short = f"{size // 10**6}M" if size >= 10**6 else f"{size // 1000}k" if size >= 1000 else size
     return ShapeList(f"{count:,} × {short}", ((size // 32, 32),) * count, size < 1000)
 
 
 def choose_rows(device_type: str, quick: bool) -> list[tuple[Work, ShapeList]]:
-    """Returns what is timed on a device, "cpu" or "cuda": some work on some parameters."""
+    """Returns the rows for a device, "cpu" or "cuda": work, each with its parameters."""
     if device_type == "cpu":
         large = [uniform(4, 8_000_000), uniform(300, 100_000), uniform(1, 64_000_000)]
     else:
@@ -138,5 +138,5 @@ def choose_rows(device_type: str, quick: bool) -> list[tuple[Work, ShapeList]]:
 
 
 def row_name(work: Work, shapes: ShapeList) -> str:
-    """Returns what ``--filter`` is held against, in letters that keyboards have."""
+    """Returns the name that ``--filter`` searches, in letters that keyboards have."""
     return f"{work.name}, {shapes.name}".replace("×", "x")

@@ -1,1 +1,1 @@
-"""What this amp_ext is, whether it works, and what to type if not: ``python -m amp_ext.info``."""
+"""What is installed, whether it works, and the line to type if not: ``python -m amp_ext.info``."""

@@ -13,13 +13,13 @@ from amp_ext.info.facts import ISA_VARIABLE, PACKAGE
 
 
 class Cause(NamedTuple):
-    """One row of the table.
+    """One row of the table: a cause and its cure.
 
     Attributes:
-        signs: Regular expression that finds it in what was seen.
+        signs: Regular expression that finds the cause in an error's text.
         text: The cause in words.
-        setting: Environment variable to set for a rebuild, where a plain one does not do.
-        command: What to type instead of a rebuild.
+        setting: Environment variable to set for a rebuild, where a plain rebuild does not help.
+        command: Line to type instead of a rebuild.
     """
 
     signs: str
@@ -31,15 +31,15 @@ class Cause(NamedTuple):
         """Returns the line to type.
 
         Args:
-            capabilities: Those of the GPUs, ["9.0"].
+            capabilities: Compute capabilities of the GPUs, ["9.0"].
         """
         return self.command or rebuild_line(self.setting.format(";".join(capabilities)))
 
 
 _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
 
-# What a message does not say itself. The first whose signs are seen is it, so what is certain comes
-# before what is likely.
+# Causes that a message does not name itself. The first one whose signs are seen counts, so certain
+# causes stand before likely ones.
 CAUSES = (
     Cause(
         f"{ISA_VARIABLE} must be",
@@ -75,10 +75,10 @@ CAUSES = (
 
 
 def recognise(seen: str) -> Cause:
-    """Returns the cause of what was seen; one without a text if there is no more to say.
+    """Returns the first cause whose signs are seen, or one without a text if there is none.
 
     Args:
-        seen: The text of an error, and what else was found out.
+        seen: Text of an error, with other facts that were found.
     """
     found = (cause for cause in CAUSES if re.search(cause.signs, seen))
     return next(found, Cause("", ""))
@@ -87,7 +87,7 @@ def recognise(seen: str) -> Cause:
 def rebuild_line(setting: str = "") -> str:
     """Returns the line that builds the extension anew for this Python.
 
-    In place where the package lies in its source folder, else with pip.
+    The line builds in place if the package lies in its source folder, and otherwise calls pip.
 
     Args:
         setting: Environment variable to set, ``AMP_EXT_CUDA=1``.

@@ -19,11 +19,11 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
     overflow.
 
     Args:
-        device: Where.
-        dtype: Of the parameters. torch keeps float32 masters by hand, ours in its own step.
+        device: Device to train on.
+        dtype: Dtype of the parameters. torch's side keeps float32 masters by hand.
 
     Returns:
-        What is wrong, or None.
+        The fault in words, or None.
     """
     try:
         start = torch.linspace(-2, 2, 67).to(device, dtype)
@@ -31,7 +31,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
         torchs_param, torchs_scale = _train(
             torch.optim.AdamW, torch.amp.GradScaler, start, start.float()
         )
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if scale != torchs_scale:
         return f"the loss scale is {scale:g}, torch's {torchs_scale:g}"
@@ -46,7 +46,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
 def _train(
     optimizer_class: Any, scaler_class: Any, start: Tensor, stepped: Tensor
 ) -> tuple[Tensor, float]:
-    """Returns a parameter of four iterations, in which what is stepped follows, and the scale."""
+    """Returns a parameter after four iterations, which follows the stepped one, and the scale."""
     param, stepped = start.clone(), torch.nn.Parameter(stepped.clone())
     optimizer = optimizer_class([stepped], lr=0.1)
     scaler = scaler_class(param.device.type, 256.0)

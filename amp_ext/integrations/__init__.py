@@ -43,6 +43,6 @@ def import_client(module: str, *, at_least: str, below: str) -> Any:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the release numbers of a version: those of 2.6.6.dev1 are 2, 6 and 6."""
+    """Returns the release numbers of a version: 2, 6 and 6 of 2.6.6.dev1."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

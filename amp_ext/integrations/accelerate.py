@@ -13,12 +13,12 @@ _AcceleratedOptimizer: Any = _module.AcceleratedOptimizer
 
 __all__ = ["PreparedOptimizer", "use_scaler"]
 
-# Under the other ones something else scales the loss or shards the gradients.
+# Other types of distribution scale the loss or shard the gradients by themselves.
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 class PreparedOptimizer(_AcceleratedOptimizer):
-    """What ``accelerator.prepare`` makes of an optimizer after :func:`use_scaler`."""
+    """An optimizer as ``accelerator.prepare`` returns it after :func:`use_scaler`."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -45,7 +45,8 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
     Args:
         accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="fp16"`` that has prepared
             no optimizer yet.
-        scaler: Ours; by default one with the numbers of the accelerator's ``GradScalerKwargs``.
+        scaler: A scaler of ours; by default one with the numbers of the accelerator's
+            ``GradScalerKwargs``.
 
     Returns:
         The scaler.

@@ -1,7 +1,7 @@
 """Lightning: precision plugins for its Trainer and its Fabric.
 
-Both have the constructor of Lightning's own. A checkpoint of the Trainer names its plugin; ours has
-the same name, so what was written under the one can be resumed under the other.
+Both plugins have the constructor of Lightning's own. A checkpoint of the Trainer names its plugin.
+Ours has the same name, so a checkpoint of either can be resumed under the other.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["FabricMixedPrecision", "MixedPrecision"]
 class MixedPrecision(_TrainerPlugin):
     """``lightning.pytorch.plugins.MixedPrecision`` with our scaler, which clips for any optimizer.
 
-    Lightning's own refuses ``gradient_clip_val`` with optimizers that unscale inside their step, as
-    ours and torch's fused ones do. Here their gradients are unscaled before they are clipped, and
-    the step does not unscale them again. ::
+    Lightning's own plugin refuses ``gradient_clip_val`` with optimizers that unscale inside their
+    step, as ours and torch's fused ones do. This plugin unscales their gradients before it clips,
+    and the step does not unscale them again. ::
 
         Trainer(plugins=[MixedPrecision()], gradient_clip_val=1.0)
 
@@ -50,7 +50,7 @@ class MixedPrecision(_TrainerPlugin):
         """Unscales and clips the gradients of an optimizer.
 
         Args:
-            optimizer: The optimizer, or what Lightning wraps it in.
+            optimizer: The optimizer, or Lightning's wrapper around it.
             clip_val: Largest norm or value; 0 clips nothing.
             *options: The algorithm, for Lightning.
             **named: Likewise.

@@ -14,7 +14,7 @@ _factory = import_client("timm.optim._optim_factory", at_least="1.0.12", below="
 
 __all__ = ["NativeScaler", "register_optimizers"]
 
-# By timm's names.
+# Our classes by timm's names.
 _OPTIMIZERS = {
     "adam": optim.Adam,
     "adamw": optim.AdamW,

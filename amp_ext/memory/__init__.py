@@ -1,6 +1,7 @@
 """How much memory training takes: parameters, masters, gradients and optimizer states in bytes.
 
-Counted is what lives from one step to the next, to the byte. :data:`NOT_COUNTED` says what is not.
+The sizes are those of all that lives from one step to the next, to the byte. :data:`NOT_COUNTED`
+says what they leave out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 #: How many states each optimizer keeps, of the size of the parameter.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "lion": 1, "sgd": 0, "momentum": 1}
 
-#: What the sizes leave out.
+#: Memory that the sizes leave out.
 NOT_COUNTED = (
     "activations",
     "the 16-bit copies of weights that autocast keeps until its block ends",
@@ -44,10 +45,10 @@ NOT_COUNTED = (
 
 _COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([kmbt]?)", re.I)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_BLOCK = 32  # elements that have an exponent together
+_BLOCK = 32  # elements with one exponent
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
-#: Of an element of a master, beside its 16-bit parameter, by the option ``master_weights``.
+#: Bytes of a master beside an element of a 16-bit parameter, by the option ``master_weights``.
 MASTER_BYTES: dict[bool | Literal["split", "split8"], int] = {
     True: 4,
     "split": 2,
@@ -58,15 +59,15 @@ MASTER_BYTES: dict[bool | Literal["split", "split8"], int] = {
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """In which dtypes a model is trained.
+    """The dtypes in which a model is trained.
 
     Attributes:
-        name: As the table shows it.
-        dtype: Of floating parameters, gradients and buffers; None leaves a model's as they are.
-            bfloat16 stands for both 16-bit dtypes.
+        name: Name in the table.
+        dtype: Dtype of floating parameters, gradients and buffers; None leaves a model's as they
+            are. bfloat16 stands for both 16-bit dtypes.
         master_weights: The option of amp_ext's optimizers.
-        state_dtype: Likewise; torch's optimizers do as ours without masters and with None. Those of
-            8 bits have no amsgrad.
+        state_dtype: The option of amp_ext's optimizers; torch's optimizers do as ours without
+            masters and with None. AMSGrad has no states of 8 bits.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Configuration:
 
     @property
     def options(self) -> str:
-        """What to tell amp_ext's optimizers, as Python."""
+        """Options to give to amp_ext's optimizers, as Python."""
         given = []
         if self.master_weights is not True:
             given.append(f"master_weights={self.master_weights!r}")
@@ -116,11 +117,11 @@ class MemoryUsage:
     """The bytes that one configuration takes.
 
     Attributes:
-        configuration: In which dtypes.
-        parameter_count: How many parameters there are, with those that require no gradient.
-        bytes: Of ``parameters``, of ``masters`` or what split ones have beside the parameters, of
-            ``gradients`` (one for each trainable parameter, in its dtype), of the optimizer's
-            ``states``, masters apart, of a model's ``buffers``, and the ``total``.
+        configuration: The dtypes.
+        parameter_count: Number of parameters, with those that require no gradient.
+        bytes: Sizes of ``parameters``, of ``masters`` (of split ones the part beside the
+            parameters), of ``gradients`` (one for each trainable parameter, in its dtype), of the
+            optimizer's ``states`` without masters, of a model's ``buffers``, and the ``total``.
     """
 
     configuration: Configuration
@@ -135,7 +136,7 @@ class MemoryUsage:
 
 @dataclasses.dataclass(frozen=True)
 class _Elements:
-    """Those of a parameter or a buffer, or of parameters that are alike."""
+    """Elements of a parameter or a buffer, or of parameters that are alike."""
 
     dtype: torch.dtype
     number: int
@@ -162,7 +163,7 @@ def training_memory(
         with its own dtypes under amp_ext's optimizers.
 
     Raises:
-        ValueError: If a name or a number is not one.
+        ValueError: If the optimizer is unknown or the number is none.
 
     Example:
         >>> with torch.device("meta"):
@@ -189,7 +190,7 @@ def training_memory(
         rows.insert(0, _AS_IT_IS)
     else:
         params = [_Elements(torch.float32, parse_count(model), is_trained=True, has_blocks=True)]
-    refused = CODED_STATES if optimizer == "amsgrad" else ()  # whose maximum has no code
+    refused = CODED_STATES if optimizer == "amsgrad" else ()  # no code for its maximum
     return [
         _usage(row, optimizer, params, buffers) for row in rows if row.state_dtype not in refused
     ]
@@ -226,7 +227,7 @@ def _usage(
 
 
 def _state_bytes(each: _Elements, dtype: torch.dtype | str, states: int) -> int:
-    """Returns the bytes of some states; of those of 8 bits a block has an exponent."""
+    """Returns the bytes of states, which in 8 bits have an exponent for each block."""
     if isinstance(dtype, torch.dtype):
         return each.number * dtype.itemsize * states
     # Without blocks a moment is in bfloat16, as is Adam's second with "8bit-bf16".
@@ -243,7 +244,7 @@ def parse_count(text: int | float | str) -> int:
         text: The number; K, M, B and T stand for thousands, millions, billions and trillions.
 
     Raises:
-        ValueError: If it is no whole number from 1 to 10**18.
+        ValueError: If the text is no whole number from 1 to 10**18.
     """
     match = _COUNT.fullmatch(str(text).strip())
     if match:

@@ -59,11 +59,11 @@ class Advice:
     """A dimension that should be padded.
 
     Attributes:
-        dimension: Where it is; ``*`` stands for the number of a layer where several are alike.
-        layers: How many are alike.
-        size: As it is.
-        multiple: What it should be a multiple of.
-        padded: The next such size.
+        dimension: Its name; ``*`` stands for the number of a layer where several are alike.
+        layers: Number of layers that are alike.
+        size: Present size.
+        multiple: Number that should divide the size.
+        padded: Next larger size that this number divides.
     """
 
     dimension: str
@@ -76,11 +76,11 @@ class Advice:
 def tensor_core_advice(model: nn.Module | Mapping[str, Any] | Any) -> list[Advice]:
     """Returns the dimensions of matrix products that are not multiples, with padded sizes.
 
-    Of a model these are the sizes of linear layers, convolutions (for each group), embeddings,
-    attention and recurrent layers. The vocabulary is the largest number of embeddings, from 64 on,
-    that a linear layer gives out as well, or else the largest one; other tables are only looked up.
-    Of a configuration they are what Hugging Face's names say (``hidden_size``, ``n_embd``,
-    ``vocab_size`` ...), also in configurations inside it.
+    The dimensions of a model are the sizes of linear layers, convolutions (for each group),
+    embeddings, attention and recurrent layers. The vocabulary is the largest number of embeddings,
+    from 64 on, that a linear layer gives out as well, or else the largest one. Other embeddings are
+    only looked up and need no padding. The dimensions of a configuration have Hugging Face's names
+    (``hidden_size``, ``n_embd``, ``vocab_size`` ...), also in configurations inside it.
 
     A width that heads share is padded until the share of each head is a multiple; in a model, so is
     every dimension that is as large as the width of its attention.
@@ -108,13 +108,13 @@ def _pad(dimension: str, size: int, multiple: int) -> Iterator[Advice]:
 
 
 def _multiple_of_vocabulary(size: int) -> int:
-    """Returns what a vocabulary should be a multiple of; a small one is as any dimension."""
+    """Returns the number that should divide a vocabulary; a small one is as any dimension."""
     return VOCABULARY_MULTIPLE if size >= VOCABULARY_MULTIPLE else MULTIPLE
 
 
 def _of_model(model: nn.Module) -> Iterator[Advice]:
     vocabulary = _vocabulary(model)
-    heads: dict[int, int] = {}  # that share a width, which all layers around them have as well
+    heads: dict[int, int] = {}  # by the width they share, which layers around have too
     parts: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):

@@ -55,7 +55,7 @@ def _read(text: str) -> dict[str, Any]:
     """Reads one argument: ``name=value`` or the path of a JSON file.
 
     Raises:
-        ValueError: If it is none of them.
+        ValueError: If the argument is neither.
     """
     name, equals, value = text.partition("=")
     if equals and name.isidentifier():

@@ -24,7 +24,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class PrecisionTiming:
-    """What was measured in one precision.
+    """Measurements in one precision.
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
@@ -103,13 +103,14 @@ def benchmark_precision(
     Args:
         model: On the device to measure. 16-bit parameters fit only their own precision.
         inputs: As for :meth:`~amp_ext.training.MixedPrecisionTrainer.train_step`.
-        targets: Likewise.
+        targets: As for ``train_step``, too.
         loss_function: Takes the output, and the targets if there are any. None takes the loss that
-            the output has, or else the mean square of all that is floating in it: the loss itself
-            hardly matters to the time.
-        precisions: Which, in which order. The first that works is the base of the speed-up shown.
+            the output has, or else the mean square of all its floating-point tensors: the loss
+            itself hardly matters to the time.
+        precisions: Precisions to measure, in this order. The first that works is the base of the
+            speed-up shown.
         optimizer: Makes an optimizer for the parameters of a copy.
-        steps: Steps in each of three runs, which some steps to warm up precede.
+        steps: Steps in each of three runs, after some steps to warm up.
 
     Returns:
         The figures. A precision that fails has its error there.
@@ -159,7 +160,7 @@ def benchmark_precision(
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
                 rows.append(PrecisionTiming(config.precision, error=text))
-            gc.collect()  # before the next one takes its memory
+            gc.collect()  # before the next precision allocates memory
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return PrecisionBenchmark(name, samples, steps, tuple(rows))
 
@@ -181,7 +182,7 @@ def _start_of_memory(device: torch.device) -> int | None:
 
 
 def _any_loss(output: Any) -> Tensor:
-    """Returns the loss in a model's output, or the mean square of what is floating in it."""
+    """Returns the loss in a model's output, or the mean square of its floating-point tensors."""
     loss = loss_in(output)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss

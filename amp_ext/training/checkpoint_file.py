@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole: a process that dies while it writes leaves the one before."""
+"""Checkpoint files that are whole: a process that dies while it writes leaves the old file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["write_checkpoint"]
 
 
 def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str]) -> None:
-    """Puts a file in place of what is at a path, in one step and only when it is on the disk.
+    """Replaces the file at a path in one step, once the new file is on the disk.
 
-    It is written beside it under another name, ``<name>.<16 digits>.tmp``, in which a long name is
-    cut. The mode of what is there stays.
+    The new file is first written beside the old one under another name, ``<name>.<16 digits>.tmp``,
+    in which a long name is cut. The mode of the old file stays.
 
     Args:
-        operation: What errors call it.
-        content: What ``torch.load`` reads with ``weights_only=True``.
-        path: Where to; through a symbolic link, what it names is replaced.
+        operation: Name of the operation in errors.
+        content: An object that ``torch.load`` reads with ``weights_only=True``.
+        path: Path of the file. A symbolic link stays, and the file that it names is replaced.
 
     Raises:
         ValueError: If ``weights_only=True`` would refuse the file, or at the path is a folder, a
             device, a pipe or a socket.
-        OSError: If it can't be written. What was at the path is still there after any error.
+        OSError: If the file can't be written. The old file is still there after any error.
     """
     temporary = None
     try:
@@ -50,7 +50,7 @@ def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str])
         raise
     folder = os.open(os.path.dirname(temporary), os.O_RDONLY)
     try:
-        os.fsync(folder)  # the names in it
+        os.fsync(folder)  # with the new name
     finally:
         os.close(folder)
 

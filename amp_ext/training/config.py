@@ -1,4 +1,4 @@
-"""What a mixed-precision training is set to."""
+"""Settings of mixed-precision training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MixedPrecisionConfig:
     """Settings of a :class:`~amp_ext.training.MixedPrecisionTrainer`.
 
     Attributes:
-        precision: What the model computes in: "bf16", "fp16" (with a loss scale) or "fp32".
+        precision: That of the model's computations: "bf16", "fp16" (with a loss scale) or "fp32".
         initial_loss_scale: Loss scale of the first step. This and the next four are for fp16, and
             checked by the scaler that is made of them.
         growth_interval: Clean steps until the loss scale grows.

@@ -16,7 +16,7 @@ def loss_in(output: Any) -> Any:
             or list whose first item is the loss.
 
     Returns:
-        What is found there; None if there is nothing.
+        The loss; None if the output has none.
     """
     if isinstance(output, Tensor):
         return output
@@ -31,11 +31,11 @@ def one_number(loss: Any, source: str) -> Tensor:
     """Returns a loss with shape ``()``.
 
     Args:
-        loss: What should be a tensor of one number.
-        source: Where it comes from, for the error.
+        loss: A tensor of one number, if all is well.
+        source: Origin of the loss, for the error.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If the loss is something else.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())

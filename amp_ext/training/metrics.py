@@ -1,4 +1,4 @@
-"""What a training step tells, left on the device until someone asks."""
+"""Figures of a training step, which stay on the device until they are read."""
 
 from __future__ import annotations
 

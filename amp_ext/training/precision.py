@@ -1,4 +1,4 @@
-"""Which precision pays on a device for a model, with the reason."""
+"""The choice of a precision for a model on a device, with the reason."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def choose_precision(model: nn.Module, device: torch.device | str | None = None)
     does that, and small models may well be faster in fp32.
 
     Args:
-        model: Only looked at.
-        device: Where it will train; None takes the device of its first parameter.
+        model: The model, which stays as it is.
+        device: Device to train on; None takes that of the model's first parameter.
 
     Returns:
         The choice, with its reason.

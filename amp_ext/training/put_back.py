@@ -12,7 +12,7 @@ __all__ = ["Before"]
 
 
 class Before:
-    """What things were before a change, to put them back if it fails or is interrupted.
+    """Values from before a change, to put back if the change fails or is interrupted.
 
     ::
 
@@ -25,18 +25,18 @@ class Before:
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], tensors: Sequence[Tensor] = ()) -> None:
-        """Copies what is there.
+        """Copies the present values.
 
         Args:
             dicts: Dicts, such as the attributes of an object; what they refer to is not looked at.
-            tensors: Whose elements are put back as well.
+            tensors: Tensors whose elements are put back too.
         """
         self._entries = [(each, dict(each)) for each in dicts]
         self._elements = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Makes everything what it was."""
+        """Puts the copied values back."""
         for each, entries in self._entries:
             for name in each.keys() - entries.keys():
                 del each[name]

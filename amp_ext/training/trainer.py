@@ -43,7 +43,7 @@ class MixedPrecisionTrainer:
         trainer.flush()
         print(metrics.to_dict())  # loss, loss_scale, grad_norm and skipped as numbers
 
-    What runs in which precision:
+    The precision follows from the parameters:
 
     * float32 parameters: the model and the loss function run under autocast.
     * All parameters in the configured 16 bits (``model.half()``, ``model.bfloat16()``): there is
@@ -62,7 +62,7 @@ class MixedPrecisionTrainer:
     step, for the end of the previous one. (Besides, torch's optimizers wait under a scaler, unless
     they are fused.) Train or eval mode is the caller's.
 
-    Its arguments are its attributes.
+    The arguments are attributes.
 
     Attributes:
         optimizer: As given. Its gradients are dropped at the start of the next step, so they can
@@ -91,9 +91,9 @@ class MixedPrecisionTrainer:
             loss_function: Takes the model's output, and the targets if there are any; returns one
                 number. Without it the model's output must be the loss or have it: as ``.loss``,
                 ``["loss"]``, or the first item of a tuple.
-            scheduler: Moves on after every optimizer step that was not skipped. One that counts
-                epochs is for the caller to step.
-            scaler: Takes the place of the one that the config asks for.
+            scheduler: Moves on after every optimizer step that was not skipped. A scheduler that
+                counts epochs is stepped by the caller.
+            scaler: A scaler in place of the one that the config asks for.
 
         Raises:
             TypeError: If a part is of another kind, or the scheduler needs a figure to step.
@@ -142,7 +142,7 @@ class MixedPrecisionTrainer:
         )
         self._accumulated = 0  # batches since the last step
         self._scheduler_is_due = False
-        # What the metrics show without a scaler.
+        # Values of the metrics without a scaler.
         with outside_inference_mode():
             self._no_scale = torch.ones((), device=params[0].device)
             self._not_skipped = torch.zeros((), dtype=torch.bool, device=params[0].device)
@@ -154,12 +154,12 @@ class MixedPrecisionTrainer:
     def train_step(self, inputs: Any, targets: Any = None) -> StepMetrics:
         """Trains on a batch; steps the optimizer when enough batches have accumulated.
 
-        If the forward pass raises, it is as if the batch had never come. If the backward pass or
-        the step does, what has accumulated is discarded, and the next call starts anew. After an
+        If the forward pass raises, the batch does not count. If the backward pass or the step
+        raises, the accumulated gradients are discarded, and the next call starts anew. After an
         interrupt amid the step the scale and the scheduler may stand where they stood before it.
 
         Args:
-            inputs: What the model is called with: a tuple or list gives positional arguments, a
+            inputs: Arguments of the model: a tuple or list gives positional arguments, a
                 mapping gives keywords, anything else is the one argument. (A model that takes one
                 list gets ``([...],)``.)
             targets: Second argument of the loss function; None calls it with the output alone.
@@ -235,7 +235,7 @@ class MixedPrecisionTrainer:
         is_skipped = self.scaler is not None and self.scaler.last_step_skipped(
             self.optimizer, wait=True
         )
-        self._scheduler_is_due = False  # before: what it raises would come again and again
+        self._scheduler_is_due = False  # first, or an exception would come at each further step
         if not is_skipped:
             self.scheduler.step()
 
@@ -296,14 +296,15 @@ class MixedPrecisionTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Returns all that a resumed training needs beside the model and the random numbers.
 
-        That is the state of the optimizer, the scaler and the scheduler, and what has accumulated:
-        a resumed run has the same bits, also in the middle of an accumulation. The tensors are
-        those in use, as in an optimizer's ``state_dict()``: save them, or copy them to keep them.
+        The dict has the states of the optimizer, the scaler and the scheduler, and the gradients
+        that have accumulated: a resumed run has the same bits, also from the middle of an
+        accumulation. Its tensors are those in use, as in an optimizer's ``state_dict()``: save
+        them, or copy them to keep them.
         """
         self.finish_scheduler_step()
         gradients = [param.grad for param in params_of(self.optimizer)] if self._accumulated else []
         optimizer = self.optimizer.state_dict()
-        # A schedule of numpy's numbers leaves some in both.
+        # A schedule that computes with numpy leaves numpy's numbers in both dicts.
         if "param_groups" in optimizer:
             groups = with_plain_numbers(optimizer["param_groups"])
             optimizer = {**optimizer, "param_groups": groups}
@@ -338,26 +339,26 @@ class MixedPrecisionTrainer:
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
         """Writes a file from which :meth:`load` goes on with the same bits.
 
-        It holds the state of the model, all of :meth:`state_dict`, torch's random generators (that
-        of the CPU and those of all GPUs) and ``extra``. It takes the place of an older one in one
-        step, after it has been written beside it and is on the disk: a process that is killed at
-        any moment leaves the old file or the new one, and never a part of either; what it leaves of
-        ``<name>.<16 digits>.tmp`` can go. The mode of a file stays, and so do symbolic links. Its
-        own dicts are plain ones, so that a program in C++ reads it too.
+        The file holds the state of the model, all of :meth:`state_dict`, torch's random generators
+        (that of the CPU and those of all GPUs) and ``extra``. It replaces an older file in one
+        step, once it is on the disk: a process that is killed at any moment leaves the old file or
+        the new one, and never a part of either. A ``<name>.<16 digits>.tmp`` that such a process
+        leaves can be deleted. The mode of a file stays, and so do symbolic links. The dicts of the
+        file are plain ones, so that a program in C++ can read it too.
 
         Of several processes that train together, let one save. Waits for the device.
 
         Args:
             path: The file; its folder must be there.
-            extra: What else the caller needs to go on: the number of the epoch, the position in the
-                data, the state of a generator of its own. Tensors, numbers, text, None, and lists,
-                tuples, sets and dicts of these.
+            extra: All else that the caller needs to go on: the number of the epoch, the position in
+                the data, the state of a generator of its own. Tensors, numbers, text, None, and
+                lists, tuples, sets and dicts of these.
 
         Raises:
             ValueError: If parameters are sharded over ranks, or something can't be read with
                 ``weights_only=True``, by its class; or if a folder, a device, a pipe or a socket is
                 at the path.
-            OSError: If the file can't be written. The old one is still there after any error.
+            OSError: If the file can't be written. The old file is still there after any error.
         """
         operation = "MixedPrecisionTrainer.save"
         self._check_not_sharded(operation)
@@ -375,10 +376,10 @@ class MixedPrecisionTrainer:
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Goes on where :meth:`save` was called, of the same model, optimizer and settings.
 
-        The model, the optimizer and the generators take over all of it or nothing: after an error
-        or an interrupt they are what they were. Takes a copy of the model meanwhile, and reads with
-        ``weights_only=True``. What the precision or the device was does not matter; generators of
-        GPUs that are not there are left out.
+        The model, the optimizer and the generators take over all of the file or nothing: after an
+        error or an interrupt they are as before. Takes a copy of the model meanwhile, and reads
+        with ``weights_only=True``. The file may come from another precision or device; generators
+        of GPUs that are not there are left out.
 
         Args:
             path: The file.
@@ -404,7 +405,7 @@ class MixedPrecisionTrainer:
                 "MixedPrecisionTrainer.save have"
             )
         model: Any = content["model"]
-        if "model_metadata" in content:  # not in those of earlier releases, nor of programs in C++
+        if "model_metadata" in content:  # older files and those of programs in C++ lack it
             model = OrderedDict(model)
             model._metadata = content["model_metadata"]
         self._load(operation, content["trainer"], model, content["random"])
@@ -431,7 +432,7 @@ class MixedPrecisionTrainer:
         model: Mapping[str, Any] | None = None,
         random: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes over a state, with those of the model and the generators if they are given."""
+        """Takes over a state, and the states of the model and the generators if they are given."""
         entries = ("optimizer", "scaler", "scheduler", "gradient_accumulation_steps")
         wanted = (*entries, "accumulated", "gradients")
         missing = [name for name in wanted if name not in state_dict]
@@ -445,9 +446,9 @@ class MixedPrecisionTrainer:
         params, loss = params_of(self.optimizer), state_dict.get("loss")
         with outside_inference_mode():
             gradients = self._copied_gradients(operation, state_dict, params)
-            # Earlier releases did not write the loss of the last batch.
+            # Older files lack the loss of the last batch.
             loss = self._no_loss if loss is None else loss.to(self._some_param.device, copy=True)
-            schedule = copy.deepcopy(state_dict["scheduler"])  # torch's take entries out meanwhile
+            schedule = copy.deepcopy(state_dict["scheduler"])  # torch's loads remove entries
         written, tensors = [vars(self), vars(self.optimizer)], []
         if self.scaler is not None:
             written.append(vars(self.scaler))
@@ -464,7 +465,7 @@ class MixedPrecisionTrainer:
             self.optimizer.load_state_dict(state_dict["optimizer"])
             if self.scaler is not None and state_dict["scaler"] is not None:
                 self.scaler.load_state_dict(state_dict["scaler"])
-                self.scaler.scale(loss)  # makes its tensors, which a flush needs
+                self.scaler.scale(loss)  # makes the scaler's tensors, for a flush
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule)
             _set_grads(params, gradients)
@@ -477,7 +478,7 @@ class MixedPrecisionTrainer:
     def _copied_gradients(
         self, operation: str, state_dict: Mapping[str, Any], params: list[Tensor]
     ) -> list[Tensor | None]:
-        """Returns copies of what has accumulated, checked; none if nothing has."""
+        """Returns checked copies of the gradients that have accumulated, if there are any."""
         if not state_dict["accumulated"]:
             return []
         gradients = state_dict["gradients"]
