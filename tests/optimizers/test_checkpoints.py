@@ -54,18 +54,6 @@ def test_resuming_gives_the_same_bits(device, dtype, name, options):
     assert loaded.state_dict()["param_groups"] == straight.state_dict()["param_groups"]
 
 
-@cases.every_optimizer
-def test_an_empty_state_goes_round_and_resets(name, options):
-    fresh = ours(name)(make_params(BF16), **options)
-    loaded = resumed(fresh, ours(name)(twins(fresh)))
-    train([fresh, loaded], 2)
-    assert_same_bits(loaded, fresh)
-    again = ours(name)(twins(fresh), **options)
-    loaded.load_state_dict(again.state_dict())
-    train([again, loaded], 2)
-    assert_same_bits(loaded, again)
-
-
 @cases.few_optimizers
 @cases.FLOATS
 def test_loading_copies(dtype, name, options):
@@ -89,19 +77,6 @@ def test_parameters_without_a_state_in_the_file_start_anew():
     loaded = cases.loading(ours("AdamW")(twins(source)), file)
     train([loaded])
     assert [loaded.state[param]["step"].item() for param in cases.params_of(loaded)] == [2, 1]
-
-
-def test_groups_of_different_options_go_round():
-    def make(params):
-        first = {"params": params[:1], "lr": 0.1, "amsgrad": True}
-        second = {"params": params[1:3], "master_weights": False}
-        third = {"params": params[3:], "state_dtype": None, "betas": (0.5, 0.6)}
-        return ours("AdamW")([first, second, third])
-
-    straight = trained(make(make_params(BF16)))
-    loaded = resumed(straight, make(twins(straight)))
-    train([straight, loaded], 2)
-    assert_same_bits(loaded, straight)
 
 
 STEPS = [3, 3.0, torch.tensor(3), torch.tensor(3.0, dtype=F64), torch.tensor([3.0])]
@@ -146,33 +121,6 @@ def test_training_may_change_to_ours_and_back(dtype, name, options):
     cases.assert_all_close(back, other, steps=9)
 
 
-@cases.every_optimizer_in_torch
-@cases.HALVES
-def test_a_checkpoint_of_torch_gets_masters_and_wide_states(dtype, name, options):
-    other = trained(theirs(name)(make_params(dtype), **cases.in_16_bits(name), **options))
-    counted = any("step" in state for state in other.state.values())
-    mine = resumed(other, ours(name)(twins(other)))
-    assert mine.param_groups[0]["lr"] == options["lr"]
-    mine.param_groups[0]["lr"] = 0.0
-    train([mine])
-    for param, twin in zip(cases.params_of(mine), cases.params_of(other), strict=True):
-        state = mine.state[param]
-        assert same_bits(state["master_param"], twin.detach().float())
-        assert all(tensor.dtype == F32 for tensor in state.values())
-        assert not counted or state["step"].item() == 4
-
-
-@cases.every_optimizer_in_torch
-@cases.HALVES
-def test_torch_loads_a_checkpoint_with_masters(dtype, name, options):
-    mine = trained(ours(name)(make_params(dtype), **options))
-    other = resumed(mine, theirs(name)(twins(mine), lr=123.0, **cases.in_16_bits(name)))
-    train([other])
-    assert other.param_groups[0]["lr"] == options["lr"]
-    for param, twin in zip(cases.params_of(mine), cases.params_of(other), strict=True):
-        assert set(mine.state[param]) <= set(other.state[twin])
-
-
 @cases.few_optimizers
 @pytest.mark.parametrize("file_dtype", [F16, BF16, F64], ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
@@ -189,21 +137,6 @@ def test_states_return_in_the_configured_dtype(dtype, file_dtype, name, options)
             if key != "master_param":
                 assert same_bits(tensor, file["state"][index][key].float()), key
     train([loaded])
-
-
-@cases.every_optimizer_in_torch
-@cases.HALVES
-def test_narrow_states_come_and_go_without_a_change_of_a_bit(dtype, name, options):
-    other = trained(theirs(name)(make_params(dtype), **cases.in_16_bits(name), **options))
-    mine = resumed(other, ours(name)(twins(other), **options, **cases.AS_TORCH))
-    back = resumed(mine, theirs(name)(twins(other), **cases.in_16_bits(name)))
-    as_their_own(mine, other)
-    as_their_own(back, other)
-    assert {key: mine.param_groups[0][key] for key in cases.AS_TORCH} == cases.AS_TORCH
-    train([mine])
-    for state in mine.state.values():
-        assert "master_param" not in state
-        assert all(state[key].dtype == dtype for key in state.keys() - {"step"})
 
 
 SWITCHES = [{"foreach": True}, {"fused": True}, {"capturable": True, "foreach": False}]

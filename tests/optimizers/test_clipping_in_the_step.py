@@ -14,7 +14,6 @@ from harness.awkward import F32, F64, LAYOUT_SHAPE, LAYOUTS, neighbours_untouche
 from harness.clipping_cases import (
     CLIPPING,
     WAYS,
-    Way,
     assert_nearly,
     clipped,
     fused_step,
@@ -32,7 +31,6 @@ from harness.reference import same_bits, snapshot
 from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp_ext
 
@@ -238,20 +236,6 @@ def test_settings_that_differ_between_groups_are_refused(first, other, way, devi
     assert all(map(same_bits, params, before))
 
 
-@cases.each_class
-def test_limits_may_be_scheduled(name, options, device):
-    fused, apart = pair(name, options, device=device)
-    keys = "max_grad_norm", "clip_value"
-    limits = (None, None), (30.0, None), (3.0, 0.01), (None, 0.1), (math.inf, None), (None, None)
-    for values in limits:
-        fused.param_groups[0].update(zip(keys, values, strict=True))
-        clipping = {key: v for key, v in zip(keys, values, strict=True) if v is not None}
-        give_grads(fused, apart)
-        fused.step()
-        step_apart(apart, None, clipping)
-        assert_same_bits(fused, apart)
-
-
 # Gradients of every kind.
 
 
@@ -382,85 +366,3 @@ def spoiled(param: Parameter, value: float) -> Tensor:
     grad = param.grad.clone()
     grad[77] = value
     return grad
-
-
-SPOILS = {
-    "through-data": lambda p, value: p.grad.data.__setitem__(77, value),  # no version tells
-    "edit": lambda p, value: p.grad.__setitem__(77, value),
-    "replace": lambda p, value: setattr(p, "grad", spoiled(p, value)),
-    "recycle": lambda p, value: recycle_grad(p, spoiled(p, value)),
-}
-UNDER_SCALERS = {
-    "our-scaler": ({}, Way(amp_ext.GradScaler)),
-    "value-our-scaler": ({"clip_value": 0.5}, Way(amp_ext.GradScaler)),
-    "norm-our-scaler": ({"max_grad_norm": 3.0}, Way(amp_ext.GradScaler)),
-    "norm-torch-scaler": ({"max_grad_norm": 3.0}, Way(torch.amp.GradScaler)),
-    "norm-our-scaler-unscale": ({"max_grad_norm": 3.0}, Way(amp_ext.GradScaler, True)),
-}
-
-
-@pytest.mark.parametrize("spoil", rows(SPOILS))
-@pytest.mark.parametrize(("clipping", "way"), rows(UNDER_SCALERS))
-def test_an_inf_that_a_hook_brings_in_skips_the_step(clipping, way, spoil, device):
-    optimizer, _ = pair("AdamW", {}, device=device, **clipping)
-    scaler = way.make_scaler(device)
-    for value in VALUES:
-        moving = params_of(optimizer)[0].detach().clone()
-        give_grads(optimizer)
-        fused_step(optimizer, way, scaler)
-        assert not same_bits(params_of(optimizer)[0], moving)
-        before = cases.bits_of(optimizer)
-        hook = optimizer.register_step_pre_hook(
-            lambda optimizer, args, kwargs, value=value: spoil(params_of(optimizer)[0], value)
-        )
-        give_grads(optimizer)
-        fused_step(optimizer, way, scaler)
-        hook.remove()
-        assert_same_bits(optimizer, before)
-        assert "max_grad_norm" not in clipping or not optimizer.grad_norm.isfinite()
-
-
-def own_hook(optimizer: Any, hook: Any) -> Any:
-    return optimizer.register_step_pre_hook(hook)
-
-
-def hook_of_all(optimizer: Any, hook: Any) -> Any:
-    return register_optimizer_step_pre_hook(hook)
-
-
-@pytest.mark.parametrize("register", [own_hook, hook_of_all])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_norm_is_that_of_the_gradients_which_a_hook_leaves(way, register, device):
-    """Written through ``.data``, which no version tells; then without the hook as ever."""
-    fused, apart = pair("SGD", {"lr": 0.1}, device=device, max_grad_norm=3.0)
-    scalers = way.make_scaler(device), way.make_scaler(device)
-
-    def grow(*_: Any) -> None:
-        for grad in grads_of(fused):
-            grad.data.mul_(4.0)
-
-    for hooked in (True, False):
-        give_grads(fused, apart)
-        handle = register(fused, grow) if hooked else None
-        fused_step(fused, way, scalers[0])
-        if handle is not None:
-            handle.remove()
-            for grad in grads_of(apart):
-                grad.mul_(4.0)
-        norm = step_apart(apart, scalers[1], {"max_grad_norm": 3.0})
-        assert same_bits(fused.grad_norm, norm)
-        assert_same_bits(fused, apart)
-
-
-@pytest.mark.parametrize("between", [give_grads, edit, drop_one, replace_at_the_same_address])
-def test_a_look_without_a_step_does_not_reach_the_next_step(between, device):
-    fused, apart = pair("SGD", {"lr": 0.1}, device=device, max_grad_norm=3.0)
-    give_grads(fused)
-    fused.look_at_gradients(torch.zeros((), device=device), torch.tensor(8.0, device=device))
-    between(params_of(fused))
-    for param, twin in zip(params_of(fused), params_of(apart), strict=True):
-        twin.grad = None if param.grad is None else param.grad.clone()
-    fused.step()
-    norm = step_apart(apart, None, {"max_grad_norm": 3.0})
-    assert same_bits(fused.grad_norm, norm)
-    assert_same_bits(fused, apart)

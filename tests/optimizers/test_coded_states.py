@@ -315,49 +315,6 @@ def test_a_momentum_without_exponents_is_refused():
 # With what stands around a step.
 
 
-@coded
-@few_settings
-def test_clipping_in_the_step_is_that_of_the_norm(name, options, codes, state_dtype):
-    optimizer = make(name, F32, **options, state_dtype=state_dtype, max_grad_norm=0.5)
-    clipped = ours(name)(twins(optimizer), **options, state_dtype=state_dtype)
-    for _ in range(3):
-        give_grads(optimizer, clipped)
-        optimizer.step()
-        for param in params_of(clipped):
-            param.grad.mul_(0.5 / (optimizer.grad_norm + 1e-6))
-        clipped.step()
-    for wanted, got in zip(moments_of(clipped), moments_of(optimizer), strict=True):
-        for key, moment in wanted.items():
-            assert (got[key] - moment).norm() <= 1e-3 * moment.norm(), key
-
-
-@coded
-@few_settings
-def test_an_element_that_is_left_alone_keeps_its_moments(device, name, options, codes, state_dtype):
-    """Its code may change beside the exponent of others."""
-    options = options | {"state_dtype": state_dtype, "skip_nonfinite": True}
-    optimizer = trained(make(name, F32, device, **options))
-    before, old = moments_of(optimizer), bits_of(optimizer)
-    give_grads(optimizer)
-    for param in params_of(optimizer):
-        if param.dim():
-            param.grad[..., 1::2] = torch.nan
-    optimizer.step()
-    for was, now, moments, got in zip(
-        old, bits_of(optimizer), before, moments_of(optimizer), strict=True
-    ):
-        if was["param"].dim():
-            assert same_bits(now["param"][..., 1::2], was["param"][..., 1::2])
-            for key, moment in moments.items():
-                kept, left = moment[..., 1::2], got[key][..., 1::2]
-                assert left.isfinite().all()
-                assert (left - kept).norm() <= 0.05 * moment.norm(), key
-    train([optimizer])
-    assert all(
-        moment.isfinite().all() for each in moments_of(optimizer) for moment in each.values()
-    )
-
-
 # Refusals.
 
 AMSGRAD = "state_dtype.* must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum"

@@ -385,20 +385,6 @@ def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool) ->
 # Groups and states that a loop edits by hand.
 
 
-def test_a_parameter_that_moves_to_the_next_group_follows_its_options() -> None:
-    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    groups = [{"params": params[:2], "lr": 1.0}, {"params": params[2:], "lr": 0.25}]
-    optimizer = ours("SGD")(groups)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones(1)
-        optimizer.step()
-        moved, rest = optimizer.param_groups
-        if len(moved["params"]) == 2:  # the parameters of both groups, one after the other, stay
-            rest["params"].insert(0, moved["params"].pop())
-    assert [param.item() for param in params] == [-2.0, -1.25, -0.5]
-
-
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("erases", [True, False], ids=["erased", "none"])

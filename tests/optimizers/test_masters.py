@@ -122,16 +122,6 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
     assert_refreshed(optimizer, before, changed)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@HALVES
-def test_a_change_before_the_first_step_starts_the_master(dtype, change):
-    optimizer = ours("AdamW")(make_params(dtype))
-    change(params_of(optimizer), [torch.randn_like(param) for param in params_of(optimizer)])
-    plain = ours("AdamW")(cases.twins(optimizer))
-    train([optimizer, plain], 2)
-    assert_same_bits(optimizer, plain)
-
-
 @cases.few_optimizers
 @HALVES
 def test_masters_are_left_alone_while_nobody_else_writes(dtype, name, options):
@@ -158,20 +148,6 @@ def test_a_parameter_without_a_gradient_is_refreshed_when_it_gets_one(dtype, ove
     del optimizer.found_inf
     still_step(optimizer)
     assert same_bits(second, changed)
-
-
-@HALVES
-def test_masters_may_be_refreshed_and_asked_for_at_any_time(dtype):
-    fresh, plain = cases.pair("AdamW", {}, dtype)
-    fresh.refresh_masters()
-    fresh.master_params()
-    train([fresh, plain])
-    fresh.refresh_masters()
-    fresh.refresh_masters()
-    fresh.master_params()
-    train([fresh, plain])
-    assert_same_bits(fresh, plain)
-    ours("SGD")(make_params(F32)).refresh_masters()
 
 
 # The operation.
@@ -217,19 +193,6 @@ def test_weights_and_optimizer_may_be_loaded_in_either_order(dtype, name, option
         load()
     train([straight, resumed], 2)
     assert_same_bits(resumed, straight)
-
-
-@cases.few_optimizers
-@HALVES
-def test_a_trip_through_torch_leaves_no_stale_masters(dtype, name, options):
-    first = trained(ours(name)(make_params(dtype), **options))
-    other = cases.theirs(name)(cases.twins(first), **cases.in_16_bits(name), **options)
-    other.load_state_dict(first.state_dict())
-    train([other], 3)
-    second = cases.loading(ours(name)(cases.twins(other), **options), other.state_dict())
-    still_step(second)
-    assert_same_bits(params_of(second), params_of(other))
-    assert_same_bits(masters_of(second), [param.detach().float() for param in params_of(other)])
 
 
 # Masters that are written or replaced by hand, and what makes another plan after that.

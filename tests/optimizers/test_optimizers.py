@@ -376,18 +376,6 @@ def test_groups_keep_their_own_options_and_dtypes(device, name, options):
     train_together(together, [[param] for group in groups for param in group], alone, 3)
 
 
-@cases.few_optimizers
-@cases.FLOATS
-def test_a_group_added_later_joins_the_next_step(dtype, name, options):
-    first, second = (make_params(dtype, shapes=FEW_SHAPES) for _ in range(2))
-    optimizer = ours(name)(first, **options)
-    alone = [ours(name)(cases.twins(params), **options) for params in (first, second)]
-    alone[1].param_groups[0]["lr"] = 1
-    train([optimizer, alone[0]], 2)
-    optimizer.add_param_group({"params": second, "lr": 1})
-    train_together(optimizer, [first, second], alone, 2)
-
-
 @cases.every_optimizer
 def test_a_late_first_gradient_starts_at_step_one(device, name, options):
     mine, other = cases.beside_torch(name, options, device=device, shapes=[(5,), (70,), (3,)])
@@ -402,22 +390,6 @@ def test_a_late_first_gradient_starts_at_step_one(device, name, options):
         if step < 3:
             assert not mine.state.get(params_of(mine)[1])
     cases.assert_all_close(mine, other, steps=6)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
-def test_zero_grad_clears_gradients(device, set_to_none):
-    optimizer = cases.trained(ours("SGD")(make_params(F32, device), lr=0.1), 1)
-    fresh = ours("AdamW")(make_params(F32, device))  # never had any
-    before = cases.bits_of(optimizer), cases.bits_of(fresh)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    for param in params_of(optimizer):
-        assert (param.grad is None) is set_to_none
-        assert set_to_none or torch.count_nonzero(param.grad) == 0
-    optimizer.step()
-    fresh.step()
-    assert_same_bits(optimizer, before[0])
-    assert_same_bits(fresh, before[1])
-    assert len(fresh.state) == 0
 
 
 # Layouts and dtypes of what a step reads.
@@ -475,29 +447,6 @@ def test_a_step_moves_versions_and_leaves_gradients_and_the_graph_alone(dtype, n
 # What is replaced or written between steps.
 
 
-@cases.every_optimizer
-def test_replaced_data_is_seen(name, options):
-    moved, plain = pair(name, options)
-    train([moved, plain], 2)
-    old, kept = [param.data for param in params_of(moved)], snapshot(params_of(moved))
-    for param in params_of(moved):
-        param.data = param.data.clone()
-    train([moved, plain], 2)
-    assert_same_bits(moved, plain)
-    assert all(map(same_bits, old, kept))
-
-
-@cases.HALVES
-def test_a_model_may_be_converted_before_the_first_step(dtype):
-    model = torch.nn.Linear(4, 3)
-    optimizer = ours("AdamW")(model.parameters())
-    model.to(dtype)
-    train([optimizer])
-    for param in model.parameters():
-        assert param.dtype == dtype
-        assert same_bits(param, optimizer.state[param]["master_param"].to(dtype))
-
-
 @cases.each_class
 def test_tensor_hyperparameters_are_their_values_and_the_rate_is_read_at_each_step(
     name, options, device
@@ -517,18 +466,6 @@ def test_tensor_hyperparameters_are_their_values_and_the_rate_is_read_at_each_st
         expected.param_groups[0]["lr"] = lr.fill_(value).item()
         train([actual, expected])
         assert_same_bits(actual, expected)
-
-
-@cases.every_optimizer
-def test_options_changed_in_a_group_hold_from_the_next_step(name, options):
-    mine, other = cases.beside_torch(name, options)
-    for step in range(6):
-        new = {"weight_decay": 0.1 * step, "maximize": step % 2 == 0, "lr": 0.05 / (step + 1)}
-        new |= {"betas": (0.9 - 0.1 * step, 0.99), "eps": 0.01}
-        for group in (mine.param_groups[0], other.param_groups[0]):
-            group.update({key: new[key] for key in new if key in mine.defaults})
-        train([mine, other])
-    cases.assert_all_close(mine, other, steps=6)
 
 
 # Under a scaler.

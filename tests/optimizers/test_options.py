@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import operator
 import re
@@ -274,17 +273,6 @@ def test_what_a_schedule_of_numpy_writes_is_saved_as_numbers_of_python(name, sav
     assert {type(saved[option]) for option in ("lr", "initial_lr", "max_lr")} == {float}
 
 
-def test_options_from_numpy_are_saved_as_numbers_of_python():
-    options = {"lr": numpy.float32(0.5), "betas": numpy.array([0.5, 0.75]), "amsgrad": numpy.True_}
-    optimizer = ours("Adam")(make_params(F32), max_grad_norm=numpy.int64(2), **options)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    (group,) = torch.load(file, weights_only=True)["param_groups"]
-    assert (group["lr"], group["betas"], group["amsgrad"]) == (0.5, (0.5, 0.75), True)
-    assert type(group["max_grad_norm"]) is int
-
-
 def test_what_torch_takes_for_numbers_and_flags_is_taken():
     params = make_params(F32)
     optimizer = ours("Adam")(params, weight_decay=torch.tensor(0.5), amsgrad=1, maximize=None)
@@ -295,20 +283,6 @@ def test_what_torch_takes_for_numbers_and_flags_is_taken():
 
 
 # States.
-
-
-@pytest.mark.parametrize(("value", "got"), [(3, "3"), ("3", "'3'")])
-def test_a_counter_that_is_no_tensor_is_named(value, got):
-    params = make_params(F32)[:2]
-    optimizer = ours("Adam")([{"params": params[:1]}, {"params": params[1:]}])
-    cases.train([optimizer])
-    optimizer.state[params[1]]["step"] = value
-    start = [param.detach().clone() for param in params]
-    with pytest.raises(
-        TypeError, match=f"^Adam: step of group 1, param 0 must be a tensor, got {got}"
-    ):
-        optimizer.step()
-    assert all(map(same_bits, params, start))
 
 
 # Options that a group has lost.

@@ -151,22 +151,6 @@ def test_small_steps_add_up_without_a_master():
     assert (weight.float().mean() - 0.8).abs() < 2**-12
 
 
-def test_a_second_moment_falls_with_its_gradients():
-    weight = Parameter(torch.ones(64))
-    optimizer = ours("AdamW")([weight], state_dtype=BF16)
-    frozen = ours("AdamW")([Parameter(torch.ones(64))], state_dtype=BF16, rounding="nearest")
-    for step in range(3_000):
-        for each in (optimizer, frozen):
-            (param,) = params_of(each)
-            param.grad = torch.full_like(param, 1.0 if step < 1_000 else 0.0)
-            each.step()
-    expected = (1 - 0.999**1_000) * 0.999**2_000
-    moments = [each.state[params_of(each)[0]]["exp_avg_sq"].float() for each in (optimizer, frozen)]
-    # A number that only falls is not independent of the words that rounded it.
-    assert (moments[0] / expected - 1).abs().max() < 0.1
-    assert (moments[1] > 2 * expected).all()
-
-
 # Groups, counters and checkpoints.
 
 
@@ -219,20 +203,6 @@ def test_a_file_without_counters_starts_them(name, first):
     after.load_state_dict(before.state_dict())
     train([after], 1)
     assert {state["step"].item() for state in after.state.values()} == {first + 1}
-
-
-@few_settings
-def test_files_of_an_earlier_release_load(name, options):
-    optimizer = ours(name)(make_params(BF16), **options)
-    train([optimizer], 2)
-    saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        del group["rounding"]
-    resumed = ours(name)(cases.twins(optimizer), **options)
-    resumed.load_state_dict(saved)
-    assert resumed.param_groups[0]["rounding"] is None
-    train([optimizer, resumed], 2)
-    assert_same_bits(resumed, optimizer)
 
 
 # What dithers, in the order of what a step reads.

@@ -136,29 +136,6 @@ def test_an_interrupted_group_is_there_whole_or_not_at_all(steps):
     assert 1 in counts
 
 
-SAME = Parameter(torch.zeros(2))
-REFUSED = [
-    pytest.param(
-        {"differentiable": True}, RuntimeError, "differentiable of group 1 must be", id="diff"
-    ),
-    pytest.param({"clip_value": -1.0}, ValueError, "clip_value of group 1 must be", id="clip"),
-    pytest.param(
-        {"state_dtype": torch.float16}, ValueError, "state_dtype of group 1 must be", id="dtype"
-    ),
-    pytest.param({"params": [SAME, SAME]}, ValueError, "must be listed once", id="twice"),
-]
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize(("options", "error", "words"), REFUSED)
-def test_a_group_that_is_refused_is_not_there_afterwards(options, error, words):
-    optimizer = with_one_group()
-    before = all_of(optimizer)
-    with pytest.raises(error, match=f"AdamW: {words}|{words}"):
-        optimizer.add_param_group(new_group(**options))
-    assert all_of(optimizer) == before
-
-
 # States made ahead.
 
 

@@ -25,7 +25,6 @@ from harness.clipping_cases import (
     WAYS,
     expected_grads,
     fused_step,
-    norm_of,
     of_all_dtypes,
 )
 from harness.optimizer_cases import (
@@ -202,45 +201,6 @@ def test_options_are_in_defaults_groups_and_state_dicts(name, options):
         assert {key: holder[key] for key in OPTIONS} == OPTIONS
 
 
-@cases.COPIES
-@cases.each_class
-def test_copies_clip_on_and_share_nothing(name, options, copied, device):
-    original = cases.trained(pair(name, options, device=device, **OPTIONS)[0], 1)
-    norm = original.grad_norm.item()
-    twin = copied(original)
-    assert options_of(twin) == [OPTIONS]
-    torch.manual_seed(1)
-    cases.train([twin])
-    assert twin.grad_norm.item() != norm
-    assert original.grad_norm.item() == norm
-    torch.manual_seed(1)
-    cases.train([original])
-    assert same_bits(original.grad_norm, twin.grad_norm)
-    assert_same_bits(original, twin)
-
-
-@cases.each_class_in_torch
-def test_a_checkpoint_of_torch_leaves_the_configured_options(name, options, device):
-    """Those of each group, not the defaults."""
-    halves = make_params(F32, device), make_params(F32, device)
-    other = cases.trained(cases.theirs(name)([{"params": half} for half in halves], **options), 1)
-    values = (0.5, 0.25)
-    groups = [
-        {"params": cases.twins(half), "clip_value": value}
-        for half, value in zip(halves, values, strict=True)
-    ]
-    clips = {"max_grad_norm": 3.0, "write_back_grads": True}
-    mine = cases.ours(name)(groups, **options, **clips)
-    wanted = [OPTIONS | {"clip_value": value} for value in values]
-    assert options_of(mine) == wanted
-    mine.load_state_dict(other.state_dict())
-    assert options_of(mine) == wanted
-    cases.train([mine])
-    assert mine.grad_norm.item() > 100
-    assert norm_of(grads_of(mine)) == pytest.approx(3.0, rel=1e-3)
-    other.load_state_dict(mine.state_dict())
-
-
 # The operations.
 
 
@@ -278,28 +238,3 @@ def test_an_operation_takes_the_sum_that_it_is_given(operation, shape, device):
     assert total.item() == 2.0**22
     for param, wanted in zip(params, expected, strict=True):
         torch.testing.assert_close(param, wanted, **tolerance(F32))
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_without_a_sum_takes_its_own(operation, device):
-    params, grads = two_lists(device)
-    given, own = snapshot(params), snapshot(params)
-    total = torch.zeros((), dtype=F64, device=device)
-    norm = torch.zeros((), device=device)
-    ops.check_finite_(grads, torch.zeros((), device=device), sum_of_squares=total)
-    operation(given, grads, max_grad_norm=1.0, sum_of_squares=total)
-    operation(own, grads, max_grad_norm=1.0, grad_norm=norm)
-    assert all(map(same_bits, own, given))
-    assert norm.item() == pytest.approx(norm_of(grads), rel=1e-6)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_that_skips_writes_no_gradient_but_the_norm(operation, device):
-    params, grads = two_lists(device, 70)
-    before, kept = snapshot(params), snapshot(grads)
-    norm, found_inf = torch.zeros((), device=device), torch.ones((), device=device)
-    options = {"max_grad_norm": 0.5, "grad_norm": norm, "write_back_grads": True}
-    operation(params, grads, found_inf=found_inf, **options)
-    assert all(map(same_bits, params, before))
-    assert all(map(same_bits, grads, kept))
-    assert norm.item() == pytest.approx(norm_of(grads), rel=1e-6)

@@ -158,14 +158,6 @@ def test_gradients_in_one_buffer_are_told_apart(device):
     assert values(first) == [0.0] * 3
 
 
-def test_a_step_of_torchs_older_way_leaves_gradients_unscaled(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    optimizer._step_supports_amp_scaling = False
-    scaler.step(optimizer)
-    optimizer.step()
-    assert values(optimizer) == [0.0] * 3
-
-
 # Gradients that come after a look.
 
 
@@ -243,20 +235,6 @@ def test_a_group_that_is_added_after_unscale_is_refused_with_a_gradient(device):
     params_of(added)[0].grad = None
     scaler.step(optimizer)
     assert values(optimizer) == [0.5] * 3 + [1.0] * 3
-
-
-def test_a_parameter_in_the_place_of_one_that_was_unscaled_is_refused_with_a_gradient(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    scaler.unscale_(optimizer)
-    (unscaled,), (other,) = params_of(optimizer), params_of(filled(4.0, device))
-    optimizer.param_groups[0]["params"] = [other]
-    with pytest.raises(
-        RuntimeError, match=r"^GradScaler: the gradient of group 0, param 0 must be"
-    ):
-        scaler.step(optimizer)
-    optimizer.param_groups[0]["params"] = [unscaled]
-    scaler.step(optimizer)
-    assert unscaled.tolist() == [0.5] * 3
 
 
 # Hooks before the step.

@@ -164,23 +164,6 @@ def test_any_sequence_follows_the_rules_and_checkpoints(device, options, before,
     assert_follows(scaler, rules)
 
 
-@pytest.mark.parametrize("bad", [[0], [1], [2], [0, 1, 2]], ids=str)
-def test_any_number_of_overflowing_optimizers_is_one_backoff(bad, device):
-    optimizers = [filled(1.0, device, make) for make in cases.OPTIMIZERS]
-    for index in bad:
-        cases.grads_of(optimizers[index])[0][1] = INF
-    scaler, found = ready(device, hysteresis=2), []
-    for _ in range(3):
-        scaler.unscale_(optimizers[0])
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        found.append(scaler.get_scale())
-    assert found == [4, 2, 1]
-    changed = [bool((params_of(optimizer)[0] != 1).any()) for optimizer in optimizers]
-    assert changed == [index not in bad for index in range(3)]
-
-
 def test_a_static_scale_skips_overflows_and_counts_nothing(device):
     scaler = ready(device, dynamic=False, growth_interval=3)
     optimizer = amp_ext.optim.SGD(cases.new_params(device, 1), lr=1.0)
@@ -284,43 +267,10 @@ def test_the_hysteresis_goes_on_where_it_was_saved(hysteresis, saved, expected, 
     assert scales(scaler, "xxx", device) == expected
 
 
-def test_a_state_with_hysteresis_loads_into_torchs_through_a_file():
-    patient = ready(hysteresis=3, min_scale=2.0)
-    scales(patient, ".x")
-    theirs, saved = TorchScaler("cpu"), patient.state_dict()
-    theirs.load_state_dict(cases.through_a_file(saved, weights_only=True))
-    assert saved.pop("_hysteresis_tracker") == 2
-    assert theirs.state_dict() == saved
-    patient.load_state_dict(theirs.state_dict())
-    assert patient.state_dict() == saved | {"_hysteresis_tracker": 3}
-    before = patient.state_dict()
-    with pytest.raises(RuntimeError, match="source state dict is empty"):
-        patient.load_state_dict({})
-    assert patient.state_dict() == before
-
-
 def test_limits_stay_as_constructed_when_a_state_is_loaded(device):
     wide = ready(device, min_scale=0.5, max_scale=2.0**30)
     wide.load_state_dict(ready(device, min_scale=4.0, max_scale=4.0).state_dict())
     assert scales(wide, "xxxx", device) == [2, 1, 0.5, 0.5]
-
-
-@pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
-@pytest.mark.parametrize(
-    "duplicate", [lambda scaler: pickle.loads(pickle.dumps(scaler)), copy.copy, copy.deepcopy]
-)
-def test_a_duplicate_goes_on_alike_and_shares_nothing(duplicate, made, device):
-    options = {"hysteresis": 3, "min_scale": 0.03, "max_scale": 0.2, "growth_interval": 2}
-    options |= {"init_scale": 0.1, "growth_factor": 1.7, "backoff_factor": 0.3}
-    rules, scaler = Rules(**options), amp_ext.GradScaler(device.type, **options)
-    done, rest = "x." if made else "", "xxx....xxxx"
-    assert scales(scaler, done, device) == rules.scales(done)
-    twin = duplicate(scaler)
-    assert type(twin) is amp_ext.GradScaler
-    expected = rules.scales(rest)
-    assert scales(twin, rest, device) == expected
-    assert scales(scaler, rest, device) == expected
-    assert twin.state_dict() == scaler.state_dict()
 
 
 # update(new_scale)

@@ -80,17 +80,6 @@ def test_a_skip_is_told_of_the_step_and_of_all(make, unscale, device):
     assert (stats.updates, stats.steps, stats.skips) == (5, 2, 3)
 
 
-def test_each_optimizer_has_its_own_answer(device):
-    scaler, optimizers = ready(device), [make(new_params(device)) for make in cases.ALL_OPTIMIZERS]
-    for culprit in optimizers:
-        others = [optimizer for optimizer in optimizers if optimizer is not culprit]
-        iterate(scaler, *others, culprit, bad=[1])
-        assert skips(scaler, *optimizers) == [True, *(each is culprit for each in optimizers)]
-    iterate(scaler, *optimizers)
-    assert not any(skips(scaler, *optimizers))
-    assert exact(scaler).skips == len(optimizers)
-
-
 def test_before_the_first_update_nothing_is_known(device):
     scaler, optimizer = amp_ext.GradScaler(device.type, 4.0), our_sgd(new_params(device))
     unknown = [None, [None], NOTHING_YET, amp_ext.ScalerHistory([], [], [])]

@@ -68,27 +68,6 @@ def test_gradients_of_any_layout_are_multiplied_by_the_rounded_inverse(dtype, sc
     assert recorded(scaler, optimizer) == [0.0]
 
 
-@pytest.mark.parametrize("bad", range(4))
-def test_parameters_of_several_dtypes_share_one_verdict(bad):
-    grads = [torch.ones(5, dtype=dtype) for dtype in (F32, F64, BF16)]
-    if bad < 3:
-        grads[bad][2] = cases.NAN
-    optimizer, scaler = with_grads(*grads), ready()
-    scaler.unscale_(optimizer)
-    assert recorded(scaler, optimizer) == [float(bad < 3)]
-    assert all(grad[0].item() == 0.25 for grad in grads_of(optimizer))
-
-
-@cases.every_optimizer
-def test_empty_gradients_alone_are_no_overflow(make, device):
-    optimizer = with_grads(torch.empty(0, device=device), make=make)
-    scaler = ready(device, growth_interval=1)
-    scaler.step(optimizer)
-    assert recorded(scaler, optimizer) == [0.0]
-    scaler.update()
-    assert scaler.get_scale() == 8
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_gradients_with_a_graph_are_unscaled(device):
     param = Parameter(torch.full((3,), 2.0, device=device))

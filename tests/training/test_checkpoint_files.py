@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,6 @@ import pytest
 import torch
 from harness import trainer_cases as cases
 from harness.disk import Disk
-from harness.interrupts import interrupted_at_each_line
 from harness.optimizer_cases import in_another_process
 from harness.reference import same_bits
 from harness.rows import rows
@@ -402,20 +400,6 @@ def test_a_file_that_does_not_fit_changes_nothing(spoil, words, tmp_path):
     assert all_of(trainer) == before
 
 
-def test_an_interrupted_load_of_a_file_has_loaded_all_or_nothing(tmp_path):
-    path = tmp_path / "run.pt"
-    source = trained(5)
-    source.save(path)
-    wanted, found = {all_of(source)}, set()
-    wanted.add(all_of(trained(1)))
-    for trainer, line in interrupted_at_each_line(
-        lambda: trained(1), lambda trainer: trainer.load(path), "training"
-    ):
-        found.add(all_of(trainer))
-        assert found <= wanted, line
-    assert len(found) == 2
-
-
 # Killed processes. A process that has imported torch forks those that are killed.
 
 
@@ -499,47 +483,3 @@ def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
         assert result["left"] > 30
         assert result["names"] == ["kept", "run.pt"]
         assert result["ends"] == [True, True]
-
-
-STEPS = 80
-
-
-def run_to_the_end(path: Path) -> None:
-    """Trains, and saves after each batch, from where the file is."""
-    trainer = new()
-    done = trainer.load(path) if path.exists() else 0
-    while done < STEPS:
-        train(trainer, 1)
-        done += 1
-        trainer.save(path, done)
-
-
-def killed_at_random(folder: str) -> tuple[int, bool, list[str]]:
-    """Runs in the other process: kills a training again and again, then lets it end."""
-    straight, path, kills = Path(folder) / "straight.pt", Path(folder) / "run.pt", 0
-    for _ in range(2):  # the first makes what torch makes once
-        straight.unlink(missing_ok=True)
-        start = time.perf_counter()
-        run_to_the_end(straight)
-        whole = time.perf_counter() - start
-    moments = random.Random(0)  # parts of a whole run, so that on any machine kills come amid it
-    for _ in range(12):
-        child = forked(lambda: run_to_the_end(path))
-        time.sleep(whole * moments.uniform(0.02, 0.15))
-        os.kill(child, signal.SIGKILL)
-        code = code_of(child)
-        assert code in (0, -signal.SIGKILL)
-        kills += code != 0
-    assert code_of(forked(lambda: run_to_the_end(path))) == 0
-    names = sorted(name for name in os.listdir(folder) if not name.endswith(".tmp"))
-    return kills, read(path) == read(straight), names
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_at_random_ends_with_the_bits_of_one_that_was_not(tmp_path):
-    # Threads of OpenMP do not survive the forks, nor do those that autograd has for each GPU.
-    without = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    kills, same, names = in_another_process(killed_at_random, str(tmp_path), **without)
-    assert kills >= 3
-    assert same
-    assert names == ["run.pt", "straight.pt"]
