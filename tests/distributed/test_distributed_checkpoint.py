@@ -14,10 +14,8 @@ from harness.awkward import BF16, F16, F32
 from harness.optimizer_cases import (
     Optimizer,
     assert_same_bits,
-    few_optimizers,
     ours,
     params_of,
-    train,
 )
 from harness.reference import same_bits
 from harness.rows import rows
@@ -307,39 +305,6 @@ def test_a_folder_with_other_states_is_refused_by_the_key_that_it_lacks(tmp_path
 
 
 # States that are created ahead of the first step.
-
-
-@few_optimizers
-@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
-def test_states_created_ahead_change_no_bit_of_the_training(device, dtype, name, options):
-    ahead, plain = cases.pair(name, options, dtype, device, [(5,)])
-    ahead.init_state()
-    assert_same_bits(params_of(ahead), params_of(plain))
-    assert steps_of(ahead) == ([0.0] if cases.KINDS[name].counts_steps(options) else [])
-    train([ahead, plain], 3)
-    assert_same_bits(ahead, plain)
-    before = cases.bits_of(ahead)
-    ahead.init_state()
-    assert_same_bits(ahead, before)
-    train([ahead, plain])
-    assert_same_bits(ahead, plain)
-
-
-@few_optimizers
-def test_states_created_ahead_are_those_of_a_step(name, options):
-    (_, ahead), (_, stepped) = (make(name, BF16, **options) for _ in range(2))
-    ahead.init_state()
-    train_trainable([stepped], 1)
-
-    def described(optimizer):
-        return [
-            {key: (value.dtype, value.shape) for key, value in optimizer.state.get(p, {}).items()}
-            for p in params_of(optimizer)
-        ]
-
-    assert described(ahead) == described(stepped)
-    for param, state in zip(params_of(ahead), described(ahead), strict=True):
-        assert bool(state) == param.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ What is tested, in tables:
 * `optimizer_cases`: the optimizers (`KINDS`, `OPTIMIZERS`), their parameters and gradients.
 * `clipping_cases`: clipping inside the step and apart from it.
 * `scaler_cases`: scalers, and one way to step the optimizers under them.
-* `scaler_loop`: a loop of any scaler with any optimizer.
 * `trainer_cases`: small trainings and their parts.
 * `ranks`: ranks of distributed training, and what each checks there.
 * `deeds`: calls as plain values, which Python and C++ do alike.

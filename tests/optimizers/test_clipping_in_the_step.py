@@ -360,9 +360,3 @@ def test_the_norm_is_of_the_gradients_that_are_stepped(way, change, device):
         way.step(fused, scaler)
         norm = step_apart(apart, None, clipping)
         assert_nearly(fused, apart, norm)
-
-
-def spoiled(param: Parameter, value: float) -> Tensor:
-    grad = param.grad.clone()
-    grad[77] = value
-    return grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 from harness.awkward import BF16, F16, F32, F64
 from harness.optimizer_cases import (
-    assert_refused,
     assert_same_bits,
-    bits_of,
     give_grads,
     make_params,
     ours,
@@ -248,67 +245,6 @@ def test_codes_that_were_numbers_in_between_are_themselves(name, options, codes,
     assert_same_bits(back, optimizer)
 
 
-def bad_files() -> dict[str, Any]:
-    first = "exp_avg_q8h", "exp_avg_sq_q8s", "exp_avg_sq_exp"
-    ratio, root, exponents = first
-    codes = torch.zeros(130, 32, dtype=torch.uint8)
-    return {
-        "no-tensor": (root, 3.0, rf"{root} of group 0, param 0 must be a tensor, got float"),
-        "ratios-unsigned": (
-            *(ratio, codes),
-            rf"{ratio} of group 0, param 0 must be torch.int8 of shape \(130, 32\), got "
-            r"torch.uint8 of \(130, 32\)",
-        ),
-        "roots-in-float": (
-            *(root, codes.float()),
-            rf"{root} of group 0, param 0 must be torch.uint8 of shape .*, got torch.float32",
-        ),
-        "another-shape": (
-            *(root, codes[:-1]),
-            rf"{root} of group 0, param 0 must be torch.uint8 of shape .*, got torch.uint8 of "
-            r"\(129, 32\)",
-        ),
-        "exponents-of-another-shape": (
-            *(exponents, codes[:, :2]),
-            rf"{exponents} of group 0, param 0 must be torch.uint8 of shape \(130, 1\), got "
-            r"torch.uint8 of \(130, 2\)",
-        ),
-        "sparse": (
-            *(root, codes.to_sparse()),
-            rf"{root} of group 0, param 0 must be dense and hold its elements, got "
-            "torch.sparse_coo",
-        ),
-        "meta": (
-            *(root, codes.to("meta")),
-            rf"{root} of group 0, param 0 must be dense and hold its elements",
-        ),
-        "no-exponents": (exponents, None, "exp_avg_sq of group 0, param 0 must be there, got"),
-        "no-ratios": (ratio, None, "exp_avg of group 0, param 0 must be there, got"),
-        "no-roots": (root, None, "exp_avg_sq of group 0, param 0 must be there, got"),
-    }
-
-
-@pytest.mark.parametrize(("key", "value", "words"), rows(bad_files()))
-@pytest.mark.parametrize("state_dtype", [F32, *CODED], ids=str)
-def test_a_file_that_does_not_fit_is_refused(key, value, words, state_dtype):
-    saved = copy.deepcopy(trained(make("AdamW", F32, state_dtype="8bit")).state_dict())
-    saved["state"][0][key] = value
-    if value is None:
-        del saved["state"][0][key]
-    optimizer = trained(make("AdamW", F32, state_dtype=state_dtype))
-    assert_refused(optimizer, saved, ValueError, f"^AdamW.load_state_dict: {words}")
-    train([optimizer])
-
-
-def test_a_momentum_without_exponents_is_refused():
-    """Without a momentum SGD would take the next step for its first."""
-    optimizer = trained(make("SGD", F32, momentum=0.9, state_dtype="8bit"))
-    saved = copy.deepcopy(optimizer.state_dict())
-    del saved["state"][0]["momentum_buffer_exp"]
-    words = "SGD.load_state_dict: momentum_buffer_exp of group 0, param 0 must be there, got"
-    assert_refused(optimizer, saved, ValueError, words)
-
-
 # What a loop changes.
 
 
@@ -316,34 +252,6 @@ def test_a_momentum_without_exponents_is_refused():
 
 
 # Refusals.
-
-AMSGRAD = "state_dtype.* must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum"
-
-
-@coded
-def test_amsgrad_is_refused_by_name(state_dtype):
-    with pytest.raises(ValueError, match=rf"^AdamW: {AMSGRAD} has no code, got '{state_dtype}'"):
-        make("AdamW", F32, amsgrad=True, state_dtype=state_dtype)
-    optimizer = trained(make("Adam", F32, state_dtype=state_dtype))
-    before = bits_of(optimizer)
-    optimizer.param_groups[0]["amsgrad"] = True
-    give_grads(optimizer)
-    with pytest.raises(ValueError, match=AMSGRAD):
-        optimizer.step()
-    assert_same_bits(optimizer, before)
-    optimizer.param_groups[0]["amsgrad"] = False
-    optimizer.step()
-    with pytest.raises(ValueError, match=AMSGRAD):
-        optimizer.add_param_group({"params": make_params(F32), "amsgrad": True})
-    saved = trained(make("Adam", F32, amsgrad=True)).state_dict()
-    assert_refused(optimizer, saved, ValueError, AMSGRAD)
-
-
-@pytest.mark.parametrize("wrong", ["int8", torch.int8, torch.uint8])
-def test_another_word_is_refused(wrong):
-    words = r"AdamW: state_dtype must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None"
-    with pytest.raises(ValueError, match=words):
-        make("AdamW", F32, state_dtype=wrong)
 
 
 # Gradients that agree, and none.

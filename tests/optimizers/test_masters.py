@@ -326,18 +326,3 @@ def test_masters_follow_the_layout_of_the_parameter():
     param = Parameter(torch.randn(2, 3, 4, 5).to(BF16, memory_format=torch.channels_last))
     optimizer = trained(ours("AdamW")([param]), 1)
     assert optimizer.state[param]["master_param"].stride() == param.stride()
-
-
-def test_a_master_does_not_go_back_after_a_step_that_was_interrupted_at_its_end(device):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    param = Parameter(torch.ones(5, 3, dtype=BF16, device=device))
-    optimizer = ours("SGD")([param], lr=0.5)
-    param.grad = torch.ones_like(param)
-    hook = optimizer.register_step_post_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    hook.remove()
-    optimizer.step()
-    assert param.unique().tolist() == [0.0]

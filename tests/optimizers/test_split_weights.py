@@ -162,36 +162,6 @@ def test_a_layout_is_kept(device):
     assert_equal(optimizer.master_params(), other.master_params())
 
 
-def test_a_number_without_sense_is_refused():
-    wanted = r"AdamW: master_weights must be True, False, 'split' or 'split8', got 2\.5j"
-    with pytest.raises(TypeError, match=wanted):
-        AdamW([torch.ones(3, dtype=BF16)], master_weights=2.5j)
-
-
-def test_a_lower_part_that_does_not_fit_is_refused():
-    model = model_of(BF16, "cpu")
-    optimizer = AdamW(model.parameters(), master_weights="split")
-    train(model, optimizer, range(1))
-    for wrong, text in (
-        (
-            torch.zeros(21, 37, dtype=torch.uint8),
-            r"must be torch.uint8 of shape \(21, 37, 2\), got",
-        ),
-        (
-            torch.zeros(21, 37, 2, dtype=torch.int8),
-            "must be torch.uint8 of shape .*, got torch.int8",
-        ),
-        (3, "must be a tensor, got int"),
-    ):
-        saved = copy.deepcopy(optimizer.state_dict())
-        saved["state"][0]["master_low_bf16"] = wrong
-        before, kept = bits(model), optimizer.master_params()
-        with pytest.raises(ValueError, match=f"master_low_bf16 of group 0, param 0 {text}"):
-            optimizer.load_state_dict(saved)
-        assert_equal(bits(model), before)
-        assert_equal(optimizer.master_params(), kept)
-
-
 def test_float16_states_beside_it_are_refused_before_anything_is_written():
     model = model_of(BF16, "cpu")
     optimizer = AdamW(model.parameters(), master_weights="split", state_dtype=None)

@@ -10,7 +10,7 @@ import torch
 from harness import optimizer_cases as cases
 from harness.awkward import BF16, F32
 from harness.interrupts import interrupted_at_each_line
-from harness.optimizer_cases import make_params, ours, params_of, train, trained, twins
+from harness.optimizer_cases import make_params, ours, params_of, trained, twins
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
@@ -175,19 +175,6 @@ def test_interrupted_states_are_there_all_or_none(name):
         cases.loading(ours(name)(twins(optimizer), lr=0.5), optimizer.state_dict())
         assert after_a_step(optimizer) == wanted, line
     assert 0 in counts
-
-
-def test_states_that_were_there_before_an_interrupt_stay_as_they_are():
-    def make() -> torch.optim.Optimizer:
-        torch.manual_seed(0)
-        optimizer = trained(ours("AdamW")(make_params(BF16, shapes=SHAPES[:1]), lr=0.5), 1)
-        optimizer.add_param_group({"params": make_params(BF16, shapes=SHAPES[1:])})
-        return optimizer
-
-    before = all_of(make())
-    for optimizer, line in interrupted_at_each_line(make, lambda one: one.init_state()):
-        assert len(optimizer.state) == 2 or all_of(optimizer) == before, line
-    train([optimizer])
 
 
 SWITCHED = {

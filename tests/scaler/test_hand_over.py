@@ -555,29 +555,6 @@ def test_a_step_with_unscaled_gradients_that_wrote_nothing_may_be_tried_again(de
     assert values(optimizer) == [0.5] * 3
 
 
-def test_an_interrupt_at_the_end_of_a_step_leaves_it_done(device, monkeypatch):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    accept = optimizer.accept_hand_over
-
-    def accept_or_fail(handed: Any) -> None:
-        if handed is None and optimizer._hand_over is not None:
-            raise Interrupt
-        accept(handed)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(optimizer), "accept_hand_over", lambda _, handed: accept_or_fail(handed))
-        with pytest.raises(Interrupt):
-            scaler.step(optimizer)
-    assert_spent(scaler, optimizer)
-    with pytest.raises(RuntimeError, match="must step the optimizer once"):
-        optimizer.step()
-    scaler.update()
-    give(optimizer, 4.0)
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.0] * 3
-    assert not has_leftovers(optimizer)
-
-
 def test_a_look_that_no_step_has_used_is_forgotten(device):
     """A write through ``.data`` shows in no version."""
     optimizer, scaler = filled(4.0, device, cases.our_adamw_with_norm), ready(device)

@@ -1,16 +1,99 @@
-"""Tests of any sequence of clean and overflowing steps, drawn by hypothesis."""
+"""Sequences of clean and overflowing steps, drawn by hypothesis, and scales set by hand."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.optimizer_cases import assert_same_bits, optimizers_named, ours, params_of, theirs
-from harness.scaler_loop import ELEMENTS, makers, new_params, plain, under_scaler
+from harness.awkward import F32
+from harness.optimizer_cases import (
+    EACH_CLASS,
+    Optimizer,
+    assert_same_bits,
+    optimizers_named,
+    ours,
+    params_of,
+    theirs,
+)
+from harness.reference import same_bits
+from harness.rows import rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn import Parameter
 
 import amp_ext
+
+SHAPES = [(4, 5), (33,), ()]
+ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+# One iteration: the place among all elements with the value that overflows there, or None, and
+# whether unscale_ is called before the step.
+Iteration = tuple[tuple[int, float] | None, bool]
+
+
+def makers(package: Any, table: list[Any], prefix: str, **switches: Any) -> list[Any]:
+    """Returns rows of functions that make an optimizer of parameters."""
+    return [
+        pytest.param(partial(package(name), **options, **switches), id=f"{prefix}-{row.id}")
+        for row in table
+        for name, options in [row.values]
+    ]
+
+
+def new_params(device: Any, dtype: torch.dtype = F32) -> list[Parameter]:
+    """Returns parameters of three shapes with the same values at each call."""
+    draw = torch.Generator().manual_seed(7)
+    return [Parameter(torch.randn(s, generator=draw).to(device, dtype)) for s in SHAPES]
+
+
+def give_new_grads(params: list[Parameter], step: int, scaler: Any = None, factor: float = 1.0):
+    """Gives the gradients of a step: none that leaves fp16's range when scaled."""
+    draw = torch.Generator().manual_seed(step)
+    for param in params:
+        grad = torch.randn(param.shape, generator=draw).clamp(-4, 4) * factor
+        grad = grad.to(param.device, param.dtype)
+        param.grad = grad if scaler is None else scaler.scale(grad).to(param.dtype)
+
+
+def set_grad(params: list[Parameter], place: int, value: float) -> None:
+    """Writes one element of the gradients, which is counted through all of them."""
+    for param in params:
+        if place < param.numel():
+            param.grad.view(-1)[place] = value
+            return
+        place -= param.numel()
+    raise IndexError(place)
+
+
+def plain(make: Any, steps: Iterable[int], *kind: Any) -> Optimizer:
+    """Returns an optimizer after some steps without any scaler."""
+    optimizer = make(new_params(*kind))
+    for step in steps:
+        give_new_grads(params_of(optimizer), step)
+        optimizer.step()
+    return optimizer
+
+
+def under_scaler(
+    scaler: Any, optimizer: Optimizer, sequence: Iterable[Iteration]
+) -> list[dict[str, Any]]:
+    """Takes a step for each iteration; returns the scaler's state after each."""
+    params, log = params_of(optimizer), []
+    for step, (overflow, unscale_first) in enumerate(sequence):
+        give_new_grads(params, step, scaler)
+        if overflow is not None:
+            set_grad(params, *overflow)
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        log.append(scaler.state_dict())
+    return log
+
 
 OPTIMIZERS = [
     *makers(ours, cases.FEW_OPTIMIZERS + optimizers_named("adam-decay", "nesterov-decay"), "our"),
@@ -83,3 +166,58 @@ def test_the_scale_is_torchs_to_the_bit_for_any_options(found, options, device):
             log.append(scaler.state_dict())
         logs.append(log)
     assert logs[0] == logs[1]
+
+
+# What is set by hand.
+
+SCALE = 2.0**10
+OURS = makers(ours, EACH_CLASS, "our")
+BOTH = {"torch-scaler": torch.amp.GradScaler, "our-scaler": amp_ext.GradScaler}
+
+
+def scaled(scaler_class: Any, optimizer: Optimizer, scale: float = SCALE, **options: Any) -> Any:
+    """Returns a scaler for the device of an optimizer, whose gradients are those of step 0."""
+    params = params_of(optimizer)
+    scaler = scaler_class(params[0].device.type, scale, **options)
+    give_new_grads(params, 0, scaler)
+    return scaler
+
+
+@pytest.mark.parametrize("make", OURS)
+@pytest.mark.parametrize("found", [None, 0.0, 1.0, 2.0, 3.0, -1], ids=str)
+@pytest.mark.parametrize("scale", [None, SCALE], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_the_attributes_may_be_set_by_hand(make, found, scale, shape, device):
+    """An int skips as well. Of the int 0, see ``test_hand_over.py``."""
+    optimizer = make(new_params(device))
+    full = isinstance(found, float)
+    optimizer.found_inf = torch.full(shape, found, device=device) if full else found
+    optimizer.grad_scale = None if scale is None else torch.full(shape, scale, device=device)
+    for step in range(2):
+        give_new_grads(params_of(optimizer), step, factor=scale or 1.0)
+        optimizer.step()
+    expected = plain(make, [] if found else [0, 1], device)
+    assert all(map(same_bits, params_of(optimizer), params_of(expected)))
+
+
+@pytest.mark.parametrize("make", OURS)
+@pytest.mark.parametrize("scaler_class", rows(BOTH))
+@pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale-step"])
+@pytest.mark.parametrize("bad", [False, True], ids=["clean", "overflow"])
+def test_an_instance_that_gives_up_its_own_scaling_is_stepped_as_a_plain_optimizer(
+    scaler_class, make, unscale_first, bad, device
+):
+    optimizer = make(new_params(device))
+    optimizer._step_supports_amp_scaling = False
+    scaler = scaled(scaler_class, optimizer)
+    first, second, _ = params_of(optimizer)
+    if bad:
+        second.grad[-1] = float("nan")
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    expected = plain(make, [0] * (not bad), device)
+    assert all(map(same_bits, params_of(optimizer), params_of(expected)))
+    grad = first.grad.clone()
+    give_new_grads([first], 0)
+    assert same_bits(grad, first.grad)
