@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32, F64
+from harness.awkward import BF16, F16, F32
 from harness.optimizer_cases import (
     assert_same_bits,
     each_class,
@@ -260,26 +260,6 @@ def test_an_observer_sees_the_steps_that_it_sees_of_torch(name, tmp_path):
 # Copies.
 
 
-@pytest.mark.parametrize("steps", [2, 0], ids=["after-steps", "fresh"])
-@cases.few_optimizers
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
-@cases.COPIES
-def test_a_model_is_copied_together_with_its_optimizer(copied, dtype, name, options, steps):
-    model, optimizer = model_and_optimizer(name, options, dtype)
-    train_model(model, optimizer, steps)
-    twin, its_optimizer = copied((model, optimizer))
-    for param, other in zip(twin.parameters(), params_of(its_optimizer), strict=True):
-        assert param is other
-    assert its_optimizer._step_supports_amp_scaling
-    assert its_optimizer.param_groups[0].keys() == optimizer.param_groups[0].keys()
-    before = cases.bits_of(optimizer)
-    assert_same_bits(its_optimizer, before)
-    train_model(twin, its_optimizer, 2)
-    assert_same_bits(optimizer, before)
-    train_model(model, optimizer, 2)
-    assert_same_bits(its_optimizer, optimizer)
-
-
 # What others put into groups.
 
 
@@ -422,16 +402,6 @@ def test_others_may_write_into_a_state_before_the_first_step(name, options) -> N
     give_grads(optimizer)
     optimizer.step()
     assert optimizer.state[param].get("step") in (0, torch.tensor(1.0))
-
-
-def test_amsgrad_can_be_switched_on_in_a_loop() -> None:
-    optimizer = ours("Adam")([nn.Parameter(torch.ones(3))], lr=0.5)
-    for amsgrad in (False, True):
-        optimizer.param_groups[0]["amsgrad"] = amsgrad
-        give_grads(optimizer)
-        optimizer.step()
-    (state,) = optimizer.state.values()
-    assert torch.equal(state["max_exp_avg_sq"], state["exp_avg_sq"])
 
 
 def test_a_state_that_was_erased_is_made_anew_by_init_state() -> None:

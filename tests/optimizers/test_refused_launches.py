@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import re
@@ -14,7 +13,6 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.awkward import BF16, F16, F32, F64, contiguous, placed, strided
-from harness.interrupts import interrupted_at_each_line
 from harness.optimizer_cases import COPIES, few_optimizers, give_grads, make_params, params_of
 from harness.reference import same_bits
 from harness.refusals import WORDS, RefusesCopy, refusing_launch
@@ -283,29 +281,6 @@ def test_a_scaler_does_not_step_a_second_time(kind, emulated):
     give_grads(optimizer)
     with pytest.raises(RuntimeError, match="parameters must be as a whole step leaves them"):
         scaler.step(optimizer)
-
-
-@pytest.mark.slow
-def test_an_interrupt_after_a_refused_launch_does_not_lead_to_another_step(emulated):
-    whole = small()
-    before = cases.bits_of(whole)
-    whole.step()
-    wanted = cases.bits_of(whole)
-
-    def step(optimizer: Optimizer) -> None:
-        with refusing_launch(1), contextlib.suppress(torch.AcceleratorError):
-            optimizer.step()
-
-    found = set()
-    for optimizer, line in interrupted_at_each_line(small, step):
-        is_stepped = not all(map(are_same, cases.bits_of(optimizer), before))
-        found.add(is_stepped)
-        if is_stepped:
-            assert_is_refused(optimizer)
-        else:
-            optimizer.step()
-            assert all(map(are_same, cases.bits_of(optimizer), wanted)), line
-    assert found == {True, False}
 
 
 # Copies.
