@@ -222,18 +222,6 @@ def test_hooks_of_state_dicts_run_in_torchs_order(name, options):
     assert loaded.param_groups[0]["lr"] == 2 * options["lr"]
 
 
-@cases.each_in_torch
-def test_names_of_parameters_are_kept(name):
-    model = torch.nn.Linear(4, 3)
-    optimizer = ours(name)(model.named_parameters())
-    for file in (
-        trained(optimizer, 1).state_dict(),
-        trained(theirs(name)(twins(list(model.parameters())))).state_dict(),
-    ):
-        optimizer.load_state_dict(file)
-        assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
-
-
 # Files that are refused.
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,6 @@ from harness.optimizer_cases import (
     theirs,
 )
 from harness.reference import assert_close, same_bits
-from harness.rows import rows
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim import optimizer as of_torch
@@ -193,30 +189,6 @@ def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
     assert len(logs[0]) == 21
 
 
-@cases.each_in_torch
-def test_hooks_after_a_step_run_as_torchs_where_none_comes_before(name):
-    logs = []
-    for package in (ours, theirs):
-        optimizer = package(name)(make_params(F32, shapes=[(5,)]), lr=0.1)
-        log: list[Any] = []
-
-        def note(optimizer, args, kwargs, log: list[Any] = log) -> None:
-            log.append((args[0] is optimizer, len(args), sorted(kwargs)))
-
-        def closure(optimizer: Any = optimizer, note: Any = note) -> None:
-            optimizer.register_step_post_hook(note)
-
-        give_grads(params_of(optimizer))
-        handle = of_torch.register_optimizer_step_post_hook(note)
-        optimizer.step(closure)
-        optimizer.step(closure=None)
-        handle.remove()
-        optimizer.step()
-        logs.append(log)
-    assert logs[0] == logs[1]
-    assert len(logs[0]) == 5
-
-
 def test_a_pre_hook_may_replace_the_arguments_of_a_step():
     optimizer = ours("SGD")(make_params(F32, shapes=[(5,)]), lr=0.1)
     give_grads(params_of(optimizer))
@@ -237,51 +209,10 @@ def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
     assert seen == [[f"Optimizer.{do}#{name}.{do}" for do in ("step", "zero_grad")]] * 2
 
 
-def ranges_observed(optimizer: torch.optim.Optimizer, file: Path) -> list[str]:
-    """Steps under an observer, which is gone then: with a failed test, it would outlive torch."""
-    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(file))
-    observer.start()
-    optimizer.step()
-    observer.stop()
-    observer.unregister_callback()
-    nodes = json.loads(file.read_text())["nodes"]
-    return [node["name"] for node in nodes if node["name"].startswith("Optimizer")]
-
-
-@cases.each_in_torch
-def test_an_observer_sees_the_steps_that_it_sees_of_torch(name, tmp_path):
-    for package in (ours, theirs):
-        optimizer = package(name)(make_params(F32, shapes=[(5,)]), lr=0.1)
-        give_grads(params_of(optimizer))
-        file = tmp_path / f"{package.__name__}.json"
-        assert ranges_observed(optimizer, file) == [f"Optimizer.step#{name}.step"]
-
-
 # Copies.
 
 
 # What others put into groups.
-
-
-ENTRIES = {
-    "foreach": {"foreach": True, "fused": False},
-    "fused-capturable": {"fused": True, "capturable": True},
-    "unknown": {"lr_scale": 0.5, "group_name": "head", "no_decay": ("bias",)},
-}
-
-
-@pytest.mark.parametrize("extra", rows(ENTRIES))
-@cases.each_class
-def test_entries_of_others_are_kept_in_groups_through_state_dicts(name, options, extra):
-    def make(params, **entries):
-        return ours(name)([{"params": params[:2], **entries}, {"params": params[2:]}], **options)
-
-    source = cases.trained(make(make_params(BF16), **extra), 2)
-    loaded = cases.loading(make(cases.twins(source)), source.state_dict())
-    for group in (loaded.param_groups[0], copy.deepcopy(source).param_groups[0]):
-        assert {key: group[key] for key in extra} == extra
-    cases.train([source, loaded], 2)
-    assert_same_bits(loaded, source)
 
 
 # Closures, and gradients that stay.
@@ -402,15 +333,3 @@ def test_others_may_write_into_a_state_before_the_first_step(name, options) -> N
     give_grads(optimizer)
     optimizer.step()
     assert optimizer.state[param].get("step") in (0, torch.tensor(1.0))
-
-
-def test_a_state_that_was_erased_is_made_anew_by_init_state() -> None:
-    param = nn.Parameter(torch.ones(2))
-    optimizer = ours("Adam")([param], lr=0.5)
-    param.grad = torch.ones(2)
-    optimizer.step()
-    del optimizer.state[param]
-    optimizer.init_state()
-    optimizer.step()
-    assert optimizer.state[param]["step"].item() == 1.0
-    assert optimizer.state[param]["exp_avg"].tolist() == pytest.approx([0.1, 0.1])

@@ -299,29 +299,6 @@ def test_masters_of_a_file_or_a_copy_do_not_move_their_parameters(write, device)
 # What masters are for.
 
 
-@pytest.mark.parametrize("name", cases.NAMES)
-def test_small_updates_survive_in_the_master_alone(device, name):
-    lr = 1e-3 if name == "SGD" else 1e-4
-
-    def after_hundred_steps(master_weights: bool, dtype: torch.dtype = BF16) -> cases.Optimizer:
-        param = Parameter(torch.ones(16, dtype=dtype, device=device))
-        own = {"master_weights": master_weights, "rounding": "nearest"}
-        optimizer = ours(name)([param], lr=lr, weight_decay=0, **own)
-        for _ in range(100):
-            param.grad = torch.ones_like(param)
-            optimizer.step()
-        return optimizer
-
-    (lost,) = params_of(after_hundred_steps(False))
-    assert torch.equal(lost, torch.ones_like(lost))
-    optimizer = after_hundred_steps(True)
-    (kept,), (master,) = params_of(optimizer), masters_of(optimizer)
-    (in_float,) = params_of(after_hundred_steps(True, F32))
-    assert same_bits(master, in_float)
-    assert same_bits(kept, master.to(BF16))
-    assert (kept < 1).all()
-
-
 def test_masters_follow_the_layout_of_the_parameter():
     param = Parameter(torch.randn(2, 3, 4, 5).to(BF16, memory_format=torch.channels_last))
     optimizer = trained(ours("AdamW")([param]), 1)

@@ -109,34 +109,6 @@ def test_steps_are_those_of_the_list_operation(name, options, stored, dithers, d
     by_list.assert_same(optimizer)
 
 
-@narrow
-@of_16_bits
-@few_settings
-def test_only_what_is_stored_in_16_bits_is_dithered(name, options, dtype, stored, dithers):
-    """The three roundings differ where they should, or the comparison above says nothing."""
-    started = ours(name)(make_params(dtype, shapes=[(16385,)]), **options, **stored)
-    params = [make_params(dtype, shapes=[(16385,)]) for _ in range(3)]
-    for copies in params:
-        copies[0].data.copy_(params_of(started)[0].data)
-    roundings = [None, "dither", "nearest"]
-    optimizers = [
-        ours(name)(copies, **options, **stored, rounding=rounding)
-        for copies, rounding in zip(params, roundings, strict=True)
-    ]
-    train(optimizers, 3)
-    by_default, dithered, nearest = (cases.bits_of(optimizer) for optimizer in optimizers)
-    numbers = [name for name in nearest[0] if name != "step"]
-
-    def are_same(one: Any, other: Any) -> bool:
-        return all(same_bits(one[0][name], other[0][name]) for name in numbers)
-
-    assert are_same(by_default, dithered if dithers else nearest)
-    if stored:
-        assert not are_same(dithered, nearest)
-    else:
-        assert are_same(dithered, nearest)
-
-
 # What the dither is for.
 
 

@@ -568,28 +568,6 @@ def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch
     assert called_in_another_thread(optimizer.step) == []
 
 
-def test_many_threads_lose_no_step_in_silence() -> None:
-    optimizer = optimizer_of("AdamW", {})
-    done, errors = [], []
-
-    def work() -> None:
-        for _ in range(50):
-            try:
-                optimizer.step()
-                done.append(1)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all("one thread at a time" in error for error in errors)
-    step = optimizer.state[params_of(optimizer)[0]]["step"].item()
-    assert step == 1 + len(done)
-
-
 @pytest.mark.parametrize(
     ("arguments", "place", "name"),
     [((), step_plan, "made_states"), ((torch.zeros(()),), StepPlan, "list_groups")],

@@ -35,11 +35,9 @@ from harness.optimizer_cases import (
     pair,
     params_of,
 )
-from harness.reference import assert_close, same_bits, snapshot, tolerance
-from torch import Tensor
+from harness.reference import assert_close, same_bits, snapshot
 
 import amp_ext
-from amp_ext import ops
 
 OPTIONS = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": True}
 
@@ -202,39 +200,3 @@ def test_options_are_in_defaults_groups_and_state_dicts(name, options):
 
 
 # The operations.
-
-
-def two_lists(device: Any, *sizes: int) -> tuple[list[Tensor], list[Tensor]]:
-    params = [torch.randn(size, device=device) for size in sizes or (70, 5)]
-    return params, [torch.randn_like(param) for param in params]
-
-
-def sgd(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
-    ops.sgd_(params, grads, lr=1.0, **options)
-
-
-def adam(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
-    states = [[torch.zeros_like(param) for param in params] for _ in range(2)]
-    steps = [torch.zeros((), device=param.device) for param in params]
-    hyper = {"lr": 1.0, "beta1": 0.5, "beta2": 0.5, "eps": 1.0, "weight_decay": 0.0}
-    ops.adam_(params, grads, *states, steps, **hyper, **options)
-
-
-OPERATIONS = [pytest.param(sgd, id="sgd"), pytest.param(adam, id="adam")]
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_takes_the_sum_that_it_is_given(operation, shape, device):
-    """The sum is of the gradients as they are, the norm of the unscaled ones."""
-    params, grads = two_lists(device)
-    expected = snapshot(params)
-    operation(expected, [grad / 8 / 4 for grad in grads])
-    total = torch.full(shape, 2.0**22, dtype=F64, device=device)  # 2048 scaled, 256 unscaled
-    norm = torch.full(shape, -1.0, device=device)
-    options = {"max_grad_norm": 64.0, "sum_of_squares": total, "grad_norm": norm}
-    operation(params, grads, grad_scale=torch.tensor(8.0, device=device), **options)
-    assert norm.item() == 256
-    assert total.item() == 2.0**22
-    for param, wanted in zip(params, expected, strict=True):
-        torch.testing.assert_close(param, wanted, **tolerance(F32))

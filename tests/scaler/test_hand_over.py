@@ -178,16 +178,6 @@ def test_gradients_that_come_after_an_empty_look_are_an_error(make, value, scale
     assert set(values(early)) != {1.0}
 
 
-@both_scalers
-@cases.over([cases.our_adam, plain_sgd])
-def test_gradients_that_a_hook_brings_after_an_empty_look_are_an_error(make, scaler_class, device):
-    optimizer, scaler = make(cases.new_params(device)), ready(device, scaler_class)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: give(optimizer, INF))
-    with pytest.raises(AssertionError, match=NO_CHECKS):
-        scaler.step(optimizer)
-    assert set(values(optimizer)) == {1.0}
-
-
 @pytest.mark.parametrize("has_grad", [False, True])
 def test_an_int_of_0_says_that_nothing_was_looked_at(has_grad, device):
     optimizer = plain_sgd(cases.new_params(device))
@@ -221,20 +211,6 @@ def test_a_gradient_that_comes_after_unscale_is_refused_by_name(make, value, dev
     scaler.step(optimizer)
     assert second.tolist() == [1.0] * 5
     assert first.tolist() != [1.0] * 5
-
-
-def test_a_group_that_is_added_after_unscale_is_refused_with_a_gradient(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    scaler.unscale_(optimizer)
-    added = filled(4.0, device)
-    optimizer.add_param_group({"params": params_of(added)})
-    with pytest.raises(
-        RuntimeError, match=r"^GradScaler: the gradient of group 1, param 0 must be"
-    ):
-        scaler.step(optimizer)
-    params_of(added)[0].grad = None
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.5] * 3 + [1.0] * 3
 
 
 # Hooks before the step.
@@ -517,23 +493,6 @@ def test_gradients_after_an_interrupted_step_with_unscaled_ones_come_after_an_up
     assert scaler.get_scale() == (4.0 if value == 4.0 else 2.0)
 
 
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
-def test_a_step_that_asks_for_the_scaler_and_raises_spends_the_iteration(device):
-    class Asking(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None, *, grad_scaler: Any) -> None:
-            grad_scaler.unscale_(self)
-            super().step()
-            raise ZeroDivisionError
-
-    optimizer, scaler = filled(4.0, device, lambda params: Asking(params, lr=0.5)), ready(device)
-    with pytest.raises(ZeroDivisionError):
-        scaler.step(optimizer)
-    assert_spent(scaler, optimizer)
-    assert values(optimizer) == [0.5] * 3
-
-
 def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monkeypatch):
     optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
     with monkeypatch.context() as patch:
@@ -661,22 +620,6 @@ def test_a_second_step_with_what_was_handed_over_is_refused(device):
     assert values(optimizer) == [0.0] * 3
 
 
-def test_a_step_that_was_refused_may_be_tried_again_within_one_of_the_scaler(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-
-    def step_with_a_second_try() -> None:
-        optimizer.param_groups[0]["max_grad_norm"] = -1.0
-        with pytest.raises(ValueError, match="max_grad_norm of group 0 must be a number of at"):
-            optimizer.step()
-        optimizer.param_groups[0]["max_grad_norm"] = None
-        optimizer.step()
-
-    wrapper = cases.Delegating(optimizer)
-    wrapper.step = step_with_a_second_try
-    scaler.step(wrapper)
-    assert values(optimizer) == [0.5] * 3
-
-
 # A scale that the user has set before.
 
 
@@ -693,16 +636,6 @@ def test_a_scale_that_was_set_before_outlives_an_interrupt_and_no_step(stop, dev
     scaler.step(optimizer)
     assert values(optimizer) == [0.5] * 3
     assert not has_leftovers(optimizer)
-
-
-@pytest.mark.parametrize("make", [plain_sgd, fused_sgd])
-def test_a_scale_that_was_set_on_the_object_around_is_taken_and_deleted(make, device):
-    optimizer, scaler = filled(8.0, device, make), ready(device)
-    wrapper = cases.Delegating(optimizer)
-    wrapper.grad_scale = torch.full((), 2.0, device=device)
-    scaler.step(wrapper)
-    assert values(optimizer) == [0.5] * 3
-    assert not has_leftovers(wrapper)
 
 
 @pytest.mark.filterwarnings("error")

@@ -17,7 +17,6 @@ from harness.scaler_cases import (
     new_params,
     ready,
 )
-from torch.nn import Parameter
 
 import amp_ext
 
@@ -76,16 +75,6 @@ def test_an_iteration_that_was_dropped_leaves_no_name(make, unscale, device):
     assert cases.exact(scaler).updates == 1
 
 
-@cases.torchs_and_ours
-def test_a_group_that_joins_later_is_named(make, device):
-    scaler, optimizer = ready(device), make(named(device, "a", "b"))
-    iterate(scaler, optimizer, bad=[1])
-    optimizer.add_param_group({"params": named(device, "c", "d")})
-    assert name_of_last(scaler) == "b"
-    iterate(scaler, optimizer, bad=[3])
-    assert name_of_last(scaler) == "d"
-
-
 def test_a_name_that_two_groups_have_is_told_with_its_place(device):
     scaler = ready(device)
     groups = [{"params": named(device, "weight", "bias")}, {"params": named(device, "weight")}]
@@ -105,17 +94,6 @@ def test_a_sparse_gradient_is_named(device):
     scaler.step(optimizer)
     scaler.update()
     assert name_of_last(scaler) == "sparse"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes_are_named(dtype, device):
-    scaler = ready(device)
-    params = [*new_params(device, 2), Parameter(torch.ones(5, dtype=dtype, device=device))]
-    optimizer = amp_ext.optim.SGD(params, lr=0.5)
-    iterate(scaler, optimizer, bad=[2])
-    assert name_of_last(scaler) == "group 0, param 2"
-    iterate(scaler, optimizer, bad=[1, 2])
-    assert name_of_last(scaler) == "group 0, param 1", "the first of all, whatever its dtype"
 
 
 # Log

@@ -118,16 +118,6 @@ def test_the_scaler_keeps_nothing_alive_and_knows_no_newcomer_in_its_place(make,
     assert cases.name_of_last(scaler) == "group 0, param 2"
 
 
-@cases.torchs_and_ours
-def test_two_scalers_may_share_an_optimizer(make, device):
-    scalers, optimizer = (ready(device), ready(device)), make(new_params(device))
-    for scaler, bad in ((scalers[0], [2]), (scalers[1], []), (scalers[0], [1])):
-        iterate(scaler, optimizer, bad=bad)
-    assert [skips(scaler, optimizer)[1] for scaler in scalers] == [True, False]
-    assert [cases.name_of_last(scaler) for scaler in scalers] == ["group 0, param 1", None]
-    assert [exact(scaler).updates for scaler in scalers] == [2, 1]
-
-
 @cases.unscaled_first
 def test_more_optimizers_than_one_launch_takes(unscale, device):
     scaler = ready(device)

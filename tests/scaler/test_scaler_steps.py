@@ -68,16 +68,6 @@ def test_gradients_of_any_layout_are_multiplied_by_the_rounded_inverse(dtype, sc
     assert recorded(scaler, optimizer) == [0.0]
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_gradients_with_a_graph_are_unscaled(device):
-    param = Parameter(torch.full((3,), 2.0, device=device))
-    scaler = ready(device)
-    scaler.scale((param**2).sum()).backward(create_graph=True)
-    assert param.grad.requires_grad
-    scaler.step(torch.optim.SGD([param], lr=0.5))
-    assert param.tolist() == [0, 0, 0]
-
-
 @cases.every_optimizer
 @cases.unscaled_first
 def test_fp16_gradients_are_refused_and_nothing_is_written(make, unscale, device):

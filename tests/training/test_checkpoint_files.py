@@ -157,24 +157,6 @@ def test_a_file_of_an_earlier_release_is_read_with_its_versions(tmp_path):
     assert same_bits(again.model[0].weight, trainer.model[0].weight)
 
 
-def test_a_later_save_takes_the_place_of_an_earlier_one_through_a_link(tmp_path):
-    (tmp_path / "disk").mkdir()
-    link = tmp_path / "latest.pt"
-    link.symlink_to(tmp_path / "disk" / "run.pt")
-    for epoch in (1, 2):
-        new().save(str(link), epoch)
-    assert link.is_symlink()
-    assert new().load(link) == 2
-    assert os.listdir(tmp_path / "disk") == ["run.pt"]
-
-
-def test_a_file_has_the_permissions_that_other_files_get(tmp_path):
-    (tmp_path / "other").touch()
-    new().save(tmp_path / "run.pt")
-    modes = [(tmp_path / name).stat().st_mode for name in ("other", "run.pt")]
-    assert modes[0] == modes[1]
-
-
 # Where a file is written.
 
 

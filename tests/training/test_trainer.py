@@ -372,17 +372,6 @@ def test_a_nan_loss_leaves_no_trace_but_in_the_scale(make):
     assert trainer.scheduler.get_last_lr() == spared.scheduler.get_last_lr()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_static_scaler_guards_training_that_needs_none(precision):
-    scaler = amp_ext.GradScaler("cpu", init_scale=1.0, dynamic=False)
-    trainer, plain = new_trainer(precision, scaler=scaler), new_trainer(precision)
-    assert trainer.train_step(X, TARGET * math.inf).skipped
-    figures = trainer.train_step(X, TARGET).to_dict()
-    assert figures == plain.train_step(X, TARGET).to_dict()
-    assert figures["loss_scale"] == 1.0
-    assert_same(params_of(trainer), params_of(plain))
-
-
 def fail(_: Tensor) -> None:
     raise RuntimeError("backward failed")
 
