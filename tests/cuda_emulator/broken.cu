@@ -3,20 +3,11 @@
 #include "cuda/tensor_table.cuh"
 #include "program.h"
 
-using amp_ext::cuda::for_each_pack;
 using amp_ext::cuda::pack_at;
-using amp_ext::cuda::Shape;
 
 struct Line {
   float values[64];
 };
-
-// The last block forgets that the tensor ends within it.
-template <bool kRepaired>
-__global__ void past_tensor(float* values, int count) {
-  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (!kRepaired || i < count) values[i] = 2.0f * static_cast<float>(i);  // past_tensor
-}
 
 // The last thread has no neighbour.
 template <bool kRepaired>
@@ -75,14 +66,6 @@ __global__ void two_barriers(float* met) {
   atomicAdd(met, 1);
 }
 
-// Lets the threads behind the end of a tensor leave before a barrier that the others wait at.
-template <bool kRepaired>
-__global__ void early_exit(float* values, int count) {
-  const int i = static_cast<int>(threadIdx.x);
-  if (!kRepaired && i >= count) return;
-  if (__syncthreads_or(i < count && values[i] < -48.0f) && i == 0) *values = 1.0f;
-}
-
 // Shuffles with a mask that names lanes which do not come.
 template <bool kRepaired>
 __global__ void absent_lane(float* values) {
@@ -116,36 +99,6 @@ __global__ void uninitialised_shared(float* values) {
   if (threadIdx.x == 0) *values = total;
 }
 
-// Forgets the elements behind the last whole pack.
-template <bool kRepaired>
-__global__ void lost_tail(float* values, int64_t count) {
-  const int64_t end = kRepaired ? count : count / 4 * 4;
-  for_each_pack<Shape<64, 128, 1, 1>, 4>(0, 0, end, [&](int64_t index, auto size, auto) {
-    for (float& value : pack_at<decltype(size)::value>(values, index).values) value *= 2.0f;
-  });
-}
-
-struct Table {
-  int numel[5];
-  int first_value[5];
-  int first_tile[5];  // each of 32 elements
-};
-
-// Searches for the tensor of a tile one too far to the left: the first tile of a tensor is taken
-// for one of its neighbour.
-template <bool kRepaired>
-__global__ void wrong_tensor(float* values, const Table __grid_constant__ table) {
-  const int tile = static_cast<int>(blockIdx.x);
-  int low = 0;
-  for (int high = 5; high - low > 1;) {
-    const int middle = (low + high) / 2;
-    const int first = table.first_tile[middle];
-    ((kRepaired ? first <= tile : first < tile) ? low : high) = middle;
-  }
-  const int i = (tile - table.first_tile[low]) * 32 + static_cast<int>(threadIdx.x);
-  if (i < table.numel[low]) values[table.first_value[low] + i] *= 2.0f;
-}
-
 // Passes more bytes of arguments than drivers take; repaired, as many as they take.
 template <bool kRepaired>
 struct Padding {
@@ -173,20 +126,15 @@ bool run() {
   const auto line = multiples(64, 1.0f);
   const std::vector<float> zero(1);
   const std::vector<float> threes(64, 3.0f);
-  const Table table = {{33, 64, 1, 100, 31}, {0, 33, 97, 98, 198}, {0, 2, 4, 5, 9}};
-  RUN(multiples(100, 2.0f), std::vector<float>(100), past_tensor, 2, 64, 100);
   RUN(threes, threes, past_shared, 1, 64);
   RUN(multiples(128, 2.0f), multiples(132, 1.0f), misaligned_load, 1, 32);
   RUN(line, line, missing_barrier, 1, 64);
   RUN(line, line, missing_warp_barrier, 1, 64);
   RUN({192.0f}, zero, divergent_barrier, 3, 64);
   RUN({64.0f}, zero, two_barriers, 1, 64);
-  RUN({1.0f}, multiples(50, -1.0f), early_exit, 1, 64, 50);
   RUN({120.0f}, multiples(32, 1.0f), absent_lane, 1, 32);
   RUN(std::vector<float>(16, 16.0f), multiples(32, 1.0f), lane_outside_mask, 1, 32);
   RUN({2016.0f}, line, uninitialised_shared, 1, 64);
-  RUN(multiples(103, 2.0f), multiples(103, 1.0f), lost_tail, 1, 64, int64_t{103});
-  RUN(multiples(229, 2.0f), multiples(229, 1.0f), wrong_tensor, 10, 32, table);
   RUN({1.0f}, zero, large_arguments, 1, 1, Padding<kRepaired>{});
   std::fprintf(stderr, "there is no kernel %s\n", kernel.c_str());
   return false;
