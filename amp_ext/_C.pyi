@@ -124,9 +124,9 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
     # All of these None if the parameters are to be listed anew.
     def look(
         self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
-    ) -> list[tuple[Tensor, Tensor, int, Tensor | None]] | None: ...
+    ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | None: ...
     def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | None: ...
-    def step(  # False if it wants sum_of_squares
+    def step(  # False if it wants the sums of squares
         self,
         step_plan: Any,
         optimizer: Any,
@@ -134,6 +134,7 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
+        squares_of_params: Tensor | None,
     ) -> bool | None: ...
 
 class ListedParam:  # a parameter, and where it is listed

@@ -287,7 +287,7 @@ class GradScaler(ScalerReports):
             state["iteration"], grads, found_inf, inv_scale, allow_fp16
         )
         if flags is not None and sharded_over:
-            flags, _ = sharded_over.all_reduce(found_inf, flags.values())
+            flags, _, _ = sharded_over.all_reduce(found_inf, flags.values())
         return flags
 
     @_disable_dynamo

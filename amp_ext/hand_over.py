@@ -41,11 +41,14 @@ class Look:
             the scale reads and resets it.
         sum_of_squares: One float64, of the gradients as they were, over all ranks that have parts
             of them. None if no other rank has, or no norm is wanted.
+        squares_of_params: For each parameter one float64, likewise of its gradient, NaN if it has
+            none. None where ``sum_of_squares`` is, or the norm of each is not wanted.
     """
 
     found_infs: Mapping[torch.device, Tensor]
     first_nonfinites: Mapping[torch.device, Tensor]
     sum_of_squares: Tensor | None = None
+    squares_of_params: Tensor | None = None
 
 
 @dataclass(slots=True)

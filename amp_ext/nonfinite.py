@@ -165,9 +165,13 @@ def name_of_param(optimizer: torch.optim.Optimizer | None, index: int) -> str:
         optimizer: The optimizer, or None if it is gone.
         index: In what :func:`params_of` returns. If there is none, the name is empty.
     """
-    tensors = () if optimizer is None else _named_tensors(optimizer, params=True)
-    names = [name for name, _ in tensors]
+    names = [] if optimizer is None else names_of_params(optimizer)
     return names[index] if index < len(names) else ""
+
+
+def names_of_params(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Returns what an optimizer calls its parameters, in the order of the groups."""
+    return [name for name, _ in _named_tensors(optimizer, params=True)]
 
 
 def _named_tensors(

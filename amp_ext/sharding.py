@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -196,7 +197,9 @@ class ShardedOver:
         sums: Iterable[tuple[int, Tensor]] = (),
         *,
         sums_squares: bool = False,
-    ) -> tuple[dict[torch.device, Tensor], Tensor]:
+        squares_of_params: Iterable[tuple[int, Tensor]] = (),
+        params: int = 0,
+    ) -> tuple[dict[torch.device, Tensor], Tensor, Tensor]:
         """Lets all ranks agree, in one collective for each group.
 
         Args:
@@ -205,11 +208,14 @@ class ShardedOver:
             sums: Partition and sum of squares, one float64 each; may be empty on a rank that holds
                 no gradient.
             sums_squares: Whether ``sums`` are wanted; the same on all ranks.
+            squares_of_params: Partition and one float64 for each parameter, NaN where this rank
+                has no gradient; likewise.
+            params: Number of parameters whose squares are wanted; the same on all ranks.
 
         Returns:
             For each device of the findings, or for that of ``found_inf`` if there are none, one
-            float32, 1 if any rank has found something; and one float64, the sum over all
-            partitions, on the device of the mesh.
+            float32, 1 if any rank has found something; one float64, the sum over all partitions,
+            and one for each parameter, likewise, both on the device of the mesh.
 
         Raises:
             RuntimeError: If a collective fails, as when a rank has died.
@@ -220,17 +226,29 @@ class ShardedOver:
             values[0] = values[0] + flag.reshape(()).to(zero, non_blocking=True)
         for index, sum_of_squares in sums if sums_squares else ():
             values[1 + index] = values[1 + index] + sum_of_squares.to(zero, non_blocking=True)
+        squares = [zero.new_zeros(params) for _ in self._partitions]
+        has_grad = torch.zeros(params, dtype=torch.bool, device=self._device)
+        for index, each in squares_of_params:
+            has_grad |= ~each.isnan().to(has_grad.device, non_blocking=True)
+            squares[index] = squares[index] + each.nan_to_num(nan=0.0, posinf=math.inf).to(zero)
         for name, group in self._groups.items():
-            members = [1 + index for names, index in self._partitions.items() if name in names]
-            chosen = [0, *(index for index in members if index < len(values))]
-            packed = torch.stack([values[index] for index in chosen])
+            members = [index for names, index in self._partitions.items() if name in names]
+            chosen = [0, *(1 + index for index in members if sums_squares)]
+            parts = [values[index].reshape(1) for index in chosen]
+            parts += [squares[index] for index in members]
+            packed = torch.cat(parts)
             _all_reduce(packed, torch.distributed.ReduceOp.SUM, group)
-            for index, value in zip(chosen, packed.unbind(), strict=True):
-                values[index] = value
+            sizes = [part.numel() for part in parts]
+            reduced = packed.split(sizes)
+            for index, value in zip(chosen, reduced, strict=False):
+                values[index] = value.reshape(())
+            for index, value in zip(members, reduced[len(chosen) :], strict=True):
+                squares[index] = value
         everywhere = values[0].clamp(max=1.0).float()
         devices = [flag.device for flag in findings] or [found_inf.device]
         flags = {device: everywhere.to(device, non_blocking=True) for device in devices}
-        return flags, sum(values[1:], zero)
+        of_params = sum(squares, zero.new_zeros(params))
+        return flags, sum(values[1:], zero), of_params.where(has_grad, math.nan)
 
 
 def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:

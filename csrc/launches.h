@@ -104,6 +104,9 @@ struct LookLaunch {
   int64_t* first_nonfinite;  // [1], lowered to the least index of such a gradient; or null
   double* sum_of_squares;    // [1], added to; null: no sum is wanted
   bool skip_nonfinite;       // leaves inf and NaN out of the sum
+  // Beside sum_of_squares: written at the index of each gradient with the sum of its squares, inf
+  // if that is not finite; or null.
+  double* squares_of_tensors = nullptr;
 };
 
 // Where reports are kept. The mirrors are in host memory; a null report keeps none.

@@ -61,9 +61,10 @@ class Adam(FusedOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        track_grad_norms: bool = False,
     ) -> None:
         """Checks the options; see the class."""
-        super().__init__(params, options_of(locals()))
+        super().__init__(params, options_of(locals()), track_grad_norms)
 
 
 class AdamW(Adam):
@@ -97,9 +98,11 @@ class AdamW(Adam):
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        track_grad_norms: bool = False,
     ) -> None:
         """Checks the options; see :class:`Adam`."""
-        super().__init__(params, **options_of(locals()), decoupled_weight_decay=True)
+        options = options_of(locals()) | {"decoupled_weight_decay": True}
+        super().__init__(params, **options, track_grad_norms=track_grad_norms)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an optimizer; files of older releases of torch do not name the kind of decay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from amp_ext.hand_over import (
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.nonfinite import names_of_params
 from amp_ext.optim.saved_optimizer import SavedOptimizer
 from amp_ext.optim.state_store import Place, made_states, whole_master
 from amp_ext.optim.step_plan import StepPlan
@@ -92,6 +94,8 @@ class FusedOptimizer(SavedOptimizer):
         foreach: Accepted for drop-in use; there is one path.
         fused: Likewise.
         differentiable: Must be False.
+        track_grad_norms: Lets every step keep the norm of each gradient, in ``grad_norms``. Of the
+            optimizer and no option of a group; the attribute of this name may change at any time.
 
     Raises:
         TypeError: If an option is of a wrong type.
@@ -106,8 +110,18 @@ class FusedOptimizer(SavedOptimizer):
     found_inf = HandedAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
     #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
-    #: later steps write anew: clone it to keep it. None without ``max_grad_norm``.
+    #: later steps write anew: clone it to keep it. None without ``max_grad_norm``, unless norms are
+    #: tracked.
     grad_norm: Tensor | None
+
+    #: Lets every step keep the norm of each gradient, at the cost of a look where there was none.
+    track_grad_norms: bool = False
+
+    #: Norms of the unscaled gradients of all parameters at the last step, [parameters] float32 in
+    #: the order of the groups, on the device of the first, which later steps write anew: NaN where
+    #: there was no gradient, inf where it was not finite. Of DTensors, those of the whole
+    #: gradients. None unless they are tracked.
+    grad_norms: Tensor | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets scalers unscale the gradients before a step that a class has written itself.
@@ -120,14 +134,23 @@ class FusedOptimizer(SavedOptimizer):
         if "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
             cls._step_supports_amp_scaling = False
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], track_grad_norms: bool = False
+    ) -> None:
         """Checks the options and adds the parameters.
 
         Args:
             params: Parameters or groups, as for torch.optim.Optimizer.
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
+            track_grad_norms: See the attribute.
         """
-        self.grad_norm = None  # of the instance: a wrapper made of this class shall not hide it
+        # Of the instance: a wrapper made of this class shall not hide them.
+        self.grad_norm = self.grad_norms = None
+        if not isinstance(track_grad_norms, bool):
+            raise TypeError(
+                f"{type(self).__name__}: track_grad_norms must be a bool, got {track_grad_norms!r}"
+            )
+        self.track_grad_norms = track_grad_norms
         self._plan = StepPlan(type(self).__name__, self._description)
         super().__init__(params, defaults)
 
@@ -290,9 +313,10 @@ class FusedOptimizer(SavedOptimizer):
 
     def _step(self, hand_over: HandOver, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
-        plan, grad_scale, sum_of_squares = self._plan, hand_over.grad_scale, None
+        plan, grad_scale = self._plan, hand_over.grad_scale
+        sums: tuple[Tensor | None, Tensor | None] = None, None
         if hand_over.look is not None:
-            sum_of_squares = hand_over.look.sum_of_squares
+            sums = hand_over.look.sum_of_squares, hand_over.look.squares_of_params
             has_hooks = self._has_step_pre_hooks()
             written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
             if written and grad_scale is not None:
@@ -306,10 +330,11 @@ class FusedOptimizer(SavedOptimizer):
                     found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
         # It says in the hand-over that it is spent, before it writes.
         arguments = hand_over, grad_scale, found_inf
-        if not self._ask_plan("step", plan.compiled.step, *arguments, sum_of_squares):
+        if not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
             # A norm over ranks is wanted, and no scaler has looked.
             look = self._look(torch.zeros((), device=plan.device), None)
-            self._ask_plan("step", plan.compiled.step, *arguments, look.sum_of_squares)
+            sums = look.sum_of_squares, look.squares_of_params
+            self._ask_plan("step", plan.compiled.step, *arguments, *sums)
 
     def _note_what_is_stepped(self, error: Exception, hand_over: HandOver) -> None:
         """Says of an error of torch, whose type and text clients know, what it has left."""
@@ -363,17 +388,45 @@ class FusedOptimizer(SavedOptimizer):
         """Looks for inf and NaN in all gradients."""
         plan = self._plan
         found = self._ask_plan("look_at_gradients", plan.compiled.look, found_inf, grad_scale)
-        first_nonfinites = {flag.device: first for flag, first, _, _ in found}
+        flags = {flag.device: flag for flag, *_ in found}
+        first_nonfinites = {flag.device: first for flag, first, *_ in found}
         if not plan.sharded_over:
-            return Look({flag.device: flag for flag, _, _, _ in found}, first_nonfinites)
-        sums_squares = self.param_groups[0]["max_grad_norm"] is not None
-        flags, sum_of_squares = plan.sharded_over.all_reduce(
+            return Look(flags, first_nonfinites)
+        tracks = self.track_grad_norms
+        sums_squares = tracks or self.param_groups[0]["max_grad_norm"] is not None
+        flags, sum_of_squares, squares_of_params = plan.sharded_over.all_reduce(
             found_inf,
-            [flag for flag, _, _, _ in found],
-            [(partition, squares) for _, _, partition, squares in found],
+            [flag for flag, *_ in found],
+            [(partition, total) for _, _, partition, total, _ in found],
             sums_squares=sums_squares,
+            squares_of_params=[
+                (partition, squares) for _, _, partition, _, squares in found if squares is not None
+            ],
+            params=plan.number_of_params if tracks else 0,
         )
-        return Look(flags, first_nonfinites, sum_of_squares if sums_squares else None)
+        return Look(
+            flags,
+            first_nonfinites,
+            sum_of_squares if sums_squares else None,
+            squares_of_params if tracks else None,
+        )
+
+    def named_grad_norms(self) -> dict[str, float]:
+        """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.
+
+        A parameter has the name that the optimizer was given for it (``named_parameters()``), else
+        where it stands: "group 0, param 3". Those without a gradient are left out.
+
+        Raises:
+            RuntimeError: If no step has been taken since norms are tracked.
+        """
+        if self.grad_norms is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.named_grad_norms: grad_norms must be there, got None: set "
+                "optimizer.track_grad_norms = True before a step"
+            )
+        norms = zip(names_of_params(self), self.grad_norms.tolist(), strict=True)
+        return {name: norm for name, norm in norms if not math.isnan(norm)}
 
     def accept_hand_over(self, hand_over: HandOver | None) -> None:
         """Takes what the next step needs of a scaler.

@@ -28,13 +28,16 @@ __all__ = [
 
 Options = dict[str, Any]
 
+# Arguments of a constructor that belong to the optimizer and to none of its groups.
+_OF_THE_OPTIMIZER = ("self", "params", "track_grad_norms")
+
 #: The options of ``state_dtype`` that name no dtype.
 CODED_STATES = ("8bit-bf16", "8bit")
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the options among the arguments of a constructor, given its ``locals()``."""
-    others = ("self", "params", "__class__")
+    others = (*_OF_THE_OPTIMIZER, "__class__")
     return {name: value for name, value in arguments.items() if name not in others}
 
 
@@ -126,7 +129,7 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
         for base in reversed(kind.__mro__)
         if "__init__" in vars(base)
         for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
-        if parameter.name not in ("self", "params")
+        if parameter.name not in _OF_THE_OPTIMIZER
     }
 
 

@@ -28,12 +28,15 @@ class SavedOptimizer(DescribedOptimizer):
     """An optimizer whose state dict, pickle and copy say all that the next one goes on from."""
 
     _plan: StepPlan
+    track_grad_norms: bool
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has, which refuses to step if this one does."""
         state: dict[str, Any] = super().__getstate__()
         if self._plan.compiled.failure:
             state["_progress"] = self._plan.compiled.failure
+        if self.track_grad_norms:
+            state["track_grad_norms"] = self.track_grad_norms
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -46,7 +49,7 @@ class SavedOptimizer(DescribedOptimizer):
         for group in state["param_groups"]:
             for name, value in defaults.items():
                 group.setdefault(name, value)
-        state = {**state, "grad_norm": None}
+        state = {**state, "grad_norm": None, "grad_norms": None}
         failure = state.pop("_progress", None) or ""
         before = vars(self).get("_plan")
         state["_plan"] = StepPlan(type(self).__name__, self._description, before, failure)

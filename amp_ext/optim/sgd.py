@@ -58,6 +58,7 @@ class SGD(FusedOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
+        track_grad_norms: bool = False,
     ) -> None:
         """Checks the options; see the class."""
-        super().__init__(params, options_of(locals()))
+        super().__init__(params, options_of(locals()), track_grad_norms)

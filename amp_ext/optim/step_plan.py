@@ -88,6 +88,11 @@ class StepPlan:
         self.compiled.list_params(optimizer, operation, rows)
 
     @property
+    def number_of_params(self) -> int:
+        """How many parameters are listed."""
+        return len(self._places)
+
+    @property
     def device(self) -> torch.device:
         """That of the first parameter."""
         return self._places[0].param.device

@@ -2,6 +2,7 @@
 #include "cpu/launcher.h"
 
 #include <atomic>
+#include <numeric>
 
 #include "element.h"
 
@@ -55,6 +56,11 @@ void Launcher::look(const LookLaunch& launch) const {
   });
   // In the order of the tiles, however many threads there were.
   for (const double sum : sums) *launch.sum_of_squares += sum;
+  for (int64_t i = 0; launch.squares_of_tensors != nullptr && i < launch.count; ++i) {
+    const double sum = std::accumulate(sums.begin() + tiles.tiles_before(i),
+                                       sums.begin() + tiles.tiles_before(i + 1), 0.0);
+    launch.squares_of_tensors[launch.records[i].group] = squares_of_tensor(sum);
+  }
   if (first != kNoTensor || GradientFactor::read({launch.grad_scale}).skip) {
     *launch.found_inf = 1.0f;
   }

@@ -23,6 +23,8 @@ int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream)
 struct SumScratch {
   double* tile_sums = nullptr;        // [number_of_tiles()]
   uint32_t* block_counter = nullptr;  // [1], as in step
+  // [count], zero before and after; only where the squares of tensors are wanted.
+  uint32_t* tensor_counters = nullptr;
 };
 
 // Tiles of all gradients together.

@@ -44,14 +44,15 @@ struct GradientTile {
   using Shape = ShapeOfKernel;
 
   Storage* grad;
-  int32_t index;  // of its tensor
+  int32_t tensor;  // its number in the table
+  int32_t index;   // by which it is reported
   int64_t begin;
   int64_t end;
 
   template <typename Table>
   __device__ explicit GradientTile(const Table& table) {
     const auto tile = static_cast<int32_t>(blockIdx.x);
-    const int tensor = table.tensor_of(tile);
+    tensor = table.tensor_of(tile);
     grad = static_cast<Storage*>(table.pointers[0][tensor]);
     index = table.group[tensor];
     begin = table.begin_of(tile, tensor);
@@ -123,6 +124,7 @@ struct LookArguments {
   const float* grad_scale;
   LookOutputs outputs;
   double* sum_of_squares;
+  double* squares_of_tensors;
   SumScratch scratch;
   bool skip_nonfinite;
 };
@@ -148,6 +150,39 @@ __device__ double careful_sum_of_squares(const Tile& tile) {
     if (sum >= 1e-20f && is_finite(sum)) return sum;
   }
   return tile_sum_of_squares<double>(tile);
+}
+
+// The sum of the sums of `count` tiles, known to all threads of a block. In a fixed order.
+template <typename Shape>
+__device__ double sum_of_tiles(const double* sums, int64_t count) {
+  double total = 0.0;
+  for (int64_t i = threadIdx.x; i < count; i += Shape::kThreads) {
+    total += *static_cast<const volatile double*>(sums + i);
+  }
+  return block_sum<Shape>(total);
+}
+
+// Lets the last block of each tensor write the sum of the tensor's squares.
+template <typename Shape, typename Table, typename Tile>
+__device__ void sum_tensor(const LookArguments<Table>& arguments, const Tile& tile) {
+  const Table& table = arguments.table;
+  if (blockIdx.x == 0) {  // no block has a tensor without elements
+    for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
+      if (table.numel[i] == 0) arguments.squares_of_tensors[table.group[i]] = 0.0;
+    }
+  }
+  const int64_t tiles = table.tiles_of(tile.tensor);
+  if (tiles == 0) return;  // the block of a launch whose tensors are all without elements
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    const auto last = static_cast<unsigned>(tiles - 1);
+    is_last = atomicInc(arguments.scratch.tensor_counters + tile.tensor, last) == last;
+  }
+  if (!__syncthreads_or(is_last)) return;
+  __threadfence();
+  const double* const sums = arguments.scratch.tile_sums + table.first_tile[tile.tensor];
+  const double sum = sum_of_tiles<Shape>(sums, tiles);
+  if (threadIdx.x == 0) arguments.squares_of_tensors[tile.index] = squares_of_tensor(sum);
 }
 
 template <typename Storage, typename Table, typename Shape, bool kSumSquares>
@@ -176,19 +211,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   if constexpr (kSumSquares) {
     const SumScratch& scratch = arguments.scratch;
-    bool is_last = false;
     if (threadIdx.x == 0) {
       scratch.tile_sums[blockIdx.x] = sum;
       __threadfence();
+    }
+    if (arguments.squares_of_tensors != nullptr) sum_tensor<Shape>(arguments, tile);
+    bool is_last = false;
+    if (threadIdx.x == 0) {
       is_last = atomicInc(scratch.block_counter, gridDim.x - 1) == gridDim.x - 1;
     }
     if (!__syncthreads_or(is_last)) return;
     __threadfence();
-    double total = 0.0;
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += Shape::kThreads) {
-      total += *static_cast<volatile double*>(scratch.tile_sums + i);
-    }
-    total = block_sum<Shape>(total);
+    const double total = sum_of_tiles<Shape>(scratch.tile_sums, gridDim.x);
     if (threadIdx.x == 0) *arguments.sum_of_squares += total;
   }
 }
@@ -278,6 +312,7 @@ int launch_look(const LookLaunch& launch_of_all, const SumScratch& scratch, cuda
   arguments.grad_scale = launch_of_all.grad_scale;
   arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
   arguments.sum_of_squares = launch_of_all.sum_of_squares;
+  arguments.squares_of_tensors = launch_of_all.squares_of_tensors;
   arguments.scratch = scratch;
   arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
   const auto kernel = launch_of_all.sum_of_squares != nullptr

@@ -91,6 +91,10 @@ struct TensorTable {
   // One for each tile, and one at least: it advances the steps of tensors without elements.
   int64_t blocks() const { return std::max(tiles, 1); }
 
+  __device__ int64_t tiles_of(int tensor) const {
+    return (numel[tensor] + tile_size - 1) / tile_size;
+  }
+
   // The elements of its tensor that a tile has: [begin, end).
   __device__ int64_t begin_of(int32_t tile, int tensor) const {
     return static_cast<int64_t>(tile - first_tile[tensor]) * tile_size;

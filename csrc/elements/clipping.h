@@ -4,9 +4,16 @@
 // algorithm 1, with the guard of torch.nn.utils.clip_grad_norm_ against a norm of 0.
 #pragma once
 
+#include <limits>
+
 #include "elements/numeric.h"
 
 namespace amp_ext {
+
+// What is told of the sum of a tensor's squares, where NaN means that there was no gradient.
+AMP_EXT_INLINE double squares_of_tensor(double sum) {
+  return is_finite(sum) ? sum : std::numeric_limits<double>::infinity();
+}
 
 // What gradients of this norm are multiplied by: 1 if the norm is small enough, NaN if it is NaN.
 template <typename T>

@@ -22,6 +22,7 @@ struct FusedOptimizer::Impl {
 
   const OptimizerKind& kind;
   std::unique_ptr<Plan> plan;
+  bool tracks_grad_norms = false;
   size_t state_count = 0;           // when its parameters were listed
   std::vector<Dict> other_entries;  // by group, of the state dict that was loaded
   Dict other_states = new_dict();   // of it likewise, which belong to no parameter

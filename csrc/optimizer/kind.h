@@ -134,6 +134,10 @@ AMP_EXT_API void check_group(const GroupOptions& options);
 struct SharedOptions {
   std::optional<double> max_grad_norm;
   bool skip_nonfinite = false;
+  bool track_grad_norms = false;  // an attribute of the optimizer, no option of a group
+
+  // Whether a look sums squares.
+  bool wants_norm() const { return max_grad_norm.has_value() || track_grad_norms; }
 };
 
 // Throws on behalf of an optimizer unless they are the same in all groups.

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "optimizer/plan.h"
@@ -15,8 +16,7 @@ std::vector<LookResult> Plan::look(const at::Tensor& found_inf, const OptionalTe
                                    const optim::SharedOptions& options) {
   const at::NoGradGuard no_grad;
   looks_.clear();  // should this one fail, no step takes the last for it
-  looks_ = look_at_grads(found_inf, grad_scale, options.max_grad_norm.has_value(),
-                         options.skip_nonfinite);
+  looks_ = look_at_grads(found_inf, grad_scale, options);
   std::vector<LookResult> results;
   for (Look& look : looks_) {
     look.result.first_nonfinite = first_nonfinite_on(look.result.found_inf.device());
@@ -38,8 +38,8 @@ at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
 }
 
 std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
-                                            const OptionalTensor& grad_scale, bool sum_squares,
-                                            bool skip_nonfinite) {
+                                            const OptionalTensor& grad_scale,
+                                            const optim::SharedOptions& options) {
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<Look> looks;
@@ -50,7 +50,7 @@ std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
       continue;
     }
     checks_.check_grad(row);
-    Look& look = look_of(looks, row, found_inf, sum_squares);
+    Look& look = look_of(looks, row, found_inf, options);
     row.see_grad();
     at::Tensor dense = row.grad();
     if (!dense.is_non_overlapping_and_dense()) {
@@ -67,14 +67,10 @@ std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
     // Only a scaler's look is followed by the update that reports and resets it.
     int64_t* const first_nonfinite =
         found_inf.has_value() ? first_nonfinite_on(device).mutable_data_ptr<int64_t>() : nullptr;
-    const LookLaunch launch{
-        look.records.data(),
-        static_cast<int64_t>(look.records.size()),
-        float_data(scale),
-        result.found_inf.mutable_data_ptr<float>(),
-        first_nonfinite,
-        sum_squares ? result.sum_of_squares.mutable_data_ptr<double>() : nullptr,
-        skip_nonfinite};
+    const LookLaunch launch{look.records.data(),    static_cast<int64_t>(look.records.size()),
+                            float_data(scale),      result.found_inf.mutable_data_ptr<float>(),
+                            first_nonfinite,        double_data(result.sum_of_squares),
+                            options.skip_nonfinite, double_data(result.squares_of_params)};
     engine_of(device).look(device, launch, scratch_);
   }
   for (Row& row : rows_) row.staged.clear();
@@ -82,20 +78,24 @@ std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
 }
 
 Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
-                          bool sum_squares) const {
+                          const optim::SharedOptions& options) const {
   const at::Device device = row.grad().device();
   for (Look& look : looks) {
     const LookResult& result = look.result;
     if (result.found_inf.device() == device && result.partition == row.partition) return look;
   }
   Look look;
-  const auto options = at::TensorOptions(device).dtype(at::kFloat);
+  const auto float32 = at::TensorOptions(device).dtype(at::kFloat);
+  const auto float64 = float32.dtype(at::kDouble);
   look.result.partition = row.partition;
   look.result.found_inf = found_inf.has_value()
                               ? found_inf->to(device, at::kFloat, /*non_blocking=*/true,
                                               /*copy=*/true)
-                              : at::zeros({}, options);
-  if (sum_squares) look.result.sum_of_squares = at::zeros({}, options.dtype(at::kDouble));
+                              : at::zeros({}, float32);
+  if (options.wants_norm()) look.result.sum_of_squares = at::zeros({}, float64);
+  if (options.track_grad_norms) {
+    look.result.squares_of_params = at::full({number_of_params()}, std::nan(""), float64);
+  }
   look.records.reserve(rows_.size());
   return looks.emplace_back(std::move(look));
 }
@@ -117,30 +117,33 @@ bool Plan::gradients_were_written() const {
 }
 
 // The looks that belong to a step, at the gradients as they are: of `look`, or new ones.
-std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options, bool& is_new) {
+std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options,
+                                             const TrackedNorms& tracked, bool& is_new) {
   const bool is_stale = !looks_.empty() && !gradients_are_as_seen();
-  is_new = needs_look(options, is_stale);
+  is_new = needs_look(options, tracked, is_stale);
   std::vector<Look> looks;
   std::swap(looks, looks_);
   if (is_stale) looks.clear();
   if (!is_new) return looks;
-  return look_at_grads({}, {}, options.max_grad_norm.has_value(), options.skip_nonfinite);
+  return look_at_grads({}, {}, {options.max_grad_norm, options.skip_nonfinite, tracked.are_wanted});
 }
 
 // Whether a step takes a look of its own, by what it asks for and what is known from the last look
 // ("stale": a gradient changed since):
 //
-//                   nothing   found_inf   a norm whose sum is given   a norm
+//                   nothing   found_inf   a norm whose sum is given   a norm, or one of each
 //   no look         no        no          no                          yes
 //   without a sum   no        no          no                          yes
 //   with a sum      no        no          no                          no
 //   stale           no        yes         yes                         yes
-bool Plan::needs_look(const GradientOptions& options, bool is_stale) const {
-  const bool wants_norm = options.max_grad_norm.has_value();
+bool Plan::needs_look(const GradientOptions& options, const TrackedNorms& tracked,
+                      bool is_stale) const {
+  const bool wants_norm = options.max_grad_norm.has_value() || tracked.are_wanted;
   if (is_stale) return wants_norm || options.found_inf.has_value();
-  const bool has_sum = options.sum_of_squares.has_value() ||
-                       (!looks_.empty() && looks_.front().result.sum_of_squares.defined());
-  return wants_norm && !has_sum;
+  const LookResult last = looks_.empty() ? LookResult() : looks_.front().result;
+  const bool has_sum = options.sum_of_squares.has_value() || last.sum_of_squares.defined();
+  const bool has_each = tracked.squares_of_params.defined() || last.squares_of_params.defined();
+  return (wants_norm && !has_sum) || (tracked.are_wanted && !has_each);
 }
 
 }  // namespace amp_ext

@@ -3,9 +3,13 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cmath>
 #include <sstream>
 #include <utility>
 
@@ -210,14 +214,15 @@ std::string Plan::note_of_failure() const {
 }
 
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
-void Plan::step(GroupTable& table, GradientOptions options, StateStore& store) {
+void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
+                const TrackedNorms& tracked) {
   const at::NoGradGuard no_grad;
   checks_.described = table.buffers;
   progress_ = {};
-  if (checks_.naming == Naming::kGroups) take_grad_norm(options);
+  if (checks_.naming == Naming::kGroups) take_norms(options, tracked);
   check_with_states(table, options, store);
   bool looks_are_new = false;
-  const std::vector<Look> looks = looks_for_step(options, looks_are_new);
+  const std::vector<Look> looks = looks_for_step(options, tracked, looks_are_new);
   std::vector<Batch> all = batches();
   for (Batch& batch : all) {
     batch.inputs = inputs_on(batch.device, options, looks, looks_are_new);
@@ -238,6 +243,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store) {
       options.grad_norm->zero_();  // of no gradients
     }
   }
+  write_norms(options, looks, tracked);
   clear_autocast_cache();
   try {
     for (const Batch& batch : all) {
@@ -257,15 +263,41 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store) {
   }
 }
 
-void Plan::take_grad_norm(GradientOptions& options) {
-  if (!options.max_grad_norm.has_value()) {
-    grad_norm_.reset();
-  } else if (!grad_norm_.defined() && !rows_.empty()) {
-    const OutsideInferenceMode normal;
-    const at::Device device = rows_.front().param().device();
-    grad_norm_ = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
-  }
+// Gives what the step writes memory that the optimizer shows before it writes.
+void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
+  const auto take = [&](at::Tensor& norms, bool are_wanted, at::IntArrayRef sizes) {
+    if (!are_wanted) {
+      norms.reset();
+    } else if (!rows_.empty() && (!norms.defined() || norms.sizes() != sizes)) {
+      const OutsideInferenceMode normal;
+      const at::Device device = rows_.front().param().device();
+      norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
+    }
+  };
+  take(grad_norm_, options.max_grad_norm.has_value() || tracked.are_wanted, {});
+  take(grad_norms_, tracked.are_wanted, {number_of_params()});
   if (grad_norm_.defined()) options.grad_norm = grad_norm_;
+}
+
+// Writes the norms that no kernel writes: that of each gradient, and that of all of them where
+// nothing is clipped by it.
+void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& looks,
+                       const TrackedNorms& tracked) {
+  if (!grad_norms_.defined()) return;
+  const auto float64 = grad_norms_.options().dtype(at::kDouble);
+  at::Tensor squares = tracked.squares_of_params;
+  at::Tensor sum = options.sum_of_squares.value_or(at::zeros({}, float64));
+  for (const Look& look : looks) {
+    const at::Tensor here = look.result.squares_of_params.to(float64.device());
+    squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;
+    if (options.sum_of_squares.has_value()) continue;
+    sum = sum + look.result.sum_of_squares.to(float64.device());
+  }
+  if (!squares.defined()) squares = at::full({number_of_params()}, std::nan(""), float64);
+  grad_norms_.copy_(norm_of(squares, options.grad_scale), /*non_blocking=*/true);
+  if (!options.max_grad_norm.has_value()) {
+    grad_norm_.copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
+  }
 }
 
 // All that can be refused, before anything is written.

@@ -35,7 +35,17 @@ struct LookResult {
   at::Tensor found_inf;        // one float32
   at::Tensor first_nonfinite;  // one int64, the index of the first parameter, or kNoTensor
   at::Tensor sum_of_squares;   // one float64, or undefined if none was wanted
+  // One float64 for each parameter of the plan, NaN where no gradient was looked at; undefined if
+  // the norm of each gradient is not wanted.
+  at::Tensor squares_of_params;
   int64_t partition = 0;
+};
+
+// What a step is told of the norms of single gradients.
+struct TrackedNorms {
+  bool are_wanted = false;
+  // As in a LookResult, of all ranks; undefined: the plan has looked, or looks itself.
+  at::Tensor squares_of_params = {};
 };
 
 // Where the states of an optimizer's parameters come from, and are kept.
@@ -133,7 +143,7 @@ class AMP_EXT_API Plan {
   // holds a gradient: a copy of `found_inf` there, set to 1 where something was found, and the
   // plan's own first_nonfinite, which is lowered, for an update of the scale to read and reset.
   // Partitions are looked at apart. What one rank finds in its shards is not the whole: the step
-  // that follows takes found_inf and sum_of_squares from its options then, and never looks itself.
+  // that follows is given found_inf and the sums of squares then, and never looks itself.
   std::vector<LookResult> look(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
                                const optim::SharedOptions& options);
 
@@ -149,15 +159,18 @@ class AMP_EXT_API Plan {
   // Where this throws before the first launch, nothing has been written. Where it throws later,
   // each parameter has been stepped with its state and counter, or neither; and if one has, later
   // uses are refused.
-  void step(GroupTable& table, GradientOptions options, StateStore& store);
+  void step(GroupTable& table, GradientOptions options, StateStore& store,
+            const TrackedNorms& tracked = {});
 
   // How far the step came that has failed; empty if none has.
   const std::string& failure() const { return failure_; }
   // The same with what to do, for an error.
   std::string note_of_failure() const;
 
-  // Norm of the unscaled gradients at the last step; undefined where it was not clipped by.
+  // Norm of the unscaled gradients at the last step; undefined where none was wanted.
   const at::Tensor& grad_norm() const { return grad_norm_; }
+  // The norm of each, [parameters] float32; undefined where they are not tracked.
+  const at::Tensor& grad_norms() const { return grad_norms_; }
 
  private:
   // A parameter as it was when its master was last rounded to it: who writes a master has written
@@ -221,12 +234,15 @@ class AMP_EXT_API Plan {
   void let_go();
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
-  void take_grad_norm(GradientOptions& options);
+  void take_norms(GradientOptions& options, const TrackedNorms& tracked);
+  void write_norms(const GradientOptions& options, const std::vector<Look>& looks,
+                   const TrackedNorms& tracked);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
                          StateStore& store);
   void check_step(const GroupTable& table, const GradientOptions& options);
-  std::vector<Look> looks_for_step(const GradientOptions& options, bool& is_new);
-  bool needs_look(const GradientOptions& options, bool is_stale) const;
+  std::vector<Look> looks_for_step(const GradientOptions& options, const TrackedNorms& tracked,
+                                   bool& is_new);
+  bool needs_look(const GradientOptions& options, const TrackedNorms& tracked, bool is_stale) const;
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
                          const std::vector<Look>& looks, bool looks_are_new) const;
@@ -236,9 +252,9 @@ class AMP_EXT_API Plan {
   void step_batch(const Batch& batch, GroupTable& table);
   void finish_batch(const Batch& batch, std::exception_ptr failure);
   std::vector<Look> look_at_grads(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
-                                  bool sum_squares, bool skip_nonfinite);
+                                  const optim::SharedOptions& options);
   Look& look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
-                bool sum_squares) const;
+                const optim::SharedOptions& options) const;
   at::Tensor first_nonfinite_on(const at::Device& device);
   bool gradients_are_as_seen() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
@@ -258,6 +274,7 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, RoundedParam> rounded_params_;
   std::unordered_map<const void*, ScaledGrad> scaled_grads_;
   at::Tensor grad_norm_;
+  at::Tensor grad_norms_;
   std::vector<optim::Kept> kept_;  // by group, when the rows were listed
   std::vector<Row> rows_;
   bool has_shards_ = false;

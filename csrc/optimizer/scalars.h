@@ -27,4 +27,8 @@ inline const float* float_data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
 }
 
+inline double* double_data(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<double>() : nullptr;
+}
+
 }  // namespace amp_ext

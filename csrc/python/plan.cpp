@@ -57,6 +57,8 @@ struct Names {
   PyObject* param_groups = PyUnicode_InternFromString("param_groups");
   PyObject* state = PyUnicode_InternFromString("state");
   PyObject* grad_norm = PyUnicode_InternFromString("grad_norm");
+  PyObject* grad_norms = PyUnicode_InternFromString("grad_norms");
+  PyObject* track_grad_norms = PyUnicode_InternFromString("track_grad_norms");
   PyObject* is_spent = PyUnicode_InternFromString("is_spent");
 };
 
@@ -105,6 +107,8 @@ struct Operation {
       : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
     try {
       groups.emplace(mine.groups_of(optimizer));
+      groups->shared.track_grad_norms =
+          py::cast<bool>(py::getattr(optimizer, mine.names.track_grad_norms));
       is_current = mine.states.are_in(states) && mine.plan.is_for(groups->kept) && take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // an interrupt
@@ -166,7 +170,8 @@ class StatesOfPython : public StateStore {
       operation_.states.attr("update")(made_);  // at once
       mine.states.keep(operation_.states, mine.state_keys);
     }
-    show_norm();
+    show(operation_.mine.names.grad_norm, operation_.mine.plan.grad_norm());
+    show(operation_.mine.names.grad_norms, operation_.mine.plan.grad_norms());
     set_spent(Py_True);
     release_.emplace();
   }
@@ -179,12 +184,9 @@ class StatesOfPython : public StateStore {
   }
 
  private:
-  void show_norm() {
-    const PlanOfPython& mine = operation_.mine;
-    const at::Tensor& norm = mine.plan.grad_norm();
+  void show(py::handle name, const at::Tensor& norm) {
     const py::object shown = norm.defined() ? py::cast(norm) : py::none();
-    if (py::object(py::getattr(optimizer_, mine.names.grad_norm)).is(shown)) return;
-    py::setattr(optimizer_, mine.names.grad_norm, shown);
+    if (!py::object(py::getattr(optimizer_, name)).is(shown)) py::setattr(optimizer_, name, shown);
   }
 
   void set_spent(py::handle is_spent) {
@@ -215,7 +217,12 @@ void list_params(
 }
 
 // What a look has found, by device and partition; none if the plan is not current.
-using Found = std::vector<std::tuple<at::Tensor, at::Tensor, int64_t, OptionalTensor>>;
+using Found =
+    std::vector<std::tuple<at::Tensor, at::Tensor, int64_t, OptionalTensor, OptionalTensor>>;
+
+OptionalTensor if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
 
 std::optional<Found> look(PlanOfPython& mine, const py::object& step_plan,
                           const py::object& optimizer, const at::Tensor& found_inf,
@@ -229,9 +236,8 @@ std::optional<Found> look(PlanOfPython& mine, const py::object& step_plan,
   }
   Found found;
   for (const LookResult& result : results) {
-    const at::Tensor& sum = result.sum_of_squares;
     found.emplace_back(result.found_inf, result.first_nonfinite, result.partition,
-                       sum.defined() ? OptionalTensor(sum) : std::nullopt);
+                       if_defined(result.sum_of_squares), if_defined(result.squares_of_params));
   }
   return found;
 }
@@ -248,12 +254,12 @@ std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object&
 std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
                          const py::object& optimizer, const py::object& hand_over,
                          OptionalTensor grad_scale, OptionalTensor found_inf,
-                         OptionalTensor sum_of_squares) {
+                         OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params) {
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return std::nullopt;
   Plan& plan = mine.plan;
   const optim::SharedOptions& shared = operation.groups->shared;
-  if (shared.max_grad_norm.has_value() && !sum_of_squares.has_value() && plan.is_partitioned()) {
+  if (shared.wants_norm() && !sum_of_squares.has_value() && plan.is_partitioned()) {
     return false;
   }
   GradientOptions options{std::move(grad_scale),
@@ -264,7 +270,8 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
                           shared.skip_nonfinite};
   StatesOfPython store(operation, step_plan, optimizer, hand_over);
   try {
-    plan.step(operation.groups->table, std::move(options), store);
+    plan.step(operation.groups->table, std::move(options), store,
+              {shared.track_grad_norms, squares_of_params.value_or(at::Tensor())});
   } catch (...) {
     store.take_back();
     throw;
@@ -286,7 +293,8 @@ void define_plan(py::module_& module) {
       .def("gradients_were_written", &gradients_were_written, py::arg("step_plan"),
            py::arg("optimizer"))
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("hand_over"),
-           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"))
+           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
+           py::arg("squares_of_params"))
       .def_property_readonly("failure",
                              [](const PlanOfPython& self) { return self.plan.failure(); })
       .def_property_readonly("note_of_failure",

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 
 #include "../cpp/every_number.h"
 #include "cuda/engine.h"
@@ -148,13 +149,16 @@ bool step_all() {
   return right;
 }
 
+// The last has more than one tile of these kernels.
+constexpr int64_t kGradientSizes[] = {0, 1, 7, 4096, 9001, 300, 40000};
+
 // The operations on gradients alone, all dtypes in one list.
 bool run_gradients() {
   Memory memory;
   std::vector<TensorRecord> records;
   for (const DType dtype : kDTypes) {
     for (const bool misaligned : {false, true}) {
-      for (const int64_t numel : kSizes) {
+      for (const int64_t numel : kGradientSizes) {
         TensorRecord record;
         record.grad_dtype = dtype;
         record.numel = numel;
@@ -183,7 +187,14 @@ bool run_gradients() {
     double finite_sum_of_squares = 0.0;
     launch.sum_of_squares = &finite_sum_of_squares;
     launch.skip_nonfinite = true;
-    error |= amp_ext::cuda::look(launch, {tile_sums.data(), &block_counter}, nullptr);
+    std::vector<double> squares(records.size(), -1.0);
+    std::vector<uint32_t> tensor_counters(records.size());
+    launch.squares_of_tensors = squares.data();
+    error |= amp_ext::cuda::look(launch, {tile_sums.data(), &block_counter, tensor_counters.data()},
+                                 nullptr);
+    const double sum_of_tensors = std::accumulate(squares.begin(), squares.end(), 0.0);
+    right &= std::count(tensor_counters.begin(), tensor_counters.end(), 0u) == count;
+    right &= std::abs(sum_of_tensors - finite_sum_of_squares) <= 1e-6 * finite_sum_of_squares;
     const auto is_launched = std::make_unique<bool[]>(records.size());
     error |= amp_ext::cuda::multiply(records.data(), count, {&half}, &found_inf, &first,
                                      is_launched.get(), nullptr);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import time
@@ -502,6 +503,34 @@ def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:
             with collectives() as sizes:
                 scaler.step(theirs("SGD")(params))
             assert sizes == [1] * expected, index
+
+
+def norms_of_sharded_gradients_are_those_of_the_whole(rank: int) -> None:
+    for layout in layouts():
+        for clips in (True, False):
+            params = sharded([torch.randn(shape) for shape in SHAPES], layout)
+            wholes = [whole(param.detach()) for param in params]
+            optimizer = ours("AdamW")(params, **({"max_grad_norm": 1.0} if clips else {}))
+            optimizer.track_grad_norms = True
+            scaler = small_scaler()
+            for scaled in (True, False):
+                scale = scaler.scale(torch.ones(())) if scaled else torch.ones(())
+                give_exact_grads(params, wholes, False, 0)
+                params[1].grad = None
+                grads = [None if p.grad is None else whole(p.grad) / scale for p in params]
+                with collectives() as sizes:
+                    scaler.step(optimizer) if scaled else optimizer.step()
+                assert len(sizes) <= 2, "one for each dimension of the mesh"
+                if scaled:
+                    scaler.update()
+                expected = [math.nan if g is None else g.double().norm().item() for g in grads]
+                torch.testing.assert_close(
+                    optimizer.grad_norms.double(),
+                    torch.tensor(expected, dtype=torch.float64),
+                    rtol=1e-6,
+                    atol=0,
+                    equal_nan=True,
+                )
 
 
 def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:

@@ -642,6 +642,25 @@ AMP_EXT_CHECK(norms_are_clipped_without_a_step) {
   CHECK_REFUSED(amp_ext::clip_grad_norm_({torch::Tensor()}, 1.0), "got an undefined one");
 }
 
+AMP_EXT_CHECK(the_norm_of_each_gradient_is_kept_on_request) {
+  torch::Tensor a = parameter({1.0, 1.0, 1.0, 1.0}), b = parameter({1.0}), c = parameter({1.0});
+  AdamW optimizer({a, b, c}, AdamWOptions(0.1));
+  CHECK_THAT(!optimizer.track_grad_norms() && !optimizer.grad_norms().defined());
+  optimizer.track_grad_norms(true);
+  GradScaler scaler = cpu_scaler();
+  for (torch::Tensor* const each : {&a, &b}) give_grad(*each, scaler, 2.0);
+  scaler.step(optimizer);
+  scaler.update();
+  const torch::Tensor norms = optimizer.grad_norms();
+  CHECK_THAT(norms.scalar_type() == torch::kFloat && norms.numel() == 3);
+  CHECK_THAT(norms[0].item<double>() == 4.0 && norms[1].item<double>() == 2.0);
+  CHECK_THAT(std::isnan(norms[2].item<double>()));
+  CHECK_THAT(std::abs(optimizer.grad_norm().item<double>() - std::sqrt(20.0)) < 1e-6);
+  optimizer.track_grad_norms(false);
+  step_with_ones(optimizer);
+  CHECK_THAT(!optimizer.grad_norms().defined() && !optimizer.grad_norm().defined());
+}
+
 // Files and archives.
 
 AMP_EXT_CHECK(values_survive_a_file) {
