@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.hand_over import moved
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def clip_grad_norm_(
         )
     if ours:
         for device, grads in by_device.items():
-            norm = total_norm.to(device, non_blocking=True)
+            norm = moved(total_norm, device)
             norm = norm if _is_float64(norm) else norm.float()
             ops.clip_grads_(grads, norm, max_norm=float(max_norm))
     else:
@@ -103,5 +104,5 @@ def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
         sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         ops.check_finite_(grads, found_inf, sum_of_squares=sum_of_squares)
-        total += sum_of_squares.to(first_device, non_blocking=True)
+        total += moved(sum_of_squares, first_device)
     return total.sqrt()

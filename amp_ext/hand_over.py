@@ -20,6 +20,7 @@ __all__ = [
     "HandedAttribute",
     "Look",
     "UnscalesInStep",
+    "moved",
     "optimizer_inside",
     "sum_of_flags",
     "unscaling_optimizer",
@@ -119,6 +120,11 @@ def optimizer_inside(optimizer: Any) -> Any:
     return optimizer
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device; what is read on the CPU has arrived there."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | int:
     """Returns a new tensor with the sum of all devices' flags; the int 0 without any, as torch.
 
@@ -128,7 +134,7 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
     """
     if not flags:
         return 0
-    first, *others = (flag.to(device, non_blocking=True) for flag in flags.values())
+    first, *others = (moved(flag, device) for flag in flags.values())
     return sum(others, first.clone())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_ext.hand_over import moved
 from amp_ext.nonfinite import check_params
 
 __all__ = [
@@ -223,19 +224,21 @@ class ShardedOver:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         values = [zero] * (1 + (len(self._partitions) if sums_squares else 0))
         for flag in (found_inf, *findings):
-            values[0] = values[0] + flag.reshape(()).to(zero, non_blocking=True)
+            values[0] = values[0] + moved(flag.reshape(()), zero.device)
         for index, sum_of_squares in sums if sums_squares else ():
-            values[1 + index] = values[1 + index] + sum_of_squares.to(zero, non_blocking=True)
-        squares = [zero.new_zeros(params) for _ in self._partitions]
-        has_grad = torch.zeros(params, dtype=torch.bool, device=self._device)
-        for index, each in squares_of_params:
-            has_grad |= ~each.isnan().to(has_grad.device, non_blocking=True)
-            squares[index] = squares[index] + each.nan_to_num(nan=0.0, posinf=math.inf).to(zero)
+            values[1 + index] = values[1 + index] + moved(sum_of_squares, zero.device)
+        # Of each parameter the squares, and whether there is a gradient.
+        squares = [zero.new_zeros(2, params) for _ in self._partitions]
+        for index, local in squares_of_params:
+            here = moved(local, zero.device)
+            has_grad = ~here.isnan()
+            both = [here.where(has_grad, 0.0), has_grad.to(zero)]
+            squares[index] = squares[index] + torch.stack(both)
         for name, group in self._groups.items():
             members = [index for names, index in self._partitions.items() if name in names]
             chosen = [0, *(1 + index for index in members if sums_squares)]
             parts = [values[index].reshape(1) for index in chosen]
-            parts += [squares[index] for index in members]
+            parts += [squares[index].reshape(-1) for index in members]
             packed = torch.cat(parts)
             _all_reduce(packed, torch.distributed.ReduceOp.SUM, group)
             sizes = [part.numel() for part in parts]
@@ -243,12 +246,12 @@ class ShardedOver:
             for index, value in zip(chosen, reduced, strict=False):
                 values[index] = value.reshape(())
             for index, value in zip(members, reduced[len(chosen) :], strict=True):
-                squares[index] = value
+                squares[index] = value.reshape(2, params)
         everywhere = values[0].clamp(max=1.0).float()
         devices = [flag.device for flag in findings] or [found_inf.device]
-        flags = {device: everywhere.to(device, non_blocking=True) for device in devices}
-        of_params = sum(squares, zero.new_zeros(params))
-        return flags, sum(values[1:], zero), of_params.where(has_grad, math.nan)
+        flags = {device: moved(everywhere, device) for device in devices}
+        of_params, ranks = sum(squares, zero.new_zeros(2, params))
+        return flags, sum(values[1:], zero), of_params.where(ranks != 0, math.nan)
 
 
 def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:
@@ -303,15 +306,15 @@ def all_reduce_flags(
     meeting_point = scale.device if is_taken else torch.device(taken[0])
     worst = torch.zeros((), dtype=torch.float32, device=meeting_point)
     for flag in flags.values():
-        worst = torch.maximum(worst, flag.reshape(()).to(worst, non_blocking=True))
-    largest = scale.detach().reshape(()).to(worst, non_blocking=True)
+        worst = torch.maximum(worst, moved(flag.reshape(()), meeting_point).to(worst))
+    largest = moved(scale.detach().reshape(()), meeting_point).to(worst)
     packed = torch.stack([worst, largest, -largest])
     _all_reduce(packed, torch.distributed.ReduceOp.MAX, group)
     worst, largest, negative_of_least = packed.unbind()
     differ = largest != -negative_of_least
     worst = torch.maximum(worst, differ.float())
     devices = flags or [scale.device]
-    agreed = {device: worst.to(device, non_blocking=True, copy=True) for device in devices}
+    agreed = {device: moved(worst, device).clone() for device in devices}
     return agreed, differ
 
 

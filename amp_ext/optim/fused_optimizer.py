@@ -115,7 +115,7 @@ class FusedOptimizer(SavedOptimizer):
     grad_norm: Tensor | None
 
     #: Lets every step keep the norm of each gradient, at the cost of a look where there was none.
-    track_grad_norms: bool = False
+    track_grad_norms: bool
 
     #: Norms of the unscaled gradients of all parameters at the last step, [parameters] float32 in
     #: the order of the groups, on the device of the first, which later steps write anew: NaN where
@@ -402,7 +402,7 @@ class FusedOptimizer(SavedOptimizer):
             squares_of_params=[
                 (partition, squares) for _, _, partition, _, squares in found if squares is not None
             ],
-            params=plan.number_of_params if tracks else 0,
+            params=len(plan.params) if tracks else 0,
         )
         return Look(
             flags,
@@ -415,18 +415,27 @@ class FusedOptimizer(SavedOptimizer):
         """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.
 
         A parameter has the name that the optimizer was given for it (``named_parameters()``), else
-        where it stands: "group 0, param 3". Those without a gradient are left out.
+        where it stands: "group 0, param 3". Those without a gradient, and those that have left
+        the groups since the step, are left out.
 
         Raises:
-            RuntimeError: If no step has been taken since norms are tracked.
+            RuntimeError: If no step has been taken since norms are tracked, or parameters have been
+                forgotten since (``load_state_dict``, ``rebuild``).
         """
-        if self.grad_norms is None:
+        stepped = self._plan.params
+        if self.grad_norms is None or len(self.grad_norms) != len(stepped):
             raise RuntimeError(
-                f"{type(self).__name__}.named_grad_norms: grad_norms must be there, got None: set "
-                "optimizer.track_grad_norms = True before a step"
+                f"{type(self).__name__}.named_grad_norms: grad_norms must be those of a step, got "
+                "none: set optimizer.track_grad_norms = True before a step"
             )
-        norms = zip(names_of_params(self), self.grad_norms.tolist(), strict=True)
-        return {name: norm for name, norm in norms if not math.isnan(norm)}
+        params = (param for group in self.param_groups for param in group["params"])
+        names = dict(zip(map(id, params), names_of_params(self), strict=True))
+        norms = zip(stepped, self.grad_norms.tolist(), strict=True)
+        return {
+            names[id(param)]: norm
+            for param, norm in norms
+            if id(param) in names and not math.isnan(norm)
+        }
 
     def accept_hand_over(self, hand_over: HandOver | None) -> None:
         """Takes what the next step needs of a scaler.

@@ -49,7 +49,8 @@ class SavedOptimizer(DescribedOptimizer):
         for group in state["param_groups"]:
             for name, value in defaults.items():
                 group.setdefault(name, value)
-        state = {**state, "grad_norm": None, "grad_norms": None}
+        tracks = vars(self).get("track_grad_norms", False)
+        state = {"track_grad_norms": tracks, **state, "grad_norm": None, "grad_norms": None}
         failure = state.pop("_progress", None) or ""
         before = vars(self).get("_plan")
         state["_plan"] = StepPlan(type(self).__name__, self._description, before, failure)

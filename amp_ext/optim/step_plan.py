@@ -88,9 +88,9 @@ class StepPlan:
         self.compiled.list_params(optimizer, operation, rows)
 
     @property
-    def number_of_params(self) -> int:
-        """How many parameters are listed."""
-        return len(self._places)
+    def params(self) -> list[Tensor]:
+        """The parameters that are listed."""
+        return [place.param for place in self._places]
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
+from amp_ext.hand_over import moved
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import keys_in_order
@@ -281,7 +282,8 @@ class MixedPrecisionTrainer:
         else:
             self.scaler.step(self.optimizer)
             flags = self.scaler._found_inf_per_device(self.optimizer).values()
-            skipped = sum(flag.to(loss_scale.device, non_blocking=True) for flag in flags) != 0
+            found: Any = sum(moved(flag, loss_scale.device) for flag in flags)
+            skipped = found != 0
             self.scaler.update()
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()

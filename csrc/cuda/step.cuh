@@ -44,9 +44,9 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   static constexpr bool kHasNarrowBuffers = (Buffer<index>::kMayDither || ...);
 
   // What is converted or dithered computes enough for the constants of a tensor to count: they are
-  // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long. A
-  // thread has two packs at least: one alone takes 1.09 times as long on an H200 (and .99 on an
-  // H100, whose memory is slower).
+  // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long. In
+  // others a thread has two packs: with one alone a step of many elements takes 1.09 times as long
+  // on an H200, and .99 on an H100, whose memory is slower.
   static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : kPackSize == 8 ? 4096 : 2048;
 
   // Whether a buffer may be dithered.

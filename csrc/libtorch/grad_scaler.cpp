@@ -23,6 +23,7 @@
 #include "scaler/scaled_iteration.h"
 #include "scaler/scaler_ranges.h"
 #include "tensors/autocast_cache.h"
+#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
@@ -86,7 +87,7 @@ std::vector<ParamGrad> grads_in(const Optimizer& optimizer) {
 at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& device) {
   at::Tensor sum;
   for (const at::Tensor& flag : flags) {
-    const at::Tensor here = flag.to(device, /*non_blocking=*/true);
+    const at::Tensor here = moved(flag, device);
     sum = sum.defined() ? sum + here : here.clone();
   }
   return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
@@ -341,7 +342,7 @@ at::Tensor GradScaler::scale(const at::Tensor& output) {
   state.note_scale();
   LossScale& loss_scale = state.loss_scale;
   if (!loss_scale.scale.defined()) loss_scale.make(output.device());
-  return output * loss_scale.scale.to(output.device(), /*non_blocking=*/true);
+  return output * moved(loss_scale.scale, output.device());
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {

@@ -147,13 +147,9 @@ std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& 
   return look;
 }
 
-const at::Tensor& FusedOptimizer::grad_norm() const {
-  return checked("grad_norm").plan->grad_norm();
-}
+at::Tensor FusedOptimizer::grad_norm() const { return checked("grad_norm").plan->grad_norm(); }
 
-const at::Tensor& FusedOptimizer::grad_norms() const {
-  return checked("grad_norms").plan->grad_norms();
-}
+at::Tensor FusedOptimizer::grad_norms() const { return checked("grad_norms").plan->grad_norms(); }
 
 bool FusedOptimizer::track_grad_norms() const {
   return checked("track_grad_norms").tracks_grad_norms;

@@ -89,8 +89,8 @@ Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const Option
   const auto float64 = float32.dtype(at::kDouble);
   look.result.partition = row.partition;
   look.result.found_inf = found_inf.has_value()
-                              ? found_inf->to(device, at::kFloat, /*non_blocking=*/true,
-                                              /*copy=*/true)
+                              ? found_inf->to(device, at::kFloat,
+                                              /*non_blocking=*/!device.is_cpu(), /*copy=*/true)
                               : at::zeros({}, float32);
   if (options.wants_norm()) look.result.sum_of_squares = at::zeros({}, float64);
   if (options.track_grad_norms) {

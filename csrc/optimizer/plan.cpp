@@ -29,7 +29,7 @@ at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_
   const at::Tensor norm = sum_of_squares.sqrt();
   if (!grad_scale.has_value()) return norm;
   const at::Tensor inv_scale = grad_scale->to(at::kDouble).reciprocal().to(at::kFloat);
-  return norm * inv_scale.to(norm.device(), norm.scalar_type(), /*non_blocking=*/true);
+  return norm * moved(inv_scale, norm.device()).to(norm.scalar_type());
 }
 
 }  // namespace
@@ -235,15 +235,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   }
   const bool is_written = std::any_of(
       all.begin(), all.end(), [](const Batch& batch) { return batch.inputs.grad_norm != nullptr; });
-  if (options.max_grad_norm.has_value() && options.grad_norm.has_value() && !is_written) {
-    if (options.sum_of_squares.has_value()) {  // other ranks have something to step
-      options.grad_norm->copy_(norm_of(*options.sum_of_squares, options.grad_scale),
-                               /*non_blocking=*/true);
-    } else if (looks.empty()) {
-      options.grad_norm->zero_();  // of no gradients
-    }
-  }
-  write_norms(options, looks, tracked);
+  write_norms(options, looks, tracked, is_written);
   clear_autocast_cache();
   try {
     for (const Batch& batch : all) {
@@ -263,40 +255,53 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   }
 }
 
-// Gives what the step writes memory that the optimizer shows before it writes.
+// Allocates the norms that the optimizer shows before the step writes them. A captured graph may
+// write them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
-  const auto take = [&](at::Tensor& norms, bool are_wanted, at::IntArrayRef sizes) {
-    if (!are_wanted) {
-      norms.reset();
-    } else if (!rows_.empty() && (!norms.defined() || norms.sizes() != sizes)) {
-      const OutsideInferenceMode normal;
-      const at::Device device = rows_.front().param().device();
-      norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
-    }
+  has_grad_norm_ = options.max_grad_norm.has_value() || tracked.are_wanted;
+  has_grad_norms_ = tracked.are_wanted && !rows_.empty();
+  const auto allocate = [&](at::Tensor& norms, at::IntArrayRef sizes) {
+    if (rows_.empty()) return;
+    const at::Device device = rows_.front().param().device();
+    if (norms.defined() && norms.sizes() == sizes && norms.device() == device) return;
+    const OutsideInferenceMode normal;
+    norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
   };
-  take(grad_norm_, options.max_grad_norm.has_value() || tracked.are_wanted, {});
-  take(grad_norms_, tracked.are_wanted, {number_of_params()});
-  if (grad_norm_.defined()) options.grad_norm = grad_norm_;
+  if (has_grad_norm_) allocate(grad_norm_, {});
+  if (has_grad_norms_) allocate(grad_norms_, {number_of_params()});
+  if (has_grad_norm_ && grad_norm_.defined()) options.grad_norm = grad_norm_;
 }
 
 // Writes the norms that no kernel writes: that of each gradient, and that of all of them where
-// nothing is clipped by it.
+// nothing is clipped by it on its device.
 void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& looks,
-                       const TrackedNorms& tracked) {
-  if (!grad_norms_.defined()) return;
-  const auto float64 = grad_norms_.options().dtype(at::kDouble);
-  at::Tensor squares = tracked.squares_of_params;
-  at::Tensor sum = options.sum_of_squares.value_or(at::zeros({}, float64));
-  for (const Look& look : looks) {
-    const at::Tensor here = look.result.squares_of_params.to(float64.device());
-    squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;
-    if (options.sum_of_squares.has_value()) continue;
-    sum = sum + look.result.sum_of_squares.to(float64.device());
+                       const TrackedNorms& tracked, bool is_written) {
+  const bool is_wanted = options.max_grad_norm.has_value() || tracked.are_wanted;
+  if (is_wanted && options.grad_norm.has_value() && !is_written) {
+    const at::Device device = options.grad_norm->device();
+    at::Tensor sum = options.sum_of_squares.value_or(at::Tensor());
+    for (const Look& look : looks) {
+      if (options.sum_of_squares.has_value()) break;
+      const at::Tensor here = moved(look.result.sum_of_squares, device);
+      sum = sum.defined() ? sum.add(here) : here;
+    }
+    if (sum.defined()) {
+      options.grad_norm->copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
+    } else {
+      options.grad_norm->zero_();  // of no gradients
+    }
   }
-  if (!squares.defined()) squares = at::full({number_of_params()}, std::nan(""), float64);
-  grad_norms_.copy_(norm_of(squares, options.grad_scale), /*non_blocking=*/true);
-  if (!options.max_grad_norm.has_value()) {
-    grad_norm_.copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
+  if (!has_grad_norms_) return;
+  const at::Device device = grad_norms_.device();
+  at::Tensor squares = tracked.squares_of_params;
+  for (const Look& look : looks) {
+    const at::Tensor here = moved(look.result.squares_of_params, device);
+    squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;
+  }
+  if (squares.defined()) {
+    grad_norms_.copy_(norm_of(squares, options.grad_scale), /*non_blocking=*/true);
+  } else {
+    grad_norms_.fill_(std::nan(""));  // of no gradients
   }
 }
 
@@ -370,15 +375,16 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
     inputs.found_inf = scalar_on(device, *options.found_inf);
     for (const Look& look : looks) {
       // What the last look found is in the option.
-      if (looks_are_new) inputs.found_inf = inputs.found_inf.add(look.result.found_inf.to(device));
+      if (!looks_are_new) continue;
+      inputs.found_inf = inputs.found_inf.add(moved(look.result.found_inf, device));
     }
   }
   const bool clips = options.max_grad_norm.has_value();
   if (clips && options.sum_of_squares.has_value()) {
-    inputs.sum_of_squares = options.sum_of_squares->to(device, at::kDouble, /*non_blocking=*/true);
+    inputs.sum_of_squares = moved(*options.sum_of_squares, device).to(at::kDouble);
   } else if (clips) {
     for (const Look& look : looks) {
-      const at::Tensor here = look.result.sum_of_squares.to(device, /*non_blocking=*/true);
+      const at::Tensor here = moved(look.result.sum_of_squares, device);
       at::Tensor& sum = inputs.sum_of_squares;
       sum = sum.defined() ? sum.add(here) : here;
     }

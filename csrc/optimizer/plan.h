@@ -44,7 +44,7 @@ struct LookResult {
 // What a step is told of the norms of single gradients.
 struct TrackedNorms {
   bool are_wanted = false;
-  // As in a LookResult, of all ranks; undefined: the plan has looked, or looks itself.
+  // As in a LookResult, summed over ranks; undefined: the step takes those of the plan's own look.
   at::Tensor squares_of_params = {};
 };
 
@@ -168,9 +168,9 @@ class AMP_EXT_API Plan {
   std::string note_of_failure() const;
 
   // Norm of the unscaled gradients at the last step; undefined where none was wanted.
-  const at::Tensor& grad_norm() const { return grad_norm_; }
+  at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
   // The norm of each, [parameters] float32; undefined where they are not tracked.
-  const at::Tensor& grad_norms() const { return grad_norms_; }
+  at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
  private:
   // A parameter as it was when its master was last rounded to it: who writes a master has written
@@ -236,7 +236,7 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   void take_norms(GradientOptions& options, const TrackedNorms& tracked);
   void write_norms(const GradientOptions& options, const std::vector<Look>& looks,
-                   const TrackedNorms& tracked);
+                   const TrackedNorms& tracked, bool is_written);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
                          StateStore& store);
   void check_step(const GroupTable& table, const GradientOptions& options);
@@ -273,6 +273,8 @@ class AMP_EXT_API Plan {
   // By what the owner of parameters knows them by, as of the rows that were dropped last.
   std::unordered_map<const void*, RoundedParam> rounded_params_;
   std::unordered_map<const void*, ScaledGrad> scaled_grads_;
+  bool has_grad_norm_ = false;  // whether the last step has written it; likewise
+  bool has_grad_norms_ = false;
   at::Tensor grad_norm_;
   at::Tensor grad_norms_;
   std::vector<optim::Kept> kept_;  // by group, when the rows were listed

@@ -7,12 +7,13 @@
 
 #include <string>
 
+#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
 
 inline at::Tensor scalar_on(const at::Device& device, const at::Tensor& scalar) {
-  return scalar.to(device, at::kFloat, /*non_blocking=*/true);
+  return moved(scalar, device).to(at::kFloat);
 }
 
 inline void check_scalar(const std::string& operation, const char* name,

@@ -107,8 +107,10 @@ struct Operation {
       : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
     try {
       groups.emplace(mine.groups_of(optimizer));
-      groups->shared.track_grad_norms =
-          py::cast<bool>(py::getattr(optimizer, mine.names.track_grad_norms));
+      const int tracks =
+          PyObject_IsTrue(py::object(py::getattr(optimizer, mine.names.track_grad_norms)).ptr());
+      if (tracks < 0) throw py::error_already_set();
+      groups->shared.track_grad_norms = tracks == 1;
       is_current = mine.states.are_in(states) && mine.plan.is_for(groups->kept) && take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // an interrupt
@@ -249,7 +251,7 @@ std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object&
   return mine.plan.gradients_were_written();
 }
 
-// None if the plan is not current; false if the step needs the sum of squares of all ranks; true
+// None if the plan is not current; false if the step needs the sums of squares of all ranks; true
 // after it.
 std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
                          const py::object& optimizer, const py::object& hand_over,
@@ -259,9 +261,9 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   if (!operation.is_current) return std::nullopt;
   Plan& plan = mine.plan;
   const optim::SharedOptions& shared = operation.groups->shared;
-  if (shared.wants_norm() && !sum_of_squares.has_value() && plan.is_partitioned()) {
-    return false;
-  }
+  const bool lacks_sum = (shared.wants_norm() && !sum_of_squares.has_value()) ||
+                         (shared.track_grad_norms && !squares_of_params.has_value());
+  if (lacks_sum && plan.is_partitioned()) return false;
   GradientOptions options{std::move(grad_scale),
                           std::move(found_inf),
                           shared.max_grad_norm,

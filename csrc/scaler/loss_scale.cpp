@@ -11,6 +11,7 @@
 #include <cmath>
 #include <utility>
 
+#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
@@ -91,9 +92,7 @@ const at::Tensor& LossScale::begin_look(int64_t slot) {
 at::Tensor LossScale::look(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                            const OptionalTensor& inv_scale) {
   const at::Device device = grads.at(0).device();
-  const auto here = [&](const at::Tensor& number) {
-    return number.to(device, /*non_blocking=*/true);
-  };
+  const auto here = [&](const at::Tensor& number) { return moved(number, device); };
   const at::Tensor flag = here(found_inf.clone());
   const at::Tensor first = first_nonfinite(slot, device);
   if (inv_scale.has_value()) {
@@ -127,8 +126,7 @@ void LossScale::keep_first_nonfinites(int64_t slot,
 
 void LossScale::note_different_scales(int64_t slot, const at::Device& device,
                                       const at::Tensor& differ) {
-  first_nonfinite(slot, device)
-      .masked_fill_(differ.to(device, /*non_blocking=*/true), kScalesDiffer);
+  first_nonfinite(slot, device).masked_fill_(moved(differ, device), kScalesDiffer);
 }
 
 void LossScale::make_room() {
@@ -155,9 +153,9 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
     at::Tensor first = on_device(record.first_nonfinites, found_inf.device());
     if (first.defined() && first.device() != scale.device()) {
       elsewhere.push_back(first);
-      first = first.to(scale.device(), /*non_blocking=*/true);
+      first = moved(first, scale.device());
     }
-    found_infs.push_back(found_inf.to(scale.device(), /*non_blocking=*/true));
+    found_infs.push_back(moved(found_inf, scale.device()));
     first_nonfinites.push_back(first.defined() ? OptionalTensor(first) : OptionalTensor());
     slots.push_back(slot);
   }

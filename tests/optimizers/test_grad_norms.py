@@ -123,6 +123,16 @@ def test_they_follow_groups_that_grow_and_end_with_the_attribute(device):
     assert optimizer.grad_norm is None
 
 
+def test_groups_may_lose_all_parameters(device):
+    params = params_with_grads(Way(None), device)
+    optimizer = optimizer_of(params)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["params"].clear()
+    optimizer.step()
+    assert optimizer.grad_norms is None
+
+
 def test_an_unused_optimizer_has_none(device):
     optimizer = optimizer_of([Parameter(torch.ones(3, device=device)) for _ in range(2)])
     optimizer.step()
@@ -161,7 +171,7 @@ def test_a_look_that_summed_nothing_is_not_taken_for_one_that_did(device):
 def test_names_stand_beside_them_for_people():
     model = torch.nn.Linear(3, 2)
     optimizer = amp_ext.optim.SGD(model.named_parameters(), lr=0.1)
-    message = r"^SGD\.named_grad_norms: grad_norms must be there, got None: set optimizer\.track_"
+    message = r"^SGD\.named_grad_norms: grad_norms must be those of a step, got none: set optimizer"
     with pytest.raises(RuntimeError, match=message):
         optimizer.named_grad_norms()
     with pytest.raises(TypeError, match=r"^SGD: track_grad_norms must be a bool, got 1$"):
@@ -169,7 +179,15 @@ def test_names_stand_beside_them_for_people():
     optimizer.track_grad_norms = True
     model.weight.grad = torch.full_like(model.weight, 0.5)
     optimizer.step()
-    assert optimizer.named_grad_norms() == {"weight": pytest.approx(math.sqrt(1.5))}
+    expected = {"weight": pytest.approx(math.sqrt(1.5))}
+    assert optimizer.named_grad_norms() == expected
+    optimizer.add_param_group({"params": [("more", Parameter(torch.ones(2)))]})
+    optimizer.param_groups[0]["params"].reverse()
+    optimizer.param_groups[0]["param_names"].reverse()
+    assert optimizer.named_grad_norms() == expected
+    optimizer.rebuild()
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.named_grad_norms()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])

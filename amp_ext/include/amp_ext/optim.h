@@ -301,7 +301,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
 
   // Norm of the unscaled gradients at the last step, one float32, which later steps write anew.
   // Undefined without max_grad_norm, unless norms are tracked.
-  const at::Tensor& grad_norm() const;
+  at::Tensor grad_norm() const;
 
   // Lets every step keep the norm of each gradient, at the cost of a look where there was none.
   void track_grad_norms(bool track);
@@ -309,8 +309,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
 
   // Norms of the unscaled gradients of all parameters at the last step, one float32 for each in the
   // order of the groups, which later steps write anew: NaN where there was no gradient, inf where
-  // it was not finite. Undefined where they are not tracked.
-  const at::Tensor& grad_norms() const;
+  // it, or its norm in float32, was not finite. Undefined where they are not tracked.
+  at::Tensor grad_norms() const;
 
   // Creates every state that a first step would create, and does not step.
   void init_state();
