@@ -106,10 +106,10 @@ class GradScaler(ScalerReports):
         Raises:
             AssertionError: If a factor is out of range.
             ValueError: If another number is out of range, the limits do not enclose
-                ``init_scale``, torch knows no such device, or another type of device than those two
-                is to keep limits.
-            TypeError: If a number or ``device`` is none, or ``process_group`` is none or not one
-                that this process is a member of.
+                ``init_scale``, torch knows no such device, or limits are asked for on a device that
+                is neither "cuda" nor "cpu".
+            TypeError: If a number is no number, ``device`` no device, or ``process_group`` neither
+                None nor a group that this process is a member of.
         """
         _check_process_group(process_group)
         options: dict[str, Any] = {
@@ -183,7 +183,7 @@ class GradScaler(ScalerReports):
 
     @_disable_dynamo
     def _note_scale(self) -> None:
-        """Notes which gradients are unscaled: those that come from here on may not be."""
+        """Notes which gradients are unscaled: those that are made later may carry the scale."""
         for state in self._per_optimizer_states.values():
             if "iteration" in state:
                 state["iteration"].note_scale(state["stage"] is OptState.STEPPED)
@@ -191,8 +191,8 @@ class GradScaler(ScalerReports):
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
         """Returns what is known of an optimizer since the last update.
 
-        torch has it by the id of what it is given, and so have clients. The optimizer inside has
-        the same dict; an id may be that of an object that is gone.
+        torch and clients look the dict up by ``id(optimizer)``. A wrapper and the optimizer inside
+        share one dict; an id may be that of an object that is gone.
         """
         states, inside = self._per_optimizer_states, optimizer_inside(optimizer)
         for key in {id(optimizer), id(inside)}:
@@ -234,10 +234,10 @@ class GradScaler(ScalerReports):
             state["iteration"].check_not_spent("unscale_")
         if state["stage"] is OptState.READY:
             self._begin_look("unscale_", optimizer, state)
-        # By its class, past that of FSDP1, which would reduce what is reduced here.
+        # The method of torch's own class: that of FSDP1 would reduce the flags a second time.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         self._agree_over_group(state)
-        state["iteration"].is_spent = False  # so far it was
+        state["iteration"].is_spent = False  # until here it was
 
     def _reduces_over(self) -> Any:
         """Returns the process group whose ranks skip together, or None."""
@@ -265,7 +265,7 @@ class GradScaler(ScalerReports):
     ) -> dict[torch.device, Tensor]:
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
         state = self._state_of(optimizer)
-        if "iteration" not in state:  # who calls it is not unscale_
+        if "iteration" not in state:  # called directly, not through unscale_
             self._begin_look("unscale_", optimizer, state)
         allow_fp16 = allow_fp16 or self._takes_fp16
         flags = self._look(optimizer, state, found_inf, inv_scale, allow_fp16)
@@ -281,7 +281,10 @@ class GradScaler(ScalerReports):
         inv_scale: Tensor | None,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor] | None:
-        """Looks at gradients, and unscales them if told by what; None if torch has to do it."""
+        """Looks at gradients, and unscales them by ``inv_scale`` if it is given.
+
+        Returns None if torch has to do it.
+        """
         grads, sharded_over = local_grads(optimizer, "GradScaler")
         flags: dict[torch.device, Tensor] | None = self._loss_scale.look(
             state["iteration"], grads, found_inf, inv_scale, allow_fp16
@@ -445,7 +448,8 @@ class GradScaler(ScalerReports):
                 ``process_group`` had different scales, as of the last update that the device has
                 finished: the iteration has ended then.
             ValueError: If ``new_scale`` is negative, NaN or inf. A tensor on a GPU is not read.
-            TypeError: If it is no number. The iteration is as it was after any other of these.
+            TypeError: If ``new_scale`` is no number. After all of these but the error of different
+                scales the iteration is as it was.
         """
         if not self._enabled:
             return
@@ -550,11 +554,11 @@ class GradScaler(ScalerReports):
         self._start_reports()
         if self._enabled:
             self._loss_scale.warned_of_scale = self.__dict__.pop("_warned_of_scale", False)
-            # A shallow copy would share it.
+            # A shallow copy would share the dict.
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
-# What tells an override, also one that was patched into the class.
+# To recognise an overridden method, also one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
 
 

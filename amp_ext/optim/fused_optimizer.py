@@ -54,8 +54,8 @@ class FusedOptimizer(SavedOptimizer):
     without a look from the host. :mod:`amp_ext.hand_over` says how.
 
     A state that was written in place or replaced by another tensor is always seen. Steps go on from
-    a master that was, unless its parameter was written, too: then the parameter goes before it
-    wherever it is not the master, rounded.
+    a master that was written. If its parameter was written, too, the parameter wins in each element
+    that differs from the rounded master.
 
     Options of a step, by which the groups of all optimizers may differ:
 
@@ -126,8 +126,9 @@ class FusedOptimizer(SavedOptimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets scalers unscale the gradients before a step that a class has written itself.
 
-        It would read them scaled, and need not skip what overflowed. A class whose step does both,
-        say by that of its parent alone, sets ``_step_supports_amp_scaling`` itself. A wrapper that
+        Such a step would read scaled gradients, and need not skip after an overflow. A class whose
+        step does both, as one that only calls its parent's, sets ``_step_supports_amp_scaling``
+        itself. A wrapper that
         is mixed in, as Lightning's, hands over to the step of the optimizer that it wraps.
         """
         super().__init_subclass__(**kwargs)
@@ -191,7 +192,7 @@ class FusedOptimizer(SavedOptimizer):
         made, _ = made_states(self.state, trainable)
         self.state.update(made)  # at once
         if made:
-            self.rebuild()  # it would go on with a state that was erased
+            self.rebuild()  # the plan would go on with a state that was erased
 
     # The plan.
 
@@ -281,8 +282,8 @@ class FusedOptimizer(SavedOptimizer):
             RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit
                 its parameter, or this is a second step within one of a scaler; nothing has been
                 written then. If a launch is refused, with a note on how many parameters have been
-                stepped: each of them with its states and its master. Unless it is none, later steps
-                are refused until ``load_state_dict``.
+                stepped: each of them with its states and its master. If any was, later steps are
+                refused until ``load_state_dict``.
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If nothing had a gradient when a scaler looked, and something has now.
         """
@@ -337,7 +338,7 @@ class FusedOptimizer(SavedOptimizer):
             self._ask_plan("step", plan.compiled.step, *arguments, *sums)
 
     def _note_what_is_stepped(self, error: Exception, hand_over: HandOver) -> None:
-        """Says of an error of torch, whose type and text clients know, what it has left."""
+        """Adds to an error of torch, whose type and text stay, how far the step has come."""
         if hand_over.is_spent:
             note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
@@ -447,9 +448,9 @@ class FusedOptimizer(SavedOptimizer):
         if hand_over is not None or last is None:
             return
         if last.is_spent:
-            drop_handed(self)  # a scale that was set before is in the product
+            drop_handed(self)  # a scale that was set before was multiplied in
         elif last.look is not None:
-            self.rebuild()  # it remembers a look that no step has used
+            self.rebuild()  # the plan remembers a look that no step has used
 
     # Masters.
 

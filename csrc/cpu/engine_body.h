@@ -511,7 +511,7 @@ inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int
       if (sums != nullptr) {
         const double sum = sum_of_squares(grad, count, rest);
         sums[tile.index_of_tile] = sum;
-        // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
+        // Any inf or NaN shows in the sum. A square that overflows in float64 looks the same.
         if (is_finite(sum)) return;
       }
       if (!any_nonfinite(grad, count, rest)) return;

@@ -45,7 +45,7 @@ struct GradientTile {
 
   Storage* grad;
   int32_t tensor;  // its number in the table
-  int32_t index;   // by which it is reported
+  int32_t index;   // by which the tensor is reported
   int64_t begin;
   int64_t end;
 
@@ -87,7 +87,7 @@ struct LookOutputs {
   int64_t* first_nonfinite;  // [1], or null
 };
 
-// Says whether a thread found one in tensor `index`.
+// Reports tensor `index` if a thread of the block has found inf or NaN.
 inline __device__ void report(bool found, int32_t index, const LookOutputs& outputs) {
   if (!__syncthreads_or(found) || threadIdx.x != 0) return;
   atomicExch(outputs.found_inf, 1.0f);
@@ -194,10 +194,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   const GradientTile<Storage, Shape> tile(arguments.table);
   double sum = 0.0;
-  bool is_usual = false;  // of all threads alike
+  bool is_usual = false;  // the same in all threads
   if constexpr (kSumSquares) {
     sum = careful_sum_of_squares(tile);
-    // Any inf or NaN shows in the sum. In float64 so may a square that is too large.
+    // Any inf or NaN shows in the sum. A square that overflows in float64 looks the same.
     is_usual = is_finite(sum);
     if (!is_usual && arguments.skip_nonfinite) sum = tile_sum_of_squares<double>(tile, true);
   }

@@ -61,7 +61,7 @@ struct TensorTable {
   void* pointers[kPointers][kCapacity];
   float* step[kCapacity];
   int64_t numel[kCapacity];
-  int32_t first_tile[kCapacity];  // how many tiles the tensors before have
+  int32_t first_tile[kCapacity];  // the number of its first tile
   int32_t group[kCapacity];
   DitherColumns<kMayDither, kCapacity> dither;
   int32_t count;
@@ -88,7 +88,7 @@ struct TensorTable {
     return index;
   }
 
-  // One for each tile, and one at least: it advances the steps of tensors without elements.
+  // One for each tile, and one at least: a block advances the steps of tensors without elements.
   int64_t blocks() const { return std::max(tiles, 1); }
 
   __device__ int64_t tiles_of(int tensor) const {

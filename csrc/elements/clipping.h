@@ -10,7 +10,8 @@
 
 namespace amp_ext {
 
-// What is told of the sum of a tensor's squares, where NaN means that there was no gradient.
+// The sum of a tensor's squares as it is reported: inf if it is not finite, since NaN marks a
+// gradient that is missing.
 AMP_EXT_INLINE double squares_of_tensor(double sum) {
   return is_finite(sum) ? sum : std::numeric_limits<double>::infinity();
 }

@@ -15,7 +15,7 @@ namespace amp_ext {
 std::vector<LookResult> Plan::look(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
                                    const optim::SharedOptions& options) {
   const at::NoGradGuard no_grad;
-  looks_.clear();  // should this one fail, no step takes the last for it
+  looks_.clear();  // if this look fails, no step may use the one before
   looks_ = look_at_grads(found_inf, grad_scale, options);
   std::vector<LookResult> results;
   for (Look& look : looks_) {
@@ -116,7 +116,7 @@ bool Plan::gradients_were_written() const {
   });
 }
 
-// The looks that belong to a step, at the gradients as they are: of `look`, or new ones.
+// The looks that a step goes by: those of `look` if the gradients are unchanged, else new ones.
 std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options,
                                              const TrackedNorms& tracked, bool& is_new) {
   const bool is_stale = !looks_.empty() && !gradients_are_as_seen();

@@ -418,7 +418,7 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
   batch.records.reserve(batch.rows.size());
   for (Row* row : batch.rows) {
     const GroupTable::Entry& group = table.groups[row->group];
-    // An interrupt may have left that of the last step, to which the master must not go back.
+    // An interrupt may have left the refreshed master of the last step, which must not come back.
     // The parameter is a part of a split master, which follows it.
     const bool is_stale =
         row->master_param().defined() && !row->has_split_master() && !row->master_is_fresh;

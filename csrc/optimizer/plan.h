@@ -57,25 +57,24 @@ class AMP_EXT_API StateStore {
   // nothing is kept yet.
   virtual std::vector<ParamState> make(const std::vector<int64_t>& indices) = 0;
 
-  // Keeps what was made. The step that asked for it refuses nothing any more, and writes now.
+  // Keeps the states that were made. The step that asked for them can't be refused any more.
   virtual void keep() = 0;
 };
 
-// It lives as long as its optimizer. One operation of it is a `Use`, in which its owner says what
-// the groups keep now and takes each parameter of theirs; if these are not those that were listed,
-// it lists them anew. Then comes one look or one step.
+// A plan lives as long as its optimizer. One operation of it is a `Use`, in which the owner says
+// what the groups keep now and takes each of their parameters. If parameters or groups differ from
+// the listed ones, the owner lists them anew. Then comes one look or one step.
 class AMP_EXT_API Plan {
  public:
   // A parameter to list.
   struct Param {
     int64_t group;
     int64_t index_in_group;
-    const void* object;  // what its owner knows it by
-    // Of one that other ranks have parts of, the number of its partition, 0 if every rank has all
-    // of it: its row works on what `set_shard` hands over.
+    const void* object;  // the identity of the parameter
+    // Of a DTensor the number of its partition, 0 if it is replicated: its row works on the shard
+    // that `set_shard` hands over.
     std::optional<int64_t> partition = {};
-    // Where its first element stands in the whole of which it is a part. What is dithered depends
-    // on it.
+    // Where the first element of a shard stands in the whole tensor: dithering depends on it.
     int64_t first_element = 0;
   };
 
@@ -102,11 +101,12 @@ class AMP_EXT_API Plan {
   // Of lists of tensors, for one step, with the names of the lists of buffers.
   Plan(std::string operation, std::vector<std::string> buffer_lists);
 
-  // Takes over from the plan of the same optimizer which gradients still carry a scale. What else
-  // that plan has seen was of states that are no more.
+  // Takes over from the plan of the same optimizer which gradients still carry a scale, and nothing
+  // else: its states are gone.
   void take_scaled_grads(const Plan& before);
 
-  // Drops parameters and states, at the end of a use that goes on. What they were is remembered.
+  // Drops parameters and states, at the end of the use if there is one. Fingerprints of parameters
+  // are remembered for the next listing.
   void forget();
 
   // In a use: forgets, and lists parameters that have no states yet, and what each group lets them
@@ -118,7 +118,7 @@ class AMP_EXT_API Plan {
   std::pair<int64_t, int64_t> place_of(int64_t index) const {
     return {rows_.at(index).group, rows_.at(index).index_in_group};
   }
-  // Whether it was listed for groups that keep the same.
+  // Whether the groups that were listed kept the same states.
   bool is_for(const std::vector<optim::Kept>& kept) const { return kept == kept_; }
   // Whether that is the parameter at this index, and in this group.
   bool is_param(int64_t index, int64_t group, const void* object) const {
@@ -126,11 +126,11 @@ class AMP_EXT_API Plan {
            rows_[index].group == group;
   }
   bool has_shards() const { return has_shards_; }
-  // Whether a parameter is sharded in a way that no rank knows the norm of all gradients alone.
+  // Whether parameters are sharded such that no rank alone knows the norm of all gradients.
   bool is_partitioned() const;
 
   // In a use: takes the tensor that a parameter is now, which the caller keeps alive, with its
-  // gradient or the one that is given. Returns whether its states can have the form that they have.
+  // gradient or the one that is given. Returns whether its present states still fit it.
   bool take_param(int64_t index, const at::Tensor& param);
   void take_param(int64_t index, const at::Tensor& param, at::Tensor grad);
 
@@ -173,8 +173,8 @@ class AMP_EXT_API Plan {
   at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
  private:
-  // A parameter as it was when its master was last rounded to it: who writes a master has written
-  // what comes next, also where rows are listed anew.
+  // A parameter as it was when its master was last rounded to it. It is kept over a new listing:
+  // a parameter that is still like that was not written, so a master that was goes before it.
   struct RoundedParam {
     SeenTensor param;
     Fingerprint fingerprint;
@@ -270,7 +270,7 @@ class AMP_EXT_API Plan {
   std::atomic<std::thread::id> user_{};  // the thread in a use
   bool must_forget_ = false;             // at the end of it
   std::string failure_;
-  // By what the owner of parameters knows them by, as of the rows that were dropped last.
+  // By Param::object, as of the rows that were dropped last.
   std::unordered_map<const void*, RoundedParam> rounded_params_;
   std::unordered_map<const void*, ScaledGrad> scaled_grads_;
   bool has_grad_norm_ = false;  // whether the last step has written it; likewise
