@@ -314,9 +314,6 @@ def test_a_loaded_state_is_stepped_and_the_old_one_freed(name, options, device) 
     assert [reference() for reference in alive] == [None] * len(alive)
 
 
-# Very many tensors.
-
-
 # Memory.
 
 

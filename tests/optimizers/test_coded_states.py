@@ -245,15 +245,6 @@ def test_codes_that_were_numbers_in_between_are_themselves(name, options, codes,
     assert_same_bits(back, optimizer)
 
 
-# What a loop changes.
-
-
-# With what stands around a step.
-
-
-# Refusals.
-
-
 # Gradients that agree, and none.
 
 

@@ -209,12 +209,6 @@ def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
     assert seen == [[f"Optimizer.{do}#{name}.{do}" for do in ("step", "zero_grad")]] * 2
 
 
-# Copies.
-
-
-# What others put into groups.
-
-
 # Closures, and gradients that stay.
 
 

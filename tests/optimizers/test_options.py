@@ -282,9 +282,6 @@ def test_what_torch_takes_for_numbers_and_flags_is_taken():
     assert optimizer.param_groups[0]["name"] == "all"
 
 
-# States.
-
-
 # Options that a group has lost.
 
 UNUSED = {"foreach", "fused", "capturable", "differentiable"}
