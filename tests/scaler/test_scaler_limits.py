@@ -273,6 +273,24 @@ def test_limits_stay_as_constructed_when_a_state_is_loaded(device):
     assert scales(wide, "xxxx", device) == [2, 1, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
+@pytest.mark.parametrize(
+    "duplicate", [lambda scaler: pickle.loads(pickle.dumps(scaler)), copy.copy, copy.deepcopy]
+)
+def test_a_duplicate_goes_on_alike_and_shares_nothing(duplicate, made, device):
+    options = {"hysteresis": 3, "min_scale": 0.03, "max_scale": 0.2, "growth_interval": 2}
+    options |= {"init_scale": 0.1, "growth_factor": 1.7, "backoff_factor": 0.3}
+    rules, scaler = Rules(**options), amp_ext.GradScaler(device.type, **options)
+    done, rest = "x." if made else "", "xxx....xxxx"
+    assert scales(scaler, done, device) == rules.scales(done)
+    twin = duplicate(scaler)
+    assert type(twin) is amp_ext.GradScaler
+    expected = rules.scales(rest)
+    assert scales(twin, rest, device) == expected
+    assert scales(scaler, rest, device) == expected
+    assert twin.state_dict() == scaler.state_dict()
+
+
 # update(new_scale)
 
 
