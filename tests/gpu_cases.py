@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from harness.awkward import BF16, DTYPES, F16, F32, F64, FEW_DTYPES, INF, NAN, Dtypes
-from harness.engine_results import CLIPPED, SCALED, SHAPES, STARTS, steps_of
+from harness.coded_lists import CODED_STEPS
+from harness.engine_results import CLIPPED, SCALED, SHAPES, STARTS, coded_steps_of, steps_of
 from harness.gradient_lists import OPERATIONS, GradientOperation, equal
 from harness.list_operations import FEW_STEPS, IN_FLOAT, STEPS, UPDATES, WITH_MASTERS, build, run
 from torch import Tensor
@@ -48,6 +49,17 @@ def step(operation: str, options: dict[str, Any], dtypes: Dtypes, bad: float = 0
 
     def case(device: torch.device) -> Tensors:
         lists = steps_of(operation, options, dtypes, device, bad)
+        return [tensor for tensors in lists.values() for tensor in tensors]
+
+    return case
+
+
+def coded_step(operation: str, options: dict[str, Any], code: str) -> Case:
+    """Returns a case of three steps with moments in 8 bits, under split masters."""
+
+    def case(device: torch.device) -> Tensors:
+        dtypes = Dtypes(BF16, BF16, F32, master=True)
+        lists = coded_steps_of(operation, options, code, dtypes, device, low_bits=16)
         return [tensor for tensors in lists.values() for tensor in tensors]
 
     return case
@@ -161,6 +173,8 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     for row in STEPS + UPDATES:
         if row not in FEW_STEPS:
             yield row.id, step(*row.values, WITH_MASTERS)
+    for row in CODED_STEPS:
+        yield f"coded-{row.id}", coded_step(*row.values)
     yield "skipped", step("adam_", {"found_inf": 2.0}, IN_FLOAT)
     for operation in OPERATIONS:
         for dtype in (F32, F64, F16, BF16):
@@ -170,6 +184,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
         yield case.__name__, case
     yield "training-adamw-fp16", training(amp_ext.optim.AdamW, F16)
     yield "training-adam-fp32", training(amp_ext.optim.Adam, F32)
+    yield "training-adam-norms", training(amp_ext.optim.Adam, F32, track_grad_norms=True)
     momentum = {"momentum": 0.9, "dampening": 0.1}
     yield "training-momentum-bf16", training(amp_ext.optim.SGD, BF16, **momentum)
 
