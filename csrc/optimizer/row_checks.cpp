@@ -162,10 +162,11 @@ void RowChecks::check_buffers(const Row& row) const {
 void RowChecks::check_carries_no_scale(const Row& row) const {
   TORCH_CHECK(!row.seen_grad_is_scaled || !row.grad_is_as_seen(), operation, ": ",
               name_of(row, kGrad),
-              " must be new or unscaled in a step without a scale, got the one of a step with a "
-              "scale, which it still carries: step by the gradient scaler, or call zero_grad() and "
-              "backward anew; where it was unscaled in a way that torch does not count, such as "
-              "through .data, let an in-place operation follow that torch counts: grad.mul_(1)");
+              " must be new or unscaled, got one that still carries its scale: "
+              "scaler.step(optimizer) has already taken this gradient: do not call "
+              "optimizer.step() as well, and call zero_grad() before the next backward pass; where "
+              "it was unscaled in a way that torch does not count, such as through .data, let an "
+              "in-place operation follow that torch counts: grad.mul_(1)");
 }
 
 }  // namespace amp_ext

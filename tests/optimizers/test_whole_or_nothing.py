@@ -195,7 +195,7 @@ def test_a_step_that_is_refused_leaves_states_as_they_were(name, refused_for):
         scaler = amp_ext.GradScaler("cpu")
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
-        words = "must be new or unscaled in a step without a scale"
+        words = "must be new or unscaled, got one that still carries its scale"
     else:
         last = params_of(optimizer)[-1]
         last.grad = last.grad.to_sparse()

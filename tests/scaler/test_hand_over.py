@@ -58,10 +58,11 @@ def has_leftovers(optimizer: Any) -> bool:
 # Gradients that a step has left with their scale.
 
 CARRIES_A_SCALE = (
-    r"^%s: grad of group 0, param 1 must be new or unscaled in a step without a scale, got the one "
-    r"of a step with a scale, which it still carries: step by the gradient scaler, or call "
-    r"zero_grad\(\) and backward anew; where it was unscaled in a way that torch does not count, "
-    r"such as through \.data, let an in-place operation follow that torch counts: grad\.mul_\(1\)$"
+    r"^%s: grad of group 0, param 1 must be new or unscaled, got one that still carries its scale: "
+    r"scaler\.step\(optimizer\) has already taken this gradient: do not call optimizer\.step\(\) "
+    r"as well, and call zero_grad\(\) before the next backward pass; where it was unscaled in a "
+    r"way that torch does not count, such as through \.data, let an in-place operation follow that "
+    r"torch counts: grad\.mul_\(1\)$"
 )
 
 
@@ -151,7 +152,7 @@ def test_gradients_in_one_buffer_are_told_apart(device):
     params_of(first)[0].grad, params_of(second)[0].grad = flat[:3], flat[3:]
     scaler.step(first)
     second.step()  # has taken none of them
-    with pytest.raises(RuntimeError, match="which it still carries"):
+    with pytest.raises(RuntimeError, match="got one that still carries its scale"):
         first.step()
     flat.div_(4.0)
     first.step()

@@ -535,7 +535,8 @@ AMP_EXT_CHECK(gradients_are_unscaled_once) {
   optimizer.rebuild();
   optimizer.load_state_dict(optimizer.state_dict());
   CHECK_REFUSED(optimizer.step(),
-                "SGD: grad of group 0, param 0 must be new or unscaled in a step without a scale");
+                "SGD: grad of group 0, param 0 must be new or unscaled, got one that still carries "
+                "its scale");
 }
 
 AMP_EXT_CHECK(bad_gradients_are_named) {
