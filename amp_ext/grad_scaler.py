@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from amp_ext.hand_over import (
     unscaling_optimizer,
 )
 from amp_ext.nonfinite import name_of_param, params_of
+from amp_ext.saved_dicts import check_is_dict, missing_entry
 from amp_ext.scaler_ranges import as_number, check_range, checked
 from amp_ext.scaler_stats import ScalerReports
 from amp_ext.sharding import all_reduce_flags, local_grads
@@ -523,15 +525,23 @@ class GradScaler(ScalerReports):
 
         Raises:
             RuntimeError: If the dict is empty, as that of a disabled scaler.
+            TypeError: If it is no dict.
             KeyError: If an entry is missing.
             ValueError: If an entry is no number, or out of range. Nothing has been changed after
                 any of these, nor after an interrupt.
         """
+        operation = "GradScaler.load_state_dict"
+        if self._enabled:
+            check_is_dict(operation, state_dict)
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # does nothing, or raises
             return
-        entry = functools.partial(checked, "GradScaler.load_state_dict", wrong_type=ValueError)
-        self._loss_scale.load(vars(self), dict(state_dict), entry)
+        entry = functools.partial(checked, operation, wrong_type=ValueError)
+        try:
+            self._loss_scale.load(vars(self), dict(state_dict), entry)
+        except KeyError as error:
+            name = error.args[0]
+            raise KeyError(missing_entry(operation, name, state_dict, _is_of_a_scaler)) from None
 
     def _get_hysteresis_tracker(self) -> int:
         if self._hysteresis_tracker is None:
@@ -589,6 +599,10 @@ def _device_type(device: Any, enabled: bool) -> Any:
     if isinstance(device, str):
         raise ValueError(text)
     raise TypeError(f"{text}; init_scale comes after it")
+
+
+def _is_of_a_scaler(mapping: Mapping[Any, Any]) -> bool:
+    return "scale" in mapping and "growth_factor" in mapping
 
 
 def _check_process_group(group: Any) -> None:

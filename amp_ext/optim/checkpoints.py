@@ -15,6 +15,7 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params
 from amp_ext.optim.state_store import Place, loaded_state
+from amp_ext.saved_dicts import first_keys, missing_entry
 from amp_ext.sharding import is_flattened
 
 __all__ = ["Target", "check_states_have_groups", "in_one_dtype", "keys_in_order", "read_state_dict"]
@@ -51,6 +52,7 @@ class Target:
         return _operation(self.kind)
 
 
+_LAYOUT = ("state", "param_groups")
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -136,12 +138,10 @@ def _operation(kind: type) -> str:
 
 def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has groups and states, each of its kind."""
-    for name in ("state", "param_groups"):
+    for name in _LAYOUT:
         if name not in state_dict:
-            raise KeyError(
-                f"{operation}: state_dict must have {name!r}, got {_first_keys(state_dict)}"
-                f"{_what_to_load(state_dict)}"
-            )
+            text = missing_entry(operation, name, state_dict, _has_layout)
+            raise KeyError(text + _what_is_not_read(state_dict))
     states, groups = state_dict["state"], state_dict["param_groups"]
     _check_kind(states, Mapping, f"{operation}: state must be a dict")
     _check_kind(groups, (list, tuple), f"{operation}: param_groups must be a list")
@@ -294,7 +294,7 @@ def _copied_states(
     if others and len(others) == len(saved_states):
         raise ValueError(
             f"{target.operation}: state must have entries of the parameters that param_groups "
-            f"lists, got {_first_keys(others)}"
+            f"lists, got {first_keys(others)}"
         )
     return {**states, **copy.deepcopy(others)}
 
@@ -304,23 +304,16 @@ def _check_kind(value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
         raise ValueError(f"{wanted}, got {type(value).__name__}")
 
 
-def _first_keys(mapping: Mapping[Any, Any]) -> list[Any]:
-    """Returns enough keys to tell what a mapping is, which may be one of all tensors of a model."""
-    return list(mapping)[:8] + (["..."] if len(mapping) > 8 else [])
+def _has_layout(mapping: Mapping[Any, Any]) -> bool:
+    return all(name in mapping for name in _LAYOUT)
 
 
-def _what_to_load(state_dict: Mapping[str, Any]) -> str:
-    """Says where the state dict of an optimizer lies in a dict that is not one."""
-    inner = [
-        key
-        for key, value in state_dict.items()
-        if isinstance(value, Mapping) and "state" in value and "param_groups" in value
-    ]
-    text = f"; load its entry {' or '.join(map(repr, inner))} instead" if inner else ""
+def _what_is_not_read(state_dict: Mapping[str, Any]) -> str:
+    """Says what a dict around the state dict of an optimizer has that no load takes."""
     masters = [key for key in state_dict if str(key).startswith("fp32_")]
-    if masters:  # apex's FP16_Optimizer and those made after it
-        text += (
-            f"; the masters in {masters[0]!r} are not read, but taken from the parameters: load "
-            "the model first"
-        )
-    return text
+    if not masters:
+        return ""
+    return (  # of apex's FP16_Optimizer and those made after it
+        f"; the masters in {masters[0]!r} are not read, but taken from the parameters: load "
+        "the model first"
+    )

@@ -19,6 +19,7 @@ from amp_ext.optim.described_optimizer import DescribedOptimizer
 from amp_ext.optim.options import defaults_of, with_plain_options
 from amp_ext.optim.state_store import Place, float32_state
 from amp_ext.optim.step_plan import StepPlan
+from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import is_flat, is_flattened
 
 __all__ = ["SavedOptimizer", "float32_state_dict"]
@@ -102,11 +103,12 @@ class SavedOptimizer(DescribedOptimizer):
 
         Raises:
             KeyError: If the dict is not one of an optimizer.
-            TypeError: If an option is of a wrong type.
+            TypeError: If it is no dict, or an option is of a wrong type.
             ValueError: If it does not fit the groups, another class wrote it, or a part is missing.
                 Nothing has been changed then. After an interrupt the optimizer has either all of
                 the file or nothing.
         """
+        check_is_dict(self._target().operation, state_dict)
         # As in torch, whose code would cast every state to its parameter's dtype.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,6 +272,21 @@ def test_a_bad_checkpoint_is_refused_before_anything_changes(path, new, words):
     source = trained(ours("Adam")(twins(target), lr=0.2, amsgrad=True))
     file = spoiled(source.state_dict(), path, new)
     cases.assert_refused(target, file, (ValueError, RuntimeError, KeyError), words)
+
+
+NO_DICTS = {
+    "text": ("a.pt", r"'a\.pt': read the file with torch\.load first"),
+    "path": (Path("a.pt"), r"PosixPath\('a\.pt'\): read the file with torch\.load first"),
+    "none": (None, "NoneType"),
+    "optimizer": (torch.optim.SGD([torch.ones(1)], lr=0.1), "SGD"),
+}
+
+
+@pytest.mark.parametrize(("given", "got"), rows(NO_DICTS))
+def test_what_is_no_dict_is_refused(given, got):
+    target = trained(ours("Adam")(make_params(BF16), lr=0.1))
+    words = f"^Adam.load_state_dict: state_dict must be a dict, got {got}$"
+    cases.assert_refused(target, given, TypeError, words)
 
 
 OTHERS = ["Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "RMSprop", "Rprop"]

@@ -162,7 +162,40 @@ def test_an_incomplete_state_dict_is_refused_as_in_torch(scaler_class, missing):
     state = {} if missing == "everything" else {k: v for k, v in state.items() if k != missing}
     scaler = ready(scaler_class=scaler_class)
     kind = RuntimeError if missing == "everything" else KeyError
-    return cases.error_of(kind, scaler.load_state_dict, state), scaler.state_dict()["growth_factor"]
+    text = cases.error_of(kind, scaler.load_state_dict, state)
+    assert missing in text or missing == "everything"
+    return scaler.state_dict()["growth_factor"]
+
+
+SCALERS_OWN = TorchScaler("cpu").state_dict()
+OF_SGD = torch.optim.SGD([torch.ones(1)], lr=0.1).state_dict()
+NO_STATE_DICTS = {
+    "path": ("a.pt", TypeError, "be a dict, got 'a.pt': read the file with torch.load first"),
+    "model": (torch.nn.Linear(1, 1), TypeError, "be a dict, got Linear"),
+    "of-an-optimizer": (OF_SGD, KeyError, "have 'scale', got ['state', 'param_groups']"),
+    "of-a-model": (
+        torch.nn.Linear(1, 1).state_dict(),
+        KeyError,
+        "have 'scale', got ['weight', 'bias']",
+    ),
+    "whole-file": (
+        {"optimizer": OF_SGD, "amp": SCALERS_OWN},
+        KeyError,
+        "have 'scale', got ['optimizer', 'amp']; load its entry 'amp' instead",
+    ),
+    "part": ({"scale": 4.0}, KeyError, "have 'growth_factor', got ['scale']"),
+}
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), rows(NO_STATE_DICTS))
+def test_what_is_no_state_dict_is_named(given, kind, words):
+    scaler = ready()
+    before = scaler.state_dict()
+    with pytest.raises(kind) as caught:
+        scaler.load_state_dict(given)
+    assert caught.value.args == (f"GradScaler.load_state_dict: state_dict must {words}",)
+    assert scaler.state_dict() == before
+    amp_ext.GradScaler("cpu", enabled=False).load_state_dict(given)
 
 
 def another(scaler):
