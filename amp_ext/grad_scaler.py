@@ -110,10 +110,11 @@ class GradScaler(ScalerReports):
             ValueError: If another number is out of range, the limits do not enclose
                 ``init_scale``, torch knows no such device, or limits are asked for on a device that
                 is neither "cuda" nor "cpu".
-            TypeError: If a number is no number, ``device`` no device, or ``process_group`` neither
-                None nor a group that this process is a member of.
+            TypeError: If a number is no number, a flag is a text, ``device`` no device, or
+                ``process_group`` neither None nor a group that this process is a member of.
         """
         _check_process_group(process_group)
+        _check_flag("enabled", enabled)
         options: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -152,6 +153,7 @@ class GradScaler(ScalerReports):
 
     def _check_options(self, options: dict[str, Any], dynamic: bool) -> None:
         """Checks ranges; those of the factors that torch knows were checked by its constructor."""
+        _check_flag("dynamic", dynamic)
         for name, option in options.items():
             check_range("GradScaler", name, option)
         smallest, largest = options["min_scale"], options["max_scale"]
@@ -603,6 +605,11 @@ def _device_type(device: Any, enabled: bool) -> Any:
 
 def _is_of_a_scaler(mapping: Mapping[Any, Any]) -> bool:
     return "scale" in mapping and "growth_factor" in mapping
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if isinstance(value, str):  # torch takes whatever has a truth value, and "no" is true
+        raise TypeError(f"GradScaler: {name} must be a bool, got {value!r}")
 
 
 def _check_process_group(group: Any) -> None:

@@ -105,6 +105,15 @@ def test_what_is_no_device_is_refused(device):
     assert not amp_ext.GradScaler(device, enabled=False).is_enabled()
 
 
+@pytest.mark.parametrize("name", ["enabled", "dynamic"])
+def test_a_flag_that_is_a_text_is_refused(name):
+    with pytest.raises(TypeError, match=f"^GradScaler: {name} must be a bool, got 'no'$"):
+        amp_ext.GradScaler("cpu", **{name: "no"})
+    for number in (0, 1):
+        amp_ext.GradScaler("cpu", **{name: number})
+    assert not amp_ext.GradScaler("cpu", enabled=0, dynamic="no").is_enabled()
+
+
 # scale
 
 
