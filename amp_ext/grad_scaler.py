@@ -27,7 +27,14 @@ from amp_ext.hand_over import (
 )
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.saved_dicts import check_is_dict, missing_entry
-from amp_ext.scaler_ranges import as_number, check_range, checked
+from amp_ext.scaler_ranges import (
+    as_number,
+    check_flag,
+    check_options,
+    check_process_group,
+    checked,
+    device_type_of,
+)
 from amp_ext.scaler_stats import ScalerReports
 from amp_ext.sharding import all_reduce_flags, local_grads
 
@@ -113,8 +120,8 @@ class GradScaler(ScalerReports):
             TypeError: If a number is no number, a flag is a text, ``device`` no device, or
                 ``process_group`` neither None nor a group that this process is a member of.
         """
-        _check_process_group(process_group)
-        _check_flag("enabled", enabled)
+        check_process_group(process_group)
+        check_flag("enabled", enabled)
         options: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -128,10 +135,10 @@ class GradScaler(ScalerReports):
         if enabled:
             options = {name: as_number("GradScaler", name, each) for name, each in options.items()}
         of_torch = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-        kind = _device_type(device, enabled)
+        kind = device_type_of(device, enabled)
         super().__init__(kind, **{name: options[name] for name in of_torch}, enabled=enabled)
         if self._enabled:
-            self._check_options(options, dynamic)
+            check_options(options, dynamic, self._device)
         self.process_group = process_group
         if not self._enabled:  # torch leaves these out, and its getters fail then
             self._scale = None
@@ -150,24 +157,6 @@ class GradScaler(ScalerReports):
         self._loss_scale = ops.LossScale(name_of_param) if self._enabled else None
         self._last_update = None
         self._handed_attributes = HandedAttributes()
-
-    def _check_options(self, options: dict[str, Any], dynamic: bool) -> None:
-        """Checks ranges; those of the factors that torch knows were checked by its constructor."""
-        _check_flag("dynamic", dynamic)
-        for name, option in options.items():
-            check_range("GradScaler", name, option)
-        smallest, largest = options["min_scale"], options["max_scale"]
-        if not smallest <= options["init_scale"] <= largest:
-            raise ValueError(
-                "GradScaler: init_scale must lie between min_scale and max_scale, got "
-                f"init_scale={options['init_scale']}, min_scale={smallest}, max_scale={largest}"
-            )
-        has_options = (smallest, largest, dynamic, options["hysteresis"]) != (0, math.inf, True, 1)
-        if has_options and self._device not in _DEVICE_TYPES:
-            raise ValueError(
-                "GradScaler: min_scale, max_scale, dynamic and hysteresis need device 'cuda' or "
-                f"'cpu', got {self._device!r}"
-            )
 
     @_disable_dynamo
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -588,35 +577,5 @@ def _spend(state: dict[str, Any]) -> None:
         state["stage"] = OptState.STEPPED
 
 
-def _device_type(device: Any, enabled: bool) -> Any:
-    """Returns the type of a device as torch names it; anything for a scaler that is disabled."""
-    if isinstance(device, torch.device):
-        return device.type
-    if isinstance(device, str):
-        with contextlib.suppress(RuntimeError):
-            return torch.device(device.lower()).type
-    if not enabled:
-        return device
-    text = f"GradScaler: device must be a type of device such as 'cuda' or 'cpu', got {device!r}"
-    if isinstance(device, str):
-        raise ValueError(text)
-    raise TypeError(f"{text}; init_scale comes after it")
-
-
 def _is_of_a_scaler(mapping: Mapping[Any, Any]) -> bool:
     return "scale" in mapping and "growth_factor" in mapping
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if isinstance(value, str):  # torch takes whatever has a truth value, and "no" is true
-        raise TypeError(f"GradScaler: {name} must be a bool, got {value!r}")
-
-
-def _check_process_group(group: Any) -> None:
-    if group is None:
-        return
-    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
-        raise TypeError(
-            "GradScaler: process_group must be None or a torch.distributed.ProcessGroup that this "
-            f"process is a member of, got {group!r}"
-        )

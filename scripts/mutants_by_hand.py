@@ -128,12 +128,12 @@ PYTHON = [
     Fault('state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()', "pass"),
     Fault("dict.fromkeys(parameters)", "list(parameters)", after="for param in "),
     # The optimizers.
-    Fault("*arguments, sum_of_squares)", "*arguments, None)"),
+    Fault("sums = look.sum_of_squares, look.squares_of_params", "pass"),
     # Checkpoints.
     # Parameters that are sharded.
     Fault(
-        "values[1 + index] = values[1 + index] + sum_of_squares.to(zero, non_blocking=True)",
-        "values[1 + index] = sum_of_squares.to(zero, non_blocking=True)",
+        "values[1 + index] = values[1 + index] + moved(sum_of_squares, zero.device)",
+        "values[1 + index] = moved(sum_of_squares, zero.device)",
     ),
     Fault("values[0].clamp(max=1.0).float()", "values[0].float()"),
 ]
