@@ -218,10 +218,12 @@ class GradScaler(ScalerReports):
             RuntimeError: If they were unscaled, also with another optimizer, or the optimizer
                 stepped, since the last update, or the iteration is spent, or one is complex.
             ValueError: If a gradient is float16.
+            TypeError: If it is no optimizer.
         """
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
+        _check_has_groups("unscale_", optimizer)
         state = self._state_of(optimizer)
         if "iteration" in state:
             state["iteration"].check_not_spent("unscale_")
@@ -330,16 +332,18 @@ class GradScaler(ScalerReports):
                 ``closure`` is given, a gradient is complex, or may not be as the optimizer expects
                 it: it came after ``unscale_``, or was written or replaced after a later
                 :meth:`scale`, and may still be scaled; or it was unscaled with another optimizer.
-            TypeError: If an object hides the optimizer that the scale is for.
+            TypeError: If it is no optimizer, or an object that hides the one that the scale is for.
         """
         if not self._enabled or "closure" in kwargs or self._scale is None:
             return super().step(optimizer, *args, **kwargs)  # passes through, or raises
+        is_older = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_older:
+            _check_has_groups("step", optimizer)
         state = self._state_of(optimizer)
         if "iteration" in state:
             state["iteration"].check_not_spent("step")
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
-        is_older = not getattr(optimizer, "_step_supports_amp_scaling", False)
         if is_older or state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)
         unscaling = unscaling_optimizer(optimizer)
@@ -567,6 +571,14 @@ _UNSCALE_GRADS = GradScaler._unscale_grads_
 def _takes_scaler(step: Any) -> bool:
     """Returns whether a ``step`` asks for the scaler itself, as torch's older way is."""
     return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _check_has_groups(operation: str, optimizer: Any) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"GradScaler.{operation}: optimizer must have param_groups, as a "
+            f"torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
 
 
 def _spend(state: dict[str, Any]) -> None:

@@ -114,6 +114,15 @@ def test_a_flag_that_is_a_text_is_refused(name):
     assert not amp_ext.GradScaler("cpu", enabled=0, dynamic="no").is_enabled()
 
 
+@pytest.mark.parametrize("name", ["step", "unscale_"])
+def test_what_is_no_optimizer_is_refused(name):
+    scaler = ready()
+    words = "optimizer must have param_groups, as a torch.optim.Optimizer, got Linear"
+    text = cases.error_of(TypeError, getattr(scaler, name), torch.nn.Linear(1, 1))
+    assert text == f"GradScaler.{name}: {words}"
+    assert not scaler._per_optimizer_states
+
+
 # scale
 
 
