@@ -108,13 +108,20 @@ def handle_nan_loss(
         scaler: Their scaler, or None.
 
     Raises:
-        TypeError: If ``loss`` is neither a tensor nor a number.
+        TypeError: If ``loss`` is neither a tensor nor a number, or a scaler is among the
+            optimizers.
     """
     loss = plain(loss)
     if not (isinstance(loss, Tensor) or is_number(loss)):
         raise TypeError(
             f"handle_nan_loss: loss must be a tensor or a number, got {type(loss).__name__}"
         )
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.amp.GradScaler):
+            raise TypeError(
+                "handle_nan_loss: optimizers must be those of the iteration, got "
+                f"{type(optimizer).__name__}: give it as scaler="
+            )
     if isinstance(loss, Tensor):
         values = loss.detach()
     else:

@@ -262,6 +262,15 @@ def test_a_loss_of_another_kind_is_refused_and_nothing_is_changed(loss):
     assert cases.grads_of(optimizer)
 
 
+@pytest.mark.parametrize("loss", [1.0, NAN])
+def test_a_scaler_in_the_place_of_an_optimizer_is_refused_and_nothing_is_changed(loss):
+    optimizer = filled(1.0)
+    text = "^handle_nan_loss: optimizers must be those of the iteration, got GradScaler: give it as"
+    with pytest.raises(TypeError, match=f"{text} scaler=$"):
+        amp_ext.handle_nan_loss(loss, optimizer, ready())
+    assert cases.grads_of(optimizer)
+
+
 def test_gradients_of_all_given_optimizers_are_dropped_and_of_no_other(device):
     optimizers = [filled(1.0, device) for _ in range(3)]
     scaler = amp_ext.GradScaler(device.type, 4.0)
