@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import pickle
 import random
 import re
 import shutil
@@ -103,6 +104,25 @@ def test_a_file_is_read_without_running_code_and_without_a_gpu(tmp_path):
     torch.save(content, path)
     if not torch.cuda.is_available():
         assert new().load(path) is None
+
+
+class Code:
+    """An object that makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_a_file_is_refused_and_does_not_run(tmp_path):
+    path, folder = tmp_path / "run.pt", tmp_path / "made"
+    trained(1).save(path)
+    torch.save(torch.load(path) | {"extra": Code(folder)}, path)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        new().load(path)
+    assert not folder.exists()
 
 
 def kinds_in(content: Any) -> set[type]:
