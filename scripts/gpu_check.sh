@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Uses a GPU to the full within nine minutes: builds for it, runs every test, the sanitizers and the
+# Uses a GPU to the full within nine minutes: builds for it, runs the tests of it, the sanitizers and the
 # benchmark, tries the kernels in other shapes, and leaves logs, report.json and a picture in one
 # folder. `make build/tune_kernels-sm_90` beforehand, on any machine with nvcc, saves a minute.
 #
@@ -78,12 +78,13 @@ step tuning-build 120 make "$tuning"
 step tuning 75 "$tuning"
 step benchmark 110 "${benchmark[@]}" --quick --json "$out/benchmark.json"
 step picture 30 "$python" benchmarks/plot.py "$out/benchmark.json" "$out/benchmark.png"
-step low-memory 75 "${benchmark[@]}" --filter 'split|(bf16|8bit) states' --json "$out/low-memory.json"
+step low-memory 75 "${benchmark[@]}" --json "$out/low-memory.json" \
+  --filter 'bf16 \+ split,|split8? \+ (bf16|8bit) states|bf16 \+ bf16 states|fp32 \+ 8bit states'
 # Graphs, streams, waiting, launches.
 step gpu-tests 100 "${pytest[@]}" tests/operations/test_gpu.py -v -rA --junitxml "$out/gpu-tests.xml" &
-# What only the emulator runs needs no GPU.
+# What the emulator and the CPU run needs no GPU.
 step suite 280 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" --junitxml "$out/suite.xml" \
-  -k 'not emulat' --ignore tests/operations/test_gpu.py tests &
+  -k 'not emulat and not cpu' --ignore tests/operations/test_gpu.py tests &
 for tool in memcheck racecheck synccheck initcheck; do
   options=()
   # PyTorch calls the driver with questions whose answer may be no.
