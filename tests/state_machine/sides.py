@@ -277,6 +277,8 @@ class Sides:
                 pair.left_behind = pair.twin.detach().float()
             value = refreshed_master(pair.left_behind, pair.mine.detach()).double()
             pair.is_stale = True
+        else:
+            pair.is_stale = False  # of the parameter a master will be made
         pair.twin.data.copy_(value)
 
     def assert_as_known(self) -> None:
