@@ -117,9 +117,8 @@ class Machine(Loops):
                 ParameterList([pair.mine]).to(DTYPES[dtype])
         if pair.mine.dtype != before:
             pair.is_converted = True
-            was_stale = pair.is_stale
             sides.wrote(group, pair)
-            if before.itemsize > 2 or was_stale:  # it had no master, or one that will follow it
+            if before.itemsize > 2:  # it had no master
                 pair.twin.data.copy_(pair.mine.detach())
         pair.seen = None
         pair.take_grad()
