@@ -200,7 +200,7 @@ class ShardedOver:
         sums_squares: bool = False,
         squares_of_params: Iterable[tuple[int, Tensor]] = (),
         params: int = 0,
-    ) -> tuple[dict[torch.device, Tensor], Tensor, Tensor]:
+    ) -> tuple[dict[torch.device, Tensor], Tensor, Tensor | None]:
         """Lets all ranks agree, in one collective for each group.
 
         Args:
@@ -216,7 +216,8 @@ class ShardedOver:
         Returns:
             For each device of the findings, or for that of ``found_inf`` if there are none, one
             float32, 1 if any rank has found something; one float64, the sum over all partitions,
-            and one for each parameter, likewise, both on the device of the mesh.
+            and one for each parameter, likewise, both on the device of the mesh; None in place of
+            the latter if they are not wanted.
 
         Raises:
             RuntimeError: If a collective fails, as when a rank has died.
@@ -228,7 +229,7 @@ class ShardedOver:
         for index, sum_of_squares in sums if sums_squares else ():
             values[1 + index] = values[1 + index] + moved(sum_of_squares, zero.device)
         # Of each parameter the squares, and whether there is a gradient.
-        squares = [zero.new_zeros(2, params) for _ in self._partitions]
+        squares = [zero.new_zeros(2, params) for _ in self._partitions] if params else []
         for index, local in squares_of_params:
             here = moved(local, zero.device)
             has_grad = ~here.isnan()
@@ -238,18 +239,19 @@ class ShardedOver:
             members = [index for names, index in self._partitions.items() if name in names]
             chosen = [0, *(1 + index for index in members if sums_squares)]
             parts = [values[index].reshape(1) for index in chosen]
-            parts += [squares[index].reshape(-1) for index in members]
+            parts += [squares[index].reshape(-1) for index in members if params]
             packed = torch.cat(parts)
             _all_reduce(packed, torch.distributed.ReduceOp.SUM, group)
-            sizes = [part.numel() for part in parts]
-            reduced = packed.split(sizes)
-            for index, value in zip(chosen, reduced, strict=False):
+            reduced = packed.split([part.numel() for part in parts])
+            for index, value in zip(chosen, reduced[: len(chosen)], strict=True):
                 values[index] = value.reshape(())
-            for index, value in zip(members, reduced[len(chosen) :], strict=True):
+            for index, value in zip(members if params else (), reduced[len(chosen) :], strict=True):
                 squares[index] = value.reshape(2, params)
         everywhere = values[0].clamp(max=1.0).float()
         devices = [flag.device for flag in findings] or [found_inf.device]
         flags = {device: moved(everywhere, device) for device in devices}
+        if not params:
+            return flags, sum(values[1:], zero), None
         of_params, ranks = sum(squares, zero.new_zeros(2, params))
         return flags, sum(values[1:], zero), of_params.where(ranks != 0, math.nan)
 

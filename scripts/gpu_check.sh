@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Uses a GPU to the full within nine minutes: builds for it, runs the tests of it, the sanitizers and the
+# Uses a GPU to the full within nine minutes: builds for it, runs its tests, the sanitizers and the
 # benchmark, tries the kernels in other shapes, and leaves logs, report.json and a picture in one
 # folder. `make build/tune_kernels-sm_90` beforehand, on any machine with nvcc, saves a minute.
 #

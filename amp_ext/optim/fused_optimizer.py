@@ -128,8 +128,8 @@ class FusedOptimizer(SavedOptimizer):
 
         Such a step would read scaled gradients, and need not skip after an overflow. A class whose
         step does both, as one that only calls its parent's, sets ``_step_supports_amp_scaling``
-        itself. A wrapper that
-        is mixed in, as Lightning's, hands over to the step of the optimizer that it wraps.
+        itself. A wrapper that is mixed in, as Lightning's, hands over to the step of the optimizer
+        that it wraps.
         """
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
@@ -409,7 +409,7 @@ class FusedOptimizer(SavedOptimizer):
             flags,
             first_nonfinites,
             sum_of_squares if sums_squares else None,
-            squares_of_params if tracks else None,
+            squares_of_params,
         )
 
     def named_grad_norms(self) -> dict[str, float]:
