@@ -84,14 +84,14 @@ struct TensorTable {
     first_tile[index] = tiles;
     group[index] = record_group;
     dither.add(index, record);
-    tiles += static_cast<int32_t>((record.numel + tile_size - 1) / tile_size);
+    tiles += static_cast<int32_t>(tiles_of(index));
     return index;
   }
 
   // One for each tile, and one at least: a block advances the steps of tensors without elements.
   int64_t blocks() const { return std::max(tiles, 1); }
 
-  __device__ int64_t tiles_of(int tensor) const {
+  AMP_EXT_INLINE int64_t tiles_of(int tensor) const {
     return (numel[tensor] + tile_size - 1) / tile_size;
   }
 

@@ -34,6 +34,16 @@ at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_
 
 }  // namespace
 
+// The sum of squares of all looks, on a device; undefined if there was none.
+at::Tensor Plan::sum_of_looks(const std::vector<Look>& looks, const at::Device& device) {
+  at::Tensor sum;
+  for (const Look& look : looks) {
+    const at::Tensor here = moved(look.result.sum_of_squares, device);
+    sum = sum.defined() ? sum.add(here) : here;
+  }
+  return sum;
+}
+
 std::string Plan::Progress::text() const {
   std::string text = c10::str(stepped, " of ", params, " parameters have been stepped");
   if (stepped_in_part > 0) text += c10::str(", and ", stepped_in_part, " in part");
@@ -278,13 +288,9 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& 
                        const TrackedNorms& tracked, bool is_written) {
   const bool is_wanted = options.max_grad_norm.has_value() || tracked.are_wanted;
   if (is_wanted && options.grad_norm.has_value() && !is_written) {
-    const at::Device device = options.grad_norm->device();
-    at::Tensor sum = options.sum_of_squares.value_or(at::Tensor());
-    for (const Look& look : looks) {
-      if (options.sum_of_squares.has_value()) break;
-      const at::Tensor here = moved(look.result.sum_of_squares, device);
-      sum = sum.defined() ? sum.add(here) : here;
-    }
+    const at::Tensor sum = options.sum_of_squares.has_value()
+                               ? *options.sum_of_squares
+                               : sum_of_looks(looks, options.grad_norm->device());
     if (sum.defined()) {
       options.grad_norm->copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
     } else {
@@ -383,11 +389,7 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
   if (clips && options.sum_of_squares.has_value()) {
     inputs.sum_of_squares = moved(*options.sum_of_squares, device).to(at::kDouble);
   } else if (clips) {
-    for (const Look& look : looks) {
-      const at::Tensor here = moved(look.result.sum_of_squares, device);
-      at::Tensor& sum = inputs.sum_of_squares;
-      sum = sum.defined() ? sum.add(here) : here;
-    }
+    inputs.sum_of_squares = sum_of_looks(looks, device);
   }
   inputs.pointers = {float_data(inputs.grad_scale), float_data(inputs.found_inf),
                      clips ? inputs.sum_of_squares.const_data_ptr<double>() : nullptr,

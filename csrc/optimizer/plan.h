@@ -174,7 +174,7 @@ class AMP_EXT_API Plan {
 
  private:
   // A parameter as it was when its master was last rounded to it. It is kept over a new listing:
-  // a parameter that is still like that was not written, so a master that was goes before it.
+  // a parameter that is as it was then has not been written, so a master that has been counts.
   struct RoundedParam {
     SeenTensor param;
     Fingerprint fingerprint;
@@ -235,6 +235,7 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   void take_norms(GradientOptions& options, const TrackedNorms& tracked);
+  static at::Tensor sum_of_looks(const std::vector<Look>& looks, const at::Device& device);
   void write_norms(const GradientOptions& options, const std::vector<Look>& looks,
                    const TrackedNorms& tracked, bool is_written);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
@@ -273,8 +274,8 @@ class AMP_EXT_API Plan {
   // By Param::object, as of the rows that were dropped last.
   std::unordered_map<const void*, RoundedParam> rounded_params_;
   std::unordered_map<const void*, ScaledGrad> scaled_grads_;
-  bool has_grad_norm_ = false;  // whether the last step has written it; likewise
-  bool has_grad_norms_ = false;
+  bool has_grad_norm_ = false;   // whether the last step wanted grad_norm_
+  bool has_grad_norms_ = false;  // whether it wanted grad_norms_
   at::Tensor grad_norm_;
   at::Tensor grad_norms_;
   std::vector<optim::Kept> kept_;  // by group, when the rows were listed
