@@ -28,6 +28,7 @@ from amp_ext.hand_over import (
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.saved_dicts import check_is_dict, missing_entry
 from amp_ext.scaler_ranges import (
+    DEVICE_TYPES,
     as_number,
     check_flag,
     check_options,
@@ -37,8 +38,6 @@ from amp_ext.scaler_ranges import (
 )
 from amp_ext.scaler_stats import ScalerReports
 from amp_ext.sharding import all_reduce_flags, local_grads
-
-_DEVICE_TYPES = ("cpu", "cuda")
 
 _TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
 
@@ -464,7 +463,7 @@ class GradScaler(ScalerReports):
         elif new_scale is not None:
             new_scale = float(checked("GradScaler.update", "new_scale", new_scale))
         news = None
-        if scale.device.type in _DEVICE_TYPES:
+        if scale.device.type in DEVICE_TYPES:
             news = self._update_from_looks(new_scale)
         if news is None:
             super().update(

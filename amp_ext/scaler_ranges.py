@@ -13,6 +13,7 @@ from amp_ext import ops
 from amp_ext.plain_numbers import is_number, plain
 
 __all__ = [
+    "DEVICE_TYPES",
     "as_number",
     "check_flag",
     "check_options",
@@ -23,6 +24,9 @@ __all__ = [
 ]
 
 _COUNTS = ("growth_interval", "hysteresis", "warn_after", "_growth_tracker", "_hysteresis_tracker")
+#: Types of devices on which scales follow limits, and looks are ours.
+DEVICE_TYPES = ("cpu", "cuda")
+
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -97,7 +101,7 @@ def check_options(options: dict[str, Any], dynamic: Any, device: str) -> None:
             f"init_scale={options['init_scale']}, min_scale={smallest}, max_scale={largest}"
         )
     has_options = (smallest, largest, dynamic, options["hysteresis"]) != (0, math.inf, True, 1)
-    if has_options and device not in ("cuda", "cpu"):
+    if has_options and device not in DEVICE_TYPES:
         raise ValueError(
             "GradScaler: min_scale, max_scale, dynamic and hysteresis need device 'cuda' or "
             f"'cpu', got {device!r}"
