@@ -103,6 +103,7 @@ class LossScale:
     def history(self) -> tuple[int, list[float], list[bool]]: ...
 
 class Plan:  # what an optimizer knows of its parameters and states, as long as it lives
+    has_landed: Tensor | None  # whether the last step was taken, while landings are followed
     failure: str  # how far the step came that failed; empty if none has
     note_of_failure: str  # with what to do
     def __init__(
@@ -113,6 +114,7 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
         failure: str,
     ) -> None: ...
     def forget(self) -> None: ...
+    def follow_landings(self) -> None: ...
     # For each parameter its group, its index there, itself, its partition if it is sharded, and
     # where its first element stands in the whole.
     def list_params(

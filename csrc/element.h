@@ -23,6 +23,9 @@ struct GradientFactor {
   bool skip;
   bool skip_nonfinite;
 
+  // As a step leaves it for those who follow it on the device.
+  AMP_EXT_INLINE float has_landed() const { return skip ? 0.0f : 1.0f; }
+
   static AMP_EXT_INLINE GradientFactor read(const GradientInputs& inputs) {
     // Loaded before the first is used: a GPU then waits once.
     const bool overflow = inputs.found_inf != nullptr && *inputs.found_inf != 0.0f;

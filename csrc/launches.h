@@ -93,6 +93,8 @@ struct StepLaunch {
   GradientInputs inputs;
   float* grad_norm;   // [1], written with the norm, or null
   bool* is_launched;  // [count], all false: set for those whose kernel was launched
+  // [1], written with 1 where the step is taken and with 0 where it is skipped, or null.
+  float* has_landed = nullptr;
 };
 
 // A look at gradients, which are only read.

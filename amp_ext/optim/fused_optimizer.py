@@ -438,6 +438,22 @@ class FusedOptimizer(SavedOptimizer):
             if id(param) in names and not math.isnan(norm)
         }
 
+    def follow_landings(self) -> None:
+        """Lets every step from now on leave on the device whether it was taken.
+
+        Steps of an optimizer that nobody follows write nothing for it.
+        """
+        self._plan.compiled.follow_landings()
+
+    @property
+    def has_landed(self) -> Tensor | None:
+        """1 if the last step was taken, 0 if it was skipped or no parameter had a gradient.
+
+        One float32 on the device of the first parameter, which later steps write anew. None before
+        the first step that was followed (:meth:`follow_landings`).
+        """
+        return self._plan.compiled.has_landed
+
     def accept_hand_over(self, hand_over: HandOver | None) -> None:
         """Takes what the next step needs of a scaler.
 

@@ -35,6 +35,7 @@ int64_t Launcher::least_in_parallel(const TileMap& tiles, const Work& work) cons
 void Launcher::step(const StepLaunch& launch) const {
   const GradientFactor factor = GradientFactor::read(launch.inputs);
   if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
+  if (launch.has_landed != nullptr) *launch.has_landed = factor.has_landed();
   if (factor.skip) return;
   const TileMap tiles = tiles_of(launch.records, launch.count);
   least_in_parallel(tiles, [&](int64_t begin, int64_t end) {

@@ -303,13 +303,14 @@ template <typename Functor, typename Streams, typename Shape>
 struct StepArguments {
   using Hyperparameters = typename Functor::Hyperparameters;
   static constexpr int kOtherBytes = kMaxGroups * sizeof(Hyperparameters) + sizeof(int64_t) +
-                                     sizeof(GradientInputs) + 2 * sizeof(void*);
+                                     sizeof(GradientInputs) + 3 * sizeof(void*);
 
   TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::kMayDither> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
   GradientInputs inputs;
   float* grad_norm;         // [1], written with the norm, or null
+  float* has_landed;        // [1], written with 1 or 0, or null
   uint32_t* block_counter;  // null: no tensor has a step
 };
 
@@ -335,6 +336,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const double lr = Constants::read_lr(group);
     const GradientFactor factor = GradientFactor::read(arguments.inputs);
     if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
+    if (tile == 0 && arguments.has_landed != nullptr) *arguments.has_landed = factor.has_landed();
     block.skip = factor.skip;
     if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
   }
@@ -393,6 +395,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     arguments.number_of_groups = 0;
     arguments.inputs = launch_of_all.inputs;
     arguments.grad_norm = launch_of_all.grad_norm;
+    arguments.has_landed = launch_of_all.has_landed;
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {

@@ -78,7 +78,10 @@ Plan::Use::~Use() {
   plan_.user_ = std::thread::id();
 }
 
-void Plan::take_scaled_grads(const Plan& before) { scaled_grads_ = before.scaled_grads(); }
+void Plan::take_scaled_grads(const Plan& before) {
+  scaled_grads_ = before.scaled_grads();
+  follows_landings_ = before.follows_landings_;
+}
 
 void Plan::forget() {
   must_forget_ = user_.load() != std::thread::id();
@@ -234,8 +237,12 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   bool looks_are_new = false;
   const std::vector<Look> looks = looks_for_step(options, tracked, looks_are_new);
   std::vector<Batch> all = batches();
+  const at::Tensor landed = take_landed(all);
   for (Batch& batch : all) {
     batch.inputs = inputs_on(batch.device, options, looks, looks_are_new);
+    if (landed.defined() && landed.device() == batch.device) {
+      batch.inputs.has_landed = landed.mutable_data_ptr<float>();
+    }
     batch.is_skipped = host_knows_of_skip(batch.device, batch.inputs.pointers);
     if (batch.is_skipped) continue;
     batch.lrs = lrs_on(batch.device, table);
@@ -251,10 +258,16 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     for (const Batch& batch : all) {
       if (!batch.is_skipped) {
         step_batch(batch, table);
-      } else if (batch.inputs.grad_norm != nullptr) {
-        *batch.inputs.grad_norm = GradientFactor::read(batch.inputs.pointers).grad_norm;
+        continue;
       }
+      const GradientFactor factor = GradientFactor::read(batch.inputs.pointers);
+      if (batch.inputs.grad_norm != nullptr) *batch.inputs.grad_norm = factor.grad_norm;
+      if (batch.inputs.has_landed != nullptr) *batch.inputs.has_landed = factor.has_landed();
     }
+    if (landed.defined() && !landed.is_same(has_landed_)) {
+      has_landed_.copy_(landed, /*non_blocking=*/true);
+    }
+    ++steps_;
     remember_masters();
     if (options.grad_scale.has_value() && checks_.naming == Naming::kGroups) {
       remember_scaled_grads(/*are_as_seen=*/!looks.empty());
@@ -280,6 +293,24 @@ void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
   if (has_grad_norm_) allocate(grad_norm_, {});
   if (has_grad_norms_) allocate(grad_norms_, {number_of_params()});
   if (has_grad_norm_ && grad_norm_.defined()) options.grad_norm = grad_norm_;
+}
+
+// Where the step leaves whether it has landed: in `has_landed_`, or, where no batch is on the
+// device of that, beside a batch. Undefined where nobody follows. A captured graph may write
+// `has_landed_` for as long as the plan lives.
+at::Tensor Plan::take_landed(const std::vector<Batch>& batches) {
+  if (!follows_landings_ || checks_.naming != Naming::kGroups || rows_.empty()) return {};
+  const at::Device device = rows_.front().param().device();
+  const OutsideInferenceMode normal;
+  const auto options = at::TensorOptions(device).dtype(at::kFloat);
+  if (!has_landed_.defined() || has_landed_.device() != device) {
+    has_landed_ = at::zeros({}, options);
+  }
+  if (batches.empty()) has_landed_.zero_();
+  const bool is_here =
+      batches.empty() || std::any_of(batches.begin(), batches.end(),
+                                     [&](const Batch& batch) { return batch.device == device; });
+  return is_here ? has_landed_ : at::zeros({}, options.device(batches.front().device));
 }
 
 // Writes the norms that no kernel writes: that of each gradient, and that of all of them where
@@ -454,7 +485,8 @@ void Plan::step_batch(const Batch& batch, GroupTable& table) {
                           table.hyperparameters.get(),
                           inputs.pointers,
                           inputs.grad_norm,
-                          batch.is_launched.get()};
+                          batch.is_launched.get(),
+                          inputs.has_landed};
   std::exception_ptr failure;
   try {
     engine_of(batch.device).step(batch.device, launch, scratch_);

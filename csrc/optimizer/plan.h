@@ -101,8 +101,8 @@ class AMP_EXT_API Plan {
   // Of lists of tensors, for one step, with the names of the lists of buffers.
   Plan(std::string operation, std::vector<std::string> buffer_lists);
 
-  // Takes over from the plan of the same optimizer which gradients still carry a scale, and nothing
-  // else: its states are gone.
+  // Takes over from the plan of the same optimizer which gradients still carry a scale, and whether
+  // its landings are followed, and nothing else: its states are gone.
   void take_scaled_grads(const Plan& before);
 
   // Drops parameters and states, at the end of the use if there is one. Fingerprints of parameters
@@ -169,6 +169,13 @@ class AMP_EXT_API Plan {
 
   // Norm of the unscaled gradients at the last step; undefined where none was wanted.
   at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
+  // Lets every step from now on leave `has_landed`.
+  void follow_landings() { follows_landings_ = true; }
+  // One float32 on the device of the first parameter: 1 if the last step was taken, 0 if it was
+  // skipped or found no gradient. Undefined before the first step that was followed.
+  at::Tensor has_landed() const { return has_landed_; }
+  // How many steps have come to their end, taken or skipped.
+  int64_t steps() const { return steps_; }
   // The norm of each, [parameters] float32; undefined where they are not tracked.
   at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
@@ -207,7 +214,8 @@ class AMP_EXT_API Plan {
     at::Tensor found_inf;
     at::Tensor sum_of_squares;
     GradientInputs pointers;
-    float* grad_norm;  // [1], or null
+    float* grad_norm;   // [1], or null
+    float* has_landed;  // [1], or null
   };
 
   // A learning rate as the engine of one device reads it: from there, or a number.
@@ -236,6 +244,7 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   void take_norms(GradientOptions& options, const TrackedNorms& tracked);
   static at::Tensor sum_of_looks(const std::vector<Look>& looks, const at::Device& device);
+  at::Tensor take_landed(const std::vector<Batch>& batches);
   void write_norms(const GradientOptions& options, const std::vector<Look>& looks,
                    const TrackedNorms& tracked, bool is_written);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
@@ -278,6 +287,9 @@ class AMP_EXT_API Plan {
   bool has_grad_norms_ = false;  // whether it wanted grad_norms_
   at::Tensor grad_norm_;
   at::Tensor grad_norms_;
+  bool follows_landings_ = false;
+  at::Tensor has_landed_;
+  int64_t steps_ = 0;
   std::vector<optim::Kept> kept_;  // by group, when the rows were listed
   std::vector<Row> rows_;
   bool has_shards_ = false;

@@ -297,6 +297,9 @@ void define_plan(py::module_& module) {
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("hand_over"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
+      .def("follow_landings", [](PlanOfPython& self) { self.plan.follow_landings(); })
+      .def_property_readonly(
+          "has_landed", [](const PlanOfPython& self) { return if_defined(self.plan.has_landed()); })
       .def_property_readonly("failure",
                              [](const PlanOfPython& self) { return self.plan.failure(); })
       .def_property_readonly("note_of_failure",

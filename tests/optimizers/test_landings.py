@@ -1,0 +1,81 @@
+"""Whether the last step was taken, which it leaves on the device for those who follow it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness.awkward import BF16, F16, F32, INF
+from torch.nn import Parameter
+
+import amp_ext
+
+
+def optimizer_of(device: torch.device, *dtypes: torch.dtype, **options: Any) -> Any:
+    """An SGD over a parameter of each dtype, whose landings are followed."""
+    params = [Parameter(torch.ones(5, device=device, dtype=dtype)) for dtype in dtypes]
+    optimizer = amp_ext.optim.SGD(params, lr=0.1, **options)
+    optimizer.follow_landings()
+    return optimizer
+
+
+def give_grads(optimizer: Any, *values: float | None) -> None:
+    for param, value in zip(optimizer.param_groups[0]["params"], values, strict=True):
+        param.grad = None if value is None else torch.full_like(param, value)
+
+
+@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0}], ids=["", "clipped"])
+@pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, torch.amp.GradScaler])
+def test_it_is_0_after_an_overflow_and_1_after_a_step(scaler_class, clipping, device):
+    optimizer = optimizer_of(device, F32, F32, **clipping)
+    scaler = scaler_class(device.type, init_scale=8.0)
+    scaler.scale(torch.zeros((), device=device))
+    assert optimizer.has_landed is None
+    for bad, landed in [(1.0, 1.0), (INF, 0.0), (INF, 0.0), (2.0, 1.0)]:
+        give_grads(optimizer, 1.0, bad)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.has_landed.item() == landed
+
+
+def test_it_is_0_without_a_finite_inverse_of_the_scale_and_without_a_gradient(device):
+    optimizer = optimizer_of(device, F32, F16)
+    for values, scale, landed in [
+        ((None, None), 1.0, 0.0),
+        ((None, 1.0), 1.0, 1.0),
+        ((1.0, 1.0), 0.0, 0.0),
+        ((1.0, None), 2.0, 1.0),
+        ((None, None), 1.0, 0.0),
+    ]:
+        give_grads(optimizer, *values)
+        optimizer.grad_scale = torch.tensor(scale, device=device)
+        optimizer.step()
+        assert optimizer.has_landed.item() == landed
+
+
+def test_norms_beside_it_are_as_without_it(device):
+    """Which a look has measured, where nothing is clipped by them."""
+    optimizer = optimizer_of(device, F32, BF16, track_grad_norms=True)
+    give_grads(optimizer, 2.0, 2.0)
+    optimizer.step()
+    assert optimizer.grad_norm.item() == pytest.approx(40**0.5)
+    assert optimizer.has_landed.item() == 1.0
+
+
+def test_it_stays_where_it_is_and_followers_outlive_a_load(device):
+    optimizer = optimizer_of(device, F32)
+    give_grads(optimizer, 1.0)
+    optimizer.step()
+    word = optimizer.has_landed
+    optimizer.step()
+    assert optimizer.has_landed is not None
+    assert optimizer.has_landed.data_ptr() == word.data_ptr()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.has_landed.item() == 1.0
+    other = copy.deepcopy(optimizer)
+    give_grads(other, 1.0)
+    other.step()
+    assert other.has_landed is None, "nobody follows the copy"
