@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     ListedParam = _C.ListedParam
     OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription
+    NormStatistics = _C.NormStatistics
     Plan = _C.Plan
 
 __all__ = [
@@ -115,6 +116,7 @@ _OTHERS = (
     "LossScale",
     "MASTER_KEYS",
     "NO_TENSOR",
+    "NormStatistics",
     "OptimizerDescription",
     "OptionDescription",
     "Plan",

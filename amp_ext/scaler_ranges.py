@@ -1,4 +1,4 @@
-"""What a gradient scaler is given, checked by name."""
+"""What a gradient scaler or a guard of norms is given, checked by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ __all__ = [
     "device_type_of",
 ]
 
-_COUNTS = ("growth_interval", "hysteresis", "warn_after", "_growth_tracker", "_hysteresis_tracker")
+_COUNTS = (
+    *("growth_interval", "hysteresis", "warn_after", "_growth_tracker", "_hysteresis_tracker"),
+    *("window", "warmup_steps", "patience", "norms", "entered", "outliers", "nonfinite"),
+    *("last_outlier", "outliers_in_row", "count"),
+)
 #: Types of devices on which scales follow limits, and looks are ours.
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -129,12 +133,17 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"GradScaler: {name} must be a bool, got {value!r}")
 
 
-def check_process_group(group: Any) -> None:
-    """Refuses what is neither None nor a group that this process is a member of."""
+def check_process_group(group: Any, operation: str = "GradScaler") -> None:
+    """Refuses what is neither None nor a group that this process is a member of.
+
+    Args:
+        group: What was given.
+        operation: What the error begins with.
+    """
     if group is None:
         return
     if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
         raise TypeError(
-            "GradScaler: process_group must be None or a torch.distributed.ProcessGroup that this "
-            f"process is a member of, got {group!r}"
+            f"{operation}: process_group must be None or a torch.distributed.ProcessGroup that "
+            f"this process is a member of, got {group!r}"
         )

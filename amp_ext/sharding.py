@@ -303,9 +303,7 @@ def all_reduce_flags(
     Raises:
         RuntimeError: If the collective fails, as when a rank has died.
     """
-    taken = [kind.type for kind in group._device_types]
-    is_taken = scale.device.type in taken or not taken
-    meeting_point = scale.device if is_taken else torch.device(taken[0])
+    meeting_point = _meeting_point(scale.device, group)
     worst = torch.zeros((), dtype=torch.float32, device=meeting_point)
     for flag in flags.values():
         worst = torch.maximum(worst, moved(flag.reshape(()), meeting_point).to(worst))
@@ -318,6 +316,28 @@ def all_reduce_flags(
     devices = flags or [scale.device]
     agreed = {device: moved(worst, device).clone() for device in devices}
     return agreed, differ
+
+
+@torch.no_grad()
+def sum_over_ranks(value: Tensor, group: Any) -> Tensor:
+    """Returns the sum of a number over the ranks of a group, in one collective.
+
+    Args:
+        value: One number.
+        group: The process group.
+
+    Raises:
+        RuntimeError: If the collective fails, as when a rank has died.
+    """
+    total = moved(value, _meeting_point(value.device, group)).clone()
+    _all_reduce(total, torch.distributed.ReduceOp.SUM, group)
+    return moved(total, value.device)
+
+
+def _meeting_point(device: torch.device, group: Any) -> torch.device:
+    """Returns where the ranks of a group can meet: a device, if the group takes its type."""
+    taken = [kind.type for kind in group._device_types]
+    return device if device.type in taken or not taken else torch.device(taken[0])
 
 
 def _all_reduce(values: Tensor, operation: Any, group: Any) -> None:

@@ -19,8 +19,9 @@ struct GradientFactor {
   float inv_scale;
   float clip_coefficient;
   double clip_coefficient64;  // of float64 gradients
-  float grad_norm;            // of the unscaled gradients, if it is clipped by
-  bool skip;
+  float grad_norm;            // of the unscaled gradients, if it is asked for
+  bool overflow;
+  bool skip;  // after an overflow, or because a guard says so
   bool skip_nonfinite;
 
   // As a step leaves it for those who follow it on the device.
@@ -31,19 +32,38 @@ struct GradientFactor {
     const bool overflow = inputs.found_inf != nullptr && *inputs.found_inf != 0.0f;
     const float scale = inputs.grad_scale != nullptr ? *inputs.grad_scale : 1.0f;
     const double sum_of_squares = inputs.sum_of_squares != nullptr ? *inputs.sum_of_squares : 0.0;
-    GradientFactor factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite};
-    if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
-    factor.skip = overflow || !is_finite(factor.inv_scale);
-    if (inputs.sum_of_squares != nullptr) {
-      const double norm = std::sqrt(sum_of_squares) * factor.inv_scale;
-      factor.grad_norm = static_cast<float>(norm);
-      factor.clip_coefficient = amp_ext::clip_coefficient(inputs.max_grad_norm, factor.grad_norm);
-      // Norm and coefficient may be too large and too small for a float32.
-      const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
-      factor.clip_coefficient64 =
-          fits ? factor.clip_coefficient : amp_ext::clip_coefficient(inputs.max_grad_norm, norm);
+    double max_norm = inputs.max_grad_norm;
+    double limit = 0.0;
+    bool clips_outliers = false;
+    if (inputs.guard != nullptr) {
+      limit = inputs.guard->limit;
+      clips_outliers = inputs.guard->hyperparameters.clips;
     }
+    GradientFactor factor{1.0f, 1.0f, 1.0, 0.0f, false, false, inputs.skip_nonfinite};
+    if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
+    factor.overflow = factor.skip = overflow || !is_finite(factor.inv_scale);
+    if (inputs.sum_of_squares == nullptr) return factor;
+    const double norm = std::sqrt(sum_of_squares) * factor.inv_scale;
+    factor.grad_norm = static_cast<float>(norm);
+    if (inputs.guard != nullptr) {
+      const bool is_out = is_outlier(factor.grad_norm, limit);
+      if (is_out && clips_outliers && limit < max_norm) max_norm = limit;
+      const bool is_unknown = !is_finite(factor.grad_norm) && !inputs.skip_nonfinite;
+      factor.skip |= is_unknown || (is_out && !clips_outliers);
+      if (!is_finite(max_norm)) return factor;
+    }
+    factor.clip_coefficient = amp_ext::clip_coefficient(max_norm, factor.grad_norm);
+    // Norm and coefficient may be too large and too small for a float32.
+    const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
+    factor.clip_coefficient64 =
+        fits ? factor.clip_coefficient : amp_ext::clip_coefficient(max_norm, norm);
     return factor;
+  }
+
+  // Lets the guard of a step count its norm, when nobody reads these inputs any more.
+  static AMP_EXT_INLINE void end_guarded_step(const GradientInputs& inputs) {
+    const GradientFactor factor = read(inputs);
+    amp_ext::end_guarded_step(factor.grad_norm, factor.overflow, factor.skip, *inputs.guard);
   }
 };
 

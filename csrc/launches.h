@@ -9,6 +9,8 @@
 
 #include "elements/clipping.h"
 #include "elements/loss_scale.h"
+#include "elements/mirror.h"
+#include "elements/norm_guard.h"
 #include "elements/numbers.h"
 #include "elements/numeric.h"
 #include "elements/scaler_report.h"
@@ -76,12 +78,12 @@ bool has_kinds(const TensorRecord& record) {
 
 // What a step reads from the device before it touches a gradient.
 struct GradientInputs {
-  const float* grad_scale = nullptr;  // [1], or null: gradients are not scaled
-  const float* found_inf = nullptr;   // [1], or null; anything but 0: the step does nothing
-  const double* sum_of_squares =
-      nullptr;                  // [1], of the scaled gradients; null: no clipping by norm
-  double max_grad_norm = 0.0;   // of the unscaled gradients
-  bool skip_nonfinite = false;  // leaves elements alone whose gradient is inf or NaN
+  const float* grad_scale = nullptr;       // [1], or null: gradients are not scaled
+  const float* found_inf = nullptr;        // [1], or null; anything but 0: the step does nothing
+  const double* sum_of_squares = nullptr;  // [1], of the scaled gradients; null: nobody asks
+  double max_grad_norm = std::numeric_limits<double>::infinity();  // of the unscaled gradients
+  bool skip_nonfinite = false;       // leaves elements alone whose gradient is inf or NaN
+  NormGuardMemory* guard = nullptr;  // [1], beside sum_of_squares: judges the norm; or null
 };
 
 // One optimizer step over many tensors.
@@ -93,6 +95,7 @@ struct StepLaunch {
   GradientInputs inputs;
   float* grad_norm;   // [1], written with the norm, or null
   bool* is_launched;  // [count], all false: set for those whose kernel was launched
+  bool ends_guarded;  // whether the last kernel lets the guard count the norm
   // [1], written with 1 where the step is taken and with 0 where it is skipped, or null.
   float* has_landed = nullptr;
 };
@@ -127,14 +130,6 @@ struct ReportMemory {
     if (copier == 0) mirror->history[newest] = report->history[newest];
     copy_words(optimizers, optimizers_mirror, copier,
                number_of_optimizers * sizeof(OptimizerReport) / sizeof(int64_t), copiers);
-  }
-
- private:
-  static AMP_EXT_INLINE void copy_words(const void* from, void* to, int64_t first, int64_t words,
-                                        int64_t stride) {
-    for (int64_t i = first; i < words; i += stride) {
-      static_cast<volatile int64_t*>(to)[i] = static_cast<const int64_t*>(from)[i];
-    }
   }
 };
 

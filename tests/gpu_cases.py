@@ -134,13 +134,20 @@ def strided(device: torch.device) -> Tensors:
     return [*lists["params"], *lists["momentum_buffers"], found_inf]
 
 
-def training(optimizer_class: type, dtype: torch.dtype, **options: Any) -> Case:
-    """Returns a case of our scaler over our optimizer, with an overflow on the way."""
+def training(
+    optimizer_class: type, dtype: torch.dtype, guards: bool = False, **options: Any
+) -> Case:
+    """Returns a case of our scaler over our optimizer, with an overflow on the way.
+
+    A guard skips the last step.
+    """
 
     def case(device: torch.device) -> Tensors:
         params = [Parameter(value) for value in placed(randoms(dtype), device)]
         groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}]
         optimizer = optimizer_class(groups, lr=0.05, **options)
+        guard = amp_ext.optim.NormGuard(warmup_steps=2)
+        optimizer.norm_guard = guard if guards else None
         scaler = amp_ext.GradScaler(device.type, init_scale=8.0, growth_interval=2)
         scaler.scale(scalar(1.0, device))
         scales = []
@@ -148,13 +155,16 @@ def training(optimizer_class: type, dtype: torch.dtype, **options: Any) -> Case:
             values = randoms(dtype)
             if iteration == 2:
                 values[4][7] = INF
+            if guards and iteration == 4:
+                values = [64 * value for value in values]
             for param, grad in zip(params, placed(values, device), strict=True):
                 param.grad = grad
             scaler.step(optimizer)
             scaler.update()
             scales.append(scalar(scaler.get_scale(), device))
         states = [optimizer.state[param] for param in params]
-        return [*params, *(state[name] for state in states for name in state), *scales]
+        outliers = scalar(guard.stats(wait=True).outliers, device)
+        return [*params, *(state[name] for state in states for name in state), *scales, outliers]
 
     return case
 
@@ -185,6 +195,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     yield "training-adamw-fp16", training(amp_ext.optim.AdamW, F16)
     yield "training-adam-fp32", training(amp_ext.optim.Adam, F32)
     yield "training-adam-norms", training(amp_ext.optim.Adam, F32, track_grad_norms=True)
+    yield "training-adamw-guard", training(amp_ext.optim.AdamW, F16, guards=True)
     momentum = {"momentum": 0.9, "dampening": 0.1}
     yield "training-momentum-bf16", training(amp_ext.optim.SGD, BF16, **momentum)
 

@@ -2,6 +2,7 @@
 
 from amp_ext.optim.adam import Adam, AdamW
 from amp_ext.optim.lion import Lion
+from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
 from amp_ext.optim.saved_optimizer import float32_state_dict
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_decay_scheduler import (
@@ -18,6 +19,9 @@ __all__ = [
     "CosineAnnealingWeightDecay",
     "LambdaWeightDecay",
     "Lion",
+    "NormGuard",
+    "NormGuardHistory",
+    "NormGuardStats",
     "StepWeightDecay",
     "WeightDecayScheduler",
     "float32_state_dict",

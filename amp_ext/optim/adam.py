@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import options_of
 
 
@@ -62,9 +63,10 @@ class Adam(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         track_grad_norms: bool = False,
+        norm_guard: NormGuard | None = None,
     ) -> None:
         """Checks the options; see the class."""
-        super().__init__(params, options_of(locals()), track_grad_norms)
+        super().__init__(params, options_of(locals()), track_grad_norms, norm_guard)
 
 
 class AdamW(Adam):
@@ -99,10 +101,13 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         track_grad_norms: bool = False,
+        norm_guard: NormGuard | None = None,
     ) -> None:
         """Checks the options; see :class:`Adam`."""
         options = options_of(locals()) | {"decoupled_weight_decay": True}
-        super().__init__(params, **options, track_grad_norms=track_grad_norms)
+        super().__init__(
+            params, **options, track_grad_norms=track_grad_norms, norm_guard=norm_guard
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an optimizer; files of older releases of torch do not name the kind of decay."""

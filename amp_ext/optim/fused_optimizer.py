@@ -24,14 +24,16 @@ from amp_ext.hand_over import (
     Look,
     drop_handed,
     handed_by_attributes,
+    moved,
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import names_of_params
+from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.saved_optimizer import SavedOptimizer
 from amp_ext.optim.state_store import Place, made_states, whole_master
 from amp_ext.optim.step_plan import StepPlan
-from amp_ext.sharding import local_tensor
+from amp_ext.sharding import local_tensor, sum_over_ranks
 
 __all__ = ["FusedOptimizer"]
 
@@ -96,22 +98,26 @@ class FusedOptimizer(SavedOptimizer):
         differentiable: Must be False.
         track_grad_norms: Lets every step keep the norm of each gradient, in ``grad_norms``. Of the
             optimizer and no option of a group; the attribute of this name may change at any time.
+        norm_guard: A :class:`~amp_ext.optim.NormGuard`, which skips steps whose gradients have a
+            norm far above those before, or clips them; likewise.
 
     Raises:
         TypeError: If an option is of a wrong type.
-        ValueError: If an option is out of range, or a parameter is listed twice.
+        ValueError: If an option is out of range, or a parameter is listed twice, or the guard is
+            that of another optimizer.
         RuntimeError: If ``differentiable`` is true.
     """
 
     _step_supports_amp_scaling = True
     _has_warned_of_hooks = False
     _hand_over: HandOver | None = None  # of the scaler whose step this is
+    _norm_guard: NormGuard | None = None
     grad_scale = HandedAttribute("Scale of the gradients, one float32, while a scaler steps.")
     found_inf = HandedAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
     #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
     #: later steps write anew: clone it to keep it. None without ``max_grad_norm``, unless norms are
-    #: tracked.
+    #: tracked or guarded.
     grad_norm: Tensor | None
 
     #: Lets every step keep the norm of each gradient, at the cost of a look where there was none.
@@ -136,7 +142,11 @@ class FusedOptimizer(SavedOptimizer):
             cls._step_supports_amp_scaling = False
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], track_grad_norms: bool = False
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        track_grad_norms: bool = False,
+        norm_guard: NormGuard | None = None,
     ) -> None:
         """Checks the options and adds the parameters.
 
@@ -144,6 +154,7 @@ class FusedOptimizer(SavedOptimizer):
             params: Parameters or groups, as for torch.optim.Optimizer.
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
             track_grad_norms: See the attribute.
+            norm_guard: Likewise.
         """
         # Of the instance: a wrapper made of this class shall not hide them.
         self.grad_norm = self.grad_norms = None
@@ -154,6 +165,7 @@ class FusedOptimizer(SavedOptimizer):
         self.track_grad_norms = track_grad_norms
         self._plan = StepPlan(type(self).__name__, self._description)
         super().__init__(params, defaults)
+        self.norm_guard = norm_guard
 
     # States.
 
@@ -193,6 +205,30 @@ class FusedOptimizer(SavedOptimizer):
         self.state.update(made)  # at once
         if made:
             self.rebuild()  # the plan would go on with a state that was erased
+
+    @property
+    def norm_guard(self) -> NormGuard | None:
+        """The guard that judges the norm of the gradients at each step, or None.
+
+        Raises:
+            TypeError: If what is set is neither.
+            ValueError: If it is the guard of another optimizer.
+        """
+        return self._norm_guard
+
+    @norm_guard.setter
+    def norm_guard(self, guard: NormGuard | None) -> None:
+        if guard is not None and not isinstance(guard, NormGuard):
+            raise TypeError(
+                f"{type(self).__name__}: norm_guard must be a NormGuard or None, got {guard!r}"
+            )
+        if guard is not None:
+            guard.attach(self)
+            self.follow_landings()
+        last, self._norm_guard = self._norm_guard, guard
+        if last is not None and last is not guard:
+            last.attach(None)
+        self._plan.compiled.set_guard(None if guard is None else guard.statistics)
 
     # The plan.
 
@@ -314,10 +350,9 @@ class FusedOptimizer(SavedOptimizer):
 
     def _step(self, hand_over: HandOver, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
-        plan, grad_scale = self._plan, hand_over.grad_scale
+        plan, grad_scale, guard = self._plan, hand_over.grad_scale, self._norm_guard
         sums: tuple[Tensor | None, Tensor | None] = None, None
         if hand_over.look is not None:
-            sums = hand_over.look.sum_of_squares, hand_over.look.squares_of_params
             has_hooks = self._has_step_pre_hooks()
             written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
             if written and grad_scale is not None:
@@ -329,13 +364,17 @@ class FusedOptimizer(SavedOptimizer):
                 hand_over.look = self._look(found_inf, grad_scale)
                 if hand_over.look.found_infs:
                     found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
+            sums = hand_over.look.sum_of_squares, hand_over.look.squares_of_params
         # It says in the hand-over that it is spent, before it writes.
         arguments = hand_over, grad_scale, found_inf
-        if not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
+        asks_ranks = guard is not None and guard.process_group is not None and sums[0] is None
+        if asks_ranks or not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
             # A norm over ranks is wanted, and no scaler has looked.
-            look = self._look(torch.zeros((), device=plan.device), None)
+            look = self._look(torch.zeros((), device=self._first_device()), None)
             sums = look.sum_of_squares, look.squares_of_params
             self._ask_plan("step", plan.compiled.step, *arguments, *sums)
+        if guard is not None:
+            guard.warn_if_blind()
 
     def _note_what_is_stepped(self, error: Exception, hand_over: HandOver) -> None:
         """Adds to an error of torch, whose type and text stay, how far the step has come."""
@@ -391,26 +430,41 @@ class FusedOptimizer(SavedOptimizer):
         found = self._ask_plan("look_at_gradients", plan.compiled.look, found_inf, grad_scale)
         flags = {flag.device: flag for flag, *_ in found}
         first_nonfinites = {flag.device: first for flag, first, *_ in found}
-        if not plan.sharded_over:
+        group = None if self._norm_guard is None else self._norm_guard.process_group
+        if not plan.sharded_over and group is None:
             return Look(flags, first_nonfinites)
-        tracks = self.track_grad_norms
-        sums_squares = tracks or self.param_groups[0]["max_grad_norm"] is not None
-        flags, sum_of_squares, squares_of_params = plan.sharded_over.all_reduce(
-            found_inf,
-            [flag for flag, *_ in found],
-            [(partition, total) for _, _, partition, total, _ in found],
-            sums_squares=sums_squares,
-            squares_of_params=[
-                (partition, squares) for _, _, partition, _, squares in found if squares is not None
-            ],
-            params=len(plan.params) if tracks else 0,
-        )
-        return Look(
-            flags,
-            first_nonfinites,
-            sum_of_squares if sums_squares else None,
-            squares_of_params,
-        )
+        sum_of_squares: Tensor | None = None
+        squares_of_params: Tensor | None = None
+        if not plan.sharded_over:
+            device = self._first_device()
+            sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+            for _, _, _, total, _ in found:
+                sum_of_squares = sum_of_squares + moved(total, device)
+        else:
+            tracks, guards = self.track_grad_norms, self._norm_guard is not None
+            sums_squares = tracks or guards or self.param_groups[0]["max_grad_norm"] is not None
+            flags, sum_of_squares, squares_of_params = plan.sharded_over.all_reduce(
+                found_inf,
+                [flag for flag, *_ in found],
+                [(partition, total) for _, _, partition, total, _ in found],
+                sums_squares=sums_squares,
+                squares_of_params=[
+                    (partition, squares)
+                    for _, _, partition, _, squares in found
+                    if squares is not None
+                ],
+                params=len(plan.params) if tracks else 0,
+            )
+            if not sums_squares:
+                sum_of_squares = None
+        if group is not None and sum_of_squares is not None:
+            sum_of_squares = sum_over_ranks(sum_of_squares, group)
+        return Look(flags, first_nonfinites, sum_of_squares, squares_of_params)
+
+    def _first_device(self) -> torch.device:
+        """Returns the device of the first parameter, or the CPU on a rank that has none."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return next((param.device for param in params), torch.device("cpu"))
 
     def named_grad_norms(self) -> dict[str, float]:
         """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import options_of
 
 
@@ -58,6 +59,7 @@ class Lion(FusedOptimizer):
         fused: bool | None = None,
         differentiable: bool = False,
         track_grad_norms: bool = False,
+        norm_guard: NormGuard | None = None,
     ) -> None:
         """Checks the options; see the class."""
-        super().__init__(params, options_of(locals()), track_grad_norms)
+        super().__init__(params, options_of(locals()), track_grad_norms, norm_guard)

@@ -29,7 +29,7 @@ __all__ = [
 Options = dict[str, Any]
 
 # Arguments of a constructor that belong to the optimizer and to none of its groups.
-_OF_THE_OPTIMIZER = ("self", "params", "track_grad_norms")
+_OF_THE_OPTIMIZER = ("self", "params", "track_grad_norms", "norm_guard")
 
 #: The options of ``state_dtype`` that name no dtype.
 CODED_STATES = ("8bit-bf16", "8bit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from amp_ext.optim.checkpoints import (
     read_state_dict,
 )
 from amp_ext.optim.described_optimizer import DescribedOptimizer
+from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import defaults_of, with_plain_options
 from amp_ext.optim.state_store import Place, float32_state
 from amp_ext.optim.step_plan import StepPlan
@@ -30,6 +32,7 @@ class SavedOptimizer(DescribedOptimizer):
 
     _plan: StepPlan
     track_grad_norms: bool
+    norm_guard: NormGuard | None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has, which refuses to step if this one does."""
@@ -38,6 +41,8 @@ class SavedOptimizer(DescribedOptimizer):
             state["_progress"] = self._plan.compiled.failure
         if self.track_grad_norms:
             state["track_grad_norms"] = self.track_grad_norms
+        if self.norm_guard is not None:
+            state["norm_guard"] = copy.deepcopy(self.norm_guard)  # which belongs to one optimizer
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -53,10 +58,13 @@ class SavedOptimizer(DescribedOptimizer):
         tracks = vars(self).get("track_grad_norms", False)
         state = {"track_grad_norms": tracks, **state, "grad_norm": None, "grad_norms": None}
         failure = state.pop("_progress", None) or ""
+        guard = state.pop("norm_guard", None)
         before = vars(self).get("_plan")
         state["_plan"] = StepPlan(type(self).__name__, self._description, before, failure)
         # torch takes all of it in one assignment, which no interrupt divides.
         super().__setstate__(state)
+        if guard is not None:
+            self.norm_guard = guard
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_ext import ops
@@ -91,11 +90,6 @@ class StepPlan:
     def params(self) -> list[Tensor]:
         """The parameters that are listed."""
         return [place.param for place in self._places]
-
-    @property
-    def device(self) -> torch.device:
-        """That of the first parameter."""
-        return self._places[0].param.device
 
     # What the compiled plan asks for.
 

@@ -110,11 +110,7 @@ void Launcher::update_scale(const ScaleUpdate& update, const std::vector<Overflo
   update_loss_scale(update.hyperparameters, overflow, update.state);
   if (reports.report == nullptr) return;
   report_update(overflow, scale_before, *update.state.scale, *reports.report);
-  const int64_t updates = reports.report->updates;
-  __atomic_store_n(&reports.mirror->started, updates, __ATOMIC_SEQ_CST);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  reports.copy(0, 1);
-  __atomic_store_n(&reports.mirror->finished, updates, __ATOMIC_SEQ_CST);
+  write_mirror(reports.mirror, reports.report->updates, [&] { reports.copy(0, 1); });
 }
 
 }  // namespace amp_ext::cpu

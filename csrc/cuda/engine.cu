@@ -61,6 +61,11 @@ __global__ void __launch_bounds__(kMaxFlags)
   }
 }
 
+__global__ void __launch_bounds__(1)
+    end_guarded_step_kernel(const GradientInputs __grid_constant__ inputs) {
+  GradientFactor::end_guarded_step(inputs);
+}
+
 // Calls run(element) with a value of each dtype, until one returns an error.
 template <typename Run>
 int for_each_dtype(const Run& run) {
@@ -95,6 +100,10 @@ int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream)
 int driver_version() {
   int version = 0;
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
+int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream) {
+  return launch(end_guarded_step_kernel, 1, 1, stream, inputs);
 }
 
 int64_t number_of_tiles(const TensorRecord* records, int64_t count) {

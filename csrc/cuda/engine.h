@@ -19,6 +19,9 @@ inline constexpr int kLeastDriverVersion = 12010;
 // same time need one each.
 int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
+// Lets the guard of a step count its norm where no launch of the step does.
+int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream);
+
 // What taking a sum of squares needs.
 struct SumScratch {
   double* tile_sums = nullptr;        // [number_of_tiles()]

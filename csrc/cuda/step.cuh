@@ -308,10 +308,11 @@ struct StepArguments {
   TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::kMayDither> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
+  bool ends_guarded;  // the last launch of a step
   GradientInputs inputs;
   float* grad_norm;         // [1], written with the norm, or null
   float* has_landed;        // [1], written with 1 or 0, or null
-  uint32_t* block_counter;  // null: no tensor has a step
+  uint32_t* block_counter;  // null: no tensor has a step, and nothing ends
 };
 
 // What one thread of a block finds out for all.
@@ -320,6 +321,18 @@ struct BlockState {
   Constants constants;
   bool skip;
 };
+
+// Counts the blocks of a launch that have read all that others may write. Returns how many were
+// before this one: whoever comes last knows that every block has read.
+__device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
+  __threadfence();
+  return atomicInc(block_counter, gridDim.x - 1);
+}
+
+// Not a part of every kernel.
+static __device__ __attribute__((noinline)) void end_guarded_step(const GradientInputs& inputs) {
+  GradientFactor::end_guarded_step(inputs);
+}
 
 template <typename Functor, typename Streams, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
@@ -341,13 +354,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
   }
   __syncthreads();
-  if (block.skip) return;
+  if (block.skip) {
+    if (!arguments.ends_guarded || threadIdx.x != 0) return;
+    if (count_block(arguments.block_counter) == gridDim.x - 1) end_guarded_step(arguments.inputs);
+    return;
+  }
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // Whoever comes last knows that every block has read its steps. (An addition would be made
-    // for the warp, and the answer waited for here: it is looked at when the work is done.)
-    __threadfence();
-    blocks_before = atomicInc(arguments.block_counter, gridDim.x - 1);
+    // (An addition would be made for the warp, and the answer waited for here: it is looked at when
+    // the work is done.)
+    blocks_before = count_block(arguments.block_counter);
   }
 
   const Streams streams = Streams::at(table, tensor);
@@ -378,6 +394,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
     if (table.step[i] != nullptr) *table.step[i] = next_counter(*table.step[i]);
   }
+  if (arguments.ends_guarded && threadIdx.x == 0) end_guarded_step(arguments.inputs);
 }
 
 template <typename Functor, typename Streams, typename Shape>
@@ -393,12 +410,17 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   const auto clear = [&] {
     arguments.table.clear(tile_size);
     arguments.number_of_groups = 0;
+    arguments.ends_guarded = false;
     arguments.inputs = launch_of_all.inputs;
     arguments.grad_norm = launch_of_all.grad_norm;
     arguments.has_landed = launch_of_all.has_landed;
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {
+    if (launch_of_all.ends_guarded && launched == launch_of_all.count) {
+      arguments.ends_guarded = true;
+      arguments.block_counter = block_counter;
+    }
     const int error = launch(step_kernel<Functor, Streams, Shape>, arguments.table.blocks(),
                              Shape::kThreads, stream, arguments);
     if (error != 0) return error;
@@ -411,7 +433,6 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
     const TensorRecord& record = launch_of_all.records[i];
     if (!has_kinds<typename Streams::Kinds>(record)) continue;
-    ++launched;
     if (tile_size == 0) {
       int64_t elements = 0;  // of other kinds too, which are rarely there
       for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.records[k].numel;
@@ -429,6 +450,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     in_table[arguments.table.count] = i;
     Streams::add(arguments.table, record, arguments.number_of_groups - 1);
     if (record.step != nullptr) arguments.block_counter = block_counter;
+    ++launched;
   }
   return arguments.table.count > 0 ? flush() : 0;
 }

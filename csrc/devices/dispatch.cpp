@@ -45,6 +45,9 @@ class CpuEngine : public DeviceEngine {
     launcher().step(launch);
     std::fill_n(launch.is_launched, launch.count, true);
   }
+  void end_guarded_step(const at::Device&, const GradientInputs& inputs) const override {
+    GradientFactor::end_guarded_step(inputs);
+  }
   void look(const at::Device&, const LookLaunch& launch, StepScratch&) const override {
     launcher().look(launch);
   }

@@ -46,6 +46,8 @@ class DeviceEngine {
   // Where this throws, the records whose is_launched is set are stepped, and the others are not.
   virtual void step(const at::Device& device, const StepLaunch& launch,
                     StepScratch& scratch) const = 0;
+  // Lets the guard of a step count its norm, after all launches that read it.
+  virtual void end_guarded_step(const at::Device& device, const GradientInputs& inputs) const = 0;
   virtual void look(const at::Device& device, const LookLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may

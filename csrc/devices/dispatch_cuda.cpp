@@ -61,6 +61,10 @@ class CudaEngine : public DeviceEngine {
     });
   }
 
+  void end_guarded_step(const at::Device& device, const GradientInputs& inputs) const override {
+    on_stream(device, [&](cudaStream_t stream) { return cuda::end_guarded_step(inputs, stream); });
+  }
+
   void look(const at::Device& device, const LookLaunch& launch,
             StepScratch& scratch) const override {
     on_stream(device, [&](cudaStream_t stream) {

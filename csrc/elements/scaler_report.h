@@ -4,17 +4,12 @@
 
 #include <cstdint>
 
+#include "elements/mirror.h"
 #include "elements/numeric.h"
 
 namespace amp_ext {
 
-// Updates that are remembered one by one.
-inline constexpr int kHistory = 4096;
-
-// All fields of the reports have eight bytes: they are copied as such.
-struct ScalerSummary {
-  int64_t started = 0;  // number of the update that writes this copy, and of the one that wrote it
-  int64_t finished = 0;
+struct ScalerSummary : ReportStamps {  // of updates
   int64_t updates = 0;
   int64_t skips = 0;  // updates with an overflow
   int64_t consecutive_skips = 0;

@@ -340,4 +340,16 @@ torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archi
   return archive;
 }
 
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const optim::NormGuard& guard) {
+  write(archive, guard.state_dict());
+  return archive;
+}
+
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           optim::NormGuard& guard) {
+  guard.load_state_dict(read(archive, "torch::load of a NormGuard"));
+  return archive;
+}
+
 }  // namespace amp_ext

@@ -133,8 +133,9 @@ struct GradScaler::State {
   LossScale loss_scale;
   c10::DeviceType device;
   bool enabled;
-  std::deque<Iteration> iterations;                    // in the order of their looks
-  std::map<int64_t, std::vector<size_t>> group_sizes;  // by the number of the optimizer
+  std::deque<Iteration> iterations;                             // in the order of their looks
+  std::map<int64_t, std::vector<size_t>> group_sizes;           // by the number of the optimizer
+  std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;  // likewise, or null
   bool is_stepping = false;
 
   void check_scale(const char* operation) const {
@@ -164,9 +165,14 @@ struct GradScaler::State {
           key.get(), [is_ours, token] { return !is_ours || !token.expired(); },
           [this, slot = loss_scale.number_of_optimizers()](int64_t index) {
             return place_in(group_sizes[slot], index);
+          },
+          [this, slot = loss_scale.number_of_optimizers()] {
+            return guards[slot] != nullptr && guards[slot]->last_step_skipped();
           });
     }
     group_sizes[*known] = group_sizes_of(optimizer);
+    const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+    guards[*known] = ours != nullptr ? ours->norm_guard() : nullptr;
     auto found = std::find_if(iterations.begin(), iterations.end(),
                               [&](const Iteration& each) { return each.slot == *known; });
     if (found == iterations.end()) {

@@ -1,6 +1,7 @@
 // What an optimizer of the C++ interface keeps from step to step.
 #pragma once
 
+#include <amp_ext/norm_guard.h>
 #include <amp_ext/optim.h>
 
 #include <memory>
@@ -23,9 +24,10 @@ struct FusedOptimizer::Impl {
   const OptimizerKind& kind;
   std::unique_ptr<Plan> plan;
   bool tracks_grad_norms = false;
-  size_t state_count = 0;           // when its parameters were listed
-  std::vector<Dict> other_entries;  // by group, of the state dict that was loaded
-  Dict other_states = new_dict();   // of it likewise, which belong to no parameter
+  std::shared_ptr<NormGuard> norm_guard;  // or null
+  size_t state_count = 0;                 // when its parameters were listed
+  std::vector<Dict> other_entries;        // by group, of the state dict that was loaded
+  Dict other_states = new_dict();         // of it likewise, which belong to no parameter
 };
 
 // How errors call a parameter.

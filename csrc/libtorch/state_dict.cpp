@@ -354,7 +354,7 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   impl_->other_entries = std::move(other_entries);
   impl_->other_states = std::move(other_states);
   auto plan = std::make_unique<Plan>(impl_->kind.name);
-  plan->take_scaled_grads(*impl_->plan);  // a file is of states alone
+  plan->take_over(*impl_->plan);  // a file is of states alone
   impl_->plan = std::move(plan);
 }
 

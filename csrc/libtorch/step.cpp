@@ -28,6 +28,7 @@ struct FusedOptimizer::Operation {
     const OptimizerKind& kind = optimizer.impl_->kind;
     shared = shared_options(kind.name, groups);
     shared.track_grad_norms = optimizer.impl_->tracks_grad_norms;
+    shared.is_guarded = plan.guard != nullptr;
     table = kind.table(groups);
     kept = optimizer.kept_in(placed);
     if (take_params()) return;

@@ -125,7 +125,9 @@ std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options,
   std::swap(looks, looks_);
   if (is_stale) looks.clear();
   if (!is_new) return looks;
-  return look_at_grads({}, {}, {options.max_grad_norm, options.skip_nonfinite, tracked.are_wanted});
+  return look_at_grads({}, {},
+                       {options.max_grad_norm, options.skip_nonfinite, tracked.are_wanted,
+                        /*is_guarded=*/guard != nullptr});
 }
 
 // Whether a step takes a look of its own, by what it asks for and what is known from the last look
@@ -138,12 +140,12 @@ std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options,
 //   stale           no        yes         yes                         yes
 bool Plan::needs_look(const GradientOptions& options, const TrackedNorms& tracked,
                       bool is_stale) const {
-  const bool wants_norm = options.max_grad_norm.has_value() || tracked.are_wanted;
-  if (is_stale) return wants_norm || options.found_inf.has_value();
+  const bool asks_norm = wants_norm(options, tracked);
+  if (is_stale) return asks_norm || options.found_inf.has_value();
   const LookResult last = looks_.empty() ? LookResult() : looks_.front().result;
   const bool has_sum = options.sum_of_squares.has_value() || last.sum_of_squares.defined();
   const bool has_each = tracked.squares_of_params.defined() || last.squares_of_params.defined();
-  return (wants_norm && !has_sum) || (tracked.are_wanted && !has_each);
+  return (asks_norm && !has_sum) || (tracked.are_wanted && !has_each);
 }
 
 }  // namespace amp_ext

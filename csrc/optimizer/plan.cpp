@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <sstream>
 #include <utility>
 
@@ -78,9 +79,10 @@ Plan::Use::~Use() {
   plan_.user_ = std::thread::id();
 }
 
-void Plan::take_scaled_grads(const Plan& before) {
+void Plan::take_over(const Plan& before) {
   scaled_grads_ = before.scaled_grads();
   follows_landings_ = before.follows_landings_;
+  guard = before.guard;
 }
 
 void Plan::forget() {
@@ -252,12 +254,22 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   }
   const bool is_written = std::any_of(
       all.begin(), all.end(), [](const Batch& batch) { return batch.inputs.grad_norm != nullptr; });
+  const bool is_guarded =
+      guard != nullptr && !rows_.empty() && (!looks.empty() || options.sum_of_squares.has_value());
+  std::optional<DeviceInputs> guarded;
+  if (is_guarded) guarded = inputs_on(guard->device(), options, looks, looks_are_new);
+  // Of a GPU the last launch lets the guard count the norm.
+  const Batch* last = nullptr;
+  for (const Batch& batch : all) {
+    const bool is_with_guard = is_guarded && batch.device == guard->device();
+    if (is_with_guard && uses_cuda_engine(batch.device) && !batch.is_skipped) last = &batch;
+  }
   write_norms(options, looks, tracked, is_written);
   clear_autocast_cache();
   try {
     for (const Batch& batch : all) {
       if (!batch.is_skipped) {
-        step_batch(batch, table);
+        step_batch(batch, table, &batch == last);
         continue;
       }
       const GradientFactor factor = GradientFactor::read(batch.inputs.pointers);
@@ -268,6 +280,10 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
       has_landed_.copy_(landed, /*non_blocking=*/true);
     }
     ++steps_;
+    if (guarded.has_value() && last == nullptr) {
+      const at::Device device = guard->device();
+      engine_of(device).end_guarded_step(device, guarded->pointers);
+    }
     remember_masters();
     if (options.grad_scale.has_value() && checks_.naming == Naming::kGroups) {
       remember_scaled_grads(/*are_as_seen=*/!looks.empty());
@@ -281,7 +297,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
 // Allocates the norms that the optimizer shows before the step writes them. A captured graph may
 // write them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
-  has_grad_norm_ = options.max_grad_norm.has_value() || tracked.are_wanted;
+  has_grad_norm_ = wants_norm(options, tracked);
   has_grad_norms_ = tracked.are_wanted && !rows_.empty();
   const auto allocate = [&](at::Tensor& norms, at::IntArrayRef sizes) {
     if (rows_.empty()) return;
@@ -293,6 +309,7 @@ void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
   if (has_grad_norm_) allocate(grad_norm_, {});
   if (has_grad_norms_) allocate(grad_norms_, {number_of_params()});
   if (has_grad_norm_ && grad_norm_.defined()) options.grad_norm = grad_norm_;
+  if (guard != nullptr && !rows_.empty()) guard->move_to(rows_.front().param().device());
 }
 
 // Where the step leaves whether it has landed: in `has_landed_`, or, where no batch is on the
@@ -317,8 +334,7 @@ at::Tensor Plan::take_landed(const std::vector<Batch>& batches) {
 // nothing is clipped by it on its device.
 void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& looks,
                        const TrackedNorms& tracked, bool is_written) {
-  const bool is_wanted = options.max_grad_norm.has_value() || tracked.are_wanted;
-  if (is_wanted && options.grad_norm.has_value() && !is_written) {
+  if (wants_norm(options, tracked) && options.grad_norm.has_value() && !is_written) {
     const at::Tensor sum = options.sum_of_squares.has_value()
                                ? *options.sum_of_squares
                                : sum_of_looks(looks, options.grad_norm->device());
@@ -416,16 +432,21 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
       inputs.found_inf = inputs.found_inf.add(moved(look.result.found_inf, device));
     }
   }
-  const bool clips = options.max_grad_norm.has_value();
-  if (clips && options.sum_of_squares.has_value()) {
+  const bool reads_norm = options.max_grad_norm.has_value() || guard != nullptr;
+  if (reads_norm && options.sum_of_squares.has_value()) {
     inputs.sum_of_squares = moved(*options.sum_of_squares, device).to(at::kDouble);
-  } else if (clips) {
+  } else if (reads_norm) {
     inputs.sum_of_squares = sum_of_looks(looks, device);
   }
   inputs.pointers = {float_data(inputs.grad_scale), float_data(inputs.found_inf),
-                     clips ? inputs.sum_of_squares.const_data_ptr<double>() : nullptr,
-                     options.max_grad_norm.value_or(0.0), options.skip_nonfinite};
-  if (clips && options.grad_norm.has_value() && options.grad_norm->device() == device) {
+                     reads_norm ? inputs.sum_of_squares.const_data_ptr<double>() : nullptr,
+                     options.max_grad_norm.value_or(std::numeric_limits<double>::infinity()),
+                     options.skip_nonfinite};
+  if (guard != nullptr) {
+    inputs.guard = guard->bytes_on(device);
+    inputs.pointers.guard = static_cast<NormGuardMemory*>(inputs.guard.mutable_data_ptr());
+  }
+  if (reads_norm && options.grad_norm.has_value() && options.grad_norm->device() == device) {
     inputs.grad_norm = options.grad_norm->mutable_data_ptr<float>();
   }
   return inputs;
@@ -467,7 +488,7 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
   batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
 }
 
-void Plan::step_batch(const Batch& batch, GroupTable& table) {
+void Plan::step_batch(const Batch& batch, GroupTable& table, bool ends_guarded) {
   for (Row* row : batch.rows) {
     if (row->refreshed_master.defined()) row->master_param().copy_(row->refreshed_master);
     for (const Staged& staged : row->staged) staged.dense.copy_(staged.original);
@@ -486,6 +507,7 @@ void Plan::step_batch(const Batch& batch, GroupTable& table) {
                           inputs.pointers,
                           inputs.grad_norm,
                           batch.is_launched.get(),
+                          ends_guarded,
                           inputs.has_landed};
   std::exception_ptr failure;
   try {

@@ -23,6 +23,7 @@
 #include "kernels.h"
 #include "launches.h"
 #include "optimizer/group_table.h"
+#include "optimizer/norm_statistics.h"
 #include "optimizer/row.h"
 #include "optimizer/row_checks.h"
 #include "optimizer/states.h"
@@ -101,9 +102,12 @@ class AMP_EXT_API Plan {
   // Of lists of tensors, for one step, with the names of the lists of buffers.
   Plan(std::string operation, std::vector<std::string> buffer_lists);
 
-  // Takes over from the plan of the same optimizer which gradients still carry a scale, and whether
-  // its landings are followed, and nothing else: its states are gone.
-  void take_scaled_grads(const Plan& before);
+  // Takes over from the plan of the same optimizer which gradients still carry a scale, its guard,
+  // and whether its landings are followed, and nothing else: its states are gone.
+  void take_over(const Plan& before);
+
+  // The guard that judges the norm of the gradients at each step; null: none does.
+  std::shared_ptr<NormStatistics> guard;
 
   // Drops parameters and states, at the end of the use if there is one. Fingerprints of parameters
   // are remembered for the next listing.
@@ -213,6 +217,7 @@ class AMP_EXT_API Plan {
     at::Tensor grad_scale;
     at::Tensor found_inf;
     at::Tensor sum_of_squares;
+    at::Tensor guard;
     GradientInputs pointers;
     float* grad_norm;   // [1], or null
     float* has_landed;  // [1], or null
@@ -242,6 +247,9 @@ class AMP_EXT_API Plan {
   void let_go();
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
+  bool wants_norm(const GradientOptions& options, const TrackedNorms& tracked) const {
+    return options.max_grad_norm.has_value() || tracked.are_wanted || guard != nullptr;
+  }
   void take_norms(GradientOptions& options, const TrackedNorms& tracked);
   static at::Tensor sum_of_looks(const std::vector<Look>& looks, const at::Device& device);
   at::Tensor take_landed(const std::vector<Batch>& batches);
@@ -259,7 +267,7 @@ class AMP_EXT_API Plan {
   static std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device,
                                                        const GroupTable& table);
   void make_room(Batch& batch, const GroupTable& table) const;
-  void step_batch(const Batch& batch, GroupTable& table);
+  void step_batch(const Batch& batch, GroupTable& table, bool ends_guarded);
   void finish_batch(const Batch& batch, std::exception_ptr failure);
   std::vector<Look> look_at_grads(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
                                   const optim::SharedOptions& options);

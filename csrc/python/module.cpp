@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Kernels of amp_ext; documented in amp_ext.ops.";
   python::define_scaler(module);
   python::define_lists(module);
+  python::define_guard(module);
   python::define_plan(module);
   python::define_states(module);
   module.def("cpu_isa", &cpu_isa);

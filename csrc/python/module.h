@@ -9,6 +9,7 @@ namespace py = pybind11;
 
 void define_scaler(py::module_& module);
 void define_lists(py::module_& module);
+void define_guard(py::module_& module);
 void define_plan(py::module_& module);
 void define_states(py::module_& module);
 

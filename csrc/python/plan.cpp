@@ -71,7 +71,7 @@ class PlanOfPython {
       : optimizer(std::move(optimizer)),
         described(std::move(described)),
         plan(this->optimizer, std::move(failure)) {
-    if (before != nullptr) plan.take_scaled_grads(before->plan);
+    if (before != nullptr) plan.take_over(before->plan);
   }
 
   void forget() {
@@ -111,6 +111,7 @@ struct Operation {
           PyObject_IsTrue(py::object(py::getattr(optimizer, mine.names.track_grad_norms)).ptr());
       if (tracks < 0) throw py::error_already_set();
       groups->shared.track_grad_norms = tracks == 1;
+      groups->shared.is_guarded = mine.plan.guard != nullptr;
       is_current = mine.states.are_in(states) && mine.plan.is_for(groups->kept) && take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // an interrupt
@@ -289,6 +290,13 @@ void define_plan(py::module_& module) {
                     std::string>(),
            py::arg("optimizer"), py::arg("description"), py::arg("before"), py::arg("failure"))
       .def("forget", &PlanOfPython::forget)
+      .def(
+          "set_guard",
+          [](PlanOfPython& self, std::shared_ptr<NormStatistics> guard) {
+            const Plan::Use use(self.plan, "norm_guard");
+            self.plan.guard = std::move(guard);
+          },
+          py::arg("guard"))
       .def("list_params", &list_params, py::arg("optimizer"), py::arg("operation"), py::arg("rows"))
       .def("look", &look, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
            py::arg("grad_scale"))

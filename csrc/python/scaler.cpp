@@ -133,6 +133,10 @@ int64_t number_of(LossScaleOfPython& self, const py::object& optimizer) {
       [reference, name_of = self.name_of_param](int64_t index) {
         const py::gil_scoped_acquire acquire;
         return py::cast<std::string>(name_of(reference(), index));
+      },
+      [reference] {
+        const py::object guard = py::getattr(reference(), "norm_guard", py::none());
+        return !guard.is_none() && py::cast<bool>(guard.attr("last_step_skipped")());
       });
 }
 
@@ -141,7 +145,8 @@ int64_t number_behind(LossScaleOfPython& self, py::handle id) {
   const auto known = self.find_optimizer(PyLong_AsVoidPtr(id.ptr()));
   PyErr_Clear();  // of a key that is no address
   if (known.has_value()) return *known;
-  return self.add_optimizer(nullptr, [] { return true; }, [](int64_t) { return std::string(); });
+  return self.add_optimizer(
+      nullptr, [] { return true; }, [](int64_t) { return std::string(); }, [] { return false; });
 }
 
 // Begins a look at an optimizer, of which torch's dict has `state`, on behalf of an operation of

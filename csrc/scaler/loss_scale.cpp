@@ -70,9 +70,10 @@ std::optional<int64_t> LossScale::find_optimizer(const void* key) const {
   return {};
 }
 
-int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of) {
+int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of,
+                                 std::function<bool()> guard_has_skipped) {
   if (const auto known = find_optimizer(key)) return *known;
-  records_.push_back({key, std::move(is_there), std::move(name_of)});
+  records_.push_back({key, std::move(is_there), std::move(name_of), std::move(guard_has_skipped)});
   return static_cast<int64_t>(records_.size()) - 1;
 }
 
@@ -232,12 +233,17 @@ std::optional<bool> LossScale::step_skipped(std::optional<int64_t> slot) const {
   if (!slot.has_value()) {
     const ScalerSummary report = monitor_->read();
     if (report.updates == 0) return {};
-    return report.consecutive_skips > 0;
+    if (report.consecutive_skips > 0) return true;
+    for (int64_t each = 0; each < monitor_->number_of_optimizers(); ++each) {
+      const bool took_part = monitor_->read_optimizer(each).update == report.updates;
+      if (took_part && record_of(each).guard_has_skipped()) return true;
+    }
+    return false;
   }
   if (*slot >= monitor_->number_of_optimizers()) return {};
   const OptimizerReport report = monitor_->read_optimizer(*slot);
   if (report.update == 0) return {};
-  return report.last_was_skipped != 0;
+  return report.last_was_skipped != 0 || record_of(*slot).guard_has_skipped();
 }
 
 ScalerStats LossScale::stats(double initial_scale) const {

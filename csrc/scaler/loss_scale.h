@@ -61,7 +61,9 @@ class AMP_EXT_API LossScale {
   // as long as it `is_there`: afterwards it may be that of another one.
   std::optional<int64_t> find_optimizer(const void* key) const;
   int64_t number_of_optimizers() const { return static_cast<int64_t>(records_.size()); }
-  int64_t add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of);
+  // A guard of its own may have skipped its last step, which is no overflow.
+  int64_t add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of,
+                        std::function<bool()> guard_has_skipped);
   const NameOf& names_of(int64_t slot) const { return record_of(slot).name_of; }
 
   // Forgets what the last look at an optimizer found, if no update has read that. Returns a flag
@@ -116,6 +118,7 @@ class AMP_EXT_API LossScale {
     const void* key;
     std::function<bool()> is_there;
     NameOf name_of;
+    std::function<bool()> guard_has_skipped;
     std::vector<at::Tensor> first_nonfinites = {};  // one for each device
     bool awaits_update = false;  // whether no update has read and reset them since a look
   };

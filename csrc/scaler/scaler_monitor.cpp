@@ -1,37 +1,18 @@
 // Keeps the reports of a scaler and reads their mirrors without waiting.
 #include "scaler/scaler_monitor.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "devices/dispatch.h"
+#include "tensors/mirrored_bytes.h"
 
 namespace amp_ext {
 
 namespace {
 
 constexpr int64_t kFirstRoom = 8;  // optimizers
-
-at::Tensor bytes_on_device(const at::Device& device, int64_t size) {
-  return at::zeros({size}, at::TensorOptions(device).dtype(at::kByte));
-}
-
-// Host memory that kernels on the device can write.
-at::Tensor bytes_on_host(const at::Device& device, int64_t size) {
-  const auto options = at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda());
-  const at::Tensor bytes = at::empty({size}, options);
-  std::memset(bytes.mutable_data_ptr(), 0, static_cast<size_t>(size));
-  return bytes;
-}
-
-template <typename Report>
-Report* as(const at::Tensor& bytes) {
-  return static_cast<Report*>(bytes.mutable_data_ptr());
-}
 
 }  // namespace
 
@@ -65,12 +46,7 @@ int64_t ScalerMonitor::add_optimizer() {
 template <typename Copy>
 void ScalerMonitor::read_consistently(const Copy& copy) const {
   const auto* mirror = as<ScalerReport>(mirror_);
-  int64_t finished = 0;
-  do {
-    finished = __atomic_load_n(&mirror->finished, __ATOMIC_ACQUIRE);
-    copy();
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  } while (__atomic_load_n(&mirror->started, __ATOMIC_RELAXED) != finished);
+  amp_ext::read_consistently(*mirror, copy);
 }
 
 ScalerSummary ScalerMonitor::read() const {

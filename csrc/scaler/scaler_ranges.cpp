@@ -1,4 +1,4 @@
-// One row for each number of a scaler.
+// One row for each number of a scaler or a guard.
 #include "scaler/scaler_ranges.h"
 
 #include <c10/util/Exception.h>
@@ -16,36 +16,52 @@ constexpr double kLargestInt32 = std::numeric_limits<int32_t>::max();
 constexpr double kLargestInt64 = 0x1p63;  // as double has it
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kEpsilon = std::numeric_limits<double>::epsilon();
+constexpr double kLargest = std::numeric_limits<double>::max();
+constexpr double kLeast = std::numeric_limits<double>::denorm_min();  // above 0
 
-struct ScalerRange {
+struct Range {
   const char* name;
   double least, largest;  // both included
   bool is_int;
   const char* words;
 };
 
+constexpr const char* kCountWords = "an int from 0 to 9.22e+18";
 constexpr const char* kScaleWords = "a number from 0 to 3.4e+38";  // 0 is where backoffs may end
 
-constexpr ScalerRange kScalerRanges[] = {
+constexpr Range kRanges[] = {
     {"init_scale", 0.0, kLargestFloat, false, kScaleWords},
     {"new_scale", 0.0, kLargestFloat, false, kScaleWords},
     {"scale", 0.0, kLargestFloat, false, kScaleWords},
     {"min_scale", 0.0, kInfinity, false, "a number of at least 0"},
     {"max_scale", 0.0, kInfinity, false, "a number of at least 0"},
-    {"growth_factor", 1.0 + kEpsilon, std::numeric_limits<double>::max(), false,
-     "a finite number above 1"},
-    {"backoff_factor", std::numeric_limits<double>::denorm_min(), 1.0 - kEpsilon / 2, false,
-     "a number above 0 and below 1"},
+    {"growth_factor", 1.0 + kEpsilon, kLargest, false, "a finite number above 1"},
+    {"backoff_factor", kLeast, 1.0 - kEpsilon / 2, false, "a number above 0 and below 1"},
     {"growth_interval", 1.0, kLargestInt64, true, "an int from 1 to 9.22e+18"},
     {"hysteresis", 1.0, kLargestInt32, true, "an int from 1 to 2.15e+09"},
     {"warn_after", 1.0, kLargestInt64, true, "an int from 1 to 9.22e+18"},
     {"_growth_tracker", 0.0, kLargestInt32, true, "an int from 0 to 2.15e+09"},
-    {"_hysteresis_tracker", 0.0, kLargestInt32, true, "an int from 0 to 2.15e+09"}};
+    {"_hysteresis_tracker", 0.0, kLargestInt32, true, "an int from 0 to 2.15e+09"},
+    {"sigma_factor", kLeast, kLargest, false, "a finite number above 0"},
+    {"window", 1.0, kLargestInt64, true, "an int from 1 to 9.22e+18"},
+    {"warmup_steps", 1.0, kLargestInt64, true, "an int from 1 to 9.22e+18"},
+    {"max_norm", kLeast, kInfinity, false, "a number above 0"},
+    {"patience", 1.0, kLargestInt64, true, "an int from 1 to 9.22e+18"},
+    {"norms", 0.0, kLargestInt64, true, kCountWords},
+    {"entered", 0.0, kLargestInt64, true, kCountWords},
+    {"outliers", 0.0, kLargestInt64, true, kCountWords},
+    {"nonfinite", 0.0, kLargestInt64, true, kCountWords},
+    {"last_outlier", 0.0, kLargestInt64, true, kCountWords},
+    {"outliers_in_row", 0.0, kLargestInt64, true, kCountWords},
+    {"count", 0.0, kLargestInt64, true, kCountWords},
+    {"mean", 0.0, kLargest, false, "a finite number of at least 0"},
+    {"variance", 0.0, kLargest, false, "a finite number of at least 0"},
+    {"last_norm", 0.0, kInfinity, false, "a number of at least 0"}};
 
 }  // namespace
 
 std::string wanted_of_scaler(const std::string& name, double value) {
-  for (const ScalerRange& range : kScalerRanges) {
+  for (const Range& range : kRanges) {
     if (name != range.name) continue;
     const bool fits = value >= range.least && value <= range.largest &&
                       (!range.is_int || value == std::floor(value));

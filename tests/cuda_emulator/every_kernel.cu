@@ -72,8 +72,9 @@ struct Kernel {
   const void* groups;
 };
 
-// Two steps of tensors of all sizes, the second dithered. Returns whether the counters of steps
-// have advanced; true if there is no kernel for these numbers.
+// Two steps of tensors of all sizes, the second dithered, and a third that a guard skips. Returns
+// whether the counters of steps and the guard have advanced; true if there is no kernel for these
+// numbers.
 bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   Memory memory;
   std::vector<TensorRecord> records;
@@ -117,13 +118,21 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   launch.inputs.found_inf = &found_inf;
   const auto is_launched = std::make_unique<bool[]>(records.size());
   launch.is_launched = is_launched.get();
+  const double sum_of_squares = 1.0;
+  amp_ext::NormGuardMemory mirror, guard;
+  guard.mirror = &mirror;
+  launch.inputs.sum_of_squares = &sum_of_squares;
+  launch.inputs.guard = &guard;
+  launch.ends_guarded = true;
   uint32_t block_counter = 0;
-  for (const uint8_t dithered : {0x00, 0xff}) {
+  for (const uint8_t dithered : {0x00, 0xff, 0x00}) {
     for (TensorRecord& record : records) record.dithered = dithered;
+    if (guard.norms == 2) guard.limit = 0.25;
     if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
   }
   launched = true;
-  return block_counter == 0 && equal(steps, std::vector<float>(steps.size(), 2.0f)) &&
+  return block_counter == 0 && guard.outliers == 1 && mirror.finished == 3 && mirror.entered == 2 &&
+         equal(steps, std::vector<float>(steps.size(), 2.0f)) &&
          std::count(is_launched.get(), is_launched.get() + launch.count, true) == launch.count;
 }
 

@@ -41,6 +41,11 @@ CHECKS = {
         ranks.zero_trains_as_in_one_process,
         ranks.fsdp1_trains_as_in_one_process,
     ],
+    "norm_guard": [
+        ranks.a_guard_judges_the_norm_of_all_ranks,
+        ranks.a_guard_of_sharded_parameters_needs_no_group,
+        ranks.a_guard_without_the_group_of_its_scaler_is_refused,
+    ],
     "process_group": [
         ranks.a_process_group_makes_ranks_skip_together,
         ranks.a_rank_without_gradients_takes_part,

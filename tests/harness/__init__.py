@@ -16,6 +16,7 @@ What is tested, in tables:
 * `engine_results`: what engines compute, for comparison between them.
 * `optimizer_cases`: the optimizers (`KINDS`, `OPTIMIZERS`), their parameters and gradients.
 * `clipping_cases`: clipping inside the step and apart from it.
+* `guard_rules`: what a guard of norms decides, in Python.
 * `scaler_cases`: scalers, and one way to step the optimizers under them.
 * `trainer_cases`: small trainings and their parts.
 * `ranks`: ranks of distributed training, and what each checks there.

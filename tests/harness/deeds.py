@@ -50,6 +50,18 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Tensor:
     return torch.cat([part.reshape(-1).double() for state in states for part in state])
 
 
+def note_of_norms(optimizer: Any, param: Tensor, norms: Tensor) -> Saved:
+    """Takes a step for each norm, that of a gradient; returns what the guard makes of them."""
+    guard, skipped = optimizer.norm_guard, []
+    for norm in norms.tolist():
+        param.grad = torch.full_like(param, norm)
+        optimizer.step()
+        skipped.append(guard.last_step_skipped())
+    stats, state = guard.stats(), guard.state_dict()
+    both = {"limit": stats.limit, "deviation": stats.deviation, **vars(guard.history())}
+    return {"skipped": skipped, "guard": state, **both}
+
+
 def do(deed: Deed) -> Saved:
     """Does a deed; returns what came of it and of its notes.
 
@@ -80,6 +92,12 @@ def do(deed: Deed) -> Saved:
                         "norm": None if norm is None else norm.item(),
                     }
                 )
+            elif call == "norm_guard":
+                optimizer.norm_guard = amp_ext.optim.NormGuard(**arguments[0])
+            elif owner == "norm_guard":
+                getattr(optimizer.norm_guard, method)(*arguments)
+            elif call == "norms":
+                notes.append(note_of_norms(optimizer, params[0], *arguments))
             elif call == "options":  # of the first group
                 optimizer.param_groups[0].update(*arguments)
             elif call == "gradient":  # of the first parameter

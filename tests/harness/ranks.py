@@ -32,6 +32,7 @@ import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
 from amp_ext.sharding import first_element, local_tensor
 from harness.awkward import BF16, F16, F32, F64
+from harness.guard_rules import GuardRules, norms_of_a_run
 from harness.optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, optimizers_named, ours, theirs
 from harness.reference import same_bits
 
@@ -538,6 +539,74 @@ def norms_of_sharded_gradients_are_those_of_the_whole(rank: int) -> None:
                     atol=0,
                     equal_nan=True,
                 )
+
+
+def a_guard_judges_the_norm_of_all_ranks(rank: int) -> None:
+    """Of parameters that each rank has for itself, also of a rank without a gradient."""
+    for scaler in (None, small_scaler(process_group=dist.group.WORLD)):
+        guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
+        param, rules, outliers = Parameter(torch.zeros(1)), GuardRules(), 0
+        optimizer = ours("SGD")([param], lr=1.0, norm_guard=guard, max_grad_norm=1e9)
+        norms = norms_of_a_run(10_000 if scaler is None else 1_000)
+        for step, norm in enumerate(norms):
+            if norm is None or not math.isfinite(norm):
+                continue
+            one_sided = step % 7 == 0
+            share = 1.0 if one_sided else 0.5**0.5
+            param.grad = torch.full_like(param, norm * share)
+            if one_sided and rank != step % 2:
+                param.grad = None
+            elif scaler is not None:
+                param.grad = scaler.scale(param.grad)
+            if scaler is not None:
+                scaler.scale(torch.zeros(()))
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            seen = optimizer.grad_norm.item()
+            assert seen == pytest.approx(norm, rel=1e-6)
+            assert_agreed(seen) if step % 100 == 0 else None
+            taken = rules.takes(seen)
+            outliers += not taken
+            assert guard.last_step_skipped() != taken, step
+        assert outliers > len(norms) // 100
+        assert guard.stats().mean == rules.mean
+        assert guard.stats().outliers == outliers
+
+
+def a_guard_of_sharded_parameters_needs_no_group(rank: int) -> None:
+    for layout in layouts():
+        params = sharded([torch.zeros(shape) for shape in SHAPES], layout)
+        wholes = [whole(param.detach()) for param in params]
+        guard = amp_ext.optim.NormGuard(warmup_steps=2)
+        optimizer = ours("SGD")(params, lr=1.0, norm_guard=guard)
+        scaler = small_scaler()
+        for step, size in enumerate([1.0, 1.0, 1.5, 1.0]):
+            scaled = step % 2 == 1
+            scale = scaler.scale(torch.ones(())) if scaled else torch.ones(())
+            give_exact_grads(params, wholes, False, 0)
+            for param in params:
+                param.grad.mul_(size * scale)
+            if scaled:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            assert guard.last_step_skipped() == (size != 1.0)
+            assert_agreed(guard.stats().last_norm)
+        assert guard.stats().outliers == 1
+
+
+def a_guard_without_the_group_of_its_scaler_is_refused(rank: int) -> None:
+    scaler = small_scaler(process_group=dist.group.WORLD)
+    param = Parameter(torch.zeros(1))
+    optimizer = ours("SGD")([param], lr=1.0, norm_guard=amp_ext.optim.NormGuard())
+    param.grad = scaler.scale(torch.ones(1))
+    message = "norm_guard of the optimizer must have the process_group of the scaler"
+    with pytest.raises(RuntimeError, match=message):
+        scaler.step(optimizer)
+    assert param.item() == 0.0
 
 
 def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:

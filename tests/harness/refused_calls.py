@@ -235,7 +235,47 @@ OF_SCALE = "must be a number from 0 to 3.4e+38, got"
 LOAD = "GradScaler.load_state_dict:"
 LONG = 2**62  # of 8 bytes, as the reader of torch's files wants those beyond int32
 
+
+def guarded(*calls: Any, **options: Any) -> Deed:
+    """Returns a deed of an optimizer that gets a guard of norms."""
+    return {"calls": [("norm_guard", options), *calls]}
+
+
+GUARD_STATE = amp_ext.optim.NormGuard().state_dict()
+OF_GUARD = ("norm_guard.load_state_dict", GUARD_STATE | {"variance": -1.0})
+
 REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
+    # Guards of norms.
+    "guard of 0 deviations": (
+        guarded(sigma_factor=0.0),
+        ValueError,
+        "NormGuard: sigma_factor must be a finite number above 0, got 0.0",
+    ),
+    "guard without a window": (
+        guarded(window=0),
+        ValueError,
+        "NormGuard: window must be an int from 1 to 9.22e+18, got 0",
+    ),
+    "guard with a limit below 0": (
+        guarded(max_norm=-1.0),
+        ValueError,
+        "NormGuard: max_norm must be a number above 0, got -1.0",
+    ),
+    "guard that warns": (
+        guarded(action="warn"),
+        ValueError,
+        "NormGuard: action must be 'skip' or 'clip', got 'warn'",
+    ),
+    "variance below 0": (
+        guarded(OF_GUARD),
+        ValueError,
+        "NormGuard.load_state_dict: variance must be a finite number of at least 0, got -1.0",
+    ),
+    "no state of a guard": (
+        guarded(("norm_guard.load_state_dict", {"mean": 1.0})),
+        KeyError,
+        "NormGuard.load_state_dict: state_dict must have 'norms', got ['mean']",
+    ),
     # Options of a scaler.
     "scale too large": (
         scaler(init_scale=1e300),

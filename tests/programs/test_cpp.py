@@ -12,7 +12,9 @@ from typing import Any
 import checkpoint_corpus as corpus
 import pytest
 import torch
+from harness.awkward import NAN
 from harness.deeds import Deed, Saved, comparable, do, whole
+from harness.guard_rules import norms_of_a_run
 from harness.optimizer_cases import CLASSES
 from harness.refused_calls import REFUSED_CALLS
 from torch import Tensor
@@ -147,6 +149,8 @@ MASTERS = ["split", True, "split8", "split", False, "split8", True, False]
 MOMENTS = ["8bit", "8bit-bf16", "bfloat16", "8bit", "float32", "8bit-bf16", None, "8bit", None]
 DTYPES = {4: [("convert", "float16")], 9: [("convert", "float32")], 12: [("convert", "float64")]}
 STEP = [("gradient", "ones"), ("optimizer.step",)]
+NORMS = torch.tensor([norm or NAN for norm in norms_of_a_run(10_000)])
+GUARD_STATE = optim.NormGuard().state_dict() | {"entered": 5, "count": 3, "mean": 2.0}
 LIMITS = {"init_scale": 64.0, "growth_factor": 4.0, "growth_interval": 5, "backoff_factor": 0.25}
 LIMITS |= {"min_scale": 32.0, "max_scale": 512.0}
 CHANGES: dict[str, Deed] = {
@@ -167,6 +171,20 @@ CHANGES: dict[str, Deed] = {
     "limits of the scale": run_of("Adam", "float32", range(70)) | {"scaler": LIMITS},
     "a scale that stays": run_of("Adam", "float32", range(9)) | {"scaler": {"dynamic": False}},
     "no scale": run_of("SGD", "float32", range(3)) | {"scaler": {"enabled": False}},
+    **{
+        f"a guard of norms that {action}s": {
+            "options": {"lr": 1e-6, "momentum": 0.5},
+            "params": [torch.zeros(1)],
+            "calls": [
+                ("norm_guard", {"action": action, "max_norm": 400.0}),
+                ("norms", NORMS[:5000]),
+                ("norm_guard", {"window": 32, "warmup_steps": 9, "sigma_factor": 3.5}),
+                ("norm_guard.load_state_dict", GUARD_STATE),
+                ("norms", NORMS[5000:]),
+            ],
+        }
+        for action in ("skip", "clip")
+    },
     "layout": {
         "options": {"lr": 0.125, "momentum": 0.5, "state_dtype": "8bit"},
         "params": [torch.arange(2.0**12).view(32, 32, 2, 2) / 64],

@@ -156,4 +156,13 @@ struct AMP_EXT_API LossScaleHyperparameters {
   bool dynamic = true;
 };
 
+struct AMP_EXT_API NormGuardHyperparameters {
+  double sigma_factor = 6.0;  // deviations above the mean that a norm may be
+  int64_t window = 128;       // norms that an average of the same newest weight would have
+  int64_t warmup_steps = 64;  // norms that enter the statistics before they judge
+  double max_norm = std::numeric_limits<double>::infinity();
+  int64_t patience = 16;  // outliers in a row, of which the last is taken for a new level
+  bool clips = false;     // the gradients of outliers down to the limit, instead of skipping
+};
+
 }  // namespace amp_ext

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/grad_scaler.h>
+#include <amp_ext/norm_guard.h>
 #include <amp_ext/options.h>
 #include <torch/optim/optimizer.h>
 
@@ -300,8 +301,13 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::shared_ptr<const void> identity() const;
 
   // Norm of the unscaled gradients at the last step, one float32, which later steps write anew.
-  // Undefined without max_grad_norm, unless norms are tracked.
+  // Undefined without max_grad_norm, unless norms are tracked or guarded.
   at::Tensor grad_norm() const;
+
+  // Lets a guard judge the norm of all gradients at every step, at the cost of a look where there
+  // was none. Throws if it is that of another optimizer. Null: no guard.
+  void norm_guard(std::shared_ptr<NormGuard> guard);
+  std::shared_ptr<NormGuard> norm_guard() const;
 
   // Lets every step keep the norm of each gradient, at the cost of a look where there was none.
   void track_grad_norms(bool track);

@@ -1,0 +1,104 @@
+// Keeps the statistics of a guard and reads their mirror without waiting.
+#include "optimizer/norm_statistics.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "tensors/mirrored_bytes.h"
+#include "tensors/moved.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext {
+
+NormStatistics::NormStatistics(const NormGuardHyperparameters& its_hyperparameters)
+    : hyperparameters(its_hyperparameters) {
+  allocate(at::kCPU);
+  load({});
+}
+
+void NormStatistics::allocate(const at::Device& device) {
+  const OutsideInferenceMode normal;
+  bytes_ = bytes_on_device(device, sizeof(NormGuardMemory));
+  mirror_ = bytes_on_host(device, sizeof(NormGuardMemory));
+}
+
+void NormStatistics::fill(NormGuardMemory memory) {
+  const OutsideInferenceMode normal;
+  memory.hyperparameters = hyperparameters;
+  memory.mirror = as<NormGuardMemory>(mirror_);
+  *memory.mirror = memory;
+  bytes_.copy_(mirror_);
+}
+
+void NormStatistics::move_to(const at::Device& device) {
+  if (bytes_.device() == device) return;
+  wait_for_device();
+  const at::Tensor before = mirror_;
+  retired_.push_back(bytes_);  // a captured graph writes both as long as it is replayed
+  retired_.push_back(before);
+  allocate(device);
+  fill(*as<NormGuardMemory>(before));
+}
+
+void NormStatistics::load(const NormSummary& summary) {
+  NormGuardMemory memory;
+  NormSummary::for_each_field(
+      [&](const char* /*name*/, auto field) { memory.*field = summary.*field; });
+  memory.limit = next_limit(memory, hyperparameters);
+  first_norm_ = memory.norms;
+  wait_for_device();
+  fill(memory);
+}
+
+at::Tensor NormStatistics::bytes_on(const at::Device& device) const {
+  if (bytes_.device() == device) return bytes_;
+  const int64_t size = sizeof(NormGuardMemory) - sizeof(NormGuardMemory::history);
+  return moved(bytes_.narrow(0, 0, size), device);
+}
+
+void NormStatistics::wait_for_device() const {
+  if (bytes_.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(bytes_.device().type());
+  guard.synchronizeDevice(bytes_.device().index());
+}
+
+NormSummary NormStatistics::read(bool wait) const {
+  if (wait) wait_for_device();
+  const auto& mirror = *as<NormGuardMemory>(mirror_);
+  NormSummary summary;
+  read_consistently(mirror, [&] { summary = mirror; });
+  return summary;
+}
+
+NormHistory NormStatistics::history(bool wait) const {
+  if (wait) wait_for_device();
+  const auto& mirror = *as<NormGuardMemory>(mirror_);
+  NormGuardMemory memory;
+  read_consistently(mirror,
+                    [&] { std::memcpy(static_cast<void*>(&memory), &mirror, sizeof memory); });
+  const int64_t first = std::max<int64_t>(first_norm_, memory.norms - kHistory);
+  NormHistory history{first + 1, {}, {}};
+  for (int64_t i = first; i < memory.norms; ++i) {
+    const double signed_norm = memory.history[i % kHistory];
+    history.norms.push_back(std::abs(signed_norm));
+    history.withheld.push_back(std::signbit(signed_norm));
+  }
+  return history;
+}
+
+bool NormStatistics::must_warn() {
+  if (has_warned_) return false;
+  has_warned_ = read(/*wait=*/false).similar_norms >= kManySimilarNorms;
+  return has_warned_;
+}
+
+const char* NormStatistics::warning() {
+  return "NormGuard: 64 norms in a row lie within 1e-4 of one value, as if gradients were clipped "
+         "before the optimizer, whose guard then sees no outlier: give max_grad_norm to the "
+         "optimizer, and 0 or None to the trainer";
+}
+
+}  // namespace amp_ext
