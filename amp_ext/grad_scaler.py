@@ -37,7 +37,7 @@ from amp_ext.scaler_ranges import (
     device_type_of,
 )
 from amp_ext.scaler_stats import ScalerReports
-from amp_ext.sharding import all_reduce_flags, is_dtensor, local_grads
+from amp_ext.sharding import all_reduce_flags, check_guard, local_grads
 
 _TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
 
@@ -365,7 +365,8 @@ class GradScaler(ScalerReports):
         kwargs: dict[str, Any],
     ) -> Any:
         """Steps an optimizer that is told the scale, and unscales inside its step."""
-        self._check_guard(unscaling)
+        if self._reduces_over() is not None:
+            check_guard(unscaling)
         # An interrupt may have come before the last step's end.
         self._handed_attributes.take_back()
         if unscaling is not None:
@@ -406,17 +407,6 @@ class GradScaler(ScalerReports):
                 _spend(state)
             raise
         return returned
-
-    def _check_guard(self, optimizer: Any) -> None:
-        """Refuses a guard of norms that would let ranks skip apart."""
-        guard = getattr(optimizer, "norm_guard", None)
-        if guard is None or guard.process_group is not None or self._reduces_over() is None:
-            return
-        if not any(map(is_dtensor, params_of(optimizer))):  # sharded ones share their norm
-            raise RuntimeError(
-                "GradScaler.step: norm_guard of the optimizer must have the process_group of the "
-                "scaler, whose ranks step and skip together, got a guard without one"
-            )
 
     def _maybe_opt_step(
         self,

@@ -284,6 +284,26 @@ def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], Sh
     return grads, sharded_over
 
 
+def check_guard(optimizer: Any) -> None:
+    """Refuses a guard of norms that would let the ranks of a scaler's process group skip apart.
+
+    Args:
+        optimizer: Which the scaler is about to step.
+
+    Raises:
+        RuntimeError: If its guard has no process group, and its parameters are not sharded.
+    """
+    guard = getattr(optimizer, "norm_guard", None)
+    if guard is None or guard.process_group is not None:
+        return
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if not any(map(is_dtensor, params)):  # sharded ones share their norm
+        raise RuntimeError(
+            "GradScaler.step: norm_guard of the optimizer must have the process_group of the "
+            "scaler, whose ranks step and skip together, got a guard without one"
+        )
+
+
 @torch.no_grad()
 def all_reduce_flags(
     flags: Mapping[torch.device, Tensor], scale: Tensor, group: Any

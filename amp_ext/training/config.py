@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -34,8 +35,11 @@ class MixedPrecisionConfig:
         max_grad_norm: Norm to keep all unscaled gradients together below, 0 or more; ``math.inf``
             measures and clips nothing, None does neither.
         gradient_accumulation_steps: Batches for each step of the optimizer, 1 or more.
+        norm_guard: Arguments of the :class:`amp_ext.optim.NormGuard` that the optimizer gets, as a
+            dict, which they are checked by; {} for its defaults, None for no guard.
 
     Raises:
+        TypeError: If ``norm_guard`` is no dict.
         ValueError: If another setting is out of range.
     """
 
@@ -47,6 +51,7 @@ class MixedPrecisionConfig:
     min_scale: float | None = SMALLEST_SCALE
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int = 1
+    norm_guard: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Takes numbers of numpy as those of Python, and checks what no scaler checks."""
@@ -57,6 +62,11 @@ class MixedPrecisionConfig:
         fits = norm is None or (is_number(norm) and norm >= 0)
         self._check("max_grad_norm", fits, "0 or more, or None")
         self._check("gradient_accumulation_steps", is_count(steps), "an int of 1 or more")
+        if not (self.norm_guard is None or isinstance(self.norm_guard, Mapping)):
+            raise TypeError(
+                "MixedPrecisionConfig: norm_guard must be a dict of the arguments of a NormGuard, "
+                f"or None, got {type(self.norm_guard).__name__}"
+            )
 
     def _check(self, name: str, fits: bool, wanted: str) -> None:
         if not fits:

@@ -20,9 +20,10 @@ class StepMetrics:
         loss: Loss of the batch, as the loss function gave it: neither scaled nor divided.
         loss_scale: Loss scale of this batch; 1 without a scaler.
         grad_norm: Norm of the unscaled gradients before clipping. None where nobody measures it
-            (without ``max_grad_norm``) or no optimizer step was due.
-        skipped: Whether the step was skipped since gradients were inf or NaN, a bool; always false
-            without a scaler. None where no optimizer step was due (gradient accumulation).
+            (without ``max_grad_norm`` and a guard) or no optimizer step was due.
+        skipped: Whether the step was skipped since gradients were inf or NaN, or by the optimizer's
+            ``norm_guard``, a bool; always false without both. None where no optimizer step was due
+            (gradient accumulation).
     """
 
     loss: Tensor

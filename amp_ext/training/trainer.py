@@ -20,6 +20,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import write_checkpoint
@@ -59,9 +60,9 @@ class MixedPrecisionTrainer:
     have no scaler and no such guard unless they are given one that only guards,
     ``scaler=amp_ext.GradScaler(device_type, init_scale=1.0, dynamic=False)``.
 
-    The host waits for the GPU at one place: with a scaler *and* a scheduler, before an optimizer
-    step, for the end of the previous one. (Besides, torch's optimizers wait under a scaler, unless
-    they are fused.) Train or eval mode is the caller's.
+    The host waits for the GPU at one place: with a scheduler *and* a scaler or a guard of norms,
+    before an optimizer step, for the end of the previous one. (Besides, torch's optimizers wait
+    under a scaler, unless they are fused.) Train or eval mode is the caller's.
 
     The arguments are attributes.
 
@@ -87,7 +88,8 @@ class MixedPrecisionTrainer:
         Args:
             model: On its device and in its dtypes.
             optimizer: Over parameters of the model. One of ``amp_ext.optim`` clips inside its step:
-                its groups take over the config's ``max_grad_norm``, if there is one.
+                its groups take over the config's ``max_grad_norm``, if there is one, and it gets
+                the config's ``norm_guard``.
             config: The settings.
             loss_function: Takes the model's output, and the targets if there are any; returns one
                 number. Without it the model's output must be the loss or have it: as ``.loss``,
@@ -99,7 +101,8 @@ class MixedPrecisionTrainer:
         Raises:
             TypeError: If a part is of another kind, or the scheduler needs a figure to step.
             ValueError: If the optimizer has no parameters, their dtype does not fit the precision,
-                the scaler is disabled, or a number of the config does not fit a scaler.
+                the scaler is disabled, a number of the config does not fit a scaler or a guard, or
+                an optimizer of others is to have a guard.
         """
         _check_kind("model", model, nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
@@ -136,6 +139,13 @@ class MixedPrecisionTrainer:
         if self._fused is not None and config.max_grad_norm is not None:
             for group in (optimizer.defaults, *optimizer.param_groups):
                 group["max_grad_norm"] = config.max_grad_norm
+        if config.norm_guard is not None:
+            if self._fused is None:
+                raise ValueError(
+                    "MixedPrecisionTrainer: optimizer must be one of amp_ext.optim with a "
+                    f"norm_guard, got {type(optimizer).__name__}"
+                )
+            self._fused.norm_guard = NormGuard(**config.norm_guard)
         self._some_param = params[0]
         self._mixed = config.precision != "fp32"
         self._in_16_bits = self._mixed and all(
@@ -233,12 +243,17 @@ class MixedPrecisionTrainer:
         """
         if not self._scheduler_is_due or self.scheduler is None:
             return
-        is_skipped = self.scaler is not None and self.scaler.last_step_skipped(
-            self.optimizer, wait=True
-        )
+        guard = self._guard()
+        if self.scaler is not None:
+            is_skipped = self.scaler.last_step_skipped(self.optimizer, wait=True)
+        else:
+            is_skipped = guard is not None and guard.last_step_skipped(wait=True)
         self._scheduler_is_due = False  # first, or an exception would come at each further step
         if not is_skipped:
             self.scheduler.step()
+
+    def _guard(self) -> NormGuard | None:
+        return None if self._fused is None else self._fused.norm_guard
 
     def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
         with self._autocast(self._mixed and not self._in_16_bits):
@@ -287,9 +302,12 @@ class MixedPrecisionTrainer:
             self.scaler.update()
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()
+        if self._fused is not None and self._fused.norm_guard is not None:
+            landed: Any = self._fused.has_landed
+            skipped = landed == 0
         self._accumulated = 0
         self._scheduler_is_due = True
-        if self.scaler is None:
+        if self.scaler is None and self._guard() is None:  # nothing to wait for
             self.finish_scheduler_step()
         return StepMetrics(self._loss, loss_scale, grad_norm, skipped)
 
@@ -298,10 +316,10 @@ class MixedPrecisionTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Returns all that a resumed training needs beside the model and the random numbers.
 
-        The dict has the states of the optimizer, the scaler and the scheduler, and the gradients
-        that have accumulated: a resumed run has the same bits, also from the middle of an
-        accumulation. Its tensors are those in use, as in an optimizer's ``state_dict()``: save
-        them, or copy them to keep them.
+        The dict has the states of the optimizer, the scaler, the scheduler and the guard of norms,
+        and the gradients that have accumulated: a resumed run has the same bits, also from the
+        middle of an accumulation. Its tensors are those in use, as in an optimizer's
+        ``state_dict()``: save them, or copy them to keep them.
         """
         self.finish_scheduler_step()
         gradients = [param.grad for param in params_of(self.optimizer)] if self._accumulated else []
@@ -311,10 +329,12 @@ class MixedPrecisionTrainer:
             groups = with_plain_numbers(optimizer["param_groups"])
             optimizer = {**optimizer, "param_groups": groups}
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        guard = self._guard()
         return {
             "optimizer": optimizer,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "scheduler": with_plain_numbers(scheduler),
+            **({} if guard is None else {"norm_guard": guard.state_dict()}),
             "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
             "accumulated": self._accumulated,
             "gradients": gradients,
@@ -325,7 +345,7 @@ class MixedPrecisionTrainer:
         """Goes on where :meth:`state_dict` was called. Load the model first, or use :meth:`load`.
 
         The precision may have changed in between: a saved scaler is left out where this trainer has
-        none, and this trainer's starts as configured where none was saved.
+        none, and this trainer's starts as configured where none was saved. Likewise a guard.
 
         Args:
             state_dict: From ``state_dict()``.
@@ -468,6 +488,10 @@ class MixedPrecisionTrainer:
             if self.scaler is not None and state_dict["scaler"] is not None:
                 self.scaler.load_state_dict(state_dict["scaler"])
                 self.scaler.scale(loss)  # makes the scaler's tensors, for a flush
+            guard = self._guard()
+            if guard is not None and "norm_guard" in state_dict:
+                undo.callback(guard.load_state_dict, guard.state_dict())
+                guard.load_state_dict(state_dict["norm_guard"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule)
             _set_grads(params, gradients)

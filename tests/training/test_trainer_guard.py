@@ -1,0 +1,84 @@
+"""A trainer whose optimizer has a guard of norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import trainer_cases as cases
+from harness.trainer_cases import new_trainer
+
+import amp_ext
+from amp_ext.training import MixedPrecisionConfig
+
+OPTIONS: dict[str, Any] = {"norm_guard": {"warmup_steps": 4}, "scheduler": cases.halving}
+
+
+def corrupted(count: int, bad: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns batches, some of which have targets that are thirty times too large."""
+    data = cases.batches(count=count)
+    return [(x, 30 * y if index in bad else y) for index, (x, y) in enumerate(data)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_outlier_is_skipped_and_the_schedule_waits(precision):
+    trainer = new_trainer(precision, **OPTIONS)
+    bad = {6, 7, 10}
+    metrics = cases.train_on(trainer, corrupted(12, bad))
+    trainer.flush()
+    assert [bool(each.skipped) for each in metrics] == [index in bad for index in range(12)]
+    assert all(each.grad_norm.item() > 0 for each in metrics)
+    assert {each.loss_scale.item() for each in metrics} == {256.0 if precision == "fp16" else 1.0}
+    assert trainer.scheduler.last_epoch == 9
+    assert trainer.optimizer.norm_guard.stats().outliers == 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_file_goes_on_with_the_same_verdicts(precision, tmp_path):
+    data = corrupted(12, {6, 9})
+    whole, first, second = (new_trainer(precision, **OPTIONS) for _ in range(3))
+    cases.train_on(whole, data)
+    cases.train_on(first, data[:8])
+    first.save(tmp_path / "file.pt")
+    second.load(tmp_path / "file.pt")
+    cases.train_on(second, data[8:])
+    cases.assert_same(cases.params_of(second), cases.params_of(whole))
+    guards = [trainer.optimizer.norm_guard for trainer in (second, whole)]
+    assert guards[0].state_dict() == guards[1].state_dict()
+
+
+def fails(state: Any) -> None:
+    raise OSError("of a schedule")
+
+
+def test_files_without_a_guard_are_loaded_and_a_refused_one_changes_nothing():
+    trainer, plain = new_trainer(**OPTIONS), new_trainer(scheduler=cases.halving)
+    cases.train_on(trainer, corrupted(6, set()))
+    before = trainer.optimizer.norm_guard.state_dict()
+    trainer.load_state_dict(plain.state_dict())
+    assert trainer.optimizer.norm_guard.state_dict() == before
+    bad = trainer.state_dict()
+    bad["norm_guard"] = before | {"mean": -1.0}
+    with pytest.raises(ValueError, match=r"NormGuard\.load_state_dict: mean must be"):
+        trainer.load_state_dict(bad)
+    bad["norm_guard"], bad["scheduler"] = before | {"mean": 7.0}, {"last_epoch": object()}
+    trainer.scheduler.load_state_dict = fails
+    with pytest.raises(OSError, match="of a schedule"):
+        trainer.load_state_dict(bad)
+    assert trainer.optimizer.norm_guard.state_dict() == before
+    plain.load_state_dict(trainer.state_dict())
+
+
+def test_the_guard_of_a_config_is_checked():
+    with pytest.raises(TypeError, match="norm_guard must be a dict of the arguments of a NormG"):
+        MixedPrecisionConfig(norm_guard=True)
+    with pytest.raises(ValueError, match=r"^NormGuard: patience must be an int from 1"):
+        new_trainer(norm_guard={"patience": 0})
+    message = r"optimizer must be one of amp_ext\.optim with a norm_guard, got SGD"
+    with pytest.raises(ValueError, match=message):
+        new_trainer(norm_guard={}, optimizer=cases.torchs_sgd)
+    assert new_trainer(norm_guard={}).optimizer.norm_guard.options["patience"] == 16
+    given = amp_ext.optim.NormGuard()
+    trainer = new_trainer(optimizer=lambda p: amp_ext.optim.SGD(p, 0.1, norm_guard=given))
+    assert trainer.optimizer.norm_guard is given
