@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the extension for the CPU and for CUDA against a CUDA PyTorch and tests all that needs no GPU.
+# Builds the extension for the CPU and for CUDA against a CUDA PyTorch, from the source distribution, and
+# tests all that needs no GPU.
 # Everything lies in .venv-cuda/<version of PyTorch>; what is built in the checkout stays as it is.
 #
 #   TORCH=2.11.0        version of PyTorch; its environment, several GB, is made when it is missing
@@ -68,15 +69,24 @@ build() {
 }
 
 check() {
-  CUDA_VISIBLE_DEVICES='' "$python" -I - "$torch" << 'END'
+  CUDA_VISIBLE_DEVICES='' "$python" -I - "$torch" "$home/source" << 'END'
 import importlib.metadata, json, pathlib, shutil, subprocess, sys, warnings
 import torch, amp_ext
-from amp_ext import ops
+from amp_ext import cmake, ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 folder = pathlib.Path(amp_ext.__file__).parent
 assert folder.is_relative_to(sys.prefix), folder
 assert importlib.metadata.version("amp-ext") == amp_ext.__version__
+# The sources fit any PyTorch, what was built from them fits one.
+assert "\nRequires-Dist: torch>=2.11\n" in pathlib.Path(sys.argv[2], "PKG-INFO").read_text()
+minor = ".".join(torch.__version__.split(".")[:2])
+assert f"torch=={minor}.*" in importlib.metadata.requires("amp-ext")
+for name in ("py.typed", "_C.pyi", "lib/libamp_ext.so", "include/amp_ext/ops.h"):
+    assert (folder / name).is_file(), name
+for name in ("Config", "ConfigVersion", "Build"):
+    assert (cmake.folder() / f"amp_ext{name}.cmake").is_file(), name
+assert not list(folder.glob("lib/*.cpython-*")), "the library has a name without a version of Python"
 
 info = json.loads((folder / "_build_info.json").read_text())
 assert torch.__version__.split("+")[0] == sys.argv[1].split("+")[0], torch.__version__

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by the scripts that need other packages than `make` installs: an environment of their own.
 #
-#   copy_sources FOLDER what a wheel is built from
+#   copy_sources FOLDER what a wheel is built from: the source distribution, unpacked
 #   make_environment .venv-NAME requirements-NAME.txt   when it is missing or the file has changed;
 #                       installs with $BASE_PYTHON, by default python3
 #   provide_extension   takes the extension that was built in the checkout if it fits the environment,
@@ -42,10 +42,13 @@ make_environment() {
 # Clean, for a wheel takes along whatever lies in build/lib. Objects are kept.
 copy_sources() {
   mkdir -p "$1"
-  rm -rf "$1"/{amp_ext,csrc,build/lib*,build/bdist*}
-  tar -c --exclude='*.so' --exclude=__pycache__ --exclude=_build_info.json \
-    --exclude=amp_extBuild.cmake \
-    LICENSE MANIFEST.in README.md amp_ext csrc pyproject.toml setup.py | tar -x -C "$1"
+  rm -rf "$1"/{amp_ext,csrc,sdist,build/lib*,build/bdist*}
+  "$python" -c 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])' \
+    "$1/sdist" > "$1/sdist.log" 2>&1 || {
+    cat "$1/sdist.log" >&2
+    exit 1
+  }
+  tar -xzf "$1"/sdist/*.tar.gz --strip-components=1 -C "$1"
 }
 
 # As a user would: with pip, into site-packages. The checkout stays as it is.
