@@ -121,6 +121,22 @@ class NormStatistics:  # by which a guard judges norms
     @staticmethod
     def warning() -> str: ...
 
+class InspectedStep:  # what the trial of a step has found
+    sums: Tensor  # [params, sums] float64; those of rank's parts can be combined
+    # Whether the step is skipped; and of each parameter with a gradient group and index, norm, norm
+    # and ratio of the update, its largest element, norms of moments, shares that stay.
+    def read(
+        self,
+    ) -> tuple[
+        bool,
+        list[
+            tuple[
+                tuple[int, int],
+                tuple[float, float, float, float, dict[str, float], float, float | None],
+            ]
+        ],
+    ]: ...
+
 class Plan:  # what an optimizer knows of its parameters and states, as long as it lives
     has_landed: Tensor | None  # whether the last step was taken, while landings are followed
     failure: str  # how far the step came that failed; empty if none has
@@ -147,6 +163,18 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
     def look(
         self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
     ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | None: ...
+    def look_aside(
+        self, step_plan: Any, optimizer: Any, grad_scale: Tensor | None
+    ) -> list[tuple[Tensor, None, int, Tensor | None, Tensor | None]] | None: ...
+    def inspect(  # False if it wants the sum of squares
+        self,
+        step_plan: Any,
+        optimizer: Any,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        sum_of_squares: Tensor | None,
+        is_in_step: bool,
+    ) -> InspectedStep | bool | None: ...
     def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | None: ...
     def step(  # False if it wants the sums of squares
         self,

@@ -31,6 +31,7 @@ from amp_ext.scaler_ranges import (
     DEVICE_TYPES,
     as_number,
     check_flag,
+    check_has_groups,
     check_options,
     check_process_group,
     checked,
@@ -222,7 +223,7 @@ class GradScaler(ScalerReports):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
-        _check_has_groups("unscale_", optimizer)
+        check_has_groups("unscale_", optimizer)
         state = self._state_of(optimizer)
         if "iteration" in state:
             state["iteration"].check_not_spent("unscale_")
@@ -248,6 +249,18 @@ class GradScaler(ScalerReports):
             state["found_inf_per_device"] = flags
             self._loss_scale.note_different_scales(state, flags, differ)
         return flags
+
+    def flags_of_all_ranks(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Returns the flags of a look as all ranks have them together; the scaler is as before.
+
+        Args:
+            flags: By device that holds a gradient, one float32: not 0 if one is inf or NaN.
+        """
+        group = self._reduces_over()
+        if group is None:
+            return flags
+        scale, _ = self._check_scale_growth_tracker("flags_of_all_ranks")
+        return all_reduce_flags(flags, scale, group)[0]
 
     @_disable_dynamo  # a compiled program steps around these
     def _unscale_grads_(
@@ -337,7 +350,7 @@ class GradScaler(ScalerReports):
             return super().step(optimizer, *args, **kwargs)  # passes through, or raises
         is_older = not getattr(optimizer, "_step_supports_amp_scaling", False)
         if is_older:
-            _check_has_groups("step", optimizer)
+            check_has_groups("step", optimizer)
         state = self._state_of(optimizer)
         if "iteration" in state:
             state["iteration"].check_not_spent("step")
@@ -572,14 +585,6 @@ _UNSCALE_GRADS = GradScaler._unscale_grads_
 def _takes_scaler(step: Any) -> bool:
     """Returns whether a ``step`` asks for the scaler itself, as torch's older way is."""
     return "grad_scaler" in inspect.signature(step).parameters
-
-
-def _check_has_groups(operation: str, optimizer: Any) -> None:
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"GradScaler.{operation}: optimizer must have param_groups, as a "
-            f"torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
 
 
 def _spend(state: dict[str, Any]) -> None:

@@ -14,12 +14,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 __all__ = [
     "HandOver",
     "HandedAttribute",
     "Look",
     "UnscalesInStep",
+    "handed_by_attributes",
+    "handed_by_scaler",
     "moved",
     "optimizer_inside",
     "sum_of_flags",
@@ -219,6 +222,46 @@ def handed_by_attributes(optimizer: Any) -> HandOver:
     """Returns what is in both attributes, None where nothing is."""
     handed = vars(optimizer).get
     return HandOver(handed("grad_scale"), handed("found_inf"))
+
+
+def handed_by_scaler(scaler: Any, optimizer: Any, operation: str) -> HandOver:
+    """Returns what a scaler, ours or torch's, would hand over if it stepped an optimizer now.
+
+    ``found_inf`` is None where the scaler has not looked yet: then the gradients carry the scale.
+
+    Args:
+        scaler: The scaler, which is left as it is.
+        optimizer: Which unscales in its step.
+        operation: What errors begin with.
+
+    Raises:
+        TypeError: If it is no scaler.
+        RuntimeError: If it has scaled nothing yet, or has stepped the optimizer.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"{operation}: scaler must be a torch.amp.GradScaler or one of amp_ext, got "
+            f"{type(scaler).__name__}"
+        )
+    handed = handed_by_attributes(optimizer)
+    if not scaler.is_enabled():
+        return handed
+    scale = scaler._scale
+    if scale is None:
+        raise RuntimeError(
+            f"{operation}: scaler must have scaled the loss of these gradients, got one that has "
+            "scaled nothing yet"
+        )
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    stage = state.get("stage", OptState.READY)
+    if stage is OptState.STEPPED:
+        raise RuntimeError(
+            f"{operation}: there must be gradients to inspect, got those that scaler.step() has "
+            "taken: call it between backward() and step(), or inspect_next() at any time"
+        )
+    if stage is OptState.READY:
+        return HandOver(scale if handed.grad_scale is None else scale * handed.grad_scale, None)
+    return HandOver(handed.grad_scale, sum_of_flags(state["found_inf_per_device"], scale.device))
 
 
 def drop_handed(optimizer: Any) -> None:

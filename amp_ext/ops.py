@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     ListedParam = _C.ListedParam
     OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription
+    InspectedStep = _C.InspectedStep
     NormStatistics = _C.NormStatistics
     Plan = _C.Plan
 

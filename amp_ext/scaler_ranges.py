@@ -16,6 +16,7 @@ __all__ = [
     "DEVICE_TYPES",
     "as_number",
     "check_flag",
+    "check_has_groups",
     "check_options",
     "check_process_group",
     "check_range",
@@ -131,6 +132,15 @@ def check_flag(name: str, value: Any) -> None:
     """Refuses a text."""
     if isinstance(value, str):  # torch takes whatever has a truth value, and "no" is true
         raise TypeError(f"GradScaler: {name} must be a bool, got {value!r}")
+
+
+def check_has_groups(operation: str, optimizer: Any) -> None:
+    """Refuses what has no groups of parameters, on behalf of an operation of a scaler."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"GradScaler.{operation}: optimizer must have param_groups, as a "
+            f"torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
 
 
 def check_process_group(group: Any, operation: str = "GradScaler") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -254,6 +254,37 @@ class ShardedOver:
             return flags, sum(values[1:], zero), None
         of_params, ranks = sum(squares, zero.new_zeros(2, params))
         return flags, sum(values[1:], zero), of_params.where(ranks != 0, math.nan)
+
+    @torch.no_grad()
+    def combine(
+        self, params: Sequence[Tensor], values: Tensor, combined: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Returns numbers of whole parameters, of those of the parts that ranks have.
+
+        There is one collective for each group, for all parameters that are sharded over it.
+
+        Args:
+            params: Parameters that were added.
+            values: Of this rank's parts, [params, numbers] float64.
+            combined: What makes [params, numbers] of those of the ranks, [ranks, params, numbers].
+
+        Raises:
+            RuntimeError: If a collective fails, as when a rank has died.
+        """
+        partitions = [self.add(param, "") for param in params]
+        whole = values.to(self._device, copy=True)
+        for name, group in self._groups.items():
+            members = [
+                row
+                for row, partition in enumerate(partitions)
+                if any(name in names and partition == i for names, i in self._partitions.items())
+            ]
+            size, rank = group.size(), group.rank()
+            of_ranks = whole.new_zeros(size, len(members), values.shape[1])
+            of_ranks[rank] = whole[members]
+            _all_reduce(of_ranks, torch.distributed.ReduceOp.SUM, group)
+            whole[members] = combined(of_ranks)
+        return whole
 
 
 def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:

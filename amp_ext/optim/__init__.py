@@ -1,6 +1,7 @@
 """Optimizers with the constructors of torch.optim, one fused kernel each, and float32 masters."""
 
 from amp_ext.optim.adam import Adam, AdamW
+from amp_ext.optim.inspection import Inspection, ParamInspection
 from amp_ext.optim.lion import Lion
 from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
 from amp_ext.optim.saved_optimizer import float32_state_dict
@@ -17,11 +18,13 @@ __all__ = [
     "Adam",
     "AdamW",
     "CosineAnnealingWeightDecay",
+    "Inspection",
     "LambdaWeightDecay",
     "Lion",
     "NormGuard",
     "NormGuardHistory",
     "NormGuardStats",
+    "ParamInspection",
     "StepWeightDecay",
     "WeightDecayScheduler",
     "float32_state_dict",

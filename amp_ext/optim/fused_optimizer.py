@@ -20,10 +20,8 @@ from amp_ext.hand_over import (
     NOTHING_WAS_LOOKED_AT,
     HandedAttribute,
     HandOver,
-    Look,
     drop_handed,
     handed_by_attributes,
-    moved,
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
@@ -31,7 +29,7 @@ from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Place, made_states, whole_master
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.optim.watched_optimizer import WatchedOptimizer
-from amp_ext.sharding import local_tensor, sum_over_ranks
+from amp_ext.sharding import local_tensor
 
 __all__ = ["FusedOptimizer"]
 
@@ -181,43 +179,6 @@ class FusedOptimizer(WatchedOptimizer):
         if made:
             self.rebuild()  # the plan would go on with a state that was erased
 
-    # The plan.
-
-    def rebuild(self) -> None:
-        """Forgets all parameters and states until the next step, which looks them up again.
-
-        A step notices by itself what was replaced; this frees at once what was, such as states that
-        were moved to another device to make room. It is remembered which parameters were written
-        since their masters were.
-        """
-        self._plan.forget()
-
-    def _ask_plan(self, operation: str, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """Asks the plan for something of the groups and states as they are.
-
-        ``ask`` is a method of the compiled plan, which takes ours, this optimizer and the
-        arguments. It returns None where options can't be read or parameters are to be listed anew.
-
-        Raises:
-            RuntimeError: If another thread has the plan, the last step failed amid its launches, or
-                the params of a group are others when they are read again.
-            TypeError, ValueError: If an option or the params of a group are not as they must be.
-        """
-        answer = ask(self._plan, self, *arguments)
-        if answer is not None:
-            return answer
-        self._check_params(operation)
-        self._check_groups()
-        kept = [self._kept(group) for group in self.param_groups]
-        self._plan.list_groups(self, kept, operation)
-        answer = ask(self._plan, self, *arguments)
-        if answer is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.{operation}: params of each group must be a list, got "
-                "other parameters when they were read again"
-            )
-        return answer
-
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Lays hooks and the profiler around a step, when the first optimizer of a class is made.
@@ -316,6 +277,9 @@ class FusedOptimizer(WatchedOptimizer):
                 if hand_over.look.found_infs:
                     found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
             sums = hand_over.look.sum_of_squares, hand_over.look.squares_of_params
+        if self._inspects_next:
+            self._inspects_next = False
+            self.inspection = self._inspect(grad_scale, found_inf, sums[0], is_in_step=True)
         # It says in the hand-over that it is spent, before it writes.
         arguments = hand_over, grad_scale, found_inf
         asks_ranks = guard is not None and guard.process_group is not None and sums[0] is None
@@ -359,63 +323,6 @@ class FusedOptimizer(WatchedOptimizer):
             raise AssertionError(NOTHING_WAS_LOOKED_AT)
 
     # A scaler: see amp_ext.hand_over.
-
-    def look_at_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> Look:
-        """Looks for inf and NaN in all gradients, for a scaler.
-
-        If parameters are sharded, all ranks have to call this together.
-
-        Args:
-            found_inf: One float32; copied, not written.
-            grad_scale: One float32, or None. Without a finite inverse it counts as an overflow.
-
-        Returns:
-            What was found: for each device that holds a gradient a copy of ``found_inf``, set to 1
-            if one there is inf or NaN; with shards, if one is on any rank.
-        """
-        return self._look(found_inf, grad_scale)
-
-    def _look(self, found_inf: Tensor, grad_scale: Tensor | None) -> Look:
-        """Looks for inf and NaN in all gradients."""
-        plan = self._plan
-        found = self._ask_plan("look_at_gradients", plan.compiled.look, found_inf, grad_scale)
-        flags = {flag.device: flag for flag, *_ in found}
-        first_nonfinites = {flag.device: first for flag, first, *_ in found}
-        group = None if self._norm_guard is None else self._norm_guard.process_group
-        if not plan.sharded_over and group is None:
-            return Look(flags, first_nonfinites)
-        sum_of_squares: Tensor | None = None
-        squares_of_params: Tensor | None = None
-        if not plan.sharded_over:
-            device = self._first_device()
-            sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
-            for _, _, _, total, _ in found:
-                sum_of_squares = sum_of_squares + moved(total, device)
-        else:
-            tracks, guards = self.track_grad_norms, self._norm_guard is not None
-            sums_squares = tracks or guards or self.param_groups[0]["max_grad_norm"] is not None
-            flags, sum_of_squares, squares_of_params = plan.sharded_over.all_reduce(
-                found_inf,
-                [flag for flag, *_ in found],
-                [(partition, total) for _, _, partition, total, _ in found],
-                sums_squares=sums_squares,
-                squares_of_params=[
-                    (partition, squares)
-                    for _, _, partition, _, squares in found
-                    if squares is not None
-                ],
-                params=len(plan.params) if tracks else 0,
-            )
-            if not sums_squares:
-                sum_of_squares = None
-        if group is not None and sum_of_squares is not None:
-            sum_of_squares = sum_over_ranks(sum_of_squares, group)
-        return Look(flags, first_nonfinites, sum_of_squares, squares_of_params)
-
-    def _first_device(self) -> torch.device:
-        """Returns the device of the first parameter, or the CPU on a rank that has none."""
-        params = (param for group in self.param_groups for param in group["params"])
-        return next((param.device for param in params), torch.device("cpu"))
 
     def accept_hand_over(self, hand_over: HandOver | None) -> None:
         """Takes what the next step needs of a scaler.

@@ -56,7 +56,8 @@ class SavedOptimizer(DescribedOptimizer):
             for name, value in defaults.items():
                 group.setdefault(name, value)
         tracks = vars(self).get("track_grad_norms", False)
-        state = {"track_grad_norms": tracks, **state, "grad_norm": None, "grad_norms": None}
+        of_steps = {"grad_norm": None, "grad_norms": None, "inspection": None}
+        state = {"track_grad_norms": tracks, **state, **of_steps}
         failure = state.pop("_progress", None) or ""
         guard = state.pop("norm_guard", None)
         before = vars(self).get("_plan")

@@ -1,23 +1,24 @@
-"""What an optimizer tells of its steps: norms of gradients, verdicts of a guard, landings."""
+"""What an optimizer tells of its steps: norms, verdicts of a guard, landings, inspections."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from amp_ext.hand_over import handed_by_attributes, handed_by_scaler, sum_of_flags
 from amp_ext.nonfinite import names_of_params
+from amp_ext.optim.inspection import Inspection, combined
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.saved_optimizer import SavedOptimizer
+from amp_ext.optim.planned_optimizer import PlannedOptimizer
 
 __all__ = ["WatchedOptimizer"]
 
 
-class WatchedOptimizer(SavedOptimizer):
+class WatchedOptimizer(PlannedOptimizer):
     """An optimizer whose steps leave on the device what people and other programs watch."""
-
-    _norm_guard: NormGuard | None = None
 
     #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
     #: later steps write anew: clone it to keep it. None without ``max_grad_norm``, unless norms are
@@ -33,6 +34,10 @@ class WatchedOptimizer(SavedOptimizer):
     #: gradients. None unless they are tracked.
     grad_norms: Tensor | None
 
+    #: What the step did that :meth:`inspect_next` asked for; None before it.
+    inspection: Inspection | None
+    _inspects_next = False
+
     def __init__(
         self,
         params: Any,
@@ -42,7 +47,7 @@ class WatchedOptimizer(SavedOptimizer):
     ) -> None:
         """Checks the options and adds the parameters; the arguments are those of a subclass."""
         # Of the instance: a wrapper made of this class shall not hide them.
-        self.grad_norm = self.grad_norms = None
+        self.grad_norm = self.grad_norms = self.inspection = None
         if not isinstance(track_grad_norms, bool):
             raise TypeError(
                 f"{type(self).__name__}: track_grad_norms must be a bool, got {track_grad_norms!r}"
@@ -116,3 +121,81 @@ class WatchedOptimizer(SavedOptimizer):
         the first step that was followed (:meth:`follow_landings`).
         """
         return self._plan.compiled.has_landed
+
+    def inspect(self, scaler: torch.amp.GradScaler | None = None) -> Inspection:
+        """Returns what the coming step would do to each parameter, and stores nothing.
+
+        To be called between the backward pass and the step, also after ``unscale_`` and
+        ``clip_grad_norm_``. It takes the very step with a copy of one parameter after another, with
+        all options, and so tells exactly what the step would do if it came now. It takes as long as
+        some ten steps, or more with small tensors, and the memory of one parameter with its states
+        until it returns. If parameters are sharded, or the scaler or the guard has a process group,
+        all ranks have to call it together; the numbers are those of whole parameters.
+
+        Args:
+            scaler: The gradient scaler that will step the optimizer, ours or torch's. Without it
+                gradients are taken as they are, with the scale that they may carry.
+
+        Raises:
+            RuntimeError: If there is no gradient, or a step has taken those that are there, or the
+                scaler has scaled nothing; or if a step would be refused, as :meth:`step` says.
+            TypeError: If ``scaler`` is no scaler.
+            ValueError: As of :meth:`step`.
+
+        Example:
+            >>> scaler.scale(loss).backward()
+            >>> print(optimizer.inspect(scaler))
+            >>> scaler.step(optimizer)
+        """
+        if scaler is None:
+            handed = handed_by_attributes(self)
+            return self._inspect(handed.grad_scale, handed.found_inf)
+        handed = handed_by_scaler(scaler, self, f"{type(self).__name__}.inspect")
+        found_inf, sum_of_squares = handed.found_inf, None
+        if found_inf is None and handed.grad_scale is not None:
+            look = self._look_aside(handed.grad_scale)
+            flags = dict(look.found_infs)
+            if hasattr(scaler, "flags_of_all_ranks"):
+                flags = scaler.flags_of_all_ranks(flags)
+            found_inf = sum_of_flags(flags, handed.grad_scale.device)
+            sum_of_squares = look.sum_of_squares
+        return self._inspect(handed.grad_scale, found_inf, sum_of_squares)
+
+    def inspect_next(self) -> None:
+        """Lets the next step leave in ``inspection`` what it does, as :meth:`inspect` tells it.
+
+        It may be called at any time, and needs to know of no scaler. A step that a scaler does not
+        take, as after an overflow where gradients are unscaled before it, leaves this to the next.
+        """
+        self._inspects_next = True
+
+    def _inspect(
+        self,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | int | None,
+        sum_of_squares: Tensor | None = None,
+        is_in_step: bool = False,
+    ) -> Inspection:
+        """Returns what a step would do that is handed this."""
+        plan = self._plan
+        if not isinstance(found_inf, Tensor):  # nothing had a gradient when a scaler looked
+            found_inf = None
+        arguments = grad_scale, found_inf
+        found = None
+        if sum_of_squares is not None or self._ranks_of_guard() is None:
+            found = self._ask_plan(
+                "inspect", plan.compiled.inspect, *arguments, sum_of_squares, is_in_step
+            )
+        if not found:  # a norm over ranks is wanted, as in a step
+            sum_of_squares = self._look_aside(None).sum_of_squares
+            found = self._ask_plan(
+                "inspect", plan.compiled.inspect, *arguments, sum_of_squares, is_in_step
+            )
+        if plan.sharded_over:
+            found.sums = plan.sharded_over.combine(plan.params, found.sums, combined)
+        places = [
+            (group_index, index)
+            for group_index, group in enumerate(self.param_groups)
+            for index in range(len(group["params"]))
+        ]
+        return Inspection(found, dict(zip(places, names_of_params(self), strict=True)))

@@ -5,6 +5,7 @@
 #include <amp_ext/optim.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,10 +25,12 @@ struct FusedOptimizer::Impl {
   const OptimizerKind& kind;
   std::unique_ptr<Plan> plan;
   bool tracks_grad_norms = false;
-  std::shared_ptr<NormGuard> norm_guard;  // or null
-  size_t state_count = 0;                 // when its parameters were listed
-  std::vector<Dict> other_entries;        // by group, of the state dict that was loaded
-  Dict other_states = new_dict();         // of it likewise, which belong to no parameter
+  bool inspects_next = false;
+  std::optional<InspectedStep> inspected;  // by the step that was asked for it
+  std::shared_ptr<NormGuard> norm_guard;   // or null
+  size_t state_count = 0;                  // when its parameters were listed
+  std::vector<Dict> other_entries;         // by group, of the state dict that was loaded
+  Dict other_states = new_dict();          // of it likewise, which belong to no parameter
 };
 
 // How errors call a parameter.

@@ -1,11 +1,14 @@
 // A step of all groups and a look at their gradients, by a plan of what they are now.
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <amp_ext/optim.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
+#include "tensors/moved.h"
 
 namespace amp_ext::optim {
 
@@ -50,6 +53,15 @@ struct FusedOptimizer::Operation {
       ++group_index;
     }
     return number == plan.number_of_params();
+  }
+
+  GradientOptions options(const at::Tensor& grad_scale, const at::Tensor& found_inf) const {
+    GradientOptions options;
+    if (grad_scale.defined()) options.grad_scale = grad_scale;
+    if (found_inf.defined()) options.found_inf = found_inf;
+    options.max_grad_norm = shared.max_grad_norm;
+    options.skip_nonfinite = shared.skip_nonfinite;
+    return options;
   }
 
   void list_params() {
@@ -118,11 +130,11 @@ at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::T
 
 void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   Operation operation(*this, "step");
-  GradientOptions options;
-  if (grad_scale.defined()) options.grad_scale = grad_scale;
-  if (found_inf.defined()) options.found_inf = found_inf;
-  options.max_grad_norm = operation.shared.max_grad_norm;
-  options.skip_nonfinite = operation.shared.skip_nonfinite;
+  GradientOptions options = operation.options(grad_scale, found_inf);
+  if (std::exchange(impl_->inspects_next, false)) {
+    Store store(*this, operation.kept);
+    impl_->inspected = operation.plan.inspect(operation.table, options, store);
+  }
   try {
     Store store(*this, operation.kept);
     operation.plan.step(operation.table, std::move(options), store,
@@ -146,6 +158,28 @@ std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& 
     look.first_nonfinites.push_back(result.first_nonfinite);
   }
   return look;
+}
+
+Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+  Operation operation(*this, "inspect");
+  operation.plan.check_is_before_step();
+  GradientOptions options = operation.options(grad_scale, found_inf);
+  if (grad_scale.defined() && !found_inf.defined()) {
+    at::Tensor flag = at::zeros({}, at::TensorOptions(grad_scale.device()).dtype(at::kFloat));
+    for (const LookResult& result : operation.plan.look_aside(grad_scale, operation.shared)) {
+      flag = flag + moved(result.found_inf, flag.device());
+    }
+    options.found_inf = flag;
+  }
+  Store store(*this, operation.kept);
+  return operation.plan.inspect(operation.table, std::move(options), store).read();
+}
+
+void FusedOptimizer::inspect_next() { checked("inspect_next").inspects_next = true; }
+
+std::optional<Inspection> FusedOptimizer::inspection() const {
+  const std::optional<InspectedStep>& inspected = checked("inspection").inspected;
+  return inspected.has_value() ? std::optional<Inspection>(inspected->read()) : std::nullopt;
 }
 
 at::Tensor FusedOptimizer::grad_norm() const { return checked("grad_norm").plan->grad_norm(); }

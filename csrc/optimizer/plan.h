@@ -7,6 +7,7 @@
 #include <amp_ext/hyperparameters.h>
 #include <amp_ext/options.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -23,6 +24,7 @@
 #include "kernels.h"
 #include "launches.h"
 #include "optimizer/group_table.h"
+#include "optimizer/inspection.h"
 #include "optimizer/norm_statistics.h"
 #include "optimizer/row.h"
 #include "optimizer/row_checks.h"
@@ -151,6 +153,10 @@ class AMP_EXT_API Plan {
   std::vector<LookResult> look(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
                                const optim::SharedOptions& options);
 
+  // The same for an inspection: no step goes by it, nor does an update of the scale.
+  std::vector<LookResult> look_aside(const OptionalTensor& grad_scale,
+                                     const optim::SharedOptions& options) const;
+
   // Whether one of the gradients that the last look saw was written or replaced since.
   bool gradients_were_written() const;
 
@@ -165,6 +171,14 @@ class AMP_EXT_API Plan {
   // uses are refused.
   void step(GroupTable& table, GradientOptions options, StateStore& store,
             const TrackedNorms& tracked = {});
+
+  // What such a step would do, by taking it with a copy of one parameter after another. Nothing is
+  // written or kept: of the store, states are made, and none is kept. What a step refuses is
+  // refused here, but for memory that parameters share.
+  InspectedStep inspect(GroupTable& table, GradientOptions options, StateStore& store) const;
+
+  // Throws if there are no gradients, or the last step has taken them.
+  void check_is_before_step() const;
 
   // How far the step came that has failed; empty if none has.
   const std::string& failure() const { return failure_; }
@@ -257,6 +271,7 @@ class AMP_EXT_API Plan {
                    const TrackedNorms& tracked, bool is_written);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
                          StateStore& store);
+  void check_inputs(const GradientOptions& options) const;
   void check_step(const GroupTable& table, const GradientOptions& options);
   std::vector<Look> looks_for_step(const GradientOptions& options, const TrackedNorms& tracked,
                                    bool& is_new);
@@ -283,6 +298,12 @@ class AMP_EXT_API Plan {
   bool reaches_written_memory(const at::Tensor& grad) const;
   void remember_masters();
   void remember_scaled_grads(bool are_as_seen);
+  void remember_step();
+  std::array<const Row*, 2> outer_rows_with_grad() const;
+  void become_trial_of(const Plan& plan);
+  void try_row(const Row& row, int64_t index, GroupTable& table, const GradientOptions& options,
+               StateStore& store, const at::Tensor& sums);
+  void measure_moments(const Row& row, const at::Tensor& sums) const;
 
   RowChecks checks_;
   std::atomic<std::thread::id> user_{};  // the thread in a use
@@ -295,6 +316,7 @@ class AMP_EXT_API Plan {
   bool has_grad_norms_ = false;  // whether it wanted grad_norms_
   at::Tensor grad_norm_;
   at::Tensor grad_norms_;
+  bool counts_norms_ = true;  // whether a step lets the guard count its norm
   bool follows_landings_ = false;
   at::Tensor has_landed_;
   int64_t steps_ = 0;
@@ -304,7 +326,9 @@ class AMP_EXT_API Plan {
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // as of the last check
   std::vector<Look> looks_;                           // of `look`, for the step that follows
-  std::vector<at::Tensor> first_nonfinites_;          // one for each device
+  // The first and the last gradient that the last step took.
+  std::array<std::optional<SeenTensor>, 2> stepped_grads_;
+  std::vector<at::Tensor> first_nonfinites_;  // one for each device
   StepScratch scratch_;
   Progress progress_;  // of the last step
 };

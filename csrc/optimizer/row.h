@@ -89,6 +89,10 @@ struct Row {
   Master master() const;
   bool has_split_master() const { return master() == Master::kLow16 || master() == Master::kLow8; }
   bool has_fresh_master() const;
+  // Also where dtype or device have changed.
+  bool lacks_state() const {
+    return state_dtype != param().scalar_type() || state_device != param().device();
+  }
   // Whether the gradient is the one that was seen, and was not written since.
   bool grad_is_as_seen() const;
   void see_grad();

@@ -20,6 +20,7 @@ struct RowChecks {
   const BufferDescription* described = nullptr;  // the buffers of the formula, in a step
 
   std::string name_of(const Row& row, int list) const;
+  std::string code_name(const Row& row, int buffer) const;
   void check_grad(const Row& row) const;
   // The dtypes, sizes and devices of all tensors.
   void check_tensors(const Row& row) const;
@@ -28,7 +29,6 @@ struct RowChecks {
 
  private:
   void check_buffers(const Row& row) const;
-  std::string code_name(const Row& row, int buffer) const;
 };
 
 }  // namespace amp_ext

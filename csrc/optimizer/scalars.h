@@ -16,6 +16,11 @@ inline at::Tensor scalar_on(const at::Device& device, const at::Tensor& scalar) 
   return moved(scalar, device).to(at::kFloat);
 }
 
+// What gradients are multiplied by that carry a scale, as the kernels compute it.
+inline at::Tensor inverse_of_scale(const at::Tensor& grad_scale) {
+  return grad_scale.to(at::kDouble).reciprocal().to(at::kFloat);
+}
+
 inline void check_scalar(const std::string& operation, const char* name,
                          const OptionalTensor& scalar) {
   if (!scalar.has_value()) return;

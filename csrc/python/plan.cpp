@@ -13,6 +13,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "python/group_options.h"
@@ -227,22 +228,31 @@ OptionalTensor if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-std::optional<Found> look(PlanOfPython& mine, const py::object& step_plan,
-                          const py::object& optimizer, const at::Tensor& found_inf,
-                          const OptionalTensor& grad_scale) {
-  Operation operation(mine, step_plan, optimizer, "look_at_gradients");
-  if (!operation.is_current) return std::nullopt;
-  std::vector<LookResult> results;
-  {
-    const py::gil_scoped_release release;
-    results = mine.plan.look(found_inf, grad_scale, operation.groups->shared);
-  }
+Found found_in(const std::vector<LookResult>& results) {
   Found found;
   for (const LookResult& result : results) {
     found.emplace_back(result.found_inf, result.first_nonfinite, result.partition,
                        if_defined(result.sum_of_squares), if_defined(result.squares_of_params));
   }
   return found;
+}
+
+std::optional<Found> look(PlanOfPython& mine, const py::object& step_plan,
+                          const py::object& optimizer, const at::Tensor& found_inf,
+                          const OptionalTensor& grad_scale) {
+  Operation operation(mine, step_plan, optimizer, "look_at_gradients");
+  if (!operation.is_current) return std::nullopt;
+  const py::gil_scoped_release release;
+  return found_in(mine.plan.look(found_inf, grad_scale, operation.groups->shared));
+}
+
+// A look that leaves no mark; its flags start from 0.
+std::optional<Found> look_aside(PlanOfPython& mine, const py::object& step_plan,
+                                const py::object& optimizer, const OptionalTensor& grad_scale) {
+  Operation operation(mine, step_plan, optimizer, "inspect");
+  if (!operation.is_current) return std::nullopt;
+  const py::gil_scoped_release release;
+  return found_in(mine.plan.look_aside(grad_scale, operation.groups->shared));
 }
 
 std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object& step_plan,
@@ -282,9 +292,64 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   return true;
 }
 
+// Makes the states of a trial, which runs without the GIL.
+class StatesOfTrial : public StatesOfPython {
+ public:
+  using StatesOfPython::StatesOfPython;
+
+  std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
+    const py::gil_scoped_acquire acquire;
+    return StatesOfPython::make(indices);
+  }
+};
+
+// As the step, whose first two answers it has; else what the step would do.
+std::optional<std::variant<bool, InspectedStep>> inspect(
+    PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
+    OptionalTensor grad_scale, OptionalTensor found_inf, OptionalTensor sum_of_squares,
+    bool is_in_step) {
+  Operation operation(mine, step_plan, optimizer, "inspect");
+  if (!operation.is_current) return std::nullopt;
+  if (!is_in_step) mine.plan.check_is_before_step();
+  const optim::SharedOptions& shared = operation.groups->shared;
+  const bool lacks_sum = shared.max_grad_norm.has_value() && !sum_of_squares.has_value();
+  if (lacks_sum && mine.plan.is_partitioned()) return false;
+  GradientOptions options{std::move(grad_scale),
+                          std::move(found_inf),
+                          shared.max_grad_norm,
+                          std::move(sum_of_squares),
+                          {},
+                          shared.skip_nonfinite};
+  StatesOfTrial store(operation, step_plan, optimizer, py::none());
+  const py::gil_scoped_release release;
+  return mine.plan.inspect(operation.groups->table, std::move(options), store);
+}
+
+// Whether the step is skipped, and for each parameter with a gradient its place and its numbers.
+py::tuple read_inspection(const InspectedStep& inspected) {
+  optim::Inspection found;
+  {
+    const py::gil_scoped_release release;
+    found = inspected.read();
+  }
+  py::list params;
+  for (const optim::ParamInspection& param : found.params) {
+    py::dict moment_norms;
+    for (const auto& [name, norm] : param.moment_norms) moment_norms[py::str(name)] = norm;
+    params.append(py::make_tuple(
+        py::make_tuple(param.group, param.index_in_group),
+        py::make_tuple(param.norm, param.update_norm, param.ratio, param.largest_update,
+                       moment_norms, param.unmoved, param.unmoved_master)));
+  }
+  return py::make_tuple(found.skipped, params);
+}
+
 }  // namespace
 
 void define_plan(py::module_& module) {
+  py::class_<InspectedStep>(module, "InspectedStep")
+      .def_readwrite("sums", &InspectedStep::sums)
+      .def("read", &read_inspection);
   py::class_<PlanOfPython>(module, "Plan")
       .def(py::init<std::string, std::shared_ptr<OptimizerDescription>, const PlanOfPython*,
                     std::string>(),
@@ -300,6 +365,10 @@ void define_plan(py::module_& module) {
       .def("list_params", &list_params, py::arg("optimizer"), py::arg("operation"), py::arg("rows"))
       .def("look", &look, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
            py::arg("grad_scale"))
+      .def("look_aside", &look_aside, py::arg("step_plan"), py::arg("optimizer"),
+           py::arg("grad_scale"))
+      .def("inspect", &inspect, py::arg("step_plan"), py::arg("optimizer"), py::arg("grad_scale"),
+           py::arg("found_inf"), py::arg("sum_of_squares"), py::arg("is_in_step"))
       .def("gradients_were_written", &gradients_were_written, py::arg("step_plan"),
            py::arg("optimizer"))
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("hand_over"),

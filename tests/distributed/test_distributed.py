@@ -24,6 +24,7 @@ CHECKS = {
         ranks.lower_parts_are_loaded_into_other_placements,
         ranks.each_mesh_dimension_takes_one_small_collective,
         ranks.norms_of_sharded_gradients_are_those_of_the_whole,
+        ranks.an_inspection_of_sharded_parameters_is_that_of_the_whole,
         ranks.a_write_to_a_sharded_parameter_reaches_its_master,
         ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
         ranks.parameters_in_no_known_layout_are_refused,

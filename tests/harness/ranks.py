@@ -609,6 +609,37 @@ def a_guard_without_the_group_of_its_scaler_is_refused(rank: int) -> None:
     assert param.item() == 0.0
 
 
+def an_inspection_of_sharded_parameters_is_that_of_the_whole(rank: int) -> None:
+    for layout in layouts():
+        for options in ({}, {"max_grad_norm": 1.0}, {"master_weights": "split"}):
+            values = [torch.randn(shape).to(BF16) for shape in SHAPES]
+            params, twins = sharded(values, layout), [Parameter(value.clone()) for value in values]
+            both = [ours("AdamW")(side, lr=0.1, **options) for side in (params, twins)]
+            for step in range(STEPS):
+                scaler = small_scaler() if step else None
+                if scaler is not None:
+                    scaler.scale(torch.zeros(()))
+                give_exact_grads(params, twins, step == BAD_STEP, step)
+                params[1].grad = twins[1].grad = None
+                with collectives() as of_look:
+                    both[0].look_at_gradients(torch.zeros(()))
+                with collectives() as sizes:
+                    found = both[0].inspect(scaler)
+                looks = step > 0 or "max_grad_norm" in options
+                assert len(sizes) == len(of_look) * (2 if looks else 1), sizes
+                wanted = both[1].inspect(scaler)
+                assert found.skipped == wanted.skipped == (step == BAD_STEP)
+                for name, numbers in wanted.to_dict()["params"].items():
+                    got, moments = found.to_dict()["params"][name], numbers.pop("moment_norms")
+                    assert got.pop("moment_norms") == pytest.approx(moments, rel=1e-9)
+                    assert got == pytest.approx(numbers, rel=1e-9)
+                assert found.params.keys() == wanted.params.keys()
+                both[0].inspect_next()
+                for optimizer in both:
+                    optimizer.step() if scaler is None else scaler.step(optimizer)
+                assert both[0].inspection.to_dict() == found.to_dict()
+
+
 def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
     values = [torch.randn(5, 3).to(BF16), torch.randn(1, 2).to(BF16)]
     params = sharded(values, [layouts()[0][0]] * 2)
@@ -784,6 +815,8 @@ def a_process_group_makes_ranks_skip_together(rank: int) -> None:
                     if step == BAD_STEP and rank == BAD_RANK:
                         param.grad[1] = torch.nan
                     scaler.scale(torch.zeros(()))
+                    if make is ours("AdamW"):
+                        assert optimizer.inspect(scaler).skipped == (step == BAD_STEP)
                     with collectives() as sizes:
                         if unscales:
                             scaler.unscale_(optimizer)

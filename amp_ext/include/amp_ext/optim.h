@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/grad_scaler.h>
+#include <amp_ext/inspection.h>
 #include <amp_ext/norm_guard.h>
 #include <amp_ext/options.h>
 #include <torch/optim/optimizer.h>
@@ -317,6 +318,16 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   // order of the groups, which later steps write anew: NaN where there was no gradient, inf where
   // it, or its norm in float32, was not finite. Undefined where they are not tracked.
   at::Tensor grad_norms() const;
+
+  // What the coming step would do, found by taking it with a copy of one parameter after another;
+  // nothing is stored. Between the backward pass and the step: gradients must be there that no step
+  // has taken. Waits for a GPU. Gradients that carry a scale need `grad_scale`, as `step_scaled`;
+  // without a `found_inf` they are looked at for overflows.
+  Inspection inspect(const at::Tensor& grad_scale = {}, const at::Tensor& found_inf = {});
+
+  // Lets the next step, also that of a scaler, leave in `inspection` what it does. None before it.
+  void inspect_next();
+  std::optional<Inspection> inspection() const;
 
   // Creates every state that a first step would create, and does not step.
   void init_state();

@@ -1,0 +1,165 @@
+"""What the coming step of an optimizer would do to each parameter, as a table and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+
+__all__ = ["Inspection", "ParamInspection", "combined"]
+
+# Rows of the sums that the compiled module makes of a parameter: the largest update, and a number
+# wherever there is a gradient.
+_LARGEST, _NUMEL = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamInspection:
+    """What a step does to one parameter: to its master where it has one, decoded where it is split.
+
+    Attributes:
+        norm: Of the parameter, before the step.
+        update_norm: Of what the step adds to it.
+        ratio: ``update_norm`` by ``norm``; 0 without an update.
+        largest_update: The largest magnitude of an element of the update.
+        moment_norms: By the names of the buffers ("exp_avg"), of what the step leaves in them, as
+            numbers where they are kept in codes.
+        unmoved: The share of elements, 0 to 1, for which the parameter stores the same number after
+            the step as before.
+        unmoved_master: The same share of its master; None without one.
+    """
+
+    norm: float
+    update_norm: float
+    ratio: float
+    largest_update: float
+    moment_norms: dict[str, float]
+    unmoved: float
+    unmoved_master: float | None
+
+
+class Inspection:
+    """What a step does to each parameter that has a gradient. To print it shows a table.
+
+    Its numbers stay on the device until they are asked for: that waits for a GPU, once.
+    """
+
+    def __init__(self, inspected: ops.InspectedStep, names: Mapping[tuple[int, int], str]) -> None:
+        """Takes what a trial of the step has found.
+
+        Args:
+            inspected: By the compiled module, over all ranks.
+            names: What the optimizer calls its parameters, by group and index there.
+        """
+        self._inspected = inspected
+        self._names = names
+
+    @cached_property
+    def _numbers(self) -> tuple[bool, dict[str, ParamInspection]]:
+        skipped, params = self._inspected.read()
+        return skipped, {self._names[place]: ParamInspection(*it) for place, it in params}
+
+    @property
+    def skipped(self) -> bool:
+        """Whether an overflow or a guard lets the step write nothing: all updates are 0."""
+        return self._numbers[0]
+
+    @property
+    def params(self) -> dict[str, ParamInspection]:
+        """What the step does to each parameter that has a gradient.
+
+        The names are those of ``named_grad_norms()``, in the order of the groups.
+        """
+        return self._numbers[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain numbers: "skipped", and "params" by their names."""
+        params = {name: dataclasses.asdict(param) for name, param in self.params.items()}
+        return {"skipped": self.skipped, "params": params}
+
+    def __str__(self) -> str:
+        """Returns the table."""
+        moments = dict.fromkeys(
+            name for param in self.params.values() for name in param.moment_norms
+        )
+        table = [["", "norm", "update", "ratio", "largest", *moments, "unmoved"]]
+        has_masters = any(param.unmoved_master is not None for param in self.params.values())
+        if has_masters:
+            table[0].append("of master")
+        for name, param in self.params.items():
+            norms: list[float | None] = [param.norm, param.update_norm, param.ratio]
+            norms += [param.largest_update, *(param.moment_norms.get(moment) for moment in moments)]
+            shares = [param.unmoved] + [param.unmoved_master] * has_masters
+            texts = ["" if number is None else f"{number:.3g}" for number in norms]
+            texts += ["" if share is None else f"{share:.1%}" for share in shares]
+            table.append([name, *texts])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0])]
+                + [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+            ).rstrip()
+            for row in table
+        ]
+        if self.skipped:
+            lines.insert(0, "The step is skipped, after an overflow or by a guard.")
+        return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws norms of update and weight by layer, with their ratio, and what stays; saves it.
+
+        An update of 0 has no place on the axis.
+
+        Args:
+            path: Of the picture; its ending says the format, as "updates.png".
+
+        Raises:
+            ImportError: Without matplotlib.
+        """
+        from matplotlib.figure import Figure
+
+        names = list(self.params)
+        places = range(len(names))
+        figure = Figure(figsize=(9, max(2.5, 1.5 + 0.22 * len(names))), layout="constrained")
+        of_norms, of_shares = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+        columns = {
+            "norm": ("weight", "#777777", "s"),
+            "update_norm": ("update", "#1f77b4", "o"),
+            "ratio": ("update / weight", "#d62728", "x"),
+        }
+        for field, (label, color, marker) in columns.items():
+            values = [getattr(param, field) for param in self.params.values()]
+            of_norms.plot(values, places, marker, color=color, label=label, markersize=5)
+        of_norms.set(xscale="log", yticks=places, yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+        of_norms.set_title("Norms" + (": the step is skipped" if self.skipped else ""), fontsize=10)
+        unmoved = [100 * param.unmoved for param in self.params.values()]
+        of_shares.barh(places, unmoved, color="#ff7f0e", height=0.6)
+        of_shares.set(xlim=(0, 100))
+        of_shares.set_title("Elements that stay as they are, %", fontsize=10)
+        for axes in (of_norms, of_shares):
+            axes.grid(axis="x", color="#dddddd", linewidth=0.5)
+            axes.set_axisbelow(True)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path, dpi=120)
+
+
+def combined(sums: Tensor) -> Tensor:
+    """Returns the sums of whole parameters.
+
+    Args:
+        sums: Those of the parts that ranks have, [ranks, params, sums] float64, NaN where a rank
+            has no gradient.
+    """
+    absent = sums[:, :, _NUMEL].isnan()
+    present = sums.masked_fill(absent[:, :, None], 0.0)
+    whole = present.sum(dim=0)
+    whole[:, _LARGEST] = present[:, :, _LARGEST].amax(dim=0)
+    whole[absent.all(dim=0)] = torch.nan
+    return whole

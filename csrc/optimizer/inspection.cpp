@@ -1,0 +1,274 @@
+// What a step would do: it is taken with copies, of one parameter at a time, and these are
+// measured.
+#include "optimizer/inspection.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
+#include <amp_ext/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "optimizer/masters.h"
+#include "optimizer/moments.h"
+#include "optimizer/plan.h"
+#include "optimizer/scalars.h"
+
+namespace amp_ext {
+
+namespace {
+
+// Elements that are measured at a time, in float64.
+constexpr int64_t kMeasuredAtOnce = int64_t{1} << 20;
+
+// What the trial of a step keeps: nothing, since its states are copies.
+class NoStore : public StateStore {
+ public:
+  std::vector<ParamState> make(const std::vector<int64_t>&) override { return {}; }
+  void keep() override {}
+};
+
+// In the order in which a step would walk the memory of the original.
+at::Tensor copy_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  const bool is_dense = tensor.is_non_overlapping_and_dense();
+  return tensor.detach().clone(is_dense ? at::MemoryFormat::Preserve
+                                        : at::MemoryFormat::Contiguous);
+}
+
+// A row with copies of all that a step writes.
+Row with_copies(const Row& row, bool writes_grad) {
+  Row copy = row;
+  const bool has_moved = copy.take_fingerprint(kParam);
+  copy.current_param = c10::MaybeOwned<at::Tensor>::owned(copy_of(row.param()));
+  copy.is_sharded = false;
+  copy.shard_of = c10::MaybeOwned<at::Tensor>();
+  for (int list = 0; list < kLists; ++list) {
+    if (list == kParam || (list == kGrad && !writes_grad)) continue;
+    copy.owned[list] = copy_of(row.owned[list]);
+  }
+  copy.record_is_current = copy.grad_is_current = false;
+  copy.take_fingerprint(kParam);
+  copy.param_of_master.reset();
+  if (row.has_fresh_master() && !has_moved) {
+    SeenTensor::remember(copy.param_of_master, copy.param(), copy.version());
+  }
+  return copy;
+}
+
+// The numbers that a step changes by what it adds to them.
+at::Tensor decoded(const Row& row) {
+  switch (row.master()) {
+    case Master::kNone:
+      return row.param().detach();
+    case Master::kFloat32:
+      return row.master_param();
+    case Master::kLow16:  // of which a state has bytes
+      return join_master(row.param().detach(), row.master_param().unsqueeze(-1).view(at::kByte));
+    default:
+      return join_master(row.param().detach(), row.master_param());
+  }
+}
+
+// Calls a function with the same elements of flat tensors, some at a time.
+template <typename Function>
+void for_each_part(const std::vector<at::Tensor>& tensors, const Function& function) {
+  std::vector<at::Tensor> flat, parts(tensors.size());
+  for (const at::Tensor& tensor : tensors) flat.push_back(tensor.reshape({-1}));
+  const int64_t numel = flat.front().numel();
+  for (int64_t begin = 0; begin < numel; begin += kMeasuredAtOnce) {
+    const int64_t end = std::min(begin + kMeasuredAtOnce, numel);
+    for (size_t i = 0; i < flat.size(); ++i) parts[i] = flat[i].slice(0, begin, end);
+    function(parts);
+  }
+}
+
+void add_squares(const at::Tensor& sum, const at::Tensor& numbers) {
+  sum.add_(numbers.to(at::kDouble).square().sum());
+}
+
+// Measures a row before and after a step; `weight` is what was decoded before it.
+void measure(const Row& before, const at::Tensor& weight, const Row& after,
+             const at::Tensor& sums) {
+  sums.zero_();
+  sums[kNumel].fill_(static_cast<double>(weight.numel()));
+  for_each_part({weight, decoded(after), before.param().detach(), after.param()},
+                [&](const std::vector<at::Tensor>& parts) {
+                  const at::Tensor was = parts[0].to(at::kDouble);
+                  const at::Tensor update = parts[1].to(at::kDouble) - was;
+                  const at::Tensor largest = sums[kLargestUpdate];
+                  largest.copy_(at::maximum(largest, update.abs().max()));
+                  add_squares(sums[kSquares], was);
+                  add_squares(sums[kUpdateSquares], update);
+                  sums[kUnmoved].add_(parts[2].eq(parts[3]).sum());
+                  sums[kUnmovedMaster].add_(parts[0].eq(parts[1]).sum());
+                });
+}
+
+}  // namespace
+
+// Of the buffers of a row, decoded where they are in codes.
+void Plan::measure_moments(const Row& row, const at::Tensor& sums) const {
+  optim::Moments moments;
+  for (int i = 0; i < row.number_of_buffers; ++i) {
+    moments[checks_.code_name(row, i)] = row.owned[kBuffer0 + i];
+    if (row.format(i) != BufferFormat::kBlockwise8) continue;
+    moments[checks_.buffer_names.at(i) + "_exp"] = row.owned[kExponents];
+  }
+  const at::ArrayRef<BufferDescription> buffers(checks_.described, row.number_of_buffers);
+  for (const auto& [name, moment] : optim::whole_moments(moments, buffers)) {
+    const auto& names = checks_.buffer_names;
+    const auto place = std::find(names.begin(), names.end(), name) - names.begin();
+    for_each_part({moment}, [&, place = place](const std::vector<at::Tensor>& parts) {
+      add_squares(sums[kMomentSquares0 + place], parts[0]);
+    });
+  }
+}
+
+// A plan that looks and steps as this one, and leaves no mark in it.
+void Plan::become_trial_of(const Plan& plan) {
+  checks_ = plan.checks_;
+  rows_ = plan.rows_;
+  looks_ = plan.looks_;
+  guard = plan.guard;
+  counts_norms_ = false;
+  follow_landings();
+}
+
+std::vector<LookResult> Plan::look_aside(const OptionalTensor& grad_scale,
+                                         const optim::SharedOptions& options) const {
+  const OutsideInferenceMode normal;
+  Plan trial(checks_.operation);
+  trial.become_trial_of(*this);
+  std::vector<LookResult> results;
+  for (Look& look : trial.look_at_grads({}, grad_scale, options)) results.push_back(look.result);
+  return results;
+}
+
+// The first and the last row that has a gradient; both null if there is none.
+std::array<const Row*, 2> Plan::outer_rows_with_grad() const {
+  const auto has_grad = [](const Row& row) { return row.has_grad(); };
+  const auto first = std::find_if(rows_.begin(), rows_.end(), has_grad);
+  if (first == rows_.end()) return {nullptr, nullptr};
+  return {&*first, &*std::find_if(rows_.rbegin(), rows_.rend(), has_grad)};
+}
+
+// Two gradients tell of all that a step has taken, and cost it next to nothing. One of them may be
+// left from before its parameter was frozen.
+void Plan::remember_step() {
+  const std::array<const Row*, 2> rows = outer_rows_with_grad();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i] == nullptr) {
+      stepped_grads_[i].reset();
+    } else {
+      SeenTensor::remember(stepped_grads_[i], rows[i]->grad(), rows[i]->grad_version());
+    }
+  }
+}
+
+void Plan::check_is_before_step() const {
+  const std::array<const Row*, 2> rows = outer_rows_with_grad();
+  TORCH_CHECK(rows[0] != nullptr, checks_.operation,
+              ".inspect: there must be gradients to inspect, got none: call it between backward() "
+              "and step(), or inspect_next() at any time");
+  bool are_new = false;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const std::optional<SeenTensor>& stepped = stepped_grads_[i];
+    are_new |= !stepped.has_value() || !stepped->is(rows[i]->grad(), rows[i]->grad_version());
+  }
+  TORCH_CHECK(are_new, checks_.operation,
+              ".inspect: there must be gradients to inspect, got those that the last step has "
+              "taken: call it between backward() and step(), or inspect_next() at any time");
+}
+
+InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateStore& store) const {
+  const OutsideInferenceMode normal;
+  Plan trial(checks_.operation);
+  trial.become_trial_of(*this);
+  trial.checks_.described = table.buffers;
+  trial.check_groups(table, options.max_grad_norm);
+  trial.check_inputs(options);
+  bool looks_are_new = false;
+  const std::vector<Look> looks = trial.looks_for_step(options, {}, looks_are_new);
+  const at::Device device = rows_.empty() ? at::Device(at::kCPU) : rows_.front().param().device();
+  for (const Look& look : looks) {
+    if (!looks_are_new || !options.found_inf.has_value()) break;
+    options.found_inf = moved(*options.found_inf, device) + moved(look.result.found_inf, device);
+  }
+  if (wants_norm(options, {}) && !options.sum_of_squares.has_value() && !looks.empty()) {
+    options.sum_of_squares = sum_of_looks(looks, device);
+  }
+  InspectedStep found;
+  found.sums = at::full({number_of_params(), kInspectedSums}, std::nan(""),
+                        at::TensorOptions(device).dtype(at::kDouble));
+  for (int64_t i = 0; i < number_of_params(); ++i) {
+    const Row& row = rows_[i];
+    const optim::Kept& kept = kept_.at(row.group);
+    const std::string master = optim::key_of_master(kept.master_weights, row.param().scalar_type());
+    found.params.push_back({row.group, row.index_in_group, !master.empty(), kept.names()});
+    if (row.has_grad()) trial.try_row(row, i, table, options, store, found.sums[i]);
+  }
+  found.skipped = trial.has_landed().defined()
+                      ? moved(trial.has_landed(), device).eq(0)
+                      : at::zeros({}, at::TensorOptions(device).dtype(at::kBool));
+  return found;
+}
+
+// Takes a step with a copy of one parameter, and measures it.
+void Plan::try_row(const Row& row, int64_t index, GroupTable& table, const GradientOptions& options,
+                   StateStore& store, const at::Tensor& sums) {
+  rows_ = {row};
+  looks_.clear();
+  if (row.lacks_state()) set_state(0, std::move(store.make({index}).at(0)));
+  const Row before = rows_[0];
+  checks_.check_grad(before);
+  checks_.check_tensors(before);
+  rows_[0] = with_copies(before, table.groups[row.group].common->write_back_grads);
+  memory_is_checked_ = false;
+  at::Tensor weight = decoded(before);
+  NoStore nothing;
+  step(table, options, nothing);
+  const Row& after = rows_[0];
+  // What is compared with the parameter is what its master has become by then.
+  if (after.refreshed_master.defined()) weight = after.refreshed_master;
+  const at::Tensor measured = at::zeros({kInspectedSums}, sums.options().device(weight.device()));
+  measure(before, weight, after, measured);
+  measure_moments(after, measured);
+  sums.copy_(measured, /*non_blocking=*/true);
+  rows_.clear();
+}
+
+optim::Inspection InspectedStep::read() const {
+  optim::Inspection inspection;
+  inspection.skipped = skipped.item().toBool();
+  const at::Tensor host = sums.to(at::kCPU);
+  const auto numbers = host.accessor<double, 2>();
+  for (size_t i = 0; i < params.size(); ++i) {
+    const auto row = numbers[static_cast<int64_t>(i)];
+    const double numel = row[kNumel];
+    if (std::isnan(numel)) continue;
+    const auto share = [&](InspectedSum sum) { return numel > 0.0 ? row[sum] / numel : 0.0; };
+    optim::ParamInspection param;
+    param.group = params[i].group;
+    param.index_in_group = params[i].index_in_group;
+    param.norm = std::sqrt(row[kSquares]);
+    param.update_norm = std::sqrt(row[kUpdateSquares]);
+    param.ratio = param.update_norm == 0.0 ? 0.0 : param.update_norm / param.norm;
+    param.largest_update = row[kLargestUpdate];
+    param.unmoved = share(kUnmoved);
+    if (params[i].has_master) param.unmoved_master = share(kUnmovedMaster);
+    const std::vector<std::string>& buffers = params[i].buffers;
+    for (size_t j = 0; j < buffers.size(); ++j) {
+      param.moment_norms.emplace_back(buffers[j], std::sqrt(row[kMomentSquares0 + j]));
+    }
+    inspection.params.push_back(std::move(param));
+  }
+  return inspection;
+}
+
+}  // namespace amp_ext

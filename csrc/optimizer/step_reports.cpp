@@ -1,0 +1,101 @@
+// What a step leaves for those who watch: norms, and whether it has landed.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "optimizer/plan.h"
+#include "optimizer/scalars.h"
+
+namespace amp_ext {
+
+namespace {
+
+// The norm of unscaled gradients, as the kernels compute it.
+at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_scale) {
+  const at::Tensor norm = sum_of_squares.sqrt();
+  if (!grad_scale.has_value()) return norm;
+  return norm * moved(inverse_of_scale(*grad_scale), norm.device()).to(norm.scalar_type());
+}
+
+}  // namespace
+
+// The sum of squares of all looks, on a device; undefined if there was none.
+at::Tensor Plan::sum_of_looks(const std::vector<Look>& looks, const at::Device& device) {
+  at::Tensor sum;
+  for (const Look& look : looks) {
+    const at::Tensor here = moved(look.result.sum_of_squares, device);
+    sum = sum.defined() ? sum.add(here) : here;
+  }
+  return sum;
+}
+
+// Allocates the norms that the optimizer shows before the step writes them. A captured graph may
+// write them for as long as the plan lives.
+void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
+  has_grad_norm_ = wants_norm(options, tracked);
+  has_grad_norms_ = tracked.are_wanted && !rows_.empty();
+  const auto allocate = [&](at::Tensor& norms, at::IntArrayRef sizes) {
+    if (rows_.empty()) return;
+    const at::Device device = rows_.front().param().device();
+    if (norms.defined() && norms.sizes() == sizes && norms.device() == device) return;
+    const OutsideInferenceMode normal;
+    norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
+  };
+  if (has_grad_norm_) allocate(grad_norm_, {});
+  if (has_grad_norms_) allocate(grad_norms_, {number_of_params()});
+  if (has_grad_norm_ && grad_norm_.defined()) options.grad_norm = grad_norm_;
+  if (guard != nullptr && counts_norms_ && !rows_.empty())
+    guard->move_to(rows_.front().param().device());
+}
+
+// Where the step leaves whether it has landed: in `has_landed_`, or, where no batch is on the
+// device of that, beside a batch. Undefined where nobody follows. A captured graph may write
+// `has_landed_` for as long as the plan lives.
+at::Tensor Plan::take_landed(const std::vector<Batch>& batches) {
+  if (!follows_landings_ || checks_.naming != Naming::kGroups || rows_.empty()) return {};
+  const at::Device device = rows_.front().param().device();
+  const OutsideInferenceMode normal;
+  const auto options = at::TensorOptions(device).dtype(at::kFloat);
+  if (!has_landed_.defined() || has_landed_.device() != device) {
+    has_landed_ = at::zeros({}, options);
+  }
+  if (batches.empty()) has_landed_.zero_();
+  const bool is_here =
+      batches.empty() || std::any_of(batches.begin(), batches.end(),
+                                     [&](const Batch& batch) { return batch.device == device; });
+  return is_here ? has_landed_ : at::zeros({}, options.device(batches.front().device));
+}
+
+// Writes the norms that no kernel writes: that of each gradient, and that of all of them where
+// nothing is clipped by it on its device.
+void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& looks,
+                       const TrackedNorms& tracked, bool is_written) {
+  if (wants_norm(options, tracked) && options.grad_norm.has_value() && !is_written) {
+    const at::Tensor sum = options.sum_of_squares.has_value()
+                               ? *options.sum_of_squares
+                               : sum_of_looks(looks, options.grad_norm->device());
+    if (sum.defined()) {
+      options.grad_norm->copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
+    } else {
+      options.grad_norm->zero_();  // of no gradients
+    }
+  }
+  if (!has_grad_norms_) return;
+  const at::Device device = grad_norms_.device();
+  at::Tensor squares = tracked.squares_of_params;
+  for (const Look& look : looks) {
+    const at::Tensor here = moved(look.result.squares_of_params, device);
+    squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;
+  }
+  if (squares.defined()) {
+    grad_norms_.copy_(norm_of(squares, options.grad_scale), /*non_blocking=*/true);
+  } else {
+    grad_norms_.fill_(std::nan(""));  // of no gradients
+  }
+}
+
+}  // namespace amp_ext
