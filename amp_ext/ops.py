@@ -81,11 +81,13 @@ if TYPE_CHECKING:
     InspectedStep = _C.InspectedStep
     NormStatistics = _C.NormStatistics
     Plan = _C.Plan
+    WeightAverages = _C.WeightAverages
 
 __all__ = [
     "OptimizerType",
     "OptimizerWorkspace",
     "adam_",
+    "average_weights_",
     "check_finite_",
     "clip_grads_",
     "count_nonfinite",
@@ -122,6 +124,7 @@ _OTHERS = (
     "OptionDescription",
     "Plan",
     "ScalerMonitor",
+    "WeightAverages",
     "check_lengths",
     "check_saved_groups",
     "configured_options",
@@ -506,6 +509,51 @@ def sgd_(
             "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum "
             f"{momentum}"
         )
+
+
+@operation(writes=("averages", "counters"))
+def average_weights_(
+    averages: Sequence[Tensor],
+    params: Sequence[Tensor],
+    counters: Tensor,
+    *,
+    master_params: Sequence[Tensor] | None = None,
+    has_landed: Tensor | None = None,
+    first_elements: Sequence[int] | None = None,
+    decay: float | None = 0.999,
+    every: int = 1,
+    warmup: bool = False,
+) -> None:
+    """Averages weights over the steps that have landed, one of which has just been taken.
+
+    The first average is a copy. Later ones move by ``1 - decay`` towards the weights, as
+    ``torch.lerp`` does. Averages in bfloat16 are dithered, by the number of the average.
+
+    Args:
+        averages: float32 or bfloat16, dense, of the parameters' shapes. Updated in place.
+        params: Weights of any shapes.
+        counters: Two int64, 0 before the first call: steps that have landed, and averages that were
+            taken. Advanced.
+        master_params: float32 masters of 16-bit parameters, or the lower parts of split ones: these
+            are averaged. None: the parameters are.
+        has_landed: One float32, or None. If it is 0, the step was skipped: nothing is written.
+        first_elements: Where the first element of each parameter stands in the whole of which it is
+            a part, for the dither; None: each is the whole.
+        decay: What an average keeps of itself each time, from 0 to 1; None: all weights count the
+            same.
+        every: Takes an average at each such step that has landed.
+        warmup: Limits the decay to (1 + n) / (10 + n) after n averages.
+
+    Raises:
+        RuntimeError: If a number is out of range, lists have different lengths, or a tensor is on
+            another device, of another shape or of a dtype that is not named here.
+
+    Reference:
+        Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+    """
+    _C.average_weights_(
+        averages, params, counters, master_params, has_landed, first_elements, decay, every, warmup
+    )
 
 
 @operation(writes=("master_params",))

@@ -15,6 +15,7 @@
 #include "elements/numeric.h"
 #include "elements/scaler_report.h"
 #include "elements/storage.h"
+#include "elements/weight_average.h"
 #include "kernels.h"
 
 namespace amp_ext {
@@ -76,6 +77,24 @@ bool has_kinds(const TensorRecord& record) {
          has_buffers<Kinds>(record, typename Kinds::Indices());
 }
 
+// The kinds of weights and of averages for which kernels of averages are compiled: calls
+// run(weight, average) with a value of each pair, until one returns true. A float32 master is a
+// weight of its own.
+template <typename Run>
+bool any_kinds_of_averages(const Run& run) {
+  const auto of_weight = [&](auto weight) {
+    return run(weight, Plain<float>()) || run(weight, Plain<BFloat16>());
+  };
+  return of_weight(Plain<float>()) || of_weight(Plain<Half>()) || of_weight(Plain<BFloat16>()) ||
+         of_weight(Split<Half, 16>()) || of_weight(Split<Half, 8>()) ||
+         of_weight(Split<BFloat16, 16>()) || of_weight(Split<BFloat16, 8>());
+}
+template <typename Weight, typename Average>
+bool has_kinds_of_average(const TensorRecord& record) {
+  return record.param_dtype == kDType<typename Weight::Stored> &&
+         record.master == Weight::kMaster && record.buffer_formats[0] == Average::kFormat;
+}
+
 // What a step reads from the device before it touches a gradient.
 struct GradientInputs {
   const float* grad_scale = nullptr;       // [1], or null: gradients are not scaled
@@ -98,6 +117,16 @@ struct StepLaunch {
   bool ends_guarded;  // whether the last kernel lets the guard count the norm
   // [1], written with 1 where the step is taken and with 0 where it is skipped, or null.
   float* has_landed = nullptr;
+};
+
+// One step of the averages of many weights. A record has the weight as its parameter (`param`, with
+// the lower part in `master_param` where it is split) and the average as its first buffer.
+struct AverageLaunch {
+  const TensorRecord* records;  // [count]
+  int64_t count;
+  AverageHyperparameters hyperparameters;
+  AverageCounters* counters;  // [1], advanced when all averages are written
+  const float* has_landed;    // [1], or null: it has; 0: nothing is written
 };
 
 // A look at gradients, which are only read.

@@ -225,6 +225,13 @@ def name_of(signature: str) -> tuple[str, int, int, int]:
         bytes_read = BYTES[grad] + bytes_of_param + sum(plain) + codes
         exponents = sum(each.startswith("Blockwise") for each in buffers)
         return name, threads, bytes_read, (low_bits == "8") + codes + exponents
+    streams = r"AveragedStreams<(Plain|Split)<(\w+)(?:, (\d+))?>, Plain<(\w+)> ?>"
+    average = re.search(rf"average_kernel<{streams}", text)
+    if average:
+        kind, weight, low_bits, stored = average.groups()
+        kept = f" split{low_bits}" if kind == "Split" else ""
+        bytes_read = BYTES[weight] + int(low_bits or 0) // 8 + BYTES[stored]
+        return f"average {weight}{kept}, {stored}", threads, bytes_read, low_bits == "8"
     other = re.search(r"(look|multiply|count)_kernel<(\w+),", text)
     if other:
         kernel, grad = other.groups()

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import amp_ext
 from amp_ext.bench.work import ShapeList, Work
 
 Step = Callable[[], object]
 
+DECAY = 0.999  # of averages
 MAX_NORM = 1.0  # exceeded by far, so that every side clips
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
@@ -46,7 +48,7 @@ def make_params(
 def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
     """Makes optimizer and scaler of one side, a key of ``SIDES``."""
     options: dict[str, Any] = dict(OPTIONS[work.optimizer])
-    if side in ("ours", "in_float32"):
+    if side in ("ours", "in_float32", "swa_utils"):
         if side == "in_float32":
             work = replace(work, masters=True, state_dtype=torch.float32)
         options |= {"master_weights": work.masters, "state_dtype": work.state_dtype}
@@ -54,7 +56,12 @@ def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
         if not work.masters and work.state_dtype == torch.float32:
             options["rounding"] = "nearest"  # as all others round
         optimizer = getattr(amp_ext.optim, work.optimizer)(params, **options)
-        return Program(params, optimizer, scaled(work, params, optimizer, amp_ext.GradScaler))
+        step = scaled(work, params, optimizer, amp_ext.GradScaler)
+        if side == "swa_utils":
+            step = averaged(params, step)
+        elif work.average:
+            amp_ext.optim.WeightAverage(optimizer, DECAY)
+        return Program(params, optimizer, step)
     make = getattr(torch.optim, work.optimizer)
     if side == "by_hand":
         masters = [Parameter(param.detach().float()) for param in params]
@@ -90,6 +97,19 @@ def scaled(
             scaler.update()
         else:
             optimizer.step()
+
+    return step
+
+
+def averaged(params: list[Parameter], step_params: Step) -> Step:
+    """Returns the step with an average of the weights as torch takes it."""
+    model = torch.nn.Module()
+    model.params = torch.nn.ParameterList(params)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+
+    def step() -> None:
+        step_params()
+        average.update_parameters(model)
 
     return step
 

@@ -18,7 +18,8 @@ STATES = {
 }
 
 #: The sides of a row, and their names in tables. "by_hand" is a loop around float32 masters that
-#: torch's fused optimizer steps, "in_float32" is our step with float32 masters and moments.
+#: torch's fused optimizer steps, "in_float32" is our step with float32 masters and moments, and
+#: "swa_utils" is our step and an average of weights by torch.
 SIDES = {
     "ours": "amp_ext",
     "fused": "torch fused",
@@ -26,6 +27,7 @@ SIDES = {
     "default": "torch default",
     "by_hand": "by hand",
     "in_float32": "in float32",
+    "swa_utils": "torch swa_utils",
 }
 
 
@@ -40,6 +42,7 @@ class Work:
         clip: Whether gradients are clipped by their norm.
         masters: Our option ``master_weights``.
         state_dtype: Our option of this name.
+        average: Whether an average of the weights follows the step.
     """
 
     optimizer: str
@@ -48,6 +51,7 @@ class Work:
     clip: bool = False
     masters: Any = True
     state_dtype: Any = torch.float32
+    average: bool = False
 
     @property
     def has_masters(self) -> bool:
@@ -63,6 +67,7 @@ class Work:
             str(self.masters): isinstance(self.masters, str),
             "scaler": self.scaler,
             "clip": self.clip,
+            "average": self.average,
             STATES[self.state_dtype]: self.state_dtype != torch.float32 or not self.masters,
         }
         plain = f"{self.optimizer} {DTYPES[self.dtype]}"
@@ -70,6 +75,8 @@ class Work:
 
     def sides(self) -> list[str]:
         """Returns the sides that do this work, ours first."""
+        if self.average:
+            return ["ours", "swa_utils"]
         if self.state_dtype not in (torch.float32, None) or isinstance(self.masters, str):
             return ["ours", "in_float32"]  # torch keeps nothing in so little memory
         if self.has_masters:
@@ -90,6 +97,8 @@ FEATURED = [
     Work("SGD", torch.float32, scaler=True),
     Work("AdamW", torch.float32),
 ]
+
+AVERAGED = Work("AdamW", torch.float32, average=True)
 
 #: Work in less memory than float32 takes, timed beside our step in float32, and torch's way.
 NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
@@ -134,6 +143,7 @@ def choose_rows(device_type: str, quick: bool) -> list[tuple[Work, ShapeList]]:
     small = [uniform(1_000, 64), uniform(10_000, 64)]
     lists = [*large[:2], small[0]] if quick else [*large, *small]
     rows = [(work, shapes) for shapes in lists for work in FEATURED]
+    rows += [(AVERAGED, shapes) for shapes in (*large[:2], small[0])]
     return rows if quick else rows + [(work, large[0]) for work in LOW_MEMORY]
 
 

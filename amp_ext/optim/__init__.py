@@ -6,6 +6,7 @@ from amp_ext.optim.lion import Lion
 from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
 from amp_ext.optim.saved_optimizer import float32_state_dict
 from amp_ext.optim.sgd import SGD
+from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.optim.weight_decay_scheduler import (
     CosineAnnealingWeightDecay,
     LambdaWeightDecay,
@@ -26,6 +27,7 @@ __all__ = [
     "NormGuardStats",
     "ParamInspection",
     "StepWeightDecay",
+    "WeightAverage",
     "WeightDecayScheduler",
     "float32_state_dict",
 ]

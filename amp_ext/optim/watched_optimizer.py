@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_ext import ops
 from amp_ext.hand_over import handed_by_attributes, handed_by_scaler, sum_of_flags
 from amp_ext.nonfinite import names_of_params
 from amp_ext.optim.inspection import Inspection, combined
@@ -121,6 +122,22 @@ class WatchedOptimizer(PlannedOptimizer):
         the first step that was followed (:meth:`follow_landings`).
         """
         return self._plan.compiled.has_landed
+
+    def take_average(self, averages: ops.WeightAverages) -> None:
+        """Lets averages of the weights take the last step into account.
+
+        Args:
+            averages: Of all parameters, as :class:`~amp_ext.optim.WeightAverage` keeps them.
+        """
+        self._ask_plan("take_average", self._plan.compiled.take_average, averages)
+
+    def swap_average(self, averages: ops.WeightAverages) -> None:
+        """Puts averages into the parameters; until they are back nothing steps, saves or loads."""
+        self._ask_plan("swap_average", self._plan.compiled.swap_average, averages)
+
+    def swap_back(self, averages: ops.WeightAverages) -> None:
+        """Puts the parameters back, if these averages are in them."""
+        self._plan.compiled.swap_back(averages)
 
     def inspect(self, scaler: torch.amp.GradScaler | None = None) -> Inspection:
         """Returns what the coming step would do to each parameter, and stores nothing.

@@ -37,6 +37,8 @@ class MixedPrecisionConfig:
         gradient_accumulation_steps: Batches for each step of the optimizer, 1 or more.
         norm_guard: Arguments of the :class:`amp_ext.optim.NormGuard` that the optimizer gets, as a
             dict, which they are checked by; {} for its defaults, None for no guard.
+        average_decay: What an average of the weights keeps of itself at each step, from 0 to 1, or
+            "equal"; None keeps no average. Needs an optimizer of ``amp_ext.optim``.
 
     Raises:
         TypeError: If ``norm_guard`` is no dict.
@@ -52,6 +54,7 @@ class MixedPrecisionConfig:
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int = 1
     norm_guard: Mapping[str, Any] | None = None
+    average_decay: float | str | None = None
 
     def __post_init__(self) -> None:
         """Takes numbers of numpy as those of Python, and checks what no scaler checks."""
@@ -67,6 +70,9 @@ class MixedPrecisionConfig:
                 "MixedPrecisionConfig: norm_guard must be a dict of the arguments of a NormGuard, "
                 f"or None, got {type(self.norm_guard).__name__}"
             )
+        decay: Any = self.average_decay
+        fits = decay in (None, "equal") or (is_number(decay) and 0 <= decay <= 1)
+        self._check("average_decay", fits, 'from 0 to 1, "equal" or None')
 
     def _check(self, name: str, fits: bool, wanted: str) -> None:
         if not fits:

@@ -24,12 +24,15 @@ class StepMetrics:
         skipped: Whether the step was skipped since gradients were inf or NaN, or by the optimizer's
             ``norm_guard``, a bool; always false without both. None where no optimizer step was due
             (gradient accumulation).
+        n_averaged: How many averages of the weights were taken, after this step; None without an
+            average, or where no optimizer step was due.
     """
 
     loss: Tensor
     loss_scale: Tensor
     grad_norm: Tensor | None = None
     skipped: Tensor | None = None
+    n_averaged: Tensor | None = None
 
     def to_dict(self) -> dict[str, float | bool | None]:
         """Returns all figures as Python numbers; waits for the GPU once."""
@@ -40,4 +43,6 @@ class StepMetrics:
         figures.update(zip(tensors, numbers.tolist(), strict=True))
         if self.skipped is not None:
             figures["skipped"] = bool(figures["skipped"])
+        if self.n_averaged is not None:
+            figures["n_averaged"] = int(figures["n_averaged"] or 0)
         return figures

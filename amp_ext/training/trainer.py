@@ -21,6 +21,7 @@ from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
+from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import write_checkpoint
@@ -71,6 +72,8 @@ class MixedPrecisionTrainer:
             still be looked at after one; under a scaler they may be scaled.
         scheduler: As given; see :meth:`finish_scheduler_step`.
         scaler: As given, or made for fp16, or None.
+        average: A :class:`~amp_ext.optim.WeightAverage` with the config's ``average_decay``, or
+            None. ``with trainer.average.swap():`` validates with the averages.
     """
 
     def __init__(
@@ -99,7 +102,8 @@ class MixedPrecisionTrainer:
             scaler: A scaler in place of the one that the config asks for.
 
         Raises:
-            TypeError: If a part is of another kind, or the scheduler needs a figure to step.
+            TypeError: If a part is of another kind, or the scheduler needs a figure to step; or an
+                average is wanted of an optimizer that is none of ``amp_ext.optim``.
             ValueError: If the optimizer has no parameters, their dtype does not fit the precision,
                 the scaler is disabled, a number of the config does not fit a scaler or a guard, or
                 an optimizer of others is to have a guard.
@@ -146,6 +150,8 @@ class MixedPrecisionTrainer:
                     f"norm_guard, got {type(optimizer).__name__}"
                 )
             self._fused.norm_guard = NormGuard(**config.norm_guard)
+        decay: Any = config.average_decay
+        self.average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
         self._some_param = params[0]
         self._mixed = config.precision != "fp32"
         self._in_16_bits = self._mixed and all(
@@ -309,16 +315,17 @@ class MixedPrecisionTrainer:
         self._scheduler_is_due = True
         if self.scaler is None and self._guard() is None:  # nothing to wait for
             self.finish_scheduler_step()
-        return StepMetrics(self._loss, loss_scale, grad_norm, skipped)
+        averaged = None if self.average is None else self.average.n_averaged.clone()
+        return StepMetrics(self._loss, loss_scale, grad_norm, skipped, averaged)
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that a resumed training needs beside the model and the random numbers.
 
-        The dict has the states of the optimizer, the scaler, the scheduler and the guard of norms,
-        and the gradients that have accumulated: a resumed run has the same bits, also from the
-        middle of an accumulation. Its tensors are those in use, as in an optimizer's
+        The dict has the states of the optimizer, the scaler, the scheduler, the guard of norms and
+        the average, and the gradients that have accumulated: a resumed run has the same bits, also
+        from the middle of an accumulation. Its tensors are those in use, as in an optimizer's
         ``state_dict()``: save them, or copy them to keep them.
         """
         self.finish_scheduler_step()
@@ -339,13 +346,15 @@ class MixedPrecisionTrainer:
             "accumulated": self._accumulated,
             "gradients": gradients,
             "loss": self._loss if self._accumulated else None,
+            "average": None if self.average is None else self.average.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where :meth:`state_dict` was called. Load the model first, or use :meth:`load`.
 
         The precision may have changed in between: a saved scaler is left out where this trainer has
-        none, and this trainer's starts as configured where none was saved. Likewise a guard.
+        none, and this trainer's starts as configured where none was saved. Likewise a guard; and an
+        average, which begins anew where none was saved.
 
         Args:
             state_dict: From ``state_dict()``.
@@ -494,6 +503,15 @@ class MixedPrecisionTrainer:
                 guard.load_state_dict(state_dict["norm_guard"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule)
+            if self.average is not None:
+                undo.callback(
+                    self.average.load_state_dict, copy.deepcopy(self.average.state_dict())
+                )
+                average = state_dict.get("average")  # older files lack it
+                if average is None:
+                    self.average.restart()
+                else:
+                    self.average.load_state_dict(average)
             _set_grads(params, gradients)
             self._accumulated, self._loss = state_dict["accumulated"], loss
             self._scheduler_is_due = False

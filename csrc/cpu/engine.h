@@ -25,6 +25,8 @@ struct Engine {
   // Adds the numbers of infs and NaNs to counts[records].
   void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                           int64_t end);
+  // One step of averages, as an AverageLaunch has them.
+  void (*average)(const TileMap& tiles, const AverageStep& step, int64_t begin, int64_t end);
 };
 
 // One for each source that includes cpu/engine_body.h.

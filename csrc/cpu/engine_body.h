@@ -576,8 +576,15 @@ inline int64_t multiply(const TileMap& tiles, float factor, int64_t begin, int64
   return first;
 }
 
+}  // namespace amp_ext::cpu::AMP_EXT_ISA
+
+#include "cpu/average_body.h"
+
+namespace amp_ext::cpu::AMP_EXT_ISA {
+
 #define AMP_EXT_STRING(name) AMP_EXT_STRING_OF(name)
 #define AMP_EXT_STRING_OF(name) #name
-const Engine kEngine = {AMP_EXT_STRING(AMP_EXT_ISA), step, look, multiply, count_nonfinite};
+const Engine kEngine = {
+    AMP_EXT_STRING(AMP_EXT_ISA), step, look, multiply, count_nonfinite, average};
 
 }  // namespace amp_ext::cpu::AMP_EXT_ISA

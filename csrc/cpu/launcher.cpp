@@ -96,6 +96,19 @@ void Launcher::count_nonfinite(const std::vector<TensorRecord>& records, int64_t
   for (size_t i = 0; i < found.size(); ++i) counts[i] += found[i].load();
 }
 
+void Launcher::average(const AverageLaunch& launch) const {
+  const bool has_landed = launch.has_landed == nullptr || *launch.has_landed != 0.0f;
+  const AverageStep step = AverageStep::of(launch.hyperparameters, *launch.counters, has_landed);
+  if (step.is_taken) {
+    const TileMap tiles = tiles_of(launch.records, launch.count);
+    least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      engine_.average(tiles, step, begin, end);
+      return kNoTensor;
+    });
+  }
+  step.advance(*launch.counters);
+}
+
 void Launcher::update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags) {
   const ReportMemory& reports = update.reports;
   bool overflow = false;

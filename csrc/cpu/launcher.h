@@ -27,6 +27,7 @@ class Launcher {
   void multiply(const std::vector<TensorRecord>& records, const MultiplyInputs& inputs,
                 float* found_inf, int64_t* first_nonfinite) const;
   void count_nonfinite(const std::vector<TensorRecord>& records, int64_t* counts) const;
+  void average(const AverageLaunch& launch) const;
   static void update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags);
 
  private:

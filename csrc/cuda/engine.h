@@ -46,6 +46,10 @@ int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& i
 int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
                     cudaStream_t stream);
 
+// One launch for each pair of kinds, as far as the tensors fit into a kernel's arguments; the last
+// one advances the counters. `block_counter` as in step.
+int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
+
 // Flags that one launch looks at: one for each optimizer and device.
 inline constexpr int kMaxFlags = 128;
 

@@ -61,6 +61,9 @@ class CpuEngine : public DeviceEngine {
                        int64_t* counts) const override {
     launcher().count_nonfinite(records, counts);
   }
+  void average(const at::Device&, const AverageLaunch& launch, StepScratch&) const override {
+    launcher().average(launch);
+  }
   void update_scale(const at::Device&, const ScaleUpdate& update,
                     const std::vector<OverflowFlag>& flags) const override {
     cpu::Launcher::update_scale(update, flags);

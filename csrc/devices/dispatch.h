@@ -59,6 +59,8 @@ class DeviceEngine {
   // Adds the number of infs and NaNs of each gradient to counts[records.size()].
   virtual void count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
                                int64_t* counts) const = 0;
+  virtual void average(const at::Device& device, const AverageLaunch& launch,
+                       StepScratch& scratch) const = 0;
   // The scale backs off if one of the flags, of any number, is not 0.
   virtual void update_scale(const at::Device& device, const ScaleUpdate& update,
                             const std::vector<OverflowFlag>& flags) const = 0;

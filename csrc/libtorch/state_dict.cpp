@@ -213,6 +213,7 @@ SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
 
 c10::IValue FusedOptimizer::state_dict() const {
   const OptimizerKind& kind = checked("state_dict").kind;
+  impl_->plan->check_not_lent("state_dict");
   auto states = new_dict();
   auto groups = new_list();
   int64_t number = 0;
@@ -261,6 +262,7 @@ c10::IValue FusedOptimizer::state_dict() const {
 
 void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
   const OptimizerKind& kind = checked("load_state_dict").kind;
+  impl_->plan->check_not_lent("load_state_dict");
   const OutsideInferenceMode normal;
   const std::string operation = c10::str(kind.name, ".load_state_dict");
   TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",

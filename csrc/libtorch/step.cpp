@@ -182,6 +182,23 @@ std::optional<Inspection> FusedOptimizer::inspection() const {
   return inspected.has_value() ? std::optional<Inspection>(inspected->read()) : std::nullopt;
 }
 
+void FusedOptimizer::follow_landings() { checked("follow_landings").plan->follow_landings(); }
+
+void FusedOptimizer::take_average(WeightAverages& averages) {
+  Operation operation(*this, "take_average");
+  averages.take(operation.plan.weights(), operation.plan.has_landed(), operation.plan.steps());
+}
+
+void FusedOptimizer::swap_average(WeightAverages& averages) {
+  Operation operation(*this, "swap_average");
+  averages.swap_in(operation.plan.weights());
+  operation.plan.lend(true);
+}
+
+void FusedOptimizer::swap_back(WeightAverages& averages) {
+  if (averages.swap_out()) checked("swap_back").plan->lend(false);
+}
+
 at::Tensor FusedOptimizer::grad_norm() const { return checked("grad_norm").plan->grad_norm(); }
 
 at::Tensor FusedOptimizer::grad_norms() const { return checked("grad_norms").plan->grad_norms(); }

@@ -44,8 +44,9 @@ Plan::Use::Use(Plan& plan, const char* operation) : plan_(plan) {
   TORCH_CHECK(plan.user_.compare_exchange_strong(user, thread), optimizer, ".", operation,
               ": must be called by one thread at a time, got a call by thread ", thread,
               " while thread ", user, " is in one");
-  if (plan.failure_.empty()) return;
+  if (plan.failure_.empty() && !plan.is_lent_) return;
   plan.user_ = std::thread::id();
+  plan.check_not_lent(operation);
   TORCH_CHECK(false, optimizer, ".", operation,
               ": parameters must be as a whole step leaves them, got a step that failed: ",
               plan.failure_, "; ", kHowToGoOn);
@@ -59,9 +60,16 @@ Plan::Use::~Use() {
   plan_.user_ = std::thread::id();
 }
 
+void Plan::check_not_lent(const std::string& operation) const {
+  TORCH_CHECK(!is_lent_, checks_.operation, ".", operation,
+              ": parameters must hold the weights in training, got their averages: leave "
+              "WeightAverage.swap() first");
+}
+
 void Plan::take_over(const Plan& before) {
   scaled_grads_ = before.scaled_grads();
   follows_landings_ = before.follows_landings_;
+  steps_ = before.steps_;
   guard = before.guard;
 }
 

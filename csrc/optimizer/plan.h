@@ -29,6 +29,7 @@
 #include "optimizer/row.h"
 #include "optimizer/row_checks.h"
 #include "optimizer/states.h"
+#include "optimizer/weight_average.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
@@ -86,8 +87,8 @@ class AMP_EXT_API Plan {
   // swap them.
   class AMP_EXT_API Use {
    public:
-    // Throws on behalf of an operation if another use has not ended, or a step has failed amid its
-    // launches.
+    // Throws on behalf of an operation if another use has not ended, a step has failed amid its
+    // launches, or the parameters are lent.
     Use(Plan& plan, const char* operation);
     ~Use();
     Use(const Use&) = delete;
@@ -105,7 +106,8 @@ class AMP_EXT_API Plan {
   Plan(std::string operation, std::vector<std::string> buffer_lists);
 
   // Takes over from the plan of the same optimizer which gradients still carry a scale, its guard,
-  // and whether its landings are followed, and nothing else: its states are gone.
+  // whether its landings are followed, and how many steps it has seen, and nothing else: its states
+  // are gone.
   void take_over(const Plan& before);
 
   // The guard that judges the norm of the gradients at each step; null: none does.
@@ -187,6 +189,12 @@ class AMP_EXT_API Plan {
 
   // Norm of the unscaled gradients at the last step; undefined where none was wanted.
   at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
+  // In a use: the weights on this rank, of which averages are taken.
+  std::vector<AveragedWeight> weights() const;
+  // Lends the parameters to one who writes them, and takes them back. Meanwhile no use begins, and
+  // `check_not_lent` throws on behalf of what is no use.
+  void lend(bool lent) { is_lent_ = lent; }
+  void check_not_lent(const std::string& operation) const;
   // Lets every step from now on leave `has_landed`.
   void follow_landings() { follows_landings_ = true; }
   // One float32 on the device of the first parameter: 1 if the last step was taken, 0 if it was
@@ -308,6 +316,7 @@ class AMP_EXT_API Plan {
   RowChecks checks_;
   std::atomic<std::thread::id> user_{};  // the thread in a use
   bool must_forget_ = false;             // at the end of it
+  bool is_lent_ = false;
   std::string failure_;
   // By Param::object, as of the rows that were dropped last.
   std::unordered_map<const void*, RoundedParam> rounded_params_;

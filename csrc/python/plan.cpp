@@ -312,7 +312,8 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
   if (!operation.is_current) return std::nullopt;
   if (!is_in_step) mine.plan.check_is_before_step();
   const optim::SharedOptions& shared = operation.groups->shared;
-  const bool lacks_sum = shared.max_grad_norm.has_value() && !sum_of_squares.has_value();
+  const bool asks_norm = shared.max_grad_norm.has_value() || shared.is_guarded;
+  const bool lacks_sum = asks_norm && !sum_of_squares.has_value();
   if (lacks_sum && mine.plan.is_partitioned()) return false;
   GradientOptions options{std::move(grad_scale),
                           std::move(found_inf),
@@ -344,12 +345,65 @@ py::tuple read_inspection(const InspectedStep& inspected) {
   return py::make_tuple(found.skipped, params);
 }
 
+// Calls take(weights) with those of an optimizer; false if its parameters are to be listed anew.
+template <typename Take>
+bool with_weights(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
+                  const char* name, const Take& take) {
+  Operation operation(mine, step_plan, optimizer, name);
+  if (!operation.is_current) return false;
+  const py::gil_scoped_release release;
+  take(mine.plan.weights());
+  return true;
+}
+
+std::optional<bool> take_average(PlanOfPython& mine, const py::object& step_plan,
+                                 const py::object& optimizer, WeightAverages& averages) {
+  const Plan& plan = mine.plan;
+  const bool is_taken = with_weights(
+      mine, step_plan, optimizer, "take_average",
+      [&](const auto& weights) { averages.take(weights, plan.has_landed(), plan.steps()); });
+  return is_taken ? std::optional<bool>(true) : std::nullopt;
+}
+
+std::optional<bool> swap_average(PlanOfPython& mine, const py::object& step_plan,
+                                 const py::object& optimizer, WeightAverages& averages) {
+  const bool is_taken =
+      with_weights(mine, step_plan, optimizer, "swap_average", [&](const auto& weights) {
+        averages.swap_in(weights);
+        mine.plan.lend(true);
+      });
+  return is_taken ? std::optional<bool>(true) : std::nullopt;
+}
+
+void swap_back(PlanOfPython& mine, WeightAverages& averages) {
+  const py::gil_scoped_release release;
+  if (averages.swap_out()) mine.plan.lend(false);
+}
+
+void define_averages(py::module_& module) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<WeightAverages>(module, "WeightAverages")
+      .def(py::init([](std::optional<double> decay, int64_t every, bool warmup,
+                       const py::object& dtype) {
+             return WeightAverages({decay, every, warmup, py::cast<at::ScalarType>(dtype)});
+           }),
+           py::arg("decay"), py::arg("every"), py::arg("warmup"), py::arg("dtype"))
+      .def("check_not_swapped", &WeightAverages::check_not_swapped, py::arg("operation"))
+      .def("load", &WeightAverages::load, release_gil(), py::arg("operation"), py::arg("averages"),
+           py::arg("counters"))
+      .def_property_readonly("averages", &WeightAverages::averages)
+      .def_property_readonly("counters",
+                             [](const WeightAverages& self) { return if_defined(self.counters()); })
+      .def_property_readonly("listings", &WeightAverages::listings);
+}
+
 }  // namespace
 
 void define_plan(py::module_& module) {
   py::class_<InspectedStep>(module, "InspectedStep")
       .def_readwrite("sums", &InspectedStep::sums)
       .def("read", &read_inspection);
+  define_averages(module);
   py::class_<PlanOfPython>(module, "Plan")
       .def(py::init<std::string, std::shared_ptr<OptimizerDescription>, const PlanOfPython*,
                     std::string>(),
@@ -374,6 +428,13 @@ void define_plan(py::module_& module) {
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("hand_over"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
+      .def("take_average", &take_average, py::arg("step_plan"), py::arg("optimizer"),
+           py::arg("averages"))
+      .def("swap_average", &swap_average, py::arg("step_plan"), py::arg("optimizer"),
+           py::arg("averages"))
+      .def("swap_back", &swap_back, py::arg("averages"))
+      .def("check_not_lent", [](const PlanOfPython& self,
+                                const std::string& name) { self.plan.check_not_lent(name); })
       .def("follow_landings", [](PlanOfPython& self) { self.plan.follow_landings(); })
       .def_property_readonly(
           "has_landed", [](const PlanOfPython& self) { return if_defined(self.plan.has_landed()); })

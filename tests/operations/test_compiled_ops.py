@@ -77,6 +77,11 @@ ARGUMENTS: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "adam-fp16": lambda device: adam_arguments(device, FP16),
     "sgd": lambda device: sgd_arguments(device, torch.float32),
     "sgd-fp16": lambda device: sgd_arguments(device, FP16),
+    "average_weights": lambda device: (
+        *(tensors(0, device=device), tensors(1, device=device)),
+        *(torch.tensor([2, 1], device=device), [], False, number(1.0, device=device)),
+        *(None, 0.9, 1, False),
+    ),
     "refresh_masters": lambda device: (tensors(0, FP16, device), tensors(1, device=device)),
 }
 
@@ -125,6 +130,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "lion_": (tuple(map(tensors, range(3))), {"lr": 0.1, "beta1": 0.9, "beta2": 0.99}),
     "sgd_": (tuple(map(tensors, range(2))), {"lr": 0.1}),
     "refresh_masters_": ((tensors(0, FP16), tensors(1)), {}),
+    "average_weights_": ((tensors(0), tensors(1), torch.zeros(2, dtype=torch.int64)), {}),
 }
 
 

@@ -52,9 +52,12 @@ def test_metrics_are_tensors_and_become_numbers_on_request(device):
     assert metrics.skipped.dtype == torch.bool
     figures = metrics.to_dict()
     loss, norm = metrics.loss.item(), metrics.grad_norm.item()
-    assert figures == {"loss": loss, "loss_scale": 256.0, "grad_norm": norm, "skipped": False}
-    assert [type(value) for value in figures.values()] == [float, float, float, bool]
-    assert list(first.to_dict().values()) == [first.loss.item(), 256.0, None, None]
+    assert figures == {
+        **{"loss": loss, "loss_scale": 256.0, "grad_norm": norm, "skipped": False},
+        "n_averaged": None,
+    }
+    assert [type(value) for value in figures.values()] == [float, float, float, bool, type(None)]
+    assert list(first.to_dict().values()) == [first.loss.item(), 256.0, None, None, None]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

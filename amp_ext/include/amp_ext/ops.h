@@ -52,6 +52,10 @@ AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth
 // its parameter is left as it is.
 AMP_EXT_API void refresh_masters_(const TensorList& params, const TensorList& master_params);
 
+// Averages weights over the steps that have landed, and counts both. The first average is a copy;
+// those in bfloat16 are dithered.
+AMP_EXT_API void average_weights_(const AverageLists& lists, AverageOptions options = {});
+
 // The lower part of a master whose upper part is a 16-bit parameter: of 16 bits, as bytes in a last
 // dimension of two, or of 8. Where the master does not round to the parameter, it is the
 // parameter's own.

@@ -20,6 +20,10 @@
 #include <variant>
 #include <vector>
 
+namespace amp_ext {
+class WeightAverages;
+}
+
 namespace amp_ext::optim {
 
 // Where the numbers of a tuple are kept.
@@ -365,6 +369,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                  std::unique_ptr<FusedOptions> defaults);
 
  private:
+  friend class WeightAverage;
+
   struct Impl;
   struct Operation;
   class Store;
@@ -380,6 +386,10 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                                     const std::vector<ListedParam>& params) const;
   bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
+  void follow_landings();
+  void take_average(WeightAverages& averages);
+  void swap_average(WeightAverages& averages);
+  void swap_back(WeightAverages& averages);
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
   std::shared_ptr<Impl> impl_;  // null after a move

@@ -7,6 +7,7 @@
 #include <amp_ext/hyperparameters.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -48,6 +49,25 @@ struct AMP_EXT_API StepLists {
   // is the whole. What is dithered depends on it.
   std::optional<std::vector<int64_t>> first_elements;
   OptionalTensorList exponents;  // uint8, of the blocks of moments in 8 bits; empty where are none
+};
+
+// How weights are averaged.
+struct AMP_EXT_API AverageOptions {
+  // Of the average, each time; none: every weight counts the same.
+  std::optional<double> decay = 0.999;
+  int64_t every = 1;    // an average is taken at each such step, of those that have landed
+  bool warmup = false;  // limits the decay to (1 + n) / (10 + n) after n averages
+  at::ScalarType dtype = at::kFloat;  // of the averages that a class keeps; or at::kBFloat16
+};
+
+// The tensors of a step of averages: every list has one for each parameter.
+struct AMP_EXT_API AverageLists {
+  TensorList averages;               // float32 or bfloat16
+  TensorList params;                 // the weights
+  at::Tensor counters;               // two int64: steps that have landed, and averages taken
+  OptionalTensorList master_params;  // float32, or the lower parts of split ones
+  OptionalTensor has_landed;         // one float32; 0: nothing is written
+  std::optional<std::vector<int64_t>> first_elements;  // as in a step
 };
 
 // What errors of a step call the operation and the lists of its buffers.

@@ -643,6 +643,40 @@ AMP_EXT_CHECK(norms_are_clipped_without_a_step) {
   CHECK_REFUSED(amp_ext::clip_grad_norm_({torch::Tensor()}, 1.0), "got an undefined one");
 }
 
+AMP_EXT_CHECK(an_average_follows_the_steps_that_landed) {
+  torch::Tensor a = parameter({1.0, 2.0}), b = parameter({4.0}, torch::kBFloat16);
+  SGD optimizer({a, b}, SGDOptions(1.0).master_weights("split"));
+  WeightAverage average(optimizer, {/*decay=*/0.5});
+  GradScaler scaler = cpu_scaler();
+  for (const double grad : {1.0, double{INFINITY}, 2.0}) {
+    give_grad(a, scaler, grad);
+    scaler.step(optimizer);
+    average.update();
+    average.update();  // takes no step twice
+    scaler.update();
+  }
+  CHECK_THAT(average.n_averaged().item<int64_t>() == 2);
+  CHECK_THAT(same(average.averages()[0], torch::tensor({-1.0f, 0.0f})));
+  CHECK_THAT(same(average.averages()[1], torch::tensor({4.0f})));
+  const torch::Tensor before = a.detach().clone();
+  {
+    const auto swapped = average.swap();
+    CHECK_THAT(same(a.detach(), torch::tensor({-1.0f, 0.0f})));
+    CHECK_REFUSED(optimizer.step(), "SGD.step: parameters must hold the weights in training");
+    CHECK_REFUSED(optimizer.state_dict(), "SGD.state_dict: parameters must hold");
+    CHECK_REFUSED(average.state_dict(), "WeightAverage.state_dict: parameters must hold");
+    CHECK_REFUSED(average.swap(), "parameters must hold");
+  }
+  CHECK_THAT(same(a.detach(), before));
+  WeightAverage other(optimizer, {/*decay=*/{}, /*every=*/2});
+  other.load_state_dict(average.state_dict().deepcopy());
+  CHECK_THAT(same(other.averages()[0], average.averages()[0]));
+  CHECK_THAT(other.n_averaged().item<int64_t>() == 2);
+  CHECK_REFUSED(other.load_state_dict(c10::Dict<std::string, torch::Tensor>()),
+                "state_dict must have 'averages', got");
+  CHECK_REFUSED(WeightAverage(optimizer, {2.0}), "WeightAverage: decay must be from 0 to 1, got 2");
+}
+
 AMP_EXT_CHECK(the_norm_of_each_gradient_is_kept_on_request) {
   torch::Tensor a = parameter({1.0, 1.0, 1.0, 1.0}), b = parameter({1.0}), c = parameter({1.0});
   AdamW optimizer({a, b, c}, AdamWOptions(0.1));

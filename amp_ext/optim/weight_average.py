@@ -1,0 +1,293 @@
+"""An average of the weights of an optimizer, which follows its steps on the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from amp_ext import ops
+from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.nonfinite import params_of
+from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.sharding import laid_out_as, local_tensor
+
+__all__ = ["WeightAverage"]
+
+_PREFIX = "module."  # of names in files of AveragedModel
+
+
+class WeightAverage:
+    """Averages the float32 masters of an optimizer's parameters, in one launch after each step.
+
+    The average of a parameter is that of its float32 master, of its decoded split master, or of
+    itself where it has none; a float64 parameter is averaged in float32. Parameters without a
+    gradient are averaged, too. Only steps that have landed count: not those that an overflow
+    skipped, and not those in which no parameter had a gradient. The device alone knows that, and
+    the host does not wait for it, so that steps can be captured in CUDA graphs.
+
+    It ticks by itself, in a hook after each step of the optimizer. The first average is a copy of
+    the weights; before it, the averages are the weights at construction. A parameter that joins
+    later begins with its value then. Where an average moves by less than half a unit in the last
+    place, one in bfloat16 would stand still: it is dithered, so that it is right in the mean.
+
+    ::
+
+        average = amp_ext.optim.WeightAverage(optimizer, decay=0.999)
+        for x, y in data:
+            train_step(x, y)  # ends in optimizer.step(), or in scaler.step and update
+        with average.swap():
+            validate(model)
+
+    The arguments are attributes.
+
+    Reference:
+        Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; with
+        ``decay="equal"`` Izmailov et al., "Averaging Weights Leads to Wider Optima and Better
+        Generalization", 2018.
+    """
+
+    def __init__(
+        self,
+        optimizer: FusedOptimizer,
+        decay: float | str = 0.999,
+        every: int = 1,
+        dtype: torch.dtype = torch.float32,
+        model: nn.Module | None = None,
+        *,
+        warmup: bool = False,
+    ) -> None:
+        """Begins averages at the present weights.
+
+        Args:
+            optimizer: Of ``amp_ext.optim``. Several averages may follow one.
+            decay: What the average keeps of itself each time, from 0 to 1; or "equal": all weights
+                count the same, the n-th with 1 / n.
+            every: Takes an average at each such step, of those that have landed.
+            dtype: torch.float32, or torch.bfloat16 for 2 bytes a parameter.
+            model: Which has the parameters. Gives them their names, and the average the buffers and
+                the frozen parameters, for :meth:`copy_to` and files of torch's ``AveragedModel``.
+            warmup: Lets the decay grow: it is min(decay, (1 + n) / (10 + n)) after n averages.
+
+        Raises:
+            TypeError: If the optimizer is none of ``amp_ext.optim``, or an argument of a wrong
+                type.
+            ValueError: If an argument is out of range, or the model lacks a parameter.
+            RuntimeError: If a parameter is lazy, or on a device or of a dtype that no kernel takes.
+        """
+        _check("optimizer", optimizer, FusedOptimizer, "one of amp_ext.optim, such as AdamW")
+        if decay != "equal":
+            _check("decay", decay, (float, int), 'a number or "equal"')
+        _check("every", every, int, "an int")
+        _check("dtype", dtype, torch.dtype, "torch.float32 or torch.bfloat16")
+        _check("warmup", warmup, bool, "a bool")
+        if model is not None:
+            _check("model", model, nn.Module, "a torch.nn.Module or None")
+        self.optimizer = optimizer
+        self.decay = decay
+        self.every = every
+        self.dtype = dtype
+        self.model = model
+        self.warmup = warmup
+        for index, param in enumerate(params_of(optimizer)):
+            if is_lazy(param):
+                raise RuntimeError(
+                    f"WeightAverage: param {index} must have a shape, got a lazy parameter: run "
+                    "the model once first"
+                )
+        number = None if decay == "equal" else float(decay)
+        self._averages = ops.WeightAverages(number, every, warmup, dtype)
+        self._take_step()
+        if model is not None:
+            known = set(map(id, model.parameters()))
+            for index, param in enumerate(self._params):
+                if id(param) not in known:
+                    raise ValueError(
+                        "WeightAverage: model must have all parameters of the optimizer, got one "
+                        f"without param {index}, of shape {list(param.shape)}"
+                    )
+        optimizer.follow_landings()
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._take_step()
+
+    def _take_step(self) -> None:
+        """Takes the last step into account, once, and the parameters that there are now."""
+        before = self._averages.listings
+        self.optimizer.take_average(self._averages)
+        if self._averages.listings != before:  # held: by their addresses they are known
+            self._params = params_of(self.optimizer)
+
+    def remove(self) -> None:
+        """Lets the average follow no further step."""
+        self._hook.remove()
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """The averages in the order of the optimizer's parameters, which later steps write anew."""
+        pairs = zip(self._params, self._averages.averages, strict=True)
+        return [laid_out_as(param, average) for param, average in pairs]
+
+    @property
+    def n_averaged(self) -> Tensor:
+        """How many averages were taken: one int64 on the device, which later steps write anew."""
+        return self._counters()[1]
+
+    def _counters(self) -> Tensor:
+        counters = self._averages.counters
+        return torch.zeros(2, dtype=torch.int64) if counters is None else counters
+
+    @contextlib.contextmanager
+    def swap(self) -> Iterator[None]:
+        """Puts the averages into the parameters, and at the end the parameters back.
+
+        A context. Parameters and masters have their bits again after it, also after an exception:
+        the next step finds them unwritten. Inside it split masters are what the parameters are.
+        Takes a copy of the parameters meanwhile.
+
+        Raises:
+            RuntimeError: If the averages of this optimizer are in its parameters already. Inside,
+                also for a step or a look of the optimizer, and for its state dict and that of the
+                average.
+        """
+        self._averages.check_not_swapped("WeightAverage.swap")
+        try:
+            self.optimizer.swap_average(self._averages)
+            yield
+        finally:
+            self.optimizer.swap_back(self._averages)
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Copies the averages into another model, with buffers and frozen parameters of ours.
+
+        What a layer has measured of its inputs, as BatchNorm does, was measured of the weights in
+        training: ``torch.optim.swa_utils.update_bn(loader, model)`` measures it anew.
+
+        Args:
+            model: Of the parameters and buffers of ``self.model``, in any dtypes; written.
+
+        Raises:
+            ValueError: If it has others, by name or shape. Nothing has been written then.
+            RuntimeError: If the average was made without ``model``.
+        """
+        operation = "WeightAverage.copy_to"
+        entries = self._named(operation)
+        target: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        target = {name: each for name, each in target.items() if isinstance(each, Tensor)}
+        for name in [*entries, *target]:
+            wanted, got = _shape_under(name, entries), _shape_under(name, target)
+            if wanted != got:
+                raise ValueError(f"{operation}: {name} of model must be {wanted}, got {got}")
+        for name, each in target.items():
+            each.detach().copy_(entries[name])
+
+    def averaged_state_dict(self) -> dict[str, Tensor]:
+        """Returns what ``torch.optim.swa_utils.AveragedModel(model).load_state_dict`` takes.
+
+        "n_averaged", and under "module.<name>" the averages, buffers and frozen parameters. Its
+        tensors are those in use.
+
+        Raises:
+            RuntimeError: If the average was made without ``model``, or is swapped in.
+        """
+        operation = "WeightAverage.averaged_state_dict"
+        self._averages.check_not_swapped(operation)
+        named = {_PREFIX + name: each for name, each in self._named(operation).items()}
+        return {"n_averaged": self.n_averaged, **named}
+
+    def _named(self, operation: str) -> dict[str, Tensor]:
+        """Returns the averages and all else of the model by the model's names."""
+        if self.model is None:
+            raise RuntimeError(
+                f"{operation}: model must be given to WeightAverage for the names, got None"
+            )
+        averages = dict(zip(map(id, self._params), self.averages, strict=True))
+        entries: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        return {
+            name: averages[id(each)] if id(each) in averages else each.detach()
+            for name, each in entries.items()
+            if isinstance(each, Tensor)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns averages and counts, without the options; its tensors are those in use.
+
+        "averages" in the order of the optimizer's parameters, "steps" that have landed, and
+        "n_averaged".
+
+        Raises:
+            RuntimeError: If the averages are swapped in.
+        """
+        self._averages.check_not_swapped("WeightAverage.state_dict")
+        counters = self._counters()
+        return {"averages": self.averages, "steps": counters[0], "n_averaged": counters[1]}
+
+    @outside_inference_mode()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over averages and counts, which are copied; the options stay as they are.
+
+        Args:
+            state_dict: From ``state_dict()``; or, with ``model``, one of torch's ``AveragedModel``,
+                of which buffers and frozen parameters are left out.
+
+        Raises:
+            KeyError: If an entry is missing.
+            ValueError: If averages have other shapes. Nothing has been changed after any error.
+            RuntimeError: If the averages are swapped in, or a file of ``AveragedModel`` comes to an
+                average without ``model``.
+        """
+        operation = "WeightAverage.load_state_dict"
+        if any(str(name).startswith(_PREFIX) for name in state_dict):
+            names_of = {id(param): name for name, param in self._own_params(operation)}
+            names = [_PREFIX + names_of[id(param)] for param in self._params]
+            _check_keys(operation, state_dict, ["n_averaged", *names])
+            averages = [state_dict[name] for name in names]
+            counts = [int(state_dict["n_averaged"]) * self.every, int(state_dict["n_averaged"])]
+        else:
+            _check_keys(operation, state_dict, ["averages", "steps", "n_averaged"])
+            averages = list(state_dict["averages"])
+            counts = [int(state_dict["steps"]), int(state_dict["n_averaged"])]
+        local = [local_tensor(average) for average in averages]
+        self._averages.load(operation, local, torch.tensor(counts))
+
+    def _own_params(self, operation: str) -> Iterator[tuple[str, Any]]:
+        self._named(operation)  # refuses without a model
+        return self.model.named_parameters(remove_duplicate=False)  # type: ignore[union-attr]
+
+    def restart(self) -> None:
+        """Begins anew: the averages are the present weights, and the next one is a copy."""
+        present = [local_tensor(param.detach()) for param in self._params]
+        self._averages.load("WeightAverage.restart", present, torch.zeros(2, dtype=torch.int64))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a pickle or a copy has, whose optimizer is a copy, too."""
+        names = ("optimizer", "decay", "every", "dtype", "model", "warmup")
+        state = {name: getattr(self, name) for name in names}
+        return {"arguments": state, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Lets a copy follow its optimizer."""
+        self.__init__(**state["arguments"])  # type: ignore[misc]
+        self.load_state_dict(state["state"])
+
+
+def _check(name: str, value: Any, kind: Any, wanted: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        shown = type(value).__name__ if isinstance(value, torch.optim.Optimizer) else repr(value)
+        raise TypeError(f"WeightAverage: {name} must be {wanted}, got {shown}")
+
+
+def _check_keys(operation: str, state_dict: Mapping[str, Any], wanted: list[str]) -> None:
+    missing = [name for name in wanted if name not in state_dict]
+    if missing:
+        raise KeyError(f"{operation}: state_dict must have {missing[:8]}, got {[*state_dict][:8]}")
+
+
+def _shape_under(name: str, entries: Mapping[str, Tensor]) -> str:
+    return f"of shape {list(entries[name].shape)}" if name in entries else "absent"

@@ -1,0 +1,60 @@
+// Averages of weights in one instruction set: a part of engine_body.h, which includes it.
+
+namespace amp_ext::cpu::AMP_EXT_ISA {
+
+// Averages a tile of weights of one kind.
+template <typename WeightKind, typename AverageKind>
+void average_tile(const AverageStep& tensor_step, const Tile& tile) {
+  using V = Vector<float>;
+  using Weights = Numbers<WeightKind>;
+  using Averages = Numbers<AverageKind>;
+  constexpr bool kIsNative = Averages::template kIsNative<float>;
+  const AverageStep step = tensor_step;  // in registers
+  TensorRecord record = tile.record;
+  record.first_element = step.dither_place(record.first_element);
+  Dither dither(record, 0);
+  alignas(64) float scratch[kChunkSize];
+  for (int64_t offset = tile.begin; offset < tile.end;) {
+    const int64_t rest = tile.end - offset;
+    int64_t count = rest / kLanes<float> * kLanes<float>;
+    if (!kIsNative) count = std::min(count, kChunkSize);
+    Weights weights = Weights::at(record.param, record.master_param, offset);
+    Averages averages = Averages::at(record.buffers[0], nullptr, offset);
+    typename Weights::Padded last_weights;
+    typename Averages::Padded last_averages;
+    const bool is_tail = count == 0;
+    if (is_tail) {
+      weights = last_weights.open(weights, rest);
+      averages = last_averages.open(averages, rest);
+      count = kLanes<float>;
+    }
+    if (!kIsNative) dither.begin(offset, count);
+    float* const results = averages.results_in(scratch);
+    constexpr int64_t kAsked = 2 * kLineSize / static_cast<int64_t>(sizeof(float));
+    for (int64_t i = 0; i < count; i += kLanes<float>) {
+      if (i % kAsked == 0 && i + kAhead<float> + kApart<float> + kAsked < tile.end_ahead - offset) {
+        weights.prefetch(i + kAhead<float>, kAsked);
+        averages.prefetch(i + kAhead<float> + kApart<float>, kAsked);
+      }
+      const V average = averages.template load<V>(i);
+      store(results + i, step(average, weights.template load<V>(i)));
+    }
+    round_chunk(averages, results, count, dither.of_param());
+    if (is_tail) last_averages.close(rest);
+    offset += is_tail ? rest : count;
+  }
+}
+
+inline void average(const TileMap& tiles, const AverageStep& step, int64_t begin, int64_t end) {
+  tiles.for_each_tile(begin, end, [&](const Tile& tile) {
+    any_kinds_of_averages([&](auto weight, auto average) {
+      using Weight = decltype(weight);
+      using Average = decltype(average);
+      if (!has_kinds_of_average<Weight, Average>(tile.record)) return false;
+      average_tile<Weight, Average>(step, tile);
+      return true;
+    });
+  });
+}
+
+}  // namespace amp_ext::cpu::AMP_EXT_ISA

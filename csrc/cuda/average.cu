@@ -1,0 +1,172 @@
+// The kernel that averages weights.
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/engine.h"
+#include "cuda/number.cuh"
+#include "cuda/tensor_table.cuh"
+#include "launches.h"
+
+namespace amp_ext::cuda {
+
+namespace {
+
+// A weight and its average.
+template <typename WeightKind, typename AverageKind>
+struct AveragedStreams {
+  using Weights = Numbers<WeightKind>;
+  using Averages = Numbers<AverageKind>;
+  static constexpr int kPackSize = 16 / std::min(Weights::kLeastBytes, Averages::kLeastBytes);
+  static constexpr int kPointers = Weights::kPointers + 1;
+  // Joining a float16 with a difference takes registers.
+  static constexpr int kBlocks = std::is_same_v<WeightKind, Split<Half, 16>> ? 3 : 4;
+  using Shape = cuda::Shape<kThreads, Averages::kMayDither ? 8192 : 4096, kBlocks, 2, 2048>;
+
+  Weights weights;
+  Averages averages;
+  int64_t first_element;  // where it stands for the dither
+
+  // Where packs can start in [begin, end), as in a step.
+  __device__ int64_t first_pack(int64_t begin, int64_t end) const {
+    const int64_t first = begin + averages.elements_to_boundary(begin);
+    const bool aligned =
+        first < end && weights.is_at_boundary(first) && averages.is_at_boundary(first);
+    return aligned ? first : end;
+  }
+
+  template <int kCount>
+  struct Values {
+    typename Weights::template Values<kCount> weights;
+    typename Averages::template Values<kCount> averages;
+  };
+
+  // Averages `kPacks` packs, each `stride` elements behind the one before.
+  template <int kCount, int kPacks>
+  __device__ void update(const AverageStep& step, int64_t first, int64_t stride) const {
+    Values<kCount> values[kPacks];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      values[k] = {weights.template load<kCount>(first + k * stride),
+                   averages.template load<kCount>(first + k * stride)};
+    }
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      Values<kCount>& pack = values[k];
+      const auto place = static_cast<uint64_t>(first_element + first + k * stride);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        Rounding rounding;
+        if constexpr (Averages::kMayDither) {
+          rounding = {true, dither_phase(place + i)};
+        }
+        pack.averages.store(step(pack.averages.load(i), pack.weights.load(i)), i, rounding);
+      }
+      averages.store(pack.averages, first + k * stride);
+    }
+  }
+};
+
+template <typename Streams>
+struct AverageArguments {
+  static constexpr int kOtherBytes = sizeof(AverageHyperparameters) + 4 * sizeof(void*);
+
+  TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::Averages::kMayDither>
+      table;
+  AverageHyperparameters hyperparameters;
+  AverageCounters* counters;
+  const float* has_landed;
+  uint32_t* block_counter;
+  bool is_last;  // of the launches of one step
+};
+
+template <typename Streams, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    average_kernel(const AverageArguments<Streams> __grid_constant__ arguments) {
+  AMP_EXT_SHARED(AverageStep, shared_step);
+  if (threadIdx.x == 0) {
+    const bool has_landed = arguments.has_landed == nullptr || *arguments.has_landed != 0.0f;
+    shared_step = AverageStep::of(arguments.hyperparameters, *arguments.counters, has_landed);
+  }
+  __syncthreads();
+  const AverageStep step = shared_step;
+  if (!step.has_landed) return;
+  if (threadIdx.x == 0 && arguments.is_last) {
+    // Whoever comes last knows that every block has read the counters.
+    __threadfence();
+    const unsigned last = gridDim.x - 1;
+    if (atomicInc(arguments.block_counter, last) == last) step.advance(*arguments.counters);
+  }
+  if (!step.is_taken) return;
+  const auto& table = arguments.table;
+  const auto tile = static_cast<int32_t>(blockIdx.x);
+  const int tensor = table.tensor_of(tile);
+  Streams streams{Streams::Weights::at(table.pointers, tensor),
+                  Streams::Averages::at(table.pointers + Streams::Weights::kPointers, tensor), 0};
+  if constexpr (Streams::Averages::kMayDither) {
+    streams.first_element = step.dither_place(table.dither.first_element[tensor]);
+  }
+  const int64_t begin = table.begin_of(tile, tensor);
+  const int64_t end = table.end_of(begin, tensor);
+  for_each_pack<Shape, Streams::kPackSize>(
+      begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
+        constexpr int kCount = decltype(count)::value;
+        streams.template update<kCount, decltype(packs)::value>(step, index,
+                                                                Shape::kThreads * kCount);
+      });
+}
+
+// Averages the records of one pair of kinds, and adds their number to `launched`.
+template <typename Streams, typename HasKinds>
+int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
+                   const HasKinds& has_kinds, int64_t& launched) {
+  using Shape = typename Streams::Shape;
+  using Arguments = AverageArguments<Streams>;
+  static_assert(sizeof(Arguments) <= kArgumentBytes);
+  Arguments arguments;
+  arguments.hyperparameters = launch_of_all.hyperparameters;
+  arguments.counters = launch_of_all.counters;
+  arguments.has_landed = launch_of_all.has_landed;
+  arguments.block_counter = block_counter;
+  auto& table = arguments.table;
+  const auto flush = [&]() -> int {
+    launched += table.count;
+    arguments.is_last = launched == launch_of_all.count;
+    const int error =
+        launch(average_kernel<Streams, Shape>, table.blocks(), Shape::kThreads, stream, arguments);
+    table.clear(table.tile_size);
+    return error;
+  };
+  int64_t elements = 0;
+  for (int64_t i = 0; i < launch_of_all.count; ++i) elements += launch_of_all.records[i].numel;
+  table.clear(Shape::tile_size_of(elements));
+  for (int64_t i = 0; i < launch_of_all.count; ++i) {
+    const TensorRecord& record = launch_of_all.records[i];
+    if (!has_kinds(record)) continue;
+    if (table.is_full()) {
+      if (const int error = flush()) return error;
+    }
+    const int index = table.add(record, 0);
+    table.pointers[0][index] = record.param;
+    if (Streams::Weights::kPointers > 1) table.pointers[1][index] = record.master_param;
+    table.pointers[Streams::Weights::kPointers][index] = record.buffers[0];
+  }
+  return table.count > 0 ? flush() : 0;
+}
+
+}  // namespace
+
+int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream) {
+  int64_t launched = 0;
+  int error = 0;
+  any_kinds_of_averages([&](auto weight, auto average) {
+    using Weight = decltype(weight);
+    using Average = decltype(average);
+    error = launch_average<AveragedStreams<Weight, Average>>(
+        launch, block_counter, stream, has_kinds_of_average<Weight, Average>, launched);
+    return error != 0;
+  });
+  if (error != 0) return error;
+  return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);
+}
+
+}  // namespace amp_ext::cuda

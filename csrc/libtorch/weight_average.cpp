@@ -1,0 +1,95 @@
+// An average of the weights of an optimizer of the C++ interface.
+#include "optimizer/weight_average.h"
+
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <amp_ext/weight_average.h>
+
+#include <utility>
+
+#include "libtorch/values.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext::optim {
+
+struct WeightAverage::Impl {
+  FusedOptimizer& optimizer;
+  WeightAverages averages;
+  std::vector<at::Tensor> params;  // keeps others from taking their addresses
+
+  at::Tensor counters() const {
+    const at::Tensor counters = averages.counters();
+    return counters.defined() ? counters : at::zeros({2}, at::kLong);
+  }
+};
+
+WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
+    : impl_(new Impl{optimizer, WeightAverages(std::move(options)), {}}) {
+  update();
+  optimizer.follow_landings();
+}
+
+WeightAverage::~WeightAverage() = default;
+WeightAverage::WeightAverage(WeightAverage&&) noexcept = default;
+
+void WeightAverage::update() {
+  const int64_t before = impl_->averages.listings();
+  impl_->optimizer.take_average(impl_->averages);
+  if (impl_->averages.listings() == before) return;
+  impl_->params.clear();
+  for (const auto& group : impl_->optimizer.param_groups()) {
+    impl_->params.insert(impl_->params.end(), group.params().begin(), group.params().end());
+  }
+}
+
+std::vector<at::Tensor> WeightAverage::averages() const { return impl_->averages.averages(); }
+
+at::Tensor WeightAverage::n_averaged() const { return impl_->counters()[1]; }
+
+WeightAverage::Swapped::Swapped(WeightAverage& average) : average_(average) {
+  average_.impl_->optimizer.swap_average(average_.impl_->averages);
+}
+WeightAverage::Swapped::~Swapped() {
+  average_.impl_->optimizer.swap_back(average_.impl_->averages);
+}
+WeightAverage::Swapped WeightAverage::swap() { return Swapped(*this); }
+
+c10::IValue WeightAverage::state_dict() const {
+  impl_->averages.check_not_swapped("WeightAverage.state_dict");
+  auto averages = new_list();
+  for (const at::Tensor& average : this->averages()) averages.push_back(average);
+  auto state_dict = new_dict();
+  state_dict.insert("averages", averages);
+  state_dict.insert("steps", impl_->counters()[0]);
+  state_dict.insert("n_averaged", impl_->counters()[1]);
+  return state_dict;
+}
+
+void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
+  const char* const operation = "WeightAverage.load_state_dict";
+  const OutsideInferenceMode normal;
+  TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
+              shown(state_dict));
+  const Dict dict = state_dict.toGenericDict();
+  for (const char* const name : {"averages", "steps", "n_averaged"}) {
+    TORCH_CHECK(find(dict, name).has_value(), operation, ": state_dict must have '", name,
+                "', got ", shown_keys(dict));
+  }
+  std::vector<at::Tensor> averages;
+  for (const c10::IValue& average : elements_of(*find(dict, "averages"))) {
+    TORCH_CHECK(average.isTensor(), operation, ": averages[", averages.size(),
+                "] must be a tensor, got ", shown(average));
+    averages.push_back(average.toTensor());
+  }
+  const auto count = [&](const char* name) {
+    const c10::IValue value = *find(dict, name);
+    TORCH_CHECK(value.isTensor() || is_number(value), operation, ": ", name,
+                " must be a number, got ", shown(value));
+    return value.isTensor() ? value.toTensor().item().toLong()
+                            : static_cast<int64_t>(number_in(value));
+  };
+  impl_->averages.load(operation, averages,
+                       at::tensor({count("steps"), count("n_averaged")}, at::kLong));
+}
+
+}  // namespace amp_ext::optim

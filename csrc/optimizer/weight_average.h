@@ -1,0 +1,100 @@
+// Averages of the weights of one optimizer: which weight has which, what an engine is told of them,
+// and their exchange with the parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/options.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "devices/dispatch.h"
+#include "launches.h"
+
+namespace amp_ext {
+
+// A weight on this rank, as an average takes it.
+struct AveragedWeight {
+  const void* object;      // the identity of the parameter
+  at::Tensor param;        // this rank's part of it
+  at::Tensor master;       // float32, or the lower part of a split one; undefined: the parameter
+  int64_t first_element;   // where the part begins in the whole
+  int64_t group;           // of the parameter
+  int64_t index_in_group;  // likewise
+};
+
+// What is wrong with the options; empty if nothing is.
+AMP_EXT_API std::string wrong_in(const AverageOptions& options);
+
+// One step of averages that have the layout of their weights or another dense one, on one device.
+// Tensors of other layouts, and float64 weights, are copied into `staged`, which has to live until
+// the launch.
+void launch_average(const std::vector<AveragedWeight>& weights,
+                    const std::vector<at::Tensor>& averages, const AverageOptions& options,
+                    const at::Tensor& counters, const at::Tensor& has_landed, StepScratch& scratch);
+
+class AMP_EXT_API WeightAverages {
+ public:
+  explicit WeightAverages(AverageOptions options);
+
+  // Keeps an average of each of these weights, in their order: begins those that are missing at the
+  // present weights, and drops those of others.
+  void list(const std::vector<AveragedWeight>& weights);
+  // How often weights were listed that differ from those before.
+  int64_t listings() const { return listings_; }
+
+  // Takes one step into account, of the number that the host counts, unless it is the last one that
+  // was taken.
+  void take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed, int64_t step);
+
+  // Puts the averages into the parameters, and the parameters back, with their versions: whoever
+  // has seen them finds them unwritten.
+  void swap_in(const std::vector<AveragedWeight>& weights);
+  bool swap_out();  // whether they were in
+  // Throws on behalf of an operation while the averages are in the parameters.
+  void check_not_swapped(const std::string& operation) const;
+
+  // [weights], of the options' dtype.
+  std::vector<at::Tensor> averages() const;
+  // Two int64, the steps that have landed and the averages that were taken; undefined without a
+  // weight.
+  at::Tensor counters() const;
+  // Takes over averages and counters, which are copied. All or nothing.
+  void load(const std::string& operation, const std::vector<at::Tensor>& averages,
+            const at::Tensor& counters);
+
+ private:
+  struct Average {
+    const void* object;
+    at::ScalarType param_dtype;
+    at::Tensor tensor;
+  };
+  // The averages of one device.
+  struct OfDevice {
+    at::Device device;
+    at::Tensor counters;
+    std::vector<int64_t> indices;
+  };
+  // A tensor that an average has replaced, and what it was.
+  struct Replaced {
+    at::Tensor tensor;
+    at::Tensor saved;
+    int64_t version;
+  };
+
+  void check(const Average& average, const AveragedWeight& weight) const;
+
+  AverageOptions options_;
+  std::vector<Average> averages_;
+  std::vector<OfDevice> devices_;
+  bool is_swapped_ = false;
+  std::vector<Replaced> replaced_;
+  StepScratch scratch_;
+  int64_t listings_ = 0;
+  int64_t last_step_ = -1;
+};
+
+}  // namespace amp_ext

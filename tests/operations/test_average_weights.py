@@ -1,0 +1,263 @@
+"""Tests of one step of averages over lists, on every kind of weight."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from harness.awkward import BF16, F16, F32, F64
+from harness.reference import same_bits
+from harness.refusals import refusing_launch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from amp_ext import ops
+
+# Less than a vector, a tile and more than one of every kernel, and nothing.
+SIZES = [1, 7, 0, 2049, 8193, 33]
+
+
+def new_counters(device: Any, steps: int = 0, averages: int = 0) -> Tensor:
+    return torch.tensor([steps, averages], device=device)
+
+
+def drawn(device: torch.device, dtype: torch.dtype = F32) -> list[Tensor]:
+    return [torch.randn(size).to(dtype).to(device) for size in SIZES]
+
+
+class Lone(torch.nn.Module):
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.params = torch.nn.ParameterList([tensor.clone() for tensor in tensors])
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9, 0.3, 0.0, 1.0])
+def test_a_step_is_that_of_torch_within_a_unit_in_the_last_place(decay, device):
+    """Of the larger of average and weight: torch rounds once where it has fused instructions."""
+    averages, counters = drawn(device), new_counters(device)
+    model = Lone(averages)
+    for _ in range(4):
+        before = [average.clone() for average in averages]
+        theirs = AveragedModel(Lone(averages), multi_avg_fn=get_ema_multi_avg_fn(decay))
+        theirs.n_averaged.copy_(counters[1])
+        for param in model.params:
+            param.data.copy_(torch.randn(param.shape))
+        theirs.update_parameters(model)
+        ops.average_weights_(averages, [*model.params], counters, decay=decay)
+        sides = zip(averages, theirs.module.params, before, model.params, strict=True)
+        for ours, reference, start, weight in sides:
+            larger = torch.maximum(start.abs(), weight.abs())
+            unit = torch.nextafter(larger, torch.full_like(larger, torch.inf)) - larger
+            assert ((ours - reference).abs() <= unit).all()
+    assert counters.tolist() == [4, 4]
+
+
+def weight_of(start: float, n: int, decay: float | None, warmup: bool) -> float:
+    if decay is None:
+        return 1 / (n + 1)
+    return 1 - (min(decay, (1 + n) / (10 + n)) if warmup else decay)
+
+
+@pytest.mark.parametrize(
+    ("decay", "warmup"), [(None, False), (0.999, True), (0.15, True), (0.5, False)]
+)
+def test_the_weight_of_each_average_is_that_of_its_schedule(decay, warmup, device):
+    averages, counters = drawn(device), new_counters(device)
+    expected = [average.double() for average in averages]
+    for n in range(12):
+        weights = drawn(device)
+        share = 1.0 if n == 0 else weight_of(0.0, n, decay, warmup)
+        expected = [
+            before + share * (weight.double() - before)
+            for before, weight in zip(expected, weights, strict=True)
+        ]
+        ops.average_weights_(averages, weights, counters, decay=decay, warmup=warmup)
+    for average, wanted in zip(averages, expected, strict=True):
+        torch.testing.assert_close(average.double(), wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("low_bits", [16, 8])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_split_master_is_averaged_decoded(dtype, low_bits, device):
+    masters = drawn(device)
+    params = [master.to(dtype) for master in masters]
+    lows = [ops.split_master(p, m, low_bits) for p, m in zip(params, masters, strict=True)]
+    whole = [ops.join_master(p, low) for p, low in zip(params, lows, strict=True)]
+    forms: list[dict[str, Any]] = [
+        {"params": params, "master_params": lows},
+        {"params": params, "master_params": whole},
+        {"params": whole},
+    ]
+    results = []
+    for form in forms:
+        averages = [torch.ones_like(each) for each in whole]
+        counters = new_counters(device, 1, 1)
+        ops.average_weights_(averages, counters=counters, decay=0.75, **form)
+        results.append(averages)
+    for other in results[1:]:
+        assert all(map(same_bits, results[0], other))
+
+
+def test_masters_of_all_kinds_and_parameters_of_other_dtypes_stand_in_one_list(device):
+    """Two launches for each dtype of averages, the last of which counts."""
+    params = [torch.full((5,), 1.5, dtype=t, device=device) for t in (F32, F64, F16, BF16)] * 2
+    averages = [torch.zeros(5, dtype=F32 if i < 4 else BF16, device=device) for i in range(8)]
+    counters = new_counters(device)
+    for _ in range(3):
+        ops.average_weights_(averages, params, counters)
+    assert counters.tolist() == [3, 3]
+    assert all((average == 1.5).all() for average in averages)
+
+
+@pytest.mark.parametrize("average_dtype", [F32, BF16])
+def test_any_layout_of_a_weight_is_walked_in_that_of_the_average(average_dtype, device):
+    image = torch.randn(3, 4, 5, 6, device=device).to(memory_format=torch.channels_last)
+    weights = [image, torch.randn(8, 6, device=device).t(), torch.randn(40, device=device)[::2]]
+    counters = new_counters(device, 5, 5)
+    layouts: list[list[Tensor]] = [
+        [torch.empty_like(weight, dtype=average_dtype).zero_() for weight in weights],
+        [torch.zeros(weight.shape, dtype=average_dtype, device=device) for weight in weights],
+    ]
+    for averages in layouts:
+        ops.average_weights_(averages, weights, counters, decay=0.5)
+    unit = 2.0**-7 if average_dtype == BF16 else 0.0
+    for averages in layouts:
+        for average, weight in zip(averages, weights, strict=True):
+            torch.testing.assert_close(average.float(), weight / 2, rtol=unit, atol=0)
+
+
+def test_a_skipped_step_writes_nothing_and_every_counts_those_that_landed(device):
+    average, counters = torch.zeros(5, device=device), new_counters(device)
+    taken = []
+    for step in range(12):
+        landed = torch.tensor(float(step % 4 != 1), device=device)
+        weight = torch.full((5,), float(step), device=device)
+        before = average.clone()
+        ops.average_weights_([average], [weight], counters, has_landed=landed, every=3, decay=0.0)
+        if not same_bits(before, average):
+            taken.append(step)
+    assert taken == [3, 7, 11]  # the third, sixth and ninth of those that landed
+    assert counters.tolist() == [9, 3]
+
+
+def test_a_bfloat16_average_moves_as_a_float32_one_where_to_nearest_it_would_stand_still(device):
+    """The weights lie between one number of bfloat16 and the next."""
+    count, steps, unit = 10_000, 2000, 2.0**-7
+    start = (1 + 0.9 * torch.rand(count, device=device)).bfloat16().float()
+    weight = start + unit * (0.5 + 0.5 * torch.rand(count, device=device))
+    wide, narrow, nearest = start.clone(), start.bfloat16(), start.bfloat16()
+    counters = [new_counters(device, 1, 1) for _ in range(2)]
+    for _ in range(steps):
+        ops.average_weights_([wide], [weight], counters[0])
+        ops.average_weights_([narrow], [weight], counters[1])
+        nearest.copy_(nearest.float().lerp(weight, 0.001))
+    moved = (wide - start).mean()
+    assert ((narrow.float() - start).mean() / moved - 1).abs() < 0.01
+    assert (nearest.float() - start).mean() < 0.1 * moved
+    assert (narrow.float() - wide).abs().max() <= unit
+
+
+def test_a_part_is_dithered_as_the_whole(device):
+    weight = torch.rand(3000, device=device)
+    whole = torch.zeros(3000, dtype=BF16, device=device)
+    parts = [torch.zeros_like(whole[:1001]), torch.zeros_like(whole[1001:])]
+    counters = [new_counters(device, 9, 9) for _ in range(2)]
+    ops.average_weights_([whole], [weight], counters[0])
+    ops.average_weights_(
+        parts, [weight[:1001], weight[1001:]], counters[1], first_elements=[0, 1001]
+    )
+    assert same_bits(torch.cat(parts), whole)
+    assert not same_bits(whole, (weight * 0.001).bfloat16()), "it is dithered"
+
+
+def test_one_launch_takes_hundreds_of_tensors(emulated):
+    weights = [torch.ones(3) for _ in range(700)]
+    averages = [torch.zeros(3) for _ in weights]
+    with refusing_launch(1):
+        ops.average_weights_(averages, weights, new_counters("cpu"))
+    assert all((average == 1).all() for average in averages)
+
+
+ONE = torch.ones(4)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"decay": 1.5}, r"decay must be from 0 to 1, got 1\.5"),
+    ({"decay": float("nan")}, "decay must be from 0 to 1, got nan"),
+    ({"decay": None, "warmup": True}, "warmup must be False where every weight counts the same"),
+    ({"every": 0}, "every must be at least 1, got 0"),
+    ({"counters": torch.zeros(2)}, "counters must be two neighbouring Long elements, got Float"),
+    ({"counters": torch.zeros(3, dtype=torch.int64)}, r"counters must be .* of sizes \[3\]"),
+    ({"has_landed": torch.ones(1, dtype=F64)}, "has_landed must be"),
+    ({"averages": []}, "averages must have 1"),
+    ({"averages": [ONE.half()]}, r"averages\[0\] must be Float or BFloat16, .* got Half"),
+    ({"averages": [torch.ones(8)[::2]]}, r"averages\[0\] must be .* dense"),
+    ({"averages": [torch.ones(3)]}, r"averages\[0\] must be .* of sizes \[4\] .* got .* \[3\]"),
+    ({"params": [ONE.long()]}, r"params\[0\] must be Float, .* got Long"),
+    ({"averages": [ONE]}, "share"),
+    ({"master_params": [ONE]}, r"params\[0\] must be Half or BFloat16 beside a master, got Float"),
+    ({"params": [ONE.half()], "master_params": [torch.ones(3)]}, r"master_params\[0\] must be of"),
+    ({"params": [ONE.half()], "master_params": [ONE.double()]}, r"master_params\[0\] must be"),
+    ({"first_elements": [1, 2]}, "first_elements must have 1 numbers, got 2"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), WRONG)
+def test_bad_input_is_refused_by_name_before_anything_is_written(change, text):
+    good: dict[str, Any] = {
+        "averages": [torch.zeros(4)],
+        "params": [ONE],
+        "counters": new_counters("cpu"),
+    }
+    with pytest.raises(RuntimeError, match=f"average_weights_: .*{text}|{text}"):
+        ops.average_weights_(**good | change)
+    assert not good["averages"][0].any()
+    assert not good["counters"].any()
+
+
+def test_the_first_average_has_the_bits_of_the_weight(device):
+    odd = torch.tensor([torch.inf, -torch.inf, -0.0, 0.0, 1e-45, 3e38], device=device)
+    for average in (torch.full_like(odd, torch.nan), torch.zeros_like(odd)):
+        ops.average_weights_([average], [odd], new_counters(device), decay=0.5)
+        assert same_bits(average, odd)
+
+
+def results() -> dict[str, Tensor]:
+    """What averages of every kind become, for comparison between engines to the bit."""
+    torch.manual_seed(0)
+    found = {}
+    for dtype, low_bits, average_dtype in itertools.product(
+        (F32, F16, BF16), (0, 16, 8), (F32, BF16)
+    ):
+        if dtype == F32 and low_bits:
+            continue
+        weights = [torch.randn(size) * torch.exp2(torch.randn(size) * 9) for size in SIZES]
+        weights[-1][:3] = torch.tensor([torch.inf, torch.nan, -0.0])
+        params = [weight.to(dtype) for weight in weights]
+        more: dict[str, Any] = {}
+        if low_bits:
+            pairs = zip(params, weights, strict=True)
+            more["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
+        averages = [torch.randn(size).to(average_dtype) for size in SIZES]
+        for start, decay in ((1, 0.99), (2, 0.3), (0, 0.9)):
+            counters = new_counters("cpu", start, start)
+            ops.average_weights_(averages, params, counters, decay=decay, **more)
+            key = f"{dtype} {low_bits} {average_dtype} {decay}"
+            found[key] = torch.cat([average.float() for average in averages])
+    return found
+
+
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", None])
+def test_every_instruction_set_averages_alike(isa, under_isa, device):
+    if isa not in (None, "plain") and device.type != "cpu":
+        pytest.skip("once is enough")
+    wanted = results()
+    try:
+        _, got = under_isa(results, isa)
+    except Exception:
+        if isa in (None, "plain"):
+            raise
+        pytest.skip(f"this processor lacks {isa}")
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        assert same_bits(got[name], wanted[name]), name

@@ -1,0 +1,429 @@
+"""An average of weights that follows the steps of an optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from harness.awkward import BF16, F16, F32, F64, INF
+from harness.reference import same_bits
+from harness.refusals import refusing_launch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import amp_ext
+from amp_ext.optim import WeightAverage
+from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
+
+
+def params_of(device: torch.device, *dtypes: torch.dtype) -> list[Parameter]:
+    return [
+        Parameter(torch.randn(37 * i + 5).to(dtype).to(device)) for i, dtype in enumerate(dtypes)
+    ]
+
+
+def step(optimizer: Any, lacking: int | None = None) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        param.grad = None if index == lacking else torch.randn_like(param)
+    optimizer.step()
+
+
+def model_of() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def trained(model: nn.Module, **options: Any) -> tuple[Any, WeightAverage, AveragedModel]:
+    """Six steps of a model, with averages by us and by torch."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = amp_ext.optim.AdamW(params, lr=0.01)
+    average = WeightAverage(optimizer, 0.9, model=model, **options)
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        theirs.update_parameters(model)
+    return optimizer, average, theirs
+
+
+@pytest.mark.parametrize("masters", [True, "split", "split8", False])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+def test_masters_are_averaged_where_there_are_any(dtype, masters, device):
+    params = params_of(device, dtype, dtype)
+    optimizer = amp_ext.optim.SGD(params, lr=0.1, master_weights=masters)
+    average = WeightAverage(optimizer, "equal")
+    seen = []
+    for _ in range(5):
+        step(optimizer)
+        seen.append([weight.double().clone() for weight in optimizer.master_params()])
+    for ours, *weights in zip(average.averages, *seen, strict=True):
+        assert ours.dtype == F32
+        torch.testing.assert_close(ours.double(), sum(weights) / 5, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, torch.amp.GradScaler])
+def test_it_follows_the_steps_that_landed_and_takes_parameters_without_a_gradient(
+    scaler_class, device
+):
+    params = params_of(device, F32, BF16, F32)
+    optimizer = amp_ext.optim.SGD(params, lr=0.1)
+    average = WeightAverage(optimizer, 0.0, every=2)
+    scaler = scaler_class(device.type, init_scale=4.0)
+    scaler.scale(torch.zeros((), device=device))
+    params[0].grad = torch.ones_like(params[0])
+    taken = []
+    for bad in (1.0, INF, 1.0, 1.0, INF, INF, 1.0, 1.0):
+        params[0].grad.fill_(bad)
+        with torch.no_grad():
+            params[1] += 0.25  # nothing but the average sees it
+        scaler.step(optimizer)
+        scaler.update()
+        taken.append(average.n_averaged.item())
+        if taken[-1:] != taken[-2:-1] and taken[-1]:  # one was taken
+            assert same_bits(average.averages[0], params[0])
+            assert same_bits(average.averages[1], params[1].float())
+    assert taken == [0, 0, 1, 1, 1, 1, 2, 2]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert average.state_dict()["steps"] == 5, "a step without a gradient lands nowhere"
+
+
+def test_a_flag_that_is_a_number_skips_the_average_too(device):
+    optimizer = amp_ext.optim.SGD(params_of(device, F32), lr=0.1)
+    average = WeightAverage(optimizer)
+    step(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=device), 1
+    step(optimizer)
+    assert average.n_averaged == 1
+
+
+def test_a_master_that_its_parameter_has_left_behind_is_what_the_next_step_would_make_of_it(device):
+    params = params_of(device, BF16, F32)
+    optimizer = amp_ext.optim.SGD(params, lr=0.1)
+    average = WeightAverage(optimizer, 0.0)
+    step(optimizer)
+    with torch.no_grad():
+        params[0].copy_(torch.arange(5.0))
+    step(optimizer, lacking=0)
+    assert same_bits(average.averages[0], params[0].float())
+
+
+@pytest.mark.parametrize("masters", [True, "split", "split8"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_swap_restores_every_bit_and_leaves_masters_alone(fails, masters, device):
+    params = params_of(device, BF16, F32, F16)
+    optimizer = amp_ext.optim.AdamW(params, lr=0.1, master_weights=masters)
+    average = WeightAverage(optimizer, 0.5, dtype=BF16)
+    step(optimizer)
+    step(optimizer)
+    if masters is True:  # no rounding of this one: the parameter must not come to count as written
+        optimizer.state[params[0]]["master_param"].add_(1.0)
+    tensors = [*params, *(t for state in optimizer.state.values() for t in state.values())]
+    before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]
+    twin = copy.deepcopy(optimizer)
+    try:
+        with average.swap():
+            for param, ours in zip(params, average.averages, strict=True):
+                assert same_bits(param, ours.to(param.dtype))
+            if masters is not True:
+                for param, master in zip(params, optimizer.master_params(), strict=True):
+                    assert same_bits(master, param.float())
+            if fails:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert fails
+    for tensor, (bits, version) in zip(tensors, before, strict=True):
+        assert same_bits(tensor, bits)
+        assert tensor._version == version
+    if masters is not True:
+        torch.manual_seed(1)
+        step(optimizer)
+        torch.manual_seed(1)
+        step(twin)
+        for ours, other in zip(optimizer.master_params(), twin.master_params(), strict=True):
+            assert same_bits(ours, other)
+    else:
+        written = optimizer.state[params[0]]["master_param"].clone()
+        optimizer.param_groups[0]["lr"] = 0.0
+        step(optimizer)
+        assert same_bits(optimizer.state[params[0]]["master_param"], written)
+
+
+def test_a_step_a_save_and_a_load_inside_a_swap_are_refused_by_name():
+    optimizer, average, _ = trained(model_of())
+    other = WeightAverage(optimizer)
+    state, own = optimizer.state_dict(), average.state_dict()
+    text = "parameters must hold the weights in training, got their averages"
+    with average.swap():
+        for name, refused in {
+            "AdamW.step": optimizer.step,
+            "AdamW.look_at_gradients": lambda: optimizer.look_at_gradients(torch.zeros(())),
+            "AdamW.take_average": lambda: WeightAverage(optimizer),
+            "AdamW.state_dict": optimizer.state_dict,
+            "AdamW.load_state_dict": lambda: optimizer.load_state_dict(state),
+            "AdamW.__getstate__": lambda: copy.deepcopy(optimizer),
+            "WeightAverage.swap": average.swap().__enter__,
+            "AdamW.swap_average": other.swap().__enter__,
+            "WeightAverage.state_dict": average.state_dict,
+            "WeightAverage.averaged_state_dict": average.averaged_state_dict,
+            "WeightAverage.load_state_dict": lambda: average.load_state_dict(own),
+        }.items():
+            with pytest.raises(RuntimeError, match=f"^{name}: {text}"):
+                refused()
+    step(optimizer)
+    assert average.n_averaged == 7
+
+
+def test_it_is_torchs_average_in_its_files_too():
+    model = model_of()
+    _, average, theirs = trained(model)
+    written = average.averaged_state_dict()
+    assert written.keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        # AveragedModel leaves the buffers of its copy as they were in the beginning.
+        if "running" not in name and "batches" not in name:
+            torch.testing.assert_close(written[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    AveragedModel(model).load_state_dict(written)
+    copied = copy.deepcopy(model)
+    nn.init.zeros_(copied[2].weight)
+    average.copy_to(copied)
+    for name, value in copied.state_dict().items():
+        assert same_bits(value, written["module." + name]), name
+    assert same_bits(copied[1].running_mean, model[1].running_mean)
+    file = io.BytesIO()
+    torch.save(theirs.state_dict(), file)
+    file.seek(0)
+    average.load_state_dict(torch.load(file))
+    assert average.n_averaged == 6
+    reference = [param for param in theirs.module.parameters() if param.requires_grad]
+    assert all(map(same_bits, average.averages, reference))
+
+
+def test_models_that_do_not_fit_are_refused_before_anything_is_written():
+    optimizer, average, theirs = trained(model_of())
+    other = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(
+        ValueError, match=r"2.weight of model must be of shape \[2, 5\], got of shape"
+    ):
+        average.copy_to(other)
+    with pytest.raises(
+        ValueError, match=r"2.weight of model must be of shape \[2, 5\], got absent"
+    ):
+        average.copy_to(other[:2])
+    assert all(map(same_bits, other.state_dict().values(), before.values()))
+    nameless = WeightAverage(optimizer)
+    for refused in (
+        lambda: nameless.copy_to(other),
+        nameless.averaged_state_dict,
+        lambda: nameless.load_state_dict(theirs.state_dict()),
+    ):
+        with pytest.raises(RuntimeError, match="model must be given to WeightAverage"):
+            refused()
+    with pytest.raises(ValueError, match=r"model must have all parameters .* without param 0"):
+        WeightAverage(optimizer, model=other)
+
+
+def test_a_load_takes_all_or_nothing(device):
+    optimizer = amp_ext.optim.SGD(params_of(device, F32, F32), lr=0.1)
+    average = WeightAverage(optimizer, dtype=BF16)
+    step(optimizer)
+    saved = copy.deepcopy(average.state_dict())
+    step(optimizer)
+    before = copy.deepcopy(average.state_dict())
+    for wrong, error in (
+        ({**saved, "averages": saved["averages"][:1]}, "averages must be of 2 parameters, got 1"),
+        ({**saved, "averages": saved["averages"][::-1]}, r"averages\[0\] must be of sizes \[5\]"),
+        ({"averages": []}, r"state_dict must have \['steps', 'n_averaged'\]"),
+    ):
+        with pytest.raises((ValueError, KeyError), match=f"WeightAverage.load_state_dict: {error}"):
+            average.load_state_dict(wrong)
+    assert all(map(same_bits, average.averages, before["averages"]))
+    assert average.n_averaged == 2
+    addresses = [each.data_ptr() for each in average.averages]
+    average.load_state_dict(saved)
+    assert all(map(same_bits, average.averages, saved["averages"]))
+    assert (average.n_averaged, average.state_dict()["steps"]) == (1, 1)
+    assert [each.data_ptr() for each in average.averages] == addresses, "a graph goes on with them"
+    average.restart()
+    step(optimizer)
+    params = optimizer.param_groups[0]["params"]
+    assert average.n_averaged == 1
+    assert same_bits(
+        average.averages[1].float().round(), params[1].detach().bfloat16().float().round()
+    )
+
+
+def test_parameters_may_join_and_leave(device):
+    params = params_of(device, F32, F32)
+    optimizer = amp_ext.optim.SGD(params, lr=0.0)
+    average = WeightAverage(optimizer)
+    step(optimizer)
+    kept = average.averages[1].clone()
+    new = Parameter(torch.full((3,), 2.0, device=device))
+    optimizer.add_param_group({"params": [new]})
+    step(optimizer)
+    assert (average.averages[2] == 2).all()
+    del optimizer.param_groups[0]["params"][0]
+    step(optimizer)
+    assert [each.numel() for each in average.averages] == [42, 3]
+    assert same_bits(average.averages[0], kept)
+    average.remove()
+    step(optimizer)
+    assert average.n_averaged == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda param: param.data.bfloat16(), r"BFloat16 of sizes \[5\]"),
+        (lambda param: param.data[:2].clone(), r"Float of sizes \[2\]"),
+    ],
+)
+def test_a_parameter_of_another_shape_or_dtype_is_refused_by_name(change, got):
+    params = params_of(torch.device("cpu"), F32, F32)
+    optimizer = amp_ext.optim.SGD(params, lr=0.1)
+    WeightAverage(optimizer)
+    step(optimizer)
+    params[0].grad = None
+    params[0].data = change(params[0])
+    text = f"WeightAverage: param of group 0, param 0 must be Float of sizes .5. .*, got {got}"
+    with pytest.raises(RuntimeError, match=text):
+        step(optimizer)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_copies_follow_their_own_optimizer(copied):
+    model = model_of()
+    optimizer, average, _ = trained(model, warmup=True)
+    other_model, other_optimizer, other = copied((model, optimizer, average))
+    assert other.optimizer is other_optimizer
+    assert other.model is other_model
+    before = [each.clone() for each in average.averages]
+    for side in (other_optimizer, optimizer):
+        torch.manual_seed(3)
+        step(side)
+        if side is other_optimizer:
+            assert all(map(same_bits, average.averages, before))
+    assert all(map(same_bits, average.averages, other.averages))
+    assert other.n_averaged == average.n_averaged == 7
+
+
+def test_an_average_outlives_a_load_of_its_optimizer(device):
+    optimizer = amp_ext.optim.AdamW(params_of(device, F32, BF16), lr=0.1)
+    average = WeightAverage(optimizer)
+    for _ in range(3):
+        step(optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert average.n_averaged == 3
+
+
+def launches_of(call: Any) -> int:
+    """How many launches a call makes, each of which is refused in turn."""
+    for number in range(100):
+        try:
+            with refusing_launch(number):
+                call()
+        except torch.AcceleratorError:
+            continue
+        return number
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize(("averages", "launches"), [(0, 1), (1, 2), (2, 3)])
+def test_an_average_is_one_launch_and_none_where_nobody_asks(averages, launches, emulated):
+    def call() -> None:
+        optimizer = amp_ext.optim.SGD(params_of(torch.device("cpu"), F32, F32, F32), lr=0.1)
+        for _ in range(averages):
+            WeightAverage(optimizer, dtype=BF16)
+        step(optimizer)
+        if not averages:
+            assert optimizer.has_landed is None
+
+    assert launches_of(call) == launches
+
+
+WRONG = [
+    (
+        {"optimizer": torch.optim.SGD([torch.ones(1)])},
+        TypeError,
+        "optimizer must be one of amp_ext.optim, such as AdamW, got SGD",
+    ),
+    ({"decay": 1.1}, ValueError, "decay must be from 0 to 1, got 1.1"),
+    ({"decay": "even"}, TypeError, "decay must be a number or \"equal\", got 'even'"),
+    ({"decay": True}, TypeError, "decay must be a number"),
+    ({"every": 0}, ValueError, "every must be at least 1, got 0"),
+    ({"every": 1.5}, TypeError, "every must be an int, got 1.5"),
+    ({"dtype": F16}, ValueError, "dtype must be Float or BFloat16, got Half"),
+    ({"dtype": "bf16"}, TypeError, "dtype must be torch.float32 or torch.bfloat16, got 'bf16'"),
+    ({"warmup": 10}, TypeError, "warmup must be a bool, got 10"),
+    ({"decay": "equal", "warmup": True}, ValueError, "warmup must be False where every weight"),
+    ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), WRONG)
+def test_wrong_arguments_are_refused_by_name(change, error, text):
+    optimizer = amp_ext.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(error, match=f"^WeightAverage: {text}"):
+        WeightAverage(**{"optimizer": optimizer} | change)
+
+
+def test_a_lazy_parameter_is_refused_by_name():
+    optimizer = amp_ext.optim.SGD(nn.LazyLinear(2).parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"^WeightAverage: param 0 must have a shape, got a lazy"
+    ):
+        WeightAverage(optimizer)
+
+
+def trainer_of(**config: Any) -> MixedPrecisionTrainer:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = amp_ext.optim.AdamW(model.parameters(), lr=0.1)
+    settings = MixedPrecisionConfig(precision="fp32", **config)
+    return MixedPrecisionTrainer(
+        model, optimizer, settings, loss_function=lambda y: y.square().sum()
+    )
+
+
+def averages_in(trainer: MixedPrecisionTrainer) -> list[Tensor]:
+    assert trainer.average is not None
+    return [each.clone() for each in trainer.average.averages]
+
+
+def test_the_trainer_carries_it(tmp_path):
+    trainer = trainer_of(average_decay=0.9)
+    for _ in range(3):
+        metrics = trainer.train_step(torch.randn(3, 4))
+    assert metrics.to_dict()["n_averaged"] == 3
+    trainer.save(tmp_path / "file")
+    saved, batch = averages_in(trainer), torch.randn(3, 4)
+    trainer.train_step(batch)
+    resumed = trainer_of(average_decay=0.9)
+    resumed.load(tmp_path / "file")
+    assert all(map(same_bits, averages_in(resumed), saved))
+    resumed.train_step(batch)
+    assert all(map(same_bits, averages_in(resumed), averages_in(trainer)))
+    broken = resumed.state_dict()
+    broken["average"] = {**broken["average"], "averages": []}
+    before = averages_in(resumed)
+    with pytest.raises(ValueError, match="averages must be of 2 parameters, got 0"):
+        resumed.load_state_dict(broken)
+    assert all(map(same_bits, averages_in(resumed), before))
+    trainer_of().load(tmp_path / "file")
+    plain = trainer_of()
+    plain.save(tmp_path / "plain")
+    resumed.load(tmp_path / "plain")
+    assert resumed.average is not None
+    assert resumed.average.n_averaged == 0
+    with pytest.raises(ValueError, match="average_decay must be from 0 to 1"):
+        trainer_of(average_decay=2.0)
