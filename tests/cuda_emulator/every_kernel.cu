@@ -246,11 +246,50 @@ bool update_scale() {
          optimizers_mirror[0].skips == 1 && optimizers_mirror[1].skips == 0;
 }
 
+// Averages of all kinds in one step, twice.
+bool run_averages() {
+  Memory memory;
+  std::vector<TensorRecord> records;
+  amp_ext::any_kinds_of_averages([&](auto weight, auto average) {
+    using Weight = decltype(weight);
+    using Average = decltype(average);
+    using Stored = typename Weight::Stored;
+    for (const bool misaligned : {false, true}) {
+      for (const int64_t numel : kGradientSizes) {
+        TensorRecord record;
+        record.numel = numel;
+        record.param = memory.tensor(sizeof(Stored), numel, misaligned);
+        record.param_dtype = amp_ext::kDType<Stored>;
+        record.master = Weight::kMaster;
+        if (record.master != amp_ext::Master::kNone) {
+          record.master_param = memory.tensor(size_of(record.master), numel, misaligned);
+        }
+        record.buffers[0] = memory.tensor(size_of(Average::kFormat), numel, misaligned);
+        record.buffer_formats[0] = Average::kFormat;
+        records.push_back(record);
+      }
+    }
+    return false;
+  });
+  amp_ext::AverageCounters counters = {};
+  uint32_t block_counter = 0;
+  const float landed[] = {1.0f, 0.0f, 1.0f};
+  int error = 0;
+  for (const float& has_landed : landed) {
+    const amp_ext::AverageLaunch launch = {
+        records.data(), static_cast<int64_t>(records.size()), {}, &counters, &has_landed};
+    error |= amp_ext::cuda::average(launch, &block_counter, nullptr);
+  }
+  return error == cudaSuccess && block_counter == 0 && counters.steps == 2 &&
+         counters.averages == 2;
+}
+
 template <bool>
 bool run() {
-  const bool right[] = {step_all(), run_gradients(), update_scale()};
-  std::fprintf(right[0] && right[1] && right[2] ? stdout : stderr,
-               "steps %s, gradients %s, scale %s\n", right[0] ? "right" : "wrong",
-               right[1] ? "right" : "wrong", right[2] ? "right" : "wrong");
-  return right[0] && right[1] && right[2];
+  const bool right[] = {step_all(), run_gradients(), update_scale(), run_averages()};
+  const bool all_right = right[0] && right[1] && right[2] && right[3];
+  std::fprintf(all_right ? stdout : stderr, "steps %s, gradients %s, scale %s, averages %s\n",
+               right[0] ? "right" : "wrong", right[1] ? "right" : "wrong",
+               right[2] ? "right" : "wrong", right[3] ? "right" : "wrong");
+  return all_right;
 }

@@ -36,6 +36,7 @@ CHECKS = {
     "fully_shard": [
         ranks.fully_sharded_models_train_as_in_one_process,
         ranks.fully_sharded_models_train_with_clipping_apart,
+        ranks.averages_of_shards_are_those_of_the_whole,
     ],
     "ddp-zero-fsdp1": [
         ranks.ddp_trains_as_in_one_process_and_keeps_its_gradients,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import math
 import os
@@ -638,6 +639,41 @@ def an_inspection_of_sharded_parameters_is_that_of_the_whole(rank: int) -> None:
                 for optimizer in both:
                     optimizer.step() if scaler is None else scaler.step(optimizer)
                 assert both[0].inspection.to_dict() == found.to_dict()
+
+
+def averages_of_shards_are_those_of_the_whole(rank: int) -> None:
+    """Dithered ones too, and they are swapped and saved as shards."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 10).to(BF16)
+    alone = copy.deepcopy(model)
+    fully_sharded(model)
+    sides = []
+    for each in (model, alone):
+        optimizer = amp_ext.optim.SGD(each.parameters(), lr=0.1)
+        sides.append((each, optimizer, amp_ext.optim.WeightAverage(optimizer, 0.9, dtype=BF16)))
+    for _ in range(4):
+        grads = [torch.randn(param.shape).to(BF16) for param in alone.parameters()]
+        for each, optimizer, _ in sides:
+            for param, grad in zip(each.parameters(), grads, strict=True):
+                is_sharded = isinstance(param, DTensor)
+                mesh = (param.device_mesh, param.placements) if is_sharded else None
+                param.grad = distribute_tensor(grad, *mesh) if mesh else grad.clone()
+            optimizer.step()
+    (_, _, ours), (_, _, whole_average) = sides
+    assert ours.n_averaged == 4
+    for average, expected in zip(ours.averages, whole_average.averages, strict=True):
+        assert same_bits(whole(average), expected)
+    before = [param.detach().clone() for param in model.parameters()]
+    with ours.swap():
+        for param, expected in zip(model.parameters(), whole_average.averages, strict=True):
+            assert same_bits(whole(param.detach()), expected)
+    for param, bits in zip(model.parameters(), before, strict=True):
+        assert same_bits(whole(param.detach()), whole(bits))
+    saved = copy.deepcopy(ours.state_dict())
+    ours.restart()
+    ours.load_state_dict(saved)
+    for average, expected in zip(ours.averages, whole_average.averages, strict=True):
+        assert same_bits(whole(average), expected)
 
 
 def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
