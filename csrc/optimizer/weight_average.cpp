@@ -223,12 +223,17 @@ void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
   }
   replaced_ = std::move(replaced);
   is_swapped_ = true;
-  for (size_t i = 0; i < replaced_.size(); ++i) {
-    if (i < averages_.size()) {
-      replaced_[i].tensor.copy_(averages_[i].tensor);
-    } else {
-      replaced_[i].tensor.zero_();  // so that the master is the parameter
+  try {
+    for (size_t i = 0; i < replaced_.size(); ++i) {
+      if (i < averages_.size()) {
+        replaced_[i].tensor.copy_(averages_[i].tensor);
+      } else {
+        replaced_[i].tensor.zero_();  // so that the master is the parameter
+      }
     }
+  } catch (...) {
+    swap_out();
+    throw;
   }
 }
 
