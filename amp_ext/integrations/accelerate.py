@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
+import torch
+
+from amp_ext.clip_grad import clip_grad_norm_ as measure_grad_norm
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.integrations import import_client
 
@@ -36,7 +40,10 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
     """Makes an accelerator scale the loss with our scaler, and see the steps that it skips.
 
     For Transformers: ``use_scaler(trainer.accelerator)``, before ``trainer.train()``. On the CPU it
-    switches on float16 autocast too, which Accelerate leaves to GPUs. ::
+    switches on float16 autocast too, which Accelerate leaves to GPUs. Float16 gradients stay scaled
+    where ``accelerator.clip_grad_norm_`` only measures their norm, with a limit of inf, as the
+    Trainer of Transformers does at each step that it does not clip: an optimizer of ours unscales
+    them inside its step. ::
 
         accelerator = accelerate.Accelerator(mixed_precision="fp16")
         scaler = use_scaler(accelerator)
@@ -90,7 +97,21 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
             prepared.__class__ = PreparedOptimizer
         return prepared
 
+    clip = type(accelerator).clip_grad_norm_
+
+    @functools.wraps(clip)
+    def clip_grad_norm_(
+        parameters: Any, max_norm: float, norm_type: float = 2, *arguments: Any, **options: Any
+    ) -> Any:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        dtypes = {param.grad.dtype for param in params if param.grad is not None}
+        if max_norm == math.inf and norm_type == 2 and torch.float16 in dtypes:
+            norm = measure_grad_norm(params, math.inf)
+            return norm / scaler.scale(torch.ones_like(norm))
+        return clip(accelerator, params, max_norm, norm_type, *arguments, **options)
+
     accelerator.scaler = scaler
+    accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.prepare_optimizer = prepare_optimizer
     accelerator.native_amp = True
     return scaler

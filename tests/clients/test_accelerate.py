@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -78,6 +79,29 @@ def test_training_equals_the_loop_by_hand(make_optimizer, max_norm, accumulate):
     skipped = training.run(max_norm=max_norm)
     assert scaler.history().skipped == skipped
     training.assert_as_by_hand(skipped, make_optimizer, max_norm=max_norm, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_norm_that_is_only_measured_is_that_of_unscaled_gradients(dtype):
+    accelerator = make_accelerator()
+    use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=256.0))
+    make_optimizer = functools.partial(small.our_adamw, max_grad_norm=0.5)
+    training = Training(accelerator, make_optimizer, dtype)
+    accelerator.backward(training.model(torch.ones(8, 6)).square().mean())
+    params = list(training.model.parameters())
+    scaled = [param.grad.clone() for param in params]
+    norm = accelerator.clip_grad_norm_(iter(params), math.inf)
+    expected = torch.stack([grad.double().norm() for grad in scaled]).norm() / 256
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    kept = [torch.equal(param.grad, grad) for param, grad in zip(params, scaled, strict=True)]
+    assert kept == [dtype == torch.float16] * len(params)
+    if dtype == torch.float16:
+        with pytest.raises(
+            ValueError, match=r"unscale FP16 gradients.*construct it with max_grad_"
+        ):
+            accelerator.clip_grad_norm_(params, 1.0)
+    training.optimizer.step()
+    assert training.optimizer.optimizer.grad_norm.item() == pytest.approx(norm.item())
 
 
 @pytest.mark.parametrize("make_optimizer", [small.LOOPING, small.SWITCHED_OFF])
