@@ -57,6 +57,14 @@ def our_scaler() -> amp_ext.GradScaler:
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 our_adamw = functools.partial(amp_ext.optim.AdamW, lr=LR)
+
+
+def guarded_adamw(params: Any, **options: Any) -> amp_ext.optim.AdamW:
+    """Returns an optimizer with a guard, which a broken batch of ``make_batches`` offends."""
+    guard = amp_ext.optim.NormGuard(max_norm=50.0)
+    return our_adamw(params, norm_guard=guard, **options)
+
+
 FUSED = [
     pytest.param(our_adamw, id="our-adamw"),
     pytest.param(functools.partial(amp_ext.optim.SGD, lr=LR, momentum=0.9), id="our-sgd"),
@@ -81,10 +89,14 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def make_batches() -> list[tuple[Tensor, Tensor]]:
+def make_batches(broken: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Returns the batches, the same at every call, and the targets of one of them broken."""
     generator = torch.Generator().manual_seed(2)
     xs = torch.randn(BATCHES, 8, 6, generator=generator)
-    return [(x, x.sum(dim=1, keepdim=True).sin()) for x in xs]
+    batches = [(x, x.sum(dim=1, keepdim=True).sin()) for x in xs]
+    if broken is not None:
+        batches[broken][1].fill_(1e3)
+    return batches
 
 
 def make_schedule(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:

@@ -140,6 +140,47 @@ def test_training_resumed_from_a_saved_state_ends_with_the_same_bits(make_optimi
     small.assert_same_weights(*(one.accelerator.unwrap_model(one.model) for one in trainings[::-1]))
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["use-scaler", "accelerate-alone"])
+def test_a_schedule_stays_at_an_outlier_only_under_our_helper(is_ours):
+    accelerator = make_accelerator()
+    if is_ours:
+        use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=4.0))
+    else:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        accelerator.native_amp = True  # Accelerate says so on a GPU
+    training = Training(accelerator, small.guarded_adamw)
+    skipped = training.run(small.make_batches(broken=7))
+    assert [number for number, skip in enumerate(skipped) if skip] == ([7] if is_ours else [])
+    assert training.optimizer.optimizer.norm_guard.stats(wait=True).last_outlier == 8
+    assert accelerator.scaler.get_scale() == 4.0
+    assert training.schedule.scheduler.last_epoch == len(skipped) - is_ours
+
+
+def test_a_guard_is_saved_where_it_is_registered(tmp_path):
+    guards = []
+    for batches in (small.make_batches(broken=7), []):
+        accelerator = make_accelerator()
+        use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=4.0))
+        training = Training(accelerator, small.guarded_adamw)
+        guards.append(training.optimizer.optimizer.norm_guard)
+        accelerator.register_for_checkpointing(guards[-1])
+        training.run(batches)
+        if batches:
+            accelerator.save_state(str(tmp_path))
+        else:
+            accelerator.load_state(str(tmp_path))
+    assert guards[0].stats(wait=True).outliers == 1
+    assert guards[1].state_dict() == guards[0].state_dict()
+
+
+def test_a_guard_behind_the_clipping_of_accelerate_says_that_it_is_blind():
+    accelerator = make_accelerator()
+    use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=4.0))
+    training = Training(accelerator, small.guarded_adamw)
+    with pytest.warns(UserWarning, match="64 norms in a row .* and 0 or None to the trainer"):
+        training.run(small.make_batches() * 6, max_norm=1e-3)
+
+
 def test_each_of_two_optimizers_answers_for_itself():
     accelerator = make_accelerator()
     use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=1.0))

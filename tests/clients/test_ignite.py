@@ -26,6 +26,8 @@ def make(make_optimizer: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Returns a trainer and what it trains."""
     model, scaler = small.make_model(), small.our_scaler()
     parts = {"model": model, "optimizer": make_optimizer(model.parameters()), "scaler": scaler}
+    if guard := getattr(parts["optimizer"], "norm_guard", None):
+        parts["guard"] = guard
     options |= {"amp_mode": "amp", "scaler": scaler, "model_fn": in_half}
     return create_supervised_trainer(model, parts["optimizer"], small.loss_of, **options), parts
 
@@ -41,14 +43,15 @@ def test_training_equals_the_loop_by_hand(make_optimizer, accumulate):
 
 
 def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(tmp_path):
-    trainer, parts = make(small.our_adamw)
+    trainer, parts = make(small.guarded_adamw)
     saver = Checkpoint(parts, DiskSaver(tmp_path, create_dir=False))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=7), saver)
     trainer.run(small.make_batches())
 
-    resumed_trainer, resumed = make(small.our_adamw)
+    resumed_trainer, resumed = make(small.guarded_adamw)
     file = torch.load(tmp_path / saver.last_checkpoint, weights_only=True)
     Checkpoint.load_objects(resumed, file)
     resumed_trainer.run(small.make_batches()[7:])
-    assert resumed["scaler"].state_dict() == parts["scaler"].state_dict()
+    for name in ("scaler", "guard"):
+        assert resumed[name].state_dict() == parts[name].state_dict()
     small.assert_same_weights(resumed["model"], parts["model"])

@@ -45,6 +45,29 @@ class Module(lightning.LightningModule):
         return self.make_optimizer(self.model.parameters())
 
 
+class GuardedModule(Module):
+    """Has a schedule, and saves the guard of its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(small.guarded_adamw)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.guard = optimizer.norm_guard
+        schedule = {"scheduler": small.make_schedule(optimizer), "interval": "step"}
+        return [optimizer], [schedule]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["norm_guard"] = self.guard.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved_guard = checkpoint["norm_guard"]
+
+    def on_fit_start(self) -> None:
+        if hasattr(self, "saved_guard"):
+            self.guard.load_state_dict(self.saved_guard)
+
+
 class ManualModule(Module):
     """Clips, twice, and steps by itself."""
 
@@ -64,12 +87,14 @@ def fit(tmp_path: Any) -> Callable[..., Any]:
     """Trains a module with a plugin, quietly and in a folder of the test."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    def fit(module: Any, plugin: Any, ckpt_path: Any = None, **options: Any) -> Any:
+    def fit(
+        module: Any, plugin: Any, ckpt_path: Any = None, batches: Any = None, **options: Any
+    ) -> Any:
         quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
         options |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
         options = {"max_epochs": 1, **dict.fromkeys(quiet, False), **options}
         trainer = lightning.Trainer(plugins=[plugin], **options)
-        batches = torch.utils.data.DataLoader(small.make_batches(), batch_size=None)
+        batches = torch.utils.data.DataLoader(batches or small.make_batches(), batch_size=None)
         trainer.fit(module, batches, ckpt_path=ckpt_path)
         return trainer
 
@@ -201,6 +226,19 @@ def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(
     small.assert_same_weights(resumed.model, expected)
 
 
+def test_a_schedule_goes_on_at_an_outlier_and_a_guard_is_saved(fit, tmp_path):
+    modules = GuardedModule(), GuardedModule()
+    plugin = MixedPrecision(device="cpu", scaler=amp_ext.GradScaler("cpu", init_scale=4.0))
+    first = fit(modules[0], plugin, batches=small.make_batches(broken=9))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    guard = modules[0].guard
+    assert (guard.stats(wait=True).outliers, guard.last_step_skipped(wait=True)) == (1, False)
+    (schedule,) = first.lr_scheduler_configs
+    assert schedule.scheduler.last_epoch == len(small.make_batches())
+    fit(modules[1], our_plugin(), max_epochs=1, ckpt_path=tmp_path / "one.ckpt")
+    assert modules[1].guard.state_dict() == guard.state_dict()
+
+
 # Fabric.
 
 
@@ -215,11 +253,13 @@ def test_the_wrapper_shows_the_norm_of_the_optimizer_inside():
 def test_training_resumed_with_fabric_ends_with_the_same_bits(tmp_path):
     for batches in (small.make_batches()[:7], small.make_batches()[7:]):
         plugin = our_plugin(lightning.fabric)
-        fabric, model, optimizer = set_up_fabric(small.our_adamw, plugin)
+        fabric, model, optimizer = set_up_fabric(small.guarded_adamw, plugin)
         state = {"model": model, "optimizer": optimizer, "scaler": plugin.scaler}
+        state["guard"] = optimizer.optimizer.norm_guard
         if (tmp_path / "state.ckpt").exists():
             fabric.load(tmp_path / "state.ckpt", state)
         loop(fabric, model, optimizer, batches)
         fabric.save(tmp_path / "state.ckpt", state)
     assert plugin.scaler.get_scale() < small.INIT_SCALE
-    small.assert_same_weights(model.module, small.by_hand(small.our_adamw)[0])
+    assert state["guard"].stats(wait=True).norms > len(batches), "with those of the first part"
+    small.assert_same_weights(model.module, small.by_hand(small.guarded_adamw)[0])
