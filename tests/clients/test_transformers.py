@@ -149,6 +149,29 @@ def test_clipping_in_the_step_equals_the_trainer_s(with_ours, tmp_path):
     assert_close(trainer.model, with_ours.model, **CLOSE)
 
 
+class SavesGuard(transformers.TrainerCallback):
+    """Writes the state of a guard into each checkpoint."""
+
+    def __init__(self, guard: amp_ext.optim.NormGuard) -> None:
+        self.guard = guard
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        torch.save(self.guard.state_dict(), folder / "norm_guard.pt")
+
+
+def test_a_callback_saves_a_guard_which_sees_norms_before_clipping(tmp_path):
+    guard = amp_ext.optim.NormGuard(max_norm=1e3)
+    options = with_class(amp_ext.optim.AdamW, max_grad_norm=0.5, norm_guard=guard)
+    trainer = train(make_trainer(tmp_path, clip=0.0, callbacks=[SavesGuard(guard)], **options))
+    skips = trainer.accelerator.scaler.stats(wait=True).skips
+    assert guard.stats(wait=True).norms == STEPS - skips > 0
+    assert max(guard.history(wait=True).norms) > 0.5
+    again = amp_ext.optim.NormGuard()
+    again.load_state_dict(torch.load(tmp_path / f"checkpoint-{STEPS}" / "norm_guard.pt"))
+    assert again.state_dict() == guard.state_dict()
+
+
 def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(with_ours, tmp_path):
     checkpoint = str(Path(with_ours.args.output_dir) / "checkpoint-5")
     resumed = train(

@@ -218,6 +218,17 @@ def test_the_table_of_less_memory_has_the_bytes_of_the_benchmark(work):
     )
 
 
+def test_the_table_of_healthy_steps_that_are_skipped_is_of_the_guard():
+    script = importlib.import_module("norm_guard_skips")
+    text = (ROOT / "docs" / "watching.md").read_text()
+    for width in script.WIDTHS:
+        (row,) = re.findall(rf"^\| {width} \| (.+) % \| (.+) % \|$", text, re.MULTILINE)
+        few, fewer = map(float, row)
+        assert few > 4 * fewer > 0
+    share = script.share_skipped(0.8, 4.0, steps=10_000)
+    assert 100 * share == pytest.approx(few, rel=0.2)
+
+
 def test_the_figure_shows_skips_and_growth(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("MPLBACKEND", "Agg")
