@@ -43,16 +43,20 @@ def make_data() -> Any:
     return datasets.Dataset.from_dict({"text": lines})
 
 
-def make_model() -> Any:
-    """Returns a Llama with random weights in float16 and LoRA adapters that are float16, too."""
+def make_base_model() -> Any:
+    """Returns a Llama with random weights in float16."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"vocab_size": len(WORDS), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
     config = transformers.LlamaConfig(**sizes, **heads, **tokens, initializer_range=0.2)
+    return transformers.LlamaForCausalLM(config).half()
+
+
+def make_model() -> Any:
+    """Returns the Llama with LoRA adapters that are float16, too."""
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = transformers.LlamaForCausalLM(config).half()
-    return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    return peft.get_peft_model(make_base_model(), lora, autocast_adapter_dtype=False)
 
 
 def adapters(model: Any) -> dict[str, torch.Tensor]:
