@@ -47,13 +47,14 @@ class WatchedOptimizer(PlannedOptimizer):
         norm_guard: NormGuard | None,
     ) -> None:
         """Checks the options and adds the parameters; the arguments are those of a subclass."""
-        # Of the instance: a wrapper made of this class shall not hide them.
+        # Of the instance, as the guard: a wrapper made of this class shall not hide them.
         self.grad_norm = self.grad_norms = self.inspection = None
         if not isinstance(track_grad_norms, bool):
             raise TypeError(
                 f"{type(self).__name__}: track_grad_norms must be a bool, got {track_grad_norms!r}"
             )
         self.track_grad_norms = track_grad_norms
+        self._norm_guard = None
         super().__init__(params, defaults)
         self.norm_guard = norm_guard
 

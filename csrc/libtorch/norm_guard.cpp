@@ -95,7 +95,8 @@ void FusedOptimizer::norm_guard(std::shared_ptr<NormGuard> guard) {
   if (guard != nullptr) {
     const std::shared_ptr<const void> other = guard->optimizer_.lock();
     TORCH_CHECK(other == nullptr || other == identity(), impl.kind.name,
-                ".norm_guard: a guard must belong to one optimizer, got that of another");
+                ": norm_guard must belong to one optimizer, got that of another: make a guard for "
+                "each");
     guard->optimizer_ = identity();
   }
   if (impl.norm_guard != nullptr && impl.norm_guard != guard) impl.norm_guard->optimizer_.reset();

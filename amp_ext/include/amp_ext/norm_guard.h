@@ -89,12 +89,12 @@ class AMP_EXT_API NormGuard {
   std::weak_ptr<const void> optimizer_;  // whose guard it is
 };
 
-}  // namespace optim
-
 // For torch::save(guard, path) and torch::load(guard, path).
 AMP_EXT_API torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
-                                                        const optim::NormGuard& guard);
+                                                        const NormGuard& guard);
 AMP_EXT_API torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
-                                                       optim::NormGuard& guard);
+                                                       NormGuard& guard);
+
+}  // namespace optim
 
 }  // namespace amp_ext

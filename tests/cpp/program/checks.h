@@ -724,6 +724,24 @@ AMP_EXT_CHECK(an_inspection_tells_what_the_step_does) {
   CHECK_THAT(skipped.skipped && skipped.params[0].update_norm == 0.0);
 }
 
+AMP_EXT_CHECK(a_guard_belongs_to_one_optimizer_and_has_a_file) {
+  torch::Tensor param = parameter({1.0});
+  AdamW optimizer({param}), other({param});
+  const auto guard = std::make_shared<amp_ext::optim::NormGuard>();
+  optimizer.norm_guard(guard);
+  CHECK_REFUSED(other.norm_guard(guard), "norm_guard must belong to one optimizer, got that of an");
+  step_with_ones(optimizer);
+  CHECK_THAT(guard->stats().norms == 1 && guard->stats().mean == 1.0);
+  std::stringstream file;
+  torch::save(*guard, file);
+  amp_ext::optim::NormGuard loaded;
+  torch::load(loaded, file);
+  CHECK_THAT(loaded.stats().mean == 1.0 && loaded.history().norms.empty());
+  optimizer.norm_guard(nullptr);
+  other.norm_guard(guard);
+  CHECK_THAT(optimizer.norm_guard() == nullptr && other.norm_guard() == guard);
+}
+
 // Files and archives.
 
 AMP_EXT_CHECK(values_survive_a_file) {
