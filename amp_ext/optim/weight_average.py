@@ -135,7 +135,7 @@ class WeightAverage:
 
     @property
     def n_averaged(self) -> Tensor:
-        """How many averages were taken: one int64 on the device, which later steps write anew."""
+        """How many averages were taken, one int64 on the device, which later steps write anew."""
         return self._counters()[1]
 
     def _counters(self) -> Tensor:
