@@ -56,7 +56,7 @@ struct TensorTable {
                                          sizeof(int64_t) + 2 * sizeof(int32_t) +
                                          DitherColumns<kMayDither, 1>::kBytesPerTensor;
   static constexpr int kCapacity =
-      (kBytes - 4 * static_cast<int>(sizeof(int64_t))) / kBytesPerTensor;
+      (kBytes - 3 * static_cast<int>(sizeof(int64_t))) / kBytesPerTensor;
 
   void* pointers[kPointers][kCapacity];
   float* step[kCapacity];
