@@ -346,7 +346,7 @@ class MixedPrecisionTrainer:
             "accumulated": self._accumulated,
             "gradients": gradients,
             "loss": self._loss if self._accumulated else None,
-            "average": None if self.average is None else self.average.state_dict(),
+            **({} if self.average is None else {"average": self.average.state_dict()}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
