@@ -33,6 +33,11 @@ class DescribedOptimizer(torch.optim.Optimizer):
             params: Parameters or groups, as for torch.optim.Optimizer.
             defaults: Options of the groups, as :func:`options_of` takes them from a signature.
         """
+        if isinstance(params, (set, frozenset)):
+            raise TypeError(
+                f"{type(self).__name__}: params must have an order that stays, as in a list, got "
+                f"a {type(params).__name__}"
+            )
         check_defaults(self._description, defaults, f"{type(self).__name__}: %s")
         super().__init__(params, defaults)
 

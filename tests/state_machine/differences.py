@@ -43,6 +43,7 @@ ELSEWHERE = {
     "ranks with different scales, under `ShardedGradScaler`": "it has one rank",
     "a step inside an open `torch.autocast` scope": "its losses are not cast",
     "`unscale_` of two optimizers that share a parameter": "its optimizers share none",
+    "a set of parameters, in the constructor": "its optimizers are made of lists",
     "a parameter listed twice": "no rule adds one",
     "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
     "a step counter at 2^24": "it takes fewer steps",
