@@ -132,6 +132,24 @@ def test_a_replayed_graph_trains_as_eagerly_to_the_bit(gpu, dtype, make, tensor_
             assert same_bits(param, graphed.optimizer.state[param]["master_param"].to(dtype))
 
 
+@DTYPES
+def test_a_guard_and_an_average_in_a_replayed_graph_do_as_in_eager_steps(gpu, dtype) -> None:
+    trainings = [Training(amp_ext.optim.AdamW, dtype, gpu, False) for _ in range(2)]
+    averages = []
+    for training in trainings:
+        training.optimizer.norm_guard = amp_ext.optim.NormGuard(0.5, warmup_steps=2)
+        averages.append(amp_ext.optim.WeightAverage(training.optimizer, 0.5))
+    train_eagerly(trainings[0])
+    train_in_a_graph(trainings[1])
+    eager, graphed = (training.optimizer.norm_guard.state_dict() for training in trainings)
+    assert graphed == eager
+    assert eager["norms"] == BATCHES - len(OVERFLOWS)
+    counts = [average.n_averaged.item() for average in averages]
+    assert counts == [eager["norms"] - eager["outliers"]] * 2
+    assert all(map(same_bits, averages[1].averages, averages[0].averages))
+    assert_same_bits(trainings[1].optimizer, trainings[0].optimizer)
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @DTYPES
 def test_the_host_never_waits_in_step_and_update(gpu, dtype, make) -> None:
