@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 
+from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.training.scaler import SMALLEST_SCALE
 
@@ -53,7 +54,7 @@ class MixedPrecisionConfig:
     min_scale: float | None = SMALLEST_SCALE
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int = 1
-    norm_guard: Mapping[str, Any] | None = None
+    norm_guard: Mapping[str, Any] | None = field(default=None, hash=False)
     average_decay: float | str | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +71,8 @@ class MixedPrecisionConfig:
                 "MixedPrecisionConfig: norm_guard must be a dict of the arguments of a NormGuard, "
                 f"or None, got {type(self.norm_guard).__name__}"
             )
+        if self.norm_guard is not None:
+            NormGuard(**self.norm_guard)  # which checks them
         decay: Any = self.average_decay
         fits = decay in (None, "equal") or (is_number(decay) and 0 <= decay <= 1)
         self._check("average_decay", fits, 'from 0 to 1, "equal" or None')

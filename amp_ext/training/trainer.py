@@ -149,6 +149,11 @@ class MixedPrecisionTrainer:
                     "MixedPrecisionTrainer: optimizer must be one of amp_ext.optim with a "
                     f"norm_guard, got {type(optimizer).__name__}"
                 )
+            if self._fused.norm_guard is not None:
+                raise ValueError(
+                    "MixedPrecisionTrainer: optimizer must have no norm_guard where the config has "
+                    "one, got one of its own"
+                )
             self._fused.norm_guard = NormGuard(**config.norm_guard)
         decay: Any = config.average_decay
         self.average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
@@ -309,8 +314,9 @@ class MixedPrecisionTrainer:
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()
         if self._fused is not None and self._fused.norm_guard is not None:
-            landed: Any = self._fused.has_landed
-            skipped = landed == 0
+            landed = self._fused.has_landed
+            if landed is not None:
+                skipped = skipped | moved(landed == 0, skipped.device)
         self._accumulated = 0
         self._scheduler_is_due = True
         if self.scaler is None and self._guard() is None:  # nothing to wait for
@@ -353,8 +359,8 @@ class MixedPrecisionTrainer:
         """Goes on where :meth:`state_dict` was called. Load the model first, or use :meth:`load`.
 
         The precision may have changed in between: a saved scaler is left out where this trainer has
-        none, and this trainer's starts as configured where none was saved. Likewise a guard; and an
-        average, which begins anew where none was saved.
+        none, and this trainer's starts as configured where none was saved. A guard keeps its
+        statistics where none were saved, and an average begins anew.
 
         Args:
             state_dict: From ``state_dict()``.

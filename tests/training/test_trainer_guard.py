@@ -80,5 +80,29 @@ def test_the_guard_of_a_config_is_checked():
         new_trainer(norm_guard={}, optimizer=cases.torchs_sgd)
     assert new_trainer(norm_guard={}).optimizer.norm_guard.options["patience"] == 16
     given = amp_ext.optim.NormGuard()
-    trainer = new_trainer(optimizer=lambda p: amp_ext.optim.SGD(p, 0.1, norm_guard=given))
-    assert trainer.optimizer.norm_guard is given
+
+    def make(params: Any) -> Any:
+        return amp_ext.optim.SGD(params, 0.1, norm_guard=given)
+
+    assert new_trainer(optimizer=make).optimizer.norm_guard is given
+    with pytest.raises(ValueError, match="must have no norm_guard where the config has one"):
+        new_trainer(norm_guard={}, optimizer=make)
+    assert hash(MixedPrecisionConfig(norm_guard={})) == hash(MixedPrecisionConfig(norm_guard={}))
+    with pytest.raises(TypeError, match="sigma"):
+        MixedPrecisionConfig(norm_guard={"sigma": 1})
+
+
+class OwnStep(amp_ext.optim.SGD):
+    """One whose step a scaler does not call after an overflow."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_is_not_called_counts_as_skipped():
+    trainer = new_trainer("fp16", norm_guard={}, optimizer=lambda params: OwnStep(params, 0.1))
+    ((x, y),) = cases.batches(count=1)
+    taken = [trainer.train_step(x, target).to_dict()["skipped"] for target in (y, y * torch.inf, y)]
+    assert taken == [False, True, False]
+    trainer = new_trainer("fp16", norm_guard={}, optimizer=lambda params: OwnStep(params, 0.1))
+    assert trainer.train_step(x, y * torch.inf).to_dict()["skipped"] is True
