@@ -84,6 +84,14 @@ class Inspection:
         params = {name: dataclasses.asdict(param) for name, param in self.params.items()}
         return {"skipped": self.skipped, "params": params}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the numbers, which are all that a pickle has."""
+        return {"_numbers": self._numbers}
+
+    def __repr__(self) -> str:
+        """Returns the table, which notebooks show."""
+        return str(self)
+
     def __str__(self) -> str:
         """Returns the table."""
         moments = dict.fromkeys(

@@ -31,7 +31,7 @@ struct FusedOptimizer::Operation {
     const OptimizerKind& kind = optimizer.impl_->kind;
     shared = shared_options(kind.name, groups);
     shared.track_grad_norms = optimizer.impl_->tracks_grad_norms;
-    shared.is_guarded = plan.guard != nullptr;
+    shared.is_guarded = plan.is_guarded();
     table = kind.table(groups);
     kept = optimizer.kept_in(placed);
     if (take_params()) return;
@@ -87,6 +87,7 @@ class FusedOptimizer::Store : public StateStore {
       : optimizer_(optimizer), kept_(kept) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
+    params_.clear();  // a trial of a step makes states one after the other
     for (const int64_t number : indices) {
       const auto [group, index] = optimizer_.impl_->plan->place_of(number);
       const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
@@ -131,9 +132,10 @@ at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::T
 void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   Operation operation(*this, "step");
   GradientOptions options = operation.options(grad_scale, found_inf);
-  if (std::exchange(impl_->inspects_next, false)) {
+  std::optional<InspectedStep> inspected;
+  if (impl_->inspects_next && operation.plan.has_grads()) {
     Store store(*this, operation.kept);
-    impl_->inspected = operation.plan.inspect(operation.table, options, store);
+    inspected = operation.plan.inspect(operation.table, options, store);
   }
   try {
     Store store(*this, operation.kept);
@@ -145,6 +147,9 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
     }
     throw;
   }
+  if (!inspected.has_value()) return;
+  impl_->inspected = std::move(inspected);
+  impl_->inspects_next = false;
 }
 
 std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& found_inf,

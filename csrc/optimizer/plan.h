@@ -111,7 +111,8 @@ class AMP_EXT_API Plan {
   void take_over(const Plan& before);
 
   // The guard that judges the norm of the gradients at each step; null: none does.
-  std::shared_ptr<NormStatistics> guard;
+  void set_guard(std::shared_ptr<NormStatistics> guard);
+  bool is_guarded() const { return guard_ != nullptr; }
 
   // Drops parameters and states, at the end of the use if there is one. Fingerprints of parameters
   // are remembered for the next listing.
@@ -178,6 +179,8 @@ class AMP_EXT_API Plan {
   // written or kept: of the store, states are made, and none is kept. What a step refuses is
   // refused here, but for memory that parameters share.
   InspectedStep inspect(GroupTable& table, GradientOptions options, StateStore& store) const;
+
+  bool has_grads() const { return outer_rows_with_grad()[0] != nullptr; }
 
   // Throws if there are no gradients, or the last step has taken them.
   void check_is_before_step() const;
@@ -270,7 +273,7 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   bool wants_norm(const GradientOptions& options, const TrackedNorms& tracked) const {
-    return options.max_grad_norm.has_value() || tracked.are_wanted || guard != nullptr;
+    return options.max_grad_norm.has_value() || tracked.are_wanted || is_guarded();
   }
   void take_norms(GradientOptions& options, const TrackedNorms& tracked);
   static at::Tensor sum_of_looks(const std::vector<Look>& looks, const at::Device& device);
@@ -325,6 +328,9 @@ class AMP_EXT_API Plan {
   bool has_grad_norms_ = false;  // whether it wanted grad_norms_
   at::Tensor grad_norm_;
   at::Tensor grad_norms_;
+  std::shared_ptr<NormStatistics> guard_;
+  // Those before it on a GPU: a captured graph writes to them as long as it is replayed.
+  std::vector<std::shared_ptr<NormStatistics>> retired_guards_;
   bool counts_norms_ = true;  // whether a step lets the guard count its norm
   bool follows_landings_ = false;
   at::Tensor has_landed_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -339,7 +340,7 @@ def test_there_is_nothing_to_inspect_but_before_a_step(device):
     optimizer.zero_grad()
     optimizer.inspect_next()
     optimizer.step()
-    assert optimizer.inspection.to_dict() == {"skipped": False, "params": {}}
+    assert optimizer.inspection is None, "left to a step with gradients"
 
 
 def test_a_refused_step_refuses_the_inspection_in_the_same_words(device):
@@ -390,3 +391,30 @@ def test_a_copy_forgets_it_and_a_load_ends_it():
     assert other.inspection is None
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.inspection is None
+
+
+def test_a_step_that_is_refused_or_has_no_gradients_leaves_it_to_the_next(device):
+    param = Parameter(torch.ones(4, device=device))
+    optimizer = amp_ext.optim.SGD([param], lr=0.5)
+    optimizer.inspect_next()
+    optimizer.step()
+    assert optimizer.inspection is None
+    param.grad = torch.ones(4, device=device).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    (inspected,) = optimizer.inspection.params.values()
+    assert inspected.update_norm == 1.0
+    optimizer.step()
+    assert next(iter(optimizer.inspection.params.values())).norm == 2.0, "that of the step before"
+
+
+def test_it_shows_its_table_in_a_notebook_and_can_be_pickled():
+    param = Parameter(torch.ones(4))
+    param.grad = torch.ones_like(param)
+    inspection = amp_ext.optim.SGD([param], lr=0.5).inspect()
+    assert repr(inspection) == str(inspection)
+    for copied in (copy.deepcopy(inspection), pickle.loads(pickle.dumps(inspection))):
+        assert copied.to_dict() == inspection.to_dict()
+        assert str(copied) == str(inspection)

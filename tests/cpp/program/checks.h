@@ -724,6 +724,17 @@ AMP_EXT_CHECK(an_inspection_tells_what_the_step_does) {
   CHECK_THAT(skipped.skipped && skipped.params[0].update_norm == 0.0);
 }
 
+AMP_EXT_CHECK(a_first_step_is_inspected_parameter_by_parameter) {
+  torch::Tensor a = parameter({1.0, 2.0}, torch::kHalf), b = parameter({3.0}, torch::kHalf);
+  AdamW optimizer({a, b}, AdamWOptions(0.1));
+  for (torch::Tensor* const each : {&a, &b}) each->mutable_grad() = torch::ones_like(*each);
+  const auto inspection = optimizer.inspect();
+  CHECK_THAT(inspection.params.size() == 2 && inspection.params[1].norm == 3.0);
+  optimizer.inspect_next();
+  optimizer.step();
+  CHECK_THAT(optimizer.inspection()->params[1].update_norm == inspection.params[1].update_norm);
+}
+
 AMP_EXT_CHECK(a_guard_belongs_to_one_optimizer_and_has_a_file) {
   torch::Tensor param = parameter({1.0});
   AdamW optimizer({param}), other({param});
