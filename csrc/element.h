@@ -20,9 +20,9 @@ struct GradientFactor {
   float clip_coefficient;
   double clip_coefficient64;  // of float64 gradients
   float grad_norm;            // of the unscaled gradients, if it is asked for
-  bool overflow;
-  bool skip;  // after an overflow, or because a guard says so
+  bool skip;                  // after an overflow, or because a guard says so
   bool skip_nonfinite;
+  bool overflow;
 
   // As a step leaves it for those who follow it on the device.
   AMP_EXT_INLINE float has_landed() const { return skip ? 0.0f : 1.0f; }
@@ -39,7 +39,7 @@ struct GradientFactor {
       limit = inputs.guard->limit;
       clips_outliers = inputs.guard->hyperparameters.clips;
     }
-    GradientFactor factor{1.0f, 1.0f, 1.0, 0.0f, false, false, inputs.skip_nonfinite};
+    GradientFactor factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite, false};
     if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
     factor.overflow = factor.skip = overflow || !is_finite(factor.inv_scale);
     if (inputs.sum_of_squares == nullptr) return factor;
@@ -63,7 +63,8 @@ struct GradientFactor {
   // Lets the guard of a step count its norm, when nobody reads these inputs any more.
   static AMP_EXT_INLINE void end_guarded_step(const GradientInputs& inputs) {
     const GradientFactor factor = read(inputs);
-    amp_ext::end_guarded_step(factor.grad_norm, factor.overflow, factor.skip, *inputs.guard);
+    const bool is_absent = factor.overflow || inputs.sum_of_squares == nullptr;
+    amp_ext::end_guarded_step(factor.grad_norm, is_absent, factor.skip, *inputs.guard);
   }
 };
 

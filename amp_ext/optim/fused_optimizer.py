@@ -266,28 +266,31 @@ class FusedOptimizer(WatchedOptimizer):
         sums: tuple[Tensor | None, Tensor | None] = None, None
         if hand_over.look is not None:
             has_hooks = self._has_step_pre_hooks()
+            over_ranks = plan.sharded_over or (guard is not None and guard.ranks() is not None)
             written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
             if written and grad_scale is not None:
                 self._warn_of_hooks()
             if not hand_over.look.found_infs:
                 self._check_no_grads()
-            elif has_hooks and isinstance(found_inf, Tensor) and not plan.sharded_over:
+            elif has_hooks and isinstance(found_inf, Tensor) and not over_ranks:
                 # A hook may have written gradients, and no version shows a write through ``.data``.
                 hand_over.look = self._look(found_inf, grad_scale)
                 if hand_over.look.found_infs:
                     found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
             sums = hand_over.look.sum_of_squares, hand_over.look.squares_of_params
-        if self._inspects_next:
-            self._inspects_next = False
-            self.inspection = self._inspect(grad_scale, found_inf, sums[0], is_in_step=True)
+        inspection = None
+        if self._inspects_next and self._has_grads():
+            inspection = self._inspect(grad_scale, found_inf, sums[0], is_in_step=True)
         # It says in the hand-over that it is spent, before it writes.
         arguments = hand_over, grad_scale, found_inf
-        asks_ranks = guard is not None and guard.process_group is not None and sums[0] is None
+        asks_ranks = guard is not None and guard.ranks() is not None and sums[0] is None
         if asks_ranks or not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
             # A norm over ranks is wanted, and no scaler has looked.
-            look = self._look(torch.zeros((), device=self._first_device()), None)
+            look = self._look(torch.zeros((), device=self._first_device()), grad_scale)
             sums = look.sum_of_squares, look.squares_of_params
             self._ask_plan("step", plan.compiled.step, *arguments, *sums)
+        if inspection is not None:
+            self.inspection, self._inspects_next = inspection, False
         if guard is not None:
             guard.warn_if_blind()
 
@@ -319,8 +322,12 @@ class FusedOptimizer(WatchedOptimizer):
 
     def _check_no_grads(self) -> None:
         """Refuses gradients that came after a scaler has looked and found none: nobody checked."""
-        if any(param.grad is not None for group in self.param_groups for param in group["params"]):
+        if self._has_grads():
             raise AssertionError(NOTHING_WAS_LOOKED_AT)
+
+    def _has_grads(self) -> bool:
+        params = (param for group in self.param_groups for param in group["params"])
+        return any(param.grad is not None for param in params)
 
     # A scaler: see amp_ext.hand_over.
 

@@ -26,7 +26,8 @@ class NormGuardStats:
         last_norm: The last of them; inf if it was inf or NaN.
         mean: Mean of those that entered the statistics.
         deviation: Their standard deviation, and at least 1 % of the mean.
-        limit: A next norm above it is an outlier; inf while none can be one.
+        limit: A next norm above it is an outlier; inf while none can be one: at first, and before
+            the ``patience``-th outlier in a row.
         outliers: Norms so far by which a step was skipped, or its gradients clipped.
         nonfinite: Norms so far that were inf or NaN.
         last_outlier: Number of the last outlier among the norms, from 1; 0 if there was none.
@@ -78,15 +79,16 @@ class NormGuard:
     Outliers do not enter them; nor do norms that are inf or NaN, nor steps after which there is
     none: no parameter has a gradient, or a scaler found an overflow. The ``patience``-th outlier in
     a row is taken for a new level: it is stepped with, and the first of new statistics, which have
-    the deviation of before in proportion to the mean, and judge at once.
+    the standard deviation of before in proportion to the mean, and judge at once.
 
     A step is judged as a whole, before anything is written, also over devices and dtypes. Its norm
     enters once, after it.
 
     An outlier is no overflow: the scale of a gradient scaler goes on as after a clean step. A norm
     that is inf or NaN without a scaler skips the step, too, unless the optimizer has
-    ``skip_nonfinite``. It is the optimizer's ``grad_norm``; to clip as well, give it
-    ``max_grad_norm``: gradients that were clipped before the step hide outliers from the guard.
+    ``skip_nonfinite``, whose norm is that of the finite elements. It is the optimizer's
+    ``grad_norm``; to clip as well, give it ``max_grad_norm``: gradients that were clipped before
+    the step hide outliers from the guard.
 
     Args:
         sigma_factor: Deviations above the mean that a norm may be; above 0.
@@ -97,7 +99,8 @@ class NormGuard:
         action: At an outlier "skip" writes nothing, and steps are not counted; "clip" scales the
             gradients down to the limit that the norm has passed. With ``max_grad_norm``, the
             smaller factor of both is taken.
-        patience: Outliers in a row of which the last is taken; 1 or more.
+        patience: Outliers in a row of which the last is taken; 1 or more. With 1 the statistics
+            withhold nothing.
         process_group: Ranks of torch.distributed that have other parameters than this one: the
             squares are summed over them, so that all skip together, and ``max_grad_norm`` clips
             by that norm, too. Parameters that are sharded DTensors share their norm without it.
@@ -133,7 +136,6 @@ class NormGuard:
         }
         if action not in ("skip", "clip"):
             raise ValueError(f"NormGuard: action must be 'skip' or 'clip', got {action!r}")
-        check_process_group(process_group, "NormGuard")
         self.process_group = process_group
         self._start()
 
@@ -157,6 +159,39 @@ class NormGuard:
         """What the guard was made with, without its process group; a copy."""
         return dict(self._options)
 
+    @property
+    def process_group(self) -> Any:
+        """The ranks over which squares are summed, or None. Of a pickle it has to be set again.
+
+        Raises:
+            TypeError: If what is set is neither None nor a group of which this process is a member.
+        """
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        check_process_group(group, "NormGuard")
+        self._process_group = group
+        self._lacks_group = False
+
+    def ranks(self) -> Any:
+        """Returns the process group for a step.
+
+        Raises:
+            RuntimeError: If the guard was pickled with one, which no pickle can have.
+        """
+        if self._lacks_group:
+            raise RuntimeError(
+                "NormGuard: process_group must be set again after a pickle, which can't have it, "
+                "got none: guard.process_group = group, or None"
+            )
+        return self._process_group
+
+    def is_free_for(self, optimizer: Any) -> bool:
+        """Returns whether no other optimizer has this guard."""
+        other = None if self._optimizer is None else self._optimizer()
+        return other is None or other is optimizer
+
     def attach(self, optimizer: Any) -> None:
         """Makes this the guard of an optimizer, whose ``norm_guard`` it is then, and of no other.
 
@@ -166,11 +201,10 @@ class NormGuard:
         Raises:
             ValueError: If it is the guard of another optimizer that is still there.
         """
-        other = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None and other is not None and other is not optimizer:
+        if optimizer is not None and not self.is_free_for(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__}: norm_guard must belong to one optimizer, got that of "
-                f"another {type(other).__name__}: make a guard for each"
+                "another: make a guard for each"
             )
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
@@ -243,20 +277,26 @@ class NormGuard:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has: arguments and statistics, no optimizer or ranks."""
-        return {"options": self._options, "statistics": self.state_dict()}
+        has_group = self._process_group is not None or self._lacks_group
+        return {"options": self._options, "statistics": self.state_dict(), "has_group": has_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a guard from a pickle or a copy; it belongs to no optimizer yet."""
         self._options = dict(state["options"])
-        self.process_group = None
+        self._process_group, self._lacks_group = None, state["has_group"]
         self._start()
         self.statistics.load(state["statistics"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NormGuard:
+    def __copy__(self) -> NormGuard:
         """Copies the guard with its process group, which no pickle can have."""
-        other = copy.copy(self)
-        other.process_group = self.process_group
+        other = type(self).__new__(type(self))
+        other.__setstate__(self.__getstate__())
+        other._process_group, other._lacks_group = self._process_group, self._lacks_group
         return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NormGuard:
+        """Does the same."""
+        return copy.copy(self)
 
 
 def _is_of_a_guard(mapping: Mapping[Any, Any]) -> bool:

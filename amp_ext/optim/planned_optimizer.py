@@ -75,14 +75,16 @@ class PlannedOptimizer(SavedOptimizer):
         """Looks for inf and NaN in all gradients."""
         look = self._plan.compiled.look
         found = self._ask_plan("look_at_gradients", look, found_inf, grad_scale)
-        return self._found_by_all_ranks(found, found_inf)
+        return self._found_by_all_ranks(found, found_inf, grad_scale)
 
     def _look_aside(self, grad_scale: Tensor | None) -> Look:
         """Looks for inf and NaN in all gradients, and leaves no mark that a step would see."""
         found = self._ask_plan("inspect", self._plan.compiled.look_aside, grad_scale)
-        return self._found_by_all_ranks(found)
+        return self._found_by_all_ranks(found, None, grad_scale)
 
-    def _found_by_all_ranks(self, found: list[Any], found_inf: Tensor | None = None) -> Look:
+    def _found_by_all_ranks(
+        self, found: list[Any], found_inf: Tensor | None, grad_scale: Tensor | None
+    ) -> Look:
         """Returns what a look has found, over all ranks if they have parts of it."""
         plan = self._plan
         flags = {flag.device: flag for flag, *_ in found}
@@ -90,6 +92,11 @@ class PlannedOptimizer(SavedOptimizer):
         group = self._ranks_of_guard()
         if not plan.sharded_over and group is None:
             return Look(flags, first_nonfinites)
+        if plan.sharded_over and group is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: norm_guard must have no process_group where parameters "
+                "are sharded, which share their norm, got one"
+            )
         sum_of_squares: Tensor | None = None
         squares_of_params: Tensor | None = None
         if not plan.sharded_over:
@@ -117,12 +124,14 @@ class PlannedOptimizer(SavedOptimizer):
             if not sums_squares:
                 sum_of_squares = None
         if group is not None and sum_of_squares is not None:
-            sum_of_squares = sum_over_ranks(sum_of_squares, group)
+            # Each rank's scale may be its own.
+            square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
+            sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
         return Look(flags, first_nonfinites, sum_of_squares, squares_of_params)
 
     def _ranks_of_guard(self) -> Any:
         """Returns the process group over which a guard wants the squares summed, or None."""
-        return None if self._norm_guard is None else self._norm_guard.process_group
+        return None if self._norm_guard is None else self._norm_guard.ranks()
 
     def _first_device(self) -> torch.device:
         """Returns the device of the first parameter, or the CPU on a rank that has none."""

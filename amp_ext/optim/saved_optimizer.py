@@ -43,7 +43,7 @@ class SavedOptimizer(DescribedOptimizer):
         if self.track_grad_norms:
             state["track_grad_norms"] = self.track_grad_norms
         if self.norm_guard is not None:
-            state["norm_guard"] = copy.deepcopy(self.norm_guard)  # which belongs to one optimizer
+            state["norm_guard"] = self.norm_guard
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -65,8 +65,8 @@ class SavedOptimizer(DescribedOptimizer):
         state["_plan"] = StepPlan(type(self).__name__, self._description, before, failure)
         # torch takes all of it in one assignment, which no interrupt divides.
         super().__setstate__(state)
-        if guard is not None:
-            self.norm_guard = guard
+        if guard is not None:  # of a shallow copy it is that of another optimizer
+            self.norm_guard = guard if guard.is_free_for(self) else copy.deepcopy(guard)
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class WatchedOptimizer(PlannedOptimizer):
                 f"{type(self).__name__}: norm_guard must be a NormGuard or None, got {guard!r}"
             )
         if guard is not None:
-            guard.attach(self)
+            guard.attach(self)  # or raises
             self.follow_landings()
         last, self._norm_guard = self._norm_guard, guard
         if last is not None and last is not guard:
@@ -183,7 +183,8 @@ class WatchedOptimizer(PlannedOptimizer):
         """Lets the next step leave in ``inspection`` what it does, as :meth:`inspect` tells it.
 
         It may be called at any time, and needs to know of no scaler. A step that a scaler does not
-        take, as after an overflow where gradients are unscaled before it, leaves this to the next.
+        take, as after an overflow where gradients are unscaled before it, one that is refused, and
+        one without gradients leave this to the next.
         """
         self._inspects_next = True
 

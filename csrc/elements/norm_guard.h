@@ -132,11 +132,12 @@ AMP_EXT_INLINE void count_norm(float norm, bool was_skipped, NormGuardMemory& me
   memory.limit = next_limit(memory, hyperparameters);
 }
 
-// Ends a step. After an overflow, by which a scaler goes, there is no norm to count.
-AMP_EXT_INLINE void end_guarded_step(float norm, bool overflow, bool was_skipped,
+// Ends a step. There is no norm to count after an overflow, by which a scaler goes, and where no
+// parameter had a gradient.
+AMP_EXT_INLINE void end_guarded_step(float norm, bool is_absent, bool was_skipped,
                                      NormGuardMemory& memory) {
-  if (!overflow) count_norm(norm, was_skipped, memory);
-  memory.last_was_skipped = !overflow && was_skipped ? 1 : 0;
+  if (!is_absent) count_norm(norm, was_skipped, memory);
+  memory.last_was_skipped = !is_absent && was_skipped ? 1 : 0;
   memory.started += 1;  // the number of this step
   memory.finished = memory.started;
   NormGuardMemory* const mirror = memory.mirror;

@@ -135,7 +135,7 @@ void Plan::become_trial_of(const Plan& plan) {
   checks_ = plan.checks_;
   rows_ = plan.rows_;
   looks_ = plan.looks_;
-  guard = plan.guard;
+  guard_ = plan.guard_;
   counts_norms_ = false;
   follow_landings();
 }

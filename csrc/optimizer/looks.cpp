@@ -125,9 +125,8 @@ std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options,
   std::swap(looks, looks_);
   if (is_stale) looks.clear();
   if (!is_new) return looks;
-  return look_at_grads({}, {},
-                       {options.max_grad_norm, options.skip_nonfinite, tracked.are_wanted,
-                        /*is_guarded=*/guard != nullptr});
+  return look_at_grads(
+      {}, {}, {options.max_grad_norm, options.skip_nonfinite, tracked.are_wanted, is_guarded()});
 }
 
 // Whether a step takes a look of its own, by what it asks for and what is known from the last look

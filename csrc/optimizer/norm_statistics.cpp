@@ -1,13 +1,10 @@
 // Keeps the statistics of a guard and reads their mirror without waiting.
 #include "optimizer/norm_statistics.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "tensors/mirrored_bytes.h"
 #include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
 
@@ -18,6 +15,8 @@ NormStatistics::NormStatistics(const NormGuardHyperparameters& its_hyperparamete
   allocate(at::kCPU);
   load({});
 }
+
+NormStatistics::~NormStatistics() { wait_for_device(); }
 
 void NormStatistics::allocate(const at::Device& device) {
   const OutsideInferenceMode normal;
@@ -59,12 +58,6 @@ at::Tensor NormStatistics::bytes_on(const at::Device& device) const {
   return moved(bytes_.narrow(0, 0, size), device);
 }
 
-void NormStatistics::wait_for_device() const {
-  if (bytes_.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(bytes_.device().type());
-  guard.synchronizeDevice(bytes_.device().index());
-}
-
 NormSummary NormStatistics::read(bool wait) const {
   if (wait) wait_for_device();
   const auto& mirror = *as<NormGuardMemory>(mirror_);
@@ -98,7 +91,7 @@ bool NormStatistics::must_warn() {
 const char* NormStatistics::warning() {
   return "NormGuard: 64 norms in a row lie within 1e-4 of one value, as if gradients were clipped "
          "before the optimizer, whose guard then sees no outlier: give max_grad_norm to the "
-         "optimizer, and 0 or None to the trainer";
+         "optimizer, and no limit to the trainer";
 }
 
 }  // namespace amp_ext

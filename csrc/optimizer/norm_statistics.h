@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "elements/norm_guard.h"
+#include "tensors/mirrored_bytes.h"
 
 namespace amp_ext {
 
@@ -23,6 +24,9 @@ struct NormHistory {
 class AMP_EXT_API NormStatistics {
  public:
   explicit NormStatistics(const NormGuardHyperparameters& hyperparameters);
+  ~NormStatistics();
+  NormStatistics(const NormStatistics&) = delete;
+  NormStatistics& operator=(const NormStatistics&) = delete;
 
   const NormGuardHyperparameters hyperparameters;
 
@@ -53,7 +57,7 @@ class AMP_EXT_API NormStatistics {
  private:
   void allocate(const at::Device& device);
   void fill(NormGuardMemory memory);
-  void wait_for_device() const;
+  void wait_for_device() const { wait_for(bytes_.device()); }
 
   at::Tensor bytes_;                 // of a NormGuardMemory
   at::Tensor mirror_;                // likewise, in host memory

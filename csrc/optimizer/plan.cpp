@@ -70,7 +70,15 @@ void Plan::take_over(const Plan& before) {
   scaled_grads_ = before.scaled_grads();
   follows_landings_ = before.follows_landings_;
   steps_ = before.steps_;
-  guard = before.guard;
+  guard_ = before.guard_;
+  retired_guards_ = before.retired_guards_;
+}
+
+void Plan::set_guard(std::shared_ptr<NormStatistics> guard) {
+  if (is_guarded() && guard_ != guard && !guard_->device().is_cpu()) {
+    retired_guards_.push_back(guard_);
+  }
+  guard_ = std::move(guard);
 }
 
 void Plan::forget() {
@@ -242,15 +250,16 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   }
   const bool is_written = std::any_of(
       all.begin(), all.end(), [](const Batch& batch) { return batch.inputs.grad_norm != nullptr; });
-  const bool has_norm = !looks.empty() || options.sum_of_squares.has_value();
-  const bool is_guarded = guard != nullptr && counts_norms_ && !rows_.empty() && has_norm;
-  std::optional<DeviceInputs> guarded;
-  if (is_guarded) guarded = inputs_on(guard->device(), options, looks, looks_are_new);
-  // Of a GPU the last launch lets the guard count the norm.
+  // Of a GPU the last launch lets the guard count the norm; else that is done apart, also after a
+  // step without gradients.
   const Batch* last = nullptr;
-  for (const Batch& batch : all) {
-    const bool is_with_guard = is_guarded && batch.device == guard->device();
-    if (is_with_guard && uses_cuda_engine(batch.device) && !batch.is_skipped) last = &batch;
+  std::optional<DeviceInputs> guarded;
+  if (is_guarded() && counts_norms_) {
+    const at::Device device = guard_->device();
+    for (const Batch& batch : all) {
+      if (batch.device == device && uses_cuda_engine(device) && !batch.is_skipped) last = &batch;
+    }
+    if (last == nullptr) guarded = inputs_on(device, options, looks, looks_are_new);
   }
   write_norms(options, looks, tracked, is_written);
   clear_autocast_cache();
@@ -268,8 +277,8 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
       has_landed_.copy_(landed, /*non_blocking=*/true);
     }
     ++steps_;
-    if (guarded.has_value() && last == nullptr) {
-      const at::Device device = guard->device();
+    if (guarded.has_value()) {
+      const at::Device device = guard_->device();
       engine_of(device).end_guarded_step(device, guarded->pointers);
     }
     remember_masters();
@@ -358,18 +367,19 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
       inputs.found_inf = inputs.found_inf.add(moved(look.result.found_inf, device));
     }
   }
-  const bool reads_norm = options.max_grad_norm.has_value() || guard != nullptr;
+  const bool reads_norm = options.max_grad_norm.has_value() || is_guarded();
   if (reads_norm && options.sum_of_squares.has_value()) {
     inputs.sum_of_squares = moved(*options.sum_of_squares, device).to(at::kDouble);
   } else if (reads_norm) {
     inputs.sum_of_squares = sum_of_looks(looks, device);
   }
-  inputs.pointers = {float_data(inputs.grad_scale), float_data(inputs.found_inf),
-                     reads_norm ? inputs.sum_of_squares.const_data_ptr<double>() : nullptr,
-                     options.max_grad_norm.value_or(std::numeric_limits<double>::infinity()),
-                     options.skip_nonfinite};
-  if (guard != nullptr) {
-    inputs.guard = guard->bytes_on(device);
+  inputs.pointers = {
+      float_data(inputs.grad_scale), float_data(inputs.found_inf),
+      inputs.sum_of_squares.defined() ? inputs.sum_of_squares.const_data_ptr<double>() : nullptr,
+      options.max_grad_norm.value_or(std::numeric_limits<double>::infinity()),
+      options.skip_nonfinite};
+  if (is_guarded()) {
+    inputs.guard = guard_->bytes_on(device);
     inputs.pointers.guard = static_cast<NormGuardMemory*>(inputs.guard.mutable_data_ptr());
   }
   if (reads_norm && options.grad_norm.has_value() && options.grad_norm->device() == device) {

@@ -48,8 +48,8 @@ void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
   if (has_grad_norm_) allocate(grad_norm_, {});
   if (has_grad_norms_) allocate(grad_norms_, {number_of_params()});
   if (has_grad_norm_ && grad_norm_.defined()) options.grad_norm = grad_norm_;
-  if (guard != nullptr && counts_norms_ && !rows_.empty())
-    guard->move_to(rows_.front().param().device());
+  if (is_guarded() && counts_norms_ && !rows_.empty())
+    guard_->move_to(rows_.front().param().device());
 }
 
 // Where the step leaves whether it has landed: in `has_landed_`, or, where no batch is on the

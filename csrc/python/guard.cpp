@@ -13,6 +13,7 @@
 namespace amp_ext::python {
 
 void define_guard(py::module_& module) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<NormStatistics, std::shared_ptr<NormStatistics>>(module, "NormStatistics")
       .def(py::init([](double sigma_factor, int64_t window, int64_t warmup_steps, double max_norm,
                        int64_t patience, bool clips) {
@@ -24,7 +25,11 @@ void define_guard(py::module_& module) {
       .def(
           "state",
           [](const NormStatistics& self, bool wait) {
-            const NormSummary summary = self.read(wait);
+            NormSummary summary;
+            {
+              const py::gil_scoped_release release;
+              summary = self.read(wait);
+            }
             py::dict state;
             NormSummary::for_each_field(
                 [&](const char* name, auto field) { state[name] = summary.*field; });
@@ -48,18 +53,18 @@ void define_guard(py::module_& module) {
             const NormSummary summary = self.read(wait);
             return std::make_tuple(deviation_of(summary), summary.limit);
           },
-          py::arg("wait"))
+          release_gil(), py::arg("wait"))
       .def(
           "last_step_skipped",
           [](const NormStatistics& self, bool wait) { return self.last_step_skipped(wait); },
-          py::arg("wait"))
+          release_gil(), py::arg("wait"))
       .def(
           "history",
           [](const NormStatistics& self, bool wait) {
             const NormHistory history = self.history(wait);
             return std::make_tuple(history.first_norm, history.norms, history.withheld);
           },
-          py::arg("wait"))
+          release_gil(), py::arg("wait"))
       .def("must_warn", &NormStatistics::must_warn)
       .def_static("warning", &NormStatistics::warning);
 }

@@ -112,7 +112,7 @@ struct Operation {
           PyObject_IsTrue(py::object(py::getattr(optimizer, mine.names.track_grad_norms)).ptr());
       if (tracks < 0) throw py::error_already_set();
       groups->shared.track_grad_norms = tracks == 1;
-      groups->shared.is_guarded = mine.plan.guard != nullptr;
+      groups->shared.is_guarded = mine.plan.is_guarded();
       is_current = mine.states.are_in(states) && mine.plan.is_for(groups->kept) && take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // an interrupt
@@ -412,8 +412,7 @@ void define_plan(py::module_& module) {
       .def(
           "set_guard",
           [](PlanOfPython& self, std::shared_ptr<NormStatistics> guard) {
-            const Plan::Use use(self.plan, "norm_guard");
-            self.plan.guard = std::move(guard);
+            self.plan.set_guard(std::move(guard));
           },
           py::arg("guard"))
       .def("list_params", &list_params, py::arg("optimizer"), py::arg("operation"), py::arg("rows"))
@@ -433,8 +432,12 @@ void define_plan(py::module_& module) {
       .def("swap_average", &swap_average, py::arg("step_plan"), py::arg("optimizer"),
            py::arg("averages"))
       .def("swap_back", &swap_back, py::arg("averages"))
-      .def("check_not_lent", [](const PlanOfPython& self,
-                                const std::string& name) { self.plan.check_not_lent(name); })
+      .def(
+          "check_not_lent",
+          [](const PlanOfPython& self, const std::string& operation) {
+            self.plan.check_not_lent(operation);
+          },
+          py::arg("operation"))
       .def("follow_landings", [](PlanOfPython& self) { self.plan.follow_landings(); })
       .def_property_readonly(
           "has_landed", [](const PlanOfPython& self) { return if_defined(self.plan.has_landed()); })

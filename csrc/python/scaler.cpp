@@ -375,7 +375,9 @@ void define_scaler(py::module_& module) {
       });
 
   py::class_<ScalerMonitor>(module, "ScalerMonitor")
-      .def(py::init([](const at::Tensor& scale) { return ScalerMonitor(scale.device()); }),
+      .def(py::init([](const at::Tensor& scale) {
+             return std::make_unique<ScalerMonitor>(scale.device());
+           }),
            py::arg("scale"))
       .def("add_optimizer", &ScalerMonitor::add_optimizer)
       .def("read", &ScalerMonitor::read)

@@ -27,6 +27,8 @@ ScalerMonitor::ScalerMonitor(at::Device device)
   report_.copy_(mirror_, /*non_blocking=*/true);
 }
 
+ScalerMonitor::~ScalerMonitor() { wait_for(device_); }
+
 int64_t ScalerMonitor::add_optimizer() {
   const int64_t size = optimizers_.numel();
   if ((number_of_optimizers_ + 1) * static_cast<int64_t>(sizeof(OptimizerReport)) > size) {

@@ -22,6 +22,9 @@ struct ScaleHistory {
 class AMP_EXT_API ScalerMonitor {
  public:
   explicit ScalerMonitor(at::Device device);
+  ~ScalerMonitor();
+  ScalerMonitor(const ScalerMonitor&) = delete;
+  ScalerMonitor& operator=(const ScalerMonitor&) = delete;
 
   // Makes room for the report of another optimizer and returns its number.
   int64_t add_optimizer();

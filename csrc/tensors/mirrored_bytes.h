@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstdint>
 #include <cstring>
@@ -27,6 +28,17 @@ inline at::Tensor bytes_on_host(const at::Device& device, int64_t size) {
 template <typename Report>
 Report* as(const at::Tensor& bytes) {
   return static_cast<Report*>(bytes.mutable_data_ptr());
+}
+
+// Waits until nothing that was launched writes to a mirror any more. Does not throw: a destructor
+// calls it, maybe when the process ends.
+inline void wait_for(const at::Device& device) noexcept {
+  if (device.is_cpu()) return;
+  try {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeDevice(device.index());
+  } catch (...) {
+  }
 }
 
 // Calls copy(), which reads a mirror, until nobody wrote it meanwhile.

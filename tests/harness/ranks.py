@@ -7,6 +7,7 @@ import copy
 import faulthandler
 import math
 import os
+import pickle
 import re
 import time
 import traceback
@@ -597,6 +598,45 @@ def a_guard_of_sharded_parameters_needs_no_group(rank: int) -> None:
             assert guard.last_step_skipped() == (size != 1.0)
             assert_agreed(guard.stats().last_norm)
         assert guard.stats().outliers == 1
+
+
+def a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them(rank: int) -> None:
+    """Of ranks that scale apart, one of which has no gradient, with a hook before the step."""
+    for hooked in (False, True):
+        param = Parameter(torch.zeros(2))
+        guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD, max_norm=8.0)
+        optimizer = ours("SGD")([param], lr=1.0, norm_guard=guard)
+        if hooked:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        scaler = amp_ext.GradScaler("cpu", init_scale=2.0 ** (rank + 3))
+        for step in range(4):
+            param.grad = scaler.scale(torch.full((2,), 2.0))
+            if step == 3 and rank == 1:
+                param.grad = scaler.scale(torch.zeros(2))
+            scaler.step(optimizer)
+            scaler.update()
+            expected = 16.0**0.5 if step < 3 else 8.0**0.5
+            assert optimizer.grad_norm.item() == pytest.approx(expected, rel=1e-6)
+    params = [Parameter(distribute_tensor(torch.ones(2), layouts()[0][0][0], [Shard(0)]))]
+    guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
+    optimizer = ours("SGD")(params, lr=1.0, norm_guard=guard)
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match="must have no process_group where parameters are shard"):
+        optimizer.step()
+    empty = ours("SGD")(
+        [{"params": [] if rank else [Parameter(torch.zeros(1))]}],
+        lr=1.0,
+        norm_guard=amp_ext.optim.NormGuard(process_group=dist.group.WORLD, max_norm=1.0),
+    )
+    for param in empty.param_groups[0]["params"]:
+        param.grad = torch.full_like(param, 2.0)
+    empty.step()
+    assert empty.norm_guard.last_step_skipped()
+    assert empty.norm_guard.stats().norms == 1
+    loaded = pickle.loads(pickle.dumps(empty.norm_guard))
+    optimizer = ours("SGD")([Parameter(torch.zeros(1))], lr=1.0, norm_guard=loaded)
+    with pytest.raises(RuntimeError, match="process_group must be set again after a pickle"):
+        optimizer.step()
 
 
 def a_guard_without_the_group_of_its_scaler_is_refused(rank: int) -> None:

@@ -286,7 +286,7 @@ def test_it_is_an_attribute_of_one_optimizer(device):
     _param, optimizer = one_param(device, norm_guard=guard)
     assert optimizer.norm_guard is guard
     assert "norm_guard" not in optimizer.param_groups[0] | optimizer.defaults
-    message = r"^SGD: norm_guard must belong to one optimizer, got that of another SGD: make a"
+    message = r"^SGD: norm_guard must belong to one optimizer, got that of another: make a"
     with pytest.raises(ValueError, match=message):
         one_param(device, norm_guard=guard)
     with pytest.raises(TypeError, match=r"^SGD: norm_guard must be a NormGuard or None, got 6$"):
@@ -392,6 +392,13 @@ def test_arguments_are_checked_by_name(argument, error, text):
 
 
 def test_a_step_without_gradients_neither_counts_nor_fails(device):
+    guard = warm_guard()
+    _, optimizer = one_param(device, norm_guard=guard)
+    step_with(optimizer, 60.0)
+    assert guard.last_step_skipped(wait=True)
+    step_with(optimizer, None)
+    assert not guard.last_step_skipped(wait=True), "that of the last step"
+    assert guard.stats(wait=True).norms == 71
     guard = NormGuard()
     _param, optimizer = one_param(device, norm_guard=guard)
     optimizer.step()
@@ -399,6 +406,37 @@ def test_a_step_without_gradients_neither_counts_nor_fails(device):
     empty = ours("SGD")([{"params": []}], lr=1.0, norm_guard=NormGuard())
     empty.step()
     assert empty.norm_guard.stats(wait=True).norms == 0
+
+
+def test_a_guard_is_taken_where_a_step_has_failed(device):
+    """By a copy, too, which refuses to step as the optimizer does."""
+    _, optimizer = one_param(device, norm_guard=NormGuard())
+    state = optimizer.__getstate__() | {"_progress": "1 of 2 parameters have been stepped"}
+    other = copy.copy(optimizer)
+    other.__setstate__(state)
+    assert other.norm_guard is not None
+    other.norm_guard = other.norm_guard
+    with pytest.raises(RuntimeError, match="got a step that failed"):
+        step_with(other, 1.0)
+
+
+def test_objects_that_are_copied_together_stay_together():
+    _, optimizer = one_param(torch.device("cpu"), norm_guard=NormGuard())
+    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        other, guard = copied([optimizer, optimizer.norm_guard])
+        assert other.norm_guard is guard
+        step_with(other, 1.0)
+        assert guard.stats().norms == 1
+
+
+def test_a_replaced_guard_counts_no_more(device):
+    first, second = NormGuard(), NormGuard()
+    _, optimizer = one_param(device, norm_guard=first)
+    step_with(optimizer, 1.0)
+    optimizer.norm_guard = second
+    step_with(optimizer, 2.0)
+    assert first.history(wait=True).norms == [1.0]
+    assert second.history(wait=True).norms == [2.0]
 
 
 def test_norms_that_somebody_has_clipped_are_told_of_once(device, recwarn):
