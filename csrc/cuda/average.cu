@@ -156,6 +156,13 @@ int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, 
 }  // namespace
 
 int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream) {
+  if (launch.count == 0) {  // a step counts, also of no tensors
+    const TensorRecord empty;
+    AverageLaunch of_empty = launch;
+    of_empty.records = &empty;
+    of_empty.count = 1;
+    return average(of_empty, block_counter, stream);
+  }
   int64_t launched = 0;
   int error = 0;
   any_kinds_of_averages([&](auto weight, auto average) {

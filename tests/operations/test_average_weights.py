@@ -111,6 +111,13 @@ def test_masters_of_all_kinds_and_parameters_of_other_dtypes_stand_in_one_list(d
     assert all((average == 1.5).all() for average in averages)
 
 
+def test_a_step_of_no_tensors_counts_too(device):
+    counters, landed = new_counters(device), torch.ones((), device=device)
+    for flag in (1.0, 0.0, 1.0):
+        ops.average_weights_([], [], counters, has_landed=landed.fill_(flag), every=2)
+    assert counters.tolist() == [2, 1]
+
+
 @pytest.mark.parametrize("average_dtype", [F32, BF16])
 def test_any_layout_of_a_weight_is_walked_in_that_of_the_average(average_dtype, device):
     image = torch.randn(3, 4, 5, 6, device=device).to(memory_format=torch.channels_last)
