@@ -130,6 +130,7 @@ _OTHERS = (
     "configured_options",
     "counts_for_states",
     "has_blocks",
+    "kept_master",
     "name_of_another_group",
     "open_beside",
     "places_by_name",

@@ -354,7 +354,11 @@ class FusedOptimizer(WatchedOptimizer):
         torch's optimizers with ``fused=True``, by ``torch._foreach_lerp_`` on a GPU. Other writes
         (``model.load_state_dict``, an in-place operation) are noticed by the next step. Masters
         that round to their parameter keep their extra bits. Split masters need none of it.
+
+        Raises:
+            RuntimeError: If averages of the weights are in the parameters.
         """
+        self._plan.compiled.check_not_lent("refresh_masters")
         self._check_params("refresh_masters")
         pairs = [
             (param, self.state[param]["master_param"])

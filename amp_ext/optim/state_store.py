@@ -31,6 +31,7 @@ __all__ = [
     "States",
     "check_flattened",
     "float32_state",
+    "kept_master",
     "loaded_state",
     "made_states",
     "whole_master",
@@ -215,6 +216,21 @@ def float32_state(place: Place, state: Mapping[str, Any]) -> dict[str, Any]:
     return found | {key: place.laid_out(key, part) for key, part in parts.items()}
 
 
+def kept_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
+    """Returns this rank's part of a master as it is kept, or in float32; None if there is none.
+
+    Args:
+        param: The parameter.
+        state: Of the parameter.
+    """
+    parts = {key: local_tensor(master) for key, master in _masters_in(state).items()}
+    return ops.kept_master(local_tensor(param.detach()), parts)
+
+
+def _masters_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: state[key] for key in ops.MASTER_KEYS if state.get(key) is not None}
+
+
 def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Returns the float32 master of a parameter: that which is kept, or one made of its parts.
 
@@ -222,7 +238,7 @@ def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
         param: The parameter, which stands for itself without a master.
         state: Of the parameter.
     """
-    masters = {key: state[key] for key in ops.MASTER_KEYS if state.get(key) is not None}
+    masters = _masters_in(state)
     part = local_tensor(param.detach())
     parts = {key: local_tensor(master) for key, master in masters.items()}
     made = ops.whole_master(part, parts)

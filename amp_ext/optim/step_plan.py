@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.optim.state_store import Local, Place, States, made_states
+from amp_ext.optim.state_store import Local, Place, States, kept_master, made_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 __all__ = ["StepPlan"]
@@ -99,6 +99,21 @@ class StepPlan:
             (row, local_tensor(param), local_grad(param, name))
             for row, param, name in self._dtensors
         ]
+
+    def masters_of(self, states: dict[Any, Any], indices: list[int]) -> dict[int, Tensor]:
+        """Returns this rank's parts of the masters that an optimizer has, which stay as they are.
+
+        Args:
+            states: Of the optimizer.
+            indices: Of the parameters in the plan.
+        """
+        masters: dict[int, Tensor] = {}
+        for index in indices:
+            param = self._places[index].param
+            master = kept_master(param, states[param]) if param in states else None
+            if master is not None:
+                masters[index] = master
+        return masters
 
     def make_states(self, states: dict[Any, Any], indices: list[int]) -> tuple[States, list[Local]]:
         """Makes the states of parameters whole, and keeps none yet.

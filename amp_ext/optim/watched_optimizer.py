@@ -132,6 +132,10 @@ class WatchedOptimizer(PlannedOptimizer):
         """
         self._ask_plan("take_average", self._plan.compiled.take_average, averages)
 
+    def restart_average(self, averages: ops.WeightAverages) -> None:
+        """Lets averages begin anew at the present weights."""
+        self._ask_plan("restart_average", self._plan.compiled.restart_average, averages)
+
     def swap_average(self, averages: ops.WeightAverages) -> None:
         """Puts averages into the parameters; until they are back nothing steps, saves or loads."""
         self._ask_plan("swap_average", self._plan.compiled.swap_average, averages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.plain_numbers import plain
+from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import laid_out_as, local_tensor
 
 __all__ = ["WeightAverage"]
@@ -32,7 +34,7 @@ class WeightAverage:
 
     It ticks by itself, in a hook after each step of the optimizer. The first average is a copy of
     the weights; before it, the averages are the weights at construction. A parameter that joins
-    later begins with its value then. Where an average moves by less than half a unit in the last
+    later begins with its weight then. Where an average moves by less than half a unit in the last
     place, one in bfloat16 would stand still: it is dithered, so that it is right in the mean.
 
     ::
@@ -43,7 +45,7 @@ class WeightAverage:
         with average.swap():
             validate(model)
 
-    The arguments are attributes.
+    The arguments are properties, which can't be set.
 
     Reference:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; with
@@ -80,6 +82,7 @@ class WeightAverage:
             RuntimeError: If a parameter is lazy, or on a device or of a dtype that no kernel takes.
         """
         _check("optimizer", optimizer, FusedOptimizer, "one of amp_ext.optim, such as AdamW")
+        decay, every = plain(decay), plain(every)
         if decay != "equal":
             _check("decay", decay, (float, int), 'a number or "equal"')
         _check("every", every, int, "an int")
@@ -87,12 +90,14 @@ class WeightAverage:
         _check("warmup", warmup, bool, "a bool")
         if model is not None:
             _check("model", model, nn.Module, "a torch.nn.Module or None")
-        self.optimizer = optimizer
-        self.decay = decay
-        self.every = every
-        self.dtype = dtype
-        self.model = model
-        self.warmup = warmup
+        self._arguments: dict[str, Any] = {
+            "optimizer": optimizer,
+            "decay": decay,
+            "every": every,
+            "dtype": dtype,
+            "model": model,
+            "warmup": warmup,
+        }
         for index, param in enumerate(params_of(optimizer)):
             if is_lazy(param):
                 raise RuntimeError(
@@ -101,27 +106,61 @@ class WeightAverage:
                 )
         number = None if decay == "equal" else float(decay)
         self._averages = ops.WeightAverages(number, every, warmup, dtype)
-        self._take_step()
+        self._params: list[Tensor] = []
+        self._ask(optimizer.take_average)
         if model is not None:
-            known = set(map(id, model.parameters()))
-            for index, param in enumerate(self._params):
-                if id(param) not in known:
-                    raise ValueError(
-                        "WeightAverage: model must have all parameters of the optimizer, got one "
-                        f"without param {index}, of shape {list(param.shape)}"
-                    )
+            self._check_model("WeightAverage", model)
         optimizer.follow_landings()
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._take_step()
+    @property
+    def optimizer(self) -> FusedOptimizer:
+        """The optimizer whose steps it follows."""
+        return self._arguments["optimizer"]
 
-    def _take_step(self) -> None:
-        """Takes the last step into account, once, and the parameters that there are now."""
+    @property
+    def decay(self) -> float | str:
+        """What the average keeps of itself each time, or "equal"."""
+        return self._arguments["decay"]
+
+    @property
+    def every(self) -> int:
+        """How many steps that landed there are to an average."""
+        return self._arguments["every"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the averages."""
+        return self._arguments["dtype"]
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that gives the parameters their names, or None."""
+        return self._arguments["model"]
+
+    @property
+    def warmup(self) -> bool:
+        """Whether the decay grows."""
+        return self._arguments["warmup"]
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._ask(self.optimizer.take_average)
+
+    def _ask(self, operation: Callable[[ops.WeightAverages], None]) -> None:
+        """Lets the optimizer do something with the averages, of the parameters that it has now."""
         before = self._averages.listings
-        self.optimizer.take_average(self._averages)
+        operation(self._averages)
         if self._averages.listings != before:  # held: by their addresses they are known
             self._params = params_of(self.optimizer)
+
+    def _check_model(self, operation: str, model: nn.Module) -> None:
+        known = set(map(id, model.parameters()))
+        for index, param in enumerate(self._params):
+            if id(param) not in known:
+                raise ValueError(
+                    f"{operation}: model must have all parameters of the optimizer, got one "
+                    f"without param {index}, of shape {list(param.shape)}"
+                )
 
     def remove(self) -> None:
         """Lets the average follow no further step."""
@@ -146,18 +185,20 @@ class WeightAverage:
     def swap(self) -> Iterator[None]:
         """Puts the averages into the parameters, and at the end the parameters back.
 
-        A context. Parameters and masters have their bits again after it, also after an exception:
-        the next step finds them unwritten. Inside it split masters are what the parameters are.
-        Takes a copy of the parameters meanwhile.
+        A context. Parameters and masters have their bits again after it, also after an exception,
+        and the next step leaves masters as they are. For autograd the parameters were written: no
+        graph from before a swap, or made in it, can be differentiated after it. Inside it split
+        masters are what the parameters are. Takes a copy of the parameters meanwhile.
 
         Raises:
             RuntimeError: If the averages of this optimizer are in its parameters already. Inside,
-                also for a step or a look of the optimizer, and for its state dict and that of the
-                average.
+                also for a step or a look of the optimizer, for its state dict and that of the
+                average, and for ``refresh_masters`` and ``restart``. At the end, if a parameter got
+                another dtype, shape or device inside: all others are back then.
         """
         self._averages.check_not_swapped("WeightAverage.swap")
         try:
-            self.optimizer.swap_average(self._averages)
+            self._ask(self.optimizer.swap_average)
             yield
         finally:
             self.optimizer.swap_back(self._averages)
@@ -173,7 +214,8 @@ class WeightAverage:
             model: Of the parameters and buffers of ``self.model``, in any dtypes; written.
 
         Raises:
-            ValueError: If it has others, by name or shape. Nothing has been written then.
+            ValueError: If it has others, by name or shape, or ``self.model`` lacks a parameter that
+                has joined the optimizer. Nothing has been written then.
             RuntimeError: If the average was made without ``model``.
         """
         operation = "WeightAverage.copy_to"
@@ -195,6 +237,7 @@ class WeightAverage:
 
         Raises:
             RuntimeError: If the average was made without ``model``, or is swapped in.
+            ValueError: If the model lacks a parameter that has joined the optimizer.
         """
         operation = "WeightAverage.averaged_state_dict"
         self._averages.check_not_swapped(operation)
@@ -207,6 +250,7 @@ class WeightAverage:
             raise RuntimeError(
                 f"{operation}: model must be given to WeightAverage for the names, got None"
             )
+        self._check_model(operation, self.model)
         averages = dict(zip(map(id, self._params), self.averages, strict=True))
         entries: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         return {
@@ -238,38 +282,55 @@ class WeightAverage:
 
         Raises:
             KeyError: If an entry is missing.
-            ValueError: If averages have other shapes. Nothing has been changed after any error.
+            TypeError: If it is no dict, the averages are no list of floating-point tensors, or a
+                count is no whole number.
+            ValueError: If averages have other shapes, more averages were taken than steps landed,
+                or the model lacks a parameter. Nothing has been changed after any error.
             RuntimeError: If the averages are swapped in, or a file of ``AveragedModel`` comes to an
                 average without ``model``.
         """
         operation = "WeightAverage.load_state_dict"
+        check_is_dict(operation, state_dict)
         if any(str(name).startswith(_PREFIX) for name in state_dict):
             names_of = {id(param): name for name, param in self._own_params(operation)}
             names = [_PREFIX + names_of[id(param)] for param in self._params]
             _check_keys(operation, state_dict, ["n_averaged", *names])
-            averages = [state_dict[name] for name in names]
-            counts = [int(state_dict["n_averaged"]) * self.every, int(state_dict["n_averaged"])]
+            averages = {name: state_dict[name] for name in names}
+            n_averaged = _count(operation, "n_averaged", state_dict)
+            steps = n_averaged * self.every
         else:
             _check_keys(operation, state_dict, ["averages", "steps", "n_averaged"])
-            averages = list(state_dict["averages"])
-            counts = [int(state_dict["steps"]), int(state_dict["n_averaged"])]
-        local = [local_tensor(average) for average in averages]
-        self._averages.load(operation, local, torch.tensor(counts))
+            listed = state_dict["averages"]
+            if not isinstance(listed, (list, tuple)):
+                raise TypeError(
+                    f"{operation}: averages must be a list, got {type(listed).__name__}"
+                )
+            averages = {f"averages[{index}]": each for index, each in enumerate(listed)}
+            n_averaged = _count(operation, "n_averaged", state_dict)
+            steps = _count(operation, "steps", state_dict)
+        for name, average in averages.items():
+            if not isinstance(average, Tensor):
+                raise TypeError(f"{operation}: {name} must be a tensor, got {average!r}")
+        local = [local_tensor(average) for average in averages.values()]
+        self._averages.load(operation, local, steps, n_averaged)
 
     def _own_params(self, operation: str) -> Iterator[tuple[str, Any]]:
         self._named(operation)  # refuses without a model
         return self.model.named_parameters(remove_duplicate=False)  # type: ignore[union-attr]
 
     def restart(self) -> None:
-        """Begins anew: the averages are the present weights, and the next one is a copy."""
-        present = [local_tensor(param.detach()) for param in self._params]
-        self._averages.load("WeightAverage.restart", present, torch.zeros(2, dtype=torch.int64))
+        """Begins anew: the averages are the present weights, and the next one is a copy.
+
+        Also where parameters have got another dtype, shape or device, which each step refuses.
+
+        Raises:
+            RuntimeError: If averages of this optimizer are in its parameters.
+        """
+        self._ask(self.optimizer.restart_average)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has, whose optimizer is a copy, too."""
-        names = ("optimizer", "decay", "every", "dtype", "model", "warmup")
-        state = {name: getattr(self, name) for name in names}
-        return {"arguments": state, "state": self.state_dict()}
+        return {"arguments": self._arguments, "state": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Lets a copy follow its optimizer."""
@@ -287,6 +348,14 @@ def _check_keys(operation: str, state_dict: Mapping[str, Any], wanted: list[str]
     missing = [name for name in wanted if name not in state_dict]
     if missing:
         raise KeyError(f"{operation}: state_dict must have {missing[:8]}, got {[*state_dict][:8]}")
+
+
+def _count(operation: str, name: str, state_dict: Mapping[str, Any]) -> int:
+    value = plain(state_dict[name])
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{operation}: {name} must be a whole number, got {value!r}")
+    return number
 
 
 def _shape_under(name: str, entries: Mapping[str, Tensor]) -> str:

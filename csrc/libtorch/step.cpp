@@ -64,6 +64,19 @@ struct FusedOptimizer::Operation {
     return options;
   }
 
+  // Masters of parameters of whose states the plan does not know.
+  Plan::MastersByParam masters() const {
+    Plan::MastersByParam masters;
+    for (const int64_t index : plan.params_without_state()) {
+      const auto [group, index_in_group] = plan.place_of(index);
+      const at::Tensor& param = optimizer.param_groups_[group].params()[index_in_group];
+      const FusedParamState* const state = optimizer.state_of(param);
+      if (state != nullptr) masters[index] = kept_master(param, masters_in(state->tensors_));
+    }
+    return masters;
+  }
+  std::vector<AveragedWeight> weights() const { return plan.weights(masters()); }
+
   void list_params() {
     std::vector<Plan::Param> listed;
     for (size_t group = 0; group < optimizer.param_groups_.size(); ++group) {
@@ -191,17 +204,21 @@ void FusedOptimizer::follow_landings() { checked("follow_landings").plan->follow
 
 void FusedOptimizer::take_average(WeightAverages& averages) {
   Operation operation(*this, "take_average");
-  averages.take(operation.plan.weights(), operation.plan.has_landed(), operation.plan.steps());
+  averages.take(operation.weights(), operation.plan.has_landed(), operation.plan.steps());
+}
+
+void FusedOptimizer::restart_average(WeightAverages& averages) {
+  Operation operation(*this, "restart_average");
+  averages.restart(operation.weights(), operation.plan.steps());
 }
 
 void FusedOptimizer::swap_average(WeightAverages& averages) {
   Operation operation(*this, "swap_average");
-  averages.swap_in(operation.plan.weights());
-  operation.plan.lend(true);
+  operation.plan.swap_in(averages, operation.masters());
 }
 
 void FusedOptimizer::swap_back(WeightAverages& averages) {
-  if (averages.swap_out()) checked("swap_back").plan->lend(false);
+  checked("swap_back").plan->swap_out(averages);
 }
 
 at::Tensor FusedOptimizer::grad_norm() const { return checked("grad_norm").plan->grad_norm(); }

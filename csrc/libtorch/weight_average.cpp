@@ -1,10 +1,10 @@
 // An average of the weights of an optimizer of the C++ interface.
 #include "optimizer/weight_average.h"
 
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <amp_ext/weight_average.h>
 
+#include <exception>
 #include <utility>
 
 #include "libtorch/values.h"
@@ -21,6 +21,17 @@ struct WeightAverage::Impl {
     const at::Tensor counters = averages.counters();
     return counters.defined() ? counters : at::zeros({2}, at::kLong);
   }
+
+  // Lets the optimizer do something with the averages, and holds the parameters that they are of.
+  void ask(void (FusedOptimizer::*operation)(WeightAverages&)) {
+    const int64_t before = averages.listings();
+    (optimizer.*operation)(averages);
+    if (averages.listings() == before) return;
+    params.clear();
+    for (const auto& group : optimizer.param_groups()) {
+      params.insert(params.end(), group.params().begin(), group.params().end());
+    }
+  }
 };
 
 WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
@@ -32,25 +43,25 @@ WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
 WeightAverage::~WeightAverage() = default;
 WeightAverage::WeightAverage(WeightAverage&&) noexcept = default;
 
-void WeightAverage::update() {
-  const int64_t before = impl_->averages.listings();
-  impl_->optimizer.take_average(impl_->averages);
-  if (impl_->averages.listings() == before) return;
-  impl_->params.clear();
-  for (const auto& group : impl_->optimizer.param_groups()) {
-    impl_->params.insert(impl_->params.end(), group.params().begin(), group.params().end());
-  }
-}
+void WeightAverage::update() { impl_->ask(&FusedOptimizer::take_average); }
+
+void WeightAverage::restart() { impl_->ask(&FusedOptimizer::restart_average); }
 
 std::vector<at::Tensor> WeightAverage::averages() const { return impl_->averages.averages(); }
 
 at::Tensor WeightAverage::n_averaged() const { return impl_->counters()[1]; }
 
-WeightAverage::Swapped::Swapped(WeightAverage& average) : average_(average) {
-  average_.impl_->optimizer.swap_average(average_.impl_->averages);
+WeightAverage::Swapped::Swapped(WeightAverage& average) : impl_(average.impl_) {
+  impl_->ask(&FusedOptimizer::swap_average);
 }
 WeightAverage::Swapped::~Swapped() {
-  average_.impl_->optimizer.swap_back(average_.impl_->averages);
+  try {
+    impl_->optimizer.swap_back(impl_->averages);
+  } catch (const c10::Error& error) {
+    TORCH_WARN(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    TORCH_WARN(error.what());
+  }
 }
 WeightAverage::Swapped WeightAverage::swap() { return Swapped(*this); }
 
@@ -83,13 +94,13 @@ void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
   }
   const auto count = [&](const char* name) {
     const c10::IValue value = *find(dict, name);
-    TORCH_CHECK(value.isTensor() || is_number(value), operation, ": ", name,
-                " must be a number, got ", shown(value));
-    return value.isTensor() ? value.toTensor().item().toLong()
-                            : static_cast<int64_t>(number_in(value));
+    if (value.isInt()) return value.toInt();
+    const bool is_whole = value.isTensor() && value.toTensor().numel() == 1 &&
+                          at::isIntegralType(value.toTensor().scalar_type(), /*includeBool=*/false);
+    TORCH_CHECK(is_whole, operation, ": ", name, " must be a whole number, got ", shown(value));
+    return value.toTensor().item().toLong();
   };
-  impl_->averages.load(operation, averages,
-                       at::tensor({count("steps"), count("n_averaged")}, at::kLong));
+  impl_->averages.load(operation, averages, count("steps"), count("n_averaged"));
 }
 
 }  // namespace amp_ext::optim

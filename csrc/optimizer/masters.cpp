@@ -86,6 +86,19 @@ at::Tensor whole_master(const at::Tensor& param, const Masters& masters) {
   return whole != masters.end() ? whole->second : param;
 }
 
+at::Tensor kept_master(const at::Tensor& param, const Masters& masters) {
+  if (masters.empty() || !is_16_bit(param.scalar_type())) return {};
+  const auto& [key, master] = *masters.begin();
+  const bool is_alone = masters.size() == 1 && master.device() == param.device();
+  if (is_alone && key == kWholeMaster && master.scalar_type() == at::kFloat) return master;
+  for (const LowerPart& part : kLowerParts) {
+    if (is_alone && part.key == key && part.param == param.scalar_type()) {
+      return low_elements(master);
+    }
+  }
+  return made_master(param, masters, kWholeMaster);
+}
+
 at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
   const auto same = masters.find(key);
   const bool is_newest = key == kWholeMaster || masters.count(kWholeMaster) == 0;

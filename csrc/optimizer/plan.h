@@ -192,11 +192,18 @@ class AMP_EXT_API Plan {
 
   // Norm of the unscaled gradients at the last step; undefined where none was wanted.
   at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
-  // In a use: the weights on this rank, of which averages are taken.
-  std::vector<AveragedWeight> weights() const;
-  // Lends the parameters to one who writes them, and takes them back. Meanwhile no use begins, and
-  // `check_not_lent` throws on behalf of what is no use.
-  void lend(bool lent) { is_lent_ = lent; }
+  // Masters as optimizers keep them for parameters, by the indices of these.
+  using MastersByParam = std::unordered_map<int64_t, at::Tensor>;
+  // In a use: 16-bit parameters of whose states no step has told the plan.
+  std::vector<int64_t> params_without_state() const;
+  // In a use: the weights on this rank, of which averages are taken; with the masters of parameters
+  // without a state.
+  std::vector<AveragedWeight> weights(const MastersByParam& masters) const;
+  // In a use: lends the parameters to averages, which are in them until the end of the swap.
+  // Meanwhile no use begins, and `check_not_lent` throws on behalf of what is no use.
+  void swap_in(WeightAverages& averages, const MastersByParam& masters);
+  // Does nothing if the averages are in no parameters.
+  void swap_out(WeightAverages& averages);
   void check_not_lent(const std::string& operation) const;
   // Lets every step from now on leave `has_landed`.
   void follow_landings() { follows_landings_ = true; }
@@ -268,6 +275,7 @@ class AMP_EXT_API Plan {
 
   void add_row(const Param& param);
   void set_state(int64_t index, ParamState state);
+  void forget_writes(const SwapEnd& end);
   void drop_rows();
   void let_go();
   std::unordered_map<const void*, RoundedParam> rounded_params() const;

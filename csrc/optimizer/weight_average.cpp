@@ -4,12 +4,14 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <unordered_map>
 
 #include "optimizer/plan.h"
+#include "tensors/autocast_cache.h"
 #include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
 
@@ -56,10 +58,17 @@ TensorRecord record_of(const AveragedWeight& weight, const at::Tensor& average,
   return record;
 }
 
-void set_version(const at::Tensor& tensor, int64_t version) {
-  if (tensor.is_inference()) return;
-  c10::VariableVersion counter = tensor.unsafeGetTensorImpl()->version_counter();
-  counter.set_version(version);
+bool are_alike(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes().equals(b.sizes()) &&
+         a.device() == b.device();
+}
+
+std::string described(const at::Tensor& tensor) {
+  return c10::str(tensor.scalar_type(), " of sizes ", tensor.sizes(), " on ", tensor.device());
+}
+
+std::string name_of(const AveragedWeight& weight) {
+  return c10::str("param of group ", weight.group, ", param ", weight.index_in_group);
 }
 
 }  // namespace
@@ -100,18 +109,31 @@ void launch_average(const std::vector<AveragedWeight>& weights,
   bump_version(counters);
 }
 
+std::vector<int64_t> Plan::params_without_state() const {
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const bool lacks = is_16_bit(rows_[i].param().scalar_type()) && rows_[i].lacks_state();
+    if (lacks) indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
 // A master that its parameter has left behind is what the next step would make of it. States of
-// another dtype are not the parameter's any more.
-std::vector<AveragedWeight> Plan::weights() const {
+// another dtype or shape are not the parameter's any more.
+std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   std::vector<AveragedWeight> weights;
   weights.reserve(rows_.size());
-  for (const Row& row : rows_) {
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const Row& row = rows_[i];
     const at::Tensor& param = row.param();
     at::Tensor master;
-    if (row.state_dtype == param.scalar_type() && row.state_device == param.device()) {
+    if (!row.lacks_state()) {
       master = row.master_param();
+    } else if (const auto kept = masters.find(static_cast<int64_t>(i)); kept != masters.end()) {
+      master = kept->second;
     }
-    if (master.defined() && row.master() == Master::kFloat32 && !row.has_fresh_master()) {
+    if (master.defined() && !master.sizes().equals(param.sizes())) master.reset();
+    if (master.defined() && master.scalar_type() == at::kFloat && !row.has_fresh_master()) {
       master = refreshed_master(param, master);
     }
     weights.push_back(
@@ -120,26 +142,65 @@ std::vector<AveragedWeight> Plan::weights() const {
   return weights;
 }
 
+void Plan::swap_in(WeightAverages& averages, const MastersByParam& masters) {
+  averages.check_not_swapped("WeightAverage.swap");
+  try {
+    averages.swap_in(weights(masters));
+    is_lent_ = true;
+  } catch (...) {
+    forget_writes(averages.swap_out());
+    throw;
+  }
+}
+
+void Plan::swap_out(WeightAverages& averages) {
+  if (!averages.is_swapped()) return;
+  const SwapEnd end = averages.swap_out();
+  forget_writes(end);
+  is_lent_ = false;
+  if (end.failure != nullptr) std::rethrow_exception(end.failure);
+}
+
+// A master that was fresh is so again: its parameter has its bits.
+void Plan::forget_writes(const SwapEnd& end) {
+  const auto forget = [&](const void* object, SeenTensor& seen) {
+    const auto writes = end.writes.find(object);
+    if (writes != end.writes.end()) seen.version += writes->second;
+  };
+  for (Row& row : rows_) {
+    if (row.param_of_master.has_value()) forget(row.object, *row.param_of_master);
+  }
+  for (auto& [object, rounded] : rounded_params_) forget(object, rounded.param);
+}
+
 WeightAverages::WeightAverages(AverageOptions options) : options_(std::move(options)) {
   const std::string wrong = wrong_in(options_);
   TORCH_CHECK_VALUE(wrong.empty(), kOperation, ": ", wrong);
 }
 
-void WeightAverages::check(const Average& average, const AveragedWeight& weight) const {
+bool WeightAverages::fits(const Average& average, const AveragedWeight& weight) {
   const at::Tensor& param = weight.param;
-  TORCH_CHECK(param.scalar_type() == average.param_dtype &&
-                  param.sizes().equals(average.tensor.sizes()) &&
-                  param.device() == average.tensor.device(),
-              kOperation, ": param of group ", weight.group, ", param ", weight.index_in_group,
-              " must be ", average.param_dtype, " of sizes ", average.tensor.sizes(), " on ",
-              average.tensor.device(), ", as when its average began, got ", param.scalar_type(),
-              " of sizes ", param.sizes(), " on ", param.device());
+  return param.scalar_type() == average.param_dtype &&
+         param.sizes().equals(average.tensor.sizes()) && param.device() == average.tensor.device();
+}
+
+void WeightAverages::check(const Average& average, const AveragedWeight& weight) const {
+  TORCH_CHECK(fits(average, weight), kOperation, ": ", name_of(weight), " must be ",
+              average.param_dtype, " of sizes ", average.tensor.sizes(), " on ",
+              average.tensor.device(), ", as when its average began, got ", described(weight.param),
+              ": call restart()");
 }
 
 void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
+  list(weights, /*begins_anew=*/false);
+}
+
+// To begin anew, an average that does not fit its weight is one of others.
+void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begins_anew) {
   bool are_listed = weights.size() == averages_.size();
   for (size_t i = 0; are_listed && i < weights.size(); ++i) {
     are_listed = averages_[i].object == weights[i].object;
+    if (are_listed && begins_anew) are_listed = fits(averages_[i], weights[i]);
   }
   if (are_listed) {
     for (size_t i = 0; i < weights.size(); ++i) check(averages_[i], weights[i]);
@@ -150,22 +211,24 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
   for (const Average& average : averages_) before[average.object] = &average;
   std::vector<Average> listed;
   std::vector<OfDevice> devices;
+  std::vector<AveragedWeight> new_weights;
+  std::vector<at::Tensor> new_averages;
   for (const AveragedWeight& weight : weights) {
     const at::Tensor& param = weight.param;
     const auto known = before.find(weight.object);
-    if (known != before.end()) {
+    if (known != before.end() && !(begins_anew && !fits(*known->second, weight))) {
       check(*known->second, weight);
       listed.push_back(*known->second);
     } else {
-      const std::string name =
-          c10::str("param of group ", weight.group, ", param ", weight.index_in_group);
+      const std::string name = name_of(weight);
       check_is_plain(kOperation, name, param);
       check_device(kOperation, name, param.device());
       TORCH_CHECK(dtype_of(param).has_value(), kOperation, ": ", name,
                   " must be Float, Double, Half or BFloat16, got ", param.scalar_type());
-      at::Tensor average =
-          at::empty_like(param, param.options().dtype(options_.dtype).requires_grad(false));
-      listed.push_back({weight.object, param.scalar_type(), average.copy_(param)});
+      new_weights.push_back(weight);
+      new_averages.push_back(
+          at::empty_like(param, param.options().dtype(options_.dtype).requires_grad(false)));
+      listed.push_back({weight.object, param.scalar_type(), new_averages.back()});
     }
     auto place = std::find_if(devices.begin(), devices.end(),
                               [&](const OfDevice& one) { return one.device == param.device(); });
@@ -182,6 +245,7 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
     }
     place->indices.push_back(static_cast<int64_t>(listed.size()) - 1);
   }
+  begin(new_weights, new_averages);
   averages_ = std::move(listed);
   devices_ = std::move(devices);
   ++listings_;
@@ -190,61 +254,105 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
 void WeightAverages::take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed,
                           int64_t step) {
   list(weights);
-  if (step == last_step_ || !has_landed.defined()) return;
+  const bool is_new = last_step_.has_value() && *last_step_ != step;
   last_step_ = step;
-  for (const OfDevice& one : devices_) {
-    const at::Tensor landed = moved(has_landed, one.device);
-    if (devices_.size() == 1) {
-      launch_average(weights, averages(), options_, one.counters, landed, scratch_);
+  if (is_new && has_landed.defined()) launch(devices_, weights, averages(), options_, has_landed);
+}
+
+void WeightAverages::launch(const std::vector<OfDevice>& devices,
+                            const std::vector<AveragedWeight>& weights,
+                            const std::vector<at::Tensor>& averages, const AverageOptions& options,
+                            const at::Tensor& has_landed) {
+  for (const OfDevice& one : devices) {
+    const at::Tensor landed = has_landed.defined() ? moved(has_landed, one.device) : has_landed;
+    if (devices.size() == 1) {
+      launch_average(weights, averages, options, one.counters, landed, scratch_);
       continue;
     }
     std::vector<AveragedWeight> here;
     std::vector<at::Tensor> averages_here;
     for (const int64_t index : one.indices) {
       here.push_back(weights[index]);
-      averages_here.push_back(averages_[index].tensor);
+      averages_here.push_back(averages[index]);
     }
-    launch_average(here, averages_here, options_, one.counters, landed, scratch_);
+    launch_average(here, averages_here, options, one.counters, landed, scratch_);
   }
+}
+
+// The first average of all is the weight, in the averages' dtype.
+void WeightAverages::begin(const std::vector<AveragedWeight>& weights,
+                           const std::vector<at::Tensor>& averages) {
+  AverageOptions options = options_;
+  options.every = 1;
+  std::vector<OfDevice> devices;
+  for (size_t i = 0; i < averages.size(); ++i) {
+    const at::Device device = averages[i].device();
+    auto place = std::find_if(devices.begin(), devices.end(),
+                              [&](const OfDevice& one) { return one.device == device; });
+    if (place == devices.end()) {
+      const at::Tensor counters = at::zeros({2}, at::TensorOptions(device).dtype(at::kLong));
+      place = devices.insert(place, {device, counters, {}});
+    }
+    place->indices.push_back(static_cast<int64_t>(i));
+  }
+  launch(devices, weights, averages, options, {});
+}
+
+void WeightAverages::restart(const std::vector<AveragedWeight>& weights, int64_t step) {
+  check_not_swapped("WeightAverage.restart");
+  list(weights, /*begins_anew=*/true);
+  begin(weights, averages());
+  for (const OfDevice& one : devices_) one.counters.zero_();
+  last_step_ = step;
 }
 
 void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
   const at::NoGradGuard no_grad;
-  check_not_swapped("WeightAverage.swap");
   list(weights);
   std::vector<Replaced> replaced;  // all that may fail comes before the first write
   for (const AveragedWeight& weight : weights) {
-    replaced.push_back({weight.param, weight.param.detach().clone(), version_of(weight.param)});
+    const at::Tensor& param = weight.param;
+    replaced.push_back(
+        {param, param.detach().clone(), version_of(param), weight.object, name_of(weight)});
   }
   for (const AveragedWeight& weight : weights) {
     const at::Tensor& low = weight.master;
     if (!low.defined() || low.scalar_type() == at::kFloat) continue;
-    replaced.push_back({low, low.clone(), version_of(low)});
+    replaced.push_back({low, low.clone(), version_of(low), nullptr, name_of(weight)});
   }
   replaced_ = std::move(replaced);
   is_swapped_ = true;
-  try {
-    for (size_t i = 0; i < replaced_.size(); ++i) {
-      if (i < averages_.size()) {
-        replaced_[i].tensor.copy_(averages_[i].tensor);
-      } else {
-        replaced_[i].tensor.zero_();  // so that the master is the parameter
-      }
+  for (size_t i = 0; i < replaced_.size(); ++i) {
+    if (i < averages_.size()) {
+      replaced_[i].tensor.copy_(averages_[i].tensor);
+    } else {
+      replaced_[i].tensor.zero_();  // so that the master is the parameter
     }
-  } catch (...) {
-    swap_out();
-    throw;
   }
+  clear_autocast_cache();
 }
 
-bool WeightAverages::swap_out() {
+SwapEnd WeightAverages::swap_out() {
   const at::NoGradGuard no_grad;
-  if (!is_swapped_) return false;
-  for (const Replaced& one : replaced_) one.tensor.copy_(one.saved);
-  for (const Replaced& one : replaced_) set_version(one.tensor, one.version);
+  SwapEnd end;
+  for (const Replaced& one : replaced_) {
+    try {
+      TORCH_CHECK(are_alike(one.tensor, one.saved), "WeightAverage.swap: ", one.name, " must be ",
+                  described(one.saved), ", as before it, got ", described(one.tensor),
+                  ": it was not put back");
+      one.tensor.copy_(one.saved);
+    } catch (...) {
+      if (end.failure == nullptr) end.failure = std::current_exception();
+    }
+  }
+  // At last: parameters that are views of one tensor have one version.
+  for (const Replaced& one : replaced_) {
+    if (one.object != nullptr) end.writes[one.object] = version_of(one.tensor) - one.version;
+  }
   replaced_.clear();
   is_swapped_ = false;
-  return true;
+  clear_autocast_cache();
+  return end;
 }
 
 void WeightAverages::check_not_swapped(const std::string& operation) const {
@@ -265,19 +373,24 @@ at::Tensor WeightAverages::counters() const {
 }
 
 void WeightAverages::load(const std::string& operation, const std::vector<at::Tensor>& averages,
-                          const at::Tensor& counters) {
+                          int64_t steps, int64_t n_averaged) {
   const at::NoGradGuard no_grad;
   check_not_swapped(operation);
+  TORCH_CHECK_VALUE(n_averaged >= 0 && n_averaged <= steps, operation,
+                    ": n_averaged must be from 0 to the ", steps, " steps, got ", n_averaged);
   TORCH_CHECK_VALUE(averages.size() == averages_.size(), operation, ": averages must be of ",
                     averages_.size(), " parameters, got ", averages.size());
   for (size_t i = 0; i < averages.size(); ++i) {
-    TORCH_CHECK_VALUE(averages[i].sizes().equals(averages_[i].tensor.sizes()), operation,
-                      ": averages[", i, "] must be of sizes ", averages_[i].tensor.sizes(),
-                      ", got ", averages[i].sizes());
+    const std::string name = c10::str("averages[", i, "]");
+    check_is_plain(operation, name, averages[i]);
+    check_device(operation, name, averages[i].device());
+    TORCH_CHECK_TYPE(averages[i].is_floating_point(), operation, ": ", name,
+                     " must be floating-point numbers, got ", averages[i].scalar_type());
+    TORCH_CHECK_VALUE(averages[i].sizes().equals(averages_[i].tensor.sizes()), operation, ": ",
+                      name, " must be of sizes ", averages_[i].tensor.sizes(), ", got ",
+                      averages[i].sizes());
   }
-  TORCH_CHECK_VALUE(counters.numel() == 2 && !counters.is_floating_point(), operation,
-                    ": counters must be two whole numbers, got ", counters.numel(), " of ",
-                    counters.scalar_type());
+  const at::Tensor counters = at::tensor({steps, n_averaged}, at::kLong);
   for (size_t i = 0; i < averages.size(); ++i) averages_[i].tensor.copy_(averages[i]);
   for (const OfDevice& one : devices_) one.counters.copy_(counters);
 }

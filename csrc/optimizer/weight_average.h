@@ -7,7 +7,10 @@
 #include <amp_ext/options.h>
 
 #include <cstdint>
+#include <exception>
+#include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -36,6 +39,12 @@ void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
                     const at::Tensor& counters, const at::Tensor& has_landed, StepScratch& scratch);
 
+// What became of the parameters when averages left them.
+struct SwapEnd {
+  std::unordered_map<const void*, int64_t> writes;  // by object, how often each was written
+  std::exception_ptr failure;                       // null: each has its bits again
+};
+
 class AMP_EXT_API WeightAverages {
  public:
   explicit WeightAverages(AverageOptions options);
@@ -47,13 +56,18 @@ class AMP_EXT_API WeightAverages {
   int64_t listings() const { return listings_; }
 
   // Takes one step into account, of the number that the host counts, unless it is the last one that
-  // was taken.
+  // was taken. The step before the first call was taken before the averages began.
   void take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed, int64_t step);
 
-  // Puts the averages into the parameters, and the parameters back, with their versions: whoever
-  // has seen them finds them unwritten.
+  // Begins all averages anew at the present weights, after this step; in the same memory, where the
+  // weights have dtypes and shapes as before.
+  void restart(const std::vector<AveragedWeight>& weights, int64_t step);
+
+  // Puts the averages into the parameters. Where this throws, some may be in.
   void swap_in(const std::vector<AveragedWeight>& weights);
-  bool swap_out();  // whether they were in
+  // Puts the parameters back, if averages are in them: all that fit their bits, whatever fails.
+  SwapEnd swap_out();
+  bool is_swapped() const { return is_swapped_; }
   // Throws on behalf of an operation while the averages are in the parameters.
   void check_not_swapped(const std::string& operation) const;
 
@@ -62,9 +76,10 @@ class AMP_EXT_API WeightAverages {
   // Two int64, the steps that have landed and the averages that were taken; undefined without a
   // weight.
   at::Tensor counters() const;
-  // Takes over averages and counters, which are copied. All or nothing.
-  void load(const std::string& operation, const std::vector<at::Tensor>& averages,
-            const at::Tensor& counters);
+  // Takes over averages, which are copied, and the counts of steps that have landed and of averages
+  // that were taken. All or nothing.
+  void load(const std::string& operation, const std::vector<at::Tensor>& averages, int64_t steps,
+            int64_t n_averaged);
 
  private:
   struct Average {
@@ -83,9 +98,17 @@ class AMP_EXT_API WeightAverages {
     at::Tensor tensor;
     at::Tensor saved;
     int64_t version;
+    const void* object;  // of a parameter; null: a lower part
+    std::string name;
   };
 
+  static bool fits(const Average& average, const AveragedWeight& weight);
   void check(const Average& average, const AveragedWeight& weight) const;
+  void list(const std::vector<AveragedWeight>& weights, bool begins_anew);
+  void launch(const std::vector<OfDevice>& devices, const std::vector<AveragedWeight>& weights,
+              const std::vector<at::Tensor>& averages, const AverageOptions& options,
+              const at::Tensor& has_landed);
+  void begin(const std::vector<AveragedWeight>& weights, const std::vector<at::Tensor>& averages);
 
   AverageOptions options_;
   std::vector<Average> averages_;
@@ -94,7 +117,7 @@ class AMP_EXT_API WeightAverages {
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
   int64_t listings_ = 0;
-  int64_t last_step_ = -1;
+  std::optional<int64_t> last_step_;  // none before the first call
 };
 
 }  // namespace amp_ext

@@ -345,39 +345,49 @@ py::tuple read_inspection(const InspectedStep& inspected) {
   return py::make_tuple(found.skipped, params);
 }
 
-// Calls take(weights) with those of an optimizer; false if its parameters are to be listed anew.
+// Calls take(masters) with those of parameters of whose states the plan does not know; none if the
+// parameters are to be listed anew.
 template <typename Take>
-bool with_weights(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
-                  const char* name, const Take& take) {
+std::optional<bool> with_masters(PlanOfPython& mine, const py::object& step_plan,
+                                 const py::object& optimizer, const char* name, const Take& take) {
   Operation operation(mine, step_plan, optimizer, name);
-  if (!operation.is_current) return false;
+  if (!operation.is_current) return std::nullopt;
+  Plan::MastersByParam masters;
+  const std::vector<int64_t> indices = mine.plan.params_without_state();
+  if (!indices.empty()) {
+    masters =
+        py::cast<Plan::MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));
+  }
   const py::gil_scoped_release release;
-  take(mine.plan.weights());
+  take(masters);
   return true;
 }
 
 std::optional<bool> take_average(PlanOfPython& mine, const py::object& step_plan,
                                  const py::object& optimizer, WeightAverages& averages) {
   const Plan& plan = mine.plan;
-  const bool is_taken = with_weights(
-      mine, step_plan, optimizer, "take_average",
-      [&](const auto& weights) { averages.take(weights, plan.has_landed(), plan.steps()); });
-  return is_taken ? std::optional<bool>(true) : std::nullopt;
+  return with_masters(mine, step_plan, optimizer, "take_average", [&](const auto& masters) {
+    averages.take(plan.weights(masters), plan.has_landed(), plan.steps());
+  });
+}
+
+std::optional<bool> restart_average(PlanOfPython& mine, const py::object& step_plan,
+                                    const py::object& optimizer, WeightAverages& averages) {
+  const Plan& plan = mine.plan;
+  return with_masters(mine, step_plan, optimizer, "restart_average", [&](const auto& masters) {
+    averages.restart(plan.weights(masters), plan.steps());
+  });
 }
 
 std::optional<bool> swap_average(PlanOfPython& mine, const py::object& step_plan,
                                  const py::object& optimizer, WeightAverages& averages) {
-  const bool is_taken =
-      with_weights(mine, step_plan, optimizer, "swap_average", [&](const auto& weights) {
-        averages.swap_in(weights);
-        mine.plan.lend(true);
-      });
-  return is_taken ? std::optional<bool>(true) : std::nullopt;
+  return with_masters(mine, step_plan, optimizer, "swap_average",
+                      [&](const auto& masters) { mine.plan.swap_in(averages, masters); });
 }
 
 void swap_back(PlanOfPython& mine, WeightAverages& averages) {
   const py::gil_scoped_release release;
-  if (averages.swap_out()) mine.plan.lend(false);
+  mine.plan.swap_out(averages);
 }
 
 void define_averages(py::module_& module) {
@@ -390,7 +400,7 @@ void define_averages(py::module_& module) {
            py::arg("decay"), py::arg("every"), py::arg("warmup"), py::arg("dtype"))
       .def("check_not_swapped", &WeightAverages::check_not_swapped, py::arg("operation"))
       .def("load", &WeightAverages::load, release_gil(), py::arg("operation"), py::arg("averages"),
-           py::arg("counters"))
+           py::arg("steps"), py::arg("n_averaged"))
       .def_property_readonly("averages", &WeightAverages::averages)
       .def_property_readonly("counters",
                              [](const WeightAverages& self) { return if_defined(self.counters()); })
@@ -428,6 +438,8 @@ void define_plan(py::module_& module) {
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
       .def("take_average", &take_average, py::arg("step_plan"), py::arg("optimizer"),
+           py::arg("averages"))
+      .def("restart_average", &restart_average, py::arg("step_plan"), py::arg("optimizer"),
            py::arg("averages"))
       .def("swap_average", &swap_average, py::arg("step_plan"), py::arg("optimizer"),
            py::arg("averages"))

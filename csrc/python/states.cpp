@@ -126,6 +126,13 @@ void define_states(py::module_& module) {
   module.def("has_blocks", &optim::has_blocks, py::arg("param"), py::arg("has_whole_rows"));
   module.def("whole_master", &optim::whole_master, py::call_guard<py::gil_scoped_release>(),
              py::arg("param"), py::arg("masters"));
+  module.def(
+      "kept_master",
+      [](const at::Tensor& param, const optim::Masters& masters) {
+        const at::Tensor master = without_gil([&] { return optim::kept_master(param, masters); });
+        return master.defined() ? std::optional<at::Tensor>(master) : std::nullopt;
+      },
+      py::arg("param"), py::arg("masters"));
   py::class_<ListedParam>(module, "ListedParam")
       .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("whole"),
            py::arg("local"), py::arg("group"), py::arg("index"), py::arg("has_whole_rows"));

@@ -7,6 +7,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from harness.awkward import BF16, F16, F32, F64, INF
@@ -127,7 +128,7 @@ def test_a_swap_restores_every_bit_and_leaves_masters_alone(fails, masters, devi
     if masters is True:  # no rounding of this one: the parameter must not come to count as written
         optimizer.state[params[0]]["master_param"].add_(1.0)
     tensors = [*params, *(t for state in optimizer.state.values() for t in state.values())]
-    before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]
+    before = [tensor.detach().clone() for tensor in tensors]
     twin = copy.deepcopy(optimizer)
     try:
         with average.swap():
@@ -140,9 +141,7 @@ def test_a_swap_restores_every_bit_and_leaves_masters_alone(fails, masters, devi
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert fails
-    for tensor, (bits, version) in zip(tensors, before, strict=True):
-        assert same_bits(tensor, bits)
-        assert tensor._version == version
+    assert all(map(same_bits, tensors, before))
     if masters is not True:
         torch.manual_seed(1)
         step(optimizer)
@@ -175,6 +174,8 @@ def test_a_step_a_save_and_a_load_inside_a_swap_are_refused_by_name():
             "WeightAverage.state_dict": average.state_dict,
             "WeightAverage.averaged_state_dict": average.averaged_state_dict,
             "WeightAverage.load_state_dict": lambda: average.load_state_dict(own),
+            "AdamW.refresh_masters": optimizer.refresh_masters,
+            "AdamW.restart_average": other.restart,
         }.items():
             with pytest.raises(RuntimeError, match=f"^{name}: {text}"):
                 refused()
@@ -243,8 +244,24 @@ def test_a_load_takes_all_or_nothing(device):
         ({**saved, "averages": saved["averages"][:1]}, "averages must be of 2 parameters, got 1"),
         ({**saved, "averages": saved["averages"][::-1]}, r"averages\[0\] must be of sizes \[5\]"),
         ({"averages": []}, r"state_dict must have \['steps', 'n_averaged'\]"),
+        ([1], "state_dict must be a dict, got list"),
+        ({**saved, "averages": saved["averages"][0]}, "averages must be a list, got Tensor"),
+        (
+            {**saved, "averages": [saved["averages"][0], 2]},
+            r"averages\[1\] must be a tensor, got 2",
+        ),
+        (
+            {**saved, "averages": [each.long() for each in saved["averages"]]},
+            r"averages\[0\] must be floating-point numbers, got Long",
+        ),
+        ({**saved, "steps": 1.0}, "steps must be a whole number, got 1.0"),
+        ({**saved, "n_averaged": torch.ones(2)}, "n_averaged must be a whole number, got tensor"),
+        ({**saved, "n_averaged": 2}, "n_averaged must be from 0 to the 1 steps, got 2"),
+        ({**saved, "n_averaged": -1}, "n_averaged must be from 0 to the 1 steps, got -1"),
     ):
-        with pytest.raises((ValueError, KeyError), match=f"WeightAverage.load_state_dict: {error}"):
+        with pytest.raises(
+            (ValueError, KeyError, TypeError), match=f"WeightAverage.load_state_dict: {error}"
+        ):
             average.load_state_dict(wrong)
     assert all(map(same_bits, average.averages, before["averages"]))
     assert average.n_averaged == 2
@@ -270,6 +287,8 @@ def test_parameters_may_join_and_leave(device):
     kept = average.averages[1].clone()
     new = Parameter(torch.full((3,), 2.0, device=device))
     optimizer.add_param_group({"params": [new]})
+    with average.swap():  # before a step has seen it
+        assert [each.numel() for each in average.averages] == [5, 42, 3]
     step(optimizer)
     assert (average.averages[2] == 2).all()
     del optimizer.param_groups[0]["params"][0]
@@ -291,13 +310,166 @@ def test_parameters_may_join_and_leave(device):
 def test_a_parameter_of_another_shape_or_dtype_is_refused_by_name(change, got):
     params = params_of(torch.device("cpu"), F32, F32)
     optimizer = amp_ext.optim.SGD(params, lr=0.1)
-    WeightAverage(optimizer)
+    average = WeightAverage(optimizer)
     step(optimizer)
     params[0].grad = None
     params[0].data = change(params[0])
     text = f"WeightAverage: param of group 0, param 0 must be Float of sizes .5. .*, got {got}"
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(RuntimeError, match=text + r".*: call restart\(\)"):
         step(optimizer)
+    average.restart()
+    assert same_bits(average.averages[0], optimizer.master_params()[0])
+    assert average.n_averaged == 0
+    step(optimizer)
+    assert average.n_averaged == 1
+    assert same_bits(average.averages[0], optimizer.master_params()[0])
+
+
+def test_an_optimizer_may_get_its_first_parameter_later():
+    optimizer = amp_ext.optim.SGD([{"params": []}], lr=0.1)
+    average = WeightAverage(optimizer)
+    for _ in range(2):  # the second finds parameters that were given back
+        with average.swap():
+            assert average.averages == []
+            assert average.n_averaged == 0
+    optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+    average.restart()
+    assert same_bits(average.averages[0], torch.ones(3))
+
+
+def test_a_step_before_an_average_does_not_count(device):
+    optimizer = amp_ext.optim.SGD(params_of(device, F32), lr=0.1)
+    first = WeightAverage(optimizer)
+    step(optimizer)
+    second = WeightAverage(optimizer)
+    assert (first.n_averaged, second.n_averaged) == (1, 0)
+    step(optimizer)
+    assert (first.n_averaged, second.n_averaged) == (2, 1)
+
+
+def with_another_state(optimizer: Any) -> None:
+    def replace(optimizer: Any, args: Any, kwargs: Any) -> None:
+        states = optimizer.state
+        for param in states:
+            states[param] = {key: value.clone() for key, value in states[param].items()}
+
+    optimizer.register_step_post_hook(replace)
+
+
+@pytest.mark.parametrize("masters", [True, "split", "split8"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: None,
+        lambda optimizer: optimizer.rebuild(),
+        lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+        lambda optimizer: optimizer.add_param_group({"params": [Parameter(torch.ones(2))]}),
+        with_another_state,
+    ],
+)
+def test_an_average_always_takes_the_master_that_the_state_has(change, masters, device):
+    params = params_of(device, BF16, F16)
+    optimizer = amp_ext.optim.AdamW(params, lr=1e-3, master_weights=masters)
+    for _ in range(3):
+        step(optimizer)
+    change(optimizer)
+    begun = WeightAverage(optimizer, 0.0)
+    average = copy.deepcopy(begun.averages)
+    begun.restart()
+    restarted = copy.deepcopy(begun.averages)
+    params[0].grad = None  # no step tells the plan of this one's state
+    params[1].grad = torch.ones_like(params[1])
+    weights = [weight.clone() for weight in copy.deepcopy(optimizer).master_params()]
+    assert not same_bits(weights[0], params[0].float()), "the parameter is not the master"
+    assert all(map(same_bits, average, weights))
+    assert all(map(same_bits, restarted, weights))
+    optimizer.step()
+    assert begun.n_averaged == 1
+    assert same_bits(begun.averages[0], weights[0])
+    with begun.swap():
+        if masters is not True:
+            held = copy.copy(optimizer.state)
+            assert not any(held[params[0]][key].any() for key in held[params[0]] if "low" in key)
+    assert same_bits(optimizer.master_params()[0], weights[0])
+
+
+def test_a_model_lacks_a_parameter_that_came_later():
+    optimizer, average, theirs = trained(model_of())
+    saved = theirs.state_dict()
+    optimizer.add_param_group({"params": [Parameter(torch.ones(7))]})
+    step(optimizer)
+    text = r"model must have all parameters of the optimizer, got one without param 5, of shape .7."
+    for name, refused in {
+        "copy_to": lambda: average.copy_to(model_of()),
+        "averaged_state_dict": average.averaged_state_dict,
+        "load_state_dict": lambda: average.load_state_dict(saved),
+    }.items():
+        with pytest.raises(ValueError, match=f"^WeightAverage.{name}: {text}"):
+            refused()
+
+
+def test_the_options_are_read_only_and_may_be_numbers_of_numpy():
+    optimizer = amp_ext.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
+    average = WeightAverage(optimizer, numpy.float32(0.5), numpy.int64(2))
+    assert (average.decay, average.every, average.warmup) == (0.5, 2, False)
+    for name in ("optimizer", "decay", "every", "dtype", "model", "warmup"):
+        with pytest.raises(AttributeError):
+            setattr(average, name, getattr(average, name))
+    with pytest.raises(TypeError, match=r"every must be an int, got 2\.0"):
+        WeightAverage(optimizer, every=numpy.float64(2.0))
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_autograd_sees_a_swap_and_masters_do_not(masters):
+    model = nn.Linear(3, 3).bfloat16()
+    params = list(model.parameters())
+    optimizer = amp_ext.optim.SGD(params, lr=0.0, master_weights=masters)
+    average = WeightAverage(optimizer, 0.5)
+    step(optimizer)
+    if masters is True:  # of a parameter that was written, this one would be lost
+        optimizer.state[params[0]]["master_param"].add_(1.0)
+    x = torch.ones(2, 3, dtype=BF16, requires_grad=True)
+    with average.swap():
+        inside = model(x).sum()
+        optimizer.rebuild()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        inside.backward()
+    master = optimizer.master_params()[0].clone()
+    step(optimizer)
+    assert same_bits(optimizer.master_params()[0], master)
+
+
+def test_autocast_casts_the_averages_and_then_the_parameters_again(device):
+    model = nn.Linear(3, 3).to(device)
+    optimizer = amp_ext.optim.SGD(model.parameters(), lr=0.5)
+    average = WeightAverage(optimizer, 0.9)
+    for _ in range(3):
+        step(optimizer)
+    x = torch.randn(2, 3, device=device)
+    with torch.autocast(device.type, BF16):
+        before = model(x)
+        with average.swap():
+            assert not same_bits(model(x), before)
+        assert same_bits(model(x), before)
+
+
+@pytest.mark.parametrize("change", [lambda it: it.half(), lambda it: it[:2].clone()])
+def test_a_parameter_with_other_data_after_a_swap_is_refused_and_the_others_are_back(change):
+    params = params_of(torch.device("cpu"), F32, F32, F32)
+    optimizer = amp_ext.optim.SGD(params, lr=0.1)
+    average = WeightAverage(optimizer, 0.5)
+    step(optimizer)
+    step(optimizer)
+    before = [param.detach().clone() for param in params]
+    text = r"WeightAverage.swap: param of group 0, param 1 must be Float of sizes .42. on cpu, as "
+    with pytest.raises(RuntimeError, match=text), average.swap():
+        other = params[1].data = change(params[1].detach())
+    assert same_bits(params[1], other)
+    assert same_bits(params[0], before[0])
+    assert same_bits(params[2], before[2])
+    params[1].data = before[1]
+    step(optimizer)
+    assert average.n_averaged == 3
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
@@ -340,15 +512,18 @@ def launches_of(call: Any) -> int:
 
 @pytest.mark.parametrize(("averages", "launches"), [(0, 1), (1, 2), (2, 3)])
 def test_an_average_is_one_launch_and_none_where_nobody_asks(averages, launches, emulated):
-    def call() -> None:
+    def call(steps: int) -> None:
         optimizer = amp_ext.optim.SGD(params_of(torch.device("cpu"), F32, F32, F32), lr=0.1)
         for _ in range(averages):
             WeightAverage(optimizer, dtype=BF16)
-        step(optimizer)
+        for _ in range(steps):
+            step(optimizer)
         if not averages:
             assert optimizer.has_landed is None
 
-    assert launches_of(call) == launches
+    begins = launches_of(lambda: call(0))
+    assert begins == averages
+    assert launches_of(lambda: call(1)) - begins == launches
 
 
 WRONG = [

@@ -15,6 +15,8 @@ namespace amp_ext::optim {
 // parameters that have none themselves; float64 ones in float32. The first average is a copy of the
 // weights. The optimizer has to live as long as its averages, and stay where it is.
 class AMP_EXT_API WeightAverage {
+  struct Impl;
+
  public:
   // Begins averages at the present weights.
   explicit WeightAverage(FusedOptimizer& optimizer, AverageOptions options = {});
@@ -25,13 +27,18 @@ class AMP_EXT_API WeightAverage {
   // to be called after each. Does not wait for the device.
   void update();
 
+  // Begins anew at the present weights: also where parameters have got other dtypes or shapes,
+  // which an update refuses.
+  void restart();
+
   // In the order of the optimizer's parameters; later updates write them anew.
   std::vector<at::Tensor> averages() const;
   // How many were taken: one int64 on the device.
   at::Tensor n_averaged() const;
 
   // While it lives, the parameters hold their averages. At its end parameters and masters have
-  // their bits again. Meanwhile the optimizer neither steps nor saves nor loads.
+  // their bits again; of one that has another dtype or shape by then, a warning tells. Meanwhile
+  // the optimizer neither steps nor saves nor loads.
   class AMP_EXT_API Swapped {
    public:
     ~Swapped();
@@ -41,7 +48,7 @@ class AMP_EXT_API WeightAverage {
    private:
     friend class WeightAverage;
     explicit Swapped(WeightAverage& average);
-    WeightAverage& average_;
+    std::shared_ptr<Impl> impl_;
   };
   Swapped swap();
 
@@ -51,8 +58,7 @@ class AMP_EXT_API WeightAverage {
   void load_state_dict(const c10::IValue& state_dict);
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;  // null after a move
 };
 
 }  // namespace amp_ext::optim

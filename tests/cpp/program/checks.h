@@ -672,7 +672,35 @@ AMP_EXT_CHECK(an_average_follows_the_steps_that_landed) {
   other.load_state_dict(average.state_dict().deepcopy());
   CHECK_THAT(same(other.averages()[0], average.averages()[0]));
   CHECK_THAT(other.n_averaged().item<int64_t>() == 2);
-  CHECK_REFUSED(other.load_state_dict(c10::Dict<std::string, torch::Tensor>()),
+  {
+    const auto swapped = other.swap();
+    const WeightAverage moved = std::move(other);
+    CHECK_REFUSED(optimizer.refresh_masters(), "SGD.refresh_masters: parameters must hold");
+    CHECK_REFUSED(average.restart(), "SGD.restart_average: parameters must hold");
+  }
+  CHECK_THAT(same(a.detach(), before));
+  WeightAverage third(optimizer);
+  auto counts = third.state_dict().toGenericDict();
+  counts.insert_or_assign("steps", 3);
+  counts.insert_or_assign("n_averaged", 2.5);
+  CHECK_REFUSED(third.load_state_dict(counts), "n_averaged must be a whole number, got 2.5");
+  counts.insert_or_assign("n_averaged", 4);
+  CHECK_REFUSED(third.load_state_dict(counts), "n_averaged must be from 0 to the 3 steps, got 4");
+  {
+    const auto swapped = average.swap();
+    a.set_data(torch::ones({3}));  // the end warns, and gives the optimizer its parameters back
+  }
+  CHECK_THAT(a.numel() == 3 && same(b.detach(), torch::tensor({4.0f}).to(torch::kBFloat16)));
+  CHECK_REFUSED(average.update(), "as when its average began, got Float of sizes [3] on cpu: call");
+  average.restart();
+  CHECK_THAT(same(average.averages()[0], torch::ones({3})));
+  CHECK_THAT(average.n_averaged().item<int64_t>() == 0);
+  optimizer.add_param_group({{parameter({5.0})}, std::make_unique<SGDOptions>(0.5)});
+  {
+    const auto swapped = average.swap();
+    CHECK_THAT(average.averages().size() == 3);
+  }
+  CHECK_REFUSED(third.load_state_dict(c10::Dict<std::string, torch::Tensor>()),
                 "state_dict must have 'averages', got");
   CHECK_REFUSED(WeightAverage(optimizer, {2.0}), "WeightAverage: decay must be from 0 to 1, got 2");
 }
