@@ -714,6 +714,22 @@ def averages_of_shards_are_those_of_the_whole(rank: int) -> None:
     ours.load_state_dict(saved)
     for average, expected in zip(ours.averages, whole_average.averages, strict=True):
         assert same_bits(whole(average), expected)
+    optimizer = sides[0][1]
+    optimizer.rebuild()
+    begun = amp_ext.optim.WeightAverage(optimizer)
+    masters = [optimizer.state[param]["master_param"] for param in model.parameters()]
+    for average, master in zip(begun.averages, masters, strict=True):
+        assert same_bits(whole(average), whole(master))
+    optimizer.step()
+    for master in masters:
+        local_tensor(master).add_(1.0)  # of a parameter that was written, this would be lost
+    written = [whole(master).clone() for master in masters]
+    with begun.swap():
+        pass
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    for master, bits in zip(masters, written, strict=True):
+        assert same_bits(whole(master), bits)
 
 
 def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
