@@ -56,7 +56,8 @@ void average_weights_(const AverageLists& lists, AverageOptions options) {
     const int64_t first = lists.first_elements.has_value() ? (*lists.first_elements)[i] : 0;
     weights.push_back({nullptr, params[i], {}, first, 0, index});
     if (!lists.master_params.has_value()) continue;
-    at::Tensor& master = weights.back().master = (*lists.master_params)[i];
+    const at::Tensor& master = (*lists.master_params)[i];
+    weights.back().master = master;
     const std::string master_name = c10::str("master_params[", i, "]");
     TORCH_CHECK(is_16_bit(params[i].scalar_type()), operation, ": ", name,
                 " must be Half or BFloat16 beside a master, got ", params[i].scalar_type());
