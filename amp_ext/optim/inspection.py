@@ -68,7 +68,7 @@ class Inspection:
 
     @property
     def skipped(self) -> bool:
-        """Whether an overflow or a guard lets the step write nothing: all updates are 0."""
+        """Whether the step writes nothing, after an overflow or by a guard; all updates are 0 then."""
         return self._numbers[0]
 
     @property
