@@ -68,7 +68,7 @@ class Inspection:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step writes nothing, after an overflow or by a guard; all updates are 0 then."""
+        """Whether the step writes nothing, after an overflow or by a guard; updates are 0 then."""
         return self._numbers[0]
 
     @property
