@@ -7,7 +7,6 @@
 #include <amp_ext/grad_scaler.h>
 #include <amp_ext/ops.h>
 #include <amp_ext/optim.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,6 +22,7 @@
 #include "scaler/scaled_iteration.h"
 #include "scaler/scaler_ranges.h"
 #include "tensors/autocast_cache.h"
+#include "tensors/mirrored_bytes.h"
 #include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
 
@@ -301,9 +301,7 @@ struct GradScaler::State {
 
   void wait() const {
     const at::Tensor& scale = loss_scale.scale;
-    if (!scale.defined() || scale.is_cpu()) return;
-    const c10::impl::VirtualGuardImpl guard(scale.device().type());
-    guard.synchronizeDevice(scale.device().index());
+    if (scale.defined()) synchronize(scale.device());
   }
 };
 

@@ -2,8 +2,8 @@
 #include "optimizer/norm_statistics.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
@@ -16,7 +16,7 @@ NormStatistics::NormStatistics(const NormGuardHyperparameters& its_hyperparamete
   load({});
 }
 
-NormStatistics::~NormStatistics() { wait_for_device(); }
+NormStatistics::~NormStatistics() { wait_before_end(device()); }
 
 void NormStatistics::allocate(const at::Device& device) {
   const OutsideInferenceMode normal;
@@ -34,7 +34,7 @@ void NormStatistics::fill(NormGuardMemory memory) {
 
 void NormStatistics::move_to(const at::Device& device) {
   if (bytes_.device() == device) return;
-  wait_for_device();
+  synchronize(bytes_.device());
   const at::Tensor before = mirror_;
   retired_.push_back(bytes_);  // a captured graph writes both as long as it is replayed
   retired_.push_back(before);
@@ -48,7 +48,7 @@ void NormStatistics::load(const NormSummary& summary) {
       [&](const char* /*name*/, auto field) { memory.*field = summary.*field; });
   memory.limit = next_limit(memory, hyperparameters);
   first_norm_ = memory.norms;
-  wait_for_device();
+  synchronize(device());
   fill(memory);
 }
 
@@ -59,7 +59,7 @@ at::Tensor NormStatistics::bytes_on(const at::Device& device) const {
 }
 
 NormSummary NormStatistics::read(bool wait) const {
-  if (wait) wait_for_device();
+  if (wait) synchronize(device());
   const auto& mirror = *as<NormGuardMemory>(mirror_);
   NormSummary summary;
   read_consistently(mirror, [&] { summary = mirror; });
@@ -67,19 +67,14 @@ NormSummary NormStatistics::read(bool wait) const {
 }
 
 NormHistory NormStatistics::history(bool wait) const {
-  if (wait) wait_for_device();
+  if (wait) synchronize(device());
   const auto& mirror = *as<NormGuardMemory>(mirror_);
   NormGuardMemory memory;
   read_consistently(mirror,
                     [&] { std::memcpy(static_cast<void*>(&memory), &mirror, sizeof memory); });
   const int64_t first = std::max<int64_t>(first_norm_, memory.norms - kHistory);
-  NormHistory history{first + 1, {}, {}};
-  for (int64_t i = first; i < memory.norms; ++i) {
-    const double signed_norm = memory.history[i % kHistory];
-    history.norms.push_back(std::abs(signed_norm));
-    history.withheld.push_back(std::signbit(signed_norm));
-  }
-  return history;
+  SignedHistory history(memory.history, first, memory.norms);
+  return {first + 1, std::move(history.numbers), std::move(history.have_sign)};
 }
 
 bool NormStatistics::must_warn() {

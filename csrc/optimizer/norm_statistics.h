@@ -57,7 +57,6 @@ class AMP_EXT_API NormStatistics {
  private:
   void allocate(const at::Device& device);
   void fill(NormGuardMemory memory);
-  void wait_for_device() const { wait_for(bytes_.device()); }
 
   at::Tensor bytes_;                 // of a NormGuardMemory
   at::Tensor mirror_;                // likewise, in host memory

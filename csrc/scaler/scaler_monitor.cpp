@@ -2,8 +2,8 @@
 #include "scaler/scaler_monitor.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "devices/dispatch.h"
 #include "tensors/mirrored_bytes.h"
@@ -27,7 +27,7 @@ ScalerMonitor::ScalerMonitor(at::Device device)
   report_.copy_(mirror_, /*non_blocking=*/true);
 }
 
-ScalerMonitor::~ScalerMonitor() { wait_for(device_); }
+ScalerMonitor::~ScalerMonitor() { wait_before_end(device_); }
 
 int64_t ScalerMonitor::add_optimizer() {
   const int64_t size = optimizers_.numel();
@@ -45,15 +45,10 @@ int64_t ScalerMonitor::add_optimizer() {
   return number_of_optimizers_++;
 }
 
-template <typename Copy>
-void ScalerMonitor::read_consistently(const Copy& copy) const {
-  const auto* mirror = as<ScalerReport>(mirror_);
-  amp_ext::read_consistently(*mirror, copy);
-}
-
 ScalerSummary ScalerMonitor::read() const {
   ScalerSummary summary;
-  read_consistently([&] { summary = *as<ScalerReport>(mirror_); });
+  const auto& mirror = *as<ScalerReport>(mirror_);
+  read_consistently(mirror, [&] { summary = mirror; });
   return summary;
 }
 
@@ -61,22 +56,19 @@ OptimizerReport ScalerMonitor::read_optimizer(int64_t slot) const {
   TORCH_CHECK(slot >= 0 && slot < number_of_optimizers_, "ScalerMonitor: slot must be below ",
               number_of_optimizers_, ", got ", slot);
   OptimizerReport report;
-  read_consistently(
-      [&] { std::memcpy(&report, as<OptimizerReport>(optimizers_mirror_) + slot, sizeof report); });
+  read_consistently(*as<ScalerReport>(mirror_), [&] {
+    std::memcpy(&report, as<OptimizerReport>(optimizers_mirror_) + slot, sizeof report);
+  });
   return report;
 }
 
 ScaleHistory ScalerMonitor::history() const {
   ScalerReport report;
-  read_consistently([&] { std::memcpy(&report, mirror_.const_data_ptr(), sizeof report); });
+  const auto& mirror = *as<ScalerReport>(mirror_);
+  read_consistently(mirror, [&] { std::memcpy(&report, &mirror, sizeof report); });
   const int64_t first = std::max<int64_t>(0, report.updates - kHistory);
-  ScaleHistory history{first + 1, {}, {}};
-  for (int64_t i = first; i < report.updates; ++i) {
-    const double signed_scale = report.history[i % kHistory];
-    history.scales.push_back(std::abs(signed_scale));
-    history.skipped.push_back(std::signbit(signed_scale));
-  }
-  return history;
+  SignedHistory history(report.history, first, report.updates);
+  return {first + 1, std::move(history.numbers), std::move(history.have_sign)};
 }
 
 ReportMemory ScalerMonitor::memory() const {

@@ -38,10 +38,6 @@ class AMP_EXT_API ScalerMonitor {
   ReportMemory memory() const;
 
  private:
-  // Calls copy() until no update was written meanwhile.
-  template <typename Copy>
-  void read_consistently(const Copy& copy) const;
-
   at::Device device_;
   at::Tensor report_;      // bytes of a ScalerReport
   at::Tensor mirror_;      // likewise, in host memory

@@ -6,8 +6,10 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "elements/mirror.h"
 
@@ -30,16 +32,35 @@ Report* as(const at::Tensor& bytes) {
   return static_cast<Report*>(bytes.mutable_data_ptr());
 }
 
-// Waits until nothing that was launched writes to a mirror any more. Does not throw: a destructor
-// calls it, maybe when the process ends.
-inline void wait_for(const at::Device& device) noexcept {
+// Waits until a device has done all that was launched.
+inline void synchronize(const at::Device& device) {
   if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  guard.synchronizeDevice(device.index());
+}
+
+// The same before a mirror is freed: in a destructor, maybe when the process ends, nobody can be
+// told of an error.
+inline void wait_before_end(const at::Device& device) noexcept {
   try {
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    guard.synchronizeDevice(device.index());
+    synchronize(device);
   } catch (...) {
   }
 }
+
+// The last numbers of a history that begins with number `first`, without their signs, and whether
+// they had one.
+struct SignedHistory {
+  std::vector<double> numbers;
+  std::vector<bool> have_sign;
+
+  SignedHistory(const double (&history)[kHistory], int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      numbers.push_back(std::abs(history[i % kHistory]));
+      have_sign.push_back(std::signbit(history[i % kHistory]));
+    }
+  }
+};
 
 // Calls copy(), which reads a mirror, until nobody wrote it meanwhile.
 template <typename Copy>
