@@ -91,10 +91,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const AverageStep step = shared_step;
   if (!step.has_landed) return;
   if (threadIdx.x == 0 && arguments.is_last) {
-    // Whoever comes last knows that every block has read the counters.
-    __threadfence();
-    const unsigned last = gridDim.x - 1;
-    if (atomicInc(arguments.block_counter, last) == last) step.advance(*arguments.counters);
+    const bool is_last = count_block(arguments.block_counter) == gridDim.x - 1;
+    if (is_last) step.advance(*arguments.counters);
   }
   if (!step.is_taken) return;
   const auto& table = arguments.table;

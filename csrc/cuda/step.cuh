@@ -322,13 +322,6 @@ struct BlockState {
   bool skip;
 };
 
-// Counts the blocks of a launch that have read all that others may write. Returns how many were
-// before this one: whoever comes last knows that every block has read.
-__device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
-  __threadfence();
-  return atomicInc(block_counter, gridDim.x - 1);
-}
-
 // Not a part of every kernel.
 static __device__ __attribute__((noinline)) void end_guarded_step(const GradientInputs& inputs) {
   GradientFactor::end_guarded_step(inputs);

@@ -183,4 +183,11 @@ __device__ __forceinline__ void store(T value, T& stored) {
 __device__ __forceinline__ void store(float value, Half& stored) { store_float(value, stored); }
 __device__ __forceinline__ void store(float value, BFloat16& stored) { store_float(value, stored); }
 
+// Counts the blocks of a launch that have read all that others may write. Returns how many were
+// before this one: whoever comes last knows that every block has read.
+__device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
+  __threadfence();
+  return atomicInc(block_counter, gridDim.x - 1);
+}
+
 }  // namespace amp_ext::cuda
