@@ -3,8 +3,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -61,9 +59,7 @@ Plan::Use::~Use() {
 }
 
 void Plan::check_not_lent(const std::string& operation) const {
-  TORCH_CHECK(!is_lent_, checks_.operation, ".", operation,
-              ": parameters must hold the weights in training, got their averages: leave "
-              "WeightAverage.swap() first");
+  check_weights_are_in(c10::str(checks_.operation, ".", operation), is_lent_);
 }
 
 void Plan::take_over(const Plan& before) {

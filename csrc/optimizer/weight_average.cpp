@@ -173,6 +173,12 @@ void Plan::forget_writes(const SwapEnd& end) {
   for (auto& [object, rounded] : rounded_params_) forget(object, rounded.param);
 }
 
+void check_weights_are_in(const std::string& operation, bool is_swapped) {
+  TORCH_CHECK(!is_swapped, operation,
+              ": parameters must hold the weights in training, got their averages: leave "
+              "WeightAverage.swap() first");
+}
+
 WeightAverages::WeightAverages(AverageOptions options) : options_(std::move(options)) {
   const std::string wrong = wrong_in(options_);
   TORCH_CHECK_VALUE(wrong.empty(), kOperation, ": ", wrong);
@@ -189,6 +195,16 @@ void WeightAverages::check(const Average& average, const AveragedWeight& weight)
               average.param_dtype, " of sizes ", average.tensor.sizes(), " on ",
               average.tensor.device(), ", as when its average began, got ", described(weight.param),
               ": call restart()");
+}
+
+// Finds those of a device, or adds them with counters of 0.
+WeightAverages::OfDevice& WeightAverages::on_device(std::vector<OfDevice>& devices,
+                                                    const at::Device& device) {
+  const auto place = std::find_if(devices.begin(), devices.end(),
+                                  [&](const OfDevice& one) { return one.device == device; });
+  if (place != devices.end()) return *place;
+  return devices.emplace_back(
+      OfDevice{device, at::zeros({2}, at::TensorOptions(device).dtype(at::kLong)), {}});
 }
 
 void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
@@ -230,20 +246,17 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
           at::empty_like(param, param.options().dtype(options_.dtype).requires_grad(false)));
       listed.push_back({weight.object, param.scalar_type(), new_averages.back()});
     }
-    auto place = std::find_if(devices.begin(), devices.end(),
-                              [&](const OfDevice& one) { return one.device == param.device(); });
-    if (place == devices.end()) {
-      place = devices.insert(place, {param.device(), {}, {}});
-      for (const OfDevice& one : devices_) {
-        if (one.device == param.device()) place->counters = one.counters;
-      }
-      if (!place->counters.defined()) {
-        place->counters = at::zeros({2}, at::TensorOptions(param.device()).dtype(at::kLong));
-        if (!devices_.empty()) place->counters.copy_(devices_.front().counters);
-      }
-      scratch_.make_room(param.device());
+    on_device(devices, param.device()).indices.push_back(static_cast<int64_t>(listed.size()) - 1);
+  }
+  for (OfDevice& each : devices) {
+    const auto known = std::find_if(devices_.begin(), devices_.end(),
+                                    [&](const OfDevice& one) { return one.device == each.device; });
+    if (known != devices_.end()) {
+      each.counters = known->counters;
+    } else if (!devices_.empty()) {
+      each.counters.copy_(devices_.front().counters);
     }
-    place->indices.push_back(static_cast<int64_t>(listed.size()) - 1);
+    scratch_.make_room(each.device);
   }
   begin(new_weights, new_averages);
   averages_ = std::move(listed);
@@ -286,14 +299,7 @@ void WeightAverages::begin(const std::vector<AveragedWeight>& weights,
   options.every = 1;
   std::vector<OfDevice> devices;
   for (size_t i = 0; i < averages.size(); ++i) {
-    const at::Device device = averages[i].device();
-    auto place = std::find_if(devices.begin(), devices.end(),
-                              [&](const OfDevice& one) { return one.device == device; });
-    if (place == devices.end()) {
-      const at::Tensor counters = at::zeros({2}, at::TensorOptions(device).dtype(at::kLong));
-      place = devices.insert(place, {device, counters, {}});
-    }
-    place->indices.push_back(static_cast<int64_t>(i));
+    on_device(devices, averages[i].device()).indices.push_back(static_cast<int64_t>(i));
   }
   launch(devices, weights, averages, options, {});
 }
@@ -356,9 +362,7 @@ SwapEnd WeightAverages::swap_out() {
 }
 
 void WeightAverages::check_not_swapped(const std::string& operation) const {
-  TORCH_CHECK(!is_swapped_, operation,
-              ": parameters must hold the weights in training, got their averages: leave "
-              "WeightAverage.swap() first");
+  check_weights_are_in(operation, is_swapped_);
 }
 
 std::vector<at::Tensor> WeightAverages::averages() const {

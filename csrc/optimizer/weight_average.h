@@ -39,6 +39,9 @@ void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
                     const at::Tensor& counters, const at::Tensor& has_landed, StepScratch& scratch);
 
+// Throws on behalf of an operation if the parameters hold averages.
+void check_weights_are_in(const std::string& operation, bool is_swapped);
+
 // What became of the parameters when averages left them.
 struct SwapEnd {
   std::unordered_map<const void*, int64_t> writes;  // by object, how often each was written
@@ -102,6 +105,7 @@ class AMP_EXT_API WeightAverages {
     std::string name;
   };
 
+  static OfDevice& on_device(std::vector<OfDevice>& devices, const at::Device& device);
   static bool fits(const Average& average, const AveragedWeight& weight);
   void check(const Average& average, const AveragedWeight& weight) const;
   void list(const std::vector<AveragedWeight>& weights, bool begins_anew);
