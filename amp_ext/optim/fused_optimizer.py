@@ -266,13 +266,17 @@ class FusedOptimizer(WatchedOptimizer):
         sums: tuple[Tensor | None, Tensor | None] = None, None
         if hand_over.look is not None:
             has_hooks = self._has_step_pre_hooks()
-            over_ranks = plan.sharded_over or (guard is not None and guard.ranks() is not None)
             written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
             if written and grad_scale is not None:
                 self._warn_of_hooks()
             if not hand_over.look.found_infs:
                 self._check_no_grads()
-            elif has_hooks and isinstance(found_inf, Tensor) and not over_ranks:
+            elif (
+                has_hooks
+                and isinstance(found_inf, Tensor)
+                and not plan.sharded_over
+                and self._ranks_of_guard() is None
+            ):
                 # A hook may have written gradients, and no version shows a write through ``.data``.
                 hand_over.look = self._look(found_inf, grad_scale)
                 if hand_over.look.found_infs:
@@ -283,7 +287,7 @@ class FusedOptimizer(WatchedOptimizer):
             inspection = self._inspect(grad_scale, found_inf, sums[0], is_in_step=True)
         # It says in the hand-over that it is spent, before it writes.
         arguments = hand_over, grad_scale, found_inf
-        asks_ranks = guard is not None and guard.ranks() is not None and sums[0] is None
+        asks_ranks = guard is not None and sums[0] is None and guard.ranks() is not None
         if asks_ranks or not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
             # A norm over ranks is wanted, and no scaler has looked.
             look = self._look(torch.zeros((), device=self._first_device()), grad_scale)

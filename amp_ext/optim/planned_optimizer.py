@@ -19,7 +19,7 @@ __all__ = ["PlannedOptimizer"]
 class PlannedOptimizer(SavedOptimizer):
     """An optimizer whose plan knows its parameters, gradients and states from step to step."""
 
-    _norm_guard: NormGuard | None = None
+    _norm_guard: NormGuard | None
 
     def rebuild(self) -> None:
         """Forgets all parameters and states until the next step, which looks them up again.
@@ -107,8 +107,7 @@ class PlannedOptimizer(SavedOptimizer):
         else:
             if found_inf is None:
                 found_inf = torch.zeros((), device=self._first_device())
-            tracks, guards = self.track_grad_norms, self._norm_guard is not None
-            sums_squares = tracks or guards or self.param_groups[0]["max_grad_norm"] is not None
+            sums_squares = plan.compiled.wants_norm(self.param_groups[0]["max_grad_norm"])
             flags, sum_of_squares, squares_of_params = plan.sharded_over.all_reduce(
                 found_inf,
                 [flag for flag, *_ in found],
@@ -119,7 +118,7 @@ class PlannedOptimizer(SavedOptimizer):
                     for _, _, partition, _, squares in found
                     if squares is not None
                 ],
-                params=len(plan.params) if tracks else 0,
+                params=len(plan.params) if plan.compiled.tracks_grad_norms else 0,
             )
             if not sums_squares:
                 sum_of_squares = None

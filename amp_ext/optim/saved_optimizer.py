@@ -41,7 +41,7 @@ class SavedOptimizer(DescribedOptimizer):
         if self._plan.compiled.failure:
             state["_progress"] = self._plan.compiled.failure
         if self.track_grad_norms:
-            state["track_grad_norms"] = self.track_grad_norms
+            state["track_grad_norms"] = True
         if self.norm_guard is not None:
             state["norm_guard"] = self.norm_guard
         return state
@@ -56,15 +56,18 @@ class SavedOptimizer(DescribedOptimizer):
         for group in state["param_groups"]:
             for name, value in defaults.items():
                 group.setdefault(name, value)
-        tracks = vars(self).get("track_grad_norms", False)
         of_steps = {"grad_norm": None, "grad_norms": None, "inspection": None}
-        state = {"track_grad_norms": tracks, **state, **of_steps}
+        guard_before = vars(self).get("_norm_guard")
+        state = {**state, **of_steps, "_norm_guard": guard_before}
         failure = state.pop("_progress", None) or ""
+        tracks = state.pop("track_grad_norms", False)
         guard = state.pop("norm_guard", None)
         before = vars(self).get("_plan")
         state["_plan"] = StepPlan(type(self).__name__, self._description, before, failure)
         # torch takes all of it in one assignment, which no interrupt divides.
         super().__setstate__(state)
+        if tracks:
+            self.track_grad_norms = True
         if guard is not None:  # of a shallow copy it is that of another optimizer
             self.norm_guard = guard if guard.is_free_for(self) else copy.deepcopy(guard)
 

@@ -26,9 +26,6 @@ class WatchedOptimizer(PlannedOptimizer):
     #: tracked or guarded.
     grad_norm: Tensor | None
 
-    #: Lets every step keep the norm of each gradient, at the cost of a look where there was none.
-    track_grad_norms: bool
-
     #: Norms of the unscaled gradients of all parameters at the last step, [parameters] float32 in
     #: the order of the groups, on the device of the first, which later steps write anew: NaN where
     #: there was no gradient, inf where it was not finite. Of DTensors, those of the whole
@@ -48,15 +45,29 @@ class WatchedOptimizer(PlannedOptimizer):
     ) -> None:
         """Checks the options and adds the parameters; the arguments are those of a subclass."""
         # Of the instance, as the guard: a wrapper made of this class shall not hide them.
-        self.grad_norm = self.grad_norms = self.inspection = None
-        if not isinstance(track_grad_norms, bool):
-            raise TypeError(
-                f"{type(self).__name__}: track_grad_norms must be a bool, got {track_grad_norms!r}"
-            )
+        self.grad_norm = self.grad_norms = self.inspection = self._norm_guard = None
         self.track_grad_norms = track_grad_norms
-        self._norm_guard = None
         super().__init__(params, defaults)
         self.norm_guard = norm_guard
+
+    @property
+    def track_grad_norms(self) -> bool:
+        """Whether every step keeps the norm of each gradient, which costs a look of its own.
+
+        A look of a scaler, or for ``max_grad_norm``, finds them beside what it looks for.
+
+        Raises:
+            TypeError: If what is set is no bool.
+        """
+        return self._plan.compiled.tracks_grad_norms
+
+    @track_grad_norms.setter
+    def track_grad_norms(self, tracks: bool) -> None:
+        if not isinstance(tracks, bool):
+            raise TypeError(
+                f"{type(self).__name__}: track_grad_norms must be a bool, got {tracks!r}"
+            )
+        self._plan.compiled.tracks_grad_norms = tracks
 
     @property
     def norm_guard(self) -> NormGuard | None:

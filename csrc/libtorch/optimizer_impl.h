@@ -24,7 +24,6 @@ struct FusedOptimizer::Impl {
 
   const OptimizerKind& kind;
   std::unique_ptr<Plan> plan;
-  bool tracks_grad_norms = false;
   bool inspects_next = false;
   std::optional<InspectedStep> inspected;  // by the step that was asked for it
   std::shared_ptr<NormGuard> norm_guard;   // or null

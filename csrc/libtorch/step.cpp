@@ -30,8 +30,6 @@ struct FusedOptimizer::Operation {
     for (const PlacedOptions& group : placed) groups.push_back(&group);
     const OptimizerKind& kind = optimizer.impl_->kind;
     shared = shared_options(kind.name, groups);
-    shared.track_grad_norms = optimizer.impl_->tracks_grad_norms;
-    shared.is_guarded = plan.is_guarded();
     table = kind.table(groups);
     kept = optimizer.kept_in(placed);
     if (take_params()) return;
@@ -152,8 +150,7 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   }
   try {
     Store store(*this, operation.kept);
-    operation.plan.step(operation.table, std::move(options), store,
-                        {operation.shared.track_grad_norms});
+    operation.plan.step(operation.table, std::move(options), store);
   } catch (c10::Error& error) {
     if (!operation.plan.failure().empty()) {
       error.add_context(c10::str(impl_->kind.name, ".step: ", operation.plan.note_of_failure()));
@@ -226,11 +223,11 @@ at::Tensor FusedOptimizer::grad_norm() const { return checked("grad_norm").plan-
 at::Tensor FusedOptimizer::grad_norms() const { return checked("grad_norms").plan->grad_norms(); }
 
 bool FusedOptimizer::track_grad_norms() const {
-  return checked("track_grad_norms").tracks_grad_norms;
+  return checked("track_grad_norms").plan->tracks_grad_norms();
 }
 
 void FusedOptimizer::track_grad_norms(bool track) {
-  checked("track_grad_norms").tracks_grad_norms = track;
+  checked("track_grad_norms").plan->set_tracks_grad_norms(track);
 }
 
 }  // namespace amp_ext::optim

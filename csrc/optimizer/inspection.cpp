@@ -193,13 +193,14 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
   trial.check_groups(table, options.max_grad_norm);
   trial.check_inputs(options);
   bool looks_are_new = false;
-  const std::vector<Look> looks = trial.looks_for_step(options, {}, looks_are_new);
+  const std::vector<Look> looks =
+      trial.looks_for_step(options, /*has_squares_of_params=*/false, looks_are_new);
   const at::Device device = rows_.empty() ? at::Device(at::kCPU) : rows_.front().param().device();
   for (const Look& look : looks) {
     if (!looks_are_new || !options.found_inf.has_value()) break;
     options.found_inf = moved(*options.found_inf, device) + moved(look.result.found_inf, device);
   }
-  if (wants_norm(options, {}) && !options.sum_of_squares.has_value() && !looks.empty()) {
+  if (reads_norm(options.max_grad_norm) && !options.sum_of_squares.has_value() && !looks.empty()) {
     options.sum_of_squares = sum_of_looks(looks, device);
   }
   InspectedStep found;

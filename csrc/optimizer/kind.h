@@ -134,12 +134,6 @@ AMP_EXT_API void check_group(const GroupOptions& options);
 struct SharedOptions {
   std::optional<double> max_grad_norm;
   bool skip_nonfinite = false;
-  // Attributes of the optimizer, no options of a group.
-  bool track_grad_norms = false;
-  bool is_guarded = false;
-
-  // Whether a look sums squares.
-  bool wants_norm() const { return max_grad_norm.has_value() || track_grad_norms || is_guarded; }
 };
 
 // Throws on behalf of an optimizer unless they are the same in all groups.

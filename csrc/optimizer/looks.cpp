@@ -92,8 +92,8 @@ Plan::Look& Plan::look_of(std::vector<Look>& looks, const Row& row, const Option
                               ? found_inf->to(device, at::kFloat,
                                               /*non_blocking=*/!device.is_cpu(), /*copy=*/true)
                               : at::zeros({}, float32);
-  if (options.wants_norm()) look.result.sum_of_squares = at::zeros({}, float64);
-  if (options.track_grad_norms) {
+  if (wants_norm(options.max_grad_norm)) look.result.sum_of_squares = at::zeros({}, float64);
+  if (tracks_grad_norms_) {
     look.result.squares_of_params = at::full({number_of_params()}, std::nan(""), float64);
   }
   look.records.reserve(rows_.size());
@@ -118,15 +118,14 @@ bool Plan::gradients_were_written() const {
 
 // The looks that a step goes by: those of `look` if the gradients are unchanged, else new ones.
 std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options,
-                                             const TrackedNorms& tracked, bool& is_new) {
+                                             bool has_squares_of_params, bool& is_new) {
   const bool is_stale = !looks_.empty() && !gradients_are_as_seen();
-  is_new = needs_look(options, tracked, is_stale);
+  is_new = needs_look(options, has_squares_of_params, is_stale);
   std::vector<Look> looks;
   std::swap(looks, looks_);
   if (is_stale) looks.clear();
   if (!is_new) return looks;
-  return look_at_grads(
-      {}, {}, {options.max_grad_norm, options.skip_nonfinite, tracked.are_wanted, is_guarded()});
+  return look_at_grads({}, {}, {options.max_grad_norm, options.skip_nonfinite});
 }
 
 // Whether a step takes a look of its own, by what it asks for and what is known from the last look
@@ -137,14 +136,14 @@ std::vector<Plan::Look> Plan::looks_for_step(const GradientOptions& options,
 //   without a sum   no        no          no                          yes
 //   with a sum      no        no          no                          no
 //   stale           no        yes         yes                         yes
-bool Plan::needs_look(const GradientOptions& options, const TrackedNorms& tracked,
+bool Plan::needs_look(const GradientOptions& options, bool has_squares_of_params,
                       bool is_stale) const {
-  const bool asks_norm = wants_norm(options, tracked);
+  const bool asks_norm = wants_norm(options.max_grad_norm);
   if (is_stale) return asks_norm || options.found_inf.has_value();
   const LookResult last = looks_.empty() ? LookResult() : looks_.front().result;
   const bool has_sum = options.sum_of_squares.has_value() || last.sum_of_squares.defined();
-  const bool has_each = tracked.squares_of_params.defined() || last.squares_of_params.defined();
-  return (asks_norm && !has_sum) || (tracked.are_wanted && !has_each);
+  const bool has_each = has_squares_of_params || last.squares_of_params.defined();
+  return (asks_norm && !has_sum) || (tracks_grad_norms_ && !has_each);
 }
 
 }  // namespace amp_ext

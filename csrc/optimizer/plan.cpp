@@ -68,6 +68,7 @@ void Plan::take_over(const Plan& before) {
   steps_ = before.steps_;
   guard_ = before.guard_;
   retired_guards_ = before.retired_guards_;
+  tracks_grad_norms_ = before.tracks_grad_norms_;
 }
 
 void Plan::set_guard(std::shared_ptr<NormStatistics> guard) {
@@ -222,14 +223,15 @@ std::string Plan::note_of_failure() const {
 
 // First all that may fail: checks, and memory for every batch. Then copies and launches alone.
 void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
-                const TrackedNorms& tracked) {
+                const at::Tensor& squares_of_params) {
   const at::NoGradGuard no_grad;
   checks_.described = table.buffers;
   progress_ = {};
-  if (checks_.naming == Naming::kGroups) take_norms(options, tracked);
+  if (checks_.naming == Naming::kGroups) take_norms(options);
   check_with_states(table, options, store);
   bool looks_are_new = false;
-  const std::vector<Look> looks = looks_for_step(options, tracked, looks_are_new);
+  const std::vector<Look> looks =
+      looks_for_step(options, squares_of_params.defined(), looks_are_new);
   std::vector<Batch> all = batches();
   const at::Tensor landed = take_landed(all);
   for (Batch& batch : all) {
@@ -257,7 +259,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     }
     if (last == nullptr) guarded = inputs_on(device, options, looks, looks_are_new);
   }
-  write_norms(options, looks, tracked, is_written);
+  write_norms(options, looks, squares_of_params, is_written);
   clear_autocast_cache();
   try {
     for (const Batch& batch : all) {
@@ -363,7 +365,7 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
       inputs.found_inf = inputs.found_inf.add(moved(look.result.found_inf, device));
     }
   }
-  const bool reads_norm = options.max_grad_norm.has_value() || is_guarded();
+  const bool reads_norm = this->reads_norm(options.max_grad_norm);
   if (reads_norm && options.sum_of_squares.has_value()) {
     inputs.sum_of_squares = moved(*options.sum_of_squares, device).to(at::kDouble);
   } else if (reads_norm) {

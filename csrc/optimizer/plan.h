@@ -45,13 +45,6 @@ struct LookResult {
   int64_t partition = 0;
 };
 
-// What a step is told of the norms of single gradients.
-struct TrackedNorms {
-  bool are_wanted = false;
-  // As in a LookResult, summed over ranks; undefined: the step takes those of the plan's own look.
-  at::Tensor squares_of_params = {};
-};
-
 // Where the states of an optimizer's parameters come from, and are kept.
 class AMP_EXT_API StateStore {
  public:
@@ -114,6 +107,19 @@ class AMP_EXT_API Plan {
   void set_guard(std::shared_ptr<NormStatistics> guard);
   bool is_guarded() const { return guard_ != nullptr; }
 
+  // Whether every step keeps the norm of each gradient.
+  void set_tracks_grad_norms(bool tracks) { tracks_grad_norms_ = tracks; }
+  bool tracks_grad_norms() const { return tracks_grad_norms_; }
+
+  // Whether a step goes by the norm of all gradients.
+  bool reads_norm(const std::optional<double>& max_grad_norm) const {
+    return max_grad_norm.has_value() || is_guarded();
+  }
+  // Whether a look sums squares: the step goes by the norm, or shows it.
+  bool wants_norm(const std::optional<double>& max_grad_norm) const {
+    return reads_norm(max_grad_norm) || tracks_grad_norms_;
+  }
+
   // Drops parameters and states, at the end of the use if there is one. Fingerprints of parameters
   // are remembered for the next listing.
   void forget();
@@ -173,7 +179,7 @@ class AMP_EXT_API Plan {
   // each parameter has been stepped with its state and counter, or neither; and if one has, later
   // uses are refused.
   void step(GroupTable& table, GradientOptions options, StateStore& store,
-            const TrackedNorms& tracked = {});
+            const at::Tensor& squares_of_params = {});
 
   // What such a step would do, by taking it with a copy of one parameter after another. Nothing is
   // written or kept: of the store, states are made, and none is kept. What a step refuses is
@@ -280,21 +286,18 @@ class AMP_EXT_API Plan {
   void let_go();
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
-  bool wants_norm(const GradientOptions& options, const TrackedNorms& tracked) const {
-    return options.max_grad_norm.has_value() || tracked.are_wanted || is_guarded();
-  }
-  void take_norms(GradientOptions& options, const TrackedNorms& tracked);
+  void take_norms(GradientOptions& options);
   static at::Tensor sum_of_looks(const std::vector<Look>& looks, const at::Device& device);
   at::Tensor take_landed(const std::vector<Batch>& batches);
   void write_norms(const GradientOptions& options, const std::vector<Look>& looks,
-                   const TrackedNorms& tracked, bool is_written);
+                   const at::Tensor& squares_of_params, bool is_written);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
                          StateStore& store);
   void check_inputs(const GradientOptions& options) const;
   void check_step(const GroupTable& table, const GradientOptions& options);
-  std::vector<Look> looks_for_step(const GradientOptions& options, const TrackedNorms& tracked,
+  std::vector<Look> looks_for_step(const GradientOptions& options, bool has_squares_of_params,
                                    bool& is_new);
-  bool needs_look(const GradientOptions& options, const TrackedNorms& tracked, bool is_stale) const;
+  bool needs_look(const GradientOptions& options, bool has_squares_of_params, bool is_stale) const;
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
                          const std::vector<Look>& looks, bool looks_are_new) const;
@@ -339,6 +342,7 @@ class AMP_EXT_API Plan {
   std::shared_ptr<NormStatistics> guard_;
   // Those before it on a GPU: a captured graph writes to them as long as it is replayed.
   std::vector<std::shared_ptr<NormStatistics>> retired_guards_;
+  bool tracks_grad_norms_ = false;
   bool counts_norms_ = true;  // whether a step lets the guard count its norm
   bool follows_landings_ = false;
   at::Tensor has_landed_;

@@ -35,9 +35,9 @@ at::Tensor Plan::sum_of_looks(const std::vector<Look>& looks, const at::Device& 
 
 // Allocates the norms that the optimizer shows before the step writes them. A captured graph may
 // write them for as long as the plan lives.
-void Plan::take_norms(GradientOptions& options, const TrackedNorms& tracked) {
-  has_grad_norm_ = wants_norm(options, tracked);
-  has_grad_norms_ = tracked.are_wanted && !rows_.empty();
+void Plan::take_norms(GradientOptions& options) {
+  has_grad_norm_ = wants_norm(options.max_grad_norm);
+  has_grad_norms_ = tracks_grad_norms_ && !rows_.empty();
   const auto allocate = [&](at::Tensor& norms, at::IntArrayRef sizes) {
     if (rows_.empty()) return;
     const at::Device device = rows_.front().param().device();
@@ -73,8 +73,8 @@ at::Tensor Plan::take_landed(const std::vector<Batch>& batches) {
 // Writes the norms that no kernel writes: that of each gradient, and that of all of them where
 // nothing is clipped by it on its device.
 void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& looks,
-                       const TrackedNorms& tracked, bool is_written) {
-  if (wants_norm(options, tracked) && options.grad_norm.has_value() && !is_written) {
+                       const at::Tensor& squares_of_params, bool is_written) {
+  if (wants_norm(options.max_grad_norm) && options.grad_norm.has_value() && !is_written) {
     const at::Tensor sum = options.sum_of_squares.has_value()
                                ? *options.sum_of_squares
                                : sum_of_looks(looks, options.grad_norm->device());
@@ -86,7 +86,7 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& 
   }
   if (!has_grad_norms_) return;
   const at::Device device = grad_norms_.device();
-  at::Tensor squares = tracked.squares_of_params;
+  at::Tensor squares = squares_of_params;
   for (const Look& look : looks) {
     const at::Tensor here = moved(look.result.squares_of_params, device);
     squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;

@@ -59,7 +59,6 @@ struct Names {
   PyObject* state = PyUnicode_InternFromString("state");
   PyObject* grad_norm = PyUnicode_InternFromString("grad_norm");
   PyObject* grad_norms = PyUnicode_InternFromString("grad_norms");
-  PyObject* track_grad_norms = PyUnicode_InternFromString("track_grad_norms");
   PyObject* is_spent = PyUnicode_InternFromString("is_spent");
 };
 
@@ -91,6 +90,9 @@ class PlanOfPython {
   Plan plan;
   KeptStates states;
   py::set state_keys;  // of what steps work on
+  // Whether the optimizer may have other norms to show than None.
+  bool may_show_norm = true;
+  bool may_show_norms = true;
 };
 
 namespace {
@@ -108,11 +110,6 @@ struct Operation {
       : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
     try {
       groups.emplace(mine.groups_of(optimizer));
-      const int tracks =
-          PyObject_IsTrue(py::object(py::getattr(optimizer, mine.names.track_grad_norms)).ptr());
-      if (tracks < 0) throw py::error_already_set();
-      groups->shared.track_grad_norms = tracks == 1;
-      groups->shared.is_guarded = mine.plan.is_guarded();
       is_current = mine.states.are_in(states) && mine.plan.is_for(groups->kept) && take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // an interrupt
@@ -174,8 +171,8 @@ class StatesOfPython : public StateStore {
       operation_.states.attr("update")(made_);  // at once
       mine.states.keep(operation_.states, mine.state_keys);
     }
-    show(operation_.mine.names.grad_norm, operation_.mine.plan.grad_norm());
-    show(operation_.mine.names.grad_norms, operation_.mine.plan.grad_norms());
+    show(mine.names.grad_norm, mine.plan.grad_norm(), mine.may_show_norm);
+    show(mine.names.grad_norms, mine.plan.grad_norms(), mine.may_show_norms);
     set_spent(Py_True);
     release_.emplace();
   }
@@ -188,7 +185,11 @@ class StatesOfPython : public StateStore {
   }
 
  private:
-  void show(py::handle name, const at::Tensor& norm) {
+  // An attribute that has been None since the last step is not read.
+  void show(py::handle name, const at::Tensor& norm, bool& may_be_shown) {
+    if (!norm.defined() && !may_be_shown) return;
+    may_be_shown = norm.defined();
+
     const py::object shown = norm.defined() ? py::cast(norm) : py::none();
     if (!py::object(py::getattr(optimizer_, name)).is(shown)) py::setattr(optimizer_, name, shown);
   }
@@ -272,8 +273,8 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   if (!operation.is_current) return std::nullopt;
   Plan& plan = mine.plan;
   const optim::SharedOptions& shared = operation.groups->shared;
-  const bool lacks_sum = (shared.wants_norm() && !sum_of_squares.has_value()) ||
-                         (shared.track_grad_norms && !squares_of_params.has_value());
+  const bool lacks_sum = (plan.wants_norm(shared.max_grad_norm) && !sum_of_squares.has_value()) ||
+                         (plan.tracks_grad_norms() && !squares_of_params.has_value());
   if (lacks_sum && plan.is_partitioned()) return false;
   GradientOptions options{std::move(grad_scale),
                           std::move(found_inf),
@@ -284,7 +285,7 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   StatesOfPython store(operation, step_plan, optimizer, hand_over);
   try {
     plan.step(operation.groups->table, std::move(options), store,
-              {shared.track_grad_norms, squares_of_params.value_or(at::Tensor())});
+              squares_of_params.value_or(at::Tensor()));
   } catch (...) {
     store.take_back();
     throw;
@@ -312,8 +313,7 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
   if (!operation.is_current) return std::nullopt;
   if (!is_in_step) mine.plan.check_is_before_step();
   const optim::SharedOptions& shared = operation.groups->shared;
-  const bool asks_norm = shared.max_grad_norm.has_value() || shared.is_guarded;
-  const bool lacks_sum = asks_norm && !sum_of_squares.has_value();
+  const bool lacks_sum = mine.plan.reads_norm(shared.max_grad_norm) && !sum_of_squares.has_value();
   if (lacks_sum && mine.plan.is_partitioned()) return false;
   GradientOptions options{std::move(grad_scale),
                           std::move(found_inf),
@@ -425,6 +425,16 @@ void define_plan(py::module_& module) {
             self.plan.set_guard(std::move(guard));
           },
           py::arg("guard"))
+      .def_property(
+          "tracks_grad_norms",
+          [](const PlanOfPython& self) { return self.plan.tracks_grad_norms(); },
+          [](PlanOfPython& self, bool tracks) { self.plan.set_tracks_grad_norms(tracks); })
+      .def(
+          "wants_norm",
+          [](const PlanOfPython& self, std::optional<double> max_grad_norm) {
+            return self.plan.wants_norm(max_grad_norm);
+          },
+          py::arg("max_grad_norm"))
       .def("list_params", &list_params, py::arg("optimizer"), py::arg("operation"), py::arg("rows"))
       .def("look", &look, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
            py::arg("grad_scale"))

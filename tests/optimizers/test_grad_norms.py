@@ -174,8 +174,11 @@ def test_names_stand_beside_them_for_people():
     message = r"^SGD\.named_grad_norms: grad_norms must be those of a step, got none: set optimizer"
     with pytest.raises(RuntimeError, match=message):
         optimizer.named_grad_norms()
-    with pytest.raises(TypeError, match=r"^SGD: track_grad_norms must be a bool, got 1$"):
+    wrong = pytest.raises(TypeError, match=r"^SGD: track_grad_norms must be a bool, got 1$")
+    with wrong:
         amp_ext.optim.SGD(model.parameters(), track_grad_norms=1)
+    with wrong:
+        optimizer.track_grad_norms = 1
     optimizer.track_grad_norms = True
     model.weight.grad = torch.full_like(model.weight, 0.5)
     optimizer.step()
