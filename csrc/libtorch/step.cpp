@@ -157,9 +157,12 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
     }
     throw;
   }
-  if (!inspected.has_value()) return;
-  impl_->inspected = std::move(inspected);
-  impl_->inspects_next = false;
+  if (inspected.has_value()) {
+    impl_->inspected = std::move(inspected);
+    impl_->inspects_next = false;
+  }
+  const std::shared_ptr<NormGuard>& guard = impl_->norm_guard;
+  if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
 }
 
 std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& found_inf,

@@ -572,15 +572,24 @@ AMP_EXT_CHECK(closures_are_refused_or_handed_on) {
   CHECK_THAT(param.item<double>() == 0.0 && disabled.get_scale() == 1.0);
 }
 
-AMP_EXT_CHECK(a_scaler_without_cuda_says_how_to_enable_it) {
+// Keeps the last warning of this thread while it lives, instead of showing it.
+class LastWarning {
+ public:
+  const std::string& text() const { return handler_.text; }
+
+ private:
   struct Handler : c10::WarningHandler {
     void process(const c10::Warning& warning) override { text = warning.msg(); }
     std::string text;
-  } handler;
-  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  } handler_;
+  c10::WarningUtils::WarningHandlerGuard guard_{&handler_};
+};
+
+AMP_EXT_CHECK(a_scaler_without_cuda_says_how_to_enable_it) {
+  const LastWarning warning;
   const bool is_available = torch::cuda::is_available();
   CHECK_THAT(GradScaler().is_enabled() == is_available);
-  CHECK_THAT(contains(handler.text, "Where the CPU trains: GradScalerOptions()") != is_available);
+  CHECK_THAT(contains(warning.text(), "Where the CPU trains: GradScalerOptions()") != is_available);
   CHECK_REFUSED(GradScaler(GradScalerOptions().device(torch::kMeta)),
                 "device must be cuda or cpu, got meta");
 }
@@ -761,6 +770,17 @@ AMP_EXT_CHECK(a_first_step_is_inspected_parameter_by_parameter) {
   optimizer.inspect_next();
   optimizer.step();
   CHECK_THAT(optimizer.inspection()->params[1].update_norm == inspection.params[1].update_norm);
+}
+
+AMP_EXT_CHECK(a_guard_behind_other_clipping_warns_once) {
+  torch::Tensor param = parameter({1.0});
+  AdamW optimizer({param});
+  optimizer.norm_guard(std::make_shared<amp_ext::optim::NormGuard>());
+  for (int i = 0; i < 80; ++i) {
+    const LastWarning warning;
+    step_with_ones(optimizer);
+    CHECK_THAT(contains(warning.text(), "64 norms in a row") == (i == 63));
+  }
 }
 
 AMP_EXT_CHECK(a_guard_belongs_to_one_optimizer_and_has_a_file) {
