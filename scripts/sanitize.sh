@@ -5,8 +5,8 @@
 # AddressSanitizer sees accesses outside a tensor's memory, the other one misaligned accesses,
 # overflows and the like. The emulated kernels run in a random order.
 # ThreadSanitizer takes the threads of a block for threads: it sees a missing barrier. Arguments go
-# to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh tests/programs/test_info.py); without any, all
-# tests of both engines run.
+# to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh tests/scaler/test_nonfinite.py); without any,
+# all tests that reach memory run, of both engines.
 #
 #   WORKERS='-n 2'   pytest's, for pytest-xdist, where all run
 set -euo pipefail
@@ -46,16 +46,12 @@ export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1
 checked() {
   ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
 }
-# Left out: what brings its own sanitizers, what starts compilers, or wants the library that this module
-# does not link, or Python in an environment without these, ranks, which have a minute each, what
-# wants memory not to grow: AddressSanitizer keeps for a while what is freed, and what judges the errors of
-# thousands of steps, or codes in plain torch.
+# Without a path those that reach memory run. Not ranks, which have a minute each, nor codes in plain torch.
+# Programs start compilers, or Python in an environment without these, want the library that this module does
+# not link, or memory not to grow, while AddressSanitizer keeps for a while what is freed. The trainer calls
+# what the other folders do.
 tests() {
-  local argument name paths=() options=()
-  for name in cmake cpp cuda_emulator distributed import info libtorch_example machine_code \
-    number_codes resharding stress update_errors; do
-    options+=(--ignore-glob "$root/tests/*/test_$name.py") # a relative one begins at this folder
-  done
+  local argument paths=() options=(--ignore "$root/tests/operations/test_number_codes.py")
   for argument; do
     case $argument in
       "$root"/*) paths+=("$argument") ;;
@@ -63,8 +59,10 @@ tests() {
       *) options+=("$argument") ;;
     esac
   done
+  [ ${#paths[@]} -gt 0 ] ||
+    paths=("$root"/tests/{operations,optimizers,scaler,state_machine,programs/test_refused_calls.py})
   checked -m pytest -q -r fE --rootdir "$root" -c "$root/pyproject.toml" -p no:cacheprovider \
-    "${options[@]}" "${paths[@]:-$root/tests}"
+    "${options[@]}" "${paths[@]}"
 }
 checked -c 'import sys; from amp_ext import ops
 if not ops._C.__file__.startswith(sys.argv[1]): sys.exit(f"another module is used: {ops._C}")' "$PWD"
