@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.hand_over import optimizer_inside
+from amp_ext.scaler_ranges import check_has_groups
 
 __all__ = ["ScalerHistory", "ScalerReports", "ScalerStats"]
 
@@ -104,9 +105,14 @@ class ScalerReports(torch.amp.GradScaler):
         Returns:
             None if no update has been finished yet, or none with this optimizer; False if scaling
             is disabled.
+
+        Raises:
+            TypeError: If it is no optimizer.
         """
         if not self._enabled:
             return False
+        if optimizer is not None:
+            check_has_groups("last_step_skipped", optimizer)
         if wait:
             self._wait()
         inside = None if optimizer is None else optimizer_inside(optimizer)

@@ -114,7 +114,7 @@ def test_a_flag_that_is_a_text_is_refused(name):
     assert not amp_ext.GradScaler("cpu", enabled=0, dynamic="no").is_enabled()
 
 
-@pytest.mark.parametrize("name", ["step", "unscale_"])
+@pytest.mark.parametrize("name", ["step", "unscale_", "last_step_skipped"])
 def test_what_is_no_optimizer_is_refused(name):
     scaler = ready()
     words = "optimizer must have param_groups, as a torch.optim.Optimizer, got Linear"
