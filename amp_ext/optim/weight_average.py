@@ -211,7 +211,8 @@ class WeightAverage:
         training: ``torch.optim.swa_utils.update_bn(loader, model)`` measures it anew.
 
         Args:
-            model: Of the parameters and buffers of ``self.model``, in any dtypes; written.
+            model: Of the parameters and buffers of ``self.model``, in any dtypes; written. Names
+                are compared without what ``torch.compile`` and wrappers such as DDP add to them.
 
         Raises:
             ValueError: If it has others, by name or shape, or ``self.model`` lacks a parameter that
@@ -222,6 +223,10 @@ class WeightAverage:
         entries = self._named(operation)
         target: dict[str, Tensor] = model.state_dict(keep_vars=True)
         target = {name: each for name, each in target.items() if isinstance(each, Tensor)}
+        names = list(target)
+        places = ops.places_by_name([*entries], names)
+        if places:
+            target = {name: target[names[at]] for name, at in zip(entries, places, strict=True)}
         for name in [*entries, *target]:
             wanted, got = _shape_under(name, entries), _shape_under(name, target)
             if wanted != got:

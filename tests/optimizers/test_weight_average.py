@@ -194,10 +194,11 @@ def test_it_is_torchs_average_in_its_files_too():
             torch.testing.assert_close(written[name], value, rtol=1e-6, atol=1e-7, msg=name)
     AveragedModel(model).load_state_dict(written)
     copied = copy.deepcopy(model)
-    nn.init.zeros_(copied[2].weight)
-    average.copy_to(copied)
-    for name, value in copied.state_dict().items():
-        assert same_bits(value, written["module." + name]), name
+    for target in (copied, torch.compile(copied)):
+        nn.init.zeros_(copied[2].weight)
+        average.copy_to(target)
+        for name, value in copied.state_dict().items():
+            assert same_bits(value, written["module." + name]), name
     assert same_bits(copied[1].running_mean, model[1].running_mean)
     file = io.BytesIO()
     torch.save(theirs.state_dict(), file)
