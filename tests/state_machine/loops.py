@@ -353,15 +353,19 @@ class Loops(RuleBasedStateMachine):
     def iteration(self, which: int, seed: int, bad: str | None, direct: bool) -> None:
         """What most programs do all the time."""
         sides = self.sides(which)
+        self.did(f"iteration {self.iterate(which, seed, bad)}")
+        if direct and sides.has_finite_grads():
+            self.did(f"direct step {self.take_step(sides, Plan())}")
+
+    def iterate(self, which: int, seed: int, bad: str | None) -> str:
+        sides = self.sides(which)
         scalers = self.scalers_of(sides)
         sides.handle.zero_grad()
         sides.twin.zero_grad()
         self.backward(which, seed, "all", bad, "dense", True, False)
         result = self.take_step(sides, Plan(scalers))
         scalers.update(None, sides)
-        self.did(f"iteration {result}")
-        if direct and sides.has_finite_grads():
-            self.did(f"direct step {self.take_step(sides, Plan())}")
+        return result
 
     @precondition(lambda self: "interrupts" not in self.without)
     @rule(

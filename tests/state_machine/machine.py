@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
 from amp_ext.optim import float32_state_dict
-from state_machine.loops import DTYPES, Loops, draws, dtypes, new_params, number, seeds
+from state_machine.loops import DTYPES, draws, dtypes, new_params, number, seeds
 from state_machine.sides import (
     HANDLES,
     OWN_OPTIONS,
@@ -29,6 +29,7 @@ from state_machine.sides import (
     doubled,
     error_of,
 )
+from state_machine.watching import Watching
 
 # What a program changes in a group between two steps.
 CHANGES = {
@@ -50,7 +51,7 @@ CHANGES = {
 OF_STATE = ("master_weights", "state_dtype", "rounding", "amsgrad", "momentum", "dampening")
 
 
-class Machine(Loops):
+class Machine(Watching):
     """Loops in which parameters, groups and options change, and all is copied, saved and loaded."""
 
     # Parameters.

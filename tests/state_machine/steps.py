@@ -93,6 +93,8 @@ class Step:
         self.stepped_grads: dict[Pair, Tensor] = {}
         self.old: dict[Pair, tuple[Tensor, dict[str, Tensor], Tensor | None]] = {}
         self.norm: Tensor | None = None
+        self.norms: list[Tensor] = []  # of all parameters
+        self.clips = False
 
     def take(self) -> str:
         """Returns what came of it: "stepped", "skipped", "refused" or "interrupted"."""
@@ -110,6 +112,9 @@ class Step:
         error = self._step_ours()
         expected = self._step_torchs(error)
         result = self._result(error, expected)
+        landed = self.sides.mine.has_landed
+        if landed is not None and result in ("stepped", "skipped"):
+            assert landed.item() == (result == "stepped" and bool(self.with_grads)), result
         if self.has_scale and result in ("stepped", "skipped", "interrupted"):
             self._remember_scaled_grads()
         if result == "stepped" or (result == "interrupted" and self._has_stepped()):
@@ -219,7 +224,8 @@ class Step:
         hook = sides.twin.register_step_pre_hook(self._before_torchs_step)
         try:
             if scalers is None:
-                return error_of(sides.twin.step)
+                expected = error_of(sides.twin.step)
+                return None if isinstance(expected, SkippedError) else expected
             expected = error_of(lambda: scalers.twin.step(sides.twin))
         finally:
             hook.remove()
@@ -252,10 +258,12 @@ class Step:
 
     def _sees_late_overflow(self) -> bool:
         """Returns whether gradients became inf or NaN after the scaler's look, and ours sees it."""
-        if self.scalers is None:
-            return False
-        looks_again = self.sides.mine.param_groups[0]["max_grad_norm"] is not None
-        looks_again |= self.was_ready and self.scalers.kind != "torch"
+        mine = self.sides.mine
+        looks_again = mine.norm_guard is not None
+        if self.scalers is not None:
+            looks_again |= mine.track_grad_norms
+            looks_again |= mine.param_groups[0]["max_grad_norm"] is not None
+            looks_again |= self.was_ready and self.scalers.kind != "torch"
         return looks_again and not all(b.grad.isfinite().all() for b in self.before.values())
 
     def _before_torchs_step(self, *_: Any) -> None:
@@ -269,9 +277,16 @@ class Step:
             self.is_skipped = True
             raise SkippedError
         twins = [pair.twin for _, pair in self.with_grads]
-        group = self.sides.mine.param_groups[0]
-        if group["max_grad_norm"] is not None and twins:
+        mine = self.sides.mine
+        group = mine.param_groups[0]
+        nan = torch.tensor(torch.nan)
+        grads = [pair.twin.grad for _, pair in self.sides]
+        self.norms = [nan if grad is None else grad.norm() for grad in grads]
+        self.clips = group["max_grad_norm"] is not None
+        if self.clips and twins:
             self.norm = torch.nn.utils.clip_grad_norm_(twins, group["max_grad_norm"], foreach=False)
+        elif twins and (mine.track_grad_norms or mine.norm_guard is not None):
+            self.norm = torch.nn.utils.get_total_norm([twin.grad for twin in twins], foreach=False)
         for group, pair in self.with_grads:
             if group["clip_value"] is not None:
                 pair.twin.grad.clamp_(-group["clip_value"], group["clip_value"])
@@ -317,10 +332,13 @@ class Step:
                     assert_exact(state[name], value, f"{name} after no step")
 
     def _compare(self) -> None:
-        sides, clips = self.sides, self.norm is not None
-        if clips:
+        sides, clips = self.sides, self.clips
+        if self.norm is not None:
             norm = sides.mine.grad_norm
             assert_near(norm, self.norm, self.norm, "grad_norm", F32)
+        if sides.mine.track_grad_norms and self.norms:
+            for norm, expected in zip(sides.mine.grad_norms, self.norms, strict=True):
+                assert_near(norm, expected, expected, "a norm of grad_norms", F32)
         for group, pair in self.with_grads:
             self._compare_pair(group, pair, clips)
             if not group["write_back_grads"]:

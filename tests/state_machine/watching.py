@@ -1,0 +1,95 @@
+"""The rules of those who watch: norms, a guard, inspections and averages, beside other steps."""
+
+from __future__ import annotations
+
+import torch
+from harness.awkward import F32
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from torch import Tensor
+
+from amp_ext.optim import NormGuard, WeightAverage
+from state_machine.loops import Loops, number, seeds
+from state_machine.sides import Pair, Sides, assert_exact, assert_near, doubled, error_of
+from state_machine.steps import Plan
+
+
+class Watching(Loops):
+    """Loops whose steps are watched, which moves nothing."""
+
+    @rule(which=number, tracks=st.booleans(), guards=st.booleans())
+    def watch(self, which: int, tracks: bool, guards: bool) -> None:
+        """Changes what steps leave from now on. A guard that never warms up sees inf and NaN."""
+        mine = self.sides(which).mine
+        mine.track_grad_norms = tracks
+        mine.norm_guard = NormGuard(warmup_steps=10**6) if guards else None
+        mine.follow_landings()
+        self.did("watch")
+
+    @rule(which=number, scaled=st.booleans())
+    def inspect(self, which: int, scaled: bool) -> None:
+        sides = self.sides(which)
+        scaler = self.scalers_of(sides).mine if scaled else None
+        error = error_of(lambda: sides.mine.inspect(scaler))
+        assert error is None or isinstance(error, RuntimeError), repr(error)
+        assert error is not None or sides.with_grads()
+        self.did("inspect" if error is None else "inspect refused")
+
+    @staticmethod
+    def weights(sides: Sides) -> dict[Pair, Tensor]:
+        """Returns the numbers that steps change: masters, or parameters without one."""
+        weights = {}
+        for group, pair in sides:
+            master = sides.master(group, pair)
+            weights[pair] = doubled(pair.mine if master is None else master)
+        return weights
+
+    @rule(which=number, scaled=st.booleans())
+    def inspected_step(self, which: int, scaled: bool) -> None:
+        sides = self.sides(which)
+        if not sides.has_finite_grads():
+            return
+        before, left = self.weights(sides), {pair for _, pair in sides if pair.is_stale}
+        left |= {pair for _, pair in sides if pair.is_converted}
+        sides.mine.inspection = None
+        sides.mine.inspect_next()
+        result = self.take_step(sides, Plan(self.scalers_of(sides) if scaled else None))
+        if result != "stepped" or not sides.with_grads():
+            return
+        after, found = self.weights(sides), sides.mine.inspection.params.values()
+        for (_, pair), param in zip(sides.with_grads(), found, strict=True):
+            update = (after[pair] - before[pair]).norm()
+            if pair not in left and after[pair].isfinite().all() and update.isfinite():
+                actual = torch.tensor(param.update_norm, dtype=update.dtype)
+                torch.testing.assert_close(actual, update, rtol=1e-9, atol=0)
+        self.did("inspected_step")
+
+    @rule(which=number, seed=seeds, bad=st.sampled_from([None, "inf"]))
+    def follow_by_average(self, which: int, seed: int, bad: str | None) -> None:
+        """Averages over two iterations, of which the first may overflow, and evaluates."""
+        sides = self.sides(which)
+        if any(pair.is_converted for _, pair in sides):
+            return  # a tensor of another dtype has no average
+        average = WeightAverage(sides.mine, decay=0.25)
+        expected, taken = [pair.twin.detach().clone() for _, pair in sides], 0
+        sizes = [mean.abs() for mean in expected]  # the largest numbers that a mean is made of
+        for each, overflow in ((seed, bad), (seed + 1, None)):
+            result = self.iterate(which, each, overflow)
+            if result != "stepped" or not sides.with_grads():
+                continue
+            taken += 1
+            for mean, size, (_, pair) in zip(expected, sizes, sides, strict=True):
+                mean.lerp_(pair.twin.detach(), 0.75 if taken > 1 else 1.0)
+                torch.maximum(size, pair.twin.detach().abs(), out=size)
+        assert average.n_averaged == taken
+        was_seen = [pair.seen == pair.mine._version for _, pair in sides]
+        with average.swap():
+            rows = zip(average.averages, expected, sizes, sides, strict=True)
+            for actual, mean, size, (_, pair) in rows:
+                if actual.isfinite().all():  # else the step has begun the parameter anew
+                    assert_near(actual, mean, size, "an average", F32)
+                assert_exact(pair.mine, doubled(actual), "a parameter that holds its average")
+        average.remove()
+        for seen, (_, pair) in zip(was_seen, sides, strict=True):
+            pair.seen = pair.mine._version if seen else None
+        self.did("follow_by_average")
