@@ -262,7 +262,10 @@ class FusedOptimizer(WatchedOptimizer):
 
     def _step(self, hand_over: HandOver, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
-        plan, grad_scale, guard = self._plan, hand_over.grad_scale, self._norm_guard
+        plan, grad_scale = self._plan, hand_over.grad_scale
+        guard = plan.norm_guard
+        if guard is not None:
+            guard.warn_if_blind()  # by the steps before: it may raise
         sums: tuple[Tensor | None, Tensor | None] = None, None
         if hand_over.look is not None:
             has_hooks = self._has_step_pre_hooks()
@@ -282,21 +285,23 @@ class FusedOptimizer(WatchedOptimizer):
                 if hand_over.look.found_infs:
                     found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
             sums = hand_over.look.sum_of_squares, hand_over.look.squares_of_params
+        if guard is not None and sums[0] is None and guard.ranks() is not None:
+            sums = self._sums_over_ranks(grad_scale)  # also of a rank that inspects nothing
         inspection = None
-        if self._inspects_next and self._has_grads():
+        if plan.inspects_next and self._has_grads():
             inspection = self._inspect(grad_scale, found_inf, sums[0], is_in_step=True)
         # It says in the hand-over that it is spent, before it writes.
         arguments = hand_over, grad_scale, found_inf
-        asks_ranks = guard is not None and sums[0] is None and guard.ranks() is not None
-        if asks_ranks or not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
-            # A norm over ranks is wanted, and no scaler has looked.
-            look = self._look(torch.zeros((), device=self._first_device()), grad_scale)
-            sums = look.sum_of_squares, look.squares_of_params
+        if not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
+            sums = self._sums_over_ranks(grad_scale)
             self._ask_plan("step", plan.compiled.step, *arguments, *sums)
         if inspection is not None:
-            self.inspection, self._inspects_next = inspection, False
-        if guard is not None:
-            guard.warn_if_blind()
+            plan.inspection, plan.inspects_next = inspection, False
+
+    def _sums_over_ranks(self, grad_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Looks at the gradients for a norm over ranks that no scaler has measured."""
+        look = self._look(torch.zeros((), device=self._first_device()), grad_scale)
+        return look.sum_of_squares, look.squares_of_params
 
     def _note_what_is_stepped(self, error: Exception, hand_over: HandOver) -> None:
         """Adds to an error of torch, whose type and text stay, how far the step has come."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from amp_ext.hand_over import Look, moved
-from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.saved_optimizer import SavedOptimizer
 from amp_ext.sharding import sum_over_ranks
 
@@ -18,8 +17,6 @@ __all__ = ["PlannedOptimizer"]
 
 class PlannedOptimizer(SavedOptimizer):
     """An optimizer whose plan knows its parameters, gradients and states from step to step."""
-
-    _norm_guard: NormGuard | None
 
     def rebuild(self) -> None:
         """Forgets all parameters and states until the next step, which looks them up again.
@@ -130,7 +127,8 @@ class PlannedOptimizer(SavedOptimizer):
 
     def _ranks_of_guard(self) -> Any:
         """Returns the process group over which a guard wants the squares summed, or None."""
-        return None if self._norm_guard is None else self._norm_guard.ranks()
+        guard = self._plan.norm_guard
+        return None if guard is None else guard.ranks()
 
     def _first_device(self) -> torch.device:
         """Returns the device of the first parameter, or the CPU on a rank that has none."""

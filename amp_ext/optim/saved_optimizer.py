@@ -56,16 +56,19 @@ class SavedOptimizer(DescribedOptimizer):
         for group in state["param_groups"]:
             for name, value in defaults.items():
                 group.setdefault(name, value)
-        of_steps = {"grad_norm": None, "grad_norms": None, "inspection": None}
-        guard_before = vars(self).get("_norm_guard")
-        state = {**state, **of_steps, "_norm_guard": guard_before}
+        state = dict(state)
         failure = state.pop("_progress", None) or ""
         tracks = state.pop("track_grad_norms", False)
         guard = state.pop("norm_guard", None)
-        before = vars(self).get("_plan")
-        state["_plan"] = StepPlan(type(self).__name__, self._description, before, failure)
+        plan = vars(self).get("_plan")
+        if plan is None:
+            plan = state["_plan"] = StepPlan(type(self).__name__, self._description, failure)
+        else:
+            plan.begin_anew()
         # torch takes all of it in one assignment, which no interrupt divides.
         super().__setstate__(state)
+        if plan.compiled.failure != failure:
+            plan.begin_anew(failure)
         if tracks:
             self.track_grad_norms = True
         if guard is not None:  # of a shallow copy it is that of another optimizer

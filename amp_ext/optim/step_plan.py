@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.optim.inspection import Inspection
+from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Local, Place, States, kept_master, made_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
@@ -24,21 +26,33 @@ class StepPlan:
     list then, and lets go of them.
     """
 
-    def __init__(
-        self, kind: str, description: Any, before: StepPlan | None = None, failure: str = ""
-    ) -> None:
+    def __init__(self, kind: str, description: Any, failure: str = "") -> None:
         """Starts without parameters.
 
         Args:
             kind: The name of the optimizer.
             description: Of it, in the compiled module.
-            before: The plan before its states were loaded, if there is one.
             failure: How the last step failed of the optimizer of which it is a copy.
         """
-        last = None if before is None else before.compiled
         #: The compiled plan.
-        self.compiled: ops.Plan = ops.Plan(kind, description, last, failure)
-        self._kind = kind
+        self.compiled: ops.Plan = ops.Plan(kind, description, None, failure)
+        #: The guard of the optimizer, which the compiled plan knows, too.
+        self.norm_guard: NormGuard | None = None
+        #: Whether the next step is to be inspected, and the last one that was.
+        self.inspects_next = False
+        self.inspection: Inspection | None = None
+        self._kind, self._description = kind, description
+        self._set(ShardedOver(), [], [])
+
+    def begin_anew(self, failure: str | None = None) -> None:
+        """Forgets all that steps have left, before or after states are loaded.
+
+        Args:
+            failure: How the last step failed; None: as it has. "" lets the optimizer step again.
+        """
+        failure = self.compiled.failure if failure is None else failure
+        self.compiled = ops.Plan(self._kind, self._description, self.compiled, failure)
+        self.inspection = None
         self._set(ShardedOver(), [], [])
 
     def _set(

@@ -21,21 +21,6 @@ __all__ = ["WatchedOptimizer"]
 class WatchedOptimizer(PlannedOptimizer):
     """An optimizer whose steps leave on the device what people and other programs watch."""
 
-    #: Norm of the unscaled gradients at the last step, one float32 on the parameters' device, which
-    #: later steps write anew: clone it to keep it. None without ``max_grad_norm``, unless norms are
-    #: tracked or guarded.
-    grad_norm: Tensor | None
-
-    #: Norms of the unscaled gradients of all parameters at the last step, [parameters] float32 in
-    #: the order of the groups, on the device of the first, which later steps write anew: NaN where
-    #: there was no gradient, inf where it was not finite. Of DTensors, those of the whole
-    #: gradients. None unless they are tracked.
-    grad_norms: Tensor | None
-
-    #: What the step did that :meth:`inspect_next` asked for; None before it.
-    inspection: Inspection | None
-    _inspects_next = False
-
     def __init__(
         self,
         params: Any,
@@ -44,11 +29,35 @@ class WatchedOptimizer(PlannedOptimizer):
         norm_guard: NormGuard | None,
     ) -> None:
         """Checks the options and adds the parameters; the arguments are those of a subclass."""
-        # Of the instance, as the guard: a wrapper made of this class shall not hide them.
-        self.grad_norm = self.grad_norms = self.inspection = self._norm_guard = None
         self.track_grad_norms = track_grad_norms
         super().__init__(params, defaults)
         self.norm_guard = norm_guard
+
+    # All that is watched belongs to the plan, which a wrapper with a copy of the attributes shares.
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the unscaled gradients at the last step, one float32 on the parameters' device.
+
+        Later steps write it anew: clone it to keep it. None without ``max_grad_norm``, unless norms
+        are tracked or guarded.
+        """
+        return self._plan.compiled.grad_norm
+
+    @property
+    def grad_norms(self) -> Tensor | None:
+        """Norms of the unscaled gradients of all parameters at the last step.
+
+        [parameters] float32 in the order of the groups, on the device of the first, which later
+        steps write anew: NaN where there was no gradient, inf where it was not finite. Of DTensors,
+        those of the whole gradients. None unless they are tracked.
+        """
+        return self._plan.compiled.grad_norms
+
+    @property
+    def inspection(self) -> Inspection | None:
+        """What the step did that :meth:`inspect_next` asked for; None before it."""
+        return self._plan.inspection
 
     @property
     def track_grad_norms(self) -> bool:
@@ -77,7 +86,7 @@ class WatchedOptimizer(PlannedOptimizer):
             TypeError: If what is set is neither.
             ValueError: If it is the guard of another optimizer.
         """
-        return self._norm_guard
+        return self._plan.norm_guard
 
     @norm_guard.setter
     def norm_guard(self, guard: NormGuard | None) -> None:
@@ -88,7 +97,7 @@ class WatchedOptimizer(PlannedOptimizer):
         if guard is not None:
             guard.attach(self)  # or raises
             self.follow_landings()
-        last, self._norm_guard = self._norm_guard, guard
+        last, self._plan.norm_guard = self._plan.norm_guard, guard
         if last is not None and last is not guard:
             last.attach(None)
         self._plan.compiled.set_guard(None if guard is None else guard.statistics)
@@ -105,14 +114,15 @@ class WatchedOptimizer(PlannedOptimizer):
                 forgotten since (``load_state_dict``, ``rebuild``).
         """
         stepped = self._plan.params
-        if self.grad_norms is None or len(self.grad_norms) != len(stepped):
+        grad_norms = self.grad_norms
+        if grad_norms is None or len(grad_norms) != len(stepped):
             raise RuntimeError(
                 f"{type(self).__name__}.named_grad_norms: grad_norms must be those of a step, got "
                 "none: set optimizer.track_grad_norms = True before a step"
             )
         params = (param for group in self.param_groups for param in group["params"])
         names = dict(zip(map(id, params), names_of_params(self), strict=True))
-        norms = zip(stepped, self.grad_norms.tolist(), strict=True)
+        norms = zip(stepped, grad_norms.tolist(), strict=True)
         return {
             names[id(param)]: norm
             for param, norm in norms
@@ -199,9 +209,10 @@ class WatchedOptimizer(PlannedOptimizer):
 
         It may be called at any time, and needs to know of no scaler. A step that a scaler does not
         take, as after an overflow where gradients are unscaled before it, one that is refused, and
-        one without gradients leave this to the next.
+        one without gradients leave this to the next. If parameters are sharded, all ranks have to
+        ask for it.
         """
-        self._inspects_next = True
+        self._plan.inspects_next = True
 
     def _inspect(
         self,

@@ -141,6 +141,9 @@ at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::T
 }
 
 void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+  const std::shared_ptr<NormGuard>& guard = checked("step").norm_guard;
+  // By the steps before: a handler of warnings may throw.
+  if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
   Operation operation(*this, "step");
   GradientOptions options = operation.options(grad_scale, found_inf);
   std::optional<InspectedStep> inspected;
@@ -157,12 +160,9 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
     }
     throw;
   }
-  if (inspected.has_value()) {
-    impl_->inspected = std::move(inspected);
-    impl_->inspects_next = false;
-  }
-  const std::shared_ptr<NormGuard>& guard = impl_->norm_guard;
-  if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
+  if (!inspected.has_value()) return;
+  impl_->inspected = std::move(inspected);
+  impl_->inspects_next = false;
 }
 
 std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& found_inf,

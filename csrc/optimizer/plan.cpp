@@ -229,6 +229,10 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   progress_ = {};
   if (checks_.naming == Naming::kGroups) take_norms(options);
   check_with_states(table, options, store);
+  if (checks_.naming == Naming::kGroups) {
+    has_grad_norm_ = wants_norm(options.max_grad_norm);
+    has_grad_norms_ = tracks_grad_norms_ && !rows_.empty();
+  }
   bool looks_are_new = false;
   const std::vector<Look> looks =
       looks_for_step(options, squares_of_params.defined(), looks_are_new);

@@ -36,8 +36,6 @@ at::Tensor Plan::sum_of_looks(const std::vector<Look>& looks, const at::Device& 
 // Allocates the norms that the optimizer shows before the step writes them. A captured graph may
 // write them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options) {
-  has_grad_norm_ = wants_norm(options.max_grad_norm);
-  has_grad_norms_ = tracks_grad_norms_ && !rows_.empty();
   const auto allocate = [&](at::Tensor& norms, at::IntArrayRef sizes) {
     if (rows_.empty()) return;
     const at::Device device = rows_.front().param().device();
@@ -45,9 +43,10 @@ void Plan::take_norms(GradientOptions& options) {
     const OutsideInferenceMode normal;
     norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
   };
-  if (has_grad_norm_) allocate(grad_norm_, {});
-  if (has_grad_norms_) allocate(grad_norms_, {number_of_params()});
-  if (has_grad_norm_ && grad_norm_.defined()) options.grad_norm = grad_norm_;
+  const bool wants_norm = this->wants_norm(options.max_grad_norm);
+  if (wants_norm) allocate(grad_norm_, {});
+  if (tracks_grad_norms_) allocate(grad_norms_, {number_of_params()});
+  if (wants_norm && grad_norm_.defined()) options.grad_norm = grad_norm_;
   if (is_guarded() && counts_norms_ && !rows_.empty())
     guard_->move_to(rows_.front().param().device());
 }

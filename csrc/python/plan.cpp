@@ -57,8 +57,6 @@ struct Groups {
 struct Names {
   PyObject* param_groups = PyUnicode_InternFromString("param_groups");
   PyObject* state = PyUnicode_InternFromString("state");
-  PyObject* grad_norm = PyUnicode_InternFromString("grad_norm");
-  PyObject* grad_norms = PyUnicode_InternFromString("grad_norms");
   PyObject* is_spent = PyUnicode_InternFromString("is_spent");
 };
 
@@ -90,9 +88,6 @@ class PlanOfPython {
   Plan plan;
   KeptStates states;
   py::set state_keys;  // of what steps work on
-  // Whether the optimizer may have other norms to show than None.
-  bool may_show_norm = true;
-  bool may_show_norms = true;
 };
 
 namespace {
@@ -148,9 +143,8 @@ struct Operation {
 // says in the hand-over of a scaler that it writes, and lets other threads run.
 class StatesOfPython : public StateStore {
  public:
-  StatesOfPython(const Operation& operation, py::handle step_plan, py::handle optimizer,
-                 py::handle hand_over)
-      : operation_(operation), plan_(step_plan), optimizer_(optimizer), hand_over_(hand_over) {}
+  StatesOfPython(const Operation& operation, py::handle step_plan, py::handle hand_over)
+      : operation_(operation), plan_(step_plan), hand_over_(hand_over) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
     const py::tuple found = plan_.attr("make_states")(operation_.states, indices);
@@ -171,8 +165,6 @@ class StatesOfPython : public StateStore {
       operation_.states.attr("update")(made_);  // at once
       mine.states.keep(operation_.states, mine.state_keys);
     }
-    show(mine.names.grad_norm, mine.plan.grad_norm(), mine.may_show_norm);
-    show(mine.names.grad_norms, mine.plan.grad_norms(), mine.may_show_norms);
     set_spent(Py_True);
     release_.emplace();
   }
@@ -185,21 +177,12 @@ class StatesOfPython : public StateStore {
   }
 
  private:
-  // An attribute that has been None since the last step is not read.
-  void show(py::handle name, const at::Tensor& norm, bool& may_be_shown) {
-    if (!norm.defined() && !may_be_shown) return;
-    may_be_shown = norm.defined();
-
-    const py::object shown = norm.defined() ? py::cast(norm) : py::none();
-    if (!py::object(py::getattr(optimizer_, name)).is(shown)) py::setattr(optimizer_, name, shown);
-  }
-
   void set_spent(py::handle is_spent) {
     py::setattr(hand_over_, operation_.mine.names.is_spent, is_spent);
   }
 
   const Operation& operation_;
-  py::handle plan_, optimizer_, hand_over_;
+  py::handle plan_, hand_over_;
   py::object made_;
   std::optional<py::gil_scoped_release> release_;
 };
@@ -282,7 +265,7 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
                           std::move(sum_of_squares),
                           {},
                           shared.skip_nonfinite};
-  StatesOfPython store(operation, step_plan, optimizer, hand_over);
+  StatesOfPython store(operation, step_plan, hand_over);
   try {
     plan.step(operation.groups->table, std::move(options), store,
               squares_of_params.value_or(at::Tensor()));
@@ -321,7 +304,7 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
                           std::move(sum_of_squares),
                           {},
                           shared.skip_nonfinite};
-  StatesOfTrial store(operation, step_plan, optimizer, py::none());
+  StatesOfTrial store(operation, step_plan, py::none());
   const py::gil_scoped_release release;
   return mine.plan.inspect(operation.groups->table, std::move(options), store);
 }
@@ -461,6 +444,10 @@ void define_plan(py::module_& module) {
           },
           py::arg("operation"))
       .def("follow_landings", [](PlanOfPython& self) { self.plan.follow_landings(); })
+      .def_property_readonly(
+          "grad_norm", [](const PlanOfPython& self) { return if_defined(self.plan.grad_norm()); })
+      .def_property_readonly(
+          "grad_norms", [](const PlanOfPython& self) { return if_defined(self.plan.grad_norms()); })
       .def_property_readonly(
           "has_landed", [](const PlanOfPython& self) { return if_defined(self.plan.has_landed()); })
       .def_property_readonly("failure",

@@ -47,6 +47,7 @@ CHECKS = {
         ranks.a_guard_judges_the_norm_of_all_ranks,
         ranks.a_guard_of_sharded_parameters_needs_no_group,
         ranks.a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them,
+        ranks.a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks,
         ranks.a_guard_without_the_group_of_its_scaler_is_refused,
     ],
     "process_group": [

@@ -639,6 +639,21 @@ def a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them(rank: int)
         optimizer.step()
 
 
+def a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks(rank: int) -> None:
+    param = Parameter(torch.zeros(4))
+    guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
+    optimizer = ours("SGD")([param], lr=0.0, norm_guard=guard)
+    for asking, empty in [((0,), None), ((0, 1), 1), ((1,), None), ((1,), 1)]:
+        if rank in asking:
+            optimizer.inspect_next()
+        param.grad = None if rank == empty else torch.full((4,), 1.0 + rank)
+        optimizer.step()
+        expected = 2.0 if empty == 1 else math.sqrt(20.0)
+        assert optimizer.grad_norm.item() == pytest.approx(expected), (asking, empty)
+    assert_agreed(guard.stats().mean)
+    assert optimizer.inspection is not None
+
+
 def a_guard_without_the_group_of_its_scaler_is_refused(rank: int) -> None:
     scaler = small_scaler(process_group=dist.group.WORLD)
     param = Parameter(torch.zeros(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -79,3 +80,26 @@ def test_it_stays_where_it_is_and_followers_outlive_a_load(device):
     give_grads(other, 1.0)
     other.step()
     assert other.has_landed is None, "nobody follows the copy"
+
+
+class CopyOfAttributes:
+    """What Lightning puts around an optimizer: an object of its class with its attributes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        vars(self).update(vars(optimizer))
+        self.__class__ = type("Wrapped", (CopyOfAttributes, type(optimizer)), {})
+
+
+def test_who_has_a_wrapper_with_a_copy_of_the_attributes_watches_the_optimizer_inside():
+    inside = optimizer_of(torch.device("cpu"), F32)
+    wrapper = CopyOfAttributes(inside)
+    inside.load_state_dict(inside.state_dict())
+    wrapper.norm_guard, wrapper.track_grad_norms = amp_ext.optim.NormGuard(), True
+    assert inside.norm_guard is wrapper.norm_guard
+    wrapper.inspect_next()
+    give_grads(inside, 2.0)
+    inside.step()
+    assert wrapper.inspection is inside.inspection
+    assert next(iter(wrapper.inspection.params.values())).update_norm > 0.0
+    assert wrapper.grad_norm is inside.grad_norm
+    assert wrapper.grad_norms.item() == wrapper.grad_norm.item() == pytest.approx(math.sqrt(20.0))

@@ -51,7 +51,6 @@ class Watching(Loops):
             return
         before, left = self.weights(sides), {pair for _, pair in sides if pair.is_stale}
         left |= {pair for _, pair in sides if pair.is_converted}
-        sides.mine.inspection = None
         sides.mine.inspect_next()
         result = self.take_step(sides, Plan(self.scalers_of(sides) if scaled else None))
         if result != "stepped" or not sides.with_grads():
