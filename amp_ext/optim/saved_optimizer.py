@@ -74,6 +74,10 @@ class SavedOptimizer(DescribedOptimizer):
         if guard is not None:  # of a shallow copy it is that of another optimizer
             self.norm_guard = guard if guard.is_free_for(self) else copy.deepcopy(guard)
 
+    def written_by_load(self) -> list[dict[str, Any]]:
+        """Returns the dicts that :meth:`load_state_dict` writes, for who may put them back."""
+        return [vars(self), vars(self._plan)]
+
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Returns the states and the groups in torch's layout, as of torch.optim.Optimizer.

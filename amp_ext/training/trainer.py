@@ -140,9 +140,7 @@ class MixedPrecisionTrainer:
         self.scheduler = scheduler
         self.scaler = scaler
         self._fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
-        if self._fused is not None and config.max_grad_norm is not None:
-            for group in (optimizer.defaults, *optimizer.param_groups):
-                group["max_grad_norm"] = config.max_grad_norm
+        guard = None
         if config.norm_guard is not None:
             if self._fused is None:
                 raise ValueError(
@@ -154,9 +152,15 @@ class MixedPrecisionTrainer:
                     "MixedPrecisionTrainer: optimizer must have no norm_guard where the config has "
                     "one, got one of its own"
                 )
-            self._fused.norm_guard = NormGuard(**config.norm_guard)
+            guard = NormGuard(**config.norm_guard)
         decay: Any = config.average_decay
         self.average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
+        # Nothing is refused from here on, so that the optimizer is as before where something was.
+        if guard is not None:
+            self._fused.norm_guard = guard  # type: ignore[union-attr]
+        if self._fused is not None and config.max_grad_norm is not None:
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                group["max_grad_norm"] = config.max_grad_norm
         self._some_param = params[0]
         self._mixed = config.precision != "fp32"
         self._in_16_bits = self._mixed and all(
@@ -487,6 +491,8 @@ class MixedPrecisionTrainer:
             loss = self._no_loss if loss is None else loss.to(self._some_param.device, copy=True)
             schedule = copy.deepcopy(state_dict["scheduler"])  # torch's loads remove entries
         written, tensors = [vars(self), vars(self.optimizer)], []
+        if self._fused is not None:
+            written += self._fused.written_by_load()
         if self.scaler is not None:
             written.append(vars(self.scaler))
             tensors = [each for each in vars(self.scaler).values() if isinstance(each, Tensor)]
@@ -503,10 +509,6 @@ class MixedPrecisionTrainer:
             if self.scaler is not None and state_dict["scaler"] is not None:
                 self.scaler.load_state_dict(state_dict["scaler"])
                 self.scaler.scale(loss)  # makes the scaler's tensors, for a flush
-            guard = self._guard()
-            if guard is not None and "norm_guard" in state_dict:
-                undo.callback(guard.load_state_dict, guard.state_dict())
-                guard.load_state_dict(state_dict["norm_guard"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule)
             if self.average is not None:
@@ -518,6 +520,10 @@ class MixedPrecisionTrainer:
                     self.average.restart()
                 else:
                     self.average.load_state_dict(average)
+            guard = self._guard()
+            if guard is not None and "norm_guard" in state_dict:  # last: a load drops its history
+                undo.callback(_load_unless_equal, guard, guard.state_dict())
+                guard.load_state_dict(state_dict["norm_guard"])
             _set_grads(params, gradients)
             self._accumulated, self._loss = state_dict["accumulated"], loss
             self._scheduler_is_due = False
@@ -549,6 +555,11 @@ class MixedPrecisionTrainer:
             None if grad is None else grad.to(param.device, copy=True)
             for param, grad in zip(params, gradients, strict=True)
         ]
+
+
+def _load_unless_equal(guard: NormGuard, state_dict: dict[str, Any]) -> None:
+    if guard.state_dict() != state_dict:
+        guard.load_state_dict(state_dict)
 
 
 def _set_grads(params: list[Tensor], gradients: list[Tensor | None]) -> None:

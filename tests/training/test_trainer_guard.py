@@ -10,7 +10,7 @@ from harness import trainer_cases as cases
 from harness.trainer_cases import new_trainer
 
 import amp_ext
-from amp_ext.training import MixedPrecisionConfig
+from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 
 OPTIONS: dict[str, Any] = {"norm_guard": {"warmup_steps": 4}, "scheduler": cases.halving}
 
@@ -55,6 +55,7 @@ def fails(state: Any) -> None:
 def test_files_without_a_guard_are_loaded_and_a_refused_one_changes_nothing():
     trainer, plain = new_trainer(**OPTIONS), new_trainer(scheduler=cases.halving)
     cases.train_on(trainer, corrupted(6, set()))
+    history = trainer.optimizer.norm_guard.history()
     before = trainer.optimizer.norm_guard.state_dict()
     trainer.load_state_dict(plain.state_dict())
     assert trainer.optimizer.norm_guard.state_dict() == before
@@ -67,7 +68,31 @@ def test_files_without_a_guard_are_loaded_and_a_refused_one_changes_nothing():
     with pytest.raises(OSError, match="of a schedule"):
         trainer.load_state_dict(bad)
     assert trainer.optimizer.norm_guard.state_dict() == before
+    assert trainer.optimizer.norm_guard.history() == history
     plain.load_state_dict(trainer.state_dict())
+
+
+def test_a_load_that_fails_does_not_mend_an_optimizer_that_has_stepped_in_part():
+    trainer = new_trainer(**OPTIONS)
+    failed = trainer.optimizer.__getstate__() | {"_progress": "1 of 2 parameters have been stepped"}
+    trainer.optimizer.__setstate__(failed)
+    state = trainer.state_dict()
+    trainer.scheduler.load_state_dict = fails
+    with pytest.raises(OSError, match="of a schedule"):
+        trainer.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="got a step that failed: 1 of 2 parameters"):
+        trainer.optimizer.step()
+
+
+def test_an_optimizer_is_as_before_where_its_trainer_is_refused():
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    optimizer = amp_ext.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+    config = MixedPrecisionConfig(norm_guard={}, average_decay=0.9, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="model must have all parameters of the optimizer"):
+        MixedPrecisionTrainer(model, optimizer, config)
+    assert optimizer.norm_guard is None
+    assert optimizer.param_groups[0]["max_grad_norm"] is None
+    assert MixedPrecisionTrainer(torch.nn.Sequential(model, other), optimizer, config).average
 
 
 def test_the_guard_of_a_config_is_checked():
