@@ -208,6 +208,7 @@ class WeightAverages:  # of the parameters of an optimizer
     averages: list[Tensor]
     counters: Tensor | None  # steps that have landed, averages taken
     listings: int  # of parameters that differ from those before
+    takes_steps: bool  # whether `take_average` does, or lists the parameters alone
     def __init__(
         self, decay: float | None, every: int, warmup: bool, dtype: torch.dtype
     ) -> None: ...

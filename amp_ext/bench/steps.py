@@ -30,6 +30,7 @@ class Program:
     params: list[Parameter]
     optimizer: torch.optim.Optimizer
     step: Step
+    average: Any = None  # of the weights, which follows the optimizer as long as it is held
 
 
 def make_params(
@@ -60,7 +61,8 @@ def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
         if side == "swa_utils":
             step = averaged(params, step)
         elif work.average:
-            amp_ext.optim.WeightAverage(optimizer, DECAY)
+            average = amp_ext.optim.WeightAverage(optimizer, DECAY)
+            return Program(params, optimizer, step, average)
         return Program(params, optimizer, step)
     make = getattr(torch.optim, work.optimizer)
     if side == "by_hand":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,9 +33,10 @@ class WeightAverage:
     skipped, and not those in which no parameter had a gradient. The device alone knows that, and
     the host does not wait for it, so that steps can be captured in CUDA graphs.
 
-    It ticks by itself, in a hook after each step of the optimizer. The first average is a copy of
-    the weights; before it, the averages are the weights at construction. A parameter that joins
-    later begins with its weight then. Where an average moves by less than half a unit in the last
+    It ticks by itself, in a hook after each step of the optimizer, as long as somebody holds it:
+    the optimizer does not. The first average is a copy of the weights; before it, the averages are
+    the weights at construction. A parameter that joins later begins with its weight after the next
+    step. Where an average moves by less than half a unit in the last
     place, one in bfloat16 would stand still: it is dithered, so that it is right in the mean.
 
     ::
@@ -81,7 +83,7 @@ class WeightAverage:
             ValueError: If an argument is out of range, or the model lacks a parameter.
             RuntimeError: If a parameter is lazy, or on a device or of a dtype that no kernel takes.
         """
-        _check("optimizer", optimizer, FusedOptimizer, "one of amp_ext.optim, such as AdamW")
+        _check_optimizer(optimizer)
         decay, every = plain(decay), plain(every)
         if decay != "equal":
             _check("decay", decay, (float, int), 'a number or "equal"')
@@ -107,11 +109,12 @@ class WeightAverage:
         number = None if decay == "equal" else float(decay)
         self._averages = ops.WeightAverages(number, every, warmup, dtype)
         self._params: list[Tensor] = []
-        self._ask(optimizer.take_average)
+        self._take()
         if model is not None:
             self._check_model("WeightAverage", model)
         optimizer.follow_landings()
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        self._hook = optimizer.register_step_post_hook(_hook_of(weakref.ref(self)))
+        weakref.finalize(self, self._hook.remove).atexit = False
 
     @property
     def optimizer(self) -> FusedOptimizer:
@@ -143,8 +146,16 @@ class WeightAverage:
         """Whether the decay grows."""
         return self._arguments["warmup"]
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _take(self) -> None:
+        """Takes the last step into account."""
+        self._averages.takes_steps = True
         self._ask(self.optimizer.take_average)
+
+    def _list(self) -> None:
+        """Lists the parameters that the optimizer has now, if they are others."""
+        if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
+            self._averages.takes_steps = False
+            self._ask(self.optimizer.take_average)
 
     def _ask(self, operation: Callable[[ops.WeightAverages], None]) -> None:
         """Lets the optimizer do something with the averages, of the parameters that it has now."""
@@ -169,6 +180,7 @@ class WeightAverage:
     @property
     def averages(self) -> list[Tensor]:
         """The averages in the order of the optimizer's parameters, which later steps write anew."""
+        self._list()
         pairs = zip(self._params, self._averages.averages, strict=True)
         return [laid_out_as(param, average) for param, average in pairs]
 
@@ -207,6 +219,9 @@ class WeightAverage:
     def copy_to(self, model: nn.Module) -> None:
         """Copies the averages into another model, with buffers and frozen parameters of ours.
 
+        Parameters that need a gradient and are not of this optimizer are left out, so that the
+        averages of several optimizers of one model can be copied one after the other.
+
         What a layer has measured of its inputs, as BatchNorm does, was measured of the weights in
         training: ``torch.optim.swa_utils.update_bn(loader, model)`` measures it anew.
 
@@ -215,54 +230,80 @@ class WeightAverage:
                 are compared without what ``torch.compile`` and wrappers such as DDP add to them.
 
         Raises:
+            TypeError: If it is no module.
             ValueError: If it has others, by name or shape, or ``self.model`` lacks a parameter that
-                has joined the optimizer. Nothing has been written then.
+                has joined the optimizer, or the ``state_dict()`` of a model has copies of
+                parameters that can't be told by name and shape. Nothing has been written then.
             RuntimeError: If the average was made without ``model``.
         """
         operation = "WeightAverage.copy_to"
-        entries = self._named(operation)
-        target: dict[str, Tensor] = model.state_dict(keep_vars=True)
-        target = {name: each for name, each in target.items() if isinstance(each, Tensor)}
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{operation}: model must be a torch.nn.Module, got {_class_of(model)}")
+        ours, copies = self._named(operation)
+        entries = self._averaged(ours)
+        target, copies_there = _tensors_of(model)
         names = list(target)
         places = ops.places_by_name([*entries], names)
         if places:
-            target = {name: target[names[at]] for name, at in zip(entries, places, strict=True)}
+            names = [names[at] for at in places]
+            copies_there = {
+                name for name, there in zip(entries, names, strict=True) if there in copies_there
+            }
+            target = {name: target[there] for name, there in zip(entries, names, strict=True)}
         for name in [*entries, *target]:
             wanted, got = _shape_under(name, entries), _shape_under(name, target)
             if wanted != got:
                 raise ValueError(f"{operation}: {name} of model must be {wanted}, got {got}")
+        for name in copies_there - copies:
+            raise ValueError(
+                f"{operation}: {name} of model must be a parameter or buffer in state_dict(), got "
+                "a copy"
+            )
+        own = set(map(id, self._params))
         for name, each in target.items():
-            each.detach().copy_(entries[name])
+            if id(ours[name]) in own or not ours[name].requires_grad:
+                each.detach().copy_(entries[name])
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """Returns what ``torch.optim.swa_utils.AveragedModel(model).load_state_dict`` takes.
 
-        "n_averaged", and under "module.<name>" the averages, buffers and frozen parameters. Its
-        tensors are those in use.
+        "n_averaged", and under "module.<name>" the averages, and all else that the model has as it
+        is: buffers, frozen parameters, and those of other optimizers. Its tensors are those in use.
 
         Raises:
             RuntimeError: If the average was made without ``model``, or is swapped in.
-            ValueError: If the model lacks a parameter that has joined the optimizer.
+            ValueError: If the model lacks a parameter that has joined the optimizer, or its
+                ``state_dict()`` has copies of parameters that can't be told by name and shape.
         """
         operation = "WeightAverage.averaged_state_dict"
         self._averages.check_not_swapped(operation)
-        named = {_PREFIX + name: each for name, each in self._named(operation).items()}
+        averaged = self._averaged(self._named(operation)[0])
+        named = {_PREFIX + name: each for name, each in averaged.items()}
         return {"n_averaged": self.n_averaged, **named}
 
-    def _named(self, operation: str) -> dict[str, Tensor]:
-        """Returns the averages and all else of the model by the model's names."""
+    def _named(self, operation: str) -> tuple[dict[str, Tensor], set[str]]:
+        """Returns what the model has by its names, as ``_tensors_of``: all our parameters, too."""
         if self.model is None:
             raise RuntimeError(
                 f"{operation}: model must be given to WeightAverage for the names, got None"
             )
+        self._list()
         self._check_model(operation, self.model)
+        tensors, copies = _tensors_of(self.model)
+        found = set(map(id, tensors.values()))
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        for index, param in enumerate(self._params):
+            if id(param) not in found:
+                raise ValueError(
+                    f"{operation}: state_dict() of model must have param {index} under its name "
+                    f"{names[id(param)]!r}, of shape {list(param.shape)}, or itself, got neither"
+                )
+        return tensors, copies
+
+    def _averaged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns averages in place of our parameters."""
         averages = dict(zip(map(id, self._params), self.averages, strict=True))
-        entries: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        return {
-            name: averages[id(each)] if id(each) in averages else each.detach()
-            for name, each in entries.items()
-            if isinstance(each, Tensor)
-        }
+        return {name: averages.get(id(each), each.detach()) for name, each in tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns averages and counts, without the options; its tensors are those in use.
@@ -296,8 +337,10 @@ class WeightAverage:
         """
         operation = "WeightAverage.load_state_dict"
         check_is_dict(operation, state_dict)
+        self._averages.check_not_swapped(operation)
+        self._list()
         if any(str(name).startswith(_PREFIX) for name in state_dict):
-            names_of = {id(param): name for name, param in self._own_params(operation)}
+            names_of = {id(each): name for name, each in self._named(operation)[0].items()}
             names = [_PREFIX + names_of[id(param)] for param in self._params]
             _check_keys(operation, state_dict, ["n_averaged", *names])
             averages = {name: state_dict[name] for name in names}
@@ -319,14 +362,11 @@ class WeightAverage:
         local = [local_tensor(average) for average in averages.values()]
         self._averages.load(operation, local, steps, n_averaged)
 
-    def _own_params(self, operation: str) -> Iterator[tuple[str, Any]]:
-        self._named(operation)  # refuses without a model
-        return self.model.named_parameters(remove_duplicate=False)  # type: ignore[union-attr]
-
     def restart(self) -> None:
         """Begins anew: the averages are the present weights, and the next one is a copy.
 
-        Also where parameters have got another dtype, shape or device, which each step refuses.
+        Also where parameters have got another dtype, shape or device: each step is taken then, and
+        its hook raises an error.
 
         Raises:
             RuntimeError: If averages of this optimizer are in its parameters.
@@ -343,10 +383,62 @@ class WeightAverage:
         self.load_state_dict(state["state"])
 
 
+def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], None]:
+    """Returns what an optimizer calls after a step, which does not hold the average."""
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        held = average()
+        if held is not None:
+            held._take()
+
+    return after_step
+
+
+def _tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
+    """Returns the tensors of a model by the names of its state dict.
+
+    A copy that a hook has put there gives way to the parameter or buffer of its name and shape.
+    Returned, too, are the names of all that is neither.
+    """
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    own: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    known = set(map(id, own.values()))
+    tensors: dict[str, Tensor] = {}
+    others: set[str] = set()
+    for name, each in state.items():
+        if not isinstance(each, Tensor):
+            continue
+        tensors[name] = each
+        if id(each) in known:
+            continue
+        if name in own and own[name].shape == each.shape:
+            tensors[name] = own[name]
+        else:
+            others.add(name)
+    return tensors, others
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, FusedOptimizer):
+        return
+    inner = getattr(optimizer, "optimizer", None)
+    advice = ": give its .optimizer" if isinstance(inner, FusedOptimizer) else ""
+    raise TypeError(
+        "WeightAverage: optimizer must be one of amp_ext.optim, such as AdamW, got "
+        f"{_class_of(optimizer)}{advice}"
+    )
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
 def _check(name: str, value: Any, kind: Any, wanted: str) -> None:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        shown = type(value).__name__ if isinstance(value, torch.optim.Optimizer) else repr(value)
-        raise TypeError(f"WeightAverage: {name} must be {wanted}, got {shown}")
+        raise TypeError(f"WeightAverage: {name} must be {wanted}, got {value!r}")
 
 
 def _check_keys(operation: str, state_dict: Mapping[str, Any], wanted: list[str]) -> None:

@@ -22,6 +22,26 @@ struct WeightAverage::Impl {
     return counters.defined() ? counters : at::zeros({2}, at::kLong);
   }
 
+  // Lists the parameters that the optimizer has now, if they are others.
+  void list() {
+    size_t count = 0;
+    bool are_listed = true;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& param : group.params()) {
+        are_listed = are_listed && count < params.size() && param.is_same(params[count]);
+        ++count;
+      }
+    }
+    if (are_listed && count == params.size()) return;
+    averages.set_takes_steps(false);
+    ask(&FusedOptimizer::take_average);
+  }
+
+  void take() {
+    averages.set_takes_steps(true);
+    ask(&FusedOptimizer::take_average);
+  }
+
   // Lets the optimizer do something with the averages, and holds the parameters that they are of.
   void ask(void (FusedOptimizer::*operation)(WeightAverages&)) {
     const int64_t before = averages.listings();
@@ -43,11 +63,14 @@ WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
 WeightAverage::~WeightAverage() = default;
 WeightAverage::WeightAverage(WeightAverage&&) noexcept = default;
 
-void WeightAverage::update() { impl_->ask(&FusedOptimizer::take_average); }
+void WeightAverage::update() { impl_->take(); }
 
 void WeightAverage::restart() { impl_->ask(&FusedOptimizer::restart_average); }
 
-std::vector<at::Tensor> WeightAverage::averages() const { return impl_->averages.averages(); }
+std::vector<at::Tensor> WeightAverage::averages() const {
+  impl_->list();
+  return impl_->averages.averages();
+}
 
 at::Tensor WeightAverage::n_averaged() const { return impl_->counters()[1]; }
 
@@ -100,7 +123,10 @@ void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
     TORCH_CHECK(is_whole, operation, ": ", name, " must be a whole number, got ", shown(value));
     return value.toTensor().item().toLong();
   };
-  impl_->averages.load(operation, averages, count("steps"), count("n_averaged"));
+  const int64_t steps = count("steps"), n_averaged = count("n_averaged");
+  impl_->averages.check_not_swapped(operation);
+  impl_->list();
+  impl_->averages.load(operation, averages, steps, n_averaged);
 }
 
 }  // namespace amp_ext::optim

@@ -244,7 +244,8 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
       new_weights.push_back(weight);
       new_averages.push_back(
           at::empty_like(param, param.options().dtype(options_.dtype).requires_grad(false)));
-      listed.push_back({weight.object, param.scalar_type(), new_averages.back()});
+      listed.push_back({weight.object, param.scalar_type(), new_averages.back(),
+                        /*has_joined=*/last_step_.has_value()});
     }
     on_device(devices, param.device()).indices.push_back(static_cast<int64_t>(listed.size()) - 1);
   }
@@ -267,9 +268,12 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
 void WeightAverages::take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed,
                           int64_t step) {
   list(weights);
+  if (!takes_steps_) return;
   const bool is_new = last_step_.has_value() && *last_step_ != step;
   last_step_ = step;
-  if (is_new && has_landed.defined()) launch(devices_, weights, averages(), options_, has_landed);
+  if (!is_new) return;
+  begin_joined(weights);
+  if (has_landed.defined()) launch(devices_, weights, averages(), options_, has_landed);
 }
 
 void WeightAverages::launch(const std::vector<OfDevice>& devices,
@@ -304,10 +308,23 @@ void WeightAverages::begin(const std::vector<AveragedWeight>& weights,
   launch(devices, weights, averages, options, {});
 }
 
+void WeightAverages::begin_joined(const std::vector<AveragedWeight>& weights) {
+  std::vector<AveragedWeight> joined;
+  std::vector<at::Tensor> averages;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!averages_[i].has_joined) continue;
+    joined.push_back(weights[i]);
+    averages.push_back(averages_[i].tensor);
+  }
+  begin(joined, averages);
+  for (Average& average : averages_) average.has_joined = false;
+}
+
 void WeightAverages::restart(const std::vector<AveragedWeight>& weights, int64_t step) {
   check_not_swapped("WeightAverage.restart");
   list(weights, /*begins_anew=*/true);
   begin(weights, averages());
+  for (Average& average : averages_) average.has_joined = false;
   for (const OfDevice& one : devices_) one.counters.zero_();
   last_step_ = step;
 }
@@ -380,8 +397,10 @@ void WeightAverages::load(const std::string& operation, const std::vector<at::Te
                           int64_t steps, int64_t n_averaged) {
   const at::NoGradGuard no_grad;
   check_not_swapped(operation);
-  TORCH_CHECK_VALUE(n_averaged >= 0 && n_averaged <= steps, operation,
-                    ": n_averaged must be from 0 to the ", steps, " steps, got ", n_averaged);
+  TORCH_CHECK_VALUE(n_averaged >= 0, operation, ": n_averaged must be at least 0, got ",
+                    n_averaged);
+  TORCH_CHECK_VALUE(n_averaged <= steps, operation, ": n_averaged must be at most ", steps,
+                    ", the steps that have landed, got ", n_averaged);
   TORCH_CHECK_VALUE(averages.size() == averages_.size(), operation, ": averages must be of ",
                     averages_.size(), " parameters, got ", averages.size());
   for (size_t i = 0; i < averages.size(); ++i) {
@@ -395,7 +414,10 @@ void WeightAverages::load(const std::string& operation, const std::vector<at::Te
                       averages[i].sizes());
   }
   const at::Tensor counters = at::tensor({steps, n_averaged}, at::kLong);
-  for (size_t i = 0; i < averages.size(); ++i) averages_[i].tensor.copy_(averages[i]);
+  for (size_t i = 0; i < averages.size(); ++i) {
+    averages_[i].tensor.copy_(averages[i]);
+    averages_[i].has_joined = false;
+  }
   for (const OfDevice& one : devices_) one.counters.copy_(counters);
 }
 

@@ -40,7 +40,7 @@ void launch_average(const std::vector<AveragedWeight>& weights,
                     const at::Tensor& counters, const at::Tensor& has_landed, StepScratch& scratch);
 
 // Throws on behalf of an operation if the parameters hold averages.
-void check_weights_are_in(const std::string& operation, bool is_swapped);
+AMP_EXT_API void check_weights_are_in(const std::string& operation, bool is_swapped);
 
 // What became of the parameters when averages left them.
 struct SwapEnd {
@@ -59,8 +59,13 @@ class AMP_EXT_API WeightAverages {
   int64_t listings() const { return listings_; }
 
   // Takes one step into account, of the number that the host counts, unless it is the last one that
-  // was taken. The step before the first call was taken before the averages began.
+  // was taken. The step before the first call was taken before the averages began. A weight that
+  // was listed since the last step begins anew as this one leaves it.
   void take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed, int64_t step);
+
+  // Whether `take` does so, or lists the weights alone.
+  bool takes_steps() const { return takes_steps_; }
+  void set_takes_steps(bool takes_steps) { takes_steps_ = takes_steps; }
 
   // Begins all averages anew at the present weights, after this step; in the same memory, where the
   // weights have dtypes and shapes as before.
@@ -89,6 +94,7 @@ class AMP_EXT_API WeightAverages {
     const void* object;
     at::ScalarType param_dtype;
     at::Tensor tensor;
+    bool has_joined;  // since the last step that was taken
   };
   // The averages of one device.
   struct OfDevice {
@@ -113,6 +119,7 @@ class AMP_EXT_API WeightAverages {
               const std::vector<at::Tensor>& averages, const AverageOptions& options,
               const at::Tensor& has_landed);
   void begin(const std::vector<AveragedWeight>& weights, const std::vector<at::Tensor>& averages);
+  void begin_joined(const std::vector<AveragedWeight>& weights);
 
   AverageOptions options_;
   std::vector<Average> averages_;
@@ -121,6 +128,7 @@ class AMP_EXT_API WeightAverages {
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
   int64_t listings_ = 0;
+  bool takes_steps_ = true;
   std::optional<int64_t> last_step_;  // none before the first call
 };
 

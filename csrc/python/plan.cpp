@@ -364,6 +364,11 @@ std::optional<bool> restart_average(PlanOfPython& mine, const py::object& step_p
 
 std::optional<bool> swap_average(PlanOfPython& mine, const py::object& step_plan,
                                  const py::object& optimizer, WeightAverages& averages) {
+  try {
+    mine.plan.check_not_lent("swap_average");
+  } catch (const c10::Error&) {
+    check_weights_are_in("WeightAverage.swap", /*is_swapped=*/true);
+  }
   return with_masters(mine, step_plan, optimizer, "swap_average",
                       [&](const auto& masters) { mine.plan.swap_in(averages, masters); });
 }
@@ -385,6 +390,7 @@ void define_averages(py::module_& module) {
       .def("load", &WeightAverages::load, release_gil(), py::arg("operation"), py::arg("averages"),
            py::arg("steps"), py::arg("n_averaged"))
       .def_property_readonly("averages", &WeightAverages::averages)
+      .def_property("takes_steps", &WeightAverages::takes_steps, &WeightAverages::set_takes_steps)
       .def_property_readonly("counters",
                              [](const WeightAverages& self) { return if_defined(self.counters()); })
       .def_property_readonly("listings", &WeightAverages::listings);

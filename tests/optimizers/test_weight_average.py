@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -14,6 +17,7 @@ from harness.awkward import BF16, F16, F32, F64, INF
 from harness.reference import same_bits
 from harness.refusals import refusing_launch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -170,14 +174,14 @@ def test_a_step_a_save_and_a_load_inside_a_swap_are_refused_by_name():
             "AdamW.load_state_dict": lambda: optimizer.load_state_dict(state),
             "AdamW.__getstate__": lambda: copy.deepcopy(optimizer),
             "WeightAverage.swap": average.swap().__enter__,
-            "AdamW.swap_average": other.swap().__enter__,
+            "WeightAverage.swap of another": other.swap().__enter__,
             "WeightAverage.state_dict": average.state_dict,
             "WeightAverage.averaged_state_dict": average.averaged_state_dict,
             "WeightAverage.load_state_dict": lambda: average.load_state_dict(own),
             "AdamW.refresh_masters": optimizer.refresh_masters,
             "AdamW.restart_average": other.restart,
         }.items():
-            with pytest.raises(RuntimeError, match=f"^{name}: {text}"):
+            with pytest.raises(RuntimeError, match=f"^{name.removesuffix(' of another')}: {text}"):
                 refused()
     step(optimizer)
     assert average.n_averaged == 7
@@ -212,6 +216,8 @@ def test_it_is_torchs_average_in_its_files_too():
 def test_models_that_do_not_fit_are_refused_before_anything_is_written():
     optimizer, average, theirs = trained(model_of())
     other = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    with pytest.raises(TypeError, match=r"copy_to: model must be a torch.nn.Module, got NoneType"):
+        average.copy_to(None)  # type: ignore[arg-type]
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(
         ValueError, match=r"2.weight of model must be of shape \[2, 5\], got of shape"
@@ -257,8 +263,11 @@ def test_a_load_takes_all_or_nothing(device):
         ),
         ({**saved, "steps": 1.0}, "steps must be a whole number, got 1.0"),
         ({**saved, "n_averaged": torch.ones(2)}, "n_averaged must be a whole number, got tensor"),
-        ({**saved, "n_averaged": 2}, "n_averaged must be from 0 to the 1 steps, got 2"),
-        ({**saved, "n_averaged": -1}, "n_averaged must be from 0 to the 1 steps, got -1"),
+        (
+            {**saved, "n_averaged": 2},
+            "n_averaged must be at most 1, the steps that have landed, got 2",
+        ),
+        ({**saved, "n_averaged": -1}, "n_averaged must be at least 0, got -1"),
     ):
         with pytest.raises(
             (ValueError, KeyError, TypeError), match=f"WeightAverage.load_state_dict: {error}"
@@ -298,7 +307,130 @@ def test_parameters_may_join_and_leave(device):
     assert same_bits(average.averages[0], kept)
     average.remove()
     step(optimizer)
-    assert average.n_averaged == 3
+    optimizer.add_param_group({"params": [Parameter(torch.ones(4, device=device))]})
+    assert [each.numel() for each in average.averages] == [42, 3, 4]
+    assert average.n_averaged == 3, "to list parameters takes no step"
+
+
+def unfrozen() -> tuple[nn.Sequential, Any, WeightAverage]:
+    """A model of two layers, of which the second has joined after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizer = amp_ext.optim.AdamW(model[0].parameters(), lr=0.1)
+    average = WeightAverage(optimizer, 0.9, model=model)
+    step(optimizer)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    return model, optimizer, average
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        lambda model, average: average.averages,
+        lambda model, average: average.state_dict()["averages"],
+        lambda model, average: [*average.averaged_state_dict().values()][1:],
+        lambda model, average: copy.deepcopy((model, average))[1].averages,
+        lambda model, average: average.copy_to(copy.deepcopy(model)) or average.averages,
+        lambda model, average: average.swap().__enter__() or average.averages,
+    ],
+)
+def test_parameters_that_have_joined_are_known_and_begin_at_their_weight_after_a_step(known):
+    model, optimizer, average = unfrozen()
+    assert [each.shape for each in known(model, average)] == [p.shape for p in model.parameters()]
+    gc.collect()  # a swap ends
+    step(optimizer)
+    for ours, param in zip(average.averages[2:], model[1].parameters(), strict=True):
+        assert same_bits(ours, param)
+    step(optimizer)
+    assert not same_bits(average.averages[3], model[1].bias)
+
+
+def test_a_run_goes_on_whose_parameters_have_joined():
+    _, optimizer, average = unfrozen()
+    step(optimizer)
+    step(optimizer)
+    saved = copy.deepcopy((optimizer.state_dict(), average.state_dict()))
+    _, resumed, other = unfrozen()
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    with torch.no_grad():
+        for param, weight in zip(other.model.parameters(), average.model.parameters(), strict=True):
+            param.copy_(weight)
+    for each in (optimizer, resumed):
+        torch.manual_seed(1)
+        step(each)
+    assert all(map(same_bits, other.averages, average.averages)), "what was loaded does not begin"
+
+
+def test_names_are_those_of_the_state_dict_whatever_it_has_under_them():
+    def cloning(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+        state.update({name: each.clone() for name, each in state.items()})
+
+    def renaming(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+        state.update({"its." + name: state.pop(name).clone() for name in [*state]})
+
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(6, 5)), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    _, average, theirs = trained(model)
+    for file in (average.averaged_state_dict(), theirs.state_dict()):
+        average.load_state_dict(file)
+    model = model_of()
+    model.register_state_dict_post_hook(cloning)
+    _, average, theirs = trained(model)
+    assert same_bits(average.averaged_state_dict()["module.0.weight"], average.averages[0])
+    copied = copy.deepcopy(model)
+    nn.init.zeros_(copied[2].weight)
+    average.copy_to(copied)
+    assert same_bits(copied[0].weight, average.averages[0])
+    assert same_bits(copied[2].weight, model[2].weight)
+    copied.register_state_dict_post_hook(renaming)
+    before = copied[0].weight.detach().clone()
+    nn.init.zeros_(model[1].running_mean)
+    with pytest.raises(ValueError, match=r"^WeightAverage.copy_to: 0.weight of model must be"):
+        average.copy_to(copied)
+    model.register_state_dict_post_hook(renaming)
+    for name, refused in {
+        "copy_to": lambda: average.copy_to(copied),
+        "averaged_state_dict": average.averaged_state_dict,
+        "load_state_dict": lambda: average.load_state_dict(theirs.state_dict()),
+    }.items():
+        text = f"^WeightAverage.{name}: state_dict.. of model must have param 0 under its name '0.w"
+        with pytest.raises(ValueError, match=text):
+            refused()
+    assert same_bits(copied[0].weight, before)
+
+
+def test_averages_of_two_optimizers_of_one_model_come_together():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizers = [amp_ext.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    averages = [WeightAverage(optimizer, 0.9, model=model) for optimizer in optimizers]
+    for optimizer in 2 * optimizers:
+        step(optimizer)
+    copied = copy.deepcopy(model)
+    for average in averages:
+        average.copy_to(copied)
+    expected = [each for average in averages for each in average.averages]
+    assert all(map(same_bits, copied.parameters(), expected))
+    with averages[0].swap(), averages[1].swap():
+        assert all(map(same_bits, model.parameters(), expected))
+
+
+def test_an_average_goes_when_nobody_holds_it_and_holds_its_optimizer():
+    gc.disable()
+    try:
+        optimizer = amp_ext.optim.SGD([Parameter(torch.ones(3))], lr=0.1)
+        average = WeightAverage(optimizer)
+        step(optimizer)
+        gone, held = weakref.ref(average), weakref.ref(optimizer)
+        del optimizer
+        step(average.optimizer)
+        optimizer = average.optimizer
+        del average
+        assert gone() is None
+        assert not optimizer._optimizer_step_post_hooks
+        del optimizer
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -515,11 +647,10 @@ def launches_of(call: Any) -> int:
 def test_an_average_is_one_launch_and_none_where_nobody_asks(averages, launches, emulated):
     def call(steps: int) -> None:
         optimizer = amp_ext.optim.SGD(params_of(torch.device("cpu"), F32, F32, F32), lr=0.1)
-        for _ in range(averages):
-            WeightAverage(optimizer, dtype=BF16)
+        held = [WeightAverage(optimizer, dtype=BF16) for _ in range(averages)]
         for _ in range(steps):
             step(optimizer)
-        if not averages:
+        if not held:
             assert optimizer.has_landed is None
 
     begins = launches_of(lambda: call(0))
@@ -531,7 +662,12 @@ WRONG = [
     (
         {"optimizer": torch.optim.SGD([torch.ones(1)])},
         TypeError,
-        "optimizer must be one of amp_ext.optim, such as AdamW, got SGD",
+        "optimizer must be one of amp_ext.optim, such as AdamW, got torch.optim.sgd.SGD$",
+    ),
+    (
+        {"optimizer": SimpleNamespace(optimizer=amp_ext.optim.SGD([Parameter(torch.ones(1))]))},
+        TypeError,
+        "optimizer must be .*, got types.SimpleNamespace: give its .optimizer$",
     ),
     ({"decay": 1.1}, ValueError, "decay must be from 0 to 1, got 1.1"),
     ({"decay": "even"}, TypeError, "decay must be a number or \"equal\", got 'even'"),

@@ -694,7 +694,7 @@ AMP_EXT_CHECK(an_average_follows_the_steps_that_landed) {
   counts.insert_or_assign("n_averaged", 2.5);
   CHECK_REFUSED(third.load_state_dict(counts), "n_averaged must be a whole number, got 2.5");
   counts.insert_or_assign("n_averaged", 4);
-  CHECK_REFUSED(third.load_state_dict(counts), "n_averaged must be from 0 to the 3 steps, got 4");
+  CHECK_REFUSED(third.load_state_dict(counts), "n_averaged must be at most 3, the steps that have");
   {
     const auto swapped = average.swap();
     a.set_data(torch::ones({3}));  // the end warns, and gives the optimizer its parameters back
@@ -704,11 +704,17 @@ AMP_EXT_CHECK(an_average_follows_the_steps_that_landed) {
   average.restart();
   CHECK_THAT(same(average.averages()[0], torch::ones({3})));
   CHECK_THAT(average.n_averaged().item<int64_t>() == 0);
-  optimizer.add_param_group({{parameter({5.0})}, std::make_unique<SGDOptions>(0.5)});
+  torch::Tensor joined = parameter({5.0});
+  optimizer.add_param_group({{joined}, std::make_unique<SGDOptions>(0.5)});
+  CHECK_THAT(average.averages().size() == 3);
   {
     const auto swapped = average.swap();
-    CHECK_THAT(average.averages().size() == 3);
   }
+  a.mutable_grad() = torch::Tensor();
+  joined.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  average.update();  // a weight that has joined begins as this step leaves it
+  CHECK_THAT(same(average.averages()[2], torch::tensor({4.5f})));
   CHECK_REFUSED(third.load_state_dict(c10::Dict<std::string, torch::Tensor>()),
                 "state_dict must have 'averages', got");
   CHECK_REFUSED(WeightAverage(optimizer, {2.0}), "WeightAverage: decay must be from 0 to 1, got 2");
