@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.plain_numbers import plain
 from amp_ext.saved_dicts import check_is_dict
-from amp_ext.sharding import laid_out_as, local_tensor
+from amp_ext.sharding import is_dtensor, is_flattened, laid_out_as, local_tensor
 
 __all__ = ["WeightAverage"]
 
@@ -74,7 +75,8 @@ class WeightAverage:
             every: Takes an average at each such step, of those that have landed.
             dtype: torch.float32, or torch.bfloat16 for 2 bytes a parameter.
             model: Which has the parameters. Gives them their names, and the average the buffers and
-                the frozen parameters, for :meth:`copy_to` and files of torch's ``AveragedModel``.
+                the frozen parameters, for :meth:`copy_to` and files of torch's ``AveragedModel``;
+                and lets :meth:`swap` reach what ``fully_shard`` has gathered.
             warmup: Lets the decay grow: it is min(decay, (1 + n) / (10 + n)) after n averages.
 
         Raises:
@@ -165,6 +167,7 @@ class WeightAverage:
             self._params = params_of(self.optimizer)
 
     def _check_model(self, operation: str, model: nn.Module) -> None:
+        _reshard(model)
         known = set(map(id, model.parameters()))
         for index, param in enumerate(self._params):
             if id(param) not in known:
@@ -200,20 +203,32 @@ class WeightAverage:
         A context. Parameters and masters have their bits again after it, also after an exception,
         and the next step leaves masters as they are. For autograd the parameters were written: no
         graph from before a swap, or made in it, can be differentiated after it. Inside it split
-        masters are what the parameters are. Takes a copy of the parameters meanwhile.
+        masters are what the parameters are. Takes a copy of the parameters meanwhile. What
+        ``fully_shard`` has gathered is gathered anew, where the average was made with ``model``.
 
         Raises:
-            RuntimeError: If the averages of this optimizer are in its parameters already. Inside,
+            RuntimeError: If the averages of this optimizer are in its parameters already, or
+                FullyShardedDataParallel keeps these, whose modules compute with copies. Inside,
                 also for a step or a look of the optimizer, for its state dict and that of the
                 average, and for ``refresh_masters`` and ``restart``. At the end, if a parameter got
                 another dtype, shape or device inside: all others are back then.
         """
         self._averages.check_not_swapped("WeightAverage.swap")
+        for index, param in enumerate(params_of(self.optimizer)):
+            if is_flattened(param):
+                raise RuntimeError(
+                    "WeightAverage.swap: parameters must not be flattened, as those of "
+                    f"FullyShardedDataParallel are, got param {index}: use fully_shard"
+                )
         try:
             self._ask(self.optimizer.swap_average)
+            _reshard(self.model)
             yield
         finally:
-            self.optimizer.swap_back(self._averages)
+            try:
+                self.optimizer.swap_back(self._averages)
+            finally:
+                _reshard(self.model)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
@@ -228,12 +243,14 @@ class WeightAverage:
         Args:
             model: Of the parameters and buffers of ``self.model``, in any dtypes; written. Names
                 are compared without what ``torch.compile`` and wrappers such as DDP add to them.
+                Where ours are sharded and its are not, all ranks have to call this together.
 
         Raises:
             TypeError: If it is no module.
             ValueError: If it has others, by name or shape, or ``self.model`` lacks a parameter that
                 has joined the optimizer, or the ``state_dict()`` of a model has copies of
-                parameters that can't be told by name and shape. Nothing has been written then.
+                parameters that can't be told by name and shape, or its parameters are sharded and
+                ours are not. Nothing has been written then.
             RuntimeError: If the average was made without ``model``.
         """
         operation = "WeightAverage.copy_to"
@@ -254,7 +271,12 @@ class WeightAverage:
             wanted, got = _shape_under(name, entries), _shape_under(name, target)
             if wanted != got:
                 raise ValueError(f"{operation}: {name} of model must be {wanted}, got {got}")
-        for name in copies_there - copies:
+            if is_dtensor(target[name]) and not is_dtensor(entries[name]):
+                raise ValueError(
+                    f"{operation}: {name} of model must be {_layout(entries[name])}, got "
+                    f"{_layout(target[name])}"
+                )
+        for name in sorted(copies_there - copies):
             raise ValueError(
                 f"{operation}: {name} of model must be a parameter or buffer in state_dict(), got "
                 "a copy"
@@ -262,7 +284,9 @@ class WeightAverage:
         own = set(map(id, self._params))
         for name, each in target.items():
             if id(ours[name]) in own or not ours[name].requires_grad:
-                each.detach().copy_(entries[name])
+                average: Any = entries[name]
+                is_whole = is_dtensor(each) or not is_dtensor(average)
+                each.detach().copy_(average if is_whole else average.full_tensor())
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """Returns what ``torch.optim.swa_utils.AveragedModel(model).load_state_dict`` takes.
@@ -330,8 +354,9 @@ class WeightAverage:
             KeyError: If an entry is missing.
             TypeError: If it is no dict, the averages are no list of floating-point tensors, or a
                 count is no whole number.
-            ValueError: If averages have other shapes, more averages were taken than steps landed,
-                or the model lacks a parameter. Nothing has been changed after any error.
+            ValueError: If averages have other shapes or are sharded otherwise than the parameters,
+                more averages were taken than steps landed, or the model lacks a parameter. Nothing
+                has been changed after any error.
             RuntimeError: If the averages are swapped in, or a file of ``AveragedModel`` comes to an
                 average without ``model``.
         """
@@ -359,6 +384,10 @@ class WeightAverage:
         for name, average in averages.items():
             if not isinstance(average, Tensor):
                 raise TypeError(f"{operation}: {name} must be a tensor, got {average!r}")
+        for (name, average), param in zip(averages.items(), self._params, strict=False):
+            wanted, got = _layout(param), _layout(average)
+            if wanted != got and (is_dtensor(param) or is_dtensor(average)):
+                raise ValueError(f"{operation}: {name} must be {wanted}, got {got}")
         local = [local_tensor(average) for average in averages.values()]
         self._averages.load(operation, local, steps, n_averaged)
 
@@ -419,6 +448,21 @@ def _tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
         else:
             others.add(name)
     return tensors, others
+
+
+def _reshard(model: nn.Module | None) -> None:
+    """Lets modules of ``fully_shard`` gather their parameters anew before they are used again."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in () if model is None else model.modules():
+        if isinstance(module, sharded):
+            module.reshard()
+
+
+def _layout(tensor: Any) -> str:
+    sizes = f"of sizes {list(tensor.shape)}"
+    if is_dtensor(tensor):
+        return f"a DTensor {sizes}, {tensor.placements}"
+    return f"a whole tensor {sizes}"
 
 
 def _check_optimizer(optimizer: Any) -> None:

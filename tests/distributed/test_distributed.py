@@ -37,6 +37,7 @@ CHECKS = {
         ranks.fully_sharded_models_train_as_in_one_process,
         ranks.fully_sharded_models_train_with_clipping_apart,
         ranks.averages_of_shards_are_those_of_the_whole,
+        ranks.averages_reach_parameters_that_are_gathered_and_models_that_are_whole,
     ],
     "ddp-zero-fsdp1": [
         ranks.ddp_trains_as_in_one_process_and_keeps_its_gradients,

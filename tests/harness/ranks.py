@@ -747,6 +747,63 @@ def averages_of_shards_are_those_of_the_whole(rank: int) -> None:
         assert same_bits(whole(master), bits)
 
 
+def averages_reach_parameters_that_are_gathered_and_models_that_are_whole(rank: int) -> None:
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+    whole_one, model, x = copy.deepcopy(alone), copy.deepcopy(alone), torch.randn(8, 5)
+    fully_sharded(model[0])
+    fully_sharded(model)
+    runs: list[list[float]] = []
+    averages = []
+    for each in (alone, model):
+        optimizer = amp_ext.optim.SGD(each.parameters(), lr=0.5)
+        average = amp_ext.optim.WeightAverage(optimizer, 0.5, model=each)
+        losses: list[float] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = each(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                losses += [loss.item(), each(x).square().mean().item()]  # gathered from now on
+                with average.swap():
+                    losses.append(each(x).square().mean().item())
+        runs.append(losses)
+        averages.append(average)
+    torch.testing.assert_close(runs[1], runs[0])
+    with torch.no_grad():
+        model(x)
+    averages[1].copy_to(whole_one)  # also of a model that has gathered its parameters
+    for param, average in zip(whole_one.parameters(), averages[1].averages, strict=True):
+        assert same_bits(param, whole(average))
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"copy_to: 0.weight of model must be a whole tensor of s"):
+        averages[0].copy_to(model)
+    for param, bits in zip(model.parameters(), before, strict=True):
+        assert same_bits(whole(param.detach()), whole(bits))
+    sharded, unsharded = averages[1].averaged_state_dict(), averages[0].averaged_state_dict()
+    for average, wrong, text in (
+        (averages[1], unsharded, r"module.0.weight must be a DTensor of sizes \[7, 5\], \(Shard"),
+        (
+            averages[0],
+            sharded,
+            r"module.0.weight must be a whole tensor of sizes \[7, 5\], got a D",
+        ),
+        (averages[1], averages[0].state_dict(), r"averages\[0\] must be a DTensor of sizes \[7, 5"),
+    ):
+        with pytest.raises(ValueError, match=f"^WeightAverage.load_state_dict: {text}"):
+            average.load_state_dict(wrong)
+    averages[1].load_state_dict(copy.deepcopy(sharded))
+    flat = FullyShardedDataParallel(torch.nn.Linear(5, 3), device_id=torch.device("cpu"))
+    average = amp_ext.optim.WeightAverage(amp_ext.optim.SGD(flat.parameters(), lr=0.5), model=flat)
+    with pytest.raises(RuntimeError, match=r"swap: parameters must not be flattened"):
+        average.swap().__enter__()
+    with pytest.raises(
+        ValueError, match=r"averaged_state_dict: state_dict.. of model must have pa"
+    ):
+        average.averaged_state_dict()
+
+
 def a_write_to_a_sharded_parameter_reaches_its_master(rank: int) -> None:
     values = [torch.randn(5, 3).to(BF16), torch.randn(1, 2).to(BF16)]
     params = sharded(values, [layouts()[0][0]] * 2)
