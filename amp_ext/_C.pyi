@@ -152,6 +152,9 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
     def take_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
     ) -> bool | None: ...
+    def list_average(
+        self, step_plan: Any, optimizer: Any, averages: WeightAverages
+    ) -> bool | None: ...
     def restart_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
     ) -> bool | None: ...
@@ -208,7 +211,6 @@ class WeightAverages:  # of the parameters of an optimizer
     averages: list[Tensor]
     counters: Tensor | None  # steps that have landed, averages taken
     listings: int  # of parameters that differ from those before
-    takes_steps: bool  # whether `take_average` does, or lists the parameters alone
     def __init__(
         self, decay: float | None, every: int, warmup: bool, dtype: torch.dtype
     ) -> None: ...

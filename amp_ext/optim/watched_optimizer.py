@@ -153,6 +153,10 @@ class WatchedOptimizer(PlannedOptimizer):
         """
         self._ask_plan("take_average", self._plan.compiled.take_average, averages)
 
+    def list_average(self, averages: ops.WeightAverages) -> None:
+        """Lets averages know the parameters that there are now; no step is taken into account."""
+        self._ask_plan("list_average", self._plan.compiled.list_average, averages)
+
     def restart_average(self, averages: ops.WeightAverages) -> None:
         """Lets averages begin anew at the present weights."""
         self._ask_plan("restart_average", self._plan.compiled.restart_average, averages)

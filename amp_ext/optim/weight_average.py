@@ -37,8 +37,8 @@ class WeightAverage:
     It ticks by itself, in a hook after each step of the optimizer, as long as somebody holds it:
     the optimizer does not. The first average is a copy of the weights; before it, the averages are
     the weights at construction. A parameter that joins later begins with its weight after the next
-    step. Where an average moves by less than half a unit in the last
-    place, one in bfloat16 would stand still: it is dithered, so that it is right in the mean.
+    step. Where an average moves by less than half a unit in the last place, one in bfloat16 would
+    stand still: it is dithered, so that it is right in the mean.
 
     ::
 
@@ -111,12 +111,11 @@ class WeightAverage:
         number = None if decay == "equal" else float(decay)
         self._averages = ops.WeightAverages(number, every, warmup, dtype)
         self._params: list[Tensor] = []
-        self._take()
+        self._ask(optimizer.take_average)
         if model is not None:
             self._check_model("WeightAverage", model)
         optimizer.follow_landings()
         self._hook = optimizer.register_step_post_hook(_hook_of(weakref.ref(self)))
-        weakref.finalize(self, self._hook.remove).atexit = False
 
     @property
     def optimizer(self) -> FusedOptimizer:
@@ -148,16 +147,10 @@ class WeightAverage:
         """Whether the decay grows."""
         return self._arguments["warmup"]
 
-    def _take(self) -> None:
-        """Takes the last step into account."""
-        self._averages.takes_steps = True
-        self._ask(self.optimizer.take_average)
-
     def _list(self) -> None:
         """Lists the parameters that the optimizer has now, if they are others."""
         if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
-            self._averages.takes_steps = False
-            self._ask(self.optimizer.take_average)
+            self._ask(self.optimizer.list_average)
 
     def _ask(self, operation: Callable[[ops.WeightAverages], None]) -> None:
         """Lets the optimizer do something with the averages, of the parameters that it has now."""
@@ -413,12 +406,16 @@ class WeightAverage:
 
 
 def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], None]:
-    """Returns what an optimizer calls after a step, which does not hold the average."""
+    """Returns what an optimizer calls after a step, which does not hold the average.
+
+    Without the average it does nothing, and stays: that may go amid the hooks of a step, whose dict
+    must not change then.
+    """
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         held = average()
         if held is not None:
-            held._take()
+            held._ask(held.optimizer.take_average)
 
     return after_step
 

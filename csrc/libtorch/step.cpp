@@ -207,12 +207,18 @@ void FusedOptimizer::take_average(WeightAverages& averages) {
   averages.take(operation.weights(), operation.plan.has_landed(), operation.plan.steps());
 }
 
+void FusedOptimizer::list_average(WeightAverages& averages) {
+  Operation operation(*this, "list_average");
+  averages.list(operation.weights());
+}
+
 void FusedOptimizer::restart_average(WeightAverages& averages) {
   Operation operation(*this, "restart_average");
   averages.restart(operation.weights(), operation.plan.steps());
 }
 
 void FusedOptimizer::swap_average(WeightAverages& averages) {
+  check_weights_are_in("WeightAverage.swap", checked("swap_average").plan->is_lent());
   Operation operation(*this, "swap_average");
   operation.plan.swap_in(averages, operation.masters());
 }

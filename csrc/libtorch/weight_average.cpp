@@ -33,13 +33,7 @@ struct WeightAverage::Impl {
       }
     }
     if (are_listed && count == params.size()) return;
-    averages.set_takes_steps(false);
-    ask(&FusedOptimizer::take_average);
-  }
-
-  void take() {
-    averages.set_takes_steps(true);
-    ask(&FusedOptimizer::take_average);
+    ask(&FusedOptimizer::list_average);
   }
 
   // Lets the optimizer do something with the averages, and holds the parameters that they are of.
@@ -63,7 +57,7 @@ WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
 WeightAverage::~WeightAverage() = default;
 WeightAverage::WeightAverage(WeightAverage&&) noexcept = default;
 
-void WeightAverage::update() { impl_->take(); }
+void WeightAverage::update() { impl_->ask(&FusedOptimizer::take_average); }
 
 void WeightAverage::restart() { impl_->ask(&FusedOptimizer::restart_average); }
 

@@ -210,6 +210,7 @@ class AMP_EXT_API Plan {
   void swap_in(WeightAverages& averages, const MastersByParam& masters);
   // Does nothing if the averages are in no parameters.
   void swap_out(WeightAverages& averages);
+  bool is_lent() const { return is_lent_; }
   void check_not_lent(const std::string& operation) const;
   // Lets every step from now on leave `has_landed`.
   void follow_landings() { follows_landings_ = true; }

@@ -268,7 +268,6 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
 void WeightAverages::take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed,
                           int64_t step) {
   list(weights);
-  if (!takes_steps_) return;
   const bool is_new = last_step_.has_value() && *last_step_ != step;
   last_step_ = step;
   if (!is_new) return;

@@ -63,10 +63,6 @@ class AMP_EXT_API WeightAverages {
   // was listed since the last step begins anew as this one leaves it.
   void take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed, int64_t step);
 
-  // Whether `take` does so, or lists the weights alone.
-  bool takes_steps() const { return takes_steps_; }
-  void set_takes_steps(bool takes_steps) { takes_steps_ = takes_steps; }
-
   // Begins all averages anew at the present weights, after this step; in the same memory, where the
   // weights have dtypes and shapes as before.
   void restart(const std::vector<AveragedWeight>& weights, int64_t step);
@@ -128,7 +124,6 @@ class AMP_EXT_API WeightAverages {
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
   int64_t listings_ = 0;
-  bool takes_steps_ = true;
   std::optional<int64_t> last_step_;  // none before the first call
 };
 

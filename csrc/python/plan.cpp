@@ -354,6 +354,12 @@ std::optional<bool> take_average(PlanOfPython& mine, const py::object& step_plan
   });
 }
 
+std::optional<bool> list_average(PlanOfPython& mine, const py::object& step_plan,
+                                 const py::object& optimizer, WeightAverages& averages) {
+  return with_masters(mine, step_plan, optimizer, "list_average",
+                      [&](const auto& masters) { averages.list(mine.plan.weights(masters)); });
+}
+
 std::optional<bool> restart_average(PlanOfPython& mine, const py::object& step_plan,
                                     const py::object& optimizer, WeightAverages& averages) {
   const Plan& plan = mine.plan;
@@ -364,11 +370,7 @@ std::optional<bool> restart_average(PlanOfPython& mine, const py::object& step_p
 
 std::optional<bool> swap_average(PlanOfPython& mine, const py::object& step_plan,
                                  const py::object& optimizer, WeightAverages& averages) {
-  try {
-    mine.plan.check_not_lent("swap_average");
-  } catch (const c10::Error&) {
-    check_weights_are_in("WeightAverage.swap", /*is_swapped=*/true);
-  }
+  check_weights_are_in("WeightAverage.swap", mine.plan.is_lent());
   return with_masters(mine, step_plan, optimizer, "swap_average",
                       [&](const auto& masters) { mine.plan.swap_in(averages, masters); });
 }
@@ -390,7 +392,6 @@ void define_averages(py::module_& module) {
       .def("load", &WeightAverages::load, release_gil(), py::arg("operation"), py::arg("averages"),
            py::arg("steps"), py::arg("n_averaged"))
       .def_property_readonly("averages", &WeightAverages::averages)
-      .def_property("takes_steps", &WeightAverages::takes_steps, &WeightAverages::set_takes_steps)
       .def_property_readonly("counters",
                              [](const WeightAverages& self) { return if_defined(self.counters()); })
       .def_property_readonly("listings", &WeightAverages::listings);
@@ -437,6 +438,8 @@ void define_plan(py::module_& module) {
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
       .def("take_average", &take_average, py::arg("step_plan"), py::arg("optimizer"),
+           py::arg("averages"))
+      .def("list_average", &list_average, py::arg("step_plan"), py::arg("optimizer"),
            py::arg("averages"))
       .def("restart_average", &restart_average, py::arg("step_plan"), py::arg("optimizer"),
            py::arg("averages"))

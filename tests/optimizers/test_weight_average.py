@@ -410,6 +410,9 @@ def test_averages_of_two_optimizers_of_one_model_come_together():
         average.copy_to(copied)
     expected = [each for average in averages for each in average.averages]
     assert all(map(same_bits, copied.parameters(), expected))
+    with averages[0].swap():
+        both = [*averages[1].averaged_state_dict().values()][1:]
+        assert all(map(same_bits, both, expected))
     with averages[0].swap(), averages[1].swap():
         assert all(map(same_bits, model.parameters(), expected))
 
@@ -426,7 +429,7 @@ def test_an_average_goes_when_nobody_holds_it_and_holds_its_optimizer():
         optimizer = average.optimizer
         del average
         assert gone() is None
-        assert not optimizer._optimizer_step_post_hooks
+        step(optimizer)
         del optimizer
         assert held() is None
     finally:
@@ -629,6 +632,19 @@ def test_an_average_outlives_a_load_of_its_optimizer(device):
         step(optimizer)
         optimizer.load_state_dict(optimizer.state_dict())
     assert average.n_averaged == 3
+
+
+def test_an_average_may_go_amid_the_hooks_of_a_step():
+    optimizer = amp_ext.optim.SGD([Parameter(torch.ones(3))], lr=0.1)
+    cycle: list[Any] = [WeightAverage(optimizer)]
+    cycle.append(cycle)
+    gone = weakref.ref(cycle[0])
+    optimizer.register_step_post_hook(lambda *arguments: gc.collect())
+    last = WeightAverage(optimizer)
+    del cycle
+    step(optimizer)
+    assert gone() is None
+    assert last.n_averaged == 1
 
 
 def launches_of(call: Any) -> int:

@@ -157,6 +157,7 @@ class Pair:
         is_converted: Whether its dtype was changed, so that the next step casts its state.
         seen: Versions of the parameter and its master at the end of its last step, unless
             something else happened to it since.
+        restarts: How often a step began it anew, since something in it was inf or NaN.
     """
 
     mine: Parameter
@@ -165,6 +166,7 @@ class Pair:
     left_behind: Tensor | None = None
     is_converted: bool = False
     seen: int | None = None
+    restarts: int = 0
 
     @classmethod
     def of(cls, mine: Parameter) -> Pair:

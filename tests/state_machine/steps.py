@@ -415,6 +415,7 @@ class Step:
         buffers = self.sides.buffers(pair)
         if not all(tensor.isfinite().all() for tensor in (pair.twin, pair.mine, *buffers.values())):
             # It would stay inf or NaN and hide all that follows.
+            pair.restarts += 1
             for side, param in ((self.sides.mine, pair.mine), (self.sides.twin, pair.twin)):
                 param.data.fill_(0.5)
                 side.state.pop(param, None)

@@ -70,6 +70,7 @@ class Watching(Loops):
         if any(pair.is_converted for _, pair in sides):
             return  # a tensor of another dtype has no average
         average = WeightAverage(sides.mine, decay=0.25)
+        restarts = [pair.restarts for _, pair in sides]
         expected, taken = [pair.twin.detach().clone() for _, pair in sides], 0
         sizes = [mean.abs() for mean in expected]  # the largest numbers that a mean is made of
         for each, overflow in ((seed, bad), (seed + 1, None)):
@@ -83,9 +84,9 @@ class Watching(Loops):
         assert average.n_averaged == taken
         was_seen = [pair.seen == pair.mine._version for _, pair in sides]
         with average.swap():
-            rows = zip(average.averages, expected, sizes, sides, strict=True)
-            for actual, mean, size, (_, pair) in rows:
-                if actual.isfinite().all():  # else the step has begun the parameter anew
+            rows = zip(average.averages, expected, sizes, restarts, sides, strict=True)
+            for actual, mean, size, before, (_, pair) in rows:
+                if pair.restarts == before:
                     assert_near(actual, mean, size, "an average", F32)
                 assert_exact(pair.mine, doubled(actual), "a parameter that holds its average")
         average.remove()

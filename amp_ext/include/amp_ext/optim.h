@@ -388,6 +388,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::vector<PlacedOptions> checked_groups();
   void follow_landings();
   void take_average(WeightAverages& averages);
+  void list_average(WeightAverages& averages);
   void restart_average(WeightAverages& averages);
   void swap_average(WeightAverages& averages);
   void swap_back(WeightAverages& averages);
