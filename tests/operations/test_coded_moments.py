@@ -33,9 +33,7 @@ from harness.number_codes import (
     OFFSET,
     RATIO_IS_NAN,
     WIDEST_CODE,
-    decode_q8m,
     dither_words,
-    root_of_q8s,
     unit_below,
 )
 from harness.reference import same_bits
@@ -175,40 +173,6 @@ def test_a_skipped_element_keeps_its_codes_in_a_group_of_the_same_exponent(
         assert ((new - old).abs() <= half_a_code).all()
 
 
-@pytest.mark.parametrize("exponent_by", [-1, 0, 1])
-@pytest.mark.parametrize("code", ["q8s", "q8m"])
-def test_a_skipped_element_is_measured_anew_where_the_exponent_changes(device, code, exponent_by):
-    """The first element of the group has half its size, or twice that; the others are skipped."""
-    half = {"q8s": 192, "q8m": 96}[code]  # of the unit; all but the first are below it
-    codes = (torch.arange(4 * GROUP) * 2 % half).to(torch.uint8).view(4, GROUP)
-    codes[:, 0] = half + 10
-    exponents = torch.full((4, 1), 127, dtype=torch.uint8)
-    grad = torch.full((4, GROUP), NAN)
-    factor = 2.0**exponent_by
-    old = (decode_q8m if code == "q8m" else root_of_q8s)(codes, exponents)
-    grad[:, 0] = old[:, 0] * factor
-    found, found_exponents = codes.clone().to(device), exponents.clone().to(device)
-    param = torch.zeros(4, GROUP, device=device)
-    grads, beside = [grad.to(device)], {"exponents": [found_exponents]} | SKIP
-    if code == "q8m":
-        ops.lion_([param], grads, [found], lr=1.0, beta1=0.0, beta2=0.0, **beside)
-    else:
-        first = torch.zeros(4, GROUP, dtype=torch.int8, device=device)
-        numbers = {"lr": 1.0, "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "weight_decay": 0.0}
-        steps = [torch.zeros((), device=device)]
-        ops.adam_([param], grads, [first], [found], steps, **numbers, **beside)
-    assert (found_exponents.cpu() == 127 + exponent_by).all()
-    new = (decode_q8m if code == "q8m" else root_of_q8s)(found.cpu(), found_exponents.cpu())
-    assert torch.equal(new[:, 0], old[:, 0] * factor)
-    # Half of the places below an eighth: codes are equally far apart there.
-    half_a_place = factor * 2.0 ** (-10 if code == "q8s" else -9)
-    error = (new - old)[:, 1:].abs()
-    assert error.max().item() <= half_a_place * (2 if code == "q8s" else 1)
-    assert (error[old[:, 1:] >= half_a_place] <= half_a_place).all()
-    if exponent_by <= 0:
-        assert (error == 0).all()
-
-
 def cleaned(lists: Lists, device: torch.device) -> Lists:
     """The same with a gradient of zero in place of each that is not finite."""
     found = moved(lists, device)
@@ -273,99 +237,3 @@ def test_codes_beside_a_split_master_are_those_of_its_float32(
     pairs = zip(lists["params"], lists["master_params"], exact["params"], strict=True)
     for param, low, master in pairs:
         assert same_bits(low, ops.split_master(param, master, low_bits))
-
-
-# What was loaded and is not changed: every element's gradient is NaN, and skipped.
-
-DITHER = {"dither": True}
-
-
-def assert_stays(operation: str, lists: Lists, wanted: Lists, **numbers: Any) -> None:
-    shape, device = (
-        lists[FIRST_STATES[operation]][0].shape,
-        lists[FIRST_STATES[operation]][0].device,
-    )
-    lists |= {
-        "params": [torch.zeros(shape, device=device)],
-        "grads": [torch.full(shape, NAN, device=device)],
-        "steps": [torch.zeros((), device=device)],
-    }
-    run(operation, lists, **SKIP, **numbers)
-    for _ in range(7):
-        run(operation, lists, **SKIP, **numbers, **DITHER)
-    assert_same(lists, wanted)
-    assert not any(param.any() for param in lists["params"])
-
-
-def test_every_ratio_beside_every_second_moment_stays(device):
-    second = torch.arange(0, 0x7F81, 37).short().view(BF16)
-    second = torch.cat([second, torch.tensor([0x7F80, 0x7FC0]).short().view(BF16)])
-    codes = torch.arange(-128, 128).to(torch.int8).expand(len(second), 256).contiguous()
-    second = second.view(-1, 1).expand(-1, 256).contiguous()
-    is_number = second.isfinite() & (codes != -1)  # NaN keeps no sign
-    wanted = codes.where(is_number, torch.tensor(RATIO_IS_NAN, dtype=torch.int8))
-    lists = {"exp_avgs": [codes.to(device)], "exp_avg_sqs": [second.clone().to(device)]}
-    expected = {"exp_avgs": [wanted.to(device)], "exp_avg_sqs": [second.to(device)]}
-    assert_stays("adam_", lists, expected)
-
-
-def every_group(exponents: range, largest: int) -> tuple[Tensor, Tensor]:
-    """All 256 codes beside one that every exponent needs to be that of its group."""
-    codes = torch.cat([torch.arange(256), torch.zeros(23, dtype=torch.long)]).view(-1, GROUP - 1)
-    codes = torch.cat([codes, torch.full((len(codes), 1), largest)], dim=1).to(torch.uint8)
-    each = torch.tensor([*exponents], dtype=torch.uint8)
-    return codes.repeat(len(each), 1), each.repeat_interleave(len(codes)).view(-1, 1)
-
-
-@pytest.mark.parametrize("operation", ["lion_", "sgd_"])
-def test_every_momentum_stays_with_every_exponent(device, operation):
-    codes, exponents = every_group(range(1, 254), 127)
-    lists = {FIRST_STATES[operation]: [codes.to(device)], "exponents": [exponents.to(device)]}
-    numbers = {"beta2": 0.999} if operation == "lion_" else {"momentum": 0.999}
-    assert_stays(operation, lists, moved(lists, device), **numbers)
-    assert (decode_q8m(codes, exponents).view(253, -1)[:, 4] != 0).all()
-
-
-def test_every_second_moment_stays_with_every_exponent(device):
-    # The roots of the smallest and the largest float32 that a code stands for.
-    codes, exponents = every_group(range(65, 192), 255)
-    first = torch.arange(codes.numel()).view_as(codes).to(torch.int8)
-    first[first == -1] = RATIO_IS_NAN  # which keeps no sign
-    is_zero = root_of_q8s(codes, exponents).double() ** 2 < 2**-126
-    assert is_zero[exponents[:, 0] >= 74].sum() == (codes[exponents[:, 0] >= 74] == 0).sum()
-    wanted = {
-        "exp_avgs": [first],
-        "exp_avg_sqs": [torch.where(is_zero, 0, codes.int()).to(torch.uint8)],
-        "exponents": [exponents],
-    }
-    lists = {"exp_avgs": [first], "exp_avg_sqs": [codes], "exponents": [exponents]}
-    assert_stays("adam_", moved(lists, device), moved(wanted, device))
-
-
-def test_groups_of_zeros_and_of_nan_stay(device):
-    codes = torch.zeros(2, GROUP, dtype=torch.uint8)
-    exponents = torch.tensor([[1], [IS_NAN]], dtype=torch.uint8)
-    for operation in ("lion_", "sgd_"):
-        lists = {FIRST_STATES[operation]: [codes], "exponents": [exponents]}
-        numbers = {} if operation == "lion_" else {"momentum": 0.9}
-        assert_stays(operation, moved(lists, device), moved(lists, device), **numbers)
-    first = torch.tensor([0, RATIO_IS_NAN], dtype=torch.int8).view(-1, 1).repeat(1, GROUP)
-    lists = {"exp_avgs": [first], "exp_avg_sqs": [codes], "exponents": [exponents]}
-    assert_stays("adam_", moved(lists, device), moved(lists, device))
-
-
-def test_no_second_moment_beside_large_ones_becomes_zero(device):
-    """A small one that did would divide its first moment by eps alone at the next step."""
-    param = torch.zeros(4, GROUP, device=device)
-    grad = torch.full((4, GROUP), 1e-6, device=device)
-    grad[:, 0] = 1e3
-    codes = torch.zeros(4, GROUP, dtype=torch.uint8, device=device)
-    exponents = torch.ones(4, 1, dtype=torch.uint8, device=device)
-    first, steps = [torch.zeros_like(codes, dtype=torch.int8)], [torch.zeros((), device=device)]
-    numbers = {"lr": 1.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-    for _ in range(20):
-        ops.adam_(
-            [param], [grad], first, [codes], steps, **numbers, **DITHER, exponents=[exponents]
-        )
-        assert (codes > 0).all()
-    assert param.abs().max().item() <= 22  # a step is 1, within the distance of two ratios

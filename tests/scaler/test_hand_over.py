@@ -135,17 +135,6 @@ def test_gradients_that_carry_no_scale_are_stepped(options, change, scaler_class
     assert values(optimizer) == [0.5 - 0.5 * grad] * 3
 
 
-@both_scalers
-def test_gradients_that_are_unscaled_after_a_step_are_stepped_by_the_scaler(scaler_class, device):
-    """torch's ``unscale_`` is not counted, but its step tells."""
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device, scaler_class)
-    scaler.step(optimizer)
-    scaler.update()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.0] * 3
-
-
 def test_gradients_in_one_buffer_are_told_apart(device):
     first, second = filled(4.0, device, plain_sgd), filled(4.0, device, plain_sgd)
     flat, scaler = torch.full((6,), 4.0, device=device), ready(device)
@@ -190,28 +179,6 @@ def test_an_int_of_0_says_that_nothing_was_looked_at(has_grad, device):
     else:
         optimizer.step()
     assert set(values(optimizer)) == {1.0}
-
-
-@bad_or_good
-@cases.all_optimizers
-def test_a_gradient_that_comes_after_unscale_is_refused_by_name(make, value, device):
-    """torch steps with it as it is: still scaled, and checked by nobody."""
-    optimizer, scaler = make(cases.new_params(device)), ready(device)
-    first, second, _ = params_of(optimizer)
-    first.grad = torch.full_like(first, 4.0)
-    scaler.unscale_(optimizer)
-    second.grad = torch.full_like(second, value)
-    message = (
-        r"^GradScaler: the gradient of group 0, param 1 must be there when unscale_\(\) is called, "
-        r"got it later: it may still be scaled$"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        scaler.step(optimizer)
-    assert set(values(optimizer)) == {1.0}
-    second.grad = None
-    scaler.step(optimizer)
-    assert second.tolist() == [1.0] * 5
-    assert first.tolist() != [1.0] * 5
 
 
 # Hooks before the step.
@@ -286,27 +253,6 @@ def test_a_hook_that_writes_no_gradient_is_not_warned_of(hook, device):
             give(optimizer, 4.0)
 
 
-def test_a_hook_before_a_step_that_is_told_so_finds_unscaled_gradients(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    optimizer._step_supports_amp_scaling = False
-    found = []
-    optimizer.register_step_pre_hook(lambda opt, *_: found.append(params_of(opt)[0].grad.clone()))
-    optimizer.register_step_pre_hook(clip)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.step(optimizer)
-    assert set(found[0].tolist()) == {1.0}
-
-
-def test_an_overflow_before_a_hook_skips_the_step_whatever_the_hook_does(device):
-    optimizer, scaler = filled(INF, device, plain_sgd), ready(device)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: give(optimizer, 4.0))
-    scaler.step(optimizer)
-    scaler.update()
-    assert values(optimizer) == [1.0] * 3
-    assert scaler.get_scale() == 2.0
-
-
 @bad_or_good
 def test_a_hook_may_take_all_gradients_away(value, device):
     optimizer, scaler = filled(value, device, cases.our_adamw_with_norm), ready(device)
@@ -354,20 +300,11 @@ def by_a_hook_of_all(optimizer: Any) -> Callable[[], None]:
     return register_optimizer_step_pre_hook(interrupt).remove
 
 
-def around_the_step(optimizer: Any) -> Callable[[], None]:
-    optimizer.step = interrupt
-    return lambda: vars(optimizer).pop("step")
-
-
 def by_a_refusal(optimizer: Any) -> Callable[[], None]:
     def refuse(*_: Any) -> None:
         raise RuntimeError("refused")
 
     return optimizer.register_step_pre_hook(refuse).remove
-
-
-INTERRUPTS = [by_a_hook, by_a_hook_of_all, around_the_step, by_a_refusal]
-interrupts = pytest.mark.parametrize("stop", INTERRUPTS, ids=lambda stop: stop.__name__)
 
 
 def interrupted(make: Any, scaler: Any, stop: Any, value: float, device: Any, unscale=False) -> Any:
@@ -388,26 +325,6 @@ def assert_spent(scaler: Any, optimizer: Any) -> None:
         )
         with pytest.raises(RuntimeError, match=wanted):
             call(optimizer)
-
-
-@interrupts
-@bad_or_good
-@one_of_each
-def test_an_interrupted_step_leaves_nothing_behind(make, value, stop, device):
-    scaler = ready(device)
-    optimizer = interrupted(make, scaler, stop, value, device)
-    assert not has_leftovers(optimizer)
-    give(optimizer, 1.0)
-    optimizer.step()
-    assert values(optimizer) == [0.5] * 3
-    scaler = ready(device)
-    optimizer = interrupted(make, scaler, stop, value, device)
-    if make is fused_sgd:  # nobody sees how far it came
-        assert_spent(scaler, optimizer)
-        scaler.update()
-    give(optimizer, scaler.get_scale())
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.5] * 3
 
 
 @pytest.mark.filterwarnings("error")
@@ -468,32 +385,6 @@ def test_a_step_whose_post_hook_raises_is_not_repeated(make, error, device):
         before = stepped
 
 
-@interrupts
-@bad_or_good
-@pytest.mark.parametrize(
-    ("make", "unscale"),
-    [(looping_sgd, False), (looping_sgd, True), (fused_sgd, True), (plain_sgd, True)],
-)
-def test_gradients_after_an_interrupted_step_with_unscaled_ones_come_after_an_update(
-    make, unscale, value, stop, device
-):
-    scaler = ready(device)
-    optimizer = interrupted(make, scaler, stop, 4.0, device, unscale)
-    optimizer.zero_grad()
-    scaler.scale(torch.ones((), device=device))
-    give(optimizer, value)
-    with pytest.raises(
-        RuntimeError, match=r"optimizer\.zero_grad\(\) and update\(\), and backward"
-    ):
-        scaler.step(optimizer)
-    scaler.update()
-    give(optimizer, value)
-    scaler.step(optimizer)
-    scaler.update()
-    assert values(optimizer) == [0.5 if value == 4.0 else 1.0] * 3
-    assert scaler.get_scale() == (4.0 if value == 4.0 else 2.0)
-
-
 def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monkeypatch):
     optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
     with monkeypatch.context() as patch:
@@ -501,18 +392,6 @@ def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monk
         with pytest.raises(Interrupt):
             scaler.unscale_(optimizer)
     assert_spent(scaler, optimizer)
-
-
-def test_a_step_with_unscaled_gradients_that_wrote_nothing_may_be_tried_again(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    scaler.unscale_(optimizer)
-    go_on = by_a_hook(optimizer)
-    for _ in range(2):
-        with pytest.raises(Interrupt):
-            scaler.step(optimizer)
-    go_on()
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.5] * 3
 
 
 def test_a_look_that_no_step_has_used_is_forgotten(device):
@@ -529,48 +408,6 @@ def test_a_look_that_no_step_has_used_is_forgotten(device):
 
 
 # Objects around an optimizer.
-
-
-class DelegatingAll(cases.Delegating):
-    """Passes writes on as well, as proxies of libraries do."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.__dict__["optimizer"] = optimizer
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.optimizer, name)
-
-
-def twice(optimizer: Any) -> cases.Delegating:
-    return cases.Delegating(cases.Delegating(optimizer))
-
-
-wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, DelegatingAll, twice])
-
-
-@wrappers
-@pytest.mark.parametrize("unscale", [False, True])
-@cases.over([plain_sgd, fused_sgd, looping_sgd])
-def test_what_is_handed_over_reaches_the_optimizer_behind_an_object(make, unscale, wrap, device):
-    optimizer = filled(4.0, device, make)
-    wrapper, scaler = wrap(optimizer), ready(device)
-    cases.look_and_step(scaler, wrapper, unscale)
-    scaler.update()
-    assert values(optimizer) == [0.5] * 3
-    give(optimizer, INF)
-    cases.look_and_step(scaler, wrapper, unscale)
-    scaler.update()
-    assert values(optimizer) == [0.5] * 3
-    assert scaler.get_scale() == 2.0
-    assert scaler.last_step_skipped(wrapper, wait=True)
-    assert not has_leftovers(optimizer)
-    assert not has_leftovers(wrapper)
-    give(optimizer, 1.0)
-    optimizer.step()
-    assert values(optimizer) == [0.0] * 3
 
 
 @bad_or_good
@@ -621,22 +458,7 @@ def test_a_second_step_with_what_was_handed_over_is_refused(device):
     assert values(optimizer) == [0.0] * 3
 
 
-# A scale that the user has set before.
-
-
-@interrupts
-def test_a_scale_that_was_set_before_outlives_an_interrupt_and_no_step(stop, device):
-    scaler = ready(device)
-    optimizer = filled(8.0, device, plain_sgd)
-    optimizer.grad_scale = torch.full((), 2.0, device=device)
-    go_on = stop(optimizer)
-    with pytest.raises((Interrupt, RuntimeError)):
-        scaler.step(optimizer)
-    go_on()
-    assert optimizer.grad_scale.item() == 2.0
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.5] * 3
-    assert not has_leftovers(optimizer)
+# What the user has set.
 
 
 @pytest.mark.filterwarnings("error")

@@ -58,7 +58,20 @@ class Sharing(torch.optim.Optimizer):
         return self.optimizer.step()
 
 
-wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, Deriving, Sharing])
+class DelegatingAll(cases.Delegating):
+    """Passes writes on as well, as proxies of libraries do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__["optimizer"] = optimizer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.optimizer, name)
+
+
+wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, Deriving, Sharing, DelegatingAll])
 
 
 def values(optimizer: Any) -> list[float]:
@@ -84,6 +97,8 @@ def test_an_optimizer_is_the_one_inside_an_object(make, wrap, wrapped_call, valu
     assert values(inside) == [0.5 if value == 4.0 else 1.0] * 3
     for each in (inside, wrapper):
         error_of(RuntimeError, scaler.step, each)
+        assert not hasattr(each, "grad_scale")
+        assert not hasattr(each, "found_inf")
     scaler.update()
     assert scaler.get_scale() == (8.0 if value == 4.0 else 2.0)
     stats = scaler.stats(wait=True)
