@@ -257,6 +257,8 @@ def trained(compiled: str, make_optimizer: Any) -> list[Tensor]:
     batches = torch.randn(6, 5, 4)
     batches[2] *= float("inf")
     forward = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+    if compiled == "optimizer":
+        optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
 
     def step(batch: Tensor) -> None:
         optimizer.zero_grad()
@@ -271,7 +273,7 @@ def trained(compiled: str, make_optimizer: Any) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("compiled", ["model", "step"])
+@pytest.mark.parametrize("compiled", ["model", "step", "optimizer"])
 @pytest.mark.parametrize(
     "make_optimizer",
     [partial(amp_ext.optim.AdamW, max_grad_norm=1.0), partial(amp_ext.optim.SGD, momentum=0.9)],

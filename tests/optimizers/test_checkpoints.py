@@ -16,7 +16,6 @@ from harness.optimizer_cases import (
     assert_same_bits,
     make_params,
     ours,
-    pair,
     theirs,
     train,
     trained,
@@ -42,17 +41,6 @@ def as_their_own(mine: Optimizer, other: Optimizer) -> None:
 
 
 # Resuming.
-
-
-@cases.every_optimizer
-@cases.FLOATS
-def test_resuming_gives_the_same_bits(device, dtype, name, options):
-    straight = trained(ours(name)(make_params(dtype, device), **options))
-    loaded = resumed(straight, ours(name)(twins(straight), lr=123.0))
-    assert_same_bits(loaded, straight)
-    train([straight, loaded], 3)
-    assert_same_bits(loaded, straight)
-    assert loaded.state_dict()["param_groups"] == straight.state_dict()["param_groups"]
 
 
 @cases.few_optimizers
@@ -95,17 +83,6 @@ def test_the_step_may_be_any_kind_of_number(device, step):
     assert all(
         loaded.state[param]["step"].device == param.device for param in cases.params_of(loaded)
     )
-
-
-@pytest.mark.parametrize("key", ["maximize", "foreach", "fused", "decoupled_weight_decay"])
-@cases.each_class
-def test_options_that_old_files_lack_are_filled_in(name, options, key):
-    source = trained(ours(name)(make_params(F32), **options))
-    file = source.state_dict()
-    del file["param_groups"][0][key]
-    loaded = cases.loading(ours(name)(twins(source)), file)
-    train([source, loaded], 2)
-    assert_same_bits(loaded, source)
 
 
 # To torch and back.
@@ -179,15 +156,6 @@ def test_a_checkpoint_of_adam_leaves_adamw_decoupled():
     decoupled.state.update(zip(cases.params_of(decoupled), states, strict=True))
     train([loaded, decoupled], 2)
     assert_same_bits(loaded, decoupled)
-
-
-def test_momentum_buffers_of_none_are_no_buffers():
-    mine, plain = pair("SGD", {})
-    file = mine.state_dict()
-    file["state"] = {index: {"momentum_buffer": None} for index in range(5)}
-    mine.load_state_dict(file)
-    train([mine, plain], 2)
-    assert_same_bits(cases.params_of(mine), cases.params_of(plain))
 
 
 # Hooks and names.

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32
+from harness.awkward import BF16, F32
 from harness.optimizer_cases import (
-    assert_same_bits,
     each_class,
     give_grads,
     make_params,
@@ -52,13 +51,6 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     torch.manual_seed(step)
     dtype = next(model.parameters()).dtype
     return model(torch.randn(3, 4).to(dtype)).float().square().mean()
-
-
-def train_model(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
 
 
 # Schedules of the learning rate.
@@ -235,39 +227,6 @@ def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
         assert next(calls) == 4
     assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), steps=4)
     cases.assert_all_close(sides[0][1], sides[1][1], steps=6)
-
-
-# torch.compile. The backend "eager" compiles nothing, so that no compiler is needed.
-
-
-@pytest.fixture
-def without_caches():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("what", ["model", "loop", "step"])  # dynamo skips a compiled step
-@cases.few_optimizers
-def test_compiled_loops_give_the_same_bits(without_caches, name, options, what):
-    dtype = BF16 if name == "AdamW" else F16
-    plain, (model, optimizer) = (model_and_optimizer(name, options, dtype) for _ in range(2))
-    train_model(*plain, 4)
-
-    def one_step(step):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-
-    if what == "model":
-        model = torch.compile(model, backend="eager")
-    elif what == "loop":
-        one_step = torch.compile(one_step, backend="eager")
-    else:
-        optimizer.step = torch.compile(optimizer.step, backend="eager")
-    for step in range(4):
-        one_step(step)
-    assert_same_bits(optimizer, plain[1])
 
 
 # Autocast keeps weights that it has cast until its outermost scope ends.

@@ -21,7 +21,6 @@ from harness.optimizer_cases import (
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
-from torch.nn import Parameter
 
 from amp_ext import ops
 
@@ -109,20 +108,6 @@ def test_steps_are_those_of_the_list_operation(name, options, stored, dithers, d
     by_list.assert_same(optimizer)
 
 
-# What the dither is for.
-
-
-def test_small_steps_add_up_without_a_master():
-    weight = Parameter(torch.ones(4096, dtype=BF16))
-    optimizer = ours("SGD")([weight], lr=1e-4, master_weights=False)
-    for _ in range(2_000):
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-    # 0.8, within a few steps between neighbours.
-    assert (weight.float() - 0.8).abs().max() < 6 * 2**-8
-    assert (weight.float().mean() - 0.8).abs() < 2**-12
-
-
 # Groups, counters and checkpoints.
 
 
@@ -207,24 +192,6 @@ def test_counters_and_resumed_runs_go_on_behind_2_24_steps(name, dtype, options,
         assert_same_bits(resumed, straight)
 
 
-@pytest.mark.parametrize("start", [0, 2**24, 2**24 + 2**27])
-def test_a_dither_is_right_on_average_at_any_number_of_steps(start, device):
-    ones = Parameter(torch.ones(512, dtype=BF16, device=device))
-    weights = ours("SGD")([ones], lr=1e-3, master_weights=False)
-    moments = ours("AdamW")([Parameter(torch.zeros(512, device=device))], state_dtype=BF16)
-    for optimizer in (weights, moments):
-        count_from(optimizer, start)
-    moments.state[params_of(moments)[0]]["exp_avg_sq"].fill_(1.0)
-    for _ in range(300):
-        for optimizer in (weights, moments):
-            params_of(optimizer)[0].grad = torch.ones_like(params_of(optimizer)[0]) / 4
-            optimizer.step()
-    (weight,), (moment,) = map(params_of, (weights, moments))
-    second = moments.state[moment]["exp_avg_sq"].float()
-    assert (weight.float() - (1 - 300e-3 / 4)).abs().max() < 0.01
-    assert (second - (1 / 16 + 15 / 16 * 0.999**300)).abs().max() < 0.02
-
-
 def test_torch_goes_on_from_a_counter_behind_2_24_steps():
     mine = ours("AdamW")(make_params(F32))
     count_from(mine, 2**24 + 2)
@@ -234,16 +201,3 @@ def test_torch_goes_on_from_a_counter_behind_2_24_steps():
     cases.assert_all_close([*params_of(mine)], [*params_of(other)], 2)
     mine.load_state_dict(other.state_dict())
     train([mine])
-
-
-def test_states_are_not_made_by_options_that_no_step_takes():
-    optimizer = ours("AdamW")(make_params(F32))
-    optimizer.param_groups[0]["state_dtype"] = F16
-    with pytest.raises(
-        ValueError, match=r"^AdamW: state_dtype of group 0 must be torch\.float32, "
-    ):
-        optimizer.init_state()
-    assert not optimizer.state
-    optimizer.param_groups[0]["state_dtype"] = BF16
-    optimizer.init_state()
-    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {BF16}

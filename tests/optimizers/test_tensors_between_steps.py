@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.awkward import BF16, F16, F32, F64
-from harness.optimizer_cases import each_class, few_optimizers, give_grads, make_params, params_of
+from harness.optimizer_cases import each_class, give_grads, make_params, params_of
 from harness.reference import same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -223,17 +223,6 @@ def test_a_state_replaced_between_the_look_and_the_step_is_stepped(name, options
     cases.assert_same_bits(optimizer, cases.bits_of(other))
 
 
-def test_a_replaced_state_that_does_not_fit_is_refused_before_anything_is_written() -> None:
-    optimizer = optimizer_of("AdamW", {"lr": 0.1})
-    param = params_of(optimizer)[-1]
-    optimizer.state[param]["exp_avg"] = torch.zeros(7, 7, 7)
-    before = cases.bits_of(optimizer)
-    place = len(params_of(optimizer)) - 1
-    with pytest.raises(RuntimeError, match=rf"exp_avg of group 0, param {place} .*7, 7, 7"):
-        optimizer.step()
-    cases.assert_same_bits(optimizer, before)
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_parameter_of_another_shape_is_refused_with_its_old_states(dtype, device) -> None:
     param = Parameter(torch.ones(4, 6, dtype=dtype, device=device))
@@ -336,39 +325,6 @@ def test_states_in_mappings_that_are_no_dicts_are_stepped(of_all: bool) -> None:
     cases.assert_same_bits(optimizer, cases.bits_of(other))
 
 
-@few_optimizers
-def test_a_lazy_clone_stays_as_it_was(name, options) -> None:
-    for dtype in (F32, BF16):
-        optimizer = optimizer_of(name, options, dtype, write_back_grads=True, clip_value=0.01)
-        tensors = [
-            tensor
-            for param in params_of(optimizer)
-            for tensor in (param.detach(), param.grad, *optimizer.state[param].values())
-        ]
-        clones = [torch._lazy_clone(tensor) for tensor in tensors]
-        copies = [tensor.clone() for tensor in tensors]
-        twin = cases.ours(name)(
-            cases.twins(optimizer), **options, write_back_grads=True, clip_value=0.01
-        )
-        twin.load_state_dict(optimizer.state_dict())
-        for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
-            other.grad = param.grad.clone()
-        optimizer.step()
-        twin.step()
-        cases.assert_same_bits(optimizer, twin)
-        for lazy, copied in zip(clones, copies, strict=True):
-            assert torch.equal(lazy, copied)
-
-
-def test_a_lazy_clone_of_a_parameter_leaves_its_master_alone() -> None:
-    optimizer = optimizer_of("AdamW", {}, BF16)
-    clones = [torch._lazy_clone(param.detach()) for param in params_of(optimizer)]
-    with Counts() as counts:
-        optimizer.step()
-    assert clones
-    assert not [name for name in counts.names if name.startswith("where")]
-
-
 @pytest.mark.parametrize("cloned", range(3))
 def test_a_lazy_clone_of_one_of_the_views_of_a_buffer_leaves_their_masters_alone(cloned) -> None:
     params = [Parameter(view) for view in torch.ones(9, 5, dtype=BF16).split(3)]
@@ -428,21 +384,6 @@ def test_a_later_gradient_must_not_share_memory_with_its_parameter(name, options
         optimizer.step()
         param.grad = overlapping
     cases.assert_same_bits(optimizer, before)
-
-
-@each_class
-def test_gradients_of_one_buffer_are_taken(name, options) -> None:
-    optimizer = optimizer_of(name, options)
-    twin = cases.ours(name)(cases.twins(optimizer), **options)
-    twin.load_state_dict(optimizer.state_dict())
-    for _ in range(3):
-        sizes = [param.numel() for param in params_of(optimizer)]
-        parts = torch.randn(sum(sizes)).split(sizes)
-        for part, param, other in zip(parts, params_of(optimizer), params_of(twin), strict=True):
-            param.grad, other.grad = part.view_as(param), part.clone().view_as(other)
-        optimizer.step()
-        twin.step()
-    cases.assert_same_bits(optimizer, twin)
 
 
 class Counts(TorchDispatchMode):
@@ -587,19 +528,3 @@ def test_an_interrupted_call_keeps_no_thread_out(arguments, place, name, monkeyp
             call(*arguments)
     assert called_in_another_thread(optimizer.step) == []
     optimizer.step()
-
-
-@each_class
-def test_a_parameter_that_walks_its_memory_in_another_order_keeps_its_elements(name, options):
-    flat = torch.arange(1.0, 10.0)
-    optimizer = cases.ours(name)([Parameter(flat.as_strided((3, 3), (1, 3)))], **options)
-    expected = cases.by_formula(name)(cases.twins(optimizer), **options)
-    for strides in ((1, 3), (3, 1), (1, 3)):
-        (param,) = params_of(optimizer)
-        values = param.detach().clone()
-        param.grad = None
-        param.data = flat.as_strided((3, 3), strides).copy_(values)
-        cases.give_grads(optimizer, expected)
-        optimizer.step()
-        expected.step()
-        cases.assert_all_close(optimizer, expected, 3)
