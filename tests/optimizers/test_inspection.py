@@ -23,7 +23,7 @@ from harness.optimizer_cases import (
 )
 from harness.reference import same_bits
 from harness.rows import rows
-from test_forms import SETTINGS, SHAPES, each_form, each_setting, make
+from test_forms import SETTINGS, each_form, each_setting, make
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -167,10 +167,14 @@ def test_it_tells_what_the_step_does_in_every_form(device, name, options, dtype,
     assert any(param.update_norm > 0 for param in inspection.params.values())
 
 
+# Small ones, where nothing depends on the form.
+FEW_SHAPES = [(40, 32), (3, 5), (), (200,), (0, 4), (7,)]
+
+
 @every_optimizer
 @pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
 def test_it_tells_what_every_optimizer_does(name, options, dtype, device):
-    optimizer = ours(name)(make_params(dtype, device, SHAPES), **options)
+    optimizer = ours(name)(make_params(dtype, device, FEW_SHAPES), **options)
     for _ in range(2):
         inspect_and_step(with_grads(optimizer), Way(None))
 
@@ -194,7 +198,8 @@ def test_it_tells_what_the_step_does_in_every_way(way: Way, options, bad, device
     """Also of a gradient that is not finite: some skip the step, some an element, some nothing."""
     dtype = BF16 if way.takes(BF16, device) else F32
     for steps in (0, 2):
-        optimizer = trained(make("AdamW", dtype, device, **options), steps)
+        optimizer = ours("AdamW")(make_params(dtype, device, FEW_SHAPES), **options)
+        trained(optimizer, steps)
         scaler = way.make_scaler(device)
         scale_grads(with_grads(optimizer), scaler)
         if bad is not None:

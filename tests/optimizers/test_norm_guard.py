@@ -14,7 +14,7 @@ from harness.clipping_cases import SCALERS, WAYS, Way, fused_step
 from harness.guard_rules import GuardRules, norms_of_a_run
 from harness.optimizer_cases import ours
 from harness.reference import same_bits
-from harness.refusals import refusing_launch
+from harness.refusals import launches_of
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,7 +42,8 @@ def step_with(
 @pytest.mark.parametrize("action", ["skip", "clip"])
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3], WAYS[4]])
 def test_each_decision_is_that_of_the_rules(way: Way, action, device, request):
-    count = 1_000 if "emulated" in request.node.name else 10_000
+    is_long = way.scaler is None and "emulated" not in request.node.name
+    count = 5_000 if is_long else 1_000  # more than the history has, or less
     guard = NormGuard(action=action, max_norm=400.0)
     param, optimizer = one_param(device, norm_guard=guard)
     scaler = way.scaler and way.scaler(device.type, 8.0, growth_interval=100)
@@ -245,18 +246,6 @@ def test_an_inspection_has_the_verdict_of_the_step_and_counts_nothing(norm, acti
     assert guard.stats(wait=True).norms == 71
 
 
-def launches_of(step: Any) -> int:
-    """Returns the number of launches of a function in the emulator, which refuses each in turn."""
-    for number in range(100):
-        try:
-            with refusing_launch(number):
-                step()
-        except RuntimeError:
-            continue
-        return number
-    raise AssertionError("a step has fewer launches")
-
-
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]])
 def test_it_takes_no_launch_of_its_own(way: Way, clips, emulated):
@@ -371,16 +360,12 @@ def test_a_load_takes_all_or_nothing(change, error, text):
         guard.load_state_dict(1)
 
 
-BAD_ARGUMENTS = [
-    ({"sigma_factor": 0.0}, ValueError, "sigma_factor must be a finite number above 0, got 0.0"),
+BAD_ARGUMENTS = [  # beside those of refused_calls
     ({"sigma_factor": "6"}, TypeError, "sigma_factor must be a finite number above 0, got '6'"),
-    ({"window": 0}, ValueError, r"window must be an int from 1 to 9.22e\+18, got 0"),
     ({"window": 2.5}, TypeError, r"window must be an int from 1 to 9.22e\+18, got 2.5"),
     ({"warmup_steps": 0}, ValueError, r"warmup_steps must be an int from 1 to 9.22e\+18, got 0"),
-    ({"max_norm": -1.0}, ValueError, "max_norm must be a number above 0, got -1.0"),
     ({"max_norm": NAN}, ValueError, "max_norm must be a number above 0, got nan"),
     ({"patience": True}, TypeError, r"patience must be an int from 1 to 9.22e\+18, got True"),
-    ({"action": "warn"}, ValueError, "action must be 'skip' or 'clip', got 'warn'"),
     ({"process_group": 1}, TypeError, "process_group must be None or a .* member of, got 1"),
 ]
 
@@ -427,16 +412,6 @@ def test_objects_that_are_copied_together_stay_together():
         assert other.norm_guard is guard
         step_with(other, 1.0)
         assert guard.stats().norms == 1
-
-
-def test_a_replaced_guard_counts_no_more(device):
-    first, second = NormGuard(), NormGuard()
-    _, optimizer = one_param(device, norm_guard=first)
-    step_with(optimizer, 1.0)
-    optimizer.norm_guard = second
-    step_with(optimizer, 2.0)
-    assert first.history(wait=True).norms == [1.0]
-    assert second.history(wait=True).norms == [2.0]
 
 
 def test_norms_that_somebody_has_clipped_are_told_of_once(device, recwarn):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness.awkward import BF16, F16, F32, F64, INF
 from harness.reference import same_bits
-from harness.refusals import refusing_launch
+from harness.refusals import launches_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import Parameter
@@ -645,18 +645,6 @@ def test_an_average_may_go_amid_the_hooks_of_a_step():
     step(optimizer)
     assert gone() is None
     assert last.n_averaged == 1
-
-
-def launches_of(call: Any) -> int:
-    """How many launches a call makes, each of which is refused in turn."""
-    for number in range(100):
-        try:
-            with refusing_launch(number):
-                call()
-        except torch.AcceleratorError:
-            continue
-        return number
-    raise AssertionError("no end")
 
 
 @pytest.mark.parametrize(("averages", "launches"), [(0, 1), (1, 2), (2, 3)])

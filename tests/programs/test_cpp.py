@@ -149,7 +149,7 @@ MASTERS = ["split", True, "split8", "split", False, "split8", True, False]
 MOMENTS = ["8bit", "8bit-bf16", "bfloat16", "8bit", "float32", "8bit-bf16", None, "8bit", None]
 DTYPES = {4: [("convert", "float16")], 9: [("convert", "float32")], 12: [("convert", "float64")]}
 STEP = [("gradient", "ones"), ("optimizer.step",)]
-NORMS = torch.tensor([norm or NAN for norm in norms_of_a_run(10_000)])
+NORMS = torch.tensor([norm or NAN for norm in norms_of_a_run(4_000)])
 GUARD_STATE = optim.NormGuard().state_dict() | {"entered": 5, "count": 3, "mean": 2.0}
 LIMITS = {"init_scale": 64.0, "growth_factor": 4.0, "growth_interval": 5, "backoff_factor": 0.25}
 LIMITS |= {"min_scale": 32.0, "max_scale": 512.0}
@@ -177,10 +177,10 @@ CHANGES: dict[str, Deed] = {
             "params": [torch.zeros(1)],
             "calls": [
                 ("norm_guard", {"action": action, "max_norm": 400.0}),
-                ("norms", NORMS[:5000]),
+                ("norms", NORMS[:2000]),
                 ("norm_guard", {"window": 32, "warmup_steps": 9, "sigma_factor": 3.5}),
                 ("norm_guard.load_state_dict", GUARD_STATE),
-                ("norms", NORMS[5000:]),
+                ("norms", NORMS[2000:]),
             ],
         }
         for action in ("skip", "clip")

@@ -17,7 +17,6 @@ import torch
 from harness import trainer_cases as cases
 from harness.awkward import BF16, F16, F32
 from harness.interrupts import IS_COMPLETE, interrupted_at_each_line
-from harness.optimizer_cases import through_a_file
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.trainer_cases import (
@@ -108,33 +107,6 @@ def test_a_step_reads_no_tensor_on_the_host(precision, make, monkeypatch):
 
 
 TWO_STEPS = {"gradient_accumulation_steps": 2}
-
-
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
-@cases.ours_and_torchs("AdamW", 0.01, fused=True)
-@pytest.mark.parametrize("at", [6, 7], ids=["after-a-step", "amid-an-accumulation"])
-def test_a_resumed_training_has_the_same_bits(make, dtype, at):
-    options = {"optimizer": make, "scheduler": cases.halving, **TWO_STEPS}
-    options |= {"initial_loss_scale": cases.TOO_LARGE, "growth_interval": 2}
-
-    def new() -> MixedPrecisionTrainer:
-        return new_trainer("bf16" if dtype == BF16 else "fp16", new_model(dtype=dtype), **options)
-
-    data = cases.batches(count=24)
-    straight, stopped, going_on = new(), new(), new()
-    cases.train_on(straight, data[:at])
-    cases.train_on(stopped, data[:at])
-    going_on.train_step(X, TARGET)  # leaves nothing that lasts
-    state = {"model": stopped.model.state_dict(), "trainer": stopped.state_dict()}
-    saved = through_a_file(state)
-    going_on.model.load_state_dict(saved["model"])
-    going_on.load_state_dict(saved["trainer"])
-    metrics, wanted = (cases.train_on(trainer, data[at:]) for trainer in (going_on, straight))
-    assert [str(each.to_dict()) for each in metrics] == [str(each.to_dict()) for each in wanted]
-    assert_same(params_of(going_on), params_of(straight))
-    assert not torch.equal(params_of(straight)[0], params_of(new())[0])
-    for part in ("scheduler", "scaler"):
-        assert going_on.state_dict()[part] == straight.state_dict()[part]
 
 
 @pytest.mark.parametrize(("old", "new"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
@@ -388,22 +360,6 @@ def test_a_setting_out_of_range_is_refused(name, value, wanted):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         MixedPrecisionConfig(**{name: value})
     assert str(caught.value) == f"MixedPrecisionConfig: {name} must be {wanted}, got {value!r}"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("initial_loss_scale", 1e39, ValueError),
-        ("initial_loss_scale", "4", TypeError),
-        ("growth_interval", 0, ValueError),
-        ("growth_factor", 1.0, AssertionError),
-        ("backoff_factor", 1.0, AssertionError),
-        ("min_scale", 131072.0, ValueError),
-    ],
-)
-def test_the_scaler_refuses_what_it_is_not_to_be_set_to(name, value, error):
-    with pytest.raises(error):
-        new_trainer("fp16", **{name: value})
 
 
 def test_numbers_of_numpy_are_settings():
