@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import scaler_cases as cases
 from harness.rows import rows
-from harness.scaler_cases import INF, TorchScaler, error_of, filled, params_of, ready, scales
+from harness.scaler_cases import INF, TorchScaler, error_of, filled, ready, scales
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -162,19 +161,6 @@ def test_any_sequence_follows_the_rules_and_checkpoints(device, options, before,
         scaler = pickle.loads(pickle.dumps(scaler)) if how == "pickle" else copy.deepcopy(scaler)
     assert scales(scaler, after, device) == rules.scales(after)
     assert_follows(scaler, rules)
-
-
-def test_a_static_scale_skips_overflows_and_counts_nothing(device):
-    scaler = ready(device, dynamic=False, growth_interval=3)
-    optimizer = amp_ext.optim.SGD(cases.new_params(device, 1), lr=1.0)
-    for bad, expected in (([], 0.75), ([0], 0.75), ([], 0.5), ([], 0.25)):
-        cases.iterate(scaler, optimizer, bad=bad)
-        assert params_of(optimizer)[0].tolist() == [expected] * 5
-        assert scaler.last_step_skipped(optimizer, wait=True) is bool(bad)
-    assert scaler.state_dict() == TorchScaler("cpu", 4.0, growth_interval=3).state_dict()
-    scaler.update(16.0)
-    assert scales(scaler, "x.", device) == [16, 16]
-    assert scales(pickle.loads(pickle.dumps(scaler)), "x...", device) == [16] * 4
 
 
 def test_a_scale_below_the_minimum_does_not_rise_at_an_overflow(device):

@@ -180,16 +180,6 @@ def test_what_foreign_code_finds_counts(make, how, device):
     assert dataclasses.astuple(exact(scaler)) == (3, 1, 2, 1, 1.0, 1.0, 4.0, None)
 
 
-def test_flags_written_into_the_state_by_hand_count(device):
-    scaler, optimizer = ready(device), our_sgd(new_params(device))
-    for found in (0.0, 1.0):
-        state = scaler._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = {device: torch.full((), found, device=device)}
-        scaler.update()
-        assert skips(scaler) == [bool(found)]
-    assert exact(scaler).skips == 1
-
-
 def test_a_disabled_scaler_never_skips_and_logs_nothing(caplog):
     scaler = amp_ext.GradScaler("cpu", enabled=False, warn_after=1)
     optimizer = our_sgd(new_params())

@@ -68,19 +68,6 @@ def test_gradients_of_any_layout_are_multiplied_by_the_rounded_inverse(dtype, sc
     assert recorded(scaler, optimizer) == [0.0]
 
 
-@cases.every_optimizer
-@cases.unscaled_first
-def test_fp16_gradients_are_refused_and_nothing_is_written(make, unscale, device):
-    grads = [torch.ones(3, device=device), torch.ones(3, dtype=F16, device=device)]
-    optimizer, scaler = with_grads(*grads, make=make), ready(device)
-    optimizer._step_supports_amp_scaling = False
-    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients"):
-        cases.look_and_step(scaler, optimizer, unscale)
-    assert all(map(same_bits, grads_of(optimizer), grads))
-    assert all(torch.equal(param, torch.ones_like(param)) for param in params_of(optimizer))
-    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-
-
 every_look = pytest.mark.parametrize("call", ["unscale_", "step", "_check_inf_per_device"])
 
 
@@ -190,13 +177,6 @@ def test_every_order_of_four_calls_does_what_it_does_in_torch(make):
             assert "must be as unscale_() left it" in str(refused)
             assert repr(after) == repr([*actual[-1][2:]])
         assert repr(actual) == repr(expected), calls
-
-
-@pytest.mark.parametrize("name", ["unscale_", "step", "_check_inf_per_device", "update"])
-@as_torch
-def test_calls_before_the_first_scale_raise_torchs_error(scaler_class, name):
-    arguments = () if name == "update" else (filled(1.0),)
-    return cases.error_of(AssertionError, getattr(scaler_class("cpu"), name), *arguments)
 
 
 @cases.all_optimizers
