@@ -140,10 +140,14 @@ OTHER_DICTS: dict[str, Change] = {
     f"{NO_STATE} ['first', 'second']; load its entry 'first' or 'second' instead": (
         lambda saved: {"first": saved, "second": saved}
     ),
-    f"{NO_STATE} ['mine', 'fp32_from_fp16']; load its entry 'mine' instead; the masters in "
-    "'fp32_from_fp16' are not read, but taken from the parameters: load the model first": (
-        lambda saved: {"mine": saved, "fp32_from_fp16": [[torch.ones(2)]]}  # of apex
-    ),
+    **{
+        f"{NO_STATE} ['mine', '{masters}']; load its entry 'mine' instead; the masters in "
+        f"'{masters}' are not read, but taken from the parameters: load the model first": (
+            lambda saved, masters=masters: {"mine": saved, masters: [[torch.ones(2)]]}
+        )
+        # Of apex, its contributions, and Megatron.
+        for masters in ("fp32_from_fp16", "fp32_groups", "fp32_from_fp16_params")
+    },
     f"{NO_STATE} {[*'abcdefgh', '...']}": lambda _: dict.fromkeys("abcdefghi", torch.ones(2)),
 }
 BAD_FILES: dict[str, Change] = {
@@ -173,6 +177,7 @@ BAD_FILES: dict[str, Change] = {
             ("torch.optim.NAdam", in_group(momentum_decay=0.5), "'momentum_decay'"),
             ("torch.optim.Adafactor", in_group(beta2_decay=-0.8), "'beta2_decay'"),
             ("apex.optimizers.FusedLAMB", in_group(grad_averaging=True), "'grad_averaging'"),
+            ("apex.optimizers.FusedNovoGrad", in_group(init_zero=True), "'init_zero'"),
             ("amp_ext.optim.SGD", in_state(momentum_buffer=torch.ones(2)), "'momentum_buffer'"),
             ("torch.optim.RAdam", as_radam, "'betas' without 'amsgrad' or 'bias_correction'"),
             (OF_OTHER_CODES, coded("exp_avg", q8r=IN_CHARS), "'exp_avg_q8r'"),
