@@ -99,49 +99,6 @@ def test_numbers_of_all_sizes_are_dithered(device, dtype):
         assert torch.equal(param.cpu()[~nan].view(torch.int16), expected[~nan].view(torch.int16))
 
 
-def test_a_number_that_can_be_stored_stays(device):
-    bits = torch.arange(2**16).short()
-    for dtype in (BF16, F16):
-        numbers = bits.view(dtype).to(device)
-        for step in range(5):
-            param = numbers.clone()
-            counter = torch.tensor(float(step), device=device)
-            ops.sgd_([param], [torch.zeros_like(param)], steps=[counter], lr=0.0, dither=True)
-            finite = numbers.isfinite()
-            assert torch.equal(param[finite].view(torch.int16), numbers[finite].view(torch.int16))
-            assert torch.equal(param.isinf(), numbers.isinf())
-            assert torch.equal(param.isnan(), numbers.isnan())
-
-
-def test_a_dither_is_right_on_average(device):
-    """A drift of a hundredth of a unit in the last place moves each number by its sum."""
-    param = torch.ones(4096, dtype=BF16, device=device)
-    grad = torch.full((4096,), 2.0**-7 / 100, device=device)
-    counter = torch.zeros((), device=device)
-    for _ in range(1000):
-        ops.sgd_([param], [-grad], steps=[counter], lr=1.0, dither=True)
-    moved = (param.float() - 1) / 2**-7
-    assert moved.mean().item() == pytest.approx(10, abs=0.02)
-    assert (moved - 10).abs().max().item() <= 2
-
-
-def test_a_second_moment_shrinks_that_would_freeze(device):
-    def after(dither: bool) -> float:
-        lists = [torch.zeros(512, device=device)], [torch.zeros(512, device=device)]
-        moments = (
-            [torch.zeros(512, device=device, dtype=BF16)],
-            [torch.ones(512, device=device, dtype=BF16)],
-        )
-        counter = torch.zeros((), device=device)
-        numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-        for _ in range(1000):
-            ops.adam_(*lists, *moments, [counter], **numbers, dither=dither)
-        return moments[1][0].double().mean().item()
-
-    assert after(dither=False) > 0.99
-    assert after(dither=True) == pytest.approx(0.999**1000, rel=0.02)
-
-
 def test_a_dither_asks_for_the_number_of_the_step():
     param, grad = torch.ones(3, dtype=BF16), torch.ones(3)
     with pytest.raises(RuntimeError, match=r"sgd_: steps\[0\] must be there to dither, got None"):

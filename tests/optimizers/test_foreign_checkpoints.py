@@ -80,9 +80,6 @@ def test_steps_of_the_states_win_over_one_of_their_group():
     cases.assert_same_bits(loaded, source)
 
 
-# Wrappers, which keep the optimizer's state dict, masters and the loss scale in one dict.
-
-
 @pytest.mark.parametrize("dtype", [F16, F64], ids=str)
 def test_a_buffer_that_a_group_does_not_use_is_loaded_like_those_that_it_uses(dtype) -> None:
     source = torch.optim.SGD(make_params(dtype), lr=0.1, momentum=0.9)
