@@ -195,36 +195,6 @@ def test_threads_give_the_bits_of_one_after_the_other(cpu, makes):
         assert_same_results([work.results() for work in works], expected)
 
 
-def test_an_optimizer_may_move_from_thread_to_thread(cpu):
-    expected = one_after_the_other([adamw], cpu)
-    work = adamw(0, cpu)
-    for number in range(STEPS):
-        thread = threading.Thread(target=work.step, args=(number,))
-        thread.start()
-        thread.join()
-    assert_same_results([work.results()], expected)
-
-
-def test_an_error_in_one_thread_leaves_the_other_alone(cpu):
-    expected = one_after_the_other([adamw], cpu)
-    params, errors = [Parameter(tensor) for tensor in draw(1, F32, cpu)[-1]], []
-    bad_optimizer, start = ours("SGD")(params, lr=0.05, momentum=0.9), snapshot(params)
-
-    def fail(number: int) -> None:
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        params[2].grad = torch.zeros(7).to_sparse()
-        with pytest.raises(RuntimeError, match="sparse"):
-            bad_optimizer.step()
-        errors.append(number)
-
-    good = adamw(0, cpu)
-    in_threads([good, Work(fail, list)])
-    assert errors == list(range(STEPS))
-    assert_same_results([good.results()], expected)
-    assert all(map(same_bits, params, start))
-
-
 # Streams.
 
 

@@ -213,29 +213,6 @@ def test_each_group_may_have_a_value_to_clip_at(device):
             assert same_bits(param, start - step)
 
 
-SKIP = {"skip_nonfinite": True}
-DIFFERENT = {
-    "norm": ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}),
-    "norm-none": ({"max_grad_norm": 1.0}, {"max_grad_norm": None}),
-    "skip": (SKIP, {"skip_nonfinite": False}),
-    "skip-norm": (SKIP | {"max_grad_norm": 1.0}, {"skip_nonfinite": False}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS[:2])
-@pytest.mark.parametrize(("first", "other"), rows(DIFFERENT))
-def test_settings_that_differ_between_groups_are_refused(first, other, way, device):
-    params = cases.make_params(F32, device)
-    give_grads(params)
-    before, (key,) = snapshot(params), other
-    optimizer = amp_ext.optim.SGD(params[:2], **first, momentum=0.9)
-    optimizer.add_param_group({"params": params[2:], **other})
-    words = rf"^SGD: {key} must be the same .*\[{first[key]}, {other[key]}\]$"
-    with pytest.raises(ValueError, match=words):
-        fused_step(optimizer, way, way.make_scaler(device))
-    assert all(map(same_bits, params, before))
-
-
 # Gradients of every kind.
 
 

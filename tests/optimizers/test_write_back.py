@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +12,6 @@ from harness.awkward import (
     BF16,
     F16,
     F32,
-    F64,
-    LAYOUT_SHAPE,
-    LAYOUTS,
-    Layout,
-    neighbours_untouched,
-    placed,
 )
 from harness.clipping_cases import (
     CLIPPING,
@@ -35,7 +28,7 @@ from harness.optimizer_cases import (
     pair,
     params_of,
 )
-from harness.reference import assert_close, same_bits, snapshot
+from harness.reference import same_bits, snapshot
 
 import amp_ext
 
@@ -75,36 +68,6 @@ def test_one_group_may_write_back_alone(first: bool, device):
     half = len(cases.SHAPES)
     expected = clipped[:half] + before[half:] if first else before[:half] + clipped[half:]
     assert all(map(same_bits, grads_of(optimizer), expected))
-
-
-@pytest.mark.parametrize("param_dtype", [F32, F16, BF16, F64], ids=str)
-@pytest.mark.parametrize("grad_dtype", [F32, F16, BF16, F64], ids=str)
-def test_a_write_back_keeps_the_dtype_of_the_gradient(param_dtype, grad_dtype, device):
-    (param,) = make_params(param_dtype, device, [(1000,)])
-    param.grad_dtype = None
-    grad = param.grad = torch.randn(1000, device=device).to(grad_dtype)
-    before = grad.clone()
-    optimizer = amp_ext.optim.AdamW([param], clip_value=0.5, write_back_grads=True)
-    optimizer.grad_scale = torch.tensor(2.0, device=device)
-    optimizer.step()
-    assert param.grad is grad
-    assert_close(grad, (before.double() / 2).clamp(-0.5, 0.5))
-    assert grad.dtype == grad_dtype
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [F32, F16, F64], ids=str)
-def test_a_write_back_goes_into_the_gradient_of_any_layout(dtype, layout: Layout, device):
-    (param,) = make_params(dtype, device, [LAYOUT_SHAPE])
-    optimizer = amp_ext.optim.SGD([param], max_grad_norm=3.0, write_back_grads=True)
-    for _ in range(2):
-        view = param.grad = placed(torch.randn(LAYOUT_SHAPE, device=device).to(dtype), layout)
-        before = view.clone()
-        optimizer.step()
-        expected = expected_grads([before], {"max_grad_norm": 3.0}, optimizer.grad_norm, 1.0)
-        assert param.grad is view
-        assert same_bits(view, expected[0])
-        assert neighbours_untouched(view)
 
 
 @pytest.mark.parametrize("way", clipping_cases.UNSCALED_IN_THE_STEP[1:])
@@ -150,21 +113,6 @@ def test_only_a_write_back_moves_the_version_of_gradients(transposed, write_back
     assert all(map(same_bits, grads_of(optimizer), before)) != write_back
 
 
-@cases.each_class
-def test_an_expanded_gradient_cannot_be_written_back(name, options, device):
-    optimizer, _ = pair(name, options, device=device, shapes=[(5,), (6, 5)], write_back_grads=True)
-    cases.train([optimizer])
-    give_grads(optimizer)
-    params_of(optimizer)[1].grad = torch.ones(5, device=device).expand(6, 5)
-    before, grads = cases.bits_of(optimizer), snapshot(grads_of(optimizer))
-    with pytest.raises(RuntimeError, match=r"grad of group 0, param 1 .*must not overlap"):
-        optimizer.step()
-    assert_same_bits(optimizer, before)
-    assert all(map(same_bits, grads_of(optimizer), grads))
-    params_of(optimizer)[1].grad = torch.ones(6, 5, device=device)
-    optimizer.step()
-
-
 def test_gradients_that_share_memory_cannot_be_written_back():
     optimizer, _ = pair("SGD", {}, shapes=[(5,), (5,)], write_back_grads=True)
     first, second = params_of(optimizer)
@@ -179,24 +127,3 @@ def test_gradients_that_share_memory_cannot_be_written_back():
     optimizer.param_groups[0]["write_back_grads"] = False
     first.grad = second.grad = bucket[5:]
     optimizer.step()
-
-
-# Options.
-
-
-def options_of(optimizer: cases.Optimizer) -> list[dict[str, Any]]:
-    return [{name: group[name] for name in OPTIONS} for group in optimizer.param_groups]
-
-
-@cases.each_class
-def test_options_are_in_defaults_groups_and_state_dicts(name, options):
-    optimizer, plain = pair(name, options, **OPTIONS)
-    assert options_of(plain) == [dict.fromkeys(OPTIONS) | {"write_back_grads": False}]
-    assert options_of(optimizer) == [OPTIONS]
-    saved = optimizer.state_dict()
-    assert saved.keys() == plain.state_dict().keys()
-    for holder in (optimizer.defaults, saved["param_groups"][0]):
-        assert {key: holder[key] for key in OPTIONS} == OPTIONS
-
-
-# The operations.

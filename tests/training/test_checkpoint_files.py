@@ -125,22 +125,6 @@ def test_code_in_a_file_is_refused_and_does_not_run(tmp_path):
     assert not folder.exists()
 
 
-def kinds_in(content: Any) -> set[type]:
-    """Returns the types of all dicts, lists and tuples of a file."""
-    if isinstance(content, dict):
-        inside = list(content.values())
-    elif isinstance(content, (list, tuple)):
-        inside = list(content)
-    else:
-        return set()
-    return {type(content)}.union(*map(kinds_in, inside))
-
-
-def test_all_dicts_of_a_file_are_plain_ones_that_programs_in_cpp_read(tmp_path):
-    trained(5).save(tmp_path / "run.pt", {"epoch": 3})
-    assert kinds_in(torch.load(tmp_path / "run.pt", weights_only=True)) <= {dict, list, tuple}
-
-
 class Versioned(nn.Linear):
     """A layer whose files of the first version held the weight halved."""
 
