@@ -208,6 +208,17 @@ def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B00
             grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)
             ops.unscale_(grads, torch.tensor(inverse, device=device), found_inf)
             found[f"unscale {inverse} {dtype}"] = gathered(grads)
+    for dtype, low_bits in ((F32, 0), (F16, 0), (BF16, 0), (F16, 16), (BF16, 16), (BF16, 8)):
+        for average_dtype, decay in itertools.product((F32, BF16), (0.99, 0.3)):
+            weights = numbers(F32, device, 0.1)
+            params = [weight.to(dtype) for weight in weights]
+            pairs = zip(params, weights, strict=True) if low_bits else ()
+            masters = [ops.split_master(*pair, low_bits) for pair in pairs] or None
+            averages = [each.to(average_dtype) for each in numbers(F32, device)]
+            counters = torch.tensor([2, 2], device=device)
+            for _ in range(2):
+                ops.average_weights_(averages, params, counters, decay=decay, master_params=masters)
+            found[f"average {average_dtype} {decay} {dtype} {low_bits}"] = gathered(averages)
     scale = torch.tensor(65536.0, device=device)
     tracker = torch.zeros((), dtype=torch.int32, device=device)
     scales = []

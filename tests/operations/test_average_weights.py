@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -227,44 +226,3 @@ def test_the_first_average_has_the_bits_of_the_weight(device):
     for average in (torch.full_like(odd, torch.nan), torch.zeros_like(odd)):
         ops.average_weights_([average], [odd], new_counters(device), decay=0.5)
         assert same_bits(average, odd)
-
-
-def results() -> dict[str, Tensor]:
-    """What averages of every kind become, for comparison between engines to the bit."""
-    torch.manual_seed(0)
-    found = {}
-    for dtype, low_bits, average_dtype in itertools.product(
-        (F32, F16, BF16), (0, 16, 8), (F32, BF16)
-    ):
-        if dtype == F32 and low_bits:
-            continue
-        weights = [torch.randn(size) * torch.exp2(torch.randn(size) * 9) for size in SIZES]
-        weights[-1][:3] = torch.tensor([torch.inf, torch.nan, -0.0])
-        params = [weight.to(dtype) for weight in weights]
-        more: dict[str, Any] = {}
-        if low_bits:
-            pairs = zip(params, weights, strict=True)
-            more["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
-        averages = [torch.randn(size).to(average_dtype) for size in SIZES]
-        for start, decay in ((1, 0.99), (2, 0.3), (0, 0.9)):
-            counters = new_counters("cpu", start, start)
-            ops.average_weights_(averages, params, counters, decay=decay, **more)
-            key = f"{dtype} {low_bits} {average_dtype} {decay}"
-            found[key] = torch.cat([average.float() for average in averages])
-    return found
-
-
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", None])
-def test_every_instruction_set_averages_alike(isa, under_isa, device):
-    if isa not in (None, "plain") and device.type != "cpu":
-        pytest.skip("once is enough")
-    wanted = results()
-    try:
-        _, got = under_isa(results, isa)
-    except Exception:
-        if isa in (None, "plain"):
-            raise
-        pytest.skip(f"this processor lacks {isa}")
-    assert got.keys() == wanted.keys()
-    for name in wanted:
-        assert same_bits(got[name], wanted[name]), name
