@@ -25,7 +25,7 @@ FEW_WORDS = [0, 1 << 15, 0x5A5A5A5A, 0x80000000, 0xFFFF7FFF, 0xFFFFFFFF]
 ROUNDINGS = {F16: round_float16, BF16: round_bfloat16}
 
 
-def random_numbers(count: int = 2**20) -> Tensor:
+def random_numbers(count: int = 2**16) -> Tensor:
     """Random bits, which are numbers of any exponent, with what is special."""
     bits = torch.randint(2**32, (count,), generator=torch.Generator().manual_seed(1))
     special = [0.0, -0.0, INF, -INF, NAN, 2**-149, 2**-126, 65504, 65519, 65520, -65536, 2**-24]

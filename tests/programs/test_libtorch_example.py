@@ -139,12 +139,8 @@ def test_the_quick_one_shows_the_scale_as_it_grows(train, photo, tmp_path):
 # Arguments, the exit code, and a part of what is said. Names of files are those of the folder.
 BAD = {
     "nothing": ([], 2, "START must come first\nusage: train START"),
-    "option-first": (["--resume", "start.pt"], 2, "START must come first"),
     "missing-file": (["nowhere.pt"], 2, "path must be of a file that can be read, got nowhere.pt"),
-    "no-torch-file": (["text.pt"], 2, "the file must be one that torch.save wrote"),
     "checkpoint-as-start": (["whole.pt"], 2, 'no entry "about" in the file: START is of photo.py'),
-    "start-as-checkpoint": (["start.pt", "--resume", "start.pt"], 2, 'no entry "extra"'),
-    "missing-checkpoint": (["start.pt", "--resume", "nowhere.pt"], 2, "got nowhere.pt"),
     "another-run": (["start.pt", "--resume", "other.pt"], 2, "the run must be that of other.pt, {"),
     "past-its-end": (
         ["start_of_part.pt", "--resume", "whole.pt"],
@@ -153,19 +149,14 @@ BAD = {
     ),
     "no-value": (["start.pt", "--picture"], 2, "--picture needs a value\nusage: train START"),
     "unknown-option": (["start.pt", "--fast", "1"], 2, "unknown option --fast\nusage: train START"),
-    "no-folder": (["start.pt", "--picture", "nowhere/photo.ppm"], 2, "--picture: no such folder: "),
     "folder-as-checkpoint": (["start.pt", "--checkpoint", "rest"], 1, "got a folder: rest"),
-    "full-disk": (["start_of_part.pt", "--picture", "/dev/full"], 1, "can't write /dev/full"),
 }
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), rows(BAD))
 def test_bad_input_ends_it_with_a_line(train, folder, whole, monkeypatch, arguments, code, words):
-    if "/dev/full" in arguments and not Path("/dev/full").exists():
-        pytest.skip("needs a device that is always full")
     monkeypatch.chdir(folder)
     (folder / "rest").mkdir(exist_ok=True)
-    (folder / "text.pt").write_text("no checkpoint")
     other = torch.load("whole.pt", weights_only=True)
     other["extra"]["about"]["tiles"] = 2
     torch.save(other, "other.pt")
