@@ -18,7 +18,13 @@ every_isa = pytest.mark.parametrize(("isa", "size"), [("plain", 16), ("avx2", 32
 
 
 def run_program(
-    name: str, isa: str, size: int, folder: Path, *arguments: str, flags: Iterable[str] = ()
+    name: str,
+    isa: str,
+    size: int,
+    folder: Path,
+    *arguments: str,
+    flags: Iterable[str] = (),
+    level: str = "-O2",
 ) -> None:
     """Compiles a program for an instruction set and runs it; it prints what is wrong."""
     if size > 16 and platform.machine() != "x86_64":
@@ -26,7 +32,7 @@ def run_program(
     program = folder / "program"
     chosen = [f"-DAMP_EXT_ISA={isa}", f"-DAMP_EXT_VECTOR_BYTES={size}"]
     build.run(
-        [build.CXX, *flags, *build.FLAGS, *chosen, "-O2", str(FOLDER / name), "-o", str(program)]
+        [build.CXX, *flags, *build.FLAGS, *chosen, level, str(FOLDER / name), "-o", str(program)]
     )
     done = subprocess.run([program, *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 77:
@@ -54,7 +60,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("isa", "size"), [("plain", 16), ("avx2", 32)])
 def test_four_buffers_in_any_order_are_stepped_by_engines(isa, size, sources, tmp_path):
-    run_program("buffers.cpp", isa, size, tmp_path, flags=sources)
+    run_program("buffers.cpp", isa, size, tmp_path, flags=sources, level="-O0")  # compiles sooner
 
 
 @pytest.mark.slow
@@ -62,7 +68,7 @@ def test_four_buffers_in_any_order_are_stepped_by_engines(isa, size, sources, tm
 def test_four_buffers_in_any_order_are_stepped_by_kernels(sources, tmp_path):
     program = tmp_path / "program"
     files = [str(FOLDER / "buffers.cpp"), str(build.EMULATOR / "cuda_emulator.cpp")]
-    flags = [*sources, *build.FLAGS, *build.EMULATE, "-O1", "-x", "c++"]
+    flags = [*sources, *build.FLAGS, *build.EMULATE, "-O0", "-x", "c++"]
     build.run([build.CXX, *flags, *files, "-o", str(program)])
     done = subprocess.run([program], stdout=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
