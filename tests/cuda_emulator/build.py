@@ -196,7 +196,7 @@ def build_cpu(sanitizers: str) -> Path:
         return linked_module(compiled_all(jobs), sanitize)
 
 
-def build_programs(programs: list[tuple[list[Path], str]]) -> list[Path]:
+def build_programs(programs: list[tuple[list[Path], str]], level: str = "-O1") -> list[Path]:
     """Builds programs that know nothing of torch, from their sources and under their sanitizers."""
 
     def link(program: tuple[list[Path], str]) -> Path:
@@ -205,7 +205,7 @@ def build_programs(programs: list[tuple[list[Path], str]]) -> list[Path]:
         return linked(sources[0].stem, [*parts, runtime], sanitizer_flags(sanitizers))
 
     parts = [(source, sanitizers) for sources, sanitizers in programs for source in sources]
-    jobs = [(source, [*FLAGS, *EMULATE, "-O1", *sanitizer_flags(name)]) for source, name in parts]
+    jobs = [(source, [*FLAGS, *EMULATE, level, *sanitizer_flags(name)]) for source, name in parts]
     with alone():
         *made, runtime = compiled_all([*jobs, SCHEDULER])
         objects = dict(zip(parts, made, strict=True))
@@ -213,8 +213,8 @@ def build_programs(programs: list[tuple[list[Path], str]]) -> list[Path]:
 
 
 def build_tuning() -> Path:
-    """Builds the program that times the kernels in many shapes."""
-    return build_programs([([ROOT / "benchmarks" / "tune_kernels.cu"], "")])[0]
+    """Builds the program that times the kernels in many shapes; most of its time is the compiler."""
+    return build_programs([([ROOT / "benchmarks" / "tune_kernels.cu"], "")], "-O0")[0]
 
 
 def build_program(sanitizers: str = "") -> Path:
