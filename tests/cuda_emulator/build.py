@@ -213,7 +213,7 @@ def build_programs(programs: list[tuple[list[Path], str]], level: str = "-O1") -
 
 
 def build_tuning() -> Path:
-    """Builds the program that times the kernels in many shapes; most of its time is the compiler."""
+    """Builds the program that times the kernels in many shapes, soon and not to be fast."""
     return build_programs([([ROOT / "benchmarks" / "tune_kernels.cu"], "")], "-O0")[0]
 
 

@@ -45,15 +45,6 @@ def test_zero_gradients_and_states_leave_parameters_alone(device, dtype):
     cases.assert_same(lists, before)
 
 
-def test_tiny_fp16_gradients_still_move_the_master(device):
-    lists = cases.build("adam_", {}, [(64,)], Dtypes(F16, F16, F32, master=True), device, step=0)
-    for name, value in {"exp_avgs": 0.0, "exp_avg_sqs": 0.0, "grads": 2**-24}.items():
-        lists[name][0].fill_(value)
-    before = lists["master_params"][0].clone()
-    cases.assert_steps_by_the_formula("adam_", lists, eps=1e-8)
-    assert (lists["master_params"][0] < before).all()
-
-
 def test_with_a_beta1_of_0_the_first_moment_is_the_gradient(device):
     lists = cases.build("adam_", {}, [(64,)], cases.IN_FLOAT, device)
     lists["exp_avgs"][0].fill_(1e8)  # of which nothing may be left, nor of what it rounds off

@@ -58,6 +58,3 @@ def test_an_infinite_floor_or_moment_moves_nothing(device, moment, floor):
     before = cases.copied(lists)
     cases.run("adam_", lists, denominator_floor=floor)
     assert same_bits(lists["params"][0], before["params"][0])
-
-
-# The optimizer classes.
