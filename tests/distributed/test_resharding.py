@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,8 +14,6 @@ from harness.awkward import BF16, F32
 from harness.optimizer_cases import optimizers_named, ours
 from harness.reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-import amp_ext
 
 pytestmark = ranks.needs_gloo
 
@@ -109,22 +106,3 @@ def test_two_ranks_one_rank_two_ranks_train_as_if_never_stopped(tmp_path: Path) 
         folder = tmp_path / str(number)
         folder.mkdir()
         ranks.run_ranks([Stage(tmp_path, number)], folder, ranks=world)
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    model = ranks.Model()
-    saved = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    (model(torch.ones(2, 5)).sum()).backward()
-    saved.step()
-    optimizer = amp_ext.optim.AdamW(model.parameters())
-    optimizer.init_state()
-    before = [p.clone() for p in optimizer.master_params()]
-    with pytest.raises(ValueError, match="AdamW"):
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=model.state_dict(),
-            optim_state_dict=get_state_dict(model, saved)[1],
-        )
-    assert all(map(torch.equal, before, optimizer.master_params()))
-    assert all(state["step"].item() == 0 for state in optimizer.state.values())

@@ -19,10 +19,9 @@ _FILES = (_OURS, _TORCH / "optim", _TORCH / "amp" / "grad_scaler.py")
 # A step of torch's makes many calls, and may stop between them: no interrupt comes there.
 _THEIR_STEPS = {str(_TORCH / "optim" / f"{name}.py") for name in ("sgd", "adam", "adamw")}
 
-#: More than 2 makes the sweeps complete: each line each time that it is run instead of the first
-#: time, every row instead of a few, and real signals for so long.
-SECONDS = float(os.environ.get("AMP_EXT_INTERRUPT_SECONDS", "2"))
-IS_COMPLETE = SECONDS > 2.0
+#: Makes the sweeps complete: each line each time that it is run instead of the first time, and
+#: every row instead of a few.
+IS_COMPLETE = os.environ.get("AMP_EXT_ALL_INTERRUPTS") == "1"
 
 
 class _Interrupt:

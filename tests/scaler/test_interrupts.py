@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import random
-import signal
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from harness.awkward import BF16, INF
-from harness.interrupts import IS_COMPLETE, SECONDS, interrupted_at_each_line
+from harness.interrupts import IS_COMPLETE, interrupted_at_each_line
 from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
@@ -220,44 +217,3 @@ def test_an_optimizer_that_was_interrupted_without_a_scaler_has_stepped_whole_or
         loop.optimizer.step()  # frees what a line of its end has left
         loop.assert_free(line)
     assert len(found) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
-def test_signals_at_any_time_leave_what_some_whole_iterations_leave(unscales):
-    """Seconds can be chosen: AMP_EXT_INTERRUPT_SECONDS=60."""
-    parts = Parts(OURS["AdamW"], unscales, 0)
-    loop, spared, chance = Loop(parts), Loop(parts), random.Random(0)
-    for each in (loop, spared):
-        each.scaler.set_growth_interval(10**9)
-    is_armed, interrupts = False, 0
-
-    def interrupt(*_: Any) -> None:
-        if is_armed:
-            raise KeyboardInterrupt
-
-    handler_before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        end = time.monotonic() + SECONDS / 2
-        while time.monotonic() < end:
-            loop.give(NEXT)
-            before = loop.values()
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
-            try:
-                is_armed = True
-                for call in loop.calls():
-                    call()
-                is_armed = False
-            except KeyboardInterrupt:
-                is_armed = False
-                interrupts += 1
-                loop.optimizer.zero_grad()
-                refusal_of(loop.update)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            if loop.values() != before:
-                spared.iterate(NEXT)
-            assert loop.values() == spared.values()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, handler_before)
-    assert interrupts > 0
