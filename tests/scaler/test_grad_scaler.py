@@ -246,16 +246,6 @@ def test_an_interrupted_load_of_a_scaler_has_loaded_all_or_nothing(made):
     assert before in found
 
 
-def test_a_scaler_amid_an_iteration_cannot_be_duplicated():
-    scaler = ready()
-    scaler.unscale_(filled(1.0))
-    for duplicate in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
-            duplicate(scaler)
-    scaler.update()
-    pickle.dumps(copy.deepcopy(scaler))
-
-
 # The disabled scaler
 
 

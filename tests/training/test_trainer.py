@@ -308,36 +308,6 @@ def test_autocast_is_on_where_it_has_something_to_do(precision, model, model_see
     assert (trainer.scaler is not None) == (precision == "fp16")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_16_bit_model_trains_as_with_masters_by_hand(device, precision):
-    dtype = MixedPrecisionConfig(precision).dtype
-    options = {"max_grad_norm": 0.5, "optimizer": our_adamw}
-    trainer = new_trainer(precision, new_model(device, dtype), **options)
-    model = new_model(device, dtype)
-    params = list(model.parameters())
-    masters = [nn.Parameter(param.detach().float()) for param in params]
-    by_hand = torch.optim.AdamW(masters, 0.05, eps=1e-3)
-    scale = 256.0 if precision == "fp16" else 1.0
-    for x, target in batches(device, 10):
-        metrics = trainer.train_step(x, target)
-        model.zero_grad()
-        loss = cases.mse_loss(model(x.to(dtype)).float(), target)
-        (loss * scale).backward()
-        for param, master in zip(params, masters, strict=True):
-            master.grad = param.grad.float() / scale
-        norm = nn.utils.clip_grad_norm_(masters, 0.5)
-        by_hand.step()
-        with torch.no_grad():
-            for param, master in zip(params, masters, strict=True):
-                param.copy_(master)
-        torch.testing.assert_close(metrics.loss, loss.detach(), rtol=1e-2, atol=1e-3)
-        torch.testing.assert_close(metrics.grad_norm, norm, rtol=2e-2, atol=1e-3)
-    for param, master in zip(trainer.model.parameters(), masters, strict=True):
-        assert param.dtype == dtype
-        ours = trainer.optimizer.state[param]["master_param"]
-        torch.testing.assert_close(ours, master.detach(), rtol=1e-2, atol=2e-3)
-
-
 def test_our_optimizers_take_over_the_configured_norm_and_keep_their_own():
     for own, configured in ((None, 0.25), (0.25, None)):
         make = functools.partial(amp_ext.optim.SGD, lr=0.1, max_grad_norm=own)
@@ -399,27 +369,6 @@ def test_after_an_error_training_goes_on(factor, batches_kept):
         cases.train_on(each, data[1 : 3 - batches_kept])
     assert_same(params_of(trainer), params_of(spared))
     assert not torch.equal(params_of(trainer)[0], next(new_model().parameters()))
-
-
-@cases.ours_and_torchs("SGD", 0.1)
-@pytest.mark.parametrize("flush", [False, True], ids=["step", "flush"])
-def test_after_an_interrupted_step_training_goes_on(make, flush):
-    options = {"gradient_accumulation_steps": 1 + flush, "max_grad_norm": 0.5}
-    trainer, spared = cases.two_trainers("fp16", optimizer=make, **options)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = trainer.optimizer.register_step_pre_hook(interrupt)
-    if flush:
-        trainer.train_step(X, TARGET)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.flush() if flush else trainer.train_step(X, TARGET)
-    hook.remove()
-    for each in (trainer, spared):
-        *_, metrics = cases.train_on(each, batches(count=2))
-        assert metrics.to_dict()["skipped"] is False
-    assert_same(params_of(trainer), params_of(spared))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
