@@ -55,6 +55,14 @@ def test_groups_and_parameters_without_a_gradient_do_not_shift_the_name(make, un
         assert name_of_last(scaler) == f"group {group}, param {index}"
 
 
+@all_optimizers
+def test_the_name_is_that_of_the_last_skip_by_whichever_look(make, device):
+    scaler, optimizer = ready(device), make(named(device, *"abcde"))
+    for unscale, bad in ((True, 4), (False, 2), (True, 3), (False, 1), (True, 2), (True, 4)):
+        iterate(scaler, optimizer, bad=[bad], unscale=unscale)
+        assert name_of_last(scaler) == "abcde"[bad]
+
+
 @cases.unscaled_first
 @cases.torchs_and_ours
 def test_an_iteration_that_was_dropped_leaves_no_name(make, unscale, device):
