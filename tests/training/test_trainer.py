@@ -371,6 +371,25 @@ def test_after_an_error_training_goes_on(factor, batches_kept):
     assert not torch.equal(params_of(trainer)[0], next(new_model().parameters()))
 
 
+@cases.ours_and_torchs("SGD", 0.1)
+def test_after_an_interrupted_flush_training_goes_on(make):
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optimizer": make}
+    trainer, spared = cases.two_trainers("fp16", **options)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = trainer.optimizer.register_step_pre_hook(interrupt)
+    trainer.train_step(X, TARGET)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.flush()
+    hook.remove()
+    for each in (trainer, spared):
+        *_, metrics = cases.train_on(each, batches(count=2))
+        assert metrics.to_dict()["skipped"] is False
+    assert_same(params_of(trainer), params_of(spared))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_parameter_that_a_step_does_not_use_stays_as_it_is(precision):
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
