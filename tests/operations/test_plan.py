@@ -314,25 +314,6 @@ def test_a_loaded_state_is_stepped_and_the_old_one_freed(name, options, device) 
     assert [reference() for reference in alive] == [None] * len(alive)
 
 
-# Very many tensors.
-
-
-def test_very_many_parameters_step_as_one_and_have_one_norm(device) -> None:
-    sizes = [1 + index % 3 for index in range(3000)]
-    whole = Parameter(torch.randn(sum(sizes), device=device))
-    params = [Parameter(part.clone()) for part in whole.detach().split(sizes)]
-    one = amp_ext.optim.AdamW([whole], max_grad_norm=math.inf)
-    many = amp_ext.optim.AdamW(params, max_grad_norm=math.inf)
-    for _ in range(2):
-        give_grads([whole])
-        for param, grad in zip(params, whole.grad.split(sizes), strict=True):
-            param.grad = grad.clone()
-        one.step()
-        many.step()
-        assert many.grad_norm.item() == pytest.approx(one.grad_norm.item(), rel=1e-6)
-        assert same_bits(torch.cat([param.detach() for param in params]), whole)
-
-
 # Memory.
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness.awkward import BF16, F32, Dtypes
-from harness.coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps, moved
+from harness.coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps
 from harness.list_operations import Lists, assert_same, run
 from harness.number_codes import GROUP
 from harness.rows import rows
@@ -181,16 +181,3 @@ def test_a_dither_of_codes_asks_for_the_number_of_the_step(operation, code):
     slow = {"beta2": 0.99} if operation == "lion_" else {"momentum": 0.99}
     words = r"steps\[0\] must be there to dither, got None"
     assert_refused(operation, lists, words, dither=True, **slow)
-
-
-@coded_steps
-def test_no_step_is_taken_after_one_that_was_refused(operation, options, code):
-    """What is wrong with the last parameter leaves the first one alone too, and can be mended."""
-    lists = build_coded(operation, options, code, IN_FLOAT, [(GROUP,), (2 * GROUP,)])
-    good = moved(lists, "cpu")
-    lists["grads"][1] = lists["grads"][1][:GROUP]
-    assert_refused(operation, lists, r"grads\[1\] must be of sizes \[64\], got \[32\]", **options)
-    lists["grads"][1] = good["grads"][1].clone()
-    run(operation, lists, **options)
-    run(operation, good, **options)
-    assert_same(lists, good)

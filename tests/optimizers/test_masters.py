@@ -10,7 +10,6 @@ from harness import optimizer_cases as cases
 from harness.awkward import BF16, F16, F32
 from harness.optimizer_cases import (
     HALVES,
-    assert_same_bits,
     make_params,
     ours,
     params_of,
@@ -122,18 +121,6 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
     assert_refreshed(optimizer, before, changed)
 
 
-@cases.few_optimizers
-@HALVES
-def test_masters_are_left_alone_while_nobody_else_writes(dtype, name, options):
-    optimizer = trained(ours(name)(make_params(dtype), **options))
-    before = masters_of(optimizer)
-    assert not same_bits(before[0], params_of(optimizer)[0].detach().float())
-    still_step(optimizer)
-    optimizer.refresh_masters()
-    still_step(optimizer)
-    assert all(map(same_bits, masters_of(optimizer), before))
-
-
 @pytest.mark.parametrize("overflow", [False, True], ids=["clean", "overflow"])
 @HALVES
 def test_a_parameter_without_a_gradient_is_refreshed_when_it_gets_one(dtype, overflow):
@@ -173,26 +160,6 @@ def test_the_operation_names_bad_input(masters):
     with pytest.raises(RuntimeError, match=r"^refresh_masters_: (master_params|params)"):
         ops.refresh_masters_([torch.ones(5).to(F16)] * 2, masters)
     assert all(torch.count_nonzero(master) == 0 for master in masters)
-
-
-# Files.
-
-
-@pytest.mark.parametrize("weights_first", [True, False], ids=["weights-first", "optimizer-first"])
-@cases.few_optimizers
-@HALVES
-def test_weights_and_optimizer_may_be_loaded_in_either_order(dtype, name, options, weights_first):
-    straight = trained(ours(name)(make_params(dtype), **options))
-    resumed = trained(ours(name)(make_params(dtype), **options), 2)
-    weights = snapshot(params_of(straight))
-    loads = [
-        lambda: load_into_the_model(params_of(resumed), weights),
-        lambda: resumed.load_state_dict(straight.state_dict()),
-    ]
-    for load in loads if weights_first else reversed(loads):
-        load()
-    train([straight, resumed], 2)
-    assert_same_bits(resumed, straight)
 
 
 # Masters that are written or replaced by hand, and what makes another plan after that.

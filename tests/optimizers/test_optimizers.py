@@ -306,41 +306,6 @@ def test_frozen_parameters_of_any_dtype_are_left_alone(name, options, dtype):
     assert not mixed.state.get(frozen)
 
 
-# Groups, and parameters that come and go.
-
-
-def train_together(together: Any, groups: list[Any], alone: list[Any], steps: int) -> None:
-    """Steps an optimizer and those that have its parameters by groups; all bits must agree."""
-    for _ in range(steps):
-        for group, single in zip(groups, alone, strict=True):
-            give_grads(group, single)
-            single.step()
-        together.step()
-    assert_same_bits(together, [bits for single in alone for bits in cases.bits_of(single)])
-
-
-@cases.few_optimizers
-def test_groups_keep_their_own_options_and_dtypes(device, name, options):
-    """And one group may mix dtypes."""
-    pairs = [(F32, F16), (F16, F64), (BF16, F32), (F64, BF16)]
-    groups = [[*make_params(a, device, [(5,)]), *make_params(b, device, [(70,)])] for a, b in pairs]
-    floor = {"denominator_floor": 4.0} if "Adam" in name else {}
-    changes: list[dict[str, Any]] = [
-        {},
-        {"lr": 0.2, "weight_decay": 0.3, **floor},
-        {"maximize": True, "lr": 0.1},
-        cases.KINDS[name].decay,
-    ]
-    changed = list(zip(groups, changes, strict=True))
-    alone = [
-        ours(name)(cases.twins([param]), **(options | change))
-        for group, change in changed
-        for param in group
-    ]
-    together = ours(name)([{"params": group, **change} for group, change in changed], **options)
-    train_together(together, [[param] for group in groups for param in group], alone, 3)
-
-
 # Layouts and dtypes of what a step reads.
 
 
@@ -409,31 +374,6 @@ def test_tensor_hyperparameters_are_their_values_and_the_rate_is_read_at_each_st
 
 
 # Under a scaler.
-
-
-@cases.every_optimizer
-@cases.FLOATS
-def test_an_overflow_changes_not_a_bit_at_the_first_step_or_later(device, dtype, name, options):
-    shapes = [(70,), *FEW_SHAPES]
-    overflowed, plain = pair(name, options, dtype, device, shapes)
-
-    def overflow(value: float) -> None:
-        start = snapshot(params_of(overflowed))
-        before = cases.bits_of(overflowed)
-        give_grads(overflowed)
-        params_of(overflowed)[0].grad[5:] = value
-        overflowed.grad_scale = torch.tensor(65536.0, device=device)
-        overflowed.found_inf = torch.ones((), device=device)
-        overflowed.step()
-        del overflowed.found_inf, overflowed.grad_scale
-        assert all(map(same_bits, params_of(overflowed), start))
-        if value != value:
-            assert_same_bits(overflowed, before)
-
-    overflow(float("inf"))
-    train([overflowed, plain], 2)
-    assert_same_bits(overflowed, plain)
-    overflow(float("nan"))
 
 
 @cases.each_name

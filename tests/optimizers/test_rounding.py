@@ -190,14 +190,3 @@ def test_counters_and_resumed_runs_go_on_behind_2_24_steps(name, dtype, options,
         counters = {state["step"].item() for state in straight.state.values()}
         assert counters == {counter_of(2**24 - 1 + step).item()}
         assert_same_bits(resumed, straight)
-
-
-def test_torch_goes_on_from_a_counter_behind_2_24_steps():
-    mine = ours("AdamW")(make_params(F32))
-    count_from(mine, 2**24 + 2)
-    other = torch.optim.AdamW(cases.twins(mine))
-    other.load_state_dict(copy.deepcopy(mine.state_dict()))
-    train([mine, other], 2)
-    cases.assert_all_close([*params_of(mine)], [*params_of(other)], 2)
-    mine.load_state_dict(other.state_dict())
-    train([mine])

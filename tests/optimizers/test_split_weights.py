@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -80,17 +79,6 @@ def test_a_state_has_the_lower_part_under_the_name_of_its_format(device, dtype):
     assert (low.dtype, low.shape) == (torch.int8, (21, 37))
 
 
-def test_wide_parameters_have_none(device):
-    for dtype in (F32, torch.float64):
-        model, twin = model_of(dtype, device), model_of(dtype, device)
-        optimizer = AdamW(model.parameters(), master_weights="split")
-        other = AdamW(twin.parameters())
-        train(model, optimizer, range(3))
-        train(twin, other, range(3))
-        assert_equal([*model.parameters()], [*twin.parameters()])
-        assert not any("master" in key for state in optimizer.state.values() for key in state)
-
-
 @dtypes
 def test_every_number_that_is_written_is_followed(device, dtype):
     """Whatever is below it, unless that is half a unit in the last place."""
@@ -110,32 +98,6 @@ def test_every_number_that_is_written_is_followed(device, dtype):
         param.grad = torch.zeros_like(param)
         optimizer.step()
         assert torch.equal(param, values)
-
-
-def test_a_parameter_that_is_written_is_followed(device):
-    """A master beside it would be refreshed from it, and a copy that comes back is as it was."""
-    model = model_of(BF16, device)
-    optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0, master_weights="split")
-    train(model, optimizer, range(3))
-    before = copy.deepcopy(model.state_dict())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(0.5)
-    train(model, optimizer, range(3, 4))
-    assert all((param == 0.5).all() for param in model.parameters())
-    for param in model.parameters():
-        param.data.zero_()  # which no version shows
-    train(model, optimizer, range(4, 5))
-    assert all((param == 0).all() for param in model.parameters())
-    optimizer = AdamW(model.parameters(), master_weights="split")
-    model.load_state_dict(before)
-    train(model, optimizer, range(3))
-    kept, saved = optimizer.master_params(), copy.deepcopy(model.state_dict())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)  # an average for a validation, say
-    model.load_state_dict(saved)
-    assert_equal(optimizer.master_params(), kept)
 
 
 def test_masters_are_copies_and_need_no_refresh(device):

@@ -206,23 +206,6 @@ def test_replaced_states_of_dtensors_are_stepped(shard, mesh) -> None:
         assert same_bits(param.full_tensor().detach(), other.detach())
 
 
-@each_class
-def test_a_state_replaced_between_the_look_and_the_step_is_stepped(name, options) -> None:
-    optimizer = optimizer_of(name, options, BF16)
-    other = cases.ours(name)(cases.twins(params_of(optimizer)), **options)
-    other.load_state_dict(optimizer.state_dict())
-    for param, twin in zip(params_of(optimizer), params_of(other), strict=True):
-        twin.grad = param.grad.clone()
-    for one in (optimizer, other):
-        scaler = amp_ext.GradScaler("cpu", init_scale=2.0)
-        scaler.scale(torch.ones(1))
-        scaler.unscale_(one)
-        if one is optimizer:
-            replace_states(one)
-        scaler.step(one)
-    cases.assert_same_bits(optimizer, cases.bits_of(other))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_parameter_of_another_shape_is_refused_with_its_old_states(dtype, device) -> None:
     param = Parameter(torch.ones(4, 6, dtype=dtype, device=device))

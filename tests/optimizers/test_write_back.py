@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from harness import clipping_cases
 from harness import optimizer_cases as cases
 from harness.awkward import (
-    BF16,
-    F16,
     F32,
 )
 from harness.clipping_cases import (
@@ -68,21 +64,6 @@ def test_one_group_may_write_back_alone(first: bool, device):
     half = len(cases.SHAPES)
     expected = clipped[:half] + before[half:] if first else before[:half] + clipped[half:]
     assert all(map(same_bits, grads_of(optimizer), expected))
-
-
-@pytest.mark.parametrize("way", clipping_cases.UNSCALED_IN_THE_STEP[1:])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_a_skipped_step_leaves_gradients_scaled(dtype, way, device):
-    if not way.takes(dtype, device):
-        pytest.skip(f"torch's scaler takes no {dtype} on {device}")
-    optimizer, _ = pair("AdamW", {}, dtype, device, **OPTIONS)
-    scaler = way.make_scaler(device, 16.0)
-    give_grads(optimizer)
-    params_of(optimizer)[1].grad.view(-1)[2] = math.inf
-    clipping_cases.scale_grads(optimizer, scaler)
-    before = snapshot(grads_of(optimizer))
-    scaler.step(optimizer)
-    assert all(map(same_bits, grads_of(optimizer), before))
 
 
 def test_a_skipped_step_on_the_cpu_moves_no_version():

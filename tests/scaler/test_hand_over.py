@@ -296,17 +296,6 @@ def by_a_hook(optimizer: Any) -> Callable[[], None]:
     return optimizer.register_step_pre_hook(interrupt).remove
 
 
-def by_a_hook_of_all(optimizer: Any) -> Callable[[], None]:
-    return register_optimizer_step_pre_hook(interrupt).remove
-
-
-def by_a_refusal(optimizer: Any) -> Callable[[], None]:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("refused")
-
-    return optimizer.register_step_pre_hook(refuse).remove
-
-
 def interrupted(make: Any, scaler: Any, stop: Any, value: float, device: Any, unscale=False) -> Any:
     """Returns an optimizer whose step under a scaler was interrupted."""
     optimizer = filled(value, device, make)
@@ -325,43 +314,6 @@ def assert_spent(scaler: Any, optimizer: Any) -> None:
         )
         with pytest.raises(RuntimeError, match=wanted):
             call(optimizer)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("stop", [by_a_hook, by_a_hook_of_all, by_a_refusal])
-@bad_or_good
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("next_step", ["plain", "scaled"])
-def test_what_an_interrupted_step_of_torchs_scaler_left_is_dropped(
-    next_step, unscale, value, stop, device
-):
-    optimizer = interrupted(plain_sgd, ready(device, TorchScaler), stop, value, device, unscale)
-    assert not has_leftovers(optimizer)
-    scaled = ready(device, TorchScaler)
-    give(optimizer, 4.0 if next_step == "scaled" else 1.0)
-    scaled.step(optimizer) if next_step == "scaled" else optimizer.step()
-    assert values(optimizer) == [0.5] * 3
-
-
-@pytest.mark.filterwarnings("error")
-@both_scalers
-@fused
-def test_a_step_that_ends_well_leaves_nothing_and_warns_of_nothing(make, scaler_class, device):
-    optimizer, scaler, seen = filled(4.0, device, make), ready(device, scaler_class), []
-
-    def look(optimizer: Any, *_: Any) -> None:
-        seen.append([cases.described(optimizer.grad_scale), cases.described(optimizer.found_inf)])
-
-    handles = [optimizer.register_step_pre_hook(look), optimizer.register_step_post_hook(look)]
-    for _ in range(2):
-        give(optimizer, 4.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert not has_leftovers(optimizer)
-    for handle in handles:
-        handle.remove()
-    one = cases.described([torch.tensor(4.0, device=device), torch.tensor(0.0, device=device)])[1]
-    assert seen == [one] * 4
 
 
 @pytest.mark.parametrize("error", [Interrupt, ZeroDivisionError])
@@ -456,23 +408,6 @@ def test_a_second_step_with_what_was_handed_over_is_refused(device):
     give(optimizer, 1.0)
     optimizer.step()
     assert values(optimizer) == [0.0] * 3
-
-
-# What the user has set.
-
-
-@pytest.mark.filterwarnings("error")
-def test_what_is_set_by_hand_stays_until_it_is_deleted(device):
-    optimizer = filled(4.0, device, plain_sgd)
-    optimizer.grad_scale = torch.full((), 4.0, device=device)
-    optimizer.found_inf = torch.zeros((), device=device)
-    for expected in (0.5, 0.0):
-        give(optimizer, 4.0)
-        optimizer.step()
-        assert values(optimizer) == [expected] * 3
-    del optimizer.grad_scale, optimizer.found_inf
-    assert not has_leftovers(optimizer)
-    del optimizer.grad_scale  # torch deletes what may be gone
 
 
 # Copies.

@@ -93,21 +93,6 @@ def test_sparse_gradients_of_torchs_sgd_are_treated_as_by_torch(scaler_class, ca
     return first_sentence, param, param.grad, recorded(scaler, optimizer)
 
 
-class Wrapped(Tensor):
-    """A subclass whose operations are torch's, as those of a sharded tensor are its own."""
-
-
-@every_look
-@cases.clean_or_overflow
-@as_torch
-def test_gradients_of_a_tensor_subclass_are_treated_as_by_torch(scaler_class, call, value, device):
-    param = Parameter(torch.ones(3, device=device))
-    param.grad = torch.full((3,), value, device=device).as_subclass(Wrapped)
-    optimizer, scaler = torch.optim.SGD([param], lr=0.5), ready(device, scaler_class)
-    getattr(scaler, call)(optimizer)
-    return param, param.grad, type(param.grad), recorded(scaler, optimizer)
-
-
 def test_expanded_gradients_are_read_but_not_written(device):
     param = Parameter(torch.ones(5, device=device))
     param.grad = torch.full((1,), 4.0, device=device).expand(5)
@@ -313,20 +298,6 @@ def test_anything_with_a_step_is_an_optimizer(scaler_class, value, supports_scal
     returned = scaler.step(wrapper)
     scaler.update()
     return returned, scaler.state_dict(), grads_of(inner)
-
-
-@cases.every_optimizer
-@pytest.mark.filterwarnings("error")
-@as_torch
-def test_a_learning_rate_schedule_is_followed_without_a_warning(scaler_class, make, device):
-    optimizer, scaler = filled(4.0, device, make), ready(device, scaler_class)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-    for _ in range(3):
-        grads_of(optimizer)[0].fill_(4.0)
-        scaler.step(optimizer)
-        scaler.update()
-        schedule.step()
-    return params_of(optimizer)
 
 
 @cases.our_optimizers

@@ -20,7 +20,6 @@ from harness.optimizer_cases import (
     theirs,
 )
 from harness.reference import same_bits
-from harness.rows import rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
@@ -172,7 +171,6 @@ def test_the_scale_is_torchs_to_the_bit_for_any_options(found, options, device):
 
 SCALE = 2.0**10
 OURS = makers(ours, EACH_CLASS, "our")
-BOTH = {"torch-scaler": torch.amp.GradScaler, "our-scaler": amp_ext.GradScaler}
 
 
 def scaled(scaler_class: Any, optimizer: Optimizer, scale: float = SCALE, **options: Any) -> Any:
@@ -198,26 +196,3 @@ def test_the_attributes_may_be_set_by_hand(make, found, scale, shape, device):
         optimizer.step()
     expected = plain(make, [] if found else [0, 1], device)
     assert all(map(same_bits, params_of(optimizer), params_of(expected)))
-
-
-@pytest.mark.parametrize("make", OURS)
-@pytest.mark.parametrize("scaler_class", rows(BOTH))
-@pytest.mark.parametrize("unscale_first", [False, True], ids=["step", "unscale-step"])
-@pytest.mark.parametrize("bad", [False, True], ids=["clean", "overflow"])
-def test_an_instance_that_gives_up_its_own_scaling_is_stepped_as_a_plain_optimizer(
-    scaler_class, make, unscale_first, bad, device
-):
-    optimizer = make(new_params(device))
-    optimizer._step_supports_amp_scaling = False
-    scaler = scaled(scaler_class, optimizer)
-    first, second, _ = params_of(optimizer)
-    if bad:
-        second.grad[-1] = float("nan")
-    if unscale_first:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    expected = plain(make, [0] * (not bad), device)
-    assert all(map(same_bits, params_of(optimizer), params_of(expected)))
-    grad = first.grad.clone()
-    give_new_grads([first], 0)
-    assert same_bits(grad, first.grad)
