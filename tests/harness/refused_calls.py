@@ -546,12 +546,19 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
         ValueError,
         "some parameters appear in more than one parameter group",
     ),
-    "norms that differ": (
-        groups({"params": [0]}, {"params": [1], "max_grad_norm": 2.0}, max_grad_norm=1.0),
-        ValueError,
-        "AdamW: max_grad_norm must be the same in all groups, whose norm is taken together, got "
-        "[1.0, 2.0]",
-    ),
+    **{
+        f"{option} that is {other} in a group": (
+            groups({"params": [0]}, {"params": [1], option: other}, **{option: one}),
+            ValueError,
+            f"AdamW: {option} must be the same in all groups, whose norm is taken together, got "
+            f"[{one}, {other}]",
+        )
+        for option, one, other in (
+            ("max_grad_norm", 1.0, 2.0),
+            ("max_grad_norm", 1.0, None),
+            ("skip_nonfinite", True, False),
+        )
+    },
     **{
         f"{option} of a group": (
             groups({"params": [0]}, {"params": [1], option: wrong}),
