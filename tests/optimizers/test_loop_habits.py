@@ -27,30 +27,9 @@ from torch.optim.swa_utils import SWALR
 from amp_ext import GradScaler
 
 
-def small_model(dtype: torch.dtype = F32) -> nn.Module:
+def small_model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
-
-
-def model_and_optimizer(
-    name: str, options: dict[str, Any], dtype: torch.dtype = F32, package=ours, **own: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = small_model(dtype)
-    return model, package(name)(model.parameters(), **(options | {"lr": 0.01}), **own)
-
-
-def both_sides(name: str, options: dict[str, Any]) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
-    """Returns equal models with our optimizer, which computes as torch does, and with torch's."""
-    return [
-        model_and_optimizer(name, options, package=package, **own)
-        for package, own in ((ours, cases.AS_TORCH), (theirs, {"foreach": False}))
-    ]
-
-
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    torch.manual_seed(step)
-    dtype = next(model.parameters()).dtype
-    return model(torch.randn(3, 4).to(dtype)).float().square().mean()
 
 
 # Schedules of the learning rate.
@@ -207,15 +186,18 @@ def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
 @pytest.mark.parametrize("grad_enabled", [True, False])
 @cases.few_optimizers
 def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
-    losses = []
-    sides = both_sides(name, options)
-    for model, optimizer in sides:
+    losses, optimizers = [], []
+    for package, own in ((ours, cases.AS_TORCH), (theirs, {"foreach": False})):
+        model = small_model(F32)
+        optimizer = package(name)(model.parameters(), **(options | {"lr": 0.01}), **own)
+        optimizers.append(optimizer)
         calls = itertools.count()
 
         def closure(model=model, optimizer=optimizer, calls=calls):
             assert torch.is_grad_enabled()
             optimizer.zero_grad()
-            loss = loss_of(model, next(calls))
+            torch.manual_seed(next(calls))
+            loss = model(torch.randn(3, 4)).square().mean()
             loss.backward()
             return loss
 
@@ -226,7 +208,7 @@ def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
             assert optimizer.step() is None
         assert next(calls) == 4
     assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), steps=4)
-    cases.assert_all_close(sides[0][1], sides[1][1], steps=6)
+    cases.assert_all_close(*optimizers, steps=6)
 
 
 # Autocast keeps weights that it has cast until its outermost scope ends.

@@ -25,16 +25,12 @@ def model_of(dtype: torch.dtype, device: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(37, 21), nn.Linear(21, 5)).to(device, dtype)
 
 
-def give_grads(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        grad = torch.randn(param.shape, generator=generator) * 0.1
-        param.grad = grad.to(param.device, param.dtype)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        give_grads(model, step)
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=generator) * 0.1
+            param.grad = grad.to(param.device, param.dtype)
         optimizer.step()
 
 

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -64,14 +63,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Optimizer], None]
     return put
 
 
-def run(folder: Path, *arguments: str) -> dict:
-    assert peers.main([f"--out={folder}", *arguments]) == 0
-    return json.loads((folder / "peers.json").read_text())
-
-
 def test_what_is_installed_is_measured_beside_ours(install, tmp_path, capsys):
     install("DeepSpeed", TorchBehindAName)
-    result = run(tmp_path, "--filter=AdamW (fp32|bf16 . master)( . scaler)?, 3 layers")
+    rows = "AdamW (fp32|bf16 . master)( . scaler)?, 3 layers"
+    assert peers.main([f"--out={tmp_path}", f"--filter={rows}"]) == 0
+    result = json.loads((tmp_path / "peers.json").read_text())
     assert [(row["work"], row["shapes"]) for row in result["rows"]] == [
         ("AdamW fp32", "3 layers of 128"),
         ("AdamW bf16 + master", "3 layers of 128"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,6 @@ from amp_ext import hand_over
 
 NO_CHECKS = r"^No inf checks were recorded for this optimizer\.$"
 both_scalers = pytest.mark.parametrize("scaler_class", [TorchScaler, amp_ext.GradScaler])
-# They unscale in their step.
-fused = cases.over([cases.torchs_adam, cases.our_adam, cases.our_adamw_with_norm])
 bad_or_good = pytest.mark.parametrize("value", [4.0, INF], ids=["clean", "overflow"])
 
 
@@ -292,20 +289,6 @@ def interrupt(*_: Any) -> None:
     raise Interrupt
 
 
-def by_a_hook(optimizer: Any) -> Callable[[], None]:
-    return optimizer.register_step_pre_hook(interrupt).remove
-
-
-def interrupted(make: Any, scaler: Any, stop: Any, value: float, device: Any, unscale=False) -> Any:
-    """Returns an optimizer whose step under a scaler was interrupted."""
-    optimizer = filled(value, device, make)
-    go_on = stop(optimizer)
-    with pytest.raises((Interrupt, RuntimeError)):
-        cases.look_and_step(scaler, optimizer, unscale)
-    go_on()
-    return optimizer
-
-
 def assert_spent(scaler: Any, optimizer: Any) -> None:
     for call in (scaler.step, scaler.unscale_):
         wanted = (
@@ -349,10 +332,10 @@ def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monk
 def test_a_look_that_no_step_has_used_is_forgotten(device):
     """A write through ``.data`` shows in no version."""
     optimizer, scaler = filled(4.0, device, cases.our_adamw_with_norm), ready(device)
-    interrupted_by = by_a_hook(optimizer)
+    handle = optimizer.register_step_pre_hook(interrupt)
     with pytest.raises(Interrupt):
         scaler.step(optimizer)
-    interrupted_by()
+    handle.remove()
     for param in params_of(optimizer):
         param.grad.data.fill_(3.0)
     optimizer.step()

@@ -173,14 +173,6 @@ SCALE = 2.0**10
 OURS = makers(ours, EACH_CLASS, "our")
 
 
-def scaled(scaler_class: Any, optimizer: Optimizer, scale: float = SCALE, **options: Any) -> Any:
-    """Returns a scaler for the device of an optimizer, whose gradients are those of step 0."""
-    params = params_of(optimizer)
-    scaler = scaler_class(params[0].device.type, scale, **options)
-    give_new_grads(params, 0, scaler)
-    return scaler
-
-
 @pytest.mark.parametrize("make", OURS)
 @pytest.mark.parametrize("found", [None, 0.0, 1.0, 2.0, 3.0, -1], ids=str)
 @pytest.mark.parametrize("scale", [None, SCALE], ids=["unscaled", "scaled"])
