@@ -1,6 +1,7 @@
 // Every kernel: the optimizers, and the dtypes that they are compiled for.
 #pragma once
 
+#include <algorithm>
 #include <iterator>
 #include <optional>
 #include <tuple>
@@ -27,8 +28,11 @@
 
 namespace amp_ext {
 
-// Of a kernel: up to 7, as many as the bits of `dithered` in a record tell apart.
-inline constexpr int kMaxBuffers = 3;
+#define AMP_EXT_COUNT(Functor, buffers) buffers,
+// Of the kernels.
+inline constexpr int kMaxBuffers = std::max({AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_COUNT)});
+#undef AMP_EXT_COUNT
+static_assert(kMaxBuffers <= 7, "the bits of `dithered` in a record tell up to 7 buffers apart");
 
 // The kinds of the numbers of a parameter: its gradient, itself, and its buffers (Uniform, Coded).
 template <typename GradKind, typename ParamKind, typename BuffersOfParam>
@@ -196,7 +200,6 @@ std::optional<OptimizerKernel> kernel_for(int number_of_buffers) {
 #define AMP_EXT_CHECK(Functor, buffers)                                                     \
   static_assert(buffers <= static_cast<int>(std::size(Functor##Hyperparameters::kBuffers)), \
                 #Functor " describes fewer buffers than its kernel has");                   \
-  static_assert(buffers <= kMaxBuffers, #Functor " has more buffers than kMaxBuffers");     \
   static_assert(BufferDescriptions::of<Functor##Hyperparameters>(buffers).fit_together(),   \
                 #Functor " describes codes that do not fit together");
 AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CHECK)
