@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <string_view>
+#include <utility>
 
 #include "kernels.h"
 
@@ -95,10 +97,16 @@ GroupTable table_of(const std::vector<const GroupOptions*>& groups) {
   return GroupTable::of(read);
 }
 
+// The hyperparameters that are called beta, as one option.
+template <typename Hyperparameters>
 OptionDescription betas() {
   constexpr double kBelow1 = 1.0 - std::numeric_limits<double>::epsilon() / 2;
+  std::vector<const char*> fields;
+  Hyperparameters::for_each_field([&](const char* field, auto) {
+    if (std::string_view(field).substr(0, 4) == "beta") fields.push_back(field);
+  });
   return {"betas", OptionKind::kNumbers, OnLoad::kRequired, "Invalid beta parameter at index ",
-          kBelow1, {"beta1", "beta2"}};
+          kBelow1, std::move(fields)};
 }
 
 // The description of an optimizer with its own options. `missing` says what a file means that lacks
@@ -141,7 +149,7 @@ template <>
 const Kind& kind_of<AdamHyperparameters>() {
   static const Kind kind = described<AdamHyperparameters>(
       OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
-      {betas(),
+      {betas<AdamHyperparameters>(),
        {"eps", OptionKind::kNumber, OnLoad::kRequired, "Invalid epsilon value: "},
        {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
        {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
@@ -171,8 +179,8 @@ const Kind& kind_of<SgdHyperparameters>() {
 
 template <>
 const Kind& kind_of<LionHyperparameters>() {
-  static const Kind kind =
-      described<LionHyperparameters>(OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing, {betas()});
+  static const Kind kind = described<LionHyperparameters>(
+      OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing, {betas<LionHyperparameters>()});
   return kind;
 }
 
