@@ -15,10 +15,16 @@ class OptionDescription:  # of an option of the groups of an optimizer
 
 # The descriptions themselves are not listed, nor all operations of optimizers: Python finds them by
 # their names.
+class BufferDescription:
+    name: str
+    role: str
+    dither_stride: int  # 0: it is never dithered
+    code: str  # of 8 bits, that it may take; "none": it has none
+
 class OptimizerDescription:
     operation: str  # over lists
     fields: tuple[str, ...]  # its hyperparameters
-    buffers: tuple[tuple[str, str], ...]  # the name and the role of each
+    buffers: tuple[BufferDescription, ...]
     options: tuple[OptionDescription, ...]
     # What messages say, with "%s" for the name of an option; and what makes the text of a value.
     def check_options(

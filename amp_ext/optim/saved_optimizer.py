@@ -164,7 +164,7 @@ class SavedOptimizer(DescribedOptimizer):
 
     def _target(self) -> Target:
         """Returns what a state dict is read for."""
-        buffers = [name for name, _ in self._description.buffers]
+        buffers = [buffer.name for buffer in self._description.buffers]
         return Target(
             type(self),
             self.param_groups,

@@ -33,7 +33,7 @@ struct OptimizerDescription {
   PyObject* params = PyUnicode_InternFromString("params");
   std::string operation;  // over lists
   py::tuple fields;       // the names of its hyperparameters
-  py::tuple buffers;      // the name and the role of each
+  py::tuple buffers;      // a BufferDescription of each
   py::tuple options;
 };
 

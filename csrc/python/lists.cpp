@@ -86,6 +86,20 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
+const char* name_of(BufferCode code) {
+  switch (code) {
+    case BufferCode::kNone:
+      return "none";
+    case BufferCode::kRatio:
+      return "ratio";
+    case BufferCode::kRoot:
+      return "root";
+    case BufferCode::kMagnitude:
+      return "magnitude";
+  }
+  return nullptr;
+}
+
 // Defines the description of an optimizer and its list operation, all of whose arguments are given
 // by name.
 template <typename Hyperparameters>
@@ -95,7 +109,7 @@ void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradie
   py::list names, buffers, options;
   for (const auto& field : fields) names.append(py::handle(field.name));
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
-    buffers.append(py::make_tuple(buffer.name, name_of(buffer.role)));
+    buffers.append(buffer);
   }
   for (const auto& option : described->kind.options) options.append(option);
   described->operation = Hyperparameters::kOperation;
@@ -128,6 +142,13 @@ void define_descriptions(py::module_& module) {
       .def_property_readonly("count",
                              [](const OptionDescription& self) { return self.fields.size(); })
       .def_property_readonly("is_read", &OptionDescription::is_read);
+  py::class_<BufferDescription>(module, "BufferDescription")
+      .def_readonly("name", &BufferDescription::name)
+      .def_property_readonly("role",
+                             [](const BufferDescription& self) { return name_of(self.role); })
+      .def_readonly("dither_stride", &BufferDescription::dither_stride)
+      .def_property_readonly("code",
+                             [](const BufferDescription& self) { return name_of(self.code); });
   using Description = OptimizerDescription;
   py::class_<Description, std::shared_ptr<Description>>(module, "OptimizerDescription")
       .def_readonly("operation", &Description::operation)

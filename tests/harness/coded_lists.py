@@ -5,7 +5,7 @@ For the tests of several folders and for ``engine_results``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.awkward import BF16, F16, F32, SHAPES, Dtypes
-from harness.list_operations import Lists, Options, build
+from harness.list_operations import BUFFERS, OPERATIONS, Lists, Options, build
 from harness.number_codes import (
     GROUP,
     decode_q8h,
@@ -28,18 +28,39 @@ from harness.number_codes import (
 from harness.rows import rows
 
 # The operation, its options, and the code of its moments: of Adam's second ones, if they have one.
-CODED_STEPS = rows(
-    {
-        "adam-q8h": ("adam_", {}, "q8h"),
-        "adamw-q8h-dither": ("adam_", {"decoupled_weight_decay": True, "dither": True}, "q8h"),
-        "adam-q8s": ("adam_", {}, "q8s"),
-        "adam-q8s-dither": ("adam_", {"dither": True, "beta2": 0.999}, "q8s"),
-        "lion": ("lion_", {}, "q8m"),
-        "lion-dither": ("lion_", {"beta2": 0.995, "dither": True}, "q8m"),
-        "momentum": ("sgd_", {"momentum": 0.7, "nesterov": True}, "q8m"),
-        "momentum-dither": ("sgd_", {"momentum": 0.995, "dither": True}, "q8m"),
-    }
-)
+_STEPS: dict[str, tuple[str, Options, str]] = {
+    "adam-q8h": ("adam_", {}, "q8h"),
+    "adamw-q8h-dither": ("adam_", {"decoupled_weight_decay": True, "dither": True}, "q8h"),
+    "adam-q8s": ("adam_", {}, "q8s"),
+    "adam-q8s-dither": ("adam_", {"dither": True, "beta2": 0.999}, "q8s"),
+    "lion": ("lion_", {}, "q8m"),
+    "lion-dither": ("lion_", {"beta2": 0.995, "dither": True}, "q8m"),
+    "momentum": ("sgd_", {"momentum": 0.7, "nesterov": True}, "q8m"),
+    "momentum-dither": ("sgd_", {"momentum": 0.995, "dither": True}, "q8m"),
+}
+# The code of a buffer where that of second moments has this name.
+_CODES = {
+    "q8h": {"ratio": "q8h"},
+    "q8s": {"ratio": "q8h", "root": "q8s"},
+    "q8m": {"magnitude": "q8m"},
+}
+
+
+def _steps_of_others() -> Iterator[tuple[str, tuple[str, Options, str]]]:
+    """Yields rows of the optimizers that have none above; what is dithered decays slowly."""
+    known = {operation for operation, _, _ in _STEPS.values()}
+    for operation in (each for each in BUFFERS if each not in known):
+        described = {buffer.code for buffer in BUFFERS[operation].values()}
+        decays = OPERATIONS[operation].decays
+        slow = {decays[n]: 0.999 for n in decays if BUFFERS[operation][n].code != "ratio"}
+        for code, last in (("q8h", "ratio"), ("q8s", "root"), ("q8m", "magnitude")):
+            if last in described:
+                name = f"{operation.strip('_')}-{code}"
+                yield name, (operation, {}, code)
+                yield f"{name}-dither", (operation, {"dither": True, **slow}, code)
+
+
+CODED_STEPS = rows(_STEPS | dict(_steps_of_others()))
 coded_steps = pytest.mark.parametrize(("operation", "options", "code"), CODED_STEPS)
 params = pytest.mark.parametrize(
     "dtypes",
@@ -56,7 +77,7 @@ params = pytest.mark.parametrize(
 
 # Whole groups, in tensors of less than a vector of them and more than a tile.
 GROUPED_SHAPES = [(GROUP,), (3, GROUP), (2, 4 * GROUP), (1, 8192), (3, 4096 + GROUP), (0, GROUP)]
-FIRST_STATES = {"adam_": "exp_avgs", "lion_": "exp_avgs", "sgd_": "momentum_buffers"}
+FIRST_STATES = {operation: next(iter(buffers)) for operation, buffers in BUFFERS.items()}
 # Of each tensor; those of groups are whole groups.
 STARTS = [0, GROUP, 2**32 - GROUP, 2**40, GROUP * 77, 9 * GROUP] * 4
 
@@ -65,56 +86,63 @@ def shapes_of(code: str) -> list[tuple[int, ...]]:
     return SHAPES if code == "q8h" else GROUPED_SHAPES
 
 
+def forms_in(lists: Lists, operation: str, code: str) -> dict[str, str | None]:
+    """The codes of the lists of buffers, second moments before the ratios to them."""
+    kept = {name: each for name, each in BUFFERS[operation].items() if name in lists}
+    ratios_last = sorted(kept.items(), key=lambda item: item[1].code == "ratio")
+    return {name: _CODES[code].get(buffer.code) for name, buffer in ratios_last}
+
+
 def encode(
     lists: Lists,
     operation: str,
     code: str,
-    words_of: Callable[[int, str], Tensor | None] = lambda index, stream: None,
+    words_of: Callable[[int, int], Tensor | None] = lambda index, slope: None,
 ) -> Lists:
     """The lists of a step in codes, of float32 ones; exponents are a list beside them.
 
-    ``words_of`` gives those that dither a moment, by the tensor's number and the stream.
+    ``words_of`` gives those that dither a moment, by the tensor's number and the slope.
     """
-    found, first = dict(lists), FIRST_STATES[operation]
-    if code == "q8m":
-        stream = "lion" if operation == "lion_" else "momentum"
-        pairs = [encode_q8m(moment, words_of(i, stream)) for i, moment in enumerate(lists[first])]
-        return found | {
-            first: [codes for codes, _ in pairs],
-            "exponents": [exponents for _, exponents in pairs],
-        }
-    seconds = lists["exp_avg_sqs"]
-    if code == "q8s":
-        pairs = [encode_q8s(v, words_of(i, "second_moment")) for i, v in enumerate(seconds)]
-        found["exp_avg_sqs"] = [codes for codes, _ in pairs]
-        found["exponents"] = [exponents for _, exponents in pairs]
-        roots = [root_of_q8s(*pair) for pair in pairs]
-    else:
-        found["exp_avg_sqs"] = [
-            round_bfloat16(v, words_of(i, "second_moment")) for i, v in enumerate(seconds)
-        ]
-        roots = [root_of(v) for v in found["exp_avg_sqs"]]
-    found[first] = [
-        encode_q8h(moment, root, words_of(i, "first_moment"))
-        for i, (moment, root) in enumerate(zip(lists[first], roots, strict=True))
-    ]
+    found, roots = dict(lists), []
+    for name, form in forms_in(lists, operation, code).items():
+        buffer = BUFFERS[operation][name]
+        moments = [(each, words_of(i, buffer.dither_stride)) for i, each in enumerate(lists[name])]
+        if form in ("q8m", "q8s"):
+            encode_blocks = encode_q8m if form == "q8m" else encode_q8s
+            pairs = [encode_blocks(*moment) for moment in moments]
+            found[name] = [codes for codes, _ in pairs]
+            found["exponents"] = [exponents for _, exponents in pairs]
+            if form == "q8s":
+                roots = [root_of_q8s(*pair) for pair in pairs]
+        elif form == "q8h":
+            found[name] = [
+                encode_q8h(moment, root, words)
+                for (moment, words), root in zip(moments, roots, strict=True)
+            ]
+        else:
+            found[name] = [round_bfloat16(*moment) for moment in moments]
+            if buffer.role == "second moment":
+                roots = [root_of(moment) for moment in found[name]]
     return found
 
 
 def decoded(lists: Lists, operation: str, code: str) -> Lists:
     """The same numbers with float32 states."""
-    found, first = {name: list(tensors) for name, tensors in lists.items()}, FIRST_STATES[operation]
-    exponents = found.pop("exponents", None)
-    if code == "q8m":
-        found[first] = [decode_q8m(*pair) for pair in zip(lists[first], exponents, strict=True)]
-        return found
-    if code == "q8s":
-        roots = [root_of_q8s(*pair) for pair in zip(lists["exp_avg_sqs"], exponents, strict=True)]
-        found["exp_avg_sqs"] = [root * root for root in roots]
-    else:
-        found["exp_avg_sqs"] = [v.float() for v in lists["exp_avg_sqs"]]
-        roots = [root_of(v) for v in found["exp_avg_sqs"]]
-    found[first] = [decode_q8h(*pair) for pair in zip(lists[first], roots, strict=True)]
+    found, roots = {name: list(tensors) for name, tensors in lists.items()}, []
+    exponents = found.pop("exponents", [])
+    for name, form in forms_in(lists, operation, code).items():
+        if form == "q8m":
+            pairs = zip(lists[name], exponents, strict=True)
+            found[name] = [decode_q8m(*pair) for pair in pairs]
+        elif form == "q8s":
+            roots = [root_of_q8s(*pair) for pair in zip(lists[name], exponents, strict=True)]
+            found[name] = [root * root for root in roots]
+        elif form == "q8h":
+            found[name] = [decode_q8h(*pair) for pair in zip(lists[name], roots, strict=True)]
+        else:
+            found[name] = [moment.float() for moment in lists[name]]
+            if BUFFERS[operation][name].role == "second moment":
+                roots = [root_of(moment) for moment in lists[name]]
     return found
 
 

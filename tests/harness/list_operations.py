@@ -27,12 +27,14 @@ One = dict[str, Tensor]  # of each list the tensor of one parameter
 
 # What the compiled module says of its optimizers.
 DESCRIBED = [each for each in vars(ops._C).values() if isinstance(each, ops.OptimizerDescription)]
+# The buffers of an operation by the names of their lists.
+BUFFERS = {one.operation: {f"{each.name}s": each for each in one.buffers} for one in DESCRIBED}
 # Lists of buffers that are never negative.
 SQUARES = {
-    f"{name}s"
-    for one in DESCRIBED
-    for name, role in one.buffers
-    if role in ("second moment", "maximum")
+    name
+    for buffers in BUFFERS.values()
+    for name, buffer in buffers.items()
+    if buffer.role in ("second moment", "maximum")
 }
 
 
@@ -47,6 +49,7 @@ class Operation:
             lost update shows in 8 bits as well.
         buffers: Names of the lists of buffers, with these options.
         keeps_steps: Whether it counts steps, with these options.
+        decays: The hyperparameters by which moments decay, by the names of their lists.
         is_finite_after_inf: Whether a parameter is finite after a gradient of inf, as a sign is.
         has_scaler: Whether it takes ``grad_scale``, ``found_inf`` and the options beside them.
     """
@@ -55,6 +58,7 @@ class Operation:
     hyperparameters: Options
     buffers: Callable[[Options], tuple[str, ...]]
     keeps_steps: Callable[[Options], bool] = lambda options: False
+    decays: dict[str, str] = dataclasses.field(default_factory=dict)
     is_finite_after_inf: bool = False
     has_scaler: bool = True
 
@@ -107,12 +111,14 @@ OPERATIONS = {
             *(["max_exp_avg_sqs"] if "amsgrad" in options else []),
         ),
         lambda options: True,
+        {"exp_avgs": "beta1", "exp_avg_sqs": "beta2"},
     ),
     "lion_": Operation(
         lion_formula,
         {"lr": 0.3, "beta1": 0.8, "beta2": 0.95},
         lambda options: ("exp_avgs",),
         lambda options: "dither" in options,
+        {"exp_avgs": "beta2"},
         is_finite_after_inf=True,
     ),
     "sgd_": Operation(
@@ -120,6 +126,7 @@ OPERATIONS = {
         {"lr": 0.3},
         lambda options: ("momentum_buffers",) if "momentum" in options else (),
         lambda options: "dampening" in options or "dither" in options,
+        {"momentum_buffers": "momentum"},
     ),
     "optimizer_update_": Operation(
         update_formula,

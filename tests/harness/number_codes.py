@@ -26,10 +26,11 @@ SLOPES = {
 }
 
 
-def dither_words(first_element: int, numel: int, step: int, stream: str) -> Tensor:
+def dither_words(first_element: int, numel: int, step: int, stream: str | int) -> Tensor:
     """The uint32 that dither ``numel`` elements of a tensor in one step, as int64.
 
     ``first_element`` counts in the global tensor, so that shards round as the whole would.
+    ``stream`` is a slope or the name of one.
     """
     element = first_element + torch.arange(numel)
     eight = element >> 3  # neighbours share a hash
@@ -38,7 +39,8 @@ def dither_words(first_element: int, numel: int, step: int, stream: str) -> Tens
     phase = times(phase ^ (phase >> 16), 0x85EBCA6B)
     phase = times(phase ^ (phase >> 13), 0xC2B2AE35)
     phase = phase + times(element & LOW_32_BITS, 0x9E3779B9)
-    return (phase + (step * SLOPES[stream] & LOW_32_BITS)) & LOW_32_BITS
+    slope = SLOPES[stream] if isinstance(stream, str) else stream
+    return (phase + (step * slope & LOW_32_BITS)) & LOW_32_BITS
 
 
 def times(value: Tensor, factor: int) -> Tensor:

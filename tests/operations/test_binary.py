@@ -89,7 +89,7 @@ def test_functions_of_the_stub_have_the_parameters_of_the_binary():
 @EACH_OPTIMIZER
 def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
     arguments = inspect.signature(getattr(ops, described.operation)).parameters
-    lists = {f"{buffer}s" for buffer, _ in described.buffers}
+    lists = {f"{buffer.name}s" for buffer in described.buffers}
     of_gradients = {"grad_scale", "found_inf", "max_grad_norm", "skip_nonfinite"}
     of_gradients |= {"sum_of_squares", "grad_norm"}
     common = {"params", "grads", "steps", "master_params", "first_elements", "exponents"}
@@ -98,8 +98,8 @@ def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
 
 @EACH_OPTIMIZER
 def test_roles_of_buffers_are_known(described):
-    roles = [role for _, role in described.buffers]
-    assert set(roles) <= {"first moment", "second moment", "maximum"}
+    roles = [buffer.role for buffer in described.buffers]
+    assert set(roles) <= {"first moment", "second moment", "maximum", "other"}
     assert roles[0] == "first moment"
 
 

@@ -15,8 +15,17 @@ from harness.awkward import (
     SHAPES,
     Dtypes,
 )
-from harness.list_operations import DITHERED_STEPS, STEP, Lists, build, run
-from harness.number_codes import counter_of, dither_words, round_bfloat16, round_float16
+from harness.list_operations import (
+    BUFFERS,
+    DITHERED_STEPS,
+    OPERATIONS,
+    STEP,
+    Lists,
+    Options,
+    build,
+    run,
+)
+from harness.number_codes import SLOPES, counter_of, dither_words, round_bfloat16, round_float16
 from harness.rows import rows
 from torch import Tensor
 
@@ -38,10 +47,15 @@ narrow = pytest.mark.parametrize(
     ),
 )
 
-# What is dithered, and the stream of its words; first moments where they decay as slowly as in
-# DITHERED_STEPS.
-STREAMS = {"params": "param", "exp_avg_sqs": "second_moment"}
-SLOW = {"exp_avgs": "lion", "momentum_buffers": "momentum"}
+
+def slope_of(operation: str, name: str, options: Options) -> int:
+    """Returns the slope of the words that dither the tensors of a list, 0 where none does."""
+    if name == "params":
+        return SLOPES["param"]
+    buffer, settings = BUFFERS[operation][name], OPERATIONS[operation]
+    numbers = settings.hyperparameters | options
+    decay = numbers[settings.decays[name]] if name in settings.decays else 0.0
+    return buffer.dither_stride if buffer.role == "second moment" or decay >= 0.99 else 0
 
 
 def wide(lists: Lists) -> Lists:
@@ -59,6 +73,26 @@ def rounded(value: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
     return (round_bfloat16 if dtype == BF16 else round_float16)(value, words)
 
 
+@pytest.mark.parametrize(
+    ("operation", "name", "stream"),
+    [
+        ("adam_", "exp_avgs", "first_moment"),
+        ("adam_", "exp_avg_sqs", "second_moment"),
+        ("lion_", "exp_avgs", "lion"),
+        ("sgd_", "momentum_buffers", "momentum"),
+    ],
+)
+def test_buffers_have_the_slopes_of_their_streams(operation, name, stream):
+    assert BUFFERS[operation][name].dither_stride == SLOPES[stream]
+
+
+@pytest.mark.parametrize("operation", BUFFERS)
+def test_what_one_step_dithers_has_odd_slopes_of_its_own(operation):
+    slopes = [each.dither_stride for each in BUFFERS[operation].values() if each.dither_stride]
+    assert all(slope % 2 == 1 for slope in slopes)
+    assert len({*slopes, SLOPES["param"]}) == len(slopes) + 1
+
+
 @pytest.mark.parametrize("taken", [2, 2**24 + 4])
 @every_dithered_step
 @narrow
@@ -67,15 +101,14 @@ def test_numbers_are_those_of_the_reference(device, operation, options, dtypes, 
     exact = wide(lists)
     run(operation, lists, **options, first_elements=FIRST_ELEMENTS)
     run(operation, exact, **options)
-    streams = STREAMS if operation == "adam_" else STREAMS | SLOW
     for name in lists.keys() - {"grads", "steps", "master_params"}:
-        stream = streams.get(name)
+        slope = slope_of(operation, name, options)
         if name == "params" and dtypes.master:
-            stream = None
+            slope = 0
         for index, tensor in enumerate(lists[name]):
             value = exact[name][index].cpu()
-            words = stream and dither_words(FIRST_ELEMENTS[index], value.numel(), taken + 1, stream)
-            expected = rounded(value, tensor.dtype, words)
+            words = dither_words(FIRST_ELEMENTS[index], value.numel(), taken + 1, slope)
+            expected = rounded(value, tensor.dtype, words if slope else None)
             assert torch.equal(tensor.cpu(), expected), f"{name}[{index}] {tuple(value.shape)}"
 
 

@@ -25,7 +25,7 @@ def test_a_step_by_its_number_has_the_bits_of_one_that_counters_count(
 
 
 @pytest.mark.parametrize("timestep", [0, -1, NAN, INF, 1.5, True, "2"], ids=str)
-@pytest.mark.parametrize("operation", ["adam_", "lion_", "sgd_"])
+@pytest.mark.parametrize("operation", cases.BUFFERS)
 def test_what_is_no_number_of_a_step_is_refused_by_name(operation, timestep):
     lists = cases.build(operation, {}, [(5,)], cases.IN_FLOAT, "cpu")
     lists.pop("steps", None)

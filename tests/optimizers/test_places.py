@@ -41,6 +41,11 @@ PLACES = [
         '"{key}": ("{operation}", {{}}), to STEPS',
     ),
     (
+        "tests/harness/list_operations.py",
+        r'^        "\S+-dithered": \("{operation}", ',
+        '"{key}-dithered": ("{operation}", {{"dither": True}}), to DITHERED_STEPS',
+    ),
+    (
         "tests/harness/optimizer_cases.py",
         r'^    "{name}": Kind\(',
         '"{name}": Kind(_{key}_formula, ...), to KINDS',

@@ -78,7 +78,7 @@ def decoded(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         numbers["exp_avg_sq"] = root * root
     for name, value in state.items():
         if name.endswith("_q8h"):
-            numbers["exp_avg"] = decode_q8h(value, root)
+            numbers[name.removesuffix("_q8h")] = decode_q8h(value, root)
         elif name.endswith("_q8m"):
             name = name.removesuffix("_q8m")
             numbers[name] = decode_q8m(value, state[f"{name}_exp"])
