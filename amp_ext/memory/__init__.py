@@ -30,8 +30,19 @@ __all__ = [
     "training_memory",
 ]
 
+# The states of each optimizer, of the size of the parameter, by their codes of 8 bits: with an
+# exponent for each block ("magnitude", "root"), without ("ratio"), or "none".
+_STATES: dict[str, tuple[str, ...]] = {
+    "adamw": ("ratio", "root"),
+    "adam": ("ratio", "root"),
+    "amsgrad": ("none", "none", "none"),
+    "lion": ("magnitude",),
+    "sgd": (),
+    "momentum": ("magnitude",),
+}
+
 #: How many states each optimizer keeps, of the size of the parameter.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "lion": 1, "sgd": 0, "momentum": 1}
+OPTIMIZERS = {name: len(states) for name, states in _STATES.items()}
 
 #: Memory that the sizes leave out.
 NOT_COUNTED = (
@@ -216,7 +227,7 @@ def _usage(
             masters += each.number * MASTER_BYTES[configuration.master_weights]
         elif dtype != torch.float32:
             state_dtype = None
-        states += _state_bytes(each, state_dtype or dtype, OPTIMIZERS[optimizer])
+        states += _state_bytes(each, state_dtype or dtype, _STATES[optimizer])
     sizes = {"parameters": size(params), "masters": masters, "gradients": size(trained)}
     sizes |= {"states": states, "buffers": size(buffers)}
     return MemoryUsage(
@@ -226,15 +237,20 @@ def _usage(
     )
 
 
-def _state_bytes(each: _Elements, dtype: torch.dtype | str, states: int) -> int:
+def _state_bytes(each: _Elements, dtype: torch.dtype | str, states: Sequence[str]) -> int:
     """Returns the bytes of states, which in 8 bits have an exponent for each block."""
     if isinstance(dtype, torch.dtype):
-        return each.number * dtype.itemsize * states
-    # Without blocks a moment is in bfloat16, as is Adam's second with "8bit-bf16".
-    in_blocks = each.number + -(-each.number // _BLOCK) if each.has_blocks else 2 * each.number
-    if states < 2:
-        return states * in_blocks
-    return each.number + (in_blocks if dtype == "8bit" else 2 * each.number)
+        return each.number * dtype.itemsize * len(states)
+    return sum(_coded_bytes(each, dtype, code) for code in states)
+
+
+def _coded_bytes(each: _Elements, dtype: str, code: str) -> int:
+    if code == "ratio":
+        return each.number
+    # Without blocks a moment is in bfloat16, as are roots with "8bit-bf16".
+    if code == "none" or not each.has_blocks or (code == "root" and dtype != "8bit"):
+        return 2 * each.number
+    return each.number + -(-each.number // _BLOCK)
 
 
 def parse_count(text: int | float | str) -> int:
