@@ -69,6 +69,16 @@ CLASSES = [
     if isinstance(getattr(amp_ext.optim, name), type)
     and issubclass(getattr(amp_ext.optim, name), FusedOptimizer)
 ]
+
+
+def of_other_classes(
+    settings: dict[str, tuple[str, dict[str, Any]]], *without: str
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Returns settings of the classes that have none here, but for those of these names."""
+    known = {*without, *(name for name, *_ in settings.values())}
+    return {name.lower(): (name, {}) for name in CLASSES if name not in known}
+
+
 EACH_CLASS = list({row.values[0]: row for row in reversed(OPTIMIZERS)}.values())[::-1]
 NAMES = [row.values[0] for row in EACH_CLASS]
 # One of each kind of state.

@@ -241,6 +241,15 @@ LOAD = "GradScaler.load_state_dict:"
 LONG = 2**62  # of 8 bytes, as the reader of torch's files wants those beyond int32
 
 
+def wrong_betas(kind: str) -> list[tuple[float, ...]]:
+    """Returns the betas of a class with one after the other out of range."""
+    count = len(defaults_of(getattr(amp_ext.optim, kind)).get("betas", ()))
+    return [
+        tuple((1.0, -0.5)[index % 2] if each == index else 0.5 for each in range(count))
+        for index in range(count)
+    ]
+
+
 def guarded(*calls: Any, **options: Any) -> Deed:
     """Returns a deed of an optimizer that gets a guard of norms."""
     return {"calls": [("norm_guard", options), *calls]}
@@ -475,8 +484,8 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
             ValueError,
             f"Invalid beta parameter at index {index}: {betas[index]}",
         )
-        for kind in ("Adam", "AdamW", "Lion")
-        for index, betas in enumerate([(1.0, 0.5), (0.5, -0.5)])
+        for kind in CLASSES
+        for index, betas in enumerate(wrong_betas(kind))
     },
     "lr of nan": (optimizer("SGD", lr=NAN), ValueError, "Invalid learning rate: nan"),
     "nesterov without momentum": (

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.list_operations import BUFFERS, OPERATIONS, SQUARES
 from harness.reference import same_bits
 from torch import Tensor
 
@@ -113,6 +114,33 @@ def test_compiled_and_plain_calls_give_the_same_bits(name: str, device) -> None:
     assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+def call_of_step(operation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a right call of the step of an optimizer: its positional lists, and what it needs."""
+    lists, needed = [], {}
+    numbers = OPERATIONS[operation].hyperparameters
+    for index, (name, each) in enumerate(
+        inspect.signature(getattr(ops, operation)).parameters.items()
+    ):
+        if each.kind is not each.KEYWORD_ONLY:
+            of_squares = [t.square() for t in tensors(index)] if name in SQUARES else tensors(index)
+            lists.append(counters() if name == "steps" else of_squares)
+        elif each.default is each.empty:
+            needed[name] = numbers[name]
+    return tuple(lists), needed
+
+
+def absent_lists(operation: str) -> list[str]:
+    """Returns the names of the lists that its right call does without."""
+    parameters = inspect.signature(getattr(ops, operation)).parameters.values()
+    return [
+        each.name
+        for each in parameters
+        if each.kind is each.KEYWORD_ONLY
+        and each.annotation == "Sequence[Tensor] | None"
+        and each.name != "exponents"
+    ]
+
+
 # A right call of each operation: all that has no default.
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "check_finite_": ((tensors(0), number(0.0)), {}),
@@ -123,12 +151,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (number(8.0), number(0, torch.int32), [number(0.0)]),
         {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1},
     ),
-    "adam_": (
-        (*map(tensors, range(3)), [t.square() for t in tensors(3)], counters()),
-        {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0},
-    ),
-    "lion_": (tuple(map(tensors, range(3))), {"lr": 0.1, "beta1": 0.9, "beta2": 0.99}),
-    "sgd_": (tuple(map(tensors, range(2))), {"lr": 0.1}),
+    **{operation: call_of_step(operation) for operation in BUFFERS},
     "refresh_masters_": ((tensors(0, FP16), tensors(1)), {}),
     "average_weights_": ((tensors(0), tensors(1), torch.zeros(2, dtype=torch.int64)), {}),
 }
@@ -153,12 +176,8 @@ def wrong_calls() -> Iterator[Any]:
             text = f"{name}() missing {len(options)} required keyword-only argument"
             yield pytest.param(name, args, {}, TypeError, text, id=f"{name}-without-options")
     wanted = "must have 3 tensors, one for each of params, got 0"
-    for name, lists in {
-        "adam_": ("max_exp_avg_sqs", "master_params"),
-        "lion_": ("steps", "master_params"),
-        "sgd_": ("steps", "master_params", "momentum_buffers"),
-    }.items():
-        for argument in lists:
+    for name in BUFFERS:
+        for argument in absent_lists(name):
             args, options = CALLS[name]
             options = {**options, argument: []}
             if argument == "momentum_buffers":
@@ -194,8 +213,11 @@ def test_a_wrong_call_is_refused_in_the_same_words_when_compiled(name, args, opt
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("adam_", {"max_exp_avg_sqs": [], "master_params": []}, id="adam"),
-        pytest.param("lion_", {"steps": [], "master_params": []}, id="lion"),
+        *(
+            pytest.param(name, {each: [] for each in absent_lists(name)}, id=name.strip("_"))
+            for name in BUFFERS
+            if name != "sgd_"
+        ),
         pytest.param("sgd_", {}, id="sgd"),
         pytest.param("sgd_", {"momentum": 0.9, "momentum_buffers": []}, id="momentum"),
     ],

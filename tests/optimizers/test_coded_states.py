@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from harness.awkward import BF16, F16, F32, F64
+from harness.list_operations import BUFFERS
 from harness.optimizer_cases import (
     assert_same_bits,
     make_params,
+    of_other_classes,
     ours,
     params_of,
     through_a_file,
@@ -35,6 +37,20 @@ SHAPES = GROUPED + UNGROUPED
 CODED = ("8bit-bf16", "8bit")
 coded = pytest.mark.parametrize("state_dtype", CODED)
 
+
+def codes_of(operation: str) -> dict[str, dict[str, str]]:
+    """Returns the codes that moments take with groups, by ``state_dtype``."""
+    names = {"ratio": "q8h", "magnitude": "q8m"}
+    return {
+        state_dtype: {
+            buffer.name: each[buffer.code]
+            for buffer in BUFFERS[operation].values()
+            if buffer.code in each
+        }
+        for state_dtype, each in (("8bit-bf16", names), ("8bit", names | {"root": "q8s"}))
+    }
+
+
 # The class, its options, and the codes of its moments with groups by ``state_dtype``.
 _BOTH = {"8bit-bf16": {"exp_avg": "q8h"}, "8bit": {"exp_avg": "q8h", "exp_avg_sq": "q8s"}}
 _MOMENTUM = {name: {"momentum_buffer": "q8m"} for name in CODED}
@@ -45,6 +61,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, str]]]] = {
     "momentum": ("SGD", {"momentum": 0.9}, _MOMENTUM),
     "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, _MOMENTUM),
     "dampening": ("SGD", {"momentum": 0.9, "dampening": 0.5, "maximize": True}, _MOMENTUM),
+}
+SETTINGS |= {
+    key: (name, options, codes_of(f"{name.lower()}_"))
+    for key, (name, options) in of_other_classes(SETTINGS).items()
 }
 each_setting = pytest.mark.parametrize(("name", "options", "codes"), rows(SETTINGS))
 FEW = {key: SETTINGS[key] for key in ("adamw", "lion", "dampening")}

@@ -17,6 +17,7 @@ from harness.optimizer_cases import (
     give_grads,
     loading,
     make_params,
+    of_other_classes,
     ours,
     params_of,
     theirs,
@@ -43,6 +44,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion": ("Lion", {"weight_decay": 0.5}),
     "momentum": ("SGD", {"lr": 0.01, "momentum": 0.99, "dampening": 0.5}),
 }
+SETTINGS |= of_other_classes(SETTINGS, "Adam")
 each_setting = pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
 
 # What is kept of the masters, and how the moments are.

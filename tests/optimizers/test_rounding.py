@@ -14,6 +14,7 @@ from harness.optimizer_cases import (
     assert_same_bits,
     give_grads,
     make_params,
+    of_other_classes,
     ours,
     params_of,
     train,
@@ -37,6 +38,7 @@ SETTINGS = {
     "momentum-slow": ("SGD", {"momentum": 0.99, "nesterov": True}),
     "dampening": ("SGD", {"momentum": 0.99, "dampening": 0.5}),
 }
+SETTINGS |= of_other_classes(SETTINGS)
 each_setting = pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
 FEW = {key: SETTINGS[key] for key in ("amsgrad", "lion", "momentum-slow")}
 few_settings = pytest.mark.parametrize(("name", "options"), rows(FEW))
@@ -78,7 +80,8 @@ class Lists:
         self.operation = getattr(ops, own.operation)
         self.options = {name: self.group[name] for name in own.fields if name in self.group}
         if "betas" in self.group:
-            self.options |= dict(zip(("beta1", "beta2"), self.group["betas"], strict=True))
+            betas = enumerate(self.group["betas"], 1)
+            self.options |= {f"beta{number}": beta for number, beta in betas}
         self.options |= {"lr": self.group["lr"], "dither": dither}
 
     def step(self, grads: list[Tensor]) -> None:
