@@ -34,7 +34,9 @@ constexpr int blocks_on(int architecture) {
   using Param = typename Kinds::Param;
   constexpr Weight kFormula = kWeight<Functor, Kinds::kBuffers>;
   constexpr bool kHasNarrowBuffers = Streams::kHasNarrowBuffers;
-  if (sizeof(typename Kinds::T) == 8) return 2;
+  if (sizeof(typename Kinds::T) == 8) {
+    return kFormula == Weight::kUnknown && architecture >= 1000 ? 1 : 2;
+  }
   if (kFormula == Weight::kLeast) return Kinds::kHasSplitMaster ? 3 : 4;
   if (Streams::kPackSize == 4 && kFormula != Weight::kUnknown) {
     return kHasNarrowBuffers && architecture >= 1000 ? 3 : 4;

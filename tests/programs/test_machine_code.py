@@ -90,6 +90,15 @@ def test_less_than_the_row_says_is_refused(change, table, wanted, kernel):
     assert wanted in fault
 
 
+@pytest.mark.parametrize(("name", "blocks"), [("Known1", 5), ("New4", 6)])
+def test_a_formula_that_no_row_names_has_the_rows_of_others(name, blocks, kernel):
+    kernel.name = f"step {name} float, float grad, float buffers"
+    (fault,) = faults_of(kernel, "step Known1 * | * | 5 | 1\nother step * | * | 6 | 1")
+    assert f"not {blocks}" in fault
+    (fault,) = faults_of(kernel, "step Known2 * | * | 5 | 1\nstep * | * | 4 | 1")
+    assert "no row of the table has this kernel" in fault
+
+
 @pytest.mark.parametrize(
     ("before", "after", "wanted"),
     [
