@@ -144,6 +144,8 @@ class InspectedStep:  # what the trial of a step has found
     ]: ...
 
 class Plan:  # what an optimizer knows of its parameters and states, as long as it lives
+    grad_norm: Tensor | None  # of all gradients at the last step
+    grad_norms: Tensor | None  # of each
     has_landed: Tensor | None  # whether the last step was taken, while landings are followed
     failure: str  # how far the step came that failed; empty if none has
     note_of_failure: str  # with what to do
@@ -172,10 +174,6 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
     def follow_landings(self) -> None: ...
     def set_guard(self, guard: NormStatistics | None) -> None: ...
     tracks_grad_norms: bool
-    @property
-    def grad_norm(self) -> Tensor | None: ...
-    @property
-    def grad_norms(self) -> Tensor | None: ...
     def wants_norm(self, max_grad_norm: float | None) -> bool: ...
     # For each parameter its group, its index there, itself, its partition if it is sharded, and
     # where its first element stands in the whole.

@@ -46,12 +46,11 @@ export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1
 checked() {
   ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
 }
-# Without a path those that reach memory run. Not ranks, which have a minute each, nor codes in plain torch.
-# Programs start compilers, or Python in an environment without these, want the library that this module does
-# not link, or memory not to grow, while AddressSanitizer keeps for a while what is freed. The trainer calls
-# what the other folders do.
+# Without a path those that reach memory run. Not ranks, which have a minute each. Programs start compilers, or
+# Python in an environment without these, want the library that this module does not link, or memory not to
+# grow, while AddressSanitizer keeps for a while what is freed. The trainer calls what the other folders do.
 tests() {
-  local argument paths=() options=(--ignore "$root/tests/operations/test_number_codes.py")
+  local argument paths=() options=()
   for argument; do
     case $argument in
       "$root"/*) paths+=("$argument") ;;
