@@ -128,7 +128,7 @@ PYTHON = [
     Fault('state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()', "pass"),
     Fault("dict.fromkeys(parameters)", "list(parameters)", after="for param in "),
     # The optimizers.
-    Fault("sums = look.sum_of_squares, look.squares_of_params", "pass"),
+    Fault("return look.sum_of_squares, look.squares_of_params", "return None, None"),
     # Checkpoints.
     # Parameters that are sharded.
     Fault(
