@@ -408,8 +408,8 @@ class WeightAverage:
 def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], None]:
     """Returns what an optimizer calls after a step, which does not hold the average.
 
-    Without the average it does nothing, and stays: that may go amid the hooks of a step, whose dict
-    must not change then.
+    Once the average is gone it does nothing. It is not removed then: the collector may let an
+    average go amid the hooks of a step, whose dict must not change.
     """
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
