@@ -144,6 +144,7 @@ std::vector<LookResult> Plan::look_aside(const OptionalTensor& grad_scale,
   const OutsideInferenceMode normal;
   Plan trial(checks_.operation);
   trial.become_trial_of(*this);
+  trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks sum what a look of the plan would find
   std::vector<LookResult> results;
   for (Look& look : trial.look_at_grads({}, grad_scale, options)) results.push_back(look.result);
   return results;

@@ -667,7 +667,12 @@ def a_guard_without_the_group_of_its_scaler_is_refused(rank: int) -> None:
 
 def an_inspection_of_sharded_parameters_is_that_of_the_whole(rank: int) -> None:
     for layout in layouts():
-        for options in ({}, {"max_grad_norm": 1.0}, {"master_weights": "split"}):
+        for options in (
+            {},
+            {"max_grad_norm": 1.0},
+            {"master_weights": "split"},
+            {"track_grad_norms": True},
+        ):
             values = [torch.randn(shape).to(BF16) for shape in SHAPES]
             params, twins = sharded(values, layout), [Parameter(value.clone()) for value in values]
             both = [ours("AdamW")(side, lr=0.1, **options) for side in (params, twins)]
