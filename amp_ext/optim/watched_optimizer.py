@@ -67,6 +67,7 @@ class WatchedOptimizer(PlannedOptimizer):
 
         Raises:
             TypeError: If what is set is no bool.
+            RuntimeError: If it is set amid a step, by another thread.
         """
         return self._plan.compiled.tracks_grad_norms
 
@@ -97,10 +98,11 @@ class WatchedOptimizer(PlannedOptimizer):
         if guard is not None:
             guard.attach(self)  # or raises
             self.follow_landings()
-        last, self._plan.norm_guard = self._plan.norm_guard, guard
+        last = self._plan.norm_guard
+        self._plan.compiled.set_guard(None if guard is None else guard.statistics)
+        self._plan.norm_guard = guard
         if last is not None and last is not guard:
             last.attach(None)
-        self._plan.compiled.set_guard(None if guard is None else guard.statistics)
 
     def named_grad_norms(self) -> dict[str, float]:
         """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.

@@ -490,9 +490,10 @@ class MixedPrecisionTrainer:
             # Older files lack the loss of the last batch.
             loss = self._no_loss if loss is None else loss.to(self._some_param.device, copy=True)
             schedule = copy.deepcopy(state_dict["scheduler"])  # torch's loads remove entries
-        written, tensors = [vars(self), vars(self.optimizer)], []
-        if self._fused is not None:
-            written += self._fused.written_by_load()
+        tensors: list[Tensor] = []
+        optimizer = self._fused
+        written = [vars(self.optimizer)] if optimizer is None else optimizer.written_by_load()
+        written.append(vars(self))
         if self.scaler is not None:
             written.append(vars(self.scaler))
             tensors = [each for each in vars(self.scaler).values() if isinstance(each, Tensor)]

@@ -78,6 +78,12 @@ void Plan::set_guard(std::shared_ptr<NormStatistics> guard) {
   guard_ = std::move(guard);
 }
 
+void Plan::set_tracks_grad_norms(bool tracks) {
+  TORCH_CHECK(user_.load() == std::thread::id(), checks_.operation,
+              ": track_grad_norms must be set between steps, got it amid one");
+  tracks_grad_norms_ = tracks;
+}
+
 void Plan::forget() {
   must_forget_ = user_.load() != std::thread::id();
   if (!must_forget_) drop_rows();

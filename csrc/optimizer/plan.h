@@ -99,16 +99,16 @@ class AMP_EXT_API Plan {
   Plan(std::string operation, std::vector<std::string> buffer_lists);
 
   // Takes over from the plan of the same optimizer which gradients still carry a scale, its guard,
-  // whether its landings are followed, and how many steps it has seen, and nothing else: its states
-  // are gone.
+  // whether its norms are tracked and its landings followed, and how many steps it has seen, and
+  // nothing else: its states are gone.
   void take_over(const Plan& before);
 
   // The guard that judges the norm of the gradients at each step; null: none does.
   void set_guard(std::shared_ptr<NormStatistics> guard);
   bool is_guarded() const { return guard_ != nullptr; }
 
-  // Whether every step keeps the norm of each gradient.
-  void set_tracks_grad_norms(bool tracks) { tracks_grad_norms_ = tracks; }
+  // Whether every step keeps the norm of each gradient. Throws if it is set within a use.
+  void set_tracks_grad_norms(bool tracks);
   bool tracks_grad_norms() const { return tracks_grad_norms_; }
 
   // Whether a step goes by the norm of all gradients.

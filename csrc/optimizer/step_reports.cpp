@@ -36,16 +36,17 @@ at::Tensor Plan::sum_of_looks(const std::vector<Look>& looks, const at::Device& 
 // Allocates the norms that the optimizer shows before the step writes them. A captured graph may
 // write them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options) {
-  const auto allocate = [&](at::Tensor& norms, at::IntArrayRef sizes) {
+  const auto allocate = [&](at::Tensor& norms, bool& are_of_last_step, at::IntArrayRef sizes) {
     if (rows_.empty()) return;
     const at::Device device = rows_.front().param().device();
     if (norms.defined() && norms.sizes() == sizes && norms.device() == device) return;
     const OutsideInferenceMode normal;
+    are_of_last_step = false;
     norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
   };
   const bool wants_norm = this->wants_norm(options.max_grad_norm);
-  if (wants_norm) allocate(grad_norm_, {});
-  if (tracks_grad_norms_) allocate(grad_norms_, {number_of_params()});
+  if (wants_norm) allocate(grad_norm_, has_grad_norm_, {});
+  if (tracks_grad_norms_) allocate(grad_norms_, has_grad_norms_, {number_of_params()});
   if (wants_norm && grad_norm_.defined()) options.grad_norm = grad_norm_;
   if (is_guarded() && counts_norms_ && !rows_.empty())
     guard_->move_to(rows_.front().param().device());

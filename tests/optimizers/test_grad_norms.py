@@ -188,9 +188,28 @@ def test_names_stand_beside_them_for_people():
     optimizer.param_groups[0]["params"].reverse()
     optimizer.param_groups[0]["param_names"].reverse()
     assert optimizer.named_grad_norms() == expected
-    optimizer.rebuild()
+    # A step that is refused leaves no norms of the parameters that there are now.
+    optimizer.param_groups[1]["momentum"] = 0.9
+    (joined,) = optimizer.param_groups[1]["params"]
+    optimizer.state[joined] = {"momentum_buffer": torch.zeros(7)}
+    joined.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match="momentum_buffer of group 1, param 0"):
+        optimizer.step()
     with pytest.raises(RuntimeError, match=message):
         optimizer.named_grad_norms()
+
+
+def test_whether_they_are_tracked_is_not_changed_amid_a_step(monkeypatch):
+    optimizer = optimizer_of(params_with_grads(Way(None), torch.device("cpu")))
+    make_states = optimizer._plan.make_states
+
+    def changing(*arguments: Any) -> Any:
+        optimizer.track_grad_norms = False
+        return make_states(*arguments)
+
+    monkeypatch.setattr(optimizer._plan, "make_states", changing)
+    with pytest.raises(RuntimeError, match="track_grad_norms must be set between steps, got it am"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])

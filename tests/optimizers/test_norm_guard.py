@@ -414,6 +414,16 @@ def test_objects_that_are_copied_together_stay_together():
         assert guard.stats().norms == 1
 
 
+def test_a_replaced_guard_counts_no_more(device):
+    first, second = NormGuard(), NormGuard()
+    _, optimizer = one_param(device, norm_guard=first)
+    step_with(optimizer, 1.0)
+    optimizer.norm_guard = second
+    step_with(optimizer, 2.0)
+    assert first.history(wait=True).norms == [1.0]
+    assert second.history(wait=True).norms == [2.0]
+
+
 def test_norms_that_somebody_has_clipped_are_told_of_once(device, recwarn):
     guard = NormGuard()
     _param, optimizer = one_param(device, norm_guard=guard)
