@@ -215,12 +215,18 @@ class WeightAverages:  # of the parameters of an optimizer
     averages: list[Tensor]
     counters: Tensor | None  # steps that have landed, averages taken
     listings: int  # of parameters that differ from those before
+    joined: list[int]  # of these since the last step, the indices
     def __init__(
         self, decay: float | None, every: int, warmup: bool, dtype: torch.dtype
     ) -> None: ...
     def check_not_swapped(self, operation: str) -> None: ...
     def load(
-        self, operation: str, averages: Sequence[Tensor], steps: int, n_averaged: int
+        self,
+        operation: str,
+        averages: Sequence[Tensor],
+        steps: int,
+        n_averaged: int,
+        joined: Sequence[int],
     ) -> None: ...
 
 class ListedParam:  # a parameter, and where it is listed

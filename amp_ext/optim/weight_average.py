@@ -24,6 +24,8 @@ __all__ = ["WeightAverage"]
 
 _PREFIX = "module."  # of names in files of AveragedModel
 
+_averages: weakref.WeakSet[WeightAverage] = weakref.WeakSet()  # all that there are
+
 
 class WeightAverage:
     """Averages the float32 masters of an optimizer's parameters, in one launch after each step.
@@ -37,8 +39,8 @@ class WeightAverage:
     It ticks by itself, in a hook after each step of the optimizer, as long as somebody holds it:
     the optimizer does not. The first average is a copy of the weights; before it, the averages are
     the weights at construction. A parameter that joins later begins with its weight after the next
-    step. Where an average moves by less than half a unit in the last place, one in bfloat16 would
-    stand still: it is dithered, so that it is right in the mean.
+    step, taken or skipped. Where an average moves by less than half a unit in the last place, one
+    in bfloat16 would stand still: it is dithered, so that it is right in the mean.
 
     ::
 
@@ -102,12 +104,7 @@ class WeightAverage:
             "model": model,
             "warmup": warmup,
         }
-        for index, param in enumerate(params_of(optimizer)):
-            if is_lazy(param):
-                raise RuntimeError(
-                    f"WeightAverage: param {index} must have a shape, got a lazy parameter: run "
-                    "the model once first"
-                )
+        _check_not_lazy(optimizer)
         number = None if decay == "equal" else float(decay)
         self._averages = ops.WeightAverages(number, every, warmup, dtype)
         self._params: list[Tensor] = []
@@ -116,6 +113,8 @@ class WeightAverage:
             self._check_model("WeightAverage", model)
         optimizer.follow_landings()
         self._hook = optimizer.register_step_post_hook(_hook_of(weakref.ref(self)))
+        self._is_removed = False
+        _averages.add(self)
 
     @property
     def optimizer(self) -> FusedOptimizer:
@@ -150,6 +149,7 @@ class WeightAverage:
     def _list(self) -> None:
         """Lists the parameters that the optimizer has now, if they are others."""
         if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
+            _check_not_lazy(self.optimizer)
             self._ask(self.optimizer.list_average)
 
     def _ask(self, operation: Callable[[ops.WeightAverages], None]) -> None:
@@ -172,6 +172,7 @@ class WeightAverage:
     def remove(self) -> None:
         """Lets the average follow no further step."""
         self._hook.remove()
+        self._is_removed = True
 
     @property
     def averages(self) -> list[Tensor]:
@@ -195,7 +196,8 @@ class WeightAverage:
 
         A context. Parameters and masters have their bits again after it, also after an exception,
         and the next step leaves masters as they are. For autograd the parameters were written: no
-        graph from before a swap, or made in it, can be differentiated after it. Inside it split
+        graph from before a swap, or made in it, can be differentiated after it (``fully_shard``
+        does not see that, and computes wrong gradients). Inside it split
         masters are what the parameters are. Takes a copy of the parameters meanwhile. What
         ``fully_shard`` has gathered is gathered anew, where the average was made with ``model``.
 
@@ -225,10 +227,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Copies the averages into another model, with buffers and frozen parameters of ours.
+        """Copies the averages into another model, with all else that ours has.
 
-        Parameters that need a gradient and are not of this optimizer are left out, so that the
-        averages of several optimizers of one model can be copied one after the other.
+        Parameters that another average has are left out, so that the averages of several optimizers
+        of one model can be copied one after the other.
 
         What a layer has measured of its inputs, as BatchNorm does, was measured of the weights in
         training: ``torch.optim.swa_utils.update_bn(loader, model)`` measures it anew.
@@ -274,15 +276,19 @@ class WeightAverage:
                 f"{operation}: {name} of model must be a parameter or buffer in state_dict(), got "
                 "a copy"
             )
-        own = set(map(id, self._params))
+        of_others = {id(param) for average in _averages for param in average._params}
+        of_others -= set(map(id, self._params))
         for name, each in target.items():
-            if id(ours[name]) in own or not ours[name].requires_grad:
+            if id(ours[name]) not in of_others:
                 average: Any = entries[name]
                 is_whole = is_dtensor(each) or not is_dtensor(average)
                 each.detach().copy_(average if is_whole else average.full_tensor())
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """Returns what ``torch.optim.swa_utils.AveragedModel(model).load_state_dict`` takes.
+
+        Under ``fully_shard`` all ranks have to call it together, as :meth:`load_state_dict` of such
+        a file and ``model.state_dict()``: modules gather their parameters anew afterwards.
 
         "n_averaged", and under "module.<name>" the averages, and all else that the model has as it
         is: buffers, frozen parameters, and those of other optimizers. Its tensors are those in use.
@@ -326,14 +332,16 @@ class WeightAverage:
         """Returns averages and counts, without the options; its tensors are those in use.
 
         "averages" in the order of the optimizer's parameters, "steps" that have landed, and
-        "n_averaged".
+        "n_averaged". Where parameters have joined since the last step, their indices: "joined".
 
         Raises:
             RuntimeError: If the averages are swapped in.
         """
         self._averages.check_not_swapped("WeightAverage.state_dict")
-        counters = self._counters()
-        return {"averages": self.averages, "steps": counters[0], "n_averaged": counters[1]}
+        averages, counters = self.averages, self._counters()
+        state = {"averages": averages, "steps": counters[0], "n_averaged": counters[1]}
+        joined = self._averages.joined
+        return {**state, "joined": joined} if joined else state
 
     @outside_inference_mode()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -346,7 +354,7 @@ class WeightAverage:
         Raises:
             KeyError: If an entry is missing.
             TypeError: If it is no dict, the averages are no list of floating-point tensors, or a
-                count is no whole number.
+                count or an index is no whole number.
             ValueError: If averages have other shapes or are sharded otherwise than the parameters,
                 more averages were taken than steps landed, or the model lacks a parameter. Nothing
                 has been changed after any error.
@@ -363,7 +371,7 @@ class WeightAverage:
             _check_keys(operation, state_dict, ["n_averaged", *names])
             averages = {name: state_dict[name] for name in names}
             n_averaged = _count(operation, "n_averaged", state_dict)
-            steps = n_averaged * self.every
+            steps, joined = n_averaged * self.every, []
         else:
             _check_keys(operation, state_dict, ["averages", "steps", "n_averaged"])
             listed = state_dict["averages"]
@@ -374,6 +382,7 @@ class WeightAverage:
             averages = {f"averages[{index}]": each for index, each in enumerate(listed)}
             n_averaged = _count(operation, "n_averaged", state_dict)
             steps = _count(operation, "steps", state_dict)
+            joined = [_whole(operation, "joined", each) for each in state_dict.get("joined", ())]
         for name, average in averages.items():
             if not isinstance(average, Tensor):
                 raise TypeError(f"{operation}: {name} must be a tensor, got {average!r}")
@@ -382,7 +391,7 @@ class WeightAverage:
             if wanted != got and (is_dtensor(param) or is_dtensor(average)):
                 raise ValueError(f"{operation}: {name} must be {wanted}, got {got}")
         local = [local_tensor(average) for average in averages.values()]
-        self._averages.load(operation, local, steps, n_averaged)
+        self._averages.load(operation, local, steps, n_averaged, joined)
 
     def restart(self) -> None:
         """Begins anew: the averages are the present weights, and the next one is a copy.
@@ -397,12 +406,20 @@ class WeightAverage:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has, whose optimizer is a copy, too."""
-        return {"arguments": self._arguments, "state": self.state_dict()}
+        return {
+            "arguments": self._arguments,
+            "state": self.state_dict(),
+            "is_removed": self._is_removed,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Lets a copy follow its optimizer."""
-        self.__init__(**state["arguments"])  # type: ignore[misc]
+        # A model that holds its average is not whole yet: what it has is asked for when it is used.
+        self.__init__(**{**state["arguments"], "model": None})  # type: ignore[misc]
+        self._arguments = state["arguments"]
         self.load_state_dict(state["state"])
+        if state["is_removed"]:
+            self.remove()
 
 
 def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], None]:
@@ -411,11 +428,15 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
     Once the average is gone it does nothing. It is not removed then: the collector may let an
     average go amid the hooks of a step, whose dict must not change.
     """
+    captured: list[WeightAverage] = []
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         held = average()
-        if held is not None:
-            held._ask(held.optimizer.take_average)
+        if held is None:
+            return
+        held._ask(held.optimizer.take_average)
+        if held._counters().is_cuda and torch.cuda.is_current_stream_capturing():
+            captured[:] = [held]  # the graph writes its averages for as long as it is replayed
 
     return after_step
 
@@ -462,6 +483,15 @@ def _layout(tensor: Any) -> str:
     return f"a whole tensor {sizes}"
 
 
+def _check_not_lazy(optimizer: FusedOptimizer) -> None:
+    for index, param in enumerate(params_of(optimizer)):
+        if is_lazy(param):
+            raise RuntimeError(
+                f"WeightAverage: param {index} must have a shape, got a lazy parameter: run the "
+                "model once first"
+            )
+
+
 def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, FusedOptimizer):
         return
@@ -489,7 +519,11 @@ def _check_keys(operation: str, state_dict: Mapping[str, Any], wanted: list[str]
 
 
 def _count(operation: str, name: str, state_dict: Mapping[str, Any]) -> int:
-    value = plain(state_dict[name])
+    return _whole(operation, name, state_dict[name])
+
+
+def _whole(operation: str, name: str, value: Any) -> int:
+    value = plain(value)
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"{operation}: {name} must be a whole number, got {value!r}")

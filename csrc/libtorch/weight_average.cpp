@@ -84,12 +84,14 @@ WeightAverage::Swapped WeightAverage::swap() { return Swapped(*this); }
 
 c10::IValue WeightAverage::state_dict() const {
   impl_->averages.check_not_swapped("WeightAverage.state_dict");
-  auto averages = new_list();
+  auto averages = new_list(), joined = new_list();
   for (const at::Tensor& average : this->averages()) averages.push_back(average);
+  for (const int64_t index : impl_->averages.joined()) joined.push_back(index);
   auto state_dict = new_dict();
   state_dict.insert("averages", averages);
   state_dict.insert("steps", impl_->counters()[0]);
   state_dict.insert("n_averaged", impl_->counters()[1]);
+  if (!joined.empty()) state_dict.insert("joined", joined);
   return state_dict;
 }
 
@@ -109,18 +111,22 @@ void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
                 "] must be a tensor, got ", shown(average));
     averages.push_back(average.toTensor());
   }
-  const auto count = [&](const char* name) {
-    const c10::IValue value = *find(dict, name);
+  const auto whole = [&](const char* name, const c10::IValue& value) {
     if (value.isInt()) return value.toInt();
     const bool is_whole = value.isTensor() && value.toTensor().numel() == 1 &&
                           at::isIntegralType(value.toTensor().scalar_type(), /*includeBool=*/false);
     TORCH_CHECK(is_whole, operation, ": ", name, " must be a whole number, got ", shown(value));
     return value.toTensor().item().toLong();
   };
-  const int64_t steps = count("steps"), n_averaged = count("n_averaged");
+  const int64_t steps = whole("steps", *find(dict, "steps"));
+  const int64_t n_averaged = whole("n_averaged", *find(dict, "n_averaged"));
+  std::vector<int64_t> joined;
+  if (const auto listed = find(dict, "joined"); listed.has_value()) {
+    for (const c10::IValue& index : elements_of(*listed)) joined.push_back(whole("joined", index));
+  }
   impl_->averages.check_not_swapped(operation);
   impl_->list();
-  impl_->averages.load(operation, averages, steps, n_averaged);
+  impl_->averages.load(operation, averages, steps, n_averaged, joined);
 }
 
 }  // namespace amp_ext::optim

@@ -392,8 +392,16 @@ at::Tensor WeightAverages::counters() const {
   return devices_.empty() ? at::Tensor() : devices_.front().counters;
 }
 
+std::vector<int64_t> WeightAverages::joined() const {
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < averages_.size(); ++i) {
+    if (averages_[i].has_joined) indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
 void WeightAverages::load(const std::string& operation, const std::vector<at::Tensor>& averages,
-                          int64_t steps, int64_t n_averaged) {
+                          int64_t steps, int64_t n_averaged, const std::vector<int64_t>& joined) {
   const at::NoGradGuard no_grad;
   check_not_swapped(operation);
   TORCH_CHECK_VALUE(n_averaged >= 0, operation, ": n_averaged must be at least 0, got ",
@@ -412,11 +420,17 @@ void WeightAverages::load(const std::string& operation, const std::vector<at::Te
                       name, " must be of sizes ", averages_[i].tensor.sizes(), ", got ",
                       averages[i].sizes());
   }
+  for (const int64_t index : joined) {
+    TORCH_CHECK_VALUE(index >= 0 && index < static_cast<int64_t>(averages_.size()), operation,
+                      ": joined must be indices of the ", averages_.size(), " parameters, got ",
+                      index);
+  }
   const at::Tensor counters = at::tensor({steps, n_averaged}, at::kLong);
   for (size_t i = 0; i < averages.size(); ++i) {
     averages_[i].tensor.copy_(averages[i]);
     averages_[i].has_joined = false;
   }
+  for (const int64_t index : joined) averages_[index].has_joined = true;
   for (const OfDevice& one : devices_) one.counters.copy_(counters);
 }
 

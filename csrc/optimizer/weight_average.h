@@ -80,10 +80,12 @@ class AMP_EXT_API WeightAverages {
   // Two int64, the steps that have landed and the averages that were taken; undefined without a
   // weight.
   at::Tensor counters() const;
-  // Takes over averages, which are copied, and the counts of steps that have landed and of averages
-  // that were taken. All or nothing.
+  // The indices of the weights that were listed since the last step, and begin anew at the next.
+  std::vector<int64_t> joined() const;
+  // Takes over averages, which are copied, the counts of steps that have landed and of averages
+  // that were taken, and which weights have joined. All or nothing.
   void load(const std::string& operation, const std::vector<at::Tensor>& averages, int64_t steps,
-            int64_t n_averaged);
+            int64_t n_averaged, const std::vector<int64_t>& joined);
 
  private:
   struct Average {

@@ -390,7 +390,8 @@ void define_averages(py::module_& module) {
            py::arg("decay"), py::arg("every"), py::arg("warmup"), py::arg("dtype"))
       .def("check_not_swapped", &WeightAverages::check_not_swapped, py::arg("operation"))
       .def("load", &WeightAverages::load, release_gil(), py::arg("operation"), py::arg("averages"),
-           py::arg("steps"), py::arg("n_averaged"))
+           py::arg("steps"), py::arg("n_averaged"), py::arg("joined"))
+      .def_property_readonly("joined", &WeightAverages::joined)
       .def_property_readonly("averages", &WeightAverages::averages)
       .def_property_readonly("counters",
                              [](const WeightAverages& self) { return if_defined(self.counters()); })

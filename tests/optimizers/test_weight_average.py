@@ -346,9 +346,14 @@ def test_parameters_that_have_joined_are_known_and_begin_at_their_weight_after_a
 
 
 def test_a_run_goes_on_whose_parameters_have_joined():
+    for steps in (0, 2):
+        goes_on_after(steps)
+
+
+def goes_on_after(steps: int) -> None:
     _, optimizer, average = unfrozen()
-    step(optimizer)
-    step(optimizer)
+    for _ in range(steps):
+        step(optimizer)
     saved = copy.deepcopy((optimizer.state_dict(), average.state_dict()))
     _, resumed, other = unfrozen()
     resumed.load_state_dict(saved[0])
@@ -359,7 +364,8 @@ def test_a_run_goes_on_whose_parameters_have_joined():
     for each in (optimizer, resumed):
         torch.manual_seed(1)
         step(each)
-    assert all(map(same_bits, other.averages, average.averages)), "what was loaded does not begin"
+    assert all(map(same_bits, other.averages, average.averages)), steps
+    assert ("joined" in saved[1]) == (steps == 0)
 
 
 def test_names_are_those_of_the_state_dict_whatever_it_has_under_them():
@@ -415,6 +421,26 @@ def test_averages_of_two_optimizers_of_one_model_come_together():
         assert all(map(same_bits, both, expected))
     with averages[0].swap(), averages[1].swap():
         assert all(map(same_bits, model.parameters(), expected))
+    del average, averages[1]  # what nobody averages comes as it is
+    averages[0].copy_to(copied)
+    assert all(map(same_bits, copied[1].parameters(), model[1].parameters()))
+
+
+def test_a_model_may_hold_its_average():
+    model = model_of()
+    _, model.average, _ = trained(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.average.model is copied
+        assert all(map(same_bits, copied.average.averages, model.average.averages))
+
+
+def test_a_copy_of_a_removed_average_follows_nothing():
+    optimizer, average, _ = trained(model_of())
+    average.remove()
+    optimizer, average = copy.deepcopy((optimizer, average))
+    before = average.n_averaged.item()
+    step(optimizer)
+    assert average.n_averaged == before
 
 
 def test_an_average_goes_when_nobody_holds_it_and_holds_its_optimizer():
@@ -699,6 +725,10 @@ def test_a_lazy_parameter_is_refused_by_name():
         RuntimeError, match=r"^WeightAverage: param 0 must have a shape, got a lazy"
     ):
         WeightAverage(optimizer)
+    average = WeightAverage(amp_ext.optim.SGD([Parameter(torch.ones(2))], lr=0.1))
+    average.optimizer.add_param_group({"params": list(nn.LazyLinear(2).parameters())})
+    with pytest.raises(RuntimeError, match=r"^WeightAverage: param 1 must have a shape, got a laz"):
+        average.state_dict()
 
 
 def trainer_of(**config: Any) -> MixedPrecisionTrainer:

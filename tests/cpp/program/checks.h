@@ -690,6 +690,10 @@ AMP_EXT_CHECK(an_average_follows_the_steps_that_landed) {
   CHECK_THAT(same(a.detach(), before));
   WeightAverage third(optimizer);
   auto counts = third.state_dict().toGenericDict();
+  CHECK_THAT(!counts.contains("joined"));
+  counts.insert_or_assign("joined", c10::List<int64_t>({7}));
+  CHECK_REFUSED(third.load_state_dict(counts), "joined must be indices of the ");
+  counts.erase("joined");
   counts.insert_or_assign("steps", 3);
   counts.insert_or_assign("n_averaged", 2.5);
   CHECK_REFUSED(third.load_state_dict(counts), "n_averaged must be a whole number, got 2.5");
