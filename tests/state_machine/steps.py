@@ -371,8 +371,13 @@ class Step:
         def dtype_of(tensor: Tensor) -> torch.dtype:
             return coarse if tensor.dtype == F64 else tensor.dtype
 
-        # Adam divides by a root that may be a tenth of what cancels in its first moment.
+        # Adam divides by a root that may be a tenth of what cancels in its first moment, or where a
+        # gradient and its decay cancel, far less.
         parts = torch.full_like(old, 10.0)
+        if "exp_avg_sq" in sides.buffers(pair):
+            second, steps = sides.buffers(pair)["exp_avg_sq"], sides.twin.state[pair.twin]["step"]
+            root = (second / (1.0 - group["betas"][1] ** steps.item())).sqrt()
+            parts = torch.maximum(parts, grad / (root + group["eps"]))
         if sides.name == "SGD":
             parts = grad + old_buffers.get("momentum_buffer", torch.zeros_like(old)).abs()
         size = torch.stack([old.abs(), new.abs(), lr * parts]).amax(0)
