@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <amp_ext/weight_average.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -24,27 +25,26 @@ struct WeightAverage::Impl {
 
   // Lists the parameters that the optimizer has now, if they are others.
   void list() {
-    size_t count = 0;
-    bool are_listed = true;
+    const std::vector<at::Tensor> now = params_now();
+    const bool are_listed =
+        std::equal(now.begin(), now.end(), params.begin(), params.end(),
+                   [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
+    if (!are_listed) ask(&FusedOptimizer::list_average);
+  }
+
+  std::vector<at::Tensor> params_now() const {
+    std::vector<at::Tensor> now;
     for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& param : group.params()) {
-        are_listed = are_listed && count < params.size() && param.is_same(params[count]);
-        ++count;
-      }
+      now.insert(now.end(), group.params().begin(), group.params().end());
     }
-    if (are_listed && count == params.size()) return;
-    ask(&FusedOptimizer::list_average);
+    return now;
   }
 
   // Lets the optimizer do something with the averages, and holds the parameters that they are of.
   void ask(void (FusedOptimizer::*operation)(WeightAverages&)) {
     const int64_t before = averages.listings();
     (optimizer.*operation)(averages);
-    if (averages.listings() == before) return;
-    params.clear();
-    for (const auto& group : optimizer.param_groups()) {
-      params.insert(params.end(), group.params().begin(), group.params().end());
-    }
+    if (averages.listings() != before) params = params_now();
   }
 };
 

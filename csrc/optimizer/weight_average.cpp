@@ -308,15 +308,16 @@ void WeightAverages::begin(const std::vector<AveragedWeight>& weights,
 }
 
 void WeightAverages::begin_joined(const std::vector<AveragedWeight>& weights) {
-  std::vector<AveragedWeight> joined;
+  const std::vector<int64_t> indices = joined();
+  if (indices.empty()) return;
+  std::vector<AveragedWeight> weights_of_joined;
   std::vector<at::Tensor> averages;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    if (!averages_[i].has_joined) continue;
-    joined.push_back(weights[i]);
-    averages.push_back(averages_[i].tensor);
+  for (const int64_t index : indices) {
+    weights_of_joined.push_back(weights[index]);
+    averages.push_back(averages_[index].tensor);
   }
-  begin(joined, averages);
-  for (Average& average : averages_) average.has_joined = false;
+  begin(weights_of_joined, averages);
+  for (const int64_t index : indices) averages_[index].has_joined = false;
 }
 
 void WeightAverages::restart(const std::vector<AveragedWeight>& weights, int64_t step) {
