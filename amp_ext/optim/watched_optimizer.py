@@ -147,25 +147,16 @@ class WatchedOptimizer(PlannedOptimizer):
         """
         return self._plan.compiled.has_landed
 
-    def take_average(self, averages: ops.WeightAverages) -> None:
-        """Lets averages of the weights take the last step into account.
+    def average_weights(self, operation: str, averages: ops.WeightAverages) -> None:
+        """Lets averages of the weights do something with the parameters that there are now.
 
         Args:
+            operation: "take_average" takes the last step into account, "list_average" lists the
+                parameters, "restart_average" begins anew, and "swap_average" puts the averages into
+                the parameters: until they are back nothing steps, saves or loads.
             averages: Of all parameters, as :class:`~amp_ext.optim.WeightAverage` keeps them.
         """
-        self._ask_plan("take_average", self._plan.compiled.take_average, averages)
-
-    def list_average(self, averages: ops.WeightAverages) -> None:
-        """Lets averages know the parameters that there are now; no step is taken into account."""
-        self._ask_plan("list_average", self._plan.compiled.list_average, averages)
-
-    def restart_average(self, averages: ops.WeightAverages) -> None:
-        """Lets averages begin anew at the present weights."""
-        self._ask_plan("restart_average", self._plan.compiled.restart_average, averages)
-
-    def swap_average(self, averages: ops.WeightAverages) -> None:
-        """Puts averages into the parameters; until they are back nothing steps, saves or loads."""
-        self._ask_plan("swap_average", self._plan.compiled.swap_average, averages)
+        self._ask_plan(operation, self._plan.compiled.average, operation, averages)
 
     def swap_back(self, averages: ops.WeightAverages) -> None:
         """Puts the parameters back, if these averages are in them."""

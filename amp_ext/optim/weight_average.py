@@ -108,7 +108,7 @@ class WeightAverage:
         number = None if decay == "equal" else float(decay)
         self._averages = ops.WeightAverages(number, every, warmup, dtype)
         self._params: list[Tensor] = []
-        self._ask(optimizer.take_average)
+        self._ask("take_average")
         if model is not None:
             self._check_model("WeightAverage", model)
         optimizer.follow_landings()
@@ -150,12 +150,12 @@ class WeightAverage:
         """Lists the parameters that the optimizer has now, if they are others."""
         if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
             _check_not_lazy(self.optimizer)
-            self._ask(self.optimizer.list_average)
+            self._ask("list_average")
 
-    def _ask(self, operation: Callable[[ops.WeightAverages], None]) -> None:
+    def _ask(self, operation: str) -> None:
         """Lets the optimizer do something with the averages, of the parameters that it has now."""
         before = self._averages.listings
-        operation(self._averages)
+        self.optimizer.average_weights(operation, self._averages)
         if self._averages.listings != before:  # held: by their addresses they are known
             self._params = params_of(self.optimizer)
 
@@ -216,7 +216,7 @@ class WeightAverage:
                     f"FullyShardedDataParallel are, got param {index}: use fully_shard"
                 )
         try:
-            self._ask(self.optimizer.swap_average)
+            self._ask("swap_average")
             _reshard(self.model)
             yield
         finally:
@@ -402,7 +402,7 @@ class WeightAverage:
         Raises:
             RuntimeError: If averages of this optimizer are in its parameters.
         """
-        self._ask(self.optimizer.restart_average)
+        self._ask("restart_average")
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has, whose optimizer is a copy, too."""
@@ -434,7 +434,7 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
         held = average()
         if held is None:
             return
-        held._ask(held.optimizer.take_average)
+        held._ask("take_average")
         if held._counters().is_cuda and torch.cuda.is_current_stream_capturing():
             captured[:] = [held]  # the graph writes its averages for as long as it is replayed
 

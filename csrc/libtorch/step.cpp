@@ -73,7 +73,6 @@ struct FusedOptimizer::Operation {
     }
     return masters;
   }
-  std::vector<AveragedWeight> weights() const { return plan.weights(masters()); }
 
   void list_params() {
     std::vector<Plan::Param> listed;
@@ -202,25 +201,12 @@ std::optional<Inspection> FusedOptimizer::inspection() const {
 
 void FusedOptimizer::follow_landings() { checked("follow_landings").plan->follow_landings(); }
 
-void FusedOptimizer::take_average(WeightAverages& averages) {
-  Operation operation(*this, "take_average");
-  averages.take(operation.weights(), operation.plan.has_landed(), operation.plan.steps());
-}
-
-void FusedOptimizer::list_average(WeightAverages& averages) {
-  Operation operation(*this, "list_average");
-  averages.list(operation.weights());
-}
-
-void FusedOptimizer::restart_average(WeightAverages& averages) {
-  Operation operation(*this, "restart_average");
-  averages.restart(operation.weights(), operation.plan.steps());
-}
-
-void FusedOptimizer::swap_average(WeightAverages& averages) {
-  check_weights_are_in("WeightAverage.swap", checked("swap_average").plan->is_lent());
-  Operation operation(*this, "swap_average");
-  operation.plan.swap_in(averages, operation.masters());
+void FusedOptimizer::average(Averaging averaging, WeightAverages& averages) {
+  if (averaging == Averaging::kSwapIn) {
+    check_weights_are_in("WeightAverage.swap", checked("swap_average").plan->is_lent());
+  }
+  Operation operation(*this, name_of(averaging));
+  operation.plan.average(averaging, averages, operation.masters());
 }
 
 void FusedOptimizer::swap_back(WeightAverages& averages) {

@@ -29,7 +29,7 @@ struct WeightAverage::Impl {
     const bool are_listed =
         std::equal(now.begin(), now.end(), params.begin(), params.end(),
                    [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
-    if (!are_listed) ask(&FusedOptimizer::list_average);
+    if (!are_listed) ask(Averaging::kList);
   }
 
   std::vector<at::Tensor> params_now() const {
@@ -41,9 +41,9 @@ struct WeightAverage::Impl {
   }
 
   // Lets the optimizer do something with the averages, and holds the parameters that they are of.
-  void ask(void (FusedOptimizer::*operation)(WeightAverages&)) {
+  void ask(Averaging averaging) {
     const int64_t before = averages.listings();
-    (optimizer.*operation)(averages);
+    optimizer.average(averaging, averages);
     if (averages.listings() != before) params = params_now();
   }
 };
@@ -57,9 +57,9 @@ WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
 WeightAverage::~WeightAverage() = default;
 WeightAverage::WeightAverage(WeightAverage&&) noexcept = default;
 
-void WeightAverage::update() { impl_->ask(&FusedOptimizer::take_average); }
+void WeightAverage::update() { impl_->ask(Averaging::kTake); }
 
-void WeightAverage::restart() { impl_->ask(&FusedOptimizer::restart_average); }
+void WeightAverage::restart() { impl_->ask(Averaging::kRestart); }
 
 std::vector<at::Tensor> WeightAverage::averages() const {
   impl_->list();
@@ -69,7 +69,7 @@ std::vector<at::Tensor> WeightAverage::averages() const {
 at::Tensor WeightAverage::n_averaged() const { return impl_->counters()[1]; }
 
 WeightAverage::Swapped::Swapped(WeightAverage& average) : impl_(average.impl_) {
-  impl_->ask(&FusedOptimizer::swap_average);
+  impl_->ask(Averaging::kSwapIn);
 }
 WeightAverage::Swapped::~Swapped() {
   try {

@@ -202,12 +202,11 @@ class AMP_EXT_API Plan {
   using MastersByParam = std::unordered_map<int64_t, at::Tensor>;
   // In a use: 16-bit parameters of whose states no step has told the plan.
   std::vector<int64_t> params_without_state() const;
-  // In a use: the weights on this rank, of which averages are taken; with the masters of parameters
-  // without a state.
-  std::vector<AveragedWeight> weights(const MastersByParam& masters) const;
-  // In a use: lends the parameters to averages, which are in them until the end of the swap.
-  // Meanwhile no use begins, and `check_not_lent` throws on behalf of what is no use.
-  void swap_in(WeightAverages& averages, const MastersByParam& masters);
+  // In a use: lets averages do something with the weights on this rank, given the masters of
+  // parameters without a state. A swap lends the parameters to the averages, which are in them
+  // until its end. Meanwhile no use begins, and `check_not_lent` throws on behalf of what is no
+  // use.
+  void average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters);
   // Does nothing if the averages are in no parameters.
   void swap_out(WeightAverages& averages);
   bool is_lent() const { return is_lent_; }
@@ -282,6 +281,8 @@ class AMP_EXT_API Plan {
 
   void add_row(const Param& param);
   void set_state(int64_t index, ParamState state);
+  std::vector<AveragedWeight> weights(const MastersByParam& masters) const;
+  void swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& weights);
   void forget_writes(const SwapEnd& end);
   void drop_rows();
   void let_go();

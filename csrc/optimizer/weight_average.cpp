@@ -73,6 +73,20 @@ std::string name_of(const AveragedWeight& weight) {
 
 }  // namespace
 
+const char* name_of(Averaging averaging) {
+  switch (averaging) {
+    case Averaging::kTake:
+      return "take_average";
+    case Averaging::kList:
+      return "list_average";
+    case Averaging::kRestart:
+      return "restart_average";
+    case Averaging::kSwapIn:
+      return "swap_average";
+  }
+  return nullptr;
+}
+
 std::string wrong_in(const AverageOptions& options) {
   if (options.decay.has_value() && !(*options.decay >= 0.0 && *options.decay <= 1.0)) {
     return c10::str("decay must be from 0 to 1, got ", *options.decay);
@@ -142,10 +156,23 @@ std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   return weights;
 }
 
-void Plan::swap_in(WeightAverages& averages, const MastersByParam& masters) {
+void Plan::average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters) {
+  switch (averaging) {
+    case Averaging::kTake:
+      return averages.take(weights(masters), has_landed_, steps_);
+    case Averaging::kList:
+      return averages.list(weights(masters));
+    case Averaging::kRestart:
+      return averages.restart(weights(masters), steps_);
+    case Averaging::kSwapIn:
+      return swap_in(averages, weights(masters));
+  }
+}
+
+void Plan::swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& weights) {
   averages.check_not_swapped("WeightAverage.swap");
   try {
-    averages.swap_in(weights(masters));
+    averages.swap_in(weights);
     is_lent_ = true;
   } catch (...) {
     forget_writes(averages.swap_out());

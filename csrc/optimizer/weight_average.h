@@ -29,6 +29,12 @@ struct AveragedWeight {
   int64_t index_in_group;  // likewise
 };
 
+// What an optimizer lets its averages do, in a use of its plan.
+enum class Averaging { kTake, kList, kRestart, kSwapIn };
+
+// As errors say it: "take_average".
+AMP_EXT_API const char* name_of(Averaging averaging);
+
 // What is wrong with the options; empty if nothing is.
 AMP_EXT_API std::string wrong_in(const AverageOptions& options);
 

@@ -117,6 +117,17 @@ struct Operation {
     }
   }
 
+  GradientOptions options(OptionalTensor grad_scale, OptionalTensor found_inf,
+                          OptionalTensor sum_of_squares) const {
+    const optim::SharedOptions& shared = groups->shared;
+    return {std::move(grad_scale),
+            std::move(found_inf),
+            shared.max_grad_norm,
+            std::move(sum_of_squares),
+            {},
+            shared.skip_nonfinite};
+  }
+
   // What a list can be made of again is a list of parameters: no iterator, and no set.
   bool take_params() {
     Plan& plan = mine.plan;
@@ -259,12 +270,7 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   const bool lacks_sum = (plan.wants_norm(shared.max_grad_norm) && !sum_of_squares.has_value()) ||
                          (plan.tracks_grad_norms() && !squares_of_params.has_value());
   if (lacks_sum && plan.is_partitioned()) return false;
-  GradientOptions options{std::move(grad_scale),
-                          std::move(found_inf),
-                          shared.max_grad_norm,
-                          std::move(sum_of_squares),
-                          {},
-                          shared.skip_nonfinite};
+  GradientOptions options = operation.options(grad_scale, found_inf, sum_of_squares);
   StatesOfPython store(operation, step_plan, hand_over);
   try {
     plan.step(operation.groups->table, std::move(options), store,
@@ -298,12 +304,7 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
   const optim::SharedOptions& shared = operation.groups->shared;
   const bool lacks_sum = mine.plan.reads_norm(shared.max_grad_norm) && !sum_of_squares.has_value();
   if (lacks_sum && mine.plan.is_partitioned()) return false;
-  GradientOptions options{std::move(grad_scale),
-                          std::move(found_inf),
-                          shared.max_grad_norm,
-                          std::move(sum_of_squares),
-                          {},
-                          shared.skip_nonfinite};
+  GradientOptions options = operation.options(grad_scale, found_inf, sum_of_squares);
   StatesOfTrial store(operation, step_plan, py::none());
   const py::gil_scoped_release release;
   return mine.plan.inspect(operation.groups->table, std::move(options), store);
@@ -328,12 +329,24 @@ py::tuple read_inspection(const InspectedStep& inspected) {
   return py::make_tuple(found.skipped, params);
 }
 
-// Calls take(masters) with those of parameters of whose states the plan does not know; none if the
-// parameters are to be listed anew.
-template <typename Take>
-std::optional<bool> with_masters(PlanOfPython& mine, const py::object& step_plan,
-                                 const py::object& optimizer, const char* name, const Take& take) {
-  Operation operation(mine, step_plan, optimizer, name);
+Averaging averaging_named(const std::string& name) {
+  for (const Averaging averaging :
+       {Averaging::kTake, Averaging::kList, Averaging::kRestart, Averaging::kSwapIn}) {
+    if (name == name_of(averaging)) return averaging;
+  }
+  throw py::value_error("average_weights: operation must be that of an average, got '" + name +
+                        "'");
+}
+
+// None if the parameters are to be listed anew; else true, after it.
+std::optional<bool> average(PlanOfPython& mine, const py::object& step_plan,
+                            const py::object& optimizer, const std::string& name,
+                            WeightAverages& averages) {
+  const Averaging averaging = averaging_named(name);
+  if (averaging == Averaging::kSwapIn) {
+    check_weights_are_in("WeightAverage.swap", mine.plan.is_lent());
+  }
+  Operation operation(mine, step_plan, optimizer, name_of(averaging));
   if (!operation.is_current) return std::nullopt;
   Plan::MastersByParam masters;
   const std::vector<int64_t> indices = mine.plan.params_without_state();
@@ -342,37 +355,8 @@ std::optional<bool> with_masters(PlanOfPython& mine, const py::object& step_plan
         py::cast<Plan::MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));
   }
   const py::gil_scoped_release release;
-  take(masters);
+  mine.plan.average(averaging, averages, masters);
   return true;
-}
-
-std::optional<bool> take_average(PlanOfPython& mine, const py::object& step_plan,
-                                 const py::object& optimizer, WeightAverages& averages) {
-  const Plan& plan = mine.plan;
-  return with_masters(mine, step_plan, optimizer, "take_average", [&](const auto& masters) {
-    averages.take(plan.weights(masters), plan.has_landed(), plan.steps());
-  });
-}
-
-std::optional<bool> list_average(PlanOfPython& mine, const py::object& step_plan,
-                                 const py::object& optimizer, WeightAverages& averages) {
-  return with_masters(mine, step_plan, optimizer, "list_average",
-                      [&](const auto& masters) { averages.list(mine.plan.weights(masters)); });
-}
-
-std::optional<bool> restart_average(PlanOfPython& mine, const py::object& step_plan,
-                                    const py::object& optimizer, WeightAverages& averages) {
-  const Plan& plan = mine.plan;
-  return with_masters(mine, step_plan, optimizer, "restart_average", [&](const auto& masters) {
-    averages.restart(plan.weights(masters), plan.steps());
-  });
-}
-
-std::optional<bool> swap_average(PlanOfPython& mine, const py::object& step_plan,
-                                 const py::object& optimizer, WeightAverages& averages) {
-  check_weights_are_in("WeightAverage.swap", mine.plan.is_lent());
-  return with_masters(mine, step_plan, optimizer, "swap_average",
-                      [&](const auto& masters) { mine.plan.swap_in(averages, masters); });
 }
 
 void swap_back(PlanOfPython& mine, WeightAverages& averages) {
@@ -438,13 +422,7 @@ void define_plan(py::module_& module) {
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("hand_over"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
-      .def("take_average", &take_average, py::arg("step_plan"), py::arg("optimizer"),
-           py::arg("averages"))
-      .def("list_average", &list_average, py::arg("step_plan"), py::arg("optimizer"),
-           py::arg("averages"))
-      .def("restart_average", &restart_average, py::arg("step_plan"), py::arg("optimizer"),
-           py::arg("averages"))
-      .def("swap_average", &swap_average, py::arg("step_plan"), py::arg("optimizer"),
+      .def("average", &average, py::arg("step_plan"), py::arg("optimizer"), py::arg("name"),
            py::arg("averages"))
       .def("swap_back", &swap_back, py::arg("averages"))
       .def(

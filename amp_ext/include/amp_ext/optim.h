@@ -22,7 +22,8 @@
 
 namespace amp_ext {
 class WeightAverages;
-}
+enum class Averaging;
+}  // namespace amp_ext
 
 namespace amp_ext::optim {
 
@@ -387,10 +388,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
   void follow_landings();
-  void take_average(WeightAverages& averages);
-  void list_average(WeightAverages& averages);
-  void restart_average(WeightAverages& averages);
-  void swap_average(WeightAverages& averages);
+  void average(Averaging averaging, WeightAverages& averages);
   void swap_back(WeightAverages& averages);
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
