@@ -260,40 +260,65 @@ c10::IValue FusedOptimizer::state_dict() const {
   return state_dict;
 }
 
-void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
-  const OptimizerKind& kind = checked("load_state_dict").kind;
-  impl_->plan->check_not_lent("load_state_dict");
-  const OutsideInferenceMode normal;
+// A state dict while it is read: nothing of the optimizer is changed before `keep`.
+struct FusedOptimizer::Load {
+  FusedOptimizer& optimizer;
+  const OptimizerKind& kind = optimizer.impl_->kind;
   const std::string operation = c10::str(kind.name, ".load_state_dict");
-  TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
-              shown(state_dict));
-  check_nesting(operation, "state_dict", state_dict);
-  const SavedGroups groups = saved_groups(operation, state_dict.toGenericDict());
-  const std::map<std::string, c10::IValue> saved = states_of(state_dict.toGenericDict());
-  std::vector<SavedGroup> groups_of_file;
-  for (const Dict& group : groups) groups_of_file.push_back(saved_group(group));
-  Keys state_keys;
-  for (const auto& [key, state] : saved) {
-    if (!state.isGenericDict()) continue;
-    const Keys keys = keys_of(state.toGenericDict());
-    state_keys.insert(state_keys.end(), keys.begin(), keys.end());
+  SavedGroups groups = {};
+  std::vector<SavedGroup> groups_of_file = {};
+  std::map<std::string, c10::IValue> saved = {};  // the states
+  std::vector<std::unique_ptr<FusedOptions>> options = {};
+  std::vector<std::unique_ptr<FusedParamState>> states = {};
+  std::vector<Dict> other_entries = {};  // of groups, such as initial_lr of a scheduler
+  Dict other_states = new_dict();
+  std::set<std::string> listed = {};  // states of parameters that a group lists
+
+  void read(const c10::IValue& state_dict) {
+    TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
+                shown(state_dict));
+    check_nesting(operation, "state_dict", state_dict);
+    const Dict dict = state_dict.toGenericDict();
+    groups = saved_groups(operation, dict);
+    saved = states_of(dict);
+    check_file();
+    for (size_t i = 0; i < groups.size(); ++i) read_group(i);
+    const Dict all_states = find(dict, "state")->toGenericDict();
+    TORCH_CHECK(!listed.empty() || saved.empty(), operation,
+                ": state must have entries of the parameters that param_groups lists, got ",
+                shown_keys(all_states));
+    for (const auto& entry : all_states) {
+      if (listed.count(shown(entry.key())) != 0) continue;
+      other_states.insert(entry.key(), entry.value().deepcopy());
+    }
   }
-  check_saved_groups(loader_of(kind, operation), groups_of_file, state_keys);
-  std::vector<size_t> own_lengths, lengths;
-  for (const auto& group : param_groups_) own_lengths.push_back(group.params().size());
-  for (const Dict& group : groups) lengths.push_back(find(group, "params")->toListRef().size());
-  check_lengths(own_lengths, lengths);
-  std::vector<std::unique_ptr<FusedOptions>> options;
-  std::vector<std::unique_ptr<FusedParamState>> states;
-  std::vector<Dict> other_entries;  // such as initial_lr of a scheduler
-  std::set<std::string> listed;
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const auto configured = checked_options(i).clone();
+
+  // Throws unless the file is of such an optimizer, with as many parameters.
+  void check_file() {
+    Keys state_keys;
+    for (const auto& [key, state] : saved) {
+      if (!state.isGenericDict()) continue;
+      const Keys keys = keys_of(state.toGenericDict());
+      state_keys.insert(state_keys.end(), keys.begin(), keys.end());
+    }
+    std::vector<size_t> own_lengths, lengths;
+    for (const auto& group : optimizer.param_groups_) own_lengths.push_back(group.params().size());
+    for (const Dict& group : groups) {
+      groups_of_file.push_back(saved_group(group));
+      lengths.push_back(find(group, "params")->toListRef().size());
+    }
+    check_saved_groups(loader_of(kind, operation), groups_of_file, state_keys);
+    check_lengths(own_lengths, lengths);
+  }
+
+  void read_group(size_t i) {
+    const std::vector<at::Tensor>& params = optimizer.param_groups_[i].params();
+    const auto configured = optimizer.checked_options(i).clone();
     options.push_back(
         read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
     const auto place = [i] { return c10::str(" of param_groups[", i, "]"); };
-    const PlacedOptions placed(kind, *options.back(), operation, place, &param_groups_[i].params());
+    const PlacedOptions placed(kind, *options.back(), operation, place, &params);
     check_group(placed);
     other_entries.push_back(new_dict());
     const bool counts_for_states = groups_of_file[i].counts_for_states();
@@ -303,61 +328,67 @@ void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
       other_entries.back().insert(entry.key(), entry.value().deepcopy());
     }
     const Kept kept = kept_by(kind.name, placed);
-    const auto params = *find(groups[i], "params");
-    const auto keys = params.toListRef();
+    const auto keys = find(groups[i], "params")->toList();
     for (size_t j = 0; j < keys.size(); ++j) {
-      const auto state = saved.find(shown(keys[j]));
+      const auto state = saved.find(shown(keys.get(j)));
       if (state == saved.end()) continue;
       listed.insert(state->first);
       TORCH_CHECK(state->second.isNone() || state->second.isGenericDict(), operation, ": state[",
                   state->first, "] must be a dict, got ", shown(state->second));
       if (state->second.isNone() || state->second.toGenericDict().empty()) continue;
-      const at::Tensor& param = param_groups_[i].params()[j];
-      const ListedParam listed_param = {param, param, i, j};
-      const Dict dict = state->second.toGenericDict();
-      SavedState found = saved_state(kept, dict);
-      if (counts_for_states && found.find("step") == nullptr) {
-        found.values.emplace_back("step", saved_value(*find(groups[i], "step")));
-      }
-      check_saved_state(kept, listed_param, found, operation);
-      states.push_back(std::make_unique<FusedParamState>(param));
-      states.back()->tensors_ = loaded_state(kept, listed_param, found);
-      auto others = new_dict();
-      for (const auto& entry : dict) {
-        const c10::IValue &key = entry.key(), &value = entry.value();
-        if (key.isString() && kept.is_key(key.toStringRef())) continue;
-        if (key.isString() && value.isTensor()) {
-          states.back()->tensors_.emplace_back(key.toStringRef(),
-                                               value.toTensor().detach().clone());
-        } else {
-          others.insert(key, value.deepcopy());
-        }
-      }
-      if (!others.empty()) states.back()->others_ = std::make_shared<const c10::IValue>(others);
-    }
-  }
-  const Dict all_states = find(state_dict.toGenericDict(), "state")->toGenericDict();
-  TORCH_CHECK(!listed.empty() || saved.empty(), operation,
-              ": state must have entries of the parameters that param_groups lists, got ",
-              shown_keys(all_states));
-  auto other_states = new_dict();
-  for (const auto& entry : all_states) {
-    if (listed.count(shown(entry.key())) == 0) {
-      other_states.insert(entry.key(), entry.value().deepcopy());
+      const auto step = counts_for_states ? find(groups[i], "step") : std::nullopt;
+      read_state(kept, {params[j], params[j], i, j}, state->second.toGenericDict(), step);
     }
   }
 
-  for (size_t i = 0; i < groups.size(); ++i) param_groups_[i].set_options(std::move(options[i]));
-  state_.clear();
-  for (auto& state : states) {
-    void* const param = state->param_.unsafeGetTensorImpl();
-    state_[param] = std::move(state);
+  // `step` is that of the group, where that counts for states.
+  void read_state(const Kept& kept, const ListedParam& param, const Dict& dict,
+                  const std::optional<c10::IValue>& step) {
+    SavedState found = saved_state(kept, dict);
+    if (step.has_value() && found.find("step") == nullptr) {
+      found.values.emplace_back("step", saved_value(*step));
+    }
+    check_saved_state(kept, param, found, operation);
+    auto state = std::make_unique<FusedParamState>(param.local);
+    state->tensors_ = loaded_state(kept, param, found);
+    auto others = new_dict();
+    for (const auto& entry : dict) {
+      const c10::IValue &key = entry.key(), &value = entry.value();
+      if (key.isString() && kept.is_key(key.toStringRef())) continue;
+      if (key.isString() && value.isTensor()) {
+        state->tensors_.emplace_back(key.toStringRef(), value.toTensor().detach().clone());
+      } else {
+        others.insert(key, value.deepcopy());
+      }
+    }
+    if (!others.empty()) state->others_ = std::make_shared<const c10::IValue>(others);
+    states.push_back(std::move(state));
   }
-  impl_->other_entries = std::move(other_entries);
-  impl_->other_states = std::move(other_states);
-  auto plan = std::make_unique<Plan>(impl_->kind.name);
-  plan->take_over(*impl_->plan);  // a file is of states alone
-  impl_->plan = std::move(plan);
+
+  void keep() {
+    for (size_t i = 0; i < groups.size(); ++i) {
+      optimizer.param_groups_[i].set_options(std::move(options[i]));
+    }
+    optimizer.state_.clear();
+    for (auto& state : states) {
+      void* const param = state->param_.unsafeGetTensorImpl();
+      optimizer.state_[param] = std::move(state);
+    }
+    Impl& impl = *optimizer.impl_;
+    impl.other_entries = std::move(other_entries);
+    impl.other_states = std::move(other_states);
+    auto plan = std::make_unique<Plan>(kind.name);
+    plan->take_over(*impl.plan);  // a file is of states alone
+    impl.plan = std::move(plan);
+  }
+};
+
+void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
+  checked("load_state_dict").plan->check_not_lent("load_state_dict");
+  const OutsideInferenceMode normal;
+  Load load{*this};
+  load.read(state_dict);
+  load.keep();
 }
 
 }  // namespace amp_ext::optim

@@ -373,6 +373,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   friend class WeightAverage;
 
   struct Impl;
+  struct Load;
   struct Operation;
   class Store;
   using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
