@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,35 +13,24 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from amp_ext import ops
 from amp_ext.hand_over import (
     NOTHING_WAS_LOOKED_AT,
-    HandedAttributes,
     HandOver,
     UnscalesInStep,
+    check_has_groups,
     optimizer_inside,
     sum_of_flags,
     unscaling_optimizer,
 )
-from amp_ext.nonfinite import name_of_param, params_of
-from amp_ext.saved_dicts import check_is_dict, missing_entry
-from amp_ext.scaler_ranges import (
-    DEVICE_TYPES,
-    as_number,
-    check_flag,
-    check_has_groups,
-    check_options,
-    check_process_group,
-    checked,
-    device_type_of,
-)
-from amp_ext.scaler_stats import ScalerReports
+from amp_ext.nonfinite import params_of
+from amp_ext.scaler_ranges import checked
+from amp_ext.scaler_settings import DEVICE_TYPES, ScalerSettings
 from amp_ext.sharding import all_reduce_flags, check_guard, local_grads
 
 _TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
 
 
-class GradScaler(ScalerReports):
+class GradScaler(ScalerSettings):
     """Scales the loss so that float16 gradients neither vanish nor overflow.
 
     Takes the place of ``torch.amp.GradScaler``: the same constructor, methods, state dict, errors
@@ -73,96 +60,6 @@ class GradScaler(ScalerReports):
     """
 
     _takes_fp16 = False
-    _hysteresis_tracker: Tensor | None = None
-
-    def __init__(
-        self,
-        device: str | torch.device = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        dynamic: bool = True,
-        hysteresis: int = 1,
-        warn_after: int = 10,
-        process_group: Any = None,
-    ) -> None:
-        """Sets the options; tensors are made where the first scaled loss is.
-
-        Args:
-            device: The device that trains, or its type: "cuda" or "cpu".
-            init_scale: Scale of the first iteration.
-            growth_factor: Factor of growth after ``growth_interval`` clean iterations, above 1.
-            backoff_factor: Factor after an overflow, below 1.
-            growth_interval: Clean iterations until the scale grows.
-            enabled: If false, every method passes through.
-            min_scale: What a backoff does not fall below, or None. With a limit the scale need not
-                fall after an overflow: do not infer a skip from it then.
-            max_scale: What a growth does not exceed, or None.
-            dynamic: If false, the scale stays at ``init_scale``; overflows are skipped as ever.
-            hysteresis: Number of overflows since the last growth of which the last backs off.
-            warn_after: Updates skipped in a row until a warning is logged.
-            process_group: Ranks that skip a step together (``torch.distributed.ProcessGroup``):
-                each look ends in one all-reduce of three numbers over them, so all of them have to
-                step the same optimizers. If their scales differ, all skip and ``update`` raises.
-                None for no collective: gradients that were reduced, as DDP does, agree by
-                themselves, and so do those of DTensors, if the scales are the same.
-
-        Raises:
-            AssertionError: If a factor is out of range.
-            ValueError: If another number is out of range, the limits do not enclose
-                ``init_scale``, torch knows no such device, or limits are asked for on a device that
-                is neither "cuda" nor "cpu".
-            TypeError: If a number is no number, a flag is a text, ``device`` no device, or
-                ``process_group`` neither None nor a group that this process is a member of.
-        """
-        check_process_group(process_group)
-        check_flag("enabled", enabled)
-        options: dict[str, Any] = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "min_scale": 0.0 if min_scale is None else min_scale,
-            "max_scale": math.inf if max_scale is None else max_scale,
-            "hysteresis": hysteresis,
-            "warn_after": warn_after,
-        }
-        if enabled:
-            options = {name: as_number("GradScaler", name, each) for name, each in options.items()}
-        of_torch = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-        kind = device_type_of(device, enabled)
-        super().__init__(kind, **{name: options[name] for name in of_torch}, enabled=enabled)
-        if self._enabled:
-            check_options(options, dynamic, self._device)
-        self.process_group = process_group
-        if not self._enabled:  # torch leaves these out, and its getters fail then
-            self._scale = None
-            self._growth_factor = options["growth_factor"]
-            self._backoff_factor = options["backoff_factor"]
-            self._growth_interval = options["growth_interval"]
-        self._min_scale = options["min_scale"]
-        self._max_scale = options["max_scale"]
-        self._dynamic = dynamic
-        self._hysteresis = self._init_hysteresis_tracker = options["hysteresis"]
-        self._warn_after = options["warn_after"]
-        self._start_reports()
-
-    def _start_reports(self) -> None:
-        """Starts counting: what is kept from here on belongs to this process."""
-        self._loss_scale = ops.LossScale(name_of_param) if self._enabled else None
-        self._last_update = None
-        self._handed_attributes = HandedAttributes()
-
-    @_disable_dynamo
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            super()._lazy_init_scale_growth_tracker(dev)  # raises
-        self._loss_scale.make(vars(self), torch.device(dev))
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies outputs by the scale.
@@ -489,22 +386,6 @@ class GradScaler(ScalerReports):
         if self._reduces_over() is not None:
             self._loss_scale.check_scales()
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor of growth; ValueError if it is not above 1, TypeError if no number."""
-        super().set_growth_factor(self._checked("growth_factor", new_factor))
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor after an overflow; ValueError if it is not above 0 and below 1."""
-        super().set_backoff_factor(self._checked("backoff_factor", new_factor))
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the clean iterations until the scale grows; ValueError if it is not 1 or more."""
-        super().set_growth_interval(self._checked("growth_interval", new_interval))
-
-    def _checked(self, name: str, value: Any) -> Any:
-        """Returns what a setter sets; one that is disabled takes anything, as torch's."""
-        return checked(f"GradScaler.set_{name}", name, value) if self._enabled else value
-
     @_disable_dynamo
     def _update_from_looks(self, new_scale: float | Tensor | None) -> tuple[str, str, bool] | None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale.
@@ -518,63 +399,6 @@ class GradScaler(ScalerReports):
         if news is not None and scale.is_cuda:
             self._mark_update(scale)
         return news
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state: torch's five entries, and one more with a hysteresis."""
-        state = super().state_dict()
-        if state and self._hysteresis != 1:
-            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class or of torch's; limits stay as constructed.
-
-        Args:
-            state_dict: From ``state_dict()``.
-
-        Raises:
-            RuntimeError: If the dict is empty, as that of a disabled scaler.
-            TypeError: If it is no dict.
-            KeyError: If an entry is missing.
-            ValueError: If an entry is no number, or out of range. Nothing has been changed after
-                any of these, nor after an interrupt.
-        """
-        operation = "GradScaler.load_state_dict"
-        if self._enabled:
-            check_is_dict(operation, state_dict)
-        if not self._enabled or not state_dict:
-            super().load_state_dict(state_dict)  # does nothing, or raises
-            return
-        entry = functools.partial(checked, operation, wrong_type=ValueError)
-        try:
-            self._loss_scale.load(vars(self), dict(state_dict), entry)
-        except KeyError as error:
-            name = error.args[0]
-            raise KeyError(missing_entry(operation, name, state_dict, _is_of_a_scaler)) from None
-
-    def _get_hysteresis_tracker(self) -> int:
-        if self._hysteresis_tracker is None:
-            return self._init_hysteresis_tracker
-        return int(self._hysteresis_tracker.item())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process; a copy starts its counts anew."""
-        state = super().__getstate__()
-        state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        for name in ("_hysteresis_tracker", "_loss_scale", "_last_update", "_handed_attributes"):
-            state.pop(name, None)
-        if self._enabled and self._loss_scale.warned_of_scale:
-            state["_warned_of_scale"] = True
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a scaler from a pickle or a copy."""
-        self.__dict__.update(state)
-        self._start_reports()
-        if self._enabled:
-            self._loss_scale.warned_of_scale = self.__dict__.pop("_warned_of_scale", False)
-            # A shallow copy would share the dict.
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
 # To recognise an overridden method, also one that was patched into the class.
@@ -593,7 +417,3 @@ def _spend(state: dict[str, Any]) -> None:
         state["iteration"].is_spent = True
     else:  # a client made the state
         state["stage"] = OptState.STEPPED
-
-
-def _is_of_a_scaler(mapping: Mapping[Any, Any]) -> bool:
-    return "scale" in mapping and "growth_factor" in mapping

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.hand_over import optimizer_inside
-from amp_ext.scaler_ranges import check_has_groups
+from amp_ext.hand_over import check_has_groups, optimizer_inside
 
 __all__ = ["ScalerHistory", "ScalerReports", "ScalerStats"]
 

@@ -44,20 +44,8 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
     ) -> None:
         """Sets the options; note torch's order, in which ``backoff_factor`` comes first.
 
-        Args:
-            device: The device that trains, or its type: "cuda" or "cpu".
-            init_scale: Scale of the first iteration.
-            backoff_factor: Factor after an overflow, below 1.
-            growth_factor: Factor of growth after ``growth_interval`` clean iterations, above 1.
-            growth_interval: Clean iterations until the scale grows.
-            enabled: If false, every method passes through.
-            process_group: Ranks that skip a step together; None for all.
-            **options: Those of :class:`GradScaler` that torch does not have.
-
-        Raises:
-            AssertionError: If a factor is out of range.
-            ValueError: Where :class:`GradScaler` raises it.
-            TypeError: Likewise.
+        The arguments and errors are those of :class:`GradScaler`, but that ``process_group=None``
+        stands for all ranks; ``options`` are those that torch does not have.
         """
         super().__init__(
             device,

@@ -16,6 +16,8 @@ from amp_ext.nonfinite import check_params
 __all__ = [
     "ShardedOver",
     "all_reduce_flags",
+    "check_guard",
+    "check_process_group",
     "first_element",
     "is_dtensor",
     "is_flat",
@@ -313,6 +315,22 @@ def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], Sh
             else:
                 grads.append(param.grad)
     return grads, sharded_over
+
+
+def check_process_group(group: Any, operation: str = "GradScaler") -> None:
+    """Refuses what is neither None nor a group that this process is a member of.
+
+    Args:
+        group: What was given.
+        operation: What the error begins with.
+    """
+    if group is None:
+        return
+    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
+        raise TypeError(
+            f"{operation}: process_group must be None or a torch.distributed.ProcessGroup that "
+            f"this process is a member of, got {group!r}"
+        )
 
 
 def check_guard(optimizer: Any) -> None:

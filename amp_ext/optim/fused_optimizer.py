@@ -16,15 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
-from amp_ext.hand_over import (
-    NOTHING_WAS_LOOKED_AT,
-    HandedAttribute,
-    HandOver,
-    drop_handed,
-    handed_by_attributes,
-    sum_of_flags,
-)
+from amp_ext.hand_over import NOTHING_WAS_LOOKED_AT, HandOver, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.optim.handed import HandedAttribute, drop_handed, handed_by_attributes
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Place, made_states, whole_master
 from amp_ext.optim.step_plan import StepPlan

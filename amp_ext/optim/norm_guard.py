@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from amp_ext import ops
 from amp_ext.saved_dicts import check_is_dict, missing_entry
-from amp_ext.scaler_ranges import check_process_group, checked
+from amp_ext.scaler_ranges import checked
+from amp_ext.sharding import check_process_group
 
 __all__ = ["NormGuard", "NormGuardHistory", "NormGuardStats"]
 

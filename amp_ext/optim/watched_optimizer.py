@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.hand_over import handed_by_attributes, handed_by_scaler, sum_of_flags
+from amp_ext.hand_over import sum_of_flags
 from amp_ext.nonfinite import names_of_params
+from amp_ext.optim.handed import handed_by_attributes, handed_by_scaler
 from amp_ext.optim.inspection import Inspection, combined
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.planned_optimizer import PlannedOptimizer
