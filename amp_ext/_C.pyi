@@ -33,33 +33,6 @@ class OptimizerDescription:
     def check_as_torch(self, defaults: dict[str, Any], shown: Callable[[Any], str]) -> None: ...
     def kept(self, kind: str, group: dict[str, Any]) -> Kept: ...
 
-class LossScaleHyperparameters:
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min_scale: float
-    max_scale: float
-    hysteresis: int
-    dynamic: bool
-    def __init__(self, **fields: float) -> None: ...
-
-class ScalerSummary:
-    updates: int
-    skips: int
-    nonfinite_slot: int
-    nonfinite_index: int
-
-class OptimizerReport:
-    update: int
-    skips: int
-    last_was_skipped: bool
-
-class ScalerMonitor:
-    def __init__(self, scale: Tensor) -> None: ...
-    def add_optimizer(self) -> int: ...
-    def read(self) -> ScalerSummary: ...
-    def read_optimizer(self, slot: int) -> OptimizerReport: ...
-
 class ScaledIteration:
     is_spent: bool
     def is_of(self, optimizer: Any) -> bool: ...
@@ -263,11 +236,8 @@ def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
     found_infs: Sequence[Tensor],
-    first_nonfinites: Sequence[Tensor | None],
-    slots: Sequence[int],
-    hyperparameters: LossScaleHyperparameters,
     hysteresis_tracker: Tensor | None,
-    monitor: ScalerMonitor | None,
+    **hyperparameters: float,
 ) -> None: ...
 def adam_(**arguments: Sequence[Tensor | str] | Tensor | float | str | None) -> None: ...
 def sgd_(**arguments: Sequence[Tensor | str] | Tensor | float | str | None) -> None: ...
@@ -312,4 +282,3 @@ def is_profiled() -> bool: ...
 def complement_of_power(base: float, exponent: float) -> float: ...  # of bias corrections
 
 MASTER_KEYS: tuple[str, ...]
-NO_TENSOR: int

@@ -118,12 +118,10 @@ _OTHERS = (
     "ListedParam",
     "LossScale",
     "MASTER_KEYS",
-    "NO_TENSOR",
     "NormStatistics",
     "OptimizerDescription",
     "OptionDescription",
     "Plan",
-    "ScalerMonitor",
     "WeightAverages",
     "check_lengths",
     "check_saved_groups",
@@ -289,10 +287,7 @@ def unscale_(
     _C.unscale_(grads, inv_scale, found_inf, first_nonfinite)
 
 
-@operation(
-    writes=("scale", "growth_tracker", "hysteresis_tracker"),
-    without=("monitor", "slots", "first_nonfinites"),
-)
+@operation(writes=("scale", "growth_tracker", "hysteresis_tracker"))
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
@@ -306,9 +301,6 @@ def update_scale_(
     hysteresis: int = 1,
     hysteresis_tracker: Tensor | None = None,
     dynamic: bool = True,
-    monitor: _C.ScalerMonitor | None = None,
-    slots: Sequence[int] | None = None,
-    first_nonfinites: Sequence[Tensor | None] | None = None,
 ) -> None:
     """Lets the loss scale follow the overflows of one iteration.
 
@@ -328,10 +320,6 @@ def update_scale_(
         hysteresis_tracker: One int32, overflows left until one backs off, or None if
             ``hysteresis`` is 1. Refilled by a growth only.
         dynamic: If false, the scale stays as it is.
-        monitor: Where the update is reported, or None.
-        slots: For each flag the index of its optimizer's report in the monitor.
-        first_nonfinites: For each flag one int64 or None, as a look left it: the index of the
-            first bad gradient. Reported and reset.
 
     Raises:
         RuntimeError: If a tensor is not one element of its dtype on the device of ``scale``.
@@ -339,7 +327,11 @@ def update_scale_(
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
-    options = _C.LossScaleHyperparameters(
+    _C.update_scale_(
+        scale,
+        growth_tracker,
+        found_infs,
+        hysteresis_tracker,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
@@ -347,16 +339,6 @@ def update_scale_(
         max_scale=max_scale,
         hysteresis=hysteresis,
         dynamic=dynamic,
-    )
-    _C.update_scale_(
-        scale,
-        growth_tracker,
-        found_infs,
-        first_nonfinites or [],
-        slots or [],
-        options,
-        hysteresis_tracker,
-        monitor,
     )
 
 

@@ -12,7 +12,7 @@
 #include "devices/dispatch.h"
 #include "launches.h"
 #include "optimizer/plan.h"
-#include "scaler/scaler_monitor.h"
+#include "scaler/loss_scale.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
@@ -214,49 +214,11 @@ void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double m
 }
 
 void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
-                   const TensorList& found_infs,
-                   const std::vector<OptionalTensor>& first_nonfinites,
-                   const std::vector<int64_t>& slots,
-                   const LossScaleHyperparameters& hyperparameters,
-                   const OptionalTensor& hysteresis_tracker, const ScalerMonitor* monitor) {
-  const char* const operation = "update_scale_";
-  check_is_plain(operation, "scale", scale);
-  const at::Device device = scale.device();
-  check_device(operation, "scale", device);
-  check_number(operation, "scale", scale, at::kFloat, device);
-  check_number(operation, "growth_tracker", growth_tracker, at::kInt, device);
-  TORCH_CHECK(hysteresis_tracker.has_value() || hyperparameters.hysteresis == 1, operation,
-              ": hysteresis_tracker must be given with a hysteresis of ",
-              hyperparameters.hysteresis, ", got None");
-  int32_t* hysteresis = nullptr;
-  if (hysteresis_tracker.has_value()) {
-    check_number(operation, "hysteresis_tracker", *hysteresis_tracker, at::kInt, device);
-    hysteresis = hysteresis_tracker->mutable_data_ptr<int32_t>();
-  }
-  if (monitor != nullptr) {
-    TORCH_CHECK(monitor->device() == device, operation, ": monitor must be on ", device, ", got ",
-                monitor->device());
-  }
-  std::vector<OverflowFlag> flags;
-  for (size_t i = 0; i < found_infs.size(); ++i) {
-    check_number(operation, c10::str("found_infs[", i, "]"), found_infs[i], at::kFloat, device);
-    const int64_t slot = i < slots.size() ? slots[i] : 0;
-    TORCH_CHECK(monitor == nullptr || (slot >= 0 && slot < monitor->number_of_optimizers()),
-                operation, ": slots[", i, "] must be one that the monitor has added, got ", slot);
-    int64_t* const first_nonfinite =
-        i < first_nonfinites.size() ? number_data(operation, c10::str("first_nonfinites[", i, "]"),
-                                                  first_nonfinites[i], device)
-                                    : nullptr;
-    flags.push_back({found_infs[i].const_data_ptr<float>(), first_nonfinite, slot});
-  }
-  const ScaleUpdate update{
-      hyperparameters,
-      {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
-      monitor != nullptr ? monitor->memory() : ReportMemory()};
-  engine_of(device).update_scale(device, update, flags);
-  bump_version(scale);
-  bump_version(growth_tracker);
-  if (hysteresis_tracker.has_value()) bump_version(*hysteresis_tracker);
+                   const TensorList& found_infs, const LossScaleHyperparameters& hyperparameters,
+                   const OptionalTensor& hysteresis_tracker) {
+  std::vector<ReportedFlag> flags;
+  for (const at::Tensor& found_inf : found_infs) flags.push_back({found_inf, {}, 0});
+  update_scale({scale, growth_tracker, hysteresis_tracker}, hyperparameters, flags, nullptr);
 }
 
 }  // namespace amp_ext

@@ -14,7 +14,6 @@
 #include "python/group_options.h"
 #include "python/module.h"
 #include "python/options_by_name.h"
-#include "scaler/scaler_monitor.h"
 
 namespace amp_ext::python {
 
@@ -201,10 +200,6 @@ void define_lists(py::module_& module) {
              py::arg("max_norm"));
   module.def("unscale_", &unscale_, release_gil(), py::arg("grads"), py::arg("inv_scale"),
              py::arg("found_inf"), py::arg("first_nonfinite"));
-  module.def("update_scale_", &update_scale_, release_gil(), py::arg("scale"),
-             py::arg("growth_tracker"), py::arg("found_infs"), py::arg("first_nonfinites"),
-             py::arg("slots"), py::arg("hyperparameters"), py::arg("hysteresis_tracker"),
-             py::arg("monitor"));
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
   module.def(

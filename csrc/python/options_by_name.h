@@ -6,7 +6,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -30,14 +29,6 @@ struct Field {
 template <typename Options>
 using Fields = std::vector<Field<Options>>;
 
-// A class of options for Python. The functions that set fields share the list of them: this module
-// has no state of its own.
-template <typename Options>
-struct OptionsClass {
-  py::class_<Options> type;
-  std::shared_ptr<Fields<Options>> fields = std::make_shared<Fields<Options>>();
-};
-
 // Defines a field, which `set` writes from a value of the given type.
 template <typename Value, typename Options, typename Set>
 void define_field(Fields<Options>& fields, const char* name, const Set& set) {
@@ -57,12 +48,6 @@ void define_field(Fields<Options>& fields, const char* name, Value Struct::* mem
                       [member](Options& self, Value value) { self.*member = std::move(value); });
 }
 
-template <typename Options, typename Value>
-void define_field(OptionsClass<Options>& options, const char* name, Value Options::* member) {
-  options.type.def_readwrite(name, member);
-  define_field(*options.fields, name, member);
-}
-
 // Null if there is none of that name.
 template <typename Options>
 const Field<Options>* find_field(const Fields<Options>& fields, py::handle name) {
@@ -80,18 +65,6 @@ void set_fields(const Fields<Options>& fields, Options& options, const py::kwarg
       throw py::attribute_error(py::str("there is no option {!r}").format(name));
     field->set(options, value);
   }
-}
-
-// A struct of options, whose fields Python gives by name.
-template <typename Options>
-OptionsClass<Options> options_class(py::module_& module, const char* name) {
-  OptionsClass<Options> made{py::class_<Options>(module, name)};
-  made.type.def(py::init([fields = made.fields](const py::kwargs& values) {
-    Options options;
-    set_fields(*fields, options, values);
-    return options;
-  }));
-  return made;
 }
 
 // Throws if a number is NaN, or the limit is none.

@@ -1,6 +1,7 @@
 // What a scaler of Python works with: the loss scale, and its gradients.
 #include <ATen/core/grad_mode.h>
 #include <amp_ext/hyperparameters.h>
+#include <amp_ext/ops.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -21,7 +22,6 @@
 #include "python/options_by_name.h"
 #include "scaler/loss_scale.h"
 #include "scaler/scaled_iteration.h"
-#include "scaler/scaler_monitor.h"
 #include "scaler/scaler_ranges.h"
 
 namespace amp_ext::python {
@@ -352,41 +352,30 @@ void define_loss_scale(py::module_& module) {
 }  // namespace
 
 void define_scaler(py::module_& module) {
-  auto loss_scale = options_class<LossScaleHyperparameters>(module, "LossScaleHyperparameters");
-  define_field(loss_scale, "growth_factor", &LossScaleHyperparameters::growth_factor);
-  define_field(loss_scale, "backoff_factor", &LossScaleHyperparameters::backoff_factor);
-  define_field(loss_scale, "growth_interval", &LossScaleHyperparameters::growth_interval);
-  define_field(loss_scale, "min_scale", &LossScaleHyperparameters::min_scale);
-  define_field(loss_scale, "max_scale", &LossScaleHyperparameters::max_scale);
-  define_field(loss_scale, "hysteresis", &LossScaleHyperparameters::hysteresis);
-  define_field(loss_scale, "dynamic", &LossScaleHyperparameters::dynamic);
-
-  py::class_<ScalerSummary>(module, "ScalerSummary")
-      .def_readonly("updates", &ScalerSummary::updates)
-      .def_readonly("skips", &ScalerSummary::skips)
-      .def_readonly("nonfinite_slot", &ScalerSummary::nonfinite_slot)
-      .def_readonly("nonfinite_index", &ScalerSummary::nonfinite_index);
-
-  py::class_<OptimizerReport>(module, "OptimizerReport")
-      .def_readonly("update", &OptimizerReport::update)
-      .def_readonly("skips", &OptimizerReport::skips)
-      .def_property_readonly("last_was_skipped", [](const OptimizerReport& report) {
-        return report.last_was_skipped != 0;
-      });
-
-  py::class_<ScalerMonitor>(module, "ScalerMonitor")
-      .def(py::init([](const at::Tensor& scale) {
-             return std::make_unique<ScalerMonitor>(scale.device());
-           }),
-           py::arg("scale"))
-      .def("add_optimizer", &ScalerMonitor::add_optimizer)
-      .def("read", &ScalerMonitor::read)
-      .def("read_optimizer", &ScalerMonitor::read_optimizer, py::arg("slot"));
-
+  using Rules = LossScaleHyperparameters;
+  Fields<Rules> fields;
+  define_field(fields, "growth_factor", &Rules::growth_factor);
+  define_field(fields, "backoff_factor", &Rules::backoff_factor);
+  define_field(fields, "growth_interval", &Rules::growth_interval);
+  define_field(fields, "min_scale", &Rules::min_scale);
+  define_field(fields, "max_scale", &Rules::max_scale);
+  define_field(fields, "hysteresis", &Rules::hysteresis);
+  define_field(fields, "dynamic", &Rules::dynamic);
+  module.def(
+      "update_scale_",
+      [fields](const at::Tensor& scale, const at::Tensor& growth_tracker,
+               const TensorList& found_infs, const OptionalTensor& hysteresis_tracker,
+               const py::kwargs& values) {
+        Rules rules;
+        set_fields(fields, rules, values);
+        const py::gil_scoped_release release;
+        update_scale_(scale, growth_tracker, found_infs, rules, hysteresis_tracker);
+      },
+      py::arg("scale"), py::arg("growth_tracker"), py::arg("found_infs"),
+      py::arg("hysteresis_tracker"));
   define_loss_scale(module);
 
   module.def("wanted_of_scaler", &wanted_of_scaler, py::arg("name"), py::arg("value"));
-  module.attr("NO_TENSOR") = kNoTensor;
 }
 
 }  // namespace amp_ext::python

@@ -11,6 +11,8 @@
 #include <cmath>
 #include <utility>
 
+#include "devices/dispatch.h"
+#include "launches.h"
 #include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
 
@@ -30,6 +32,43 @@ at::Tensor on_device(const std::vector<at::Tensor>& tensors, const at::Device& d
 }
 
 }  // namespace
+
+void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
+                  const std::vector<ReportedFlag>& flags, const ScalerMonitor* monitor) {
+  const char* const operation = "update_scale_";
+  const auto& [scale, growth_tracker, hysteresis_tracker] = state;
+  check_is_plain(operation, "scale", scale);
+  const at::Device device = scale.device();
+  check_device(operation, "scale", device);
+  check_number(operation, "scale", scale, at::kFloat, device);
+  check_number(operation, "growth_tracker", growth_tracker, at::kInt, device);
+  TORCH_CHECK(hysteresis_tracker.has_value() || hyperparameters.hysteresis == 1, operation,
+              ": hysteresis_tracker must be given with a hysteresis of ",
+              hyperparameters.hysteresis, ", got None");
+  int32_t* hysteresis = nullptr;
+  if (hysteresis_tracker.has_value()) {
+    check_number(operation, "hysteresis_tracker", *hysteresis_tracker, at::kInt, device);
+    hysteresis = hysteresis_tracker->mutable_data_ptr<int32_t>();
+  }
+  std::vector<OverflowFlag> on_engine;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    const auto& [found_inf, first, slot] = flags[i];
+    check_number(operation, c10::str("found_infs[", i, "]"), found_inf, at::kFloat, device);
+    if (first.defined()) {
+      check_number(operation, c10::str("first_nonfinites[", i, "]"), first, at::kLong, device);
+    }
+    on_engine.push_back({found_inf.const_data_ptr<float>(),
+                         first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr, slot});
+  }
+  const ScaleUpdate update{
+      hyperparameters,
+      {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
+      monitor != nullptr ? monitor->memory() : ReportMemory()};
+  engine_of(device).update_scale(device, update, on_engine);
+  bump_version(scale);
+  bump_version(growth_tracker);
+  if (hysteresis_tracker.has_value()) bump_version(*hysteresis_tracker);
+}
 
 void LossScale::make(const at::Device& device) {
   const OutsideInferenceMode normal;
@@ -146,26 +185,21 @@ ScalerNews LossScale::update(const std::vector<std::pair<int64_t, at::Tensor>>& 
 
 void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows) {
   make_room();
-  TensorList found_infs, elsewhere;
-  std::vector<OptionalTensor> first_nonfinites;
-  std::vector<int64_t> slots;
+  TensorList elsewhere;
+  std::vector<ReportedFlag> reported;
   for (const auto& [slot, found_inf] : flags) {
-    const Record& record = record_of(slot);
-    at::Tensor first = on_device(record.first_nonfinites, found_inf.device());
+    at::Tensor first = on_device(record_of(slot).first_nonfinites, found_inf.device());
     if (first.defined() && first.device() != scale.device()) {
       elsewhere.push_back(first);
       first = moved(first, scale.device());
     }
-    found_infs.push_back(moved(found_inf, scale.device()));
-    first_nonfinites.push_back(first.defined() ? OptionalTensor(first) : OptionalTensor());
-    slots.push_back(slot);
+    reported.push_back({moved(found_inf, scale.device()), first, slot});
   }
   LossScaleHyperparameters rules = hyperparameters;
   rules.dynamic = rules.dynamic && follows;
-  OptionalTensor hysteresis;
-  if (hysteresis_tracker.defined()) hysteresis = hysteresis_tracker;
-  update_scale_(scale, growth_tracker, found_infs, first_nonfinites, slots, rules, hysteresis,
-                monitor_.get());
+  ScaleState state = {scale, growth_tracker, {}};
+  if (hysteresis_tracker.defined()) state.hysteresis_tracker = hysteresis_tracker;
+  update_scale(state, rules, reported, monitor_.get());
   for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
   for (const auto& flag : flags) record_of(flag.first).awaits_update = false;
 }

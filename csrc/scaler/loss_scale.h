@@ -34,6 +34,23 @@ struct ScalerNews {
   bool scale_is_too_small = false;
 };
 
+// The tensors that an update of the scale writes.
+struct ScaleState {
+  at::Tensor scale, growth_tracker;   // one float32 and one int32
+  OptionalTensor hysteresis_tracker;  // one int32; none with a hysteresis of 1
+};
+
+// A flag of one look, with what that look has found first, which is reset.
+struct ReportedFlag {
+  at::Tensor found_inf;        // one float32
+  at::Tensor first_nonfinite;  // one int64, or undefined
+  int64_t slot;                // of the report of the optimizer
+};
+
+// Lets the scale follow these flags, and reports that to the monitor, unless it is null.
+void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
+                  const std::vector<ReportedFlag>& flags, const ScalerMonitor* monitor);
+
 class AMP_EXT_API LossScale {
  public:
   // Options, and what the tensors are made of. Whoever holds the scale may set all of these, and

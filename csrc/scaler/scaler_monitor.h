@@ -34,7 +34,6 @@ class AMP_EXT_API ScalerMonitor {
   OptimizerReport read_optimizer(int64_t slot) const;
   ScaleHistory history() const;
 
-  const at::Device& device() const { return device_; }
   ReportMemory memory() const;
 
  private:

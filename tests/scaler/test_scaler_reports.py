@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext import ops
 
 HISTORY = 4096
 NOTHING_YET = amp_ext.ScalerStats(0, 0, 0, 0, 4.0, 4.0, 4.0, None)
@@ -342,42 +341,6 @@ def test_a_reader_in_another_thread_never_sees_torn_values(device):
         sys.setswitchinterval(interval)
 
 
-# The monitor
-
-
-def update_by_hand(monitor: Any, found_infs: list[float], device: Any, **options: Any) -> float:
-    """Updates a scale of 4 with some flags, and returns it."""
-    rules = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1}
-    scale, growth_tracker = torch.full((), 4.0, device=device), torch.zeros((), device=device).int()
-    flags = [torch.full((), float(value), device=device) for value in found_infs]
-    ops.update_scale_(scale, growth_tracker, flags, **rules, monitor=monitor, **options)
-    return scale.item()
-
-
-def test_a_monitor_refuses_a_number_that_it_has_not_given(device):
-    monitor = ops.ScalerMonitor(torch.ones((), device=device))
-    with pytest.raises(RuntimeError, match=r"^ScalerMonitor: slot must be below 0, got 0"):
-        monitor.read_optimizer(0)
-    message = r"^update_scale_: slots\[0\] must be one that the monitor has added, got 0"
-    with pytest.raises(RuntimeError, match=message):
-        update_by_hand(monitor, [1.0], device)
-    assert monitor.read().updates == 0
-    assert update_by_hand(monitor, [], device) == 8, "without flags it is a clean one"
-    assert (monitor.read().updates, monitor.read().skips) == (1, 0)
-
-
-def test_the_numbers_of_first_bad_gradients_are_reset(device):
-    monitor = ops.ScalerMonitor(torch.ones((), device=device))
-    slots = [monitor.add_optimizer() for _ in range(3)]
-    firsts = [torch.full((), value, device=device) for value in (7, ops.NO_TENSOR, 5)]
-    options = {"slots": slots, "first_nonfinites": firsts}
-    assert update_by_hand(monitor, [1, 1, 0], device, **options) == 2
-    assert [first.item() for first in firsts] == [ops.NO_TENSOR] * 3
-    report = monitor.read()
-    assert (report.nonfinite_slot, report.nonfinite_index) == (slots[0], 7)
-    assert [monitor.read_optimizer(slot).last_was_skipped for slot in slots] == [True, True, False]
-
-
 def test_a_look_without_a_scaler_leaves_no_name_behind(device):
     first, second = (Parameter(torch.zeros(3, device=device)) for _ in range(2))
     optimizer = amp_ext.optim.SGD([("a", first), ("b", second)], lr=0.1, max_grad_norm=1.0)
@@ -393,10 +356,15 @@ def test_a_look_without_a_scaler_leaves_no_name_behind(device):
 
 @pytest.mark.parametrize("found_infs", [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_flags_of_several_devices_are_one_step_of_their_optimizer(found_infs, device):
-    monitor = ops.ScalerMonitor(torch.ones((), device=device))
-    slots = [monitor.add_optimizer()] * 2
+    scaler = amp_ext.GradScaler(device, growth_interval=1)
+    optimizer = amp_ext.optim.SGD([Parameter(torch.zeros(3, device=device))], lr=0.1)
     for updates in (1, 2):
-        update_by_hand(monitor, found_infs, device, slots=slots, first_nonfinites=[None, None])
-        report = monitor.read_optimizer(slots[0])
-        assert (report.update, report.last_was_skipped) == (updates, any(found_infs))
-        assert report.skips == (updates if any(found_infs) else 0)
+        scaler.scale(torch.ones((), device=device))
+        flags = [torch.full((), float(found), device=device) for found in found_infs]
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = dict(enumerate(flags))  # as a client writes it
+        before = scaler.get_scale()
+        scaler.update()
+        assert scaler.get_scale() == before * (0.5 if any(found_infs) else 2.0)
+        stats = scaler.stats(wait=True)
+        assert (stats.updates, stats.skips) == (updates, updates if any(found_infs) else 0)

@@ -14,8 +14,6 @@
 
 namespace amp_ext {
 
-class AMP_EXT_API ScalerMonitor;
-
 // Sets found_inf to 1 if an element of `tensors` is inf or NaN, or if grad_scale has no finite
 // inverse; otherwise leaves it. Sets sum_of_squares, if given, and lowers first_nonfinite, if
 // given, to the index of the first such tensor. Only reads the tensors.
@@ -37,16 +35,11 @@ AMP_EXT_API void clip_grads_(const TensorList& grads, const at::Tensor& total_no
 // The number of infs and NaNs of each tensor, in one int64 tensor.
 AMP_EXT_API at::Tensor count_nonfinite(const TensorList& tensors);
 
-// Backs the scale off if one of the flags is not 0, grows it after an interval of clean steps, and
-// reports to the monitor, if there is one: then `slots` has for each flag the number of its
-// optimizer there, and `first_nonfinites` what the look left, which is reset.
+// Backs the scale off if one of the flags is not 0, and grows it after an interval of clean steps.
 AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                                const TensorList& found_infs,
-                               const std::vector<OptionalTensor>& first_nonfinites,
-                               const std::vector<int64_t>& slots,
                                const LossScaleHyperparameters& hyperparameters,
-                               const OptionalTensor& hysteresis_tracker,
-                               const ScalerMonitor* monitor);
+                               const OptionalTensor& hysteresis_tracker = {});
 
 // Takes parameters that were changed behind their masters over into them. A master that rounds to
 // its parameter is left as it is.
