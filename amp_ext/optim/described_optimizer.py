@@ -104,7 +104,14 @@ class DescribedOptimizer(torch.optim.Optimizer):
                 )
 
     def _check_options(self, options: dict[str, Any], where: str) -> None:
-        """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name."""
+        """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name.
+
+        A group may come from a file or a class that knows torch's options alone: those that torch's
+        class does not have are then as the optimizer was constructed.
+        """
+        for option in self._description.options:
+            if option.on_load in ("kept", "kept if missing") and option.name in self.defaults:
+                options.setdefault(option.name, self.defaults[option.name])
         check_group(self._description, options, where)
 
     def _check_groups(self) -> None:

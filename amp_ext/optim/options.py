@@ -77,8 +77,8 @@ def check_group(description: Any, group: Options, where: str) -> None:
 
     Raises:
         TypeError: If an option is of a wrong type.
-        ValueError: If one is missing, for which no default stands in, or a step has no use for it.
-            torch raises a KeyError for the former, which would print this in quotes.
+        ValueError: If one is missing, or a step has no use for it. torch raises a KeyError for the
+            former, which would print this in quotes.
         RuntimeError: If ``differentiable`` is true.
     """
     for option in description.options:
