@@ -132,6 +132,7 @@ _OTHERS = (
     "name_of_another_group",
     "open_beside",
     "places_by_name",
+    "put_states",
     "wanted_of_scaler",
     "whole_master",
 )

@@ -169,8 +169,8 @@ class FusedOptimizer(WatchedOptimizer):
                 )
             place.kept.check_is_stepped(place.listed(), "init_state")
         made, _ = made_states(self.state, trainable)
-        self.state.update(made)  # at once
         if made:
+            ops.put_states(self.state, made)
             self.rebuild()  # the plan would go on with a state that was erased
 
     @staticmethod

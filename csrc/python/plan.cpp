@@ -150,6 +150,31 @@ struct Operation {
   }
 };
 
+// Puts states that were made whole into those of an optimizer. The dicts that are there stay the
+// same objects, which others may hold. All that may run Python comes before the first write.
+void put_states(const py::object& states, const py::dict& made) {
+  std::vector<std::pair<py::dict, py::dict>> kept;  // a dict, and what it is to have
+  std::vector<py::dict> before;                     // keeps alive what is dropped
+  py::dict added;
+  for (const auto& [param, state] : made) {
+    const py::object there = states.attr("get")(param);
+    if (PyDict_CheckExact(there.ptr())) {
+      kept.emplace_back(there, py::reinterpret_borrow<py::dict>(state));
+      before.emplace_back(there.attr("copy")());
+    } else {
+      added[param] = state;
+    }
+  }
+  states.attr("update")(added);
+  for (size_t i = 0; i < kept.size(); ++i) {
+    const auto& [there, state] = kept[i];
+    PyDict_Update(there.ptr(), state.ptr());
+    for (const auto& [key, value] : before[i]) {
+      if (PyDict_Contains(state.ptr(), key.ptr()) == 0) PyDict_DelItem(there.ptr(), key.ptr());
+    }
+  }
+}
+
 // The states in the dicts of an optimizer. Keeping them is the last that a step does of Python: it
 // says in the hand-over of a scaler that it writes, and lets other threads run.
 class StatesOfPython : public StateStore {
@@ -173,7 +198,7 @@ class StatesOfPython : public StateStore {
   void keep() override {
     PlanOfPython& mine = operation_.mine;
     if (made_) {
-      operation_.states.attr("update")(made_);  // at once
+      put_states(operation_.states, made_);
       mine.states.keep(operation_.states, mine.state_keys);
     }
     set_spent(Py_True);
@@ -389,6 +414,7 @@ void define_plan(py::module_& module) {
       .def_readwrite("sums", &InspectedStep::sums)
       .def("read", &read_inspection);
   define_averages(module);
+  module.def("put_states", &put_states, py::arg("states"), py::arg("made"));
   py::class_<PlanOfPython>(module, "Plan")
       .def(py::init<std::string, std::shared_ptr<OptimizerDescription>, const PlanOfPython*,
                     std::string>(),

@@ -262,9 +262,19 @@ def test_what_is_left_of_a_state_is_refused_as_by_torch(erases, name, state_dtyp
 def test_others_may_write_into_a_state_before_the_first_step(name, options) -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = ours(name)([param], **options)
-    optimizer.state[param]["slow"] = torch.ones(3)
+    held = optimizer.state[param]
+    held["slow"] = torch.ones(3)
     if not optimizer._kept(optimizer.param_groups[0]).keeps_step:
-        optimizer.state[param]["step"] = 0  # theirs: neither read nor written
+        held["step"] = 0  # theirs: neither read nor written
     give_grads(optimizer)
     optimizer.step()
-    assert optimizer.state[param].get("step") in (0, torch.tensor(1.0))
+    assert held.get("step") in (0, torch.tensor(1.0))
+    param.data = param.data.half()  # asks for other states
+    give_grads(optimizer)
+    optimizer.step()
+    assert "master_param" in held
+    optimizer.param_groups[0].update(master_weights=False, rounding="nearest")
+    optimizer.step()
+    assert "master_param" not in held
+    assert optimizer.state[param] is held
+    assert same_bits(held["slow"], torch.ones(3))
