@@ -95,7 +95,6 @@ class GradScaler(ScalerSettings):
         states[id(optimizer)] = states[id(inside)] = state
         return state
 
-    @_disable_dynamo
     def _begin_look(self, operation: str, optimizer: Any, state: dict[str, Any]) -> Any:
         """Refuses gradients that don't carry the scale; returns the flag that a look starts from.
 
@@ -104,6 +103,7 @@ class GradScaler(ScalerSettings):
         inside = optimizer_inside(optimizer)
         return self._loss_scale.begin_look(operation, vars(self), state, inside)
 
+    @_disable_dynamo  # a compiled program steps around it
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscales an optimizer's gradients in place and looks for inf and NaN among them.
 
@@ -135,7 +135,6 @@ class GradScaler(ScalerSettings):
         """Returns the process group whose ranks skip together, or None."""
         return self.process_group
 
-    @_disable_dynamo
     def _agree_over_group(self, state: dict[str, Any]) -> dict[torch.device, Tensor]:
         """Makes what this look found known to all ranks; those without a gradient take part."""
         flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
@@ -159,7 +158,6 @@ class GradScaler(ScalerSettings):
         scale, _ = self._check_scale_growth_tracker("flags_of_all_ranks")
         return all_reduce_flags(flags, scale, group)[0]
 
-    @_disable_dynamo  # a compiled program steps around these
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -197,7 +195,6 @@ class GradScaler(ScalerSettings):
             flags, _, _ = sharded_over.all_reduce(found_inf, flags.values())
         return flags
 
-    @_disable_dynamo
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -221,6 +218,7 @@ class GradScaler(ScalerSettings):
             state["iteration"].forget_unscaling()
         return self._agree_over_group(state)
 
+    @_disable_dynamo  # a compiled program steps around it
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer whose gradients are finite, and skips the step otherwise.
 
@@ -342,6 +340,7 @@ class GradScaler(ScalerSettings):
         elif "iteration" in state:
             state["iteration"].check_unscaled()
 
+    @_disable_dynamo  # a compiled program steps around it
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, without a look from the host.
 
@@ -386,7 +385,6 @@ class GradScaler(ScalerSettings):
         if self._reduces_over() is not None:
             self._loss_scale.check_scales()
 
-    @_disable_dynamo
     def _update_from_looks(self, new_scale: float | Tensor | None) -> tuple[str, str, bool] | None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale.
 

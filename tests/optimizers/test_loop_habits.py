@@ -278,3 +278,22 @@ def test_others_may_write_into_a_state_before_the_first_step(name, options) -> N
     assert "master_param" not in held
     assert optimizer.state[param] is held
     assert same_bits(held["slow"], torch.ones(3))
+
+
+def test_a_compiled_train_step_goes_around_the_scaler_without_a_warning(recwarn) -> None:
+    model, scaler = small_model(F32), GradScaler("cpu")
+    optimizer = ours("AdamW")(model.parameters())
+
+    @torch.compile(backend="eager")
+    def train(inputs: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    losses = [train(torch.ones(3, 4)).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert scaler.stats().steps == 3
+    assert [str(each.message) for each in recwarn] == []
