@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -99,16 +100,10 @@ def test_the_signature_is_torchs_and_one_more() -> None:
 def test_gradients_are_clipped_as_by_torch(dtype, value, max_norm: float, device) -> None:
     """As long as their norm is finite, and when it is not."""
     params = with_grads(device, dtype)
+    params[3].grad = None
     if value is not None:
         params[0].grad[7] = value
     assert_as_torchs(params, max_norm)
-
-
-@pytest.mark.parametrize("norm_type", [2, 2.0, "2"])
-def test_arguments_of_torch_are_taken_by_place(norm_type: Any, device) -> None:
-    for error_if_nonfinite in (False, True):
-        for foreach in (None, False, True):
-            assert_as_torchs(with_grads(device), 1.0, norm_type, error_if_nonfinite, foreach)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +127,6 @@ def test_any_iterable_of_parameters_is_taken(kind: Callable[[Any], Any], device)
         if kind(params) is params[0]:
             params = params[:1]
         assert_as_torchs(params, 0.1, kind=kind)
-
-
-def test_parameters_without_gradients_are_passed_over(device) -> None:
-    params = with_grads(device)
-    for index in (0, 3, 4):
-        params[index].grad = None
-    assert_as_torchs(params, 0.5)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
@@ -166,30 +154,21 @@ def test_only_an_empty_generator_is_warned_of_as_by_torch(nothing: Callable[[], 
     assert len(caught[0]) == (nothing is not list)
 
 
-@pytest.mark.parametrize("max_norm", [0.25, math.inf])
-@pytest.mark.parametrize("norm_type", [0.0, 0.5, 1, 3.0, math.inf, "inf", -math.inf])
-def test_other_norms_are_torchs(norm_type: Any, max_norm: float, device) -> None:
+OTHER_NORMS = [0.0, 0.5, 1, 3.0, math.inf, "inf", -math.inf]
+ARGUMENTS = [
+    *itertools.product([1.0], [2, 2.0, "2"], [False, True], [None, False, True]),
+    *itertools.product([0.25, math.inf], OTHER_NORMS),
+    *((limit,) for limit in (1, torch.tensor(0.5), torch.tensor([0.5], dtype=F64))),
+    (torch.tensor(2),),
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_any_arguments_do_what_they_do_in_torch(arguments: tuple[Any, ...], device) -> None:
     params = [param for param in with_grads(device) if param.numel()]
-    assert_as_torchs(params, max_norm, norm_type)
-
-
-@pytest.mark.parametrize(
-    "limit", [1, torch.tensor(0.5), torch.tensor([0.5], dtype=F64), torch.tensor(2)], ids=str
-)
-def test_the_limit_may_be_any_number(limit: Any, device) -> None:
-    assert_as_torchs(with_grads(device), limit)
-    if isinstance(limit, Tensor):
-        assert_as_torchs(with_grads(device), limit.to(device))
-
-
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_the_norm_is_one_float32_outside_of_any_graph(dtype: torch.dtype, device) -> None:
-    (param,) = make_params(dtype, device, [(5,)])
-    param.grad = torch.ones_like(param, requires_grad=True)
-    norm = clip_grad_norm_([param], 1.0)
-    assert (norm.shape, norm.dtype, norm.device) == ((), F32, param.device)
-    assert not norm.requires_grad
-    assert param.grad.requires_grad
+    assert_as_torchs(params, *arguments)
+    if isinstance(arguments[0], Tensor):
+        assert_as_torchs(params, arguments[0].to(device))
 
 
 @pytest.mark.parametrize("dtypes", [*((dtype,) for dtype in ALL_DTYPES), ALL_DTYPES], ids=str)
@@ -342,5 +321,7 @@ def test_no_flag_of_autograd_matters(device) -> None:
         for param in params:
             param.grad.requires_grad_()
         assert_as_torchs(params, 1.0)
+        assert not clip_grad_norm_(params, 1.0).requires_grad
+        assert params[0].grad.requires_grad
     with torch.inference_mode():
         assert_as_torchs(params, 0.5)

@@ -10,7 +10,6 @@ from harness.awkward import BF16, F32, Dtypes
 from harness.coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps
 from harness.list_operations import Lists, assert_same, run
 from harness.number_codes import GROUP
-from harness.rows import rows
 from torch import Tensor
 
 IN_FLOAT = Dtypes(F32, F32, F32)
@@ -41,96 +40,96 @@ def assert_refused(operation: str, lists: Lists, words: str, **options: Any) -> 
 NARROW = "must be Float or BFloat16, got"
 BESIDE = "must be BFloat16 or Byte beside first moments of Char, got"
 SIZES = r"must be of sizes \[64\], got \[32\]"
-
-
-@pytest.mark.parametrize(
-    ("operation", "code", "name", "change", "words"),
-    rows(
-        {
-            "lion-ratio": ("lion_", "q8m", "exp_avgs", Tensor.char, f"{NARROW} Char"),
-            "sgd-ratio": ("sgd_", "q8m", "momentum_buffers", Tensor.char, f"{NARROW} Char"),
-            "sgd-size": ("sgd_", "q8m", "momentum_buffers", lambda t: t[:GROUP], SIZES),
-            "adam-group": ("adam_", "q8h", "exp_avgs", Tensor.byte, f"{NARROW} Byte"),
-            "adam-size": ("adam_", "q8s", "exp_avgs", lambda t: t[:GROUP], SIZES),
-            "second-ratio": ("adam_", "q8s", "exp_avg_sqs", Tensor.char, f"{BESIDE} Char"),
-            "second-float": ("adam_", "q8h", "exp_avg_sqs", Tensor.float, f"{BESIDE} Float"),
-            "second-half": ("adam_", "q8h", "exp_avg_sqs", Tensor.half, f"{BESIDE} Half"),
-        }
+NOT_BYTES = "must be Byte and contiguous, got"
+BLOCKS = [("adam_", "q8s"), ("lion_", "q8m"), ("sgd_", "q8m")]
+# The operation, its code, what is changed of the second tensor of a list, and what the error says.
+WRONG = [
+    ("lion_", "q8m", "exp_avgs", Tensor.char, f"{NARROW} Char"),
+    ("sgd_", "q8m", "momentum_buffers", Tensor.char, f"{NARROW} Char"),
+    ("sgd_", "q8m", "momentum_buffers", lambda t: t[:GROUP], SIZES),
+    ("adam_", "q8h", "exp_avgs", Tensor.byte, f"{NARROW} Byte"),
+    ("adam_", "q8s", "exp_avgs", lambda t: t[:GROUP], SIZES),
+    ("adam_", "q8s", "exp_avg_sqs", Tensor.char, f"{BESIDE} Char"),
+    ("adam_", "q8h", "exp_avg_sqs", Tensor.float, f"{BESIDE} Float"),
+    ("adam_", "q8h", "exp_avg_sqs", Tensor.half, f"{BESIDE} Half"),
+    *(
+        (*block, "exponents", change, words)
+        for block in BLOCKS
+        for change, words in (
+            (lambda t: t[:0], "must be of 2 elements, got 0"),
+            (lambda t: t.repeat(2), "must be of 2 elements, got 4"),
+            (Tensor.char, f"{NOT_BYTES} Char"),
+            (Tensor.float, f"{NOT_BYTES} Float"),
+            (lambda t: t.repeat_interleave(2)[::2], f"{NOT_BYTES} Byte"),
+            (lambda t: t[:1].expand(2), f"{NOT_BYTES} Byte"),
+            (lambda t: t.to("meta"), "must be on cpu, got meta"),
+            (Tensor.to_sparse, "must be .*[sS]parse"),
+        )
     ),
-)
-def test_a_code_that_does_not_fit_is_named(operation, code, name, change, words):
+]
+
+
+@pytest.mark.parametrize(("operation", "code", "name", "change", "words"), WRONG)
+def test_a_tensor_that_does_not_fit_is_named(operation, code, name, change, words):
     lists = lists_of(operation, code)
     lists[name][1] = change(lists[name][1])
     assert_refused(operation, lists, rf"{name}\[1\] {words}")
 
 
-def test_second_moments_in_groups_beside_first_ones_in_float_are_named():
-    lists = lists_of("adam_", "q8s")
-    lists["exp_avgs"][1] = lists["exp_avgs"][1].float()
-    assert_refused("adam_", lists, rf"exp_avg_sqs\[1\] {NARROW} Byte")
-
-
-@pytest.mark.parametrize("code", ["q8h", "q8s"])
-def test_codes_beside_a_maximum_are_named(code):
-    lists = lists_of("adam_", code)
+def with_maxima(lists: Lists) -> None:
     lists["max_exp_avg_sqs"] = [torch.zeros(2 * GROUP, dtype=BF16) for _ in lists["params"]]
-    assert_refused("adam_", lists, rf"exp_avgs\[0\] {NARROW} Char")
 
 
-with_groups = pytest.mark.parametrize(
-    ("operation", "code"), [("adam_", "q8s"), ("lion_", "q8m"), ("sgd_", "q8m")]
-)
-NOT_BYTES = "must be Byte and contiguous, got"
+def not_of_whole_groups(lists: Lists) -> None:
+    for name in lists.keys() - {"steps", "exponents"}:
+        lists[name][1] = torch.cat([lists[name][1], lists[name][1][:1]])
+
+
+NO_GROUPS = "must be None for moments without groups, got 2 elements"
+ONE_OF_EACH = "exponents must have 3 tensors, one for each of params, got 2"
+UNEVEN = r"params\[1\] must be of a multiple of 32 elements for moments in groups, got 65"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    rows(
-        {
-            "empty": (lambda t: t[:0], "must be of 2 elements, got 0"),
-            "size": (lambda t: t.repeat(2), "must be of 2 elements, got 4"),
-            "dtype": (Tensor.char, f"{NOT_BYTES} Char"),
-            "float": (Tensor.float, f"{NOT_BYTES} Float"),
-            "spread": (lambda t: t.repeat_interleave(2)[::2], f"{NOT_BYTES} Byte"),
-            "expanded": (lambda t: t[:1].expand(2), f"{NOT_BYTES} Byte"),
-            "device": (lambda t: t.to("meta"), "must be on cpu, got meta"),
-            "sparse": (Tensor.to_sparse, "must be .*[sS]parse"),
-        }
-    ),
+    ("operation", "code", "change", "words"),
+    [
+        (
+            *("adam_", "q8s", lambda lists: lists["exp_avgs"].__setitem__(1, torch.ones(64))),
+            rf"exp_avg_sqs\[1\] {NARROW} Byte",
+        ),
+        *(("adam_", code, with_maxima, rf"exp_avgs\[0\] {NARROW} Char") for code in ("q8h", "q8s")),
+        (
+            *("adam_", "q8h"),
+            lambda lists: lists.update(exponents=[torch.ones(2, dtype=torch.uint8)] * 3),
+            rf"exponents\[0\] {NO_GROUPS}",
+        ),
+        *(
+            (*block, change, words)
+            for block in BLOCKS
+            for change, words in (
+                (
+                    lambda lists: lists.pop("exponents"),
+                    r"exponents\[0\] must be of 2 elements, got 0",
+                ),
+                (lambda lists: lists["exponents"].pop(), ONE_OF_EACH),
+                (not_of_whole_groups, UNEVEN),
+            )
+        ),
+    ],
 )
-@with_groups
-def test_exponents_that_do_not_fit_are_named(operation, code, change, words):
+def test_lists_that_do_not_fit_are_named(operation, code, change, words):
     lists = lists_of(operation, code)
-    lists["exponents"][1] = change(lists["exponents"][1])
-    assert_refused(operation, lists, rf"exponents\[1\] {words}")
-
-
-@with_groups
-def test_missing_exponents_are_named(operation, code):
-    lists = lists_of(operation, code)
-    exponents = lists.pop("exponents")
-    assert_refused(operation, lists, r"exponents\[0\] must be of 2 elements, got 0")
-    lists["exponents"] = exponents[:2]
-    words = "exponents must have 3 tensors, one for each of params, got 2"
+    change(lists)
     assert_refused(operation, lists, words)
 
 
-@with_groups
+@pytest.mark.parametrize(("operation", "code"), BLOCKS)
 def test_exponents_that_share_memory_are_named(operation, code):
     for other in lists_of(operation, code).keys() - {"grads"}:
         lists = lists_of(operation, code)
         lists["exponents"][1] = lists[other][0].view(-1).view(torch.uint8)[:2]
         one = rf"(exponents\[1\]|{other}\[0\])"
         assert_refused(operation, lists, f"{one} is written and must not share memory with {one}")
-
-
-@with_groups
-def test_a_parameter_that_is_no_whole_number_of_groups_is_named(operation, code):
-    lists = lists_of(operation, code)
-    for name in lists.keys() - {"steps", "exponents"}:
-        lists[name][1] = torch.cat([lists[name][1], lists[name][1][:1]])
-    words = "must be of a multiple of 32 elements for moments in groups, got 65"
-    assert_refused(operation, lists, rf"params\[1\] {words}")
 
 
 @coded_steps
@@ -143,13 +142,6 @@ def test_codes_of_a_float64_parameter_are_named(operation, options, code):
     dtype = "Byte" if code == "q8m" else "Char"
     words = rf"{FIRST_STATES[operation]}\[1\] must be Double, got {dtype}"
     assert_refused(operation, lists, words, **options)
-
-
-def test_exponents_of_ratios_are_named():
-    lists = lists_of("adam_", "q8h")
-    lists["exponents"] = [torch.ones(2, dtype=torch.uint8) for _ in lists["params"]]
-    words = "must be None for moments without groups, got 2 elements"
-    assert_refused("adam_", lists, rf"exponents\[0\] {words}")
 
 
 def test_exponents_without_any_moments_are_named():
