@@ -1,4 +1,4 @@
-"""Where the tests run: devices, and the instruction sets of the CPU engine."""
+"""Where the tests run: devices, instruction sets of the CPU engine, and programs in Python."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -79,18 +80,21 @@ def emulated_cuda() -> Iterator[None]:
         yield
 
 
+REQUIRES_CUDA = os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1"
 ROWS = [
     Row("cpu", "cpu"),
     Row("emulated", "cpu", build.why_no_emulator, emulated_cuda),
     Row("cuda", "cuda", why_no_gpu),
 ]
+if why_no_gpu() and not REQUIRES_CUDA:
+    ROWS.pop()  # to skip thousands of tests takes seconds
 
 
 @pytest.fixture(params=[pytest.param(row, id=row.name) for row in ROWS])
 def row(request: pytest.FixtureRequest) -> Iterator[Row]:
     """Every place in turn, for tests that expect more of one than of another.
 
-    A missing GPU is a skip, and a failure under ``AMP_EXT_REQUIRE_CUDA=1``.
+    A missing GPU has no row, and one that fails under ``AMP_EXT_REQUIRE_CUDA=1``.
     """
     yield from taken(request.param)
 
@@ -99,7 +103,7 @@ def taken(row: Row) -> Iterator[Row]:
     """Takes a row's kernels until the test has ended."""
     reason = row.why_missing()
     if reason is not None:
-        if row.name == "cuda" and os.environ.get("AMP_EXT_REQUIRE_CUDA") == "1":
+        if row.name == "cuda":
             pytest.fail(f"AMP_EXT_REQUIRE_CUDA=1, but {reason}")
         pytest.skip(reason)
     with row.selected():
@@ -133,6 +137,64 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+# Has torch already, so that a program is up in a tenth of a second. Forks for each line that it
+# reads and goes on as `python -m` would, whose own frames have such names too: no traceback of a
+# program begins with this one.
+SERVER = """
+import json, os, runpy, signal, sys
+import torch
+
+for line in sys.stdin:
+    module, arguments, folder, environment, outputs = json.loads(line)
+    if os.fork() == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+else:
+    sys.exit()
+signal.alarm(120)
+for number, path in enumerate([os.devnull, *outputs]):
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(environment)
+sys.argv, sys.path[0] = ["-m", *arguments], folder
+runpy._run_module_as_main(module)
+"""
+
+RunModule = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def run_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunModule]:
+    """Runs ``python -m module`` in a folder; the package is on its path, but not first."""
+    import amp_ext
+
+    home = Path(amp_ext.__file__).parents[1]
+    outputs = [str(tmp_path_factory.mktemp("outputs") / name) for name in ("stdout", "stderr")]
+    server = subprocess.Popen(
+        [sys.executable, "-c", f"exec(compile({SERVER!r}, '<frozen server>', 'exec'))"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(home), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def run(module: str, *arguments: str, folder: Path, **changes: str | None):
+        variables = {**os.environ, **changes}
+        environment = {name: text for name, text in variables.items() if text is not None}
+        request = [module, arguments, str(folder), environment, outputs]
+        server.stdin.write(f"{json.dumps(request)}\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        texts = [Path(output).read_text() for output in outputs]
+        return subprocess.CompletedProcess([module, *arguments], code, *texts)
+
+    yield run
+    server.communicate()
+
+
 CHILD = """
 import importlib, sys
 import torch
@@ -146,7 +208,7 @@ torch.save((ops.cpu_isa(), getattr(importlib.import_module(module), function)())
 
 @pytest.fixture(scope="session")
 def under_isa(
-    tmp_path_factory: pytest.TempPathFactory,
+    run_module: RunModule, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Callable[[], Any], str | None], tuple[str, Any]]:
     """Runs a function of a test module in a fresh interpreter, under a chosen instruction set.
 
@@ -154,15 +216,14 @@ def under_isa(
     function returned: anything of tensors, lists, dicts and numbers. The set is read when the
     package is imported, so one process cannot do both. None leaves the choice to the package.
     """
+    folder = tmp_path_factory.mktemp("under_isa")
+    (folder / "child.py").write_text(CHILD)
 
     def run(function: Callable[[], Any], isa: str | None) -> tuple[str, Any]:
-        path = tmp_path_factory.mktemp("under_isa") / "result.pt"
-        folder, name = Path(inspect.getfile(function)).parent, function.__name__
-        environment = {k: v for k, v in os.environ.items() if k != "AMP_EXT_CPU_ISA"}
-        if isa is not None:
-            environment["AMP_EXT_CPU_ISA"] = isa
-        command = [sys.executable, "-c", CHILD, TESTS, folder, function.__module__, name, path]
-        subprocess.run(command, env=environment, timeout=120, check=True)
+        home, path = Path(inspect.getfile(function)).parent, folder / "result.pt"
+        arguments = map(str, (TESTS, home, function.__module__, function.__name__, path))
+        done = run_module("child", *arguments, folder=folder, AMP_EXT_CPU_ISA=isa)
+        assert done.returncode == 0, done.stderr
         return torch.load(path)
 
     return run
