@@ -92,7 +92,7 @@ def carry(saver: tuple[Any, Any], loader: tuple[Any, Any], way: str, folder: Pat
 
 @dataclass
 class Resuming:
-    """Saves and resumes the cases, those of single parameters in each way."""
+    """Saves and resumes the cases, each way and each case with several of the others."""
 
     folder: Path
     use_orig_params: bool
@@ -104,7 +104,7 @@ class Resuming:
         for own in CANNOT_BE_SAVED:
             with pytest.raises(ValueError, match="FullyShardedDataParallel flattens"):
                 make("AdamW", own, BF16, self.use_orig_params, "full")
-        in_each = itertools.product(CASES, WAYS)
+        in_each = [*itertools.product(CASES, WAYS)][::3]
         rows = in_each if self.use_orig_params else zip(CASES, itertools.cycle(WAYS), strict=False)
         for number, (case, way) in enumerate(rows):
             name, options, dtype, own = case

@@ -18,6 +18,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 pytestmark = ranks.needs_gloo
 
 STEPS_OF_A_STAGE = 2
+# What is kept, in which dtype of parameters; every second one by both optimizers.
+FORMS: list[tuple[dict[str, Any], torch.dtype]] = [
+    ({"max_grad_norm": 1.0}, F32),
+    ({"state_dtype": BF16}, F32),
+    ({"max_grad_norm": 1.0}, BF16),
+    ({"state_dtype": BF16, "master_weights": False}, BF16),
+    ({"master_weights": "split"}, BF16),
+    ({"state_dtype": "8bit-bf16", "master_weights": "split8"}, BF16),
+    ({"state_dtype": "8bit"}, F32),
+    ({"state_dtype": "8bit", "master_weights": "split"}, BF16),
+]
 
 
 def make(name: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Any]:
@@ -56,19 +67,10 @@ class Stage:
 
     def __call__(self, rank: int) -> None:
         """Loads, trains, saves; the last stage compares with a run that was never stopped."""
-        for row in optimizers_named("adamw", "dampening"):
-            name, options = row.values
-            for dtype in (F32, BF16):
-                clipping = {"max_grad_norm": 1.0} if row.id == "adamw" else {}
-                self.run(f"{row.id}-{dtype}", name, options | clipping, dtype)
-                narrow = options | {"state_dtype": BF16, "master_weights": dtype == F32}
-                self.run(f"{row.id}-{dtype}-narrow", name, narrow, dtype)
-            for form in ("split", "split8"):
-                self.run(f"{row.id}-{form}", name, options | {"master_weights": form}, BF16)
-            for state_dtype in ("8bit-bf16", "8bit"):
-                small = options | {"state_dtype": state_dtype, "master_weights": "split"}
-                self.run(f"{row.id}-{state_dtype}", name, small, BF16)
-                self.run(f"{row.id}-{state_dtype}-{F32}", name, small, F32)
+        for number, (kept, dtype) in enumerate(FORMS):
+            for row in optimizers_named("adamw", "dampening")[: 1 + number % 2]:
+                name, options = row.values
+                self.run(f"{row.id}-{number}", name, options | kept, dtype)
 
     def run(self, case: str, name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
         model, optimizer, scaler = make(name, options, dtype)

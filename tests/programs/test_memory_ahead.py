@@ -16,10 +16,9 @@ for wanted in ("0", "1", "on"):
         os.wait()
         continue
     os.environ["AMP_EXT_CPU_PREFETCH"] = wanted
-    import amp_ext
-    param = torch.nn.Parameter(torch.ones(70_000))
-    param.grad = torch.arange(70_000.0)
-    amp_ext.optim.AdamW([param], max_grad_norm=1.0).step()
+    from amp_ext import ops
+    param, grad = torch.ones(70_000), torch.arange(70_000.0)
+    ops.sgd_([param], [grad], lr=0.1, max_grad_norm=1.0)
     print(param.double().sum().item().hex())
     break
 """
