@@ -146,11 +146,10 @@ END
 }
 
 # The rows of the CPU, with the binary that also holds the CUDA kernels; also from programs in C++. Left out:
-# errors of thousands of steps, which the same CPU engine has in every build, codes in plain torch, and what
-# judges the checkout.
+# errors of thousands of steps, which the same CPU engine has in every build, and what judges the checkout.
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
-    --ignore="$tests"/{programs/test_update_errors,operations/test_number_codes}.py \
+    --ignore="$tests"/programs/test_update_errors.py \
     --ignore-glob="$tests"/programs/test_{bench,docs,photo,requirements,setup,surface,time_host}'*.py' "$@")
 }
 

