@@ -181,14 +181,15 @@ def run_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunModule]:
     assert server.stdin is not None
     assert server.stdout is not None
 
-    def run(module: str, *arguments: str, folder: Path, **changes: str | None):
+    def run(module: str, *arguments: str, folder: Path, stdout: str = "", **changes: str | None):
         variables = {**os.environ, **changes}
         environment = {name: text for name, text in variables.items() if text is not None}
-        request = [module, arguments, str(folder), environment, outputs]
+        places = [stdout or outputs[0], outputs[1]]
+        request = [module, arguments, str(folder), environment, places]
         server.stdin.write(f"{json.dumps(request)}\n")
         server.stdin.flush()
         code = int(server.stdout.readline())
-        texts = [Path(output).read_text() for output in outputs]
+        texts = ["" if stdout else Path(outputs[0]).read_text(), Path(outputs[1]).read_text()]
         return subprocess.CompletedProcess([module, *arguments], code, *texts)
 
     yield run

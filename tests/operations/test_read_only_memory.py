@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 READ_ONLY = """
 import mmap, sys
 import torch, amp_ext
@@ -41,17 +36,10 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
 """
 
 
-def test_memory_that_cannot_be_written_can_be_checked_clipped_and_stepped(tmp_path: Path) -> None:
+def test_memory_that_cannot_be_written_can_be_checked_clipped_and_stepped(run_module, tmp_path):
     """A write of any kind would end the child with a signal."""
     file = tmp_path / "read_only"
     file.write_bytes(bytes(160_016) + b"\xff" * 8)  # zeros, and a NaN of every dtype
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READ_ONLY, file],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    (tmp_path / "steps.py").write_text(READ_ONLY)
+    done = run_module("steps", str(file), folder=tmp_path, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, (done.returncode, done.stderr)

@@ -33,9 +33,9 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="module")
-def smoke(build_program, tmp_path_factory) -> Path:
+def smoke(build_program) -> Path:
     """The program of tests/cpp/smoke."""
-    build = tmp_path_factory.mktemp("smoke")
+    build = SMOKE.parents[2] / "build" / "cpp_smoke"
     build_program(SMOKE, build, "Release")
     return build / "smoke"
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,8 +165,8 @@ def test_bad_input_ends_it_with_a_line(train, folder, whole, monkeypatch, argume
     assert words in done.stderr
 
 
-def test_a_start_is_written_alone(tmp_path):
+def test_a_start_is_written_alone(run_module, tmp_path):
     start = tmp_path / "start.pt"
-    done = run(sys.executable, EXAMPLES / "photo.py", "--write-start", start, "--seeds=2")
+    done = run_module("photo", "--write-start", str(start), "--seeds=2", folder=EXAMPLES)
     assert (done.returncode, start.exists()) == (2, False)
     assert "--write-start: give --checkpoint, --resume and --seeds without it" in done.stderr

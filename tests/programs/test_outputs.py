@@ -6,16 +6,13 @@ import importlib
 import io
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import amp_ext
 from amp_ext.program import format_table, run_program
 
-ROOT = Path(amp_ext.__file__).parents[1]
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 
@@ -86,23 +83,10 @@ def test_what_stops_a_program_gives_its_exit_code(monkeypatch):
     assert run_program(lambda: 5) == 5
 
 
-EVERY = [["-m", f"amp_ext.{name}", *arguments] for name, arguments in PROGRAMS]
-
-
 @needs_full
-@pytest.mark.slow
-@pytest.mark.parametrize("command", EVERY, ids=" ".join)
-def test_each_program_is_one_of_those(command):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    with FULL.open("w") as full:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+@each_program
+def test_each_program_is_one_of_those(run_module, tmp_path, name, arguments):
+    done = run_module(f"amp_ext.{name}", *arguments, folder=tmp_path, stdout=str(FULL))
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "can't write the output" in done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +73,14 @@ def test_limits_of_a_container_count_for_the_jobs(
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_names_the_variable_of_the_jobs(tmp_path):
+def test_a_compiler_that_fails_names_the_variable_of_the_jobs(run_module, tmp_path):
     (tmp_path / "csrc").mkdir()
     for file in (SETUP, SETUP.with_name("pyproject.toml"), *SETUP.parent.glob("csrc/*_flags.txt")):
         target = tmp_path / file.relative_to(SETUP.parent)
         target.write_text(file.read_text())
-    done = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],  # there are no sources
-        env={**os.environ, "MAX_JOBS": "3", "AMP_EXT_CUDA": "0"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    variables = {"MAX_JOBS": "3", "AMP_EXT_CUDA": "0"}
+    # There are no sources.
+    done = run_module("setup", "build_ext", "--inplace", folder=tmp_path, **variables)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last == (

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "surface.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.mark.slow
-def test_the_list_of_what_users_can_name_is_right() -> None:
-    command = [sys.executable, SCRIPT, "--check", "--python"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_the_list_of_what_users_can_name_is_right(run_module) -> None:
+    done = run_module("surface", "--check", "--python", folder=SCRIPTS)
     assert done.returncode == 0, done.stdout + done.stderr
