@@ -113,15 +113,6 @@ def test_a_scaler_set_by_hand_tells_steps_that_an_optimizer_lets_it_skip(make_op
     training.assert_as_by_hand(training.run(max_norm=0.5), make_optimizer, max_norm=0.5)
 
 
-def test_half_parameters_train_with_clipping_in_the_step():
-    make_optimizer = functools.partial(amp_ext.optim.AdamW, lr=small.LR, max_grad_norm=0.5)
-    accelerator = make_accelerator()
-    use_scaler(accelerator, small.our_scaler())
-    training = Training(accelerator, make_optimizer, torch.float16)
-    expected = training.assert_as_by_hand(training.run(), make_optimizer)
-    assert torch.equal(training.optimizer.optimizer.grad_norm, expected.grad_norm)
-
-
 @pytest.mark.parametrize("make_optimizer", [*small.FUSED, small.LOOPING])
 def test_training_resumed_from_a_saved_state_ends_with_the_same_bits(make_optimizer, tmp_path):
     batches, trainings = small.make_batches(), []
@@ -154,31 +145,6 @@ def test_a_schedule_stays_at_an_outlier_only_under_our_helper(is_ours):
     assert training.optimizer.optimizer.norm_guard.stats(wait=True).last_outlier == 8
     assert accelerator.scaler.get_scale() == 4.0
     assert training.schedule.scheduler.last_epoch == len(skipped) - is_ours
-
-
-def test_a_guard_is_saved_where_it_is_registered(tmp_path):
-    guards = []
-    for batches in (small.make_batches(broken=7), []):
-        accelerator = make_accelerator()
-        use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=4.0))
-        training = Training(accelerator, small.guarded_adamw)
-        guards.append(training.optimizer.optimizer.norm_guard)
-        accelerator.register_for_checkpointing(guards[-1])
-        training.run(batches)
-        if batches:
-            accelerator.save_state(str(tmp_path))
-        else:
-            accelerator.load_state(str(tmp_path))
-    assert guards[0].stats(wait=True).outliers == 1
-    assert guards[1].state_dict() == guards[0].state_dict()
-
-
-def test_a_guard_behind_the_clipping_of_accelerate_says_that_it_is_blind():
-    accelerator = make_accelerator()
-    use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=4.0))
-    training = Training(accelerator, small.guarded_adamw)
-    with pytest.warns(UserWarning, match="64 norms in a row .* and no limit to the trainer"):
-        training.run(small.make_batches() * 6, max_norm=1e-3)
 
 
 def test_each_of_two_optimizers_answers_for_itself():

@@ -45,29 +45,6 @@ class Module(lightning.LightningModule):
         return self.make_optimizer(self.model.parameters())
 
 
-class GuardedModule(Module):
-    """Has a schedule, and saves the guard of its optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__(small.guarded_adamw)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        self.guard = optimizer.norm_guard
-        schedule = {"scheduler": small.make_schedule(optimizer), "interval": "step"}
-        return [optimizer], [schedule]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["norm_guard"] = self.guard.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.saved_guard = checkpoint["norm_guard"]
-
-    def on_fit_start(self) -> None:
-        if hasattr(self, "saved_guard"):
-            self.guard.load_state_dict(self.saved_guard)
-
-
 class ManualModule(Module):
     """Clips, twice, and steps by itself."""
 
@@ -224,19 +201,6 @@ def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(
     expected, _ = small.by_hand(make_optimizer, batches=small.make_batches() * 2)
     assert second.global_step == 2 * len(small.make_batches())
     small.assert_same_weights(resumed.model, expected)
-
-
-def test_a_schedule_goes_on_at_an_outlier_and_a_guard_is_saved(fit, tmp_path):
-    modules = GuardedModule(), GuardedModule()
-    plugin = MixedPrecision(device="cpu", scaler=amp_ext.GradScaler("cpu", init_scale=4.0))
-    first = fit(modules[0], plugin, batches=small.make_batches(broken=9))
-    first.save_checkpoint(tmp_path / "one.ckpt")
-    guard = modules[0].guard
-    assert (guard.stats(wait=True).outliers, guard.last_step_skipped(wait=True)) == (1, False)
-    (schedule,) = first.lr_scheduler_configs
-    assert schedule.scheduler.last_epoch == len(small.make_batches())
-    fit(modules[1], our_plugin(), max_epochs=1, ckpt_path=tmp_path / "one.ckpt")
-    assert modules[1].guard.state_dict() == guard.state_dict()
 
 
 # Fabric.

@@ -118,15 +118,6 @@ def test_training_equals_the_trainer_s_own_with_torch(
     assert_close(trainer.model, expected.model, **tolerances)
 
 
-def test_an_optimizer_that_was_made_before_trains_the_same(with_torch, tmp_path):
-    model = make_model()
-    optimizer = amp_ext.optim.AdamW(model.parameters(), lr=LR, eps=1e-3, weight_decay=0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    trainer = train(make_trainer(tmp_path, model=model, optimizers=(optimizer, schedule)))
-    assert rates_of(trainer) == pytest.approx(rates_of(with_torch[0]))
-    assert_close(trainer.model, with_torch[0].model, **CLOSE)
-
-
 class TrainerWithOurScaler(transformers.Trainer):
     """Gives every accelerator that it makes our scaler."""
 
@@ -147,29 +138,6 @@ def test_clipping_in_the_step_equals_the_trainer_s(with_ours, tmp_path):
     options = with_class(amp_ext.optim.AdamW, max_grad_norm=0.5)
     trainer = train(make_trainer(tmp_path, clip=0.0, **options))
     assert_close(trainer.model, with_ours.model, **CLOSE)
-
-
-class SavesGuard(transformers.TrainerCallback):
-    """Writes the state of a guard into each checkpoint."""
-
-    def __init__(self, guard: amp_ext.optim.NormGuard) -> None:
-        self.guard = guard
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        torch.save(self.guard.state_dict(), folder / "norm_guard.pt")
-
-
-def test_a_callback_saves_a_guard_which_sees_norms_before_clipping(tmp_path):
-    guard = amp_ext.optim.NormGuard(max_norm=1e3)
-    options = with_class(amp_ext.optim.AdamW, max_grad_norm=0.5, norm_guard=guard)
-    trainer = train(make_trainer(tmp_path, clip=0.0, callbacks=[SavesGuard(guard)], **options))
-    skips = trainer.accelerator.scaler.stats(wait=True).skips
-    assert guard.stats(wait=True).norms == STEPS - skips > 0
-    assert max(guard.history(wait=True).norms) > 0.5
-    again = amp_ext.optim.NormGuard()
-    again.load_state_dict(torch.load(tmp_path / f"checkpoint-{STEPS}" / "norm_guard.pt"))
-    assert again.state_dict() == guard.state_dict()
 
 
 def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(with_ours, tmp_path):

@@ -109,14 +109,3 @@ def test_float16_adapters_train_with_our_scaler_and_optimizer(tmp_path):
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
     # What the trainer measures before a step is what the step clips by: of unscaled gradients.
     assert lines[-1]["grad_norm"] == pytest.approx(trainer.optimizer.optimizer.grad_norm.item())
-
-
-@pytest.mark.parametrize(
-    "options", [{"foreach": True}, {"fused": True, "clip": 1.0}], ids=["plain", "fused-and-clipped"]
-)
-def test_torch_s_scaler_refuses_the_same_run(options, tmp_path):
-    trainer = make_trainer(tmp_path, torch.optim.AdamW, **options)
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    trainer.accelerator.native_amp = True  # Accelerate says so on a GPU
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        trainer.train()

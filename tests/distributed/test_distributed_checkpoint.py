@@ -35,6 +35,12 @@ WAYS = rows(
         "full-on-cpu": of_torch.StateDictOptions(full_state_dict=True, cpu_offload=True),
     }
 )
+
+
+def coded(code: str) -> tuple[str, dict[str, Any], torch.dtype]:
+    return "AdamW", {"lr": 0.01, "state_dtype": code}, F32
+
+
 # Plain SGD has nothing but masters to save. Each in every dtype, and every dtype in each way.
 each_dtype_in_each_way = pytest.mark.parametrize(
     ("name", "options", "dtype", "how"),
@@ -44,6 +50,11 @@ each_dtype_in_each_way = pytest.mark.parametrize(
         for number, row in enumerate([*cases.optimizers_named("sgd"), *cases.FEW_OPTIMIZERS], 3)
         for place, dtype in enumerate((F16, BF16, F32))
         for way in [WAYS[(number + place) % len(WAYS)]]
+    ]
+    + [
+        pytest.param(*coded(code), *way.values, id=f"{code}-{way.id}")
+        for number, code in enumerate(("8bit-bf16", "8bit"))
+        for way in WAYS[number::2]
     ],
 )
 
@@ -66,7 +77,7 @@ def make(
     name: str, dtype: torch.dtype, package: Any = ours, **options: Any
 ) -> tuple[nn.Module, Optimizer]:
     """Returns a model with a frozen bias and its optimizer with two groups."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+    model = nn.Sequential(nn.Linear(32, 130), nn.Linear(130, 2)).to(dtype)
     model[0].bias.requires_grad_(False)
     groups = [
         {"params": model[1].parameters(), "weight_decay": 0.5},
@@ -249,32 +260,6 @@ def test_a_group_without_parameters_keeps_its_options(tmp_path, place, package):
     assert rates == [1.25, 1.25]
     assert loaded.param_groups[place].keys() == loaded.param_groups[place - 1].keys()
     train_trainable([loaded], 1)
-
-
-# States in codes.
-
-
-def with_groups(**options: Any) -> tuple[nn.Module, Optimizer]:
-    model = nn.Sequential(nn.Linear(32, 130), nn.Linear(130, 2))
-    return model, ours("AdamW")(model.parameters(), **options)
-
-
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("state_dtype", ["8bit-bf16", "8bit"])
-def test_codes_go_through_a_folder(tmp_path, processes, state_dtype, how):
-    model, optimizer = with_groups(state_dtype=state_dtype)
-    train_trainable([optimizer], 3)
-    model_state, state = of_torch.get_state_dict(model, optimizer, options=how)
-    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
-    fresh_model, fresh = with_groups(state_dtype=state_dtype)
-    fresh.init_state()
-    model_state, state = of_torch.get_state_dict(fresh_model, fresh, options=how)
-    content = {"model": model_state, "optimizer": state}
-    load(content, tmp_path)
-    loaded = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
-    of_torch.set_state_dict(fresh_model, fresh, **loaded, options=how)
-    train_trainable([optimizer, fresh], 2)
-    assert_same_bits(fresh, optimizer)
 
 
 # States that are created ahead of the first step.

@@ -16,7 +16,6 @@ from harness.awkward import (
 )
 from harness.coded_lists import (
     CODED_STEPS,
-    FIRST_STATES,
     STARTS,
     build_coded,
     coded_steps,
@@ -24,7 +23,6 @@ from harness.coded_lists import (
     encode,
     moved,
     params,
-    shapes_of,
 )
 from harness.list_operations import (
     BUFFERS,
@@ -32,18 +30,14 @@ from harness.list_operations import (
     Lists,
     Options,
     assert_same,
-    build,
     run,
     spoil,
 )
 from harness.number_codes import (
     GROUP,
     IS_NAN,
-    OFFSET,
     RATIO_IS_NAN,
-    WIDEST_CODE,
     dither_words,
-    unit_below,
 )
 from harness.reference import same_bits
 from harness.rows import rows
@@ -147,45 +141,6 @@ def test_finite_elements_step_where_others_are_skipped(device, operation, option
     lists = moved(lists, device)
     assert_steps_as_the_reference(operation, lists, options, code, 5, **SKIP)
     assert_steps_as_the_reference(operation, lists, options, code, 6, **SKIP, write_back_grads=True)
-
-
-@coded_steps
-def test_a_skipped_element_keeps_its_codes_in_a_group_of_the_same_exponent(
-    device, operation, options, code
-):
-    lists = build(operation, options, shapes_of(code), IN_FLOAT, "cpu")
-    for moment, grad in zip(lists[FIRST_STATES[operation]], lists["grads"], strict=True):
-        moment.mul_(0.1)  # ratios of all sizes
-        if code != "q8h":
-            grad.view(-1, GROUP)[::2].mul_(3.0)  # other exponents
-    lists = encode(lists, operation, code)
-    spoil(lists["grads"])
-    skipped = torch.cat([~grad.isfinite().view(-1) for grad in lists["grads"]])
-    before, lists = moved(lists, "cpu"), moved(lists, device)
-    run(operation, lists, **options, **SKIP)
-    after = moved(lists, "cpu")
-    for name in states_of(lists) - {"steps", "exponents"}:
-        old, new = (torch.cat([t.view(-1) for t in side[name]]) for side in (before, after))
-        if code == "q8h":
-            assert same_bits(new[skipped], old[skipped])
-            continue
-        exponents = [
-            torch.cat([t.view(-1) for t in side["exponents"]]).repeat_interleave(GROUP)
-            for side in (before, after)
-        ]
-        same = exponents[0] == exponents[1]
-        assert same_bits(new[skipped & same], old[skipped & same])
-        assert (skipped & ~same).any()
-        assert (skipped & same).any()
-    if code == "q8s":  # the same moments, by other roots
-        old, new = (
-            torch.cat([t.view(-1) for t in decoded(side, operation, code)["exp_avgs"]])[skipped]
-            for side in (before, after)
-        )
-        second = torch.cat([t.view(-1) for t in decoded(after, operation, code)["exp_avg_sqs"]])
-        unit = unit_below(second.sqrt())[skipped]
-        half_a_code = WIDEST_CODE / 2 * (old.abs() / unit + OFFSET).square() * unit
-        assert ((new - old).abs() <= half_a_code).all()
 
 
 def cleaned(lists: Lists, device: torch.device) -> Lists:

@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F32, Dtypes, threads
-from harness.list_operations import build, run
+from harness.awkward import BF16, F32, threads
 from harness.optimizer_cases import bits_of, ours
-from harness.reference import same_bits, snapshot
+from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext import ops
-from amp_ext.ops import OptimizerType
 
 # One tensor is large enough for the CPU engine to share it among threads of its own.
 SHAPES = [(140_001,), (33, 5), (7,), ()]
@@ -90,52 +87,19 @@ def class_work(
     return Work(step, results)
 
 
-def function_work(
-    dtype: torch.dtype,
-    kind: OptimizerType,
-    seed: int,
-    device: torch.device,
-    has_workspace: bool = True,
-) -> Work:
-    """Calls ``optimizer_update_``, with a workspace of its own or with none."""
-    *grads, _ = draw(seed, dtype, device)
-    workspace = ops.OptimizerWorkspace() if has_workspace else None
-    options = {"optimizer_type": kind, "workspace": workspace}
-    limits = {"max_grad_norm": 5.0, "clip_value": 0.5}
-    torch.manual_seed(seed)
-    dtypes = Dtypes(dtype, dtype, F32, master=dtype == BF16)
-    lists = build("optimizer_update_", options, SHAPES, dtypes, device)
-
-    def step(number: int) -> None:
-        lists["grads"] = grads[number]
-        run("optimizer_update_", lists, timestep=number + 1, **limits, **options)
-
-    def results() -> Results:
-        written = [tensor for tensors in lists.values() for tensor in tensors]
-        return snapshot(written if workspace is None else [*written, workspace.grad_norm])
-
-    return Work(step, results)
-
-
 Make = Callable[[int, torch.device], Work]
 
 adamw = partial(class_work, BF16, "AdamW", **LIMITS)
 amsgrad = partial(class_work, F32, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
 momentum = partial(class_work, F32, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
 scaled = partial(class_work, BF16, "AdamW", scaled=True, max_grad_norm=5.0)
-functional_adam = partial(function_work, BF16, OptimizerType.ADAM)
-functional_momentum = partial(function_work, F32, OptimizerType.MOMENTUM)
-without_workspace = partial(function_work, F32, OptimizerType.SGD, has_workspace=False)
-
 PAIRS = rows(
     {
         "two-adamw": [adamw] * 2,
         "adamw-and-momentum": [adamw, momentum],
         "amsgrad-and-scaled": [amsgrad, scaled],
         "two-scalers": [scaled] * 2,
-        "two-workspaces": [functional_adam, functional_momentum],
-        "no-workspace": [without_workspace] * 2,
-        "four-threads": [adamw, functional_adam, momentum, scaled],
+        "four-threads": [adamw, amsgrad, momentum, scaled],
     }
 )
 

@@ -7,10 +7,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
-import amp_ext
-
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 TABLES = runpy.run_path(str(DOCS / "tables.py"))
 
@@ -33,27 +29,6 @@ def test_every_optimizer_is_there_with_what_it_keeps():
     assert rows[0] == ["`SGD(params)`", "nothing", "0", "4", "0"]
     assert ["`SGD(params, momentum=0.9)`", "`momentum_buffer`", "4", "8", "2"] in rows
     assert ["`Adam(params)`", "`step`, `exp_avg`, `exp_avg_sq`", "8", "12", "4"] in rows
-
-
-CALCULATED = {
-    "sgd": "`SGD(params)`",
-    "momentum": "`SGD(params, momentum=0.9)`",
-    "adam": "`Adam(params)`",
-    "adamw": "`AdamW(params)`",
-    "amsgrad": "`Adam(params, amsgrad=True)`",
-}
-
-
-@pytest.mark.parametrize("name", CALCULATED)
-def test_the_calculator_of_memory_counts_the_same(name):
-    """In fp32 and in 16 bits with masters and without, states and masters together."""
-    (row,) = [row for row in rows_of(TABLES["states"]()) if row[0] == CALCULATED[name]]
-    usages = {
-        usage.configuration.name: (usage.bytes["states"] + usage.bytes["masters"]) // 1_000
-        for usage in amp_ext.memory.training_memory(1_000, name)
-    }
-    wanted = ("fp32", "16-bit + masters, fp32 states", "16-bit, 16-bit states")
-    assert [usages[each] for each in wanted] == [int(cell) for cell in row[2:]]
 
 
 def test_options_of_torch_are_there_with_what_each_class_makes_of_them():
