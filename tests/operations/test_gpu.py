@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,14 +21,12 @@ import amp_ext
 
 MakeOptimizer = Callable[[list[Parameter], Any], torch.optim.Optimizer]
 
-OPTIMIZERS = rows(
-    {
-        "adamw": amp_ext.optim.AdamW,
-        "amsgrad": partial(amp_ext.optim.Adam, amsgrad=True),
-        "momentum": partial(amp_ext.optim.SGD, momentum=0.9, dampening=0.1),
-    }
-)
-FUSED = rows({"fused": partial(torch.optim.AdamW, fused=True)})
+OF_PACKAGE = {
+    "adamw": amp_ext.optim.AdamW,
+    "amsgrad": partial(amp_ext.optim.Adam, amsgrad=True),
+    "momentum": partial(amp_ext.optim.SGD, momentum=0.9, dampening=0.1),
+}
+OPTIMIZERS = rows(OF_PACKAGE)
 DTYPES = pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
 
 
@@ -150,28 +149,26 @@ def test_a_guard_and_an_average_in_a_replayed_graph_do_as_in_eager_steps(gpu, dt
     assert_same_bits(trainings[1].optimizer, trainings[0].optimizer)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@DTYPES
-def test_the_host_never_waits_in_step_and_update(gpu, dtype, make) -> None:
+@pytest.mark.parametrize(
+    ("make", "dtype", "unscales"),
+    [
+        *itertools.product(OF_PACKAGE.values(), (F16, BF16, F32), (False,)),
+        *itertools.product(
+            [partial(torch.optim.AdamW, fused=True), *OF_PACKAGE.values()], (F32,), (True,)
+        ),
+    ],
+)
+def test_the_host_never_waits_in_step_and_update(gpu, make, dtype, unscales) -> None:
     """Not in the first step either, which makes states and masters, nor after an overflow."""
     training = Training(make, dtype, gpu)
-    for batch in range(4):
-        training.load(batch, overflow=batch == 2)
-        training.backward()
-        without_waiting(training.step)
-    assert training.scaler.get_scale() == 32
-
-
-@pytest.mark.parametrize("make", FUSED + OPTIMIZERS)
-def test_the_host_never_waits_with_unscale_first(gpu: torch.device, make: MakeOptimizer) -> None:
-    training = Training(make, F32, gpu)
 
     def step() -> None:
-        training.scaler.unscale_(training.optimizer)
+        if unscales:
+            training.scaler.unscale_(training.optimizer)
         training.step()
 
-    for batch in range(3):
-        training.load(batch, overflow=batch == 1)
+    for batch in range(4):
+        training.load(batch, overflow=batch == 2)
         training.backward()
         without_waiting(step)
     assert training.scaler.get_scale() == 32

@@ -11,11 +11,7 @@ from harness.awkward import (
     F32,
     F64,
     INF,
-    LAYOUT_SHAPE,
-    LAYOUTS,
     NAN,
-    neighbours_untouched,
-    placed,
 )
 from harness.optimizer_cases import HALVES
 from harness.rows import rows
@@ -44,14 +40,6 @@ def test_one_bad_element_anywhere_is_found(operation, dtype, value, device) -> N
             bad = tensor.clone()
             bad[index] = value
             cases.assert_right(operation, [tensor.clone(), bad, tensor.clone()], (size, index))
-
-
-@cases.each_operation
-def test_one_bad_element_is_found_whichever_thread_reads_it(operation, device) -> None:
-    for index in [*range(7, 1_000_003, 199_991), 1_000_002]:
-        tensor = torch.ones(1_000_003, device=device)
-        tensor[index] = NAN
-        cases.assert_right(operation, [tensor], index)
 
 
 @HALVES
@@ -127,18 +115,6 @@ def test_empty_lists_and_tensors_are_clean_and_hide_nothing(operation, device) -
     cases.assert_right(operation, [empty, torch.empty(3, 0, 2, device=device), empty.double()])
     bad, good = torch.full((), NAN, device=device), torch.ones(3, device=device)
     cases.assert_right(operation, [empty, good, empty, bad, empty])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@cases.each_dtype
-@cases.each_operation
-def test_any_layout_is_read_whole_and_its_neighbours_left(operation, dtype, layout, device) -> None:
-    for share in (0.0, 0.3):
-        views = [
-            placed(cases.spoiled(LAYOUT_SHAPE, dtype, device, share), layout) for _ in range(2)
-        ]
-        cases.assert_right(operation, views, share)
-        assert all(map(neighbours_untouched, views))
 
 
 @cases.each_view

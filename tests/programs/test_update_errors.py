@@ -24,11 +24,7 @@ few_streams = pytest.mark.parametrize("name", FEW_STREAMS)
 BOUNDS: dict[tuple[float, float], dict[str, tuple[tuple[float, ...], ...]]] = {
     (0.9, 0.999): {
         "two decades": ((0.013, 0.06), (0.034, 0.20), (0.12, 1.8)),
-        "half a decade": ((0.013, 0.06), (0.034, 0.20), (0.052, 0.4)),
-        "ending": ((0.013, 0.06), (0.034, 0.20), (0.053, 0.25)),
         "leaning": ((0.015, 0.11, 0.01), (0.035, 0.50, 0.011), (0.06, 0.50, 0.03)),
-        "permuted": ((0.014, 0.10), (0.031, 0.60), (0.068, 0.9)),
-        "tiny": ((0.015, 0.07), (0.031, 0.20), (0.064, 0.6)),
         "sparse": ((0.008, 0.05), (0.034, 0.20), (0.038, 0.8)),
         # The ratio of a row that is seen for the first time is 3.2, where codes are up to 0.39
         # roots apart, of which a step keeps 0.9.

