@@ -1,8 +1,7 @@
 """Takes steps of unusual size and number: 65,543 tensors, more than 2^31 elements, 20,000 steps.
 
 `make stress` takes some minutes and 9 GB of memory; `--small` does the same with less of everything
-in seconds. Results are checked, memory, file handles and threads must not grow, and the figures are
-printed. Without `--small` each part has a process of its own, for its peak of memory.
+in seconds. Results are checked; memory, file handles and threads must not grow.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import multiprocessing
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +30,6 @@ INF = math.inf
 # A process's memory moves by some pages at any time, and a cache may take an object or two.
 MOST_GROWTH = {"file handles": 0, "threads": 0, "memory": 2 * 2**20, "Python objects": 10}
 
-Figures = dict[str, str]
-
 
 def memory(what: str) -> int:
     """Returns a line of this process's status in bytes: "VmRSS" is now, "VmHWM" the peak."""
@@ -50,7 +45,7 @@ def same(what: str, actual: Any, wanted: Any) -> None:
 # Many tensors.
 
 
-def many_tensors(count: int) -> Figures:
+def many_tensors(count: int) -> None:
     """Steps many tensors as one long one is stepped, and finds an overflow in the last of them."""
     torch.manual_seed(0)
     sizes = [1 + index % 3 for index in range(count)]
@@ -60,7 +55,6 @@ def many_tensors(count: int) -> Figures:
     scalers = [amp_ext.GradScaler("cpu", 2.0**10) for _ in range(2)]
     one = amp_ext.optim.AdamW([whole], max_grad_norm=INF)
     many = amp_ext.optim.AdamW(named, max_grad_norm=INF)
-    seconds = []
     for step in range(4):
         whole.grad = scalers[0].scale(torch.randn_like(whole))
         scalers[1].scale(torch.ones(()))
@@ -72,10 +66,8 @@ def many_tensors(count: int) -> Figures:
         if step == 3:
             many.load_state_dict(many.state_dict())
         for scaler, optimizer in zip(scalers, (one, many), strict=True):
-            start = time.perf_counter()
             scaler.step(optimizer)
             scaler.update()
-            seconds.append(time.perf_counter() - start)
         together = torch.cat([param.detach() for param in params])
         same(f"parameters after step {step} equal", together.equal(whole.detach()), True)
     stats = scalers[1].stats(wait=True)
@@ -83,14 +75,12 @@ def many_tensors(count: int) -> Figures:
     same("the tensor that overflowed", stats.last_nonfinite, f"tensor {count - 1}")
     norms = [optimizer.grad_norm.item() for optimizer in (one, many)]
     same("norms agree", math.isclose(*norms, rel_tol=1e-6), True)
-    return {"tensors": f"{count:,}", "first step": f"{seconds[1]:.3f} s",
-            "second": f"{seconds[3]:.3f} s"}  # fmt: skip
 
 
 # Many elements.
 
 
-def many_elements(border: int) -> Figures:
+def many_elements(border: int) -> None:
     """Steps and looks at one tensor of a few elements more than a border, such as 2^31."""
     count = border + 7
     watched = sorted({0, 1, count // 2, count - 1, *range(border - 2, border + 3)})
@@ -134,13 +124,12 @@ def many_elements(border: int) -> Figures:
     check(2.0)
     amp_ext.clip_grad_norm_([param], norm)  # from twice the norm
     same("clipped", param.grad[watched].tolist(), [-2.0] * len(watched))
-    return {"elements": f"{count:,}"}
 
 
 # Many steps.
 
 
-def everything_loop() -> Callable[[int], None]:
+def make_loop() -> Callable[[int], None]:
     """Returns a loop body with new gradients, hooks, overflows, and a resume every 100 steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -172,27 +161,12 @@ def everything_loop() -> Callable[[int], None]:
     return step
 
 
-def plain_loop() -> Callable[[int], None]:
-    """Returns a loop body of a scaler and AdamW alone."""
-    params = [Parameter(torch.ones(100)) for _ in range(20)]
-    optimizer = amp_ext.optim.AdamW(params, lr=1e-4)
-    scaler = amp_ext.GradScaler("cpu", 2.0**10)
-    scaler.scale(torch.ones(()))
-    for param in params:
-        param.grad = torch.ones_like(param)
-
-    def step(number: int) -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
-
-
-def stay_flat(step: Callable[[int], None], count: int) -> Figures:
+def many_steps(count: int) -> None:
     """Takes steps; raises if the process holds more after the last than after the first third.
 
     A third, for a scaler fills its history first, and pools of memory theirs.
     """
+    step = make_loop()
 
     def held() -> dict[str, int]:
         gc.collect()
@@ -203,7 +177,6 @@ def stay_flat(step: Callable[[int], None], count: int) -> Figures:
             "memory": memory("VmRSS"),
         }
 
-    start = time.perf_counter()
     before: dict[str, int] = {}
     for number in range(count):
         if number == count // 3:
@@ -211,59 +184,28 @@ def stay_flat(step: Callable[[int], None], count: int) -> Figures:
             before = held()
         step(number)
     after = held()
-    seconds = time.perf_counter() - start
     for what, most in MOST_GROWTH.items():
         if after[what] > before[what] + most:
             raise AssertionError(f"{what} grew from {before[what]:,} to {after[what]:,}")
-    drift = after["memory"] - before["memory"]
-    return {"steps": f"{count:,}", "drift of memory": f"{drift // 1024:,} KiB",
-            **{what: f"{after[what]:,}" for what in ("file handles", "threads")},
-            "a step": f"{1e6 * seconds / count:.0f} µs"}  # fmt: skip
-
-
-def many_steps(count: int) -> Figures:
-    """Lets a loop with everything run long."""
-    return stay_flat(everything_loop(), count)
-
-
-def many_plain_steps(count: int) -> Figures:
-    """Lets a loop run long that does nothing else."""
-    return stay_flat(plain_loop(), count)
 
 
 # Each part: how much of it, all and small.
-PARTS: dict[str, tuple[Callable[[int], Figures], int, int]] = {
+PARTS: dict[str, tuple[Callable[[int], None], int, int]] = {
     "tensors": (many_tensors, 2**16 + 7, 2**12 + 7),
     "elements": (many_elements, 2**31, 2**20),
     "steps": (many_steps, 20_000, 1_500),
-    "plain steps": (many_plain_steps, 20_000, 9_000),
 }
-
-
-def run(name: str, count: int) -> Figures:
-    """Runs a part in this process; returns its figures."""
-    before, start = memory("VmRSS"), time.perf_counter()
-    figures = PARTS[name][0](count)
-    took = f"{time.perf_counter() - start:.1f} s"
-    peak = (memory("VmHWM") - before) / 2**20
-    return {"took": took, "peak of memory": f"{peak:,.1f} MiB", **figures}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="less of everything, in seconds")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part; repeatable")
     arguments = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    for name in arguments.only or PARTS:
-        _, large, small = PARTS[name]
-        if arguments.small:
-            figures = run(name, small)
-        else:
-            with ProcessPoolExecutor(1, spawn) as pool:
-                figures = pool.submit(run, name, large).result()
-        line = ", ".join(f"{key} {value}" for key, value in figures.items())
-        print(f"{name}: {line}", flush=True)
+    for name, (part, large, small) in PARTS.items():
+        start = time.perf_counter()
+        part(small if arguments.small else large)
+        seconds, peak = time.perf_counter() - start, memory("VmHWM") / 2**20
+        print(f"{name}: {seconds:.1f} s, peak of memory {peak:,.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":
