@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Uses a GPU to the full within nine minutes: builds for it, runs its tests, the sanitizers and the
-# benchmark, tries the kernels in other shapes, and leaves logs, report.json and a picture in one
+# benchmark, tries the kernels in other shapes, and leaves logs, report.txt and a picture in one
 # folder. `make build/tune_kernels-sm_90` beforehand, on any machine with nvcc, saves a minute.
 #
 #   scripts/gpu_check.sh [--dry-run] [FOLDER]     FOLDER is results/gpu_check unless given
@@ -41,7 +41,16 @@ step() {
     timeout --kill-after=5 "$limit" "$@" > "$log" 2>&1 < /dev/null || code=$?
     ((code == 0)) || tail -n 15 "$log" | awk '{ print "    " $0 }'
   fi
-  printf '%s\t%d\t%d\t%d\t%s\n' "$name" "$code" $((SECONDS - start)) "$limit" "$*" >> "$out/steps.tsv"
+  local result=passed
+  case $code in
+    0) ;;
+    124 | 137) result="out of time" ;;
+    125) result="not started" ;;
+    *) result="failed ($code)" ;;
+  esac
+  # The line that says most: the last one, without pytest's frame.
+  printf '%-14s %-13s %4d of %3d s  %s\n' "$name" "$result" $((SECONDS - start)) "$limit" \
+    "$(grep -v '^[= ]*$' "$log" | tail -n 1 | sed -E 's/^=+ | =+$//g')" >> "$out/report.txt"
 }
 
 if [ -n "$dry_run" ]; then
@@ -57,11 +66,10 @@ print(*torch.cuda.get_device_capability(), sep=".")' 2>&1 | tail -n 1)
     exit 2
   }
   tuning=build/tune_kernels-sm_${capability/./}
-  mkdir -p "$out" && rm -f "$out"/*.{log,json,png,xml,tsv}
+  mkdir -p "$out" && rm -f "$out"/*.{log,json,png,xml,txt}
   rm -f .venv/.built # the build below replaces what make remembers
 fi
-COMMIT=${COMMIT:-$(git describe --always --dirty --abbrev=40 2> /dev/null)}
-export COMMIT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 AMP_EXT_REQUIRE_CUDA=1
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 AMP_EXT_REQUIRE_CUDA=1
 
 pytest=("$python" -m pytest -p no:cacheprovider)
 parallel=()
@@ -93,8 +101,8 @@ for tool in memcheck racecheck synccheck initcheck; do
 done
 wait
 
-if [ -n "$dry_run" ]; then
-  printf '\nthen, from the logs in %s:\n   %s\n' "$out" "$python scripts/gpu_report.py $out"
-  exit
-fi
-"$python" scripts/gpu_report.py "$out"
+[ -z "$dry_run" ] || exit 0
+"$python" -m amp_ext.info | tee "$out/info.txt"
+printf '\n%s\n' "$(git describe --always --dirty --abbrev=40 2> /dev/null), $(date -u +%FT%TZ)"
+cat "$out/report.txt"
+! grep -qE '^\S+ +(failed|out of|not started)' "$out/report.txt"
