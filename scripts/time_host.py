@@ -2,7 +2,7 @@
 
     python scripts/time_host.py --against main          # builds it into build/time_host/, once
     python scripts/time_host.py --installed FOLDER      # beside what is built there already
-    python scripts/time_host.py --against main --quick --rows 'AdamW, 6 ' --output times.md
+    python scripts/time_host.py --against main --quick --rows 'AdamW, 6 '
 
 Steps of AdamW, and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`,
 and under a scaler, ours or torch's, where `scale`, `step` and `update` are timed. Every step finds
@@ -19,7 +19,6 @@ The present package is the one that is built in place: `make build` comes first.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -42,7 +41,6 @@ ROWS = [
     for optimizer, count, form, cold in product(OPTIMIZERS, COUNTS, FORMS, ("", ", cold"))
 ]
 NUMEL, SWEPT = 64, 16_000_000  # float32
-HEADINGS = ("before", "after", "ratio", "itself")
 SIDES = ("before", "after", "before again", "after again")
 
 
@@ -109,8 +107,9 @@ def build(commit: str) -> Path:
     folder = ROOT / "build" / "time_host" / name
     if not (folder / "amp_ext" / "_build_info.json").is_file():  # which a build writes last
         folder.mkdir(parents=True, exist_ok=True)
-        archive = subprocess.check_output(["git", "archive", name], cwd=ROOT)
-        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        subprocess.run(
+            f"git archive {name} | tar -x -C '{folder}'", shell=True, cwd=ROOT, check=True
+        )
         print(f"building {name[:12]} in {folder}", flush=True)
         with (folder / "build.log").open("w") as log:
             command = [sys.executable, "setup.py", "build_ext", "--inplace"]
@@ -141,7 +140,10 @@ def answer(server: subprocess.Popen[str], row: str = "") -> str:
 
 
 def measure(before: Path, rows: list[str], rounds: int, turns: int) -> dict[str, dict[str, float]]:
-    """Returns the least microseconds of each side for each row."""
+    """Returns the least microseconds of each side for each row.
+
+    A round has processes of its own, which measure each row in so many turns.
+    """
     best = {row: dict.fromkeys(SIDES, math.inf) for row in rows}
     for number in range(rounds):
         order = SIDES[number % 4 :] + SIDES[: number % 4]
@@ -154,42 +156,28 @@ def measure(before: Path, rows: list[str], rounds: int, turns: int) -> dict[str,
     return best
 
 
-def compare(times: dict[str, float]) -> dict[str, float]:
-    """Returns what the table shows of a row."""
-    before, after, *again = (times[side] for side in SIDES)
-    least = [min(pair) for pair in zip((before, after), again, strict=True)]
-    itself = max(max(pair) / min(pair) for pair in zip((before, after), again, strict=True))
-    return dict(zip(HEADINGS, (*least, least[1] / least[0], itself), strict=True))
-
-
 def main() -> None:
     """Builds, times, and prints a row for each kind of step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", metavar="COMMIT", default="HEAD", help="builds and times it")
     parser.add_argument("--installed", metavar="FOLDER", type=Path, help="times this one instead")
     parser.add_argument("--rows", default="", help="regular expression that a row's name matches")
-    parser.add_argument("--rounds", type=int, default=8, help="processes of each side")
-    parser.add_argument("--turns", type=int, default=6, help="measurements of a row in each")
     parser.add_argument("--quick", action="store_true", help="one round of three turns")
-    parser.add_argument("--output", type=Path, help="also writes the table: .md, or .json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         return serve()
     rows = [row for row in ["import amp_ext", *ROWS] if re.search(arguments.rows, row)]
-    effort = (1, 3) if arguments.quick else (arguments.rounds, arguments.turns)
+    effort = (1, 3) if arguments.quick else (8, 6)
     times = measure(arguments.installed or build(arguments.against), rows, *effort)
-    found = {row: compare(of_row) for row, of_row in times.items()}
-    lines = [f"| {' | '.join(['µs a step', *HEADINGS])} |", "|---|---|---|---|---|"]
-    for row, of_row in found.items():
-        before, after, ratio, itself = of_row.values()
+    print("| µs a step | before | after | ratio | itself |\n|---|---|---|---|---|")
+    for row, of_row in times.items():
+        befores, afters = ([of_row[side], of_row[f"{side} again"]] for side in ("before", "after"))
+        ratio = min(afters) / min(befores)
+        itself = max(max(pair) / min(pair) for pair in (befores, afters))
         slower = " slower" if ratio > max(1.02, itself) else ""
-        cells = (row, f"{before:.1f}", f"{after:.1f}", f"{ratio:.3f}{slower}", f"{itself:.3f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    print("\n".join(lines))
-    if arguments.output:
-        text = "\n".join(lines) if arguments.output.suffix == ".md" else json.dumps(found, indent=2)
-        arguments.output.write_text(f"{text}\n")
+        least = f"{min(befores):.1f} | {min(afters):.1f}"
+        print(f"| {row} | {least} | {ratio:.3f}{slower} | {itself:.3f} |")
 
 
 if __name__ == "__main__":

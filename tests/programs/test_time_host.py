@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,17 +21,13 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, "--quick", "--rows", ROWS, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def test_a_row_has_the_times_of_both_packages_and_how_far_each_is_from_itself(tmp_path):
-    done = run("--installed", ROOT, "--output", tmp_path / "times.json")
+def test_a_row_has_the_times_of_both_packages_and_how_far_each_is_from_itself():
+    command = [sys.executable, SCRIPT, "--quick", "--rows", ROWS, "--installed", ROOT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    times = json.loads((tmp_path / "times.json").read_text())
-    assert list(times) == ["SGD, 2 tensors, our scaler", "SGD, 2 tensors, our scaler, cold"]
-    for row, found in times.items():
-        assert f" {row} " in done.stdout
-        assert found["ratio"] == pytest.approx(found["after"] / found["before"])
-        assert found["itself"] >= 1
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [line[0] for line in lines] == [ROWS, f"{ROWS}, cold"]
+    for _, *texts in lines:
+        before, after, ratio, itself = (float(text.split()[0]) for text in texts)
+        assert ratio == pytest.approx(after / before, rel=0.1)  # of figures that were rounded
+        assert itself >= 1
