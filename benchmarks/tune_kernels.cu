@@ -1,5 +1,5 @@
-// Times the CUDA step and look in many shapes, beside kernels that only move memory, and says which
-// constants of csrc/cuda a GPU would like better. It needs nvcc alone:
+// Times the CUDA step and look in many shapes, and says which constants of csrc/cuda a GPU would
+// like better. It needs nvcc alone:
 //
 //   make build/tune_kernels-sm_90 && build/tune_kernels-sm_90
 //
@@ -274,35 +274,6 @@ Kernel in_all_shapes(const char* name) {
   return kernel;
 }
 
-// The limits of what memory can give.
-
-constexpr int kStreamThreads = 256;
-
-__global__ void __launch_bounds__(kStreamThreads)
-    copy_kernel(const Pack<float, 4>* from, Pack<float, 4>* to, int64_t packs) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kStreamThreads + threadIdx.x;
-  if (i < packs) to[i] = from[i];
-}
-
-// Reads four streams and writes three of them, as a step in float32 does.
-__global__ void __launch_bounds__(kStreamThreads)
-    triad_kernel(const Pack<float, 4>* grad, Pack<float, 4>* streams, int64_t packs) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kStreamThreads + threadIdx.x;
-  if (i >= packs) return;
-  const Pack<float, 4> added = grad[i];
-  Pack<float, 4> values[3];
-#pragma unroll
-  for (int k = 0; k < 3; ++k) values[k] = streams[k * packs + i];
-#pragma unroll
-  for (int k = 0; k < 3; ++k) {
-#pragma unroll
-    for (int lane = 0; lane < 4; ++lane) values[k].values[lane] += added.values[lane];
-    streams[k * packs + i] = values[k];
-  }
-}
-
-int64_t blocks_for(int64_t packs) { return (packs + kStreamThreads - 1) / kStreamThreads; }
-
 // Seconds of one call, the least of some rounds. It is repeated within a round for at least
 // `round_milliseconds`.
 template <typename Run>
@@ -387,19 +358,17 @@ struct Case {
   int64_t tensors;
 };
 
-// Times a kernel in all shapes and prints shares of the triad. Returns a line of advice.
+// Times a kernel in all shapes and prints GB/s. Returns a line of advice.
 std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Memory& memory,
-                 const std::vector<double>& triads, float round_milliseconds) {
-  std::printf("\n%s, %% of the triad's bytes a second\n%7s%6s%7s%6s ", kernel.name, "threads",
-              "tile", "blocks", "packs");
+                 float round_milliseconds) {
+  std::printf("\n%s, GB/s\n%7s%6s%7s%6s ", kernel.name, "threads", "tile", "blocks", "packs");
   for (const Case& each : cases) {
     std::printf(" %5.0e/%-5lld", static_cast<double>(each.elements),
                 static_cast<long long>(each.tensors));
   }
   std::printf("\n");
-  std::vector<std::vector<double>> shares(kernel.variants.size());
-  for (size_t k = 0; k < cases.size(); ++k) {
-    const Case& each = cases[k];
+  std::vector<std::vector<double>> speeds(kernel.variants.size());  // bytes a second
+  for (const Case& each : cases) {
     Scratch scratch(each.elements / 1024 + each.tensors + 1, each.tensors);
     scratch.grad_scale.holding(2.0f);
     const std::vector<int64_t> sizes(each.tensors, each.elements / each.tensors);
@@ -407,8 +376,7 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
     for (size_t i = 0; i < kernel.variants.size(); ++i) {
       const double seconds =
           seconds_of([&] { return kernel.variants[i].run(tensors, scratch); }, round_milliseconds);
-      shares[i].push_back(static_cast<double>(tensors.elements * kernel.moved) / seconds /
-                          triads[k]);
+      speeds[i].push_back(static_cast<double>(tensors.elements * kernel.moved) / seconds);
     }
   }
   // The geometric mean: a percent counts the same wherever it is gained.
@@ -418,9 +386,9 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
     std::printf("%7d%6d%7d%6d%c", shape.threads, shape.tile, shape.blocks, shape.packs,
                 static_cast<int>(i) == kernel.present ? '*' : ' ');
     double logarithms = 0.0;
-    for (const double share : shares[i]) {
-      std::printf("%12.1f", 100.0 * share);
-      logarithms += std::log(share);
+    for (const double speed : speeds[i]) {
+      std::printf("%12.1f", 1e-9 * speed);
+      logarithms += std::log(speed);
     }
     std::printf("\n");
     means.push_back(std::exp(logarithms / static_cast<double>(cases.size())));
@@ -489,30 +457,9 @@ int run(bool small) {
   for (const Case& each : cases) bytes = std::max(bytes, bytes_for(each));
   const Memory memory(bytes, 0x3c);
 
-  std::printf("\n%12s%14s%14s\n", "elements", "copy, GB/s", "triad, GB/s");
-  std::vector<double> triads;  // bytes a second
-  for (const Case& each : cases) {
-    const int64_t packs = each.elements / 4;
-    auto* streams = memory.at<Pack<float, 4>>(0);
-    const double copy = seconds_of(
-        [&] {
-          return launch(copy_kernel, blocks_for(packs), kStreamThreads, nullptr,
-                        static_cast<const Pack<float, 4>*>(streams), streams + packs, packs);
-        },
-        round_milliseconds);
-    const double triad = seconds_of(
-        [&] {
-          return launch(triad_kernel, blocks_for(packs), kStreamThreads, nullptr,
-                        static_cast<const Pack<float, 4>*>(streams), streams + packs, packs);
-        },
-        round_milliseconds);
-    triads.push_back(static_cast<double>(packs * 7 * 16) / triad);
-    std::printf("%12lld%14.1f%14.1f\n", static_cast<long long>(each.elements),
-                static_cast<double>(packs * 2 * 16) / copy / 1e9, triads.back() / 1e9);
-  }
   std::vector<std::string> advice;
   for (const Kernel& kernel : kernels) {
-    advice.push_back(tune(kernel, cases, memory, triads, round_milliseconds));
+    advice.push_back(tune(kernel, cases, memory, round_milliseconds));
   }
   std::printf("\n* is how it is compiled. What this GPU says:\n");
   for (const std::string& line : advice) std::printf("%s\n", line.c_str());
