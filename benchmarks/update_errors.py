@@ -20,7 +20,7 @@ from torch import Tensor
 from amp_ext import optim
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 
-BETAS, EPS = (0.9, 0.999), 1e-8
+BETAS = (0.9, 0.999)
 # Updates of the first steps, whose bias correction is large, do not count.
 FIRST_STEPS = 10
 
@@ -28,7 +28,7 @@ FIRST_STEPS = 10
 class Scheme(Protocol):
     """An optimizer without its parameter.
 
-    ``second_moment`` is what it divides by as it is stored, in float; None where there is none.
+    ``second_moment`` is what it divides by as it is stored, in float64; None where there is none.
     """
 
     second_moment: Tensor | None
@@ -94,44 +94,8 @@ def error_of_root(moment: Tensor | None, exact: Tensor | None) -> list[float]:
     return [error.mean().item(), error.std().item()]
 
 
-class Adam64:
-    """Adam in float64, in the order in which torch computes it."""
-
-    def __init__(
-        self, shape: torch.Size, betas: tuple[float, float] = BETAS, amsgrad: bool = False
-    ) -> None:
-        self.betas, self.amsgrad, self.steps = betas, amsgrad, 0
-        self.exp_avg, self.exp_avg_sq, self.second_moment = torch.zeros(3, *shape).double()
-
-    def step(self, grad: Tensor) -> Tensor:
-        self.steps += 1
-        grad = grad.double()
-        beta1, beta2 = self.betas
-        self.exp_avg = self.exp_avg + (grad - self.exp_avg) * (1 - beta1)
-        self.exp_avg_sq = self.exp_avg_sq * beta2 + grad * grad * (1 - beta2)
-        self.second_moment = (
-            self.second_moment.maximum(self.exp_avg_sq) if self.amsgrad else self.exp_avg_sq
-        )
-        correction = math.sqrt(1 - beta2**self.steps)
-        denominator = self.second_moment.sqrt() / correction + EPS
-        return self.exp_avg / denominator / (1 - beta1**self.steps)
-
-
-class Momentum64:
-    """SGD's momentum in float64."""
-
-    second_moment = None
-
-    def __init__(self, shape: torch.Size, momentum: float) -> None:
-        self.buffer, self.momentum = torch.zeros(shape).double(), momentum
-
-    def step(self, grad: Tensor) -> Tensor:
-        self.buffer = self.buffer * self.momentum + grad
-        return self.buffer
-
-
 class Lion64:
-    """Lion in float64."""
+    """Lion in float64, which torch does not have."""
 
     second_moment = None
 
@@ -150,19 +114,24 @@ class OptimizerScheme:
     Args:
         optimizer: The class.
         shape: Of the gradients.
+        dtype: Of the parameter, and so of the states, unless an option says otherwise.
         options: Of the class, without lr, which is 1 so that the parameter becomes the update.
     """
 
     def __init__(
-        self, optimizer: Callable[..., torch.optim.Optimizer], shape: torch.Size, **options: Any
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        shape: torch.Size,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
-        self.param = torch.zeros(shape, requires_grad=True)
+        self.param = torch.zeros(shape, dtype=dtype, requires_grad=True)
         self.optimizer = optimizer([self.param], lr=1.0, **options)
 
     def step(self, grad: Tensor) -> Tensor:
         with torch.no_grad():
             self.param.zero_()
-        self.param.grad = grad.clone()
+        self.param.grad = grad.to(self.param.dtype, copy=True)
         self.optimizer.step()
         return -self.param.detach()
 
@@ -173,7 +142,17 @@ class OptimizerScheme:
         if isinstance(self.optimizer, FusedOptimizer):
             state = optim.float32_state_dict(self.optimizer)["state"][0]
         moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-        return None if moment is None else moment.float()
+        return None if moment is None else moment.double()
+
+
+def exact_adamw(shape: torch.Size, **options: Any) -> Scheme:
+    """Torch's AdamW in float64, without weight decay."""
+    return OptimizerScheme(torch.optim.AdamW, shape, torch.float64, weight_decay=0.0, **options)
+
+
+def exact_sgd(shape: torch.Size, momentum: float) -> Scheme:
+    """Torch's SGD in float64."""
+    return OptimizerScheme(torch.optim.SGD, shape, torch.float64, momentum=momentum)
 
 
 def print_errors_of_optimizers() -> None:
@@ -198,11 +177,11 @@ def print_errors_of_optimizers() -> None:
         for betas in (BETAS, (0.9, 0.95)):
             options = {"betas": betas, "weight_decay": 0.0}
             title = f"AdamW {betas[1]}, {name}"
-            run(title, optim.AdamW, Adam64(shape, betas), stream, **options)
+            run(title, optim.AdamW, exact_adamw(shape, betas=betas), stream, **options)
         amsgrad = {"amsgrad": True, "weight_decay": 0.0}
-        exact = Adam64(shape, amsgrad=True)
+        exact = exact_adamw(shape, amsgrad=True)
         run(f"amsgrad, {name}", optim.AdamW, exact, stream, **amsgrad)
-        run(f"SGD 0.99, {name}", optim.SGD, Momentum64(shape, 0.99), stream, momentum=0.99)
+        run(f"SGD 0.99, {name}", optim.SGD, exact_sgd(shape, 0.99), stream, momentum=0.99)
         run(f"Lion 0.99, {name}", optim.Lion, Lion64(shape), stream)
 
 

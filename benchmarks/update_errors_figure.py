@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from gradient_streams import STREAMS, gradients
 from torch import Tensor
-from update_errors import Adam64, OptimizerScheme, shadow_run
+from update_errors import OptimizerScheme, exact_adamw, shadow_run
 
 from amp_ext.optim import AdamW
 
@@ -51,7 +51,7 @@ def errors_of_updates(stream: Tensor) -> dict[str, float]:
         states: OptimizerScheme(AdamW, shape, weight_decay=0.0, **options)
         for states, (options, *_) in STATES.items()
     }
-    found = shadow_run(stream, Adam64(shape), schemes)
+    found = shadow_run(stream, exact_adamw(shape), schemes)
     return {states: errors.update for states, errors in found.items()}
 
 

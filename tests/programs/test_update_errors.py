@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradient_streams import gradients
 from harness.rows import rows
-from update_errors import Adam64, Lion64, Momentum64, OptimizerScheme, shadow_run
+from update_errors import Lion64, OptimizerScheme, exact_adamw, exact_sgd, shadow_run
 from update_errors_figure import MASTERS, STATES, draw, errors_of_updates, errors_of_weights
 
 from amp_ext.optim import SGD, AdamW, Lion
@@ -60,7 +60,9 @@ def test_adamw_keeps_its_bounds(betas, name, state_dtype, bound):
     stream = gradients(name)
     options = {"state_dtype": state_dtype, "betas": betas, "weight_decay": 0.0}
     scheme = OptimizerScheme(AdamW, stream.shape[1:], **options)
-    (errors,) = shadow_run(stream, Adam64(stream.shape[1:], betas), {"": scheme}).values()
+    (errors,) = shadow_run(
+        stream, exact_adamw(stream.shape[1:], betas=betas), {"": scheme}
+    ).values()
     update, largest, way = (*bound, bound[0])[:3]
     assert errors.update < update, errors
     assert errors.largest < largest, errors
@@ -75,7 +77,9 @@ def test_the_maximum_of_amsgrad_is_not_biased(name):
     stream = gradients(name)
     options = {"state_dtype": BF16, "amsgrad": True, "weight_decay": 0.0}
     scheme = OptimizerScheme(AdamW, stream.shape[1:], **options)
-    (errors,) = shadow_run(stream, Adam64(stream.shape[1:], amsgrad=True), {"": scheme}).values()
+    (errors,) = shadow_run(
+        stream, exact_adamw(stream.shape[1:], amsgrad=True), {"": scheme}
+    ).values()
     assert abs(errors.bias) < 0.004
     assert errors.update < 0.015
 
@@ -91,7 +95,7 @@ MOMENTUM_BOUNDS = {BF16: {0.9: 0.0045, 0.99: 0.0185}, "8bit": {0.9: 0.032, 0.99:
 @few_streams
 def test_momentum_keeps_its_bounds(name, state_dtype, momentum):
     stream = gradients(name)
-    exact = Momentum64(stream.shape[1:], momentum)
+    exact = exact_sgd(stream.shape[1:], momentum)
     scheme = OptimizerScheme(SGD, stream.shape[1:], state_dtype=state_dtype, momentum=momentum)
     (errors,) = shadow_run(stream, exact, {"": scheme}).values()
     assert errors.update < MOMENTUM_BOUNDS[state_dtype][momentum], errors
@@ -135,7 +139,7 @@ def test_the_figure_has_a_mark_for_each_way_to_store(tmp_path, monkeypatch):
 def test_float32_states_are_exact(optimizer: Any):
     stream = gradients("half a decade")[:50]
     scheme = OptimizerScheme(optimizer, stream.shape[1:], weight_decay=0.0)
-    (errors,) = shadow_run(stream, Adam64(stream.shape[1:]), {"": scheme}).values()
+    (errors,) = shadow_run(stream, exact_adamw(stream.shape[1:]), {"": scheme}).values()
     assert errors.update < 1e-5
     assert errors.way < 1e-5
     assert abs(errors.bias) < 1e-5
