@@ -1,14 +1,16 @@
-"""Times what the host does in a step, beside the same of a commit: many small tensors, one thread.
+"""Times what the host and the kernels do in a step, beside the same of a commit, in one thread.
 
     python scripts/time_host.py --against main          # builds it into build/time_host/, once
     python scripts/time_host.py --installed FOLDER      # beside what is built there already
     python scripts/time_host.py --against main --quick --rows 'AdamW, 6 '
+    AMP_EXT_CPU_ISA=avx2 python scripts/time_host.py --rows kernel      # of other instructions
 
 Steps of AdamW, and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`,
 and under a scaler, ours or torch's, where `scale`, `step` and `update` are timed. Every step finds
 new gradients, as after `zero_grad` and `backward`, which are not timed. "cold": before each step a
-walk over 64 MB has thrown code and data out of the caches. And how long importing amp_ext takes
-beside torch, whose files the system has in memory.
+walk over 64 MB has thrown code and data out of the caches. Then the kernels of the CPU: steps and
+looks at one tensor that stays in a cache. And how long importing amp_ext takes beside torch, whose
+files the system has in memory.
 
 Each package runs in two processes, which take turns with the others at every row and are started
 anew many times; the least time of each counts. "itself" is how far apart the two of one package
@@ -25,6 +27,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter_ns
@@ -41,7 +44,65 @@ ROWS = [
     for optimizer, count, form, cold in product(OPTIMIZERS, COUNTS, FORMS, ("", ", cold"))
 ]
 NUMEL, SWEPT = 64, 16_000_000  # float32
+IN_CACHE = 2**18  # elements
+
+OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")
+F16, BF16 = torch.float16, torch.bfloat16
+KEPT = {"bf16 + split": "split", "bf16 + split8": "split8", "bf16": False}
+# The dtype of parameter and gradient, the class of an optimizer and its options; or an operation.
+KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
+    "AdamW fp32": (torch.float32, "AdamW", {}),
+    "AdamW fp64": (torch.float64, "AdamW", {}),
+    "AdamW fp32, skip_nonfinite": (torch.float32, "AdamW", {"skip_nonfinite": True}),
+    "AdamW fp16 + master": (F16, "AdamW", {}),
+    "AdamW bf16 + master": (BF16, "AdamW", {}),
+    "AdamW bf16 + master, clipped": (BF16, "AdamW", {"max_grad_norm": 1.0}),
+    "AdamW bf16 + master, write back": (BF16, "AdamW", {"write_back_grads": True}),
+    "AMSGrad bf16 + master": (BF16, "AdamW", {"amsgrad": True}),
+    **{
+        f"AdamW {kept}, {name} states": (
+            BF16, "AdamW", {"master_weights": master, "state_dtype": state_dtype},
+        )
+        for kept, master in KEPT.items()
+        for name, state_dtype in (("bf16", BF16), ("8bit-bf16", "8bit-bf16"), ("8bit", "8bit"))
+    },
+    "SGD fp32": (torch.float32, "SGD", {}),
+    "SGD momentum fp32": (torch.float32, "SGD", {"momentum": 0.9}),
+    "SGD momentum bf16 + master, 8bit states": (
+        BF16, "SGD", {"momentum": 0.9, "state_dtype": "8bit"},
+    ),
+    "Lion fp32": (torch.float32, "Lion", {}),
+    "Lion bf16 + master": (BF16, "Lion", {}),
+    **{
+        f"{operation} {dtype}": (dtype, operation, {})
+        for operation in OPERATIONS
+        for dtype in (torch.float32, F16, BF16)
+    },
+}  # fmt: skip
 SIDES = ("before", "after", "before again", "after again")
+
+
+def make_kernel(row: str) -> Callable[[], float]:
+    """Returns what lets a kernel run over a tensor once and returns its microseconds."""
+    import amp_ext
+
+    dtype, name, options = KERNELS[row.removeprefix("kernel: ")]
+    param = torch.nn.Parameter(torch.ones(IN_CACHE, dtype=dtype))
+    param.grad = torch.full_like(param, 0.5)
+    if name in OPERATIONS:
+        one, found_inf = torch.ones(()), torch.zeros(())
+        operation = getattr(amp_ext.ops, name)
+        arguments = {"check_finite_": [found_inf], "unscale_": [one, found_inf]}.get(name, [])
+        timed = partial(operation, [param.grad], *arguments)
+    else:
+        timed = getattr(amp_ext.optim, name)([param], lr=1e-3, **options).step
+
+    def take() -> float:
+        start = perf_counter_ns()
+        timed()
+        return (perf_counter_ns() - start) / 1e3
+
+    return take
 
 
 def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
@@ -92,11 +153,13 @@ def serve() -> None:
             print(imported, flush=True)
             continue
         if row not in steps:
-            steps[row] = make_step(row, swept)
+            is_kernel = row.startswith("kernel: ")
+            steps[row] = make_kernel(row) if is_kernel else make_step(row, swept)
             steps[row]()  # makes the states
         # Few, since a busy machine pauses often. Another process has had the caches since.
         warming = 0 if row.endswith("cold") else 1
-        number = warming + max(2, warming * 40 // int(row.split()[1]))
+        tensors = 1 if row.startswith("kernel: ") else int(row.split()[1])
+        number = warming + max(2, warming * 40 // tensors)
         times = [steps[row]() for _ in range(number)][warming:]
         print(sum(times) / len(times), flush=True)
 
@@ -167,7 +230,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.serve:
         return serve()
-    rows = [row for row in ["import amp_ext", *ROWS] if re.search(arguments.rows, row)]
+    every_row = ["import amp_ext", *ROWS, *(f"kernel: {name}" for name in KERNELS)]
+    rows = [row for row in every_row if re.search(arguments.rows, row)]
     effort = (1, 3) if arguments.quick else (8, 6)
     times = measure(arguments.installed or build(arguments.against), rows, *effort)
     print("| µs a step | before | after | ratio | itself |\n|---|---|---|---|---|")

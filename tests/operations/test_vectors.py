@@ -88,9 +88,3 @@ def test_numbers_come_back_as_kernels_have_stored_them():
 def test_numbers_come_back_as_they_were_stored(isa, size, tmp_path):
     stride = os.environ.get("AMP_EXT_NUMBER_STRIDE", "4001")
     run_program("numbers.cpp", isa, size, tmp_path, stride)
-
-
-def test_the_program_that_times_engines_fits_them():
-    build.run(
-        [build.CXX, *build.FLAGS, "-fsyntax-only", str(build.ROOT / "scripts/time_engine.cpp")]
-    )
