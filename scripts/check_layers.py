@@ -69,28 +69,16 @@ def layer(path: Path) -> int:
     return LIBTORCH if any(TORCH.match(name) for name in all_included(path)) else ELEMENTS
 
 
-def includes(path: Path) -> Iterator[tuple[int, bool, str, bool]]:
-    """Yields line, whether quoted, name, and whether the line is behind AMP_EXT_WITH_CUDA."""
-    conditions: list[str] = []
+def includes(path: Path) -> Iterator[tuple[int, bool, str]]:
+    """Yields line, whether quoted, and name."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        directive = re.match(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b(.*)", line)
-        if directive:
-            word, condition = directive.groups()
-            if word in ("elif", "else", "endif"):
-                conditions.pop()
-            if word in ("if", "ifdef", "elif"):
-                conditions.append(condition)
-            elif word in ("ifndef", "else"):
-                conditions.append("")
-        found = INCLUDE.match(line.lstrip())
-        if found:
-            behind = any(re.search(r"(?<!!)\bAMP_EXT_WITH_CUDA", text) for text in conditions)
-            yield number, found[1] == '"', found[2], behind
+        if found := INCLUDE.match(line.lstrip()):
+            yield number, found[1] == '"', found[2]
 
 
 def all_included(path: Path) -> Iterator[str]:
     """Yields what a public header includes, and what the public headers among that include."""
-    for _, _, name, _ in includes(path):
+    for _, _, name in includes(path):
         yield name
         if (PUBLIC / name).is_file():
             yield from all_included(PUBLIC / name)
@@ -102,7 +90,7 @@ def check_public_headers() -> Iterator[tuple[Path, int, str]]:
         if path.suffix != ".h" or path.parent != PUBLIC / "amp_ext":
             yield path, 1, "only headers of the folder amp_ext are public"
             continue
-        for line, quoted, name, _ in includes(path):
+        for line, quoted, name in includes(path):
             if quoted or (name.startswith("amp_ext/") and not (PUBLIC / name).is_file()):
                 yield path, line, f"{name} is not a public header"
             elif (PUBLIC / name).is_file() and layer(PUBLIC / name) > layer(path):
@@ -116,7 +104,7 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
     cuda_users: set[Path] = set()
     for path in sorted(file for file in CSRC.rglob("*") if file.suffix in CXX):
         folder, mine = path.relative_to(CSRC).parts[0], layer(path)
-        for line, quoted, name, behind_cuda in includes(path):
+        for line, quoted, name in includes(path):
             if quoted:
                 target = CSRC / name
                 if ".." in name or not target.is_file():
@@ -125,8 +113,6 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
                     yield path, line, f'"{name}" belongs to a higher layer'
                 elif layer(target) == mine and Path(name).parts[0] != folder:
                     yield path, line, f'"{name}" belongs to another folder of the same layer'
-                elif Path(name).parts[0] == "cuda" and folder != "cuda" and not behind_cuda:
-                    yield path, line, f'"{name}" must be behind AMP_EXT_WITH_CUDA'
                 continue
             if name.startswith("amp_ext/"):
                 target = PUBLIC / name
@@ -145,9 +131,7 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
                 yield path, line, f"<{name}> belongs to libtorch/: ATen and c10 serve here"
             if CUDA.match(name) and folder != "cuda":
                 cuda_users.add(path)
-                if not behind_cuda:
-                    yield path, line, f"<{name}> must be behind AMP_EXT_WITH_CUDA"
-                elif len(cuda_users) > 1:
+                if len(cuda_users) > 1:
                     names = ", ".join(sorted(user.name for user in cuda_users))
                     yield path, line, f"<{name}>: one file outside cuda/ may name CUDA, not {names}"
 
