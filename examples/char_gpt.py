@@ -1,7 +1,6 @@
 """Trains a small GPT on characters, with fp16 parameters, and resumes it from a checkpoint.
 
     python examples/char_gpt.py                               # about a minute on two cores
-    python examples/char_gpt.py --seed 1
 
 The text ships with Python: the topics that ``help()`` shows. The model writes similar text at the
 end. Parameters and gradients are fp16; amp_ext.optim.AdamW keeps fp32 masters and clips by norm
@@ -30,7 +29,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from presentation import finish_axes, judge, make_parser, start_figure, write_figure
+from presentation import finish, finish_axes, make_parser, read_options, start_figure, write_figure
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -161,6 +160,14 @@ class Text:
         return "".join(self.alphabet[number] for number in numbers.tolist())
 
 
+@torch.no_grad()
+def validate(model: GPT, text: Text, settings: Settings) -> float:
+    """Returns the mean loss of the same unseen pieces each time, in nats."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = [text.pieces(text.validation, settings, generator) for _ in range(32)]
+    return torch.stack([loss_of(model, piece) for piece in pieces]).mean().item()
+
+
 @dataclass
 class Curves:
     """What a run measured; the lists hold a number for each of its steps."""
@@ -219,7 +226,7 @@ class Training:
         losses, norms = [], []
         for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
             if step % settings.validate_every == 0:
-                curves.validations[step] = loss = self.validate()
+                curves.validations[step] = loss = validate(self.model, self.text, self.settings)
                 print(f"{step} steps: {loss:.3f} nats per character", flush=True)
             curves.rates.append(self.optimizer.param_groups[0]["lr"])
             step_loss = torch.zeros((), device=part.device)
@@ -231,20 +238,14 @@ class Training:
             self.schedule.step()
             losses.append(step_loss)
             norms.append(metrics.grad_norm)
-        curves.validations[self.schedule.last_epoch] = self.validate()
+        curves.validations[self.schedule.last_epoch] = validate(
+            self.model, self.text, self.settings
+        )
         curves.losses += torch.stack(losses).tolist()
         curves.norms += torch.stack(norms).tolist()
         history = self.scaler.history(wait=True)
         curves.scales += history.scales[-steps:]
         curves.skipped += history.skipped[-steps:]
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Returns the mean loss of the same unseen pieces each time."""
-        generator = torch.Generator().manual_seed(0)
-        part = self.text.validation
-        pieces = [self.text.pieces(part, self.settings, generator) for _ in range(16)]
-        return torch.stack([loss_of(self.model, piece) for piece in pieces]).mean().item()
 
     @torch.no_grad()
     def write(self, beginning: str, length: int, seed: int) -> str:
@@ -385,10 +386,8 @@ def check(curves: Curves, guess: float) -> dict[str, bool]:
 
 def main() -> int:
     """Reads the command line, trains twice, and writes checkpoint and figure."""
-    parser = make_parser(__doc__, "char_gpt", "a few seconds, judges only the resumption")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and pieces (0)")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    quick = "a few seconds, judges only the resumption"
+    arguments = read_options(make_parser(__doc__, "char_gpt", quick, seeds=False))
     device = arguments.device
     settings = QUICK if arguments.quick else Settings()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line needs on CUDA
@@ -397,7 +396,7 @@ def main() -> int:
 
     checkpoint, figure = arguments.out / "checkpoint.pt", arguments.out / "char_gpt.png"
     text = Text(device)
-    first = Training(text, settings, arguments.seed, device)
+    first = Training(text, settings, 0, device)
     size = sum(p.numel() for p in first.model.parameters())
     print(f"{size:,} parameters; {len(text.train):,} characters to train on")
     half = settings.steps // 2
@@ -405,16 +404,16 @@ def main() -> int:
     first.save(checkpoint)
     first.run(half)
     print(f"Once more from {checkpoint}, by new objects")
-    again = Training(text, settings, arguments.seed + 1, device)  # all others, until `load`
+    again = Training(text, settings, 1, device)  # all others, until `load`
     again.load(checkpoint)
     again.run(half)
 
-    written = again.write("The ", settings.written, arguments.seed)
+    written = again.write("The ", settings.written, seed=0)
     guess = frequency_loss(text)
     draw(first.curves, again.curves, settings, guess, written, figure)
-    print(f"\n{make_table(first, guess)}\n\n{written}\n\nWritten: {figure}, {checkpoint}")
+    table = f"{make_table(first, guess)}\n\n{written}"
     claims = compare(first, again)
-    return judge(claims if arguments.quick else claims | check(first.curves, guess))
+    return finish(table, figure, claims if arguments.quick else claims | check(first.curves, guess))
 
 
 if __name__ == "__main__":

@@ -26,13 +26,14 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from char_gpt import GPT, LEARNING_RATE, Settings, Text, predict, warm_up_and_cosine
-from low_memory import SMALL_GPT, validate
+from char_gpt import GPT, LEARNING_RATE, Settings, Text, predict, validate, warm_up_and_cosine
+from low_memory import SMALL_GPT
 from presentation import (
+    differences,
+    finish,
     finish_axes,
-    judge,
     make_parser,
-    positive,
+    read_options,
     run_all,
     start_figure,
     write_figure,
@@ -152,8 +153,7 @@ Results = dict[Recipe, list[Run]]
 
 def gaps(results: Results, recipe: Recipe, other: Recipe) -> list[float]:
     """Returns by how many nats a recipe has ended above another, for each seed."""
-    pairs = zip(results[recipe], results[other], strict=True)
-    return [run.last_loss - beside.last_loss for run, beside in pairs]
+    return differences(results, recipe, other, "last_loss")
 
 
 def draw(results: Results, settings: Settings, path: Path) -> None:
@@ -223,20 +223,16 @@ def check(results: Results) -> dict[str, bool]:
 def main() -> int:
     """Reads the command line, trains, and writes the figure and the table."""
     parser = make_parser(__doc__, "guarded_gpt", "a few seconds, judges nothing", device=False)
-    parser.add_argument("--seeds", type=positive, default=1, help="how often each runs (1)")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments = read_options(parser)
     torch.set_num_threads(1)  # the matrices are too small to gain much from a second
     settings, text = QUICK if arguments.quick else GUARDED_GPT, Text("cpu")
 
-    def train_one(recipe: Recipe, seed: int) -> Run:
-        return train(recipe, text, settings, seed)
-
-    results = run_all(RECIPES, train_one, arguments.seeds)
+    results = run_all(
+        RECIPES, lambda recipe, seed: train(recipe, text, settings, seed), arguments.seeds
+    )
     figure = arguments.out / "guarded_gpt.png"
     draw(results, settings, figure)
-    print(f"\n{make_table(results)}\n\nWritten: {figure}")
-    return 0 if arguments.quick else judge(check(results))
+    return finish(make_table(results), figure, {} if arguments.quick else check(results))
 
 
 if __name__ == "__main__":

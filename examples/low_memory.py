@@ -29,12 +29,14 @@ import master_weights
 import matplotlib.pyplot as plt
 import photo
 import torch
-from char_gpt import GPT, LEARNING_RATE, Settings, Text, loss_of, warm_up_and_cosine
+from char_gpt import GPT, LEARNING_RATE, Settings, Text, loss_of, validate, warm_up_and_cosine
 from presentation import (
+    differences,
+    finish,
     finish_axes,
-    judge,
     make_parser,
     positive,
+    read_options,
     run_all,
     start_figure,
     write_figure,
@@ -98,6 +100,11 @@ class Run:
     validations: dict[int, float]  # nats per character, by the number of steps before
     bytes: int  # stored for each parameter, gradient included
 
+    @property
+    def last_loss(self) -> float:
+        """Nats per character at the end."""
+        return self.validations[max(self.validations)]
+
 
 def train_gpt(configuration: Configuration, text: Text, settings: Settings, seed: int) -> Run:
     """Trains one GPT.
@@ -128,14 +135,6 @@ def train_gpt(configuration: Configuration, text: Text, settings: Settings, seed
     return Run(validations, bytes_stored(model, optimizer))
 
 
-@torch.no_grad()
-def validate(model: GPT, text: Text, settings: Settings) -> float:
-    """Returns the mean loss of the same unseen pieces each time."""
-    generator = torch.Generator().manual_seed(0)
-    pieces = [text.pieces(text.validation, settings, generator) for _ in range(32)]
-    return mean(loss_of(model, piece).item() for piece in pieces)
-
-
 def bytes_stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Counts the bytes that a parameter takes between two steps, rounded."""
     params = list(model.parameters())
@@ -147,60 +146,38 @@ def bytes_stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> in
 
 def train_photo(
     configuration: Configuration, picture: Tensor, settings: photo.Settings, seed: int
-) -> float:
-    """Trains one network on the photograph, as ``master_weights.py`` does; returns its PSNR."""
+) -> master_weights.Run:
+    """Trains one network on the photograph, as ``master_weights.py`` does."""
     optimizer = partial(AdamW, **configuration.options)
     recipe = master_weights.Recipe(configuration.name, configuration.dtype, optimizer)
-    return master_weights.train(recipe, picture, settings, seed, "cpu").psnr
+    return master_weights.train(recipe, picture, settings, seed, "cpu")
 
 
-@dataclass
-class Results:
-    """Both trainings of all configurations; a list holds a number or a run per seed."""
-
-    photos: dict[Configuration, list[float]]  # PSNR in dB
-    gpts: dict[Configuration, list[Run]]
-
-    def last_losses(self, configuration: Configuration) -> list[float]:
-        """Returns the validation losses at the end."""
-        return [list(run.validations.values())[-1] for run in self.gpts[configuration]]
-
-    def gaps(self, configuration: Configuration) -> list[float]:
-        """Returns them minus those with float32 masters and moments, in nats."""
-        pairs = zip(self.last_losses(configuration), self.last_losses(MASTERS), strict=True)
-        return [loss - base for loss, base in pairs]
-
-    def gains(self, configuration: Configuration) -> list[float]:
-        """Returns the PSNR minus that with float32 masters and moments, in dB."""
-        pairs = zip(self.photos[configuration], self.photos[MASTERS], strict=True)
-        return [psnr - base for psnr, base in pairs]
-
-    def bytes(self, configuration: Configuration) -> int:
-        """Returns the bytes stored for each parameter."""
-        return self.gpts[configuration][0].bytes
+Photos = dict[Configuration, list[master_weights.Run]]  # a run per seed
+Gpts = dict[Configuration, list[Run]]
 
 
-def draw(results: Results, settings: Settings, path: Path) -> None:
+def draw(photos: Photos, gpts: Gpts, settings: Settings, path: Path) -> None:
     """Draws losses, and a row for each configuration with a dot for each seed."""
-    sizes = [results.bytes(each) for each in CONFIGURATIONS]
+    sizes = [gpts[each][0].bytes for each in CONFIGURATIONS]
     title = f"A photograph and a GPT in {min(sizes)} to {max(sizes)} bytes a parameter"
     figure = start_figure(title, 5.6)
     loss_axes, photo_axes, gap_axes = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
-    places = range(len(CONFIGURATIONS))
     for place, each in enumerate(CONFIGURATIONS):
         colour = colour_of(each)
-        runs = results.gpts[each]
+        runs, places = gpts[each], [place] * len(gpts[each])
         steps = [step for step in runs[0].validations if step >= settings.warm_up]
         means = [mean(run.validations[step] for run in runs) for step in steps]
         loss_axes.plot(steps, means, color=colour, lw=4 if each is MASTERS else 1.5)
         dots: dict[str, Any] = {"color": colour, "ls": "", "marker": "o", "ms": 7, "alpha": 0.7}
-        photo_axes.plot(results.gains(each), [place] * len(runs), **dots)
-        gap_axes.plot(results.gaps(each), [place] * len(runs), **dots)
+        photo_axes.plot(differences(photos, each, MASTERS), places, **dots)
+        gap_axes.plot(differences(gpts, each, MASTERS, "last_loss"), places, **dots)
     loss_axes.set(title="GPT: validation loss, nats", xlabel="step")
     labels = [f"{each.name}: {size} B" for each, size in zip(CONFIGURATIONS, sizes, strict=True)]
-    photo_axes.set_yticks(places, [textwrap.fill(label, 24) for label in labels])
+    rows = range(len(CONFIGURATIONS))
+    photo_axes.set_yticks(rows, [textwrap.fill(label, 24) for label in labels])
     photo_axes.set(title="photograph: Δ PSNR, dB", xlabel="more is better")
-    gap_axes.set_yticks(places, [])
+    gap_axes.set_yticks(rows, [])
     gap_axes.set(title="GPT: Δ validation loss, nats", xlabel="less is better")
     for axes, largest in ((photo_axes, LARGEST_PSNR_GAP), (gap_axes, LARGEST_LOSS_GAP)):
         axes.axvspan(-largest, largest, color="#EEEEEE", zorder=0)
@@ -208,10 +185,10 @@ def draw(results: Results, settings: Settings, path: Path) -> None:
         axes.set_xticks([factor * largest for factor in (-10, -1, 0, 1, 10)])
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlim(-14 * largest, 14 * largest)
-        axes.set_ylim(len(places) - 0.5, -0.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.axvline(0, color=colour_of(MASTERS), lw=1)
     finish_axes(loss_axes, photo_axes, gap_axes)
-    seeds = len(results.photos[MASTERS])
+    seeds = len(photos[MASTERS])
     caption = (
         f"{'Curves: mean of the seeds. ' * (seeds > 1)}Δ: against bf16 parameters with float32 "
         f"masters and states, the wide line, with the same seed; {seeds} of them. Grey: "
@@ -231,63 +208,63 @@ def colour_of(configuration: Configuration) -> Any:
     return plt.colormaps["viridis"](CONFIGURATIONS.index(configuration) / len(CONFIGURATIONS))
 
 
-def make_table(results: Results) -> str:
+def make_table(photos: Photos, gpts: Gpts) -> str:
     """Sums the means over the seeds up for the terminal; Δ: against the third row."""
     table = [["how it is stored", "B", "photo, dB", "Δ", "GPT, nats", "Δ"]]
     for each in CONFIGURATIONS:
-        figures = mean(results.photos[each]), mean(results.gains(each))
-        figures += mean(results.last_losses(each)), mean(results.gaps(each))
-        forms = (".2f", "+.2f", ".4f", "+.4f")
-        cells = [f"{figure:{form}}" for figure, form in zip(figures, forms, strict=True)]
-        table.append([each.name, str(results.bytes(each)), *cells])
-    text, psnrs, losses = format_table(table), results.photos[MASTERS], results.last_losses(MASTERS)
-    if len(psnrs) > 1:
-        text += f"\nThird row, over its seeds: ± {stdev(psnrs):.2f} dB, ± {stdev(losses):.4f} nats"
+        psnr, loss = mean(run.psnr for run in photos[each]), mean(r.last_loss for r in gpts[each])
+        gain = mean(differences(photos, each, MASTERS))
+        gap = mean(differences(gpts, each, MASTERS, "last_loss"))
+        cells = [f"{psnr:.2f}", f"{gain:+.2f}", f"{loss:.4f}", f"{gap:+.4f}"]
+        table.append([each.name, str(gpts[each][0].bytes), *cells])
+    text = format_table(table)
+    if len(photos[MASTERS]) > 1:
+        psnr = stdev(run.psnr for run in photos[MASTERS])
+        loss = stdev(run.last_loss for run in gpts[MASTERS])
+        text += f"\nThird row, over its seeds: ± {psnr:.2f} dB, ± {loss:.4f} nats"
     return text
 
 
-def check(results: Results) -> dict[str, bool]:
+def check(photos: Photos, gpts: Gpts) -> dict[str, bool]:
     """Compares the means over the seeds with what the example is to show."""
     judged = [each for each in CONFIGURATIONS if each not in (MASTERS, AS_TORCH)]
-    photos = max(abs(mean(results.gains(each))) for each in judged)
-    gpts = max(mean(results.gaps(each)) for each in judged)
+    gain = max(abs(mean(differences(photos, each, MASTERS))) for each in judged)
+    gap = max(mean(differences(gpts, each, MASTERS, "last_loss")) for each in judged)
+    nearest = mean(differences(photos, AS_TORCH, MASTERS))
     return {
-        f"photographs within {LARGEST_PSNR_GAP} dB of float32 masters and states": photos
+        f"photographs within {LARGEST_PSNR_GAP} dB of float32 masters and states": gain
         <= LARGEST_PSNR_GAP,
-        f"GPTs at most {LARGEST_LOSS_GAP} nats above": gpts <= LARGEST_LOSS_GAP,
-        "to nearest at least 1 dB worse": mean(results.gains(AS_TORCH)) <= -1,
+        f"GPTs at most {LARGEST_LOSS_GAP} nats above": gap <= LARGEST_LOSS_GAP,
+        "to nearest at least 1 dB worse": nearest <= -1,
     }
 
 
 def main() -> int:
     """Reads the command line, trains, and writes the figure and the table."""
     parser = make_parser(__doc__, "low_memory", "a few seconds, judges nothing", device=False)
-    parser.add_argument("--seeds", type=positive, default=1, help="how often each runs (1)")
     parser.add_argument(
         "--steps", type=positive, help=f"optimizer steps of the GPT ({SMALL_GPT.steps})"
     )
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments = read_options(parser)
     torch.set_num_threads(1)  # the matrices are too small to gain much from a second
 
     of_photo, of_gpt = (QUICK_PHOTO, QUICK_GPT) if arguments.quick else (PHOTO, SMALL_GPT)
     of_gpt = replace(of_gpt, steps=arguments.steps or of_gpt.steps)
     picture, text = photo.load_photo(None, of_photo.size), Text("cpu")
 
-    def one_photo(configuration: Configuration, seed: int) -> float:
-        return train_photo(configuration, picture, of_photo, seed)
-
-    def one_gpt(configuration: Configuration, seed: int) -> Run:
-        return train_gpt(configuration, text, of_gpt, seed)
-
-    photos = run_all(CONFIGURATIONS, one_photo, arguments.seeds)
-    results = Results(photos, run_all(CONFIGURATIONS, one_gpt, arguments.seeds))
+    photos = run_all(
+        CONFIGURATIONS,
+        lambda each, seed: train_photo(each, picture, of_photo, seed),
+        arguments.seeds,
+    )
+    gpts = run_all(
+        CONFIGURATIONS, lambda each, seed: train_gpt(each, text, of_gpt, seed), arguments.seeds
+    )
     figure = arguments.out / "low_memory.png"
-    draw(results, of_gpt, figure)
-    print(f"\n{make_table(results)}\n\nWritten: {figure}")
-    if of_gpt != SMALL_GPT:
-        return 0  # what holds for the defaults is not promised for other settings
-    return judge(check(results))
+    draw(photos, gpts, of_gpt, figure)
+    # What holds for the defaults is not promised for other settings.
+    claims = check(photos, gpts) if of_gpt == SMALL_GPT else {}
+    return finish(make_table(photos, gpts), figure, claims)
 
 
 if __name__ == "__main__":

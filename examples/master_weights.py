@@ -26,12 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from photo import Settings, differences, fourier_features, load_photo, make_start
+from photo import Settings, fourier_features, load_photo, make_start
 from presentation import (
+    differences,
+    finish,
     finish_axes,
-    judge,
     make_parser,
-    positive,
+    read_options,
     run_all,
     show_mean,
     start_figure,
@@ -237,21 +238,18 @@ def check(results: Results) -> dict[str, bool]:
 def main() -> int:
     """Reads the command line, trains, and writes the figure and the table."""
     parser = make_parser(__doc__, "master_weights", "a few seconds, judges nothing")
-    parser.add_argument("--seeds", type=positive, default=1, help="how often each run is made (1)")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-
+    arguments = read_options(parser)
     settings = QUICK if arguments.quick else DEFAULT
     photo = load_photo(None, settings.size)
 
-    def train_one(recipe: Recipe, seed: int) -> Run:
-        return train(recipe, photo, settings, seed, arguments.device)
-
-    results = run_all(RECIPES, train_one, arguments.seeds)
+    results = run_all(
+        RECIPES,
+        lambda recipe, seed: train(recipe, photo, settings, seed, arguments.device),
+        arguments.seeds,
+    )
     figure = arguments.out / "master_weights.png"
     draw(results, photo, settings, figure)
-    print(f"\n{make_table(results)}\n\nWritten: {figure}")
-    return 0 if arguments.quick else judge(check(results))
+    return finish(make_table(results), figure, {} if arguments.quick else check(results))
 
 
 if __name__ == "__main__":

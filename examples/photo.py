@@ -9,17 +9,15 @@
 The loss of a step is divided by k = 256, as gradient accumulation over a 1024 x 1024 picture in
 tiles of 64 x 64 does: the gradients become smaller than fp16 can hold, unless the loss is scaled.
 A CPU computes one such tile in one pass and divides by the same k, which is the same arithmetic.
-Writes ``photo.png`` and ``photo.json`` and prints a table. With the default settings it also says
-whether amp_ext is as good as fp32 and fp16 without scaling is not, and returns 1 if either fails.
+Writes ``photo.png`` and prints a table. With the default settings it also says whether amp_ext is
+as good as fp32 and fp16 without scaling is not, and returns 1 if either fails.
 """
 
-import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -30,8 +28,9 @@ import torch
 from matplotlib import cbook
 from PIL import Image, ImageOps
 from presentation import (
+    differences,
+    finish,
     finish_axes,
-    judge,
     make_parser,
     positive,
     run_all,
@@ -74,7 +73,7 @@ WIDTHS = {FP32: 4.5, UNSCALED: 1.5, TORCH: 3.0, AMP_EXT: 1.2}
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is computed; each field has an option of the same name."""
+    """How much is computed."""
 
     steps: int
     size: int  # pixels along a side of the picture
@@ -111,16 +110,10 @@ Results = dict[Recipe, list[Result]]  # a result per seed
 
 @dataclass(frozen=True)
 class Files:
-    """The checkpoints of the run with amp_ext.
+    """The checkpoints of the run with amp_ext, and what must be the same for a run to go on."""
 
-    Attributes:
-        resume: What it goes on from.
-        checkpoint: Where it is saved.
-        about: What must be the same for a run to go on.
-    """
-
-    resume: Path | None = None
-    checkpoint: Path | None = None
+    resume: Path | None = None  # what it goes on from
+    checkpoint: Path | None = None  # where it is saved
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -251,12 +244,6 @@ def load_photo(path: Path | None, size: int) -> Tensor:
     return torch.from_numpy(np.array(square, dtype=np.float32) / 255)
 
 
-def differences(results: dict[Any, list[Any]], recipe: Any, base: Any) -> list[float]:
-    """Returns the PSNR of a recipe minus that of another, in dB, for each seed."""
-    pairs = zip(results[recipe], results[base], strict=True)
-    return [run.psnr - other.psnr for run, other in pairs]
-
-
 def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> None:
     """Draws the pictures and the loss scale of the first seed, and the mean losses."""
     lost, kept = (
@@ -338,54 +325,21 @@ def check(results: Results) -> dict[str, bool]:
     }
 
 
-def save(results: Results, settings: dict[str, Any], path: Path) -> None:
-    """Writes settings and every number of every run as JSON."""
-    runs = {
-        recipe.name: [{k: v for k, v in vars(run).items() if k != "picture"} for run in runs]
-        for recipe, runs in results.items()
-    }
-    path.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
-
-
-def check_resume(
-    parser: argparse.ArgumentParser, path: Path, about: dict[str, Any], steps: int
-) -> None:
-    """Exits with a line unless a run can go on from a file."""
-    try:
-        extra = torch.load(path, weights_only=True)["extra"]
-        saved, losses = extra["about"], extra["curves"][0]
-    except Exception as error:  # torch.load raises what it meets
-        parser.error(f"--resume: {path} must be a file that --checkpoint wrote: {error}")
-    if saved != about:
-        parser.error(f"--resume: the run must be that of {path}, {saved}, got {about}")
-    if len(losses) > steps:
-        parser.error(f"--resume: --steps must be at least {len(losses)}, got {steps}")
-
-
 def main() -> int:
-    """Reads the command line, trains, and writes the figure, the JSON file and the table."""
+    """Reads the command line, trains, and writes the figure and the table."""
     parser = make_parser(__doc__, "photo", "a few seconds, judges nothing")
     parser.add_argument("--image", type=Path, help="a picture (matplotlib's sample photograph)")
-    parser.add_argument("--seeds", type=positive, default=1, help="how often each run is made (1)")
     parser.add_argument("--steps", type=positive, help="optimizer steps (200)")
-    parser.add_argument("--size", type=positive, help="pixels along a side (64; on a GPU 1024)")
-    parser.add_argument("--width", type=positive, help="width of the network (64; on a GPU 256)")
     parser.add_argument("--tiles", type=positive, metavar="K", help="divides the loss (256)")
     parser.add_argument("--checkpoint", type=Path, help="file to save the run with amp_ext in")
     parser.add_argument("--resume", type=Path, help="such a file, from which that run goes on")
     parser.add_argument("--write-start", type=Path, help="file for libtorch/; trains nothing")
     arguments = parser.parse_args()
-    if not arguments.write_start:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-
     device = arguments.device
     default = DEFAULTS["quick" if arguments.quick else device]
-    settings = Settings(**{k: vars(arguments)[k] or v for k, v in asdict(default).items()})
-    if settings.size > TILE and settings.size % TILE:
-        parser.error(f"--size above {TILE} must be a multiple of {TILE}, got {settings.size}")
-    if settings.width % 2:
-        parser.error(f"--width must be even, got {settings.width}")
-
+    settings = replace(
+        default, steps=arguments.steps or default.steps, tiles=arguments.tiles or default.tiles
+    )
     image = arguments.image.name if arguments.image else "grace_hopper.jpg"
     about = {"image": image, **asdict(settings)}
     del about["steps"]
@@ -395,11 +349,13 @@ def main() -> int:
     if arguments.write_start and (files.resume or files.checkpoint or arguments.seeds > 1):
         parser.error("--write-start: give --checkpoint, --resume and --seeds without it")
     if files.resume:
-        check_resume(parser, files.resume, about, settings.steps)
-    if files.checkpoint:
-        files.checkpoint.absolute().parent.mkdir(parents=True, exist_ok=True)
-    if arguments.write_start:
-        arguments.write_start.absolute().parent.mkdir(parents=True, exist_ok=True)
+        saved = torch.load(files.resume, weights_only=True)["extra"]
+        if saved["about"] != about or len(saved["curves"][0]) > settings.steps:
+            of_it = f"{saved['about']}, {len(saved['curves'][0])} steps"
+            parser.error(f"--resume: the run must be that of {files.resume}, {of_it}")
+    figure = arguments.out / "photo.png"
+    for path in filter(None, (arguments.write_start or figure, files.checkpoint)):
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
 
     try:
         photo = load_photo(arguments.image, settings.size)
@@ -414,15 +370,10 @@ def main() -> int:
         return train(recipe, photo, settings, seed, device, saved)
 
     results = run_all(RECIPES, train_one, arguments.seeds)
-
-    given = {**asdict(settings), "image": image, "seeds": arguments.seeds, "device": device}
-    figure, numbers = arguments.out / "photo.png", arguments.out / "photo.json"
-    save(results, given, numbers)
     draw(results, photo, settings, figure)
-    print(f"\n{make_table(results)}\n\nWritten: {figure}, {numbers}")
-    if settings != DEFAULTS[device] or arguments.image:
-        return 0  # what holds for the defaults is not promised for other settings
-    return judge(check(results))
+    # What holds for the defaults is not promised for other settings.
+    is_default = settings == DEFAULTS[device] and not arguments.image
+    return finish(make_table(results), figure, check(results) if is_default else {})
 
 
 if __name__ == "__main__":

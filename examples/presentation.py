@@ -13,15 +13,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
-def make_parser(text: str, name: str, quick: str, device: bool = True) -> argparse.ArgumentParser:
-    """Returns a parser with ``--out``, ``--quick``, which does what is said, and ``--device``."""
+def make_parser(
+    text: str, name: str, quick: str, *, seeds: bool = True, device: bool = True
+) -> argparse.ArgumentParser:
+    """Returns a parser with ``--out``, ``--quick``, which does what is said, and what is wanted."""
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results") / name, help="folder to write")
     parser.add_argument("--quick", action="store_true", help=quick)
+    if seeds:
+        parser.add_argument("--seeds", type=positive, default=1, help="how often each runs (1)")
     if device:
         default, where = "cuda" if torch.cuda.is_available() else "cpu", "where to train"
         parser.add_argument("--device", choices=("cpu", "cuda"), default=default, help=where)
     return parser
+
+
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Reads the command line and makes the folder to write into."""
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    return options
 
 
 def positive(text: str) -> int:
@@ -41,6 +52,14 @@ def run_all(
             print(f"{recipe.name}, seed {seed}", flush=True)
             results[recipe].append(train_one(recipe, seed))
     return results
+
+
+def differences(
+    results: dict[Any, list[Any]], recipe: Any, base: Any, of: str = "psnr"
+) -> list[float]:
+    """Returns a figure of a recipe's runs minus that of another's, for each seed."""
+    pairs = zip(results[recipe], results[base], strict=True)
+    return [getattr(run, of) - getattr(other, of) for run, other in pairs]
 
 
 def start_figure(title: str, height: float) -> Figure:
@@ -74,8 +93,9 @@ def show_mean(values: list[float], form: str) -> str:
     return f"{mean(values):{form}}{deviation}".replace("-", "−")
 
 
-def judge(claims: dict[str, bool]) -> int:
-    """Says which claims hold; returns the exit code, 1 if one does not."""
+def finish(table: str, figure: Path, claims: dict[str, bool]) -> int:
+    """Prints what was measured and which claims hold; returns the exit code, 1 if one does not."""
+    print(f"\n{table}\n\nWritten: {figure}")
     for claim, true in claims.items():
         print(f"{claim}: {'yes' if true else 'NO'}")
     return 0 if all(claims.values()) else 1

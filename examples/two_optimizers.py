@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from presentation import finish_axes, judge, make_parser, start_figure, write_figure
+from presentation import finish, finish_axes, make_parser, read_options, start_figure, write_figure
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -75,15 +75,14 @@ def draw_data(points: int) -> Tensor:
     return places()[torch.randint(PLACES, (points,))] + SPREAD * torch.randn(points, 2)
 
 
-def train(steps: int, seed: int, device: str) -> Record:
+def train(steps: int, device: str) -> Record:
     """Trains both networks.
 
     Args:
         steps: How often each of them takes a step.
-        seed: Fixes parameters, data and noise.
         device: ``"cpu"`` or ``"cuda"``.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     generator = make_network(NOISE, 2).to(device)
     discriminator = make_network(2 * PACK, 1).to(device)
     adam = partial(amp_ext.optim.Adam, lr=LEARNING_RATE, betas=(0.5, 0.9))
@@ -239,18 +238,15 @@ def check(record: Record, quick: bool) -> dict[str, bool]:
 
 def main() -> int:
     """Reads the command line, trains, and writes the figure."""
-    parser = make_parser(__doc__, "two_optimizers", "a few seconds, judges no samples")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters, data and noise (0)")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    quick = "a few seconds, judges no samples"
+    arguments = read_options(make_parser(__doc__, "two_optimizers", quick, seeds=False))
     steps = QUICK_STEPS if arguments.quick else STEPS
     torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain from a second
 
-    record = train(steps, arguments.seed, arguments.device)
+    record = train(steps, arguments.device)
     figure = arguments.out / "two_optimizers.png"
     draw(record, figure)
-    print(f"\n{make_table(record)}\n\nWritten: {figure}")
-    return judge(check(record, arguments.quick))
+    return finish(make_table(record), figure, check(record, arguments.quick))
 
 
 if __name__ == "__main__":

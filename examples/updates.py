@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 from char_gpt import GPT, LEARNING_RATE, QUICK, Settings, Text, loss_of, warm_up_and_cosine
-from presentation import judge, make_parser
+from presentation import finish, make_parser, read_options
 
 import amp_ext
 from amp_ext.program import run_program
@@ -61,21 +61,20 @@ def mean_share(inspection: amp_ext.optim.Inspection, of: str) -> float:
 
 def main() -> int:
     """Reads the command line, trains twice, prints both tables, and writes the figure."""
-    parser = make_parser(__doc__, "updates", "a few seconds, judges nothing", device=False)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    quick = "a few seconds, judges nothing"
+    arguments = read_options(make_parser(__doc__, "updates", quick, seeds=False, device=False))
     settings = QUICK if arguments.quick else replace(Settings(), steps=STEPS, layers=2)
     torch.set_num_threads(1)  # the matrices are too small to gain much from a second
     text = Text("cpu")
     with_masters, alone = (inspect_last(text, settings, masters) for masters in (True, False))
     figure = arguments.out / "updates.png"
     alone.plot(figure)
-    print(f"With masters:\n{with_masters}\n\nWithout:\n{alone}\n\nWritten: {figure}")
+    table = f"With masters:\n{with_masters}\n\nWithout:\n{alone}"
     claims = {
         "without masters most elements stay": mean_share(alone, "unmoved") > 0.5,
         "masters take nearly all updates": mean_share(with_masters, "unmoved_master") < 0.05,
     }
-    return 0 if arguments.quick else judge(claims)
+    return finish(table, figure, {} if arguments.quick else claims)
 
 
 if __name__ == "__main__":
