@@ -6,6 +6,7 @@
 // First every shape must give what the present one gives. With "small" for an argument the sizes
 // are such that the emulator of CUDA can run it.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -148,18 +149,18 @@ Tensors cut(const Memory& memory, const std::vector<int64_t>& sizes, const int (
 }
 
 // What differs between shapes.
-struct Described {
-  int threads, tile, blocks, packs;
-
-  bool operator==(const Described& other) const {
-    return threads == other.threads && tile == other.tile && blocks == other.blocks &&
-           packs == other.packs;
-  }
-};
+using Described = std::array<int, 4>;
+constexpr const char* kConstants[] = {"kThreads", "kTileSize", "kBlocks", "kPacks"};
 
 template <typename Shape>
 constexpr Described described() {
   return {Shape::kThreads, Shape::kTileSize, Shape::kBlocks, Shape::kPacks};
+}
+
+std::string text_of(const Described& shape) {
+  char text[80];
+  std::snprintf(text, sizeof text, "%7d%6d%7d%6d", shape[0], shape[1], shape[2], shape[3]);
+  return text;
 }
 
 // A kernel in one shape.
@@ -182,7 +183,7 @@ struct Step {
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
           "cudaDeviceGetAttribute");
     Described shape = described<Present>();
-    shape.blocks = blocks_on<Adam, Each>(100 * major);
+    shape[2] = blocks_on<Adam, Each>(100 * major);
     return shape;
   }
   static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";
@@ -343,9 +344,8 @@ bool all_agree(const Kernel& kernel) {
       }
       const bool same_sum = sum == expected_sum || std::abs(sum - expected_sum) < 1e-6 * sum;
       if (actual != expected || !same_sum) {
-        const Described& shape = variant.shape;
-        std::fprintf(stderr, "%s: another result with %d threads, tile %d, %d blocks, %d packs\n",
-                     kernel.name, shape.threads, shape.tile, shape.blocks, shape.packs);
+        std::fprintf(stderr, "%s: another result with threads, tile, blocks, packs %s\n",
+                     kernel.name, text_of(variant.shape).c_str());
         agree = false;
       }
     }
@@ -382,8 +382,7 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
   // The geometric mean: a percent counts the same wherever it is gained.
   std::vector<double> means;
   for (size_t i = 0; i < kernel.variants.size(); ++i) {
-    const Described& shape = kernel.variants[i].shape;
-    std::printf("%7d%6d%7d%6d%c", shape.threads, shape.tile, shape.blocks, shape.packs,
+    std::printf("%s%c", text_of(kernel.variants[i].shape).c_str(),
                 static_cast<int>(i) == kernel.present ? '*' : ' ');
     double logarithms = 0.0;
     for (const double speed : speeds[i]) {
@@ -395,25 +394,17 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
   }
   const auto best = std::max_element(means.begin(), means.end()) - means.begin();
   const double gain = means[best] / means[kernel.present] - 1.0;
-  char line[300];
-  if (gain < 0.01) {
-    std::snprintf(line, sizeof line, "%s: leave it, nothing gains 1 %%", kernel.name);
-  } else {
-    const Described& now = kernel.variants[kernel.present].shape;
-    const Described& then = kernel.variants[best].shape;
-    std::string changes;
-    const auto change = [&](const char* constant, int from, int to) {
-      if (from == to) return;
-      changes += std::string(changes.empty() ? "" : ", ") + constant + " from " +
-                 std::to_string(from) + " to " + std::to_string(to);
-    };
-    change("kThreads", now.threads, then.threads);
-    change("kTileSize", now.tile, then.tile);
-    change("kBlocks", now.blocks, then.blocks);
-    change("kPacks", now.packs, then.packs);
-    std::snprintf(line, sizeof line, "%s: change %s (%s), which gains %.1f %%", kernel.name,
-                  changes.c_str(), kernel.place, 100.0 * gain);
+  if (gain < 0.01) return std::string(kernel.name) + ": leave it, nothing gains 1 %";
+  std::string changes;
+  for (int i = 0; i < 4; ++i) {
+    const int from = kernel.variants[kernel.present].shape[i], to = kernel.variants[best].shape[i];
+    if (from == to) continue;
+    changes += std::string(changes.empty() ? "" : ", ") + kConstants[i] + " from " +
+               std::to_string(from) + " to " + std::to_string(to);
   }
+  char line[300];
+  std::snprintf(line, sizeof line, "%s: change %s (%s), which gains %.1f %%", kernel.name,
+                changes.c_str(), kernel.place, 100.0 * gain);
   return line;
 }
 
