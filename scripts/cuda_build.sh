@@ -113,19 +113,7 @@ else:
     assert count["elf"] == count["ptx"], count
     print(f"the library, {library.stat().st_size >> 20} MiB, has {count} for sm_90")
 
-param = torch.ones(3, requires_grad=True)
-param.grad = torch.ones(3)
-amp_ext.optim.Adam([param], lr=0.5).step()
-torch.testing.assert_close(param.detach(), torch.full((3,), 0.5))
-
-# Without a GPU there is no CUDA tensor that could reach a kernel: torch refuses to make one.
 assert not torch.cuda.is_available()
-try:
-    torch.ones(3, device="cuda")
-except RuntimeError as error:
-    print(f"a CUDA tensor: {str(error).splitlines()[0][:75]}")
-else:
-    raise AssertionError("a CUDA tensor without a GPU")
 # A tensor that only says that it is on a GPU is refused by name, and nothing crashes.
 with FakeTensorMode():
     fake = torch.ones(3, device="cuda")
