@@ -35,7 +35,6 @@ class OptimizerWorkspace:
     """
 
     def __init__(self) -> None:
-        """Holds nothing yet; memory is taken at the first update."""
         self.grad_norm: Tensor | None = None
 
     def _grad_norm_on(self, device: torch.device) -> Tensor:

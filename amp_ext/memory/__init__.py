@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -99,27 +99,24 @@ class Configuration:
 
 _AS_IT_IS = Configuration("the model as it is", None)
 
+_STATE_NAMES = {None: "16-bit", torch.float32: "fp32", torch.bfloat16: "bf16"}
+_STATES_OF_OURS = (torch.float32, torch.bfloat16, "8bit-bf16", "8bit")
+_KINDS: tuple[tuple[str, torch.dtype, Any, tuple[Any, ...]], ...] = (
+    ("fp32", torch.float32, True, _STATES_OF_OURS[1:]),
+    ("16-bit", torch.bfloat16, False, (None, torch.float32, *_STATES_OF_OURS[2:])),
+    ("16-bit + masters", torch.bfloat16, True, _STATES_OF_OURS[:2]),
+    ("16-bit + split masters", torch.bfloat16, "split", _STATES_OF_OURS),
+    ("16-bit + split8 masters", torch.bfloat16, "split8", _STATES_OF_OURS[1:]),
+)
+
 #: The rows that :func:`training_memory` returns.
 CONFIGURATIONS = (
     Configuration("fp32", torch.float32),
-    Configuration("fp32, bf16 states", torch.float32, True, torch.bfloat16),
-    Configuration("fp32, 8bit-bf16 states", torch.float32, True, "8bit-bf16"),
-    Configuration("fp32, 8bit states", torch.float32, True, "8bit"),
-    Configuration("16-bit, 16-bit states", torch.bfloat16, False, None),
-    Configuration("16-bit, fp32 states", torch.bfloat16, False),
-    Configuration("16-bit, 8bit-bf16 states", torch.bfloat16, False, "8bit-bf16"),
-    Configuration("16-bit, 8bit states", torch.bfloat16, False, "8bit"),
-    Configuration("16-bit + masters, fp32 states", torch.bfloat16),
-    Configuration("16-bit + masters, bf16 states", torch.bfloat16, True, torch.bfloat16),
-    Configuration("16-bit + split masters, fp32 states", torch.bfloat16, "split"),
-    Configuration("16-bit + split masters, bf16 states", torch.bfloat16, "split", torch.bfloat16),
-    Configuration("16-bit + split masters, 8bit-bf16 states", torch.bfloat16, "split", "8bit-bf16"),
-    Configuration("16-bit + split masters, 8bit states", torch.bfloat16, "split", "8bit"),
-    Configuration("16-bit + split8 masters, bf16 states", torch.bfloat16, "split8", torch.bfloat16),
-    Configuration(
-        "16-bit + split8 masters, 8bit-bf16 states", torch.bfloat16, "split8", "8bit-bf16"
+    *(
+        Configuration(f"{kind}, {_STATE_NAMES.get(states, states)} states", dtype, masters, states)
+        for kind, dtype, masters, every in _KINDS
+        for states in every
     ),
-    Configuration("16-bit + split8 masters, 8bit states", torch.bfloat16, "split8", "8bit"),
 )
 
 
@@ -216,20 +213,20 @@ def _usage(
     def stored(each: _Elements) -> torch.dtype:
         return (each.dtype.is_floating_point and configuration.dtype) or each.dtype
 
-    def size(elements: Sequence[_Elements]) -> int:
-        return sum(each.number * stored(each).itemsize for each in elements)
-
-    trained = [each for each in params if each.is_trained]
-    masters = states = 0
-    for each in trained:
+    sizes = dict.fromkeys(("parameters", "masters", "gradients", "states"), 0)
+    for each in params:
         dtype, state_dtype = stored(each), configuration.state_dtype
+        sizes["parameters"] += each.number * dtype.itemsize
+        if not each.is_trained:
+            continue
+        sizes["gradients"] += each.number * dtype.itemsize
         if dtype in _SIXTEEN_BIT:
-            masters += each.number * MASTER_BYTES[configuration.master_weights]
+            sizes["masters"] += each.number * MASTER_BYTES[configuration.master_weights]
         elif dtype != torch.float32:
             state_dtype = None
-        states += _state_bytes(each, state_dtype or dtype, _STATES[optimizer])
-    sizes = {"parameters": size(params), "masters": masters, "gradients": size(trained)}
-    sizes |= {"states": states, "buffers": size(buffers)}
+        for code in _STATES[optimizer]:
+            sizes["states"] += _state_bytes(each, state_dtype or dtype, code)
+    sizes["buffers"] = sum(each.number * stored(each).itemsize for each in buffers)
     return MemoryUsage(
         configuration,
         parameter_count=sum(each.number for each in params),
@@ -237,14 +234,10 @@ def _usage(
     )
 
 
-def _state_bytes(each: _Elements, dtype: torch.dtype | str, states: Sequence[str]) -> int:
-    """Returns the bytes of states, which in 8 bits have an exponent for each block."""
+def _state_bytes(each: _Elements, dtype: torch.dtype | str, code: str) -> int:
+    """Returns the bytes of one state, which in 8 bits may have an exponent for each block."""
     if isinstance(dtype, torch.dtype):
-        return each.number * dtype.itemsize * len(states)
-    return sum(_coded_bytes(each, dtype, code) for code in states)
-
-
-def _coded_bytes(each: _Elements, dtype: str, code: str) -> int:
+        return each.number * dtype.itemsize
     if code == "ratio":
         return each.number
     # Without blocks a moment is in bfloat16, as are roots with "8bit-bf16".

@@ -51,7 +51,6 @@ class WeightDecayScheduler(ABC):
     _not_saved = frozenset({"optimizer"})
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Remembers the values of all groups and writes the first ones; see the class."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"{type(self).__name__}: optimizer must be a torch.optim.Optimizer, got "
@@ -161,7 +160,6 @@ class LambdaWeightDecay(WeightDecayScheduler):
         optimizer: Optimizer,
         weight_decay_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
     ) -> None:
-        """Keeps the functions; see the class."""
         self._one_for_all = not isinstance(weight_decay_lambda, (list, tuple))
         given: Any = [weight_decay_lambda] if self._one_for_all else weight_decay_lambda
         self.weight_decay_lambdas: list[Callable[[int], float]] = list(given)
@@ -191,7 +189,6 @@ class StepWeightDecay(WeightDecayScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> None:
-        """Keeps the options; see the class."""
         self.step_size = step_size
         self.gamma = gamma
         super().__init__(optimizer)
@@ -224,7 +221,6 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         T_max: int,  # noqa: N803, CosineAnnealingLR's name
         final_weight_decay: float = 0.0,
     ) -> None:
-        """Keeps the options; see the class."""
         self.T_max = T_max
         self.final_weight_decay = final_weight_decay
         super().__init__(optimizer)

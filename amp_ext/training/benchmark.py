@@ -66,19 +66,16 @@ class PrecisionBenchmark:
         table = [["precision", "ms a step", "samples/s", "speed-up", "peak memory, MiB"]]
         first = next((row.seconds_per_step for row in self.rows if row.seconds_per_step), None)
         for row in self.rows:
-            if row.seconds_per_step is None or first is None:
-                table.append([row.precision, "failed", "", "", ""])
-                continue
-            speed, memory = row.samples_per_second, row.peak_memory_bytes
-            table.append(
-                [
-                    row.precision,
+            cells = ["failed", "", "", ""]
+            if row.seconds_per_step is not None and first is not None:
+                speed, memory = row.samples_per_second, row.peak_memory_bytes
+                cells = [
                     f"{1e3 * row.seconds_per_step:.3g}",
                     "-" if speed is None else f"{speed:,.1f}",
                     f"{first / row.seconds_per_step:.2f}",
                     "-" if memory is None else f"{memory / 2**20:,.1f}",
                 ]
-            )
+            table.append([row.precision, *cells])
         errors = [f"{row.precision}: {row.error}" for row in self.rows if row.error]
         title = f"{self.device}, {self.samples or '?'} samples a step"
         return "\n".join([title, format_table(table), *errors])
