@@ -68,39 +68,31 @@ OPTIMIZERS = {name.lower(): (name, dict[str, Any]()) for name in CLASSES} | {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Dtypes:
-    """The dtypes of parameters and gradients, and the options that say those of the states."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NO_MASTERS = {"master_weights": False}
 TO_NEAREST = NO_MASTERS | {"rounding": "nearest"}
 NARROW_STATES = {"state_dtype": torch.bfloat16}
 AS_TORCH = {"master_weights": False, "state_dtype": None}
-DTYPES = {
-    "fp32": Dtypes(F32, F32),
-    "fp32-grads-fp16": Dtypes(F32, F16),
-    "fp32-grads-bf16": Dtypes(F32, BF16),
-    "fp64": Dtypes(F64, F64),
-    "fp64-grads-fp32": Dtypes(F64, F32),
-    "fp16-masters": Dtypes(F16, F16),
-    "fp16-masters-states-fp16": Dtypes(F16, F16, {"state_dtype": None}),
-    "fp16-masters-grads-fp32": Dtypes(F16, F32),
-    "fp16-states-fp32": Dtypes(F16, F16, TO_NEAREST),
-    "fp16-as-torch": Dtypes(F16, F16, AS_TORCH),
-    "bf16-masters": Dtypes(BF16, BF16),
-    "bf16-masters-states-bf16": Dtypes(BF16, BF16, {"state_dtype": None}),
-    "bf16-masters-grads-fp32": Dtypes(BF16, F32),
-    "bf16-states-fp32": Dtypes(BF16, BF16, TO_NEAREST),
-    "bf16-as-torch": Dtypes(BF16, BF16, AS_TORCH),
-    "fp32-states-bf16": Dtypes(F32, F32, NARROW_STATES),
-    "fp16-dithered": Dtypes(F16, F16, AS_TORCH | {"rounding": "dither"}),
-    "bf16-dithered": Dtypes(BF16, BF16, NO_MASTERS | NARROW_STATES),
+# The dtypes of parameters and gradients, and the options that say those of the states.
+DTYPES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
+    "fp32": (F32, F32, {}),
+    "fp32-grads-fp16": (F32, F16, {}),
+    "fp32-grads-bf16": (F32, BF16, {}),
+    "fp64": (F64, F64, {}),
+    "fp64-grads-fp32": (F64, F32, {}),
+    "fp16-masters": (F16, F16, {}),
+    "fp16-masters-states-fp16": (F16, F16, {"state_dtype": None}),
+    "fp16-masters-grads-fp32": (F16, F32, {}),
+    "fp16-states-fp32": (F16, F16, TO_NEAREST),
+    "fp16-as-torch": (F16, F16, AS_TORCH),
+    "bf16-masters": (BF16, BF16, {}),
+    "bf16-masters-states-bf16": (BF16, BF16, {"state_dtype": None}),
+    "bf16-masters-grads-fp32": (BF16, F32, {}),
+    "bf16-states-fp32": (BF16, BF16, TO_NEAREST),
+    "bf16-as-torch": (BF16, BF16, AS_TORCH),
+    "fp32-states-bf16": (F32, F32, NARROW_STATES),
+    "fp16-dithered": (F16, F16, AS_TORCH | {"rounding": "dither"}),
+    "bf16-dithered": (BF16, BF16, NO_MASTERS | NARROW_STATES),
 }
 
 
@@ -188,11 +180,12 @@ def set_bad_elements(grads: list[Tensor], values: tuple[float, ...]) -> None:
         grads[2][5 + 511 * index] = value
 
 
-def hash_of_steps(optimizer: str, dtypes: Dtypes, option: Option, device: str) -> str:
+def hash_of_steps(optimizer: str, dtypes: str, option: Option, device: str) -> str:
     """Takes the steps of a case; returns the hash of all that they wrote."""
     class_name, own = OPTIMIZERS[optimizer]
-    params = [torch.nn.Parameter(param) for param in tensors(1, dtypes.param, 1.0, device)]
-    arguments = {"lr": LR, **own, **dtypes.options, **option.arguments}
+    param_dtype, grad_dtype, of_dtypes = DTYPES[dtypes]
+    params = [torch.nn.Parameter(param) for param in tensors(1, param_dtype, 1.0, device)]
+    arguments = {"lr": LR, **own, **of_dtypes, **option.arguments}
     if option.tensor_lr:
         arguments["lr"] = torch.tensor(LR, device=device)
     groups: list[Any] = [{"params": params}]
@@ -205,14 +198,14 @@ def hash_of_steps(optimizer: str, dtypes: Dtypes, option: Option, device: str) -
     done = Hash()
     for step in range(STEPS):
         scale = scaler.scale(torch.ones((), device=device)).item()
-        grads = tensors(2 + step, dtypes.grad, 2.0**-3 * scale, device)
+        grads = tensors(2 + step, grad_dtype, 2.0**-3 * scale, device)
         # Under a scaler an overflow skips the step: fewer of them.
         if option.bad_elements and step % (11 if option.scaled else 3) == 1:
             set_bad_elements(grads, (INF, NAN))
         if option.scaled and step in (4, 17, 18, 40):
             set_bad_elements(grads, (INF,))
         for param, grad in zip(params, grads, strict=True):
-            param.grad_dtype = dtypes.grad
+            param.grad_dtype = grad_dtype
             param.grad = grad
         if option.tensor_lr:
             arguments["lr"].fill_(LR * (1 + step % 3))
@@ -257,31 +250,30 @@ def hash_of_operations(dtype: torch.dtype, bad: tuple[float, ...], device: str) 
     def zero(of: torch.dtype) -> Tensor:
         return torch.zeros((), dtype=of, device=device)
 
-    hashes: dict[str, Hash] = {}
+    def hash_of(*values: Tensor) -> str:
+        done = Hash()
+        done.add(*values)
+        return done.short()
 
+    hashes = {}
     found_inf, first = zero(F32), torch.full((), 2**62, dtype=torch.int64, device=device)
     written = grads()
     ops.unscale_(written, torch.tensor(0.3, device=device), found_inf, first_nonfinite=first)
-    hashes["unscale_"] = Hash()
-    hashes["unscale_"].add(*written, found_inf, first)
+    hashes["unscale_"] = hash_of(*written, found_inf, first)
 
     found_inf, sum_of_squares = zero(F32), zero(F64)
     first.fill_(2**62)
     ops.check_finite_(grads(), found_inf, sum_of_squares=sum_of_squares, first_nonfinite=first)
-    hashes["check_finite_"] = Hash()
-    hashes["check_finite_"].add(found_inf, sum_of_squares, first)
-
-    hashes["count_nonfinite"] = Hash()
-    hashes["count_nonfinite"].add(ops.count_nonfinite(grads()))
+    hashes["check_finite_"] = hash_of(found_inf, sum_of_squares, first)
+    hashes["count_nonfinite"] = hash_of(ops.count_nonfinite(grads()))
 
     for max_norm in (1.0, 1e6):
         params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads()]
         for param, grad in zip(params, grads(), strict=True):
             param.grad = grad
         norm = amp_ext.clip_grad_norm_(params, max_norm)
-        hashes[f"clip_grad_norm_{max_norm:g}"] = Hash()
-        hashes[f"clip_grad_norm_{max_norm:g}"].add(norm, *(param.grad for param in params))
-    return {name: value.short() for name, value in hashes.items()}
+        hashes[f"clip_grad_norm_{max_norm:g}"] = hash_of(norm, *(param.grad for param in params))
+    return hashes
 
 
 def all_hashes(device: str) -> dict[str, str]:
@@ -289,10 +281,10 @@ def all_hashes(device: str) -> dict[str, str]:
     hashes = {}
     for optimizer, (class_name, _) in OPTIMIZERS.items():
         known = inspect.signature(getattr(amp_ext.optim, class_name)).parameters
-        for dtypes_name, dtypes in DTYPES.items():
+        for dtypes in DTYPES:
             for option_name, option in OPTIONS.items():
                 if all(name in known for name in option.arguments):
-                    name = f"{optimizer}/{dtypes_name}/{option_name}"
+                    name = f"{optimizer}/{dtypes}/{option_name}"
                     hashes[name] = hash_of_steps(optimizer, dtypes, option, device)
     for name, arguments in SCALERS.items():
         hashes[f"GradScaler/{name}"] = hash_of_scales(arguments, device)
