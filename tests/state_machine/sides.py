@@ -63,9 +63,11 @@ def doubled(tensor: Tensor) -> Tensor:
 
 def assert_exact(actual: Tensor, expected: Tensor, what: str) -> None:
     """Asserts that a tensor holds these numbers, rounded to its dtype."""
-    rounded = expected.detach().to(actual.dtype)
+    actual, rounded = actual.detach(), expected.detach().to(actual.dtype)
+    if torch.equal(actual, rounded):  # in a tenth of the time that the rest takes
+        return
     torch.testing.assert_close(
-        actual.detach(), rounded, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        actual, rounded, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
 
 
