@@ -15,12 +15,10 @@ from harness import optimizer_cases as cases
 from harness.awkward import BF16, F16, F32, F64
 from harness.optimizer_cases import each_class, give_grads, make_params, params_of
 from harness.reference import same_bits
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_ext
 from amp_ext.optim import step_plan
@@ -33,87 +31,6 @@ def optimizer_of(name: str, options: dict[str, Any], dtype: torch.dtype = F32, *
     cases.train([optimizer])
     give_grads(optimizer)
     return optimizer
-
-
-def failing_step(optimizer: Any) -> None:
-    param = params_of(optimizer)[0]
-    grad, param.grad = param.grad, param.grad.to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    param.grad = grad
-
-
-def look(optimizer: Any) -> None:
-    scaler = amp_ext.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    scaler.unscale_(optimizer)
-
-
-def look_for_a_step(optimizer: Any) -> None:
-    amp_ext.GradScaler("cpu").scale(torch.ones(1))
-    optimizer.look_at_gradients(torch.zeros(()))
-
-
-OPERATIONS: dict[str, Callable[[Any], None]] = {
-    "step": lambda optimizer: optimizer.step(),
-    "unscale": look,
-    "look": look_for_a_step,
-    "failed_step": failing_step,
-}
-
-
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-@pytest.mark.parametrize("operate", OPERATIONS.values(), ids=OPERATIONS)
-@each_class
-def test_parameters_and_gradients_can_be_swapped(name, options, operate, max_grad_norm) -> None:
-    optimizer = optimizer_of(name, options, BF16, max_grad_norm=max_grad_norm)
-    operate(optimizer)
-    for param in params_of(optimizer):
-        grad = param.grad
-        param.grad = None
-        torch.utils.swap_tensors(param, Parameter(torch.ones_like(param)))
-        torch.utils.swap_tensors(grad, torch.ones_like(grad))
-        param.grad = grad
-    twin = cases.loading(
-        cases.ours(name)(cases.twins(optimizer), **options), optimizer.state_dict()
-    )
-    twin.param_groups[0]["max_grad_norm"] = max_grad_norm
-    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
-        assert torch.equal(param, torch.ones_like(param))
-        other.grad = torch.ones_like(other)
-    twin.refresh_masters()
-    optimizer.step()
-    twin.step()
-    cases.assert_same_bits(optimizer, twin)
-
-
-@pytest.mark.parametrize("swaps", [False, True], ids=["data", "swap"])
-@pytest.mark.parametrize("state_dtype", [torch.float32, None], ids=str)
-@pytest.mark.parametrize("master_weights", [True, False], ids=["masters", "no_masters"])
-@pytest.mark.parametrize("dtypes", [(F32, F64), (F32, BF16), (BF16, F32), (F16, BF16), (F64, F16)])
-@each_class
-def test_states_follow_a_converted_model(
-    name, options, dtypes, master_weights, state_dtype, swaps
-) -> None:
-    first, second = dtypes
-    more = {"master_weights": master_weights, "state_dtype": state_dtype}
-    model = torch.nn.Linear(5, 3).to(first)
-    optimizer = cases.ours(name)(model.parameters(), **options, **more)
-    cases.train([optimizer], 2)
-    with cases.swapping(swaps):
-        model.zero_grad(set_to_none=True)
-        model.to(second)
-    twin = cases.ours(name)(cases.twins(optimizer), **options, **more)
-    twin.load_state_dict(optimizer.state_dict())
-    cases.train([optimizer, twin], 2)
-    for param in params_of(optimizer):
-        state = optimizer.state[param]
-        assert ("master_param" in state) == (master_weights and second in (F16, BF16))
-        wanted = second if state_dtype is None or second == F64 else F32
-        assert {state[key].dtype for key in optimizer.buffer_names(optimizer.param_groups[0])} == {
-            wanted
-        }
-    cases.assert_same_bits(optimizer, twin)
 
 
 def test_a_buffer_that_is_not_in_use_follows_a_converted_model_too() -> None:
@@ -136,17 +53,11 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-def distributed(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    return distribute_module(model, mesh)
-
-
-def fully_sharded(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    return fully_shard(model, mesh=mesh)
-
-
-@pytest.mark.parametrize("shard", [distributed, fully_sharded])
+@pytest.mark.parametrize("shard", [distribute_module, lambda it, mesh: fully_shard(it, mesh=mesh)])
 @each_class
-def test_states_follow_a_converted_model_of_dtensors(name, options, shard, mesh) -> None:
+def test_states_of_dtensors_that_are_converted_or_replaced_are_stepped(
+    name, options, shard, mesh
+) -> None:
     plain = torch.nn.Linear(4, 3)
     model = shard(copy.deepcopy(plain), mesh)
     optimizers = [cases.ours(name)(one.parameters(), **options) for one in (model, plain)]
@@ -161,6 +72,8 @@ def test_states_follow_a_converted_model_of_dtensors(name, options, shard, mesh)
                 param.grad = distribute_tensor(other.grad, mesh, param.placements)
             for optimizer in optimizers:
                 optimizer.step()
+                for state in optimizer.state.values():
+                    state.update({key: value * 0.5 for key, value in state.items() if "exp" in key})
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert same_bits(param.full_tensor().detach(), other.detach())
 
@@ -187,23 +100,6 @@ def test_a_state_that_is_replaced_is_freed(name, options, device) -> None:
         replaced.clear()
         free()
         assert [reference() for reference in alive] == [None] * len(alive)
-
-
-@pytest.mark.parametrize("shard", [distributed, fully_sharded])
-def test_replaced_states_of_dtensors_are_stepped(shard, mesh) -> None:
-    plain = torch.nn.Linear(4, 3)
-    model = shard(copy.deepcopy(plain), mesh)
-    give_grads(list(plain.parameters()))
-    optimizers = [amp_ext.optim.AdamW(one.parameters(), lr=0.1) for one in (model, plain)]
-    for factor in (1.0, 0.25, 4.0):
-        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-            param.grad = distribute_tensor(other.grad, mesh, param.placements)
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                state["exp_avg"] = state["exp_avg"] * factor
-            optimizer.step()
-    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert same_bits(param.full_tensor().detach(), other.detach())
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -308,27 +204,6 @@ def test_states_in_mappings_that_are_no_dicts_are_stepped(of_all: bool) -> None:
     cases.assert_same_bits(optimizer, cases.bits_of(other))
 
 
-@pytest.mark.parametrize("cloned", range(3))
-def test_a_lazy_clone_of_one_of_the_views_of_a_buffer_leaves_their_masters_alone(cloned) -> None:
-    params = [Parameter(view) for view in torch.ones(9, 5, dtype=BF16).split(3)]
-    for param in params:
-        param.grad = torch.full_like(param, 0.5)
-    optimizer = amp_ext.optim.AdamW(params)
-    twin = amp_ext.optim.AdamW(cases.twins(optimizer))
-    for param, other in zip(params, params_of(twin), strict=True):
-        other.grad = param.grad
-    optimizer.step()
-    twin.step()
-    clone = torch._lazy_clone(params[cloned].detach())
-    copied = clone.clone()
-    with Counts() as counts:
-        optimizer.step()
-    twin.step()
-    assert not [name for name in counts.names if name.startswith("where")]
-    assert torch.equal(clone, copied)
-    cases.assert_same_bits(optimizer, twin)
-
-
 @each_class
 def test_a_lazy_clone_of_the_parameter_may_be_its_gradient(name, options) -> None:
     optimizer = optimizer_of(name, options)
@@ -342,68 +217,19 @@ def test_a_lazy_clone_of_the_parameter_may_be_its_gradient(name, options) -> Non
     cases.assert_same_bits(optimizer, twin)
 
 
-def of_a_view(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    return numbers[1:], numbers[:-1]
-
-
-def of_lent_memory(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    array = numbers.numpy()
-    return torch.from_numpy(array[1:]), torch.from_numpy(array[:-1])
-
-
-@pytest.mark.parametrize("share", [of_a_view, of_lent_memory])
-@each_class
-def test_a_later_gradient_must_not_share_memory_with_its_parameter(name, options, share) -> None:
-    data, overlapping = share(torch.arange(101.0))
-    optimizer = cases.ours(name)([Parameter(data)], **options)
+def test_a_later_gradient_in_memory_of_others_must_not_lie_over_its_parameter() -> None:
+    array = torch.arange(101.0).numpy()
+    optimizer = amp_ext.optim.AdamW([Parameter(torch.from_numpy(array[1:]))])
     (param,) = params_of(optimizer)
     cases.train([optimizer], 2)
     before = cases.bits_of(optimizer)
-    param.grad = overlapping
     for _ in range(3):  # not the first time only
+        param.grad = torch.from_numpy(array[:-1])
         with pytest.raises(RuntimeError, match=r"param 0 is written and must not share memory"):
             optimizer.step()
         param.grad = None
         optimizer.step()
-        param.grad = overlapping
     cases.assert_same_bits(optimizer, before)
-
-
-class Counts(TorchDispatchMode):
-    """Counts operations of torch by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@each_class
-def test_views_of_one_buffer_keep_their_masters(name, options, frozen: bool) -> None:
-    flat = torch.ones(100, dtype=BF16)
-    optimizer = cases.ours(name)(
-        [Parameter(flat[i : i + 10]) for i in range(0, 100, 10)], **options
-    )
-    cases.train([optimizer], 2)
-    give_grads(optimizer)
-    if frozen:
-        params_of(optimizer)[3].grad = None
-    optimizer.step()
-    give_grads(optimizer)
-    with Counts() as counts:
-        optimizer.step()
-    assert not [name for name in counts.names if name.startswith("where")]
-    with torch.no_grad():
-        flat[35] = 7.0  # a write is seen all the same
-    for param in params_of(optimizer):
-        param.grad = torch.zeros_like(param)
-    optimizer.param_groups[0] |= {"weight_decay": 0.0, "lr": 0.0}
-    optimizer.step()
-    assert optimizer.state[params_of(optimizer)[3]]["master_param"][5] == 7.0
 
 
 def test_another_memory_at_the_same_address_is_seen() -> None:
@@ -419,10 +245,6 @@ def test_another_memory_at_the_same_address_is_seen() -> None:
     assert torch.equal(optimizer.state[param]["master_param"], torch.full((4,), 3.0))
 
 
-def resized(tensor: Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
-
-
 @pytest.mark.parametrize("scaled", [False, True], ids=["step", "scaler"])
 @pytest.mark.parametrize("which", ["param", "grad", "momentum_buffer", "master_param"])
 def test_a_tensor_without_its_storage_is_refused(which: str, scaled: bool) -> None:
@@ -432,7 +254,7 @@ def test_a_tensor_without_its_storage_is_refused(which: str, scaled: bool) -> No
     param = params[1]
     tensors = {"param": param, "grad": param.grad, **optimizer.state[param]}
     first = params[0].detach().clone()
-    resized(tensors[which])
+    tensors[which].untyped_storage().resize_(0)
     scaler = amp_ext.GradScaler("cpu", enabled=scaled)
     scaler.scale(torch.ones(1))
     words = f"{which} of group 0, param 1 must have a storage that holds its elements, sizes .4."
@@ -443,7 +265,7 @@ def test_a_tensor_without_its_storage_is_refused(which: str, scaled: bool) -> No
 
 def test_operations_refuse_a_gradient_without_its_storage() -> None:
     grad = torch.ones(4)
-    resized(grad)
+    grad.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"grads\[0\] must have a storage that holds"):
         amp_ext.ops.unscale_([grad], torch.ones(()), torch.zeros(()))
 
