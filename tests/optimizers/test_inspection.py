@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from typing import Any
@@ -23,7 +24,7 @@ from harness.optimizer_cases import (
 )
 from harness.reference import same_bits
 from harness.rows import rows
-from test_forms import SETTINGS, each_form, each_setting, make
+from test_forms import SETTINGS, each_form_and_setting, make
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -89,10 +90,13 @@ def norm_of(tensor: Tensor) -> float:
 
 def expected(optimizer: Any, before: list[Any], after: list[Any]) -> dict[str, Any]:
     """What differs between two copies around a step."""
+    names = [
+        f"group {number}, param {index}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index in range(len(group["params"]))
+    ]
     found = {}
-    for index, (param, was, now) in enumerate(
-        zip(params_of(optimizer), before, after, strict=True)
-    ):
+    for name, param, was, now in zip(names, params_of(optimizer), before, after, strict=True):
         if param.grad is None:
             continue
         update, norm = now["weight"] - was["weight"], norm_of(was["weight"])
@@ -101,7 +105,7 @@ def expected(optimizer: Any, before: list[Any], after: list[Any]) -> dict[str, A
             for key in ("param", "master")
             if key in was
         }
-        found[f"group 0, param {index}"] = {
+        found[name] = {
             "norm": norm,
             "update_norm": norm_of(update),
             "ratio": norm_of(update) / norm if norm_of(update) else 0.0,
@@ -157,11 +161,14 @@ def inspect_and_step(optimizer: Any, way: Way, scaler: Any = None, twin: Any = N
     return inspection
 
 
-@each_form
-@each_setting
+# As those of the forms, but small.
+SHAPES = [(33, 32), (8, 32, 3, 3), (7, 33), (4099,), (3, 5), (), (0, 32)]
+
+
+@each_form_and_setting
 def test_it_tells_what_the_step_does_in_every_form(device, name, options, dtype, kept):
-    optimizer = make(name, dtype, device, **options, **kept)
-    for _ in range(3):  # the first makes the states
+    optimizer = ours(name)(make_params(dtype, device, SHAPES), **options, **kept)
+    for _ in range(2):  # the first makes the states
         inspection = inspect_and_step(with_grads(optimizer), Way(None))
     assert not inspection.skipped
     assert any(param.update_norm > 0 for param in inspection.params.values())
@@ -172,9 +179,9 @@ FEW_SHAPES = [(40, 32), (3, 5), (), (200,), (0, 4), (7,)]
 
 
 @every_optimizer
-@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
-def test_it_tells_what_every_optimizer_does(name, options, dtype, device):
-    optimizer = ours(name)(make_params(dtype, device, FEW_SHAPES), **options)
+def test_it_tells_what_every_optimizer_does(name, options, device):
+    groups = [{"params": make_params(dtype, device, FEW_SHAPES)} for dtype in (F32, F64)]
+    optimizer = ours(name)(groups, **options)
     for _ in range(2):
         inspect_and_step(with_grads(optimizer), Way(None))
 
@@ -191,24 +198,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", rows(OPTIONS))
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("bad", [None, INF, NAN], ids=str)
+# Under torch's scaler, and of NaN, what the others don't show.
+EACH_WAY = {
+    f"{way.id}-{key}-{bad}": (*way.values, options, bad)
+    for way, (key, options), bad in itertools.product(WAYS, OPTIONS.items(), [None, INF, NAN])
+    if key == "norm" or (bad is not NAN and (way in WAYS[:3] or key == "finite-elements"))
+}
+
+
+@pytest.mark.parametrize(("way", "options", "bad"), rows(EACH_WAY))
 def test_it_tells_what_the_step_does_in_every_way(way: Way, options, bad, device):
     """Also of a gradient that is not finite: some skip the step, some an element, some nothing."""
     dtype = BF16 if way.takes(BF16, device) else F32
-    for steps in (0, 2):
-        optimizer = ours("AdamW")(make_params(dtype, device, FEW_SHAPES), **options)
-        trained(optimizer, steps)
-        scaler = way.make_scaler(device)
-        scale_grads(with_grads(optimizer), scaler)
-        if bad is not None:
-            params_of(optimizer)[3].grad[77] = bad
-        inspection = inspect_and_step(optimizer, way, scaler)
-        assert inspection.skipped == (bad is not None and scaler is not None)
-        if inspection.skipped:
-            assert "skipped" in str(inspection)
-            assert all(param.update_norm == 0 for param in inspection.params.values())
+    optimizer = trained(ours("AdamW")(make_params(dtype, device, FEW_SHAPES), **options), 1)
+    scaler = way.make_scaler(device)
+    scale_grads(with_grads(optimizer), scaler)
+    if bad is not None:
+        params_of(optimizer)[3].grad[77] = bad
+    inspection = inspect_and_step(optimizer, way, scaler)
+    assert inspection.skipped == (bad is not None and scaler is not None)
+    if inspection.skipped:
+        assert "skipped" in str(inspection)
+        assert all(param.update_norm == 0 for param in inspection.params.values())
 
 
 @pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, torch.amp.GradScaler])
@@ -230,9 +241,7 @@ def test_groups_of_all_dtypes_go_together(scaler_class, device):
         of_step.step(optimizer)
         of_step.update()
         wanted = expected(optimizer, before, kept_by(optimizer))
-        assert_close(
-            dict(zip(wanted, inspection.to_dict()["params"].values(), strict=True)), wanted
-        )
+        assert_close(inspection.to_dict()["params"], wanted)
 
 
 def in_awkward_layouts(device: torch.device) -> list[Parameter]:
