@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import optimizer_cases
 from harness import scaler_cases as cases
+from harness.reference import same_bits
 from harness.scaler_cases import INF, TorchScaler, filled, params_of, ready, through_a_file
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -176,6 +178,26 @@ def test_an_int_of_0_says_that_nothing_was_looked_at(has_grad, device):
     else:
         optimizer.step()
     assert set(values(optimizer)) == {1.0}
+
+
+@optimizer_cases.each_class
+@pytest.mark.parametrize("found", [None, 0.0, 1.0, 2.0, 3.0, -1], ids=str)
+@pytest.mark.parametrize("scale", [None, 2.0**10], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_the_attributes_may_be_set_by_hand(name, options, found, scale, shape, device):
+    """An int skips as well."""
+    optimizer, plain = optimizer_cases.pair(name, options, device=device, shapes=[(33,), ()])
+    is_float = isinstance(found, float)
+    optimizer.found_inf = torch.full(shape, found, device=device) if is_float else found
+    optimizer.grad_scale = None if scale is None else torch.full(shape, scale, device=device)
+    for _ in range(2):
+        optimizer_cases.give_grads(optimizer, plain)
+        for grad in optimizer_cases.grads_of(optimizer):
+            grad.mul_(scale or 1.0)
+        optimizer.step()
+        if not found:
+            plain.step()
+    assert all(map(same_bits, params_of(optimizer), params_of(plain)))
 
 
 # Hooks before the step.
