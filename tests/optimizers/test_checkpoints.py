@@ -27,12 +27,6 @@ from harness.rows import rows
 Optimizer = torch.optim.Optimizer
 
 
-def resumed(source: Optimizer, target: Optimizer) -> Optimizer:
-    """Loads what ``source`` saves to a file."""
-    target.load_state_dict(cases.through_a_file(source.state_dict()))
-    return target
-
-
 def as_their_own(mine: Optimizer, other: Optimizer) -> None:
     """Asserts that ``mine`` has the bits of every state of torch's."""
     for param, twin in zip(cases.params_of(mine), cases.params_of(other), strict=True):
@@ -70,17 +64,6 @@ def test_the_step_may_be_any_kind_of_number(device, step):
 
 
 # To torch and back.
-
-
-@cases.every_optimizer_in_torch
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_training_may_change_to_ours_and_back(dtype, name, options):
-    other = trained(theirs(name)(make_params(dtype), foreach=False, **options))
-    mine = resumed(other, ours(name)(twins(other), lr=123.0))
-    train([other, mine], 3)
-    back = resumed(mine, theirs(name)(twins(mine), lr=123.0, foreach=False))
-    train([other, back], 3)
-    cases.assert_all_close(back, other, steps=9)
 
 
 SWITCHES = [{"foreach": True}, {"fused": True}, {"capturable": True, "foreach": False}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64
+from harness.awkward import BF16, F16, F32
 from harness.list_operations import BUFFERS
 from harness.optimizer_cases import (
     assert_same_bits,
@@ -66,7 +66,6 @@ SETTINGS |= {
     key: (name, options, codes_of(f"{name.lower()}_"))
     for key, (name, options) in of_other_classes(SETTINGS).items()
 }
-each_setting = pytest.mark.parametrize(("name", "options", "codes"), rows(SETTINGS))
 FEW = {key: SETTINGS[key] for key in ("adamw", "lion", "dampening")}
 few_settings = pytest.mark.parametrize(("name", "options", "codes"), rows(FEW))
 
@@ -110,7 +109,7 @@ def moments_of(optimizer: Any) -> list[dict[str, Tensor]]:
 
 @coded
 @few_forms
-@each_setting
+@few_settings
 def test_states_have_the_keys_dtypes_and_shapes_of_their_formats(
     name, options, codes, dtype, master_weights, state_dtype
 ):
@@ -137,15 +136,6 @@ def test_states_have_the_keys_dtypes_and_shapes_of_their_formats(
         }
         assert found == wanted
         assert optimizer.state[param]["step"].item() == 2
-
-
-@coded
-def test_parameters_of_float64_keep_float64_states(state_dtype):
-    optimizer, plain = (make("AdamW", F64, state_dtype=each) for each in (state_dtype, F32))
-    for param, twin in zip(params_of(plain), params_of(optimizer), strict=True):
-        param.data.copy_(twin.data)
-    train([optimizer, plain], 3)
-    assert_same_bits(optimizer, plain)
 
 
 def weight_as(layout: str, values: Tensor) -> Parameter:
@@ -185,7 +175,10 @@ def spread_grad(step: int) -> Tensor:
 
 @coded
 @pytest.mark.parametrize("through", ["a conversion", "a file"])
-@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(LAYOUTS, 2)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pair for pair in itertools.permutations(LAYOUTS, 2) if "contiguous" in pair],
+)
 @few_settings
 def test_another_layout_keeps_the_moments(
     name, options, codes, first, second, through, state_dtype

@@ -15,12 +15,10 @@ from harness.optimizer_cases import (
     assert_same_bits,
     make_params,
     ours,
-    params_of,
     theirs,
     train,
     twins,
 )
-from harness.reference import assert_close
 from harness.rows import rows
 from torch.nn import Parameter
 
@@ -93,44 +91,6 @@ def test_the_ends_of_the_cosine_are_exact():
     scheduler = CosineAnnealingWeightDecay(sgd(0.04), T_max=3, final_weight_decay=0.4)
     values = run(scheduler, 7)
     assert (values[0], values[3], values[6]) == (0.04, 0.4, 0.04)
-
-
-DECAYED = "momentum", "adam-decay", "adam-decoupled", "adamw-amsgrad-max"
-
-
-@SCHEDULERS
-@pytest.mark.parametrize(("name", "options"), cases.optimizers_named(*DECAYED))
-def test_optimizers_of_torch_and_ours_read_the_decay_at_each_step(
-    name, options, make: Make, expected, device
-):
-    options = options | {"weight_decay": INITIAL}
-    mine, other = cases.beside_torch(name, options, device=device)
-    by_hand = theirs(name)(twins(mine), foreach=False, **options)
-    doubles = theirs(name)(twins(mine, torch.float64), foreach=False, **options)
-    schedulers = [make(mine), make(other)]
-    exact = [schedulers[0].weight_decay_at(epoch, INITIAL, 0) for epoch in range(EPOCHS)]
-    assert exact == pytest.approx(expected, **CLOSE)
-    for value in exact:
-        for optimizer in (by_hand, doubles):
-            optimizer.param_groups[0]["weight_decay"] = value
-        train([mine, other, by_hand, doubles])
-        for scheduler in schedulers:
-            scheduler.step()
-    assert_same_bits(other, by_hand)
-    for index, sides in enumerate(zip(params_of(mine), params_of(doubles), strict=True)):
-        assert_close(*sides, steps=EPOCHS, what=f"param {index}")
-
-
-def test_decoupled_sgd_shrinks_by_the_scheduled_decay(device: torch.device):
-    param = Parameter(torch.full((5,), 2.0, dtype=torch.float64, device=device))
-    param.grad = torch.zeros_like(param)
-    optimizer = ours("SGD")([param], lr=0.5, weight_decay=0.4, decoupled_weight_decay=True)
-    scheduler = StepWeightDecay(optimizer, step_size=2, gamma=0.5)
-    for _ in range(5):
-        optimizer.step()
-        scheduler.step()
-    expected = 2.0 * 0.8**2 * 0.9**2 * 0.95
-    torch.testing.assert_close(param.detach().cpu(), torch.full((5,), expected).double())
 
 
 @pytest.mark.parametrize(
