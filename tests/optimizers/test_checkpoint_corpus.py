@@ -25,10 +25,12 @@ def test_every_row_is_there() -> None:
 def test_files_load_with_the_bits_of_before(group: str, folder: Path) -> None:
     loaded = 0
     for row, target, wanted in corpus.loads(group):
-        for path in corpus.files_of(folder, row, "python", "cpp", "torch"):
+        is_its_own = target == corpus.targets_of(row)[0]
+        # Those of C++ have the same numbers: one load shows that they are read.
+        for path in corpus.files_of(folder, row, "python", "torch", *["cpp"] * is_its_own):
             loaded += 1
             result, in_float32 = corpus.results_in_python(corpus.plan_of(row, target, path))
             assert result == wanted, f"{path} into {target}"
-            if target == corpus.targets_of(row)[0]:
+            if is_its_own:
                 assert in_float32 == corpus.results()[row][corpus.FLOAT32], path
     assert loaded > 0

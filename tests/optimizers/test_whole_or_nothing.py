@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 import amp_ext
 
 SHAPES = [(5, 3), (7,)]
-EACH = cases.each_name
+of_two = pytest.mark.parametrize("name", ["AdamW", "SGD"])  # they run the same lines
 MOMENTUM = {"SGD": {"momentum": 0.9, "dampening": 0.5}}
 
 
@@ -47,7 +47,7 @@ def source_and_target(name: str) -> tuple[torch.optim.Optimizer, torch.optim.Opt
     return source, trained(ours(name)(twins(source), **options, lr=0.25), 1)
 
 
-@EACH
+@of_two
 def test_an_interrupted_load_has_loaded_all_or_nothing(name):
     source, target = source_and_target(name)
     file = copy.deepcopy(source.state_dict())
@@ -146,7 +146,7 @@ def test_a_checkpoint_is_not_loaded_into_a_lazy_parameter():
     assert len(target.state) == 0
 
 
-@EACH
+@of_two
 def test_interrupted_states_are_there_all_or_none(name):
     def make() -> torch.optim.Optimizer:
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ SWITCHED = {
 
 
 @pytest.mark.parametrize("refused_for", ["scale", "gradient"])
-@EACH
+@cases.each_name
 def test_a_step_that_is_refused_leaves_states_as_they_were(name, refused_for):
     """Also where it would have made what options ask for that were switched on since."""
     torch.manual_seed(0)
