@@ -233,11 +233,31 @@ NOT_SCALED = (
     "Attempted {} but _scale is None.  This may indicate your script did not use "
     "scaler.scale(loss or outputs) earlier in the iteration."
 )
-OF_FACTOR = "growth_factor must be a finite number above 1, got"
-OF_BACKOFF = "backoff_factor must be a number above 0 and below 1, got"
-OF_INTERVAL = "growth_interval must be an int from 1 to 9.22e+18, got"
-OF_SCALE = "must be a number from 0 to 3.4e+38, got"
-LOAD = "GradScaler.load_state_dict:"
+# What numbers of scalers and guards must be; scales have one range wherever they come from.
+A_SCALE, A_FLOOR = "a number from 0 to 3.4e+38", "a number of at least 0"
+FROM_1, FROM_0 = "an int from 1 to 9.22e+18", "an int from 0 to 2.15e+09"
+RANGES = {
+    "init_scale": A_SCALE,
+    "scale": A_SCALE,
+    "min_scale": A_FLOOR,
+    "max_scale": A_FLOOR,
+    "growth_factor": "a finite number above 1",
+    "backoff_factor": "a number above 0 and below 1",
+    "growth_interval": FROM_1,
+    "hysteresis": "an int from 1 to 2.15e+09",
+    "warn_after": FROM_1,
+    "_growth_tracker": FROM_0,
+    "_hysteresis_tracker": FROM_0,
+    "sigma_factor": "a finite number above 0",
+    "window": FROM_1,
+    "warmup_steps": FROM_1,
+    "max_norm": "a number above 0",
+    "patience": FROM_1,
+    "action": "'skip' or 'clip'",
+    "mean": "a finite number of at least 0",
+    "variance": "a finite number of at least 0",
+}
+LARGE = torch.tensor(1e39, dtype=torch.float64)
 LONG = 2**62  # of 8 bytes, as the reader of torch's files wants those beyond int32
 
 
@@ -260,157 +280,104 @@ OF_GUARD = ("norm_guard.load_state_dict", GUARD_STATE | {"variance": -1.0})
 
 REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
     # Guards of norms.
-    "guard of 0 deviations": (
-        guarded(sigma_factor=0.0),
-        ValueError,
-        "NormGuard: sigma_factor must be a finite number above 0, got 0.0",
-    ),
-    "guard without a window": (
-        guarded(window=0),
-        ValueError,
-        "NormGuard: window must be an int from 1 to 9.22e+18, got 0",
-    ),
-    "guard with a limit below 0": (
-        guarded(max_norm=-1.0),
-        ValueError,
-        "NormGuard: max_norm must be a number above 0, got -1.0",
-    ),
-    "guard that warns": (
-        guarded(action="warn"),
-        ValueError,
-        "NormGuard: action must be 'skip' or 'clip', got 'warn'",
-    ),
+    **{
+        f"guard with {name} of {value!r}": (
+            guarded(**{name: value}),
+            ValueError,
+            f"NormGuard: {name} must be {RANGES[name]}, got {value!r}",
+        )
+        for name, value in {
+            "sigma_factor": 0.0,
+            "window": 0,
+            "max_norm": -1.0,
+            "action": "warn",
+        }.items()
+    },
     "variance below 0": (
         guarded(OF_GUARD),
         ValueError,
-        "NormGuard.load_state_dict: variance must be a finite number of at least 0, got -1.0",
+        f"NormGuard.load_state_dict: variance must be {RANGES['variance']}, got -1.0",
     ),
     "no state of a guard": (
         guarded(("norm_guard.load_state_dict", {"mean": 1.0})),
         KeyError,
         "NormGuard.load_state_dict: state_dict must have 'norms', got ['mean']",
     ),
-    # Options of a scaler.
-    "scale too large": (
-        scaler(init_scale=1e300),
-        ValueError,
-        f"GradScaler: init_scale {OF_SCALE} 1e+300",
-    ),
-    "scale below 0": (
-        scaler(init_scale=-1.0),
-        ValueError,
-        f"GradScaler: init_scale {OF_SCALE} -1.0",
-    ),
-    "scale of nan": (scaler(init_scale=NAN), ValueError, f"GradScaler: init_scale {OF_SCALE} nan"),
+    # Numbers of a scaler, in the constructor, in setters and in a state dict.
+    **{
+        f"{name} of {value}": (
+            scaler(**{name: value}),
+            ValueError,
+            f"GradScaler: {name} must be {RANGES[name]}, got {value}",
+        )
+        for name, values in {
+            "init_scale": (1e300, -1.0, NAN),
+            "min_scale": (-1.0,),
+            "max_scale": (NAN,),
+            "growth_factor": (NAN, INF),
+            "backoff_factor": (-1.0, 0.0),
+            "growth_interval": (0, -5),
+            "hysteresis": (0, LONG),
+            "warn_after": (0,),
+        }.items()
+        for value in values
+    },
     "scale below its limit": (
         scaler(init_scale=1.0, min_scale=2.0, max_scale=4.0),
         ValueError,
         "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=1.0, "
         "min_scale=2.0, max_scale=4.0",
     ),
-    "limit below 0": (
-        scaler(min_scale=-1.0),
-        ValueError,
-        "GradScaler: min_scale must be a number of at least 0, got -1.0",
-    ),
-    "limit of nan": (
-        scaler(max_scale=NAN),
-        ValueError,
-        "GradScaler: max_scale must be a number of at least 0, got nan",
-    ),
-    "growth of 1": (
-        scaler(growth_factor=1.0),
-        AssertionError,
-        "The growth factor must be > 1.0.",
-    ),
-    "growth of nan": (scaler(growth_factor=NAN), ValueError, f"GradScaler: {OF_FACTOR} nan"),
-    "growth of inf": (scaler(growth_factor=INF), ValueError, f"GradScaler: {OF_FACTOR} inf"),
-    "backoff of 1": (
-        scaler(backoff_factor=1.0),
-        AssertionError,
-        "The backoff factor must be < 1.0.",
-    ),
-    "backoff below 0": (scaler(backoff_factor=-1.0), ValueError, f"GradScaler: {OF_BACKOFF} -1.0"),
-    "backoff of 0": (scaler(backoff_factor=0.0), ValueError, f"GradScaler: {OF_BACKOFF} 0.0"),
-    "interval of 0": (scaler(growth_interval=0), ValueError, f"GradScaler: {OF_INTERVAL} 0"),
-    "interval below 0": (scaler(growth_interval=-5), ValueError, f"GradScaler: {OF_INTERVAL} -5"),
-    "hysteresis of 0": (
-        scaler(hysteresis=0),
-        ValueError,
-        "GradScaler: hysteresis must be an int from 1 to 2.15e+09, got 0",
-    ),
-    "hysteresis beyond int32": (
-        scaler(hysteresis=LONG),
-        ValueError,
-        f"GradScaler: hysteresis must be an int from 1 to 2.15e+09, got {LONG}",
-    ),
-    "warn after 0": (
-        scaler(warn_after=0),
-        ValueError,
-        "GradScaler: warn_after must be an int from 1 to 9.22e+18, got 0",
-    ),
-    # Setters.
-    "set growth of 1": (
-        scaler(("set_growth_factor", 1.0)),
-        ValueError,
-        f"GradScaler.set_growth_factor: {OF_FACTOR} 1.0",
-    ),
-    "set growth of nan": (
-        scaler(("set_growth_factor", NAN)),
-        ValueError,
-        f"GradScaler.set_growth_factor: {OF_FACTOR} nan",
-    ),
-    "set backoff of 2": (
-        scaler(("set_backoff_factor", 2.0)),
-        ValueError,
-        f"GradScaler.set_backoff_factor: {OF_BACKOFF} 2.0",
-    ),
-    "set interval of 0": (
-        scaler(("set_growth_interval", 0)),
-        ValueError,
-        f"GradScaler.set_growth_interval: {OF_INTERVAL} 0",
-    ),
-    # Entries of a state dict.
+    **{
+        f"{name} of 1": (scaler(**{name: 1.0}), AssertionError, f"The {words} 1.0.")
+        for name, words in (
+            ("growth_factor", "growth factor must be >"),
+            ("backoff_factor", "backoff factor must be <"),
+        )
+    },
+    **{
+        f"set {name} to {value}": (
+            scaler((f"set_{name}", value)),
+            ValueError,
+            f"GradScaler.set_{name}: {name} must be {RANGES[name]}, got {value}",
+        )
+        for name, values in {
+            "growth_factor": (1.0, NAN),
+            "backoff_factor": (2.0,),
+            "growth_interval": (0,),
+        }.items()
+        for value in values
+    },
+    **{
+        f"load {name} of {value!r}": (
+            loads(**{name: value}),
+            ValueError,
+            f"GradScaler.load_state_dict: {name} must be {RANGES[name]}, got {value!r}",
+        )
+        for name, values in {
+            "scale": (-1.0, 1e39, NAN, "65536"),
+            "growth_factor": (0.5, None),
+            "backoff_factor": (2.0,),
+            "growth_interval": (0, 2.5),
+            "_growth_tracker": (LONG,),
+            "_hysteresis_tracker": (-1,),
+        }.items()
+        for value in values
+    },
     "load an empty state": (
         scaler(("load_state_dict", {})),
         RuntimeError,
         "The source state dict is empty, possibly because it was saved from a disabled instance "
         "of GradScaler.",
     ),
-    "load a scale below 0": (loads(scale=-1.0), ValueError, f"{LOAD} scale {OF_SCALE} -1.0"),
-    "load a scale too large": (loads(scale=1e39), ValueError, f"{LOAD} scale {OF_SCALE} 1e+39"),
-    "load a scale of nan": (loads(scale=NAN), ValueError, f"{LOAD} scale {OF_SCALE} nan"),
-    "load a text": (loads(scale="65536"), ValueError, f"{LOAD} scale {OF_SCALE} '65536'"),
-    "load growth of 0.5": (loads(growth_factor=0.5), ValueError, f"{LOAD} {OF_FACTOR} 0.5"),
-    "load no growth": (loads(growth_factor=None), ValueError, f"{LOAD} {OF_FACTOR} None"),
-    "load backoff of 2": (loads(backoff_factor=2.0), ValueError, f"{LOAD} {OF_BACKOFF} 2.0"),
-    "load interval of 0": (loads(growth_interval=0), ValueError, f"{LOAD} {OF_INTERVAL} 0"),
-    "load interval of 2.5": (loads(growth_interval=2.5), ValueError, f"{LOAD} {OF_INTERVAL} 2.5"),
-    "load a count too large": (
-        loads(_growth_tracker=LONG),
-        ValueError,
-        f"{LOAD} _growth_tracker must be an int from 0 to 2.15e+09, got {LONG}",
-    ),
-    "load a hysteresis below 0": (
-        loads(_hysteresis_tracker=-1),
-        ValueError,
-        f"{LOAD} _hysteresis_tracker must be an int from 0 to 2.15e+09, got -1",
-    ),
     # New scales.
     **{
         f"update by {value!r}": (
             scaler("scale", "step", ("update", value), min_scale=64.0),
             RuntimeError if value == 1e39 else ValueError,
-            f"GradScaler.update: new_scale {OF_SCALE} {float(value)}",
+            f"GradScaler.update: new_scale must be {A_SCALE}, got {float(value)}",
         )
-        for value in (
-            -1.0,
-            NAN,
-            INF,
-            1e39,
-            torch.tensor(-1.0),
-            torch.tensor(1e39, dtype=torch.float64),
-        )
+        for value in (-1.0, NAN, INF, 1e39, torch.tensor(-1.0), LARGE)
     },
     "update by two elements": (
         scaler("scale", ("update", torch.ones(2))),
@@ -419,29 +386,27 @@ REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
         "with requires_grad=False.",
     ),
     # Methods of a scaler out of order.
-    "step before scale": (scaler("step"), AssertionError, NOT_SCALED.format("step")),
-    "unscale before scale": (scaler("unscale_"), AssertionError, NOT_SCALED.format("unscale_")),
-    "update before scale": (scaler("update"), AssertionError, NOT_SCALED.format("update")),
+    **{
+        f"{call} before scale": (scaler(call), AssertionError, NOT_SCALED.format(call))
+        for call in ("step", "unscale_", "update")
+    },
     "update without a look": (
         scaler("scale", "update"),
         AssertionError,
         "No inf checks were recorded prior to update.",
     ),
-    "unscale twice": (
-        scaler("scale", "unscale_", "unscale_"),
-        RuntimeError,
-        "unscale_() has already been called on this optimizer since the last update().",
-    ),
-    "unscale after step": (
-        scaler("scale", "step", "unscale_"),
-        RuntimeError,
-        "unscale_() is being called after step().",
-    ),
-    "step twice": (
-        scaler("scale", "step", "step"),
-        RuntimeError,
-        "step() has already been called since the last update().",
-    ),
+    **{
+        " and ".join(calls): (scaler("scale", *calls), RuntimeError, text)
+        for text, *calls in (
+            (
+                "unscale_() has already been called on this optimizer since the last update().",
+                "unscale_",
+                "unscale_",
+            ),
+            ("unscale_() is being called after step().", "step", "unscale_"),
+            ("step() has already been called since the last update().", "step", "step"),
+        )
+    },
     "unscale float16": (
         {**scaler("scale", "unscale_"), "dtype": "float16"},
         ValueError,

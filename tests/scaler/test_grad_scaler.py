@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import scaler_cases as cases
 from harness.interrupts import interrupted_at_each_line
+from harness.refused_calls import RANGES
 from harness.rows import rows
 from harness.scaler_cases import (
     INF,
@@ -202,24 +203,19 @@ def another(scaler):
     return state | {"backoff_factor": 0.25}
 
 
-DAMAGED = {  # beside those of refused_calls
-    "scale-of-two": ("scale", torch.ones(2), "a number from 0 to 3.4e+38, got tensor([1., 1.])"),
-    "backoff-factor": ("backoff_factor", torch.nan, "a number above 0 and below 1, got nan"),
-    "interval-large": ("growth_interval", 2**63, f"an int from 1 to 9.22e+18, got {2**63}"),
-    "growth-tracker": ("_growth_tracker", 2**31, f"an int from 0 to 2.15e+09, got {2**31}"),
-    "hysteresis": ("_hysteresis_tracker", "2", "an int from 0 to 2.15e+09, got '2'"),
-}
+DAMAGED = {"scale": torch.ones(2), "backoff_factor": torch.nan, "growth_interval": 2**63}
+DAMAGED |= {"_growth_tracker": 2**31, "_hysteresis_tracker": "2"}  # beside refused_calls
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["before-its-tensors", "with-its-tensors"])
-@pytest.mark.parametrize(("name", "value", "words"), rows(DAMAGED))
-def test_a_damaged_state_dict_is_refused_as_a_whole(name, value, words, made):
+@pytest.mark.parametrize(("name", "value"), DAMAGED.items())
+def test_a_damaged_state_dict_is_refused_as_a_whole(name, value, made):
     scaler = amp_ext.GradScaler("cpu", init_scale=4.0, hysteresis=3)
     if made:
         scaler.scale(torch.ones(()))
     before, other = scaler.state_dict(), another(scaler)
     text = cases.error_of(ValueError, scaler.load_state_dict, other | {name: value})
-    assert text.startswith(f"GradScaler.load_state_dict: {name} must be {words}")
+    assert text == f"GradScaler.load_state_dict: {name} must be {RANGES[name]}, got {value!r}"
     assert scaler.state_dict() == before
 
 
