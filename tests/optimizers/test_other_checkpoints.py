@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from harness.optimizer_cases import (
+    KINDS,
+    assert_refused,
     assert_same_bits,
-    bits_of,
+    each_name,
     make_params,
     ours,
     params_of,
@@ -67,27 +69,28 @@ def target_of(name: str, **options: Any) -> torch.optim.Optimizer:
 
 
 def refused(optimizer: torch.optim.Optimizer, file: dict[str, Any], words: str) -> None:
-    """Asserts that the file is refused with these words and that nothing was loaded of it."""
-    before, groups = bits_of(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
-    with pytest.raises(ValueError, match=words):
-        optimizer.load_state_dict(file)
-    assert_same_bits(optimizer, before)
-    assert optimizer.state_dict()["param_groups"] == groups
+    assert_refused(optimizer, file, ValueError, words)
 
 
-@EACH_OF_OURS
+@each_name
+@pytest.mark.parametrize("steps", [2, 0])
 @pytest.mark.parametrize("foreign", FOREIGN)
-def test_a_file_of_another_optimizer_of_torch_is_refused_by_its_name(foreign, name):
+def test_a_file_of_another_optimizer_of_torch_is_refused_by_its_name(foreign, steps, name):
+    """Before its first step there are no states to tell it by; Adadelta's groups lack options."""
     words = rf"^{name}.load_state_dict: .* is a state dict of torch.optim.{foreign}: it has '"
-    refused(target_of(name), file_of(foreign, steps=2), words)
+    if foreign == "Adadelta" and steps == 0:
+        words = "must have"
+    refused(target_of(name), file_of(foreign, steps), words)
 
 
-@EACH_OF_OURS
-@pytest.mark.parametrize("foreign", FOREIGN)
-def test_so_is_one_from_before_its_first_step(foreign, name):
-    """Which has no states to tell it by; Adadelta's groups are refused for what they lack."""
-    words = "must have" if foreign == "Adadelta" else rf"is a state dict of torch.optim.{foreign}:"
-    refused(target_of(name), file_of(foreign, steps=0), words)
+@each_name
+@pytest.mark.parametrize("package", [ours, theirs])
+def test_a_file_of_another_class_of_ours_is_refused(package, name):
+    words = rf"^{name}.load_state_dict: .* must (have|be there)"
+    params = make_params(torch.float32, shapes=SHAPES)
+    for foreign in KINDS.keys() - {name, *KINDS[name].reads}:
+        source = stepped(package(foreign)(params, lr=0.1, **MOMENTUM.get(foreign, {})))
+        refused(target_of(name), source.state_dict(), words)
 
 
 @pytest.mark.parametrize("foreign", ["NAdam", "RAdam", "Adamax"])
