@@ -14,8 +14,10 @@ import numpy
 import pytest
 import torch
 from harness.awkward import BF16, F16, F32, F64, INF
+from harness.optimizer_cases import train
 from harness.reference import same_bits
 from harness.refusals import launches_of
+from harness.trainer_cases import batches, new_trainer, train_on, two_trainers
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import Parameter
@@ -23,7 +25,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import amp_ext
 from amp_ext.optim import WeightAverage
-from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 
 
 def params_of(device: torch.device, *dtypes: torch.dtype) -> list[Parameter]:
@@ -32,11 +33,8 @@ def params_of(device: torch.device, *dtypes: torch.dtype) -> list[Parameter]:
     ]
 
 
-def step(optimizer: Any, lacking: int | None = None) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, param in enumerate(params):
-        param.grad = None if index == lacking else torch.randn_like(param)
-    optimizer.step()
+def step(optimizer: Any) -> None:
+    train([optimizer])
 
 
 def model_of() -> nn.Module:
@@ -117,7 +115,8 @@ def test_a_master_that_its_parameter_has_left_behind_is_what_the_next_step_would
     step(optimizer)
     with torch.no_grad():
         params[0].copy_(torch.arange(5.0))
-    step(optimizer, lacking=0)
+    params[0].grad, params[1].grad = None, torch.ones_like(params[1])
+    optimizer.step()
     assert same_bits(average.averages[0], params[0].float())
 
 
@@ -216,17 +215,14 @@ def test_it_is_torchs_average_in_its_files_too():
 def test_models_that_do_not_fit_are_refused_before_anything_is_written():
     optimizer, average, theirs = trained(model_of())
     other = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    with pytest.raises(TypeError, match=r"copy_to: model must be a torch.nn.Module, got NoneType"):
-        average.copy_to(None)  # type: ignore[arg-type]
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(
-        ValueError, match=r"2.weight of model must be of shape \[2, 5\], got of shape"
+    for model, text in (
+        (None, "model must be a torch.nn.Module, got NoneType"),
+        (other, r"2.weight of model must be of shape \[2, 5\], got of shape"),
+        (other[:2], r"2.weight of model must be of shape \[2, 5\], got absent"),
     ):
-        average.copy_to(other)
-    with pytest.raises(
-        ValueError, match=r"2.weight of model must be of shape \[2, 5\], got absent"
-    ):
-        average.copy_to(other[:2])
+        with pytest.raises((TypeError, ValueError), match=text):
+            average.copy_to(model)
     assert all(map(same_bits, other.state_dict().values(), before.values()))
     nameless = WeightAverage(optimizer)
     for refused in (
@@ -247,32 +243,25 @@ def test_a_load_takes_all_or_nothing(device):
     saved = copy.deepcopy(average.state_dict())
     step(optimizer)
     before = copy.deepcopy(average.state_dict())
-    for wrong, error in (
-        ({**saved, "averages": saved["averages"][:1]}, "averages must be of 2 parameters, got 1"),
-        ({**saved, "averages": saved["averages"][::-1]}, r"averages\[0\] must be of sizes \[5\]"),
-        ({"averages": []}, r"state_dict must have \['steps', 'n_averaged'\]"),
-        ([1], "state_dict must be a dict, got list"),
-        ({**saved, "averages": saved["averages"][0]}, "averages must be a list, got Tensor"),
-        (
-            {**saved, "averages": [saved["averages"][0], 2]},
-            r"averages\[1\] must be a tensor, got 2",
-        ),
-        (
-            {**saved, "averages": [each.long() for each in saved["averages"]]},
-            r"averages\[0\] must be floating-point numbers, got Long",
-        ),
-        ({**saved, "steps": 1.0}, "steps must be a whole number, got 1.0"),
-        ({**saved, "n_averaged": torch.ones(2)}, "n_averaged must be a whole number, got tensor"),
-        (
-            {**saved, "n_averaged": 2},
-            "n_averaged must be at most 1, the steps that have landed, got 2",
-        ),
-        ({**saved, "n_averaged": -1}, "n_averaged must be at least 0, got -1"),
+    first, second = saved["averages"]
+    for name, wrong, text in (
+        ("averages", [first], "must be of 2 parameters, got 1"),
+        ("averages", [second, first], r"\[0\] must be of sizes \[5\]"),
+        ("averages", first, "must be a list, got Tensor"),
+        ("averages", [first, 2], r"\[1\] must be a tensor, got 2"),
+        ("averages", [first.long(), second], r"\[0\] must be floating-point numbers, got Long"),
+        ("steps", 1.0, "must be a whole number, got 1.0"),
+        ("n_averaged", torch.ones(2), "must be a whole number, got tensor"),
+        ("n_averaged", 2, "must be at most 1, the steps that have landed, got 2"),
+        ("n_averaged", -1, "must be at least 0, got -1"),
     ):
-        with pytest.raises(
-            (ValueError, KeyError, TypeError), match=f"WeightAverage.load_state_dict: {error}"
-        ):
-            average.load_state_dict(wrong)
+        words = f"WeightAverage.load_state_dict: {name} ?{text}"
+        with pytest.raises((ValueError, TypeError), match=words):
+            average.load_state_dict({**saved, name: wrong})
+    with pytest.raises(KeyError, match=r"state_dict must have \['steps', 'n_averaged'\]"):
+        average.load_state_dict({"averages": []})
+    with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
+        average.load_state_dict([1])
     assert all(map(same_bits, average.averages, before["averages"]))
     assert average.n_averaged == 2
     addresses = [each.data_ptr() for each in average.averages]
@@ -716,45 +705,32 @@ def test_a_lazy_parameter_is_refused_by_name():
         average.state_dict()
 
 
-def trainer_of(**config: Any) -> MixedPrecisionTrainer:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = amp_ext.optim.AdamW(model.parameters(), lr=0.1)
-    settings = MixedPrecisionConfig(precision="fp32", **config)
-    return MixedPrecisionTrainer(
-        model, optimizer, settings, loss_function=lambda y: y.square().sum()
-    )
-
-
-def averages_in(trainer: MixedPrecisionTrainer) -> list[Tensor]:
-    assert trainer.average is not None
+def averages_in(trainer: Any) -> list[Tensor]:
     return [each.clone() for each in trainer.average.averages]
 
 
 def test_the_trainer_carries_it(tmp_path):
-    trainer = trainer_of(average_decay=0.9)
-    for _ in range(3):
-        metrics = trainer.train_step(torch.randn(3, 4))
+    trainer, resumed = two_trainers(average_decay=0.9)
+    *data, batch = batches(count=4)
+    metrics = train_on(trainer, data)[-1]
     assert metrics.to_dict()["n_averaged"] == 3
     trainer.save(tmp_path / "file")
-    saved, batch = averages_in(trainer), torch.randn(3, 4)
-    trainer.train_step(batch)
-    resumed = trainer_of(average_decay=0.9)
+    saved = averages_in(trainer)
+    train_on(trainer, [batch])
     resumed.load(tmp_path / "file")
     assert all(map(same_bits, averages_in(resumed), saved))
-    resumed.train_step(batch)
+    train_on(resumed, [batch])
     assert all(map(same_bits, averages_in(resumed), averages_in(trainer)))
     broken = resumed.state_dict()
     broken["average"] = {**broken["average"], "averages": []}
     before = averages_in(resumed)
-    with pytest.raises(ValueError, match="averages must be of 2 parameters, got 0"):
+    with pytest.raises(ValueError, match="averages must be of 4 parameters, got 0"):
         resumed.load_state_dict(broken)
     assert all(map(same_bits, averages_in(resumed), before))
-    trainer_of().load(tmp_path / "file")
-    plain = trainer_of()
+    plain = new_trainer()
+    plain.load(tmp_path / "file")
     plain.save(tmp_path / "plain")
     resumed.load(tmp_path / "plain")
-    assert resumed.average is not None
     assert resumed.average.n_averaged == 0
     with pytest.raises(ValueError, match="average_decay must be from 0 to 1"):
-        trainer_of(average_decay=2.0)
+        new_trainer(average_decay=2.0)

@@ -300,20 +300,6 @@ def test_anything_with_a_step_is_an_optimizer(scaler_class, value, supports_scal
     return returned, scaler.state_dict(), grads_of(inner)
 
 
-@cases.our_optimizers
-def test_step_and_update_do_not_wait_for_the_device(make, device):
-    if device.type != "cuda":
-        pytest.skip("only CUDA tells of a wait")
-    optimizer, scaler = filled(4.0, device, make), ready(device)
-    try:
-        for mode in ("default", "error"):
-            torch.cuda.set_sync_debug_mode(mode)
-            scaler.step(optimizer)
-            scaler.update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 # A scale that has no finite inverse
 
 

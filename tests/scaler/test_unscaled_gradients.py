@@ -194,26 +194,6 @@ def test_gradients_of_a_loss_that_is_scaled_after_unscale_are_refused(make, to_n
     assert values(optimizer) == [0.5] * 3
 
 
-def clipped(optimizer: Any) -> None:
-    amp_ext.clip_grad_norm_(params_of(optimizer), 0.1)
-
-
-def replaced(optimizer: Any) -> None:
-    params_of(optimizer)[0].grad = torch.zeros_like(params_of(optimizer)[0])
-
-
-@every_sgd
-@pytest.mark.parametrize("change", [clipped, replaced], ids=["clipped", "replaced"])
-def test_gradients_that_are_changed_before_a_loss_is_scaled_are_stepped(make, change, device):
-    optimizer, scaler = filled(4.0, device, make), ready(device)
-    scaler.unscale_(optimizer)
-    change(optimizer)
-    of_loss(filled(4.0, device), scaler)  # of another optimizer
-    expected = (1.0 - 0.5 * params_of(optimizer)[0].grad).tolist()
-    scaler.step(optimizer)
-    assert values(optimizer) == expected
-
-
 # Parameters of two optimizers.
 
 
