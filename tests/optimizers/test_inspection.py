@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64, INF, NAN
+from harness.awkward import BF16, F32, F64, INF, NAN
 from harness.clipping_cases import WAYS, Way, scale_grads
 from harness.optimizer_cases import (
     assert_same_bits,
@@ -24,7 +24,7 @@ from harness.optimizer_cases import (
 )
 from harness.reference import same_bits
 from harness.rows import rows
-from test_forms import SETTINGS, each_form_and_setting, make
+from test_forms import each_form_and_setting, make
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -220,28 +220,6 @@ def test_it_tells_what_the_step_does_in_every_way(way: Way, options, bad, device
     if inspection.skipped:
         assert "skipped" in str(inspection)
         assert all(param.update_norm == 0 for param in inspection.params.values())
-
-
-@pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, torch.amp.GradScaler])
-def test_groups_of_all_dtypes_go_together(scaler_class, device):
-    """With a norm over all of them, and options that differ."""
-    groups = [
-        {"params": make_params(dtype, device), "lr": 0.01 * (index + 1), **SETTINGS["adamw"][1]}
-        for index, dtype in enumerate([F32, F16, BF16, F64])
-        if Way(scaler_class).takes(dtype, device)
-    ]
-    optimizer, scaler = ours("AdamW")(groups, max_grad_norm=1.0), Way(scaler_class)
-    of_step = scaler.make_scaler(device)
-    for _ in range(2):
-        scale_grads(trained(optimizer, 0), of_step)
-        give_grads(optimizer)
-        scale_grads(optimizer, of_step)
-        before = kept_by(optimizer)
-        inspection = optimizer.inspect(of_step)
-        of_step.step(optimizer)
-        of_step.update()
-        wanted = expected(optimizer, before, kept_by(optimizer))
-        assert_close(inspection.to_dict()["params"], wanted)
 
 
 def in_awkward_layouts(device: torch.device) -> list[Parameter]:

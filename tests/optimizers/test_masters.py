@@ -117,20 +117,6 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
 # The operation.
 
 
-@HALVES
-def test_the_operation_refreshes_only_what_differs(device, dtype):
-    exact = [torch.randn(shape, device=device) for shape in cases.SHAPES]
-    params = [master.to(dtype) for master in exact]
-    for param in params:
-        param.view(-1)[::3] = 0.7
-    before, masters = snapshot(params), snapshot(exact)
-    ops.refresh_masters_(params, masters)
-    assert all(map(same_bits, params, before))
-    assert all(map(same_bits, masters, map(refreshed_master, exact, params)))
-    assert not same_bits(masters[0], exact[0])
-    assert not same_bits(masters[0], params[0].float())
-
-
 @pytest.mark.parametrize("masters", [[F32], [F32, F16]], ids=["too-few", "master-dtype"])
 def test_the_operation_names_bad_input(masters):
     masters = [torch.zeros(5).to(dtype) for dtype in masters]
