@@ -52,6 +52,20 @@ def our_sgd(params: Any) -> torch.optim.Optimizer:
     return amp_ext.optim.SGD(params, lr=0.5, momentum=0.9)
 
 
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    """Ours without a state."""
+    return amp_ext.optim.SGD(params, lr=0.5)
+
+
+def fused_sgd(params: Any) -> torch.optim.Optimizer:
+    """torch's, which takes attributes."""
+    return torch.optim.SGD(params, lr=0.5, fused=True)
+
+
+def looping_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
 def our_adam(params: Any) -> torch.optim.Optimizer:
     return amp_ext.optim.Adam(params, lr=0.5)
 

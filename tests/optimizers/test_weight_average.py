@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64, INF
+from harness.awkward import BF16, F16, F32, INF
 from harness.optimizer_cases import train
 from harness.reference import same_bits
 from harness.refusals import launches_of
@@ -55,21 +55,6 @@ def trained(model: nn.Module, **options: Any) -> tuple[Any, WeightAverage, Avera
         optimizer.step()
         theirs.update_parameters(model)
     return optimizer, average, theirs
-
-
-@pytest.mark.parametrize("masters", [True, "split", "split8", False])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
-def test_masters_are_averaged_where_there_are_any(dtype, masters, device):
-    params = params_of(device, dtype, dtype)
-    optimizer = amp_ext.optim.SGD(params, lr=0.1, master_weights=masters)
-    average = WeightAverage(optimizer, "equal")
-    seen = []
-    for _ in range(5):
-        step(optimizer)
-        seen.append([weight.double().clone() for weight in optimizer.master_params()])
-    for ours, *weights in zip(average.averages, *seen, strict=True):
-        assert ours.dtype == F32
-        torch.testing.assert_close(ours.double(), sum(weights) / 5, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaler_class", [amp_ext.GradScaler, torch.amp.GradScaler])

@@ -13,7 +13,17 @@ import torch
 from harness import optimizer_cases
 from harness import scaler_cases as cases
 from harness.reference import same_bits
-from harness.scaler_cases import INF, TorchScaler, filled, params_of, ready, through_a_file
+from harness.scaler_cases import (
+    INF,
+    TorchScaler,
+    filled,
+    fused_sgd,
+    looping_sgd,
+    params_of,
+    plain_sgd,
+    ready,
+    through_a_file,
+)
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -23,19 +33,6 @@ from amp_ext import hand_over
 NO_CHECKS = r"^No inf checks were recorded for this optimizer\.$"
 both_scalers = pytest.mark.parametrize("scaler_class", [TorchScaler, amp_ext.GradScaler])
 bad_or_good = pytest.mark.parametrize("value", [4.0, INF], ids=["clean", "overflow"])
-
-
-def plain_sgd(params: Any) -> torch.optim.Optimizer:
-    return amp_ext.optim.SGD(params, lr=0.5)
-
-
-def fused_sgd(params: Any) -> torch.optim.Optimizer:
-    """torch's, which takes attributes."""
-    return torch.optim.SGD(params, lr=0.5, fused=True)
-
-
-def looping_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
 
 
 one_of_each = cases.over([plain_sgd, fused_sgd])

@@ -66,19 +66,6 @@ def all_reads(scaler: amp_ext.GradScaler, *optimizers: Any, wait: bool = False) 
 # Skips
 
 
-@cases.unscaled_first
-@cases.all_optimizers
-def test_a_skip_is_told_of_the_step_and_of_all(make, unscale, device):
-    scaler, optimizer = ready(device), make(new_params(device))
-    for bad in ((), (1,), (0, 2), (), (2,)):
-        before = [param.detach().clone() for param in cases.params_of(optimizer)]
-        iterate(scaler, optimizer, bad=bad, unscale=unscale)
-        assert all(map(torch.equal, before, cases.params_of(optimizer))) is bool(bad)
-        assert skips(scaler, optimizer) == [bool(bad)] * 2
-    stats = exact(scaler)
-    assert (stats.updates, stats.steps, stats.skips) == (5, 2, 3)
-
-
 def test_before_the_first_update_nothing_is_known(device):
     scaler, optimizer = amp_ext.GradScaler(device.type, 4.0), our_sgd(new_params(device))
     unknown = [None, [None], NOTHING_YET, amp_ext.ScalerHistory([], [], [])]

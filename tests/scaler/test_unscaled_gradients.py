@@ -7,27 +7,23 @@ from typing import Any
 import pytest
 import torch
 from harness import scaler_cases as cases
-from harness.scaler_cases import INF, error_of, filled, params_of, ready
+from harness.scaler_cases import (
+    INF,
+    error_of,
+    filled,
+    fused_sgd,
+    looping_sgd,
+    params_of,
+    plain_sgd,
+    ready,
+)
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
 import amp_ext
 from amp_ext.hand_over import optimizer_inside
 
-
-def our_sgd(params: Any) -> torch.optim.Optimizer:
-    return amp_ext.optim.SGD(params, lr=0.5)
-
-
-def fused_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5, fused=True)
-
-
-def looping_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
-
-
-every_sgd = cases.over([our_sgd, fused_sgd, looping_sgd])
+every_sgd = cases.over([plain_sgd, fused_sgd, looping_sgd])
 
 
 class Deriving(torch.optim.Optimizer):
@@ -132,13 +128,13 @@ def test_an_object_that_is_gone_leaves_its_id_to_others(make, wrap, device):
 @wrappers
 def test_an_optimizer_that_is_gone_is_counted_in_the_update(wrap, device):
     scaler = ready(device)
-    gone = filled(INF, device, our_sgd)
+    gone = filled(INF, device, plain_sgd)
     scaler.step(wrap(gone))
     states = scaler._per_optimizer_states
     state = states[id(gone)]
     states.clear()
     del gone
-    other = filled(4.0, device, our_sgd)
+    other = filled(4.0, device, plain_sgd)
     states[id(other)] = state  # as if that had been its id
     scaler.step(other)
     scaler.update()
@@ -197,7 +193,7 @@ def test_gradients_of_a_loss_that_is_scaled_after_unscale_are_refused(make, to_n
 # Parameters of two optimizers.
 
 
-@cases.over([our_sgd, looping_sgd])
+@cases.over([plain_sgd, looping_sgd])
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_gradient_that_another_optimizer_has_unscaled_is_refused(make, has_stepped, device):
     first, scaler = filled(4.0, device), ready(device)
@@ -208,7 +204,7 @@ def test_a_gradient_that_another_optimizer_has_unscaled_is_refused(make, has_ste
         scaler.step(first)
     before = values(first)
     calls = {"unscale_": scaler.unscale_}
-    if make is our_sgd:
+    if make is plain_sgd:
         calls["step"] = scaler.step
     for name, call in calls.items():
         assert error_of(RuntimeError, call, second) == (
