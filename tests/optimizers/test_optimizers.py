@@ -211,15 +211,6 @@ def test_a_parameter_that_no_kernel_takes_is_refused_by_name(name, options, para
     assert param.is_meta or torch.equal(bad.detach(), torch.ones_like(param))
 
 
-@cases.each_class
-def test_parameters_that_share_memory_are_refused(name, options):
-    buffer = torch.ones(10)
-    optimizer = ours(name)([Parameter(buffer[:6]), Parameter(buffer[5:])], **options)
-    with pytest.raises(RuntimeError, match=r"share memory"):
-        train([optimizer])
-    assert torch.equal(buffer, torch.ones(10))
-
-
 FROZEN = [torch.int8, torch.bool, torch.cfloat, torch.float8_e4m3fn]
 
 

@@ -67,18 +67,6 @@ def test_an_interrupted_load_has_loaded_all_or_nothing(name):
     assert found == allowed
 
 
-def test_a_load_that_fails_in_a_hook_after_it_has_loaded_all():
-    source, target = source_and_target("Adam")
-
-    def fail(_: Any) -> None:
-        raise KeyboardInterrupt
-
-    target.register_load_state_dict_post_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        target.load_state_dict(source.state_dict())
-    cases.assert_same_bits(list(target.state.values()), list(source.state.values()))
-
-
 def test_groups_of_a_checkpoint_that_share_a_learning_rate_go_on_sharing_it():
     def make(package: Any) -> torch.optim.Optimizer:
         lr = torch.tensor(0.5)

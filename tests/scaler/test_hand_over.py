@@ -18,7 +18,6 @@ from harness.scaler_cases import (
     TorchScaler,
     filled,
     fused_sgd,
-    looping_sgd,
     params_of,
     plain_sgd,
     ready,
@@ -282,27 +281,6 @@ def assert_spent(scaler: Any, optimizer: Any) -> None:
         )
         with pytest.raises(RuntimeError, match=wanted):
             call(optimizer)
-
-
-@pytest.mark.parametrize("error", [Interrupt, ZeroDivisionError])
-@cases.over([plain_sgd, fused_sgd, looping_sgd, cases.our_adamw_with_norm, cases.torchs_adam])
-def test_a_step_whose_post_hook_raises_is_not_repeated(make, error, device):
-    def fail(*_: Any) -> None:
-        raise error
-
-    optimizer, scaler = filled(4.0, device, make), ready(device)
-    optimizer.register_step_post_hook(fail)
-    before = values(optimizer)
-    for _ in range(2):
-        with pytest.raises(error):
-            scaler.step(optimizer)
-        stepped = values(optimizer)
-        assert stepped != before
-        assert_spent(scaler, optimizer)
-        assert values(optimizer) == stepped
-        scaler.update()
-        give(optimizer, 4.0)
-        before = stepped
 
 
 def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monkeypatch):
