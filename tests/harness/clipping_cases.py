@@ -71,7 +71,6 @@ WAYS = [
     pytest.param(Way(torch.amp.GradScaler, unscale_first=True), id="torch-scaler-unscale"),
 ]
 SCALERS = WAYS[1:]
-UNSCALED_IN_THE_STEP = [WAYS[0], WAYS[1], WAYS[3]]
 
 
 def clipped(clippings: list[Any], ways: list[Any], optimizers: list[Any] = OPTIMIZERS) -> Any:
@@ -144,19 +143,3 @@ def of_all_dtypes(
     ]
     copied: list[dict[str, Any]] = [group | {"params": twins(group["params"])} for group in groups]
     return ours(name)(groups, **options, **clipping), ours(name)(copied, **options)
-
-
-def expected_grads(
-    before: list[Tensor], clipping: dict[str, float], norm: Tensor | None, scale: float
-) -> list[Tensor]:
-    """Returns unscaled, clipped gradients, computed in float32 (float64) and rounded once."""
-    coefficient = torch.tensor(1.0)
-    if "max_grad_norm" in clipping:
-        coefficient = torch.tensor(clipping["max_grad_norm"] / (norm.item() + 1e-6)).clamp(max=1)
-    limit = clipping.get("clip_value", math.inf)
-    results = []
-    for grad in before:
-        wide = grad.cpu() if grad.dtype == F64 else grad.cpu().float()
-        wide = (wide * (coefficient.item() / scale)).clamp(-limit, limit)
-        results.append(wide.to(grad.dtype))
-    return results

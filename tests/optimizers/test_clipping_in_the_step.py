@@ -59,7 +59,7 @@ def test_the_bits_are_those_of_clipping_apart(name, options, clipping, way, devi
             assert all(map(same_bits, grads_of(fused), grads_of(apart)))
 
 
-@clipped([*CLIPPING, *HARMLESS[3:]], clipping_cases.UNSCALED_IN_THE_STEP, EACH_CLASS)
+@clipped([*CLIPPING, *HARMLESS[3:]], [WAYS[0], WAYS[1], WAYS[3]], EACH_CLASS)
 def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_rounding(
     name, options, clipping, way, device
 ):

@@ -55,34 +55,27 @@ def codes_of(operation: str) -> dict[str, dict[str, str]]:
 _BOTH = {"8bit-bf16": {"exp_avg": "q8h"}, "8bit": {"exp_avg": "q8h", "exp_avg_sq": "q8s"}}
 _MOMENTUM = {name: {"momentum_buffer": "q8m"} for name in CODED}
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, str]]]] = {
-    "adam": ("Adam", {"weight_decay": 0.1}, _BOTH),
     "adamw": ("AdamW", {"weight_decay": 0.5}, _BOTH),
     "lion": ("Lion", {"weight_decay": 0.5}, {name: {"exp_avg": "q8m"} for name in CODED}),
-    "momentum": ("SGD", {"momentum": 0.9}, _MOMENTUM),
-    "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, _MOMENTUM),
     "dampening": ("SGD", {"momentum": 0.9, "dampening": 0.5, "maximize": True}, _MOMENTUM),
 }
 SETTINGS |= {
     key: (name, options, codes_of(f"{name.lower()}_"))
-    for key, (name, options) in of_other_classes(SETTINGS).items()
+    for key, (name, options) in of_other_classes(SETTINGS, "Adam").items()
 }
-FEW = {key: SETTINGS[key] for key in ("adamw", "lion", "dampening")}
-few_settings = pytest.mark.parametrize(("name", "options", "codes"), rows(FEW))
+each_setting = pytest.mark.parametrize(("name", "options", "codes"), rows(SETTINGS))
 
 # Parameters and how much of their masters is kept.
-FORMS = {
-    "fp32": (F32, True),
-    "bf16-master": (BF16, True),
-    "fp16-split": (F16, "split"),
-    "bf16-split": (BF16, "split"),
-    "bf16-split8": (BF16, "split8"),
-    "fp16-split8": (F16, "split8"),
-    "bf16-alone": (BF16, False),
-    "fp16-alone": (F16, False),
-}
-few_forms = pytest.mark.parametrize(
+each_form = pytest.mark.parametrize(
     ("dtype", "master_weights"),
-    rows({key: FORMS[key] for key in ("fp32", "bf16-split", "fp16-split8", "bf16-alone")}),
+    rows(
+        {
+            "fp32": (F32, True),
+            "bf16-split": (BF16, "split"),
+            "fp16-split8": (F16, "split8"),
+            "bf16-alone": (BF16, False),
+        }
+    ),
 )
 
 
@@ -108,8 +101,8 @@ def moments_of(optimizer: Any) -> list[dict[str, Tensor]]:
 
 
 @coded
-@few_forms
-@few_settings
+@each_form
+@each_setting
 def test_states_have_the_keys_dtypes_and_shapes_of_their_formats(
     name, options, codes, dtype, master_weights, state_dtype
 ):
@@ -166,7 +159,7 @@ def spread_grad(step: int) -> Tensor:
     ("first", "second"),
     [pair for pair in itertools.permutations(LAYOUTS, 2) if "contiguous" in pair],
 )
-@few_settings
+@each_setting
 def test_another_layout_keeps_the_moments(
     name, options, codes, first, second, through, state_dtype
 ):
@@ -204,7 +197,7 @@ def test_another_layout_keeps_the_moments(
 
 
 @coded
-@few_settings
+@each_setting
 def test_codes_that_were_numbers_in_between_are_themselves(name, options, codes, state_dtype):
     optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
     whole = ours(name)(twins(optimizer), **options, state_dtype=F32)
