@@ -10,14 +10,12 @@ import torch
 from harness.awkward import BF16, F16, F32
 from harness.list_operations import BUFFERS
 from harness.optimizer_cases import (
-    assert_same_bits,
     make_params,
     of_other_classes,
     ours,
     params_of,
     through_a_file,
     train,
-    trained,
     twins,
 )
 from harness.reference import same_bits
@@ -194,17 +192,6 @@ def test_another_layout_keeps_the_moments(
 
 
 # Checkpoints.
-
-
-@coded
-@each_setting
-def test_codes_that_were_numbers_in_between_are_themselves(name, options, codes, state_dtype):
-    optimizer = trained(make(name, F32, **options, state_dtype=state_dtype))
-    whole = ours(name)(twins(optimizer), **options, state_dtype=F32)
-    whole.load_state_dict(optimizer.state_dict())
-    back = ours(name)(twins(optimizer), **options, state_dtype=state_dtype)
-    back.load_state_dict(whole.state_dict())
-    assert_same_bits(back, optimizer)
 
 
 def test_codes_are_decoded_before_their_second_moments_get_narrow():

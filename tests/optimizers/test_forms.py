@@ -249,6 +249,44 @@ def test_a_skipped_step_touches_nothing_and_moves_no_dither(device, name, option
     assert_same_bits(optimizer, straight)
 
 
+# Exports.
+
+
+@small_forms
+@each_setting
+def test_what_is_exported_in_float32_rounds_to_what_it_was(name, options, dtype, kept):
+    optimizer = trained(make(name, dtype, **options, **kept))
+    exported, before = float32_state_dict(optimizer), bits_of(optimizer)
+    names = {*optimizer.buffer_names(optimizer.param_groups[0])}
+    names |= {"master_param"} if dtype != F32 else set()
+    for index, master in enumerate(optimizer.master_params()):
+        state = exported["state"][index]
+        assert state.keys() - {"step"} == names
+        assert {tensor.dtype for tensor in state.values()} == {F32}
+        assert dtype == F32 or torch.equal(state["master_param"], master)
+    (group,) = exported["param_groups"]
+    assert (group["state_dtype"], group["master_weights"]) == ("float32", True)
+    optimizer.load_state_dict(exported)
+    assert_same_bits(optimizer, before)
+
+
+def test_what_is_float32_is_exported_as_it_is_and_float64_stays():
+    optimizer = trained(ours("AdamW")(make_params(F32)))
+    exported, own = float32_state_dict(optimizer), optimizer.state_dict()
+    assert exported["param_groups"] == own["param_groups"]
+    for index, state in own["state"].items():
+        assert exported["state"][index].keys() == state.keys()
+        for key, tensor in state.items():
+            assert torch.equal(exported["state"][index][key], tensor)
+            assert (
+                not tensor.numel() or exported["state"][index][key].data_ptr() != tensor.data_ptr()
+            )
+    doubles = float32_state_dict(trained(ours("AdamW")(make_params(F64))))
+    assert doubles["state"][0]["exp_avg"].dtype == F64
+    with pytest.raises(TypeError, match=r"optimizer must be one of amp_ext\.optim, got SGD"):
+        float32_state_dict(torch.optim.SGD(make_params(F32), lr=0.1))
+
+
 # Files of those who know less.
 
 
