@@ -1,4 +1,4 @@
-"""Tests of the trainer's metrics and checkpoints, of its config, and of what it refuses."""
+"""Tests of the trainer's metrics, checkpoints and interrupts, its config, and what it refuses."""
 
 from __future__ import annotations
 
@@ -234,6 +234,44 @@ def test_an_interrupted_load_of_a_trainer_has_loaded_all_or_nothing(parts, monke
         found.add(all_of(trainer))
         assert found <= set(allowed), line
     assert allowed[0] in found
+
+
+FIRST, THIS, NEXT = cases.batches(count=3)
+
+STEPPED = {
+    "fp16-ours": ("fp16", functools.partial(amp_ext.optim.AdamW, lr=0.05)),
+    "fp16-torchs": ("fp16", cases.torchs_sgd),
+    "fp32-ours": ("fp32", functools.partial(amp_ext.optim.AdamW, lr=0.05)),
+}
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), rows(STEPPED))
+def test_a_training_goes_on_after_an_interrupted_step(precision: str, optimizer: Any):
+    def make() -> MixedPrecisionTrainer:
+        options = {"optimizer": optimizer, "scheduler": cases.halving, "max_grad_norm": 0.5}
+        torch.manual_seed(0)
+        trainer = new_trainer(precision, nn.Linear(6, 2), **TWO_STEPS, **options)
+        cases.train_on(trainer, [FIRST])
+        return trainer
+
+    def train_this(trainer: MixedPrecisionTrainer) -> None:
+        trainer.train_step(*THIS)
+
+    def params_after(*calls: Callable[[Any], Any]) -> str:
+        trainer = make()
+        for call in calls:
+            call(trainer)
+        return str(cases.params_of(trainer))
+
+    allowed, found = {params_after(), params_after(train_this)}, set()
+    package = None if IS_COMPLETE else "training"
+    for trainer, line in interrupted_at_each_line(make, train_this, package):
+        found.add(str(cases.params_of(trainer)))
+        assert found <= allowed, line
+        trainer.discard()
+        skipped = [metrics.skipped for metrics in cases.train_on(trainer, [NEXT, THIS])]
+        assert skipped == [None, torch.tensor(False)], line
+    assert found == allowed
 
 
 def test_a_resumed_accumulation_can_be_flushed_at_once():
