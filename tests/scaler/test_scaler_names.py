@@ -75,17 +75,6 @@ def test_an_iteration_that_was_dropped_leaves_no_name(make, unscale, device):
     assert cases.exact(scaler).updates == 1
 
 
-def test_a_name_that_two_groups_have_is_told_with_its_place(device):
-    scaler = ready(device)
-    groups = [{"params": named(device, "weight", "bias")}, {"params": named(device, "weight")}]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
-    for bad, expected in ((0, "group 0, param 0 (weight)"), (2, "group 1, param 0 (weight)")):
-        iterate(scaler, optimizer, bad=[bad])
-        assert name_of_last(scaler) == expected
-    iterate(scaler, optimizer, bad=[1])
-    assert name_of_last(scaler) == "bias"
-
-
 def test_a_sparse_gradient_is_named(device):
     scaler = ready(device)
     optimizer = torch.optim.SGD(named(device, "dense", "sparse"), lr=0.5)
