@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import operator
 from decimal import Decimal
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from harness.awkward import BF16, F16, F32
 from harness.optimizer_cases import give_grads, make_params, ours, params_of
 from harness.reference import same_bits
 from harness.rows import rows
+from harness.scaler_cases import ready
 from torch import Tensor
 
 import amp_ext
@@ -273,23 +276,17 @@ def test_what_torch_takes_for_numbers_and_flags_is_taken():
 UNUSED = {"foreach", "fused", "capturable", "differentiable"}
 
 
-def under_torchs_scaler(optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-
-
-def under_our_scaler(optimizer: torch.optim.Optimizer) -> None:
-    scaler = amp_ext.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
+def under_torchs_scaler(
+    optimizer: torch.optim.Optimizer, scaler_class: Any = torch.amp.GradScaler
+) -> None:
+    ready(scaler_class=scaler_class).step(optimizer)
 
 
 @pytest.mark.parametrize(
     "use",
     [
         operator.methodcaller("step"),
-        under_our_scaler,
+        functools.partial(under_torchs_scaler, scaler_class=amp_ext.GradScaler),
         under_torchs_scaler,
         operator.methodcaller("init_state"),
         operator.methodcaller("master_params"),

@@ -84,20 +84,14 @@ def test_groups_of_a_checkpoint_that_share_a_learning_rate_go_on_sharing_it():
 # Groups.
 
 
-def with_one_group() -> torch.optim.Optimizer:
-    return ours("AdamW")([Parameter(torch.ones(3))], lr=0.5)
-
-
-def new_group(**options: Any) -> dict[str, Any]:
-    return {"params": [Parameter(torch.zeros(2))], "state_dtype": torch.float32, **options}
-
-
 @pytest.mark.parametrize("steps", [0, 2], ids=["before-a-step", "after-two"])
 def test_an_interrupted_group_is_there_whole_or_not_at_all(steps):
+    def add_a_group(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(2))], "state_dtype": F32})
+
     counts = set()
     for optimizer, line in interrupted_at_each_line(
-        lambda: trained(with_one_group(), steps),
-        lambda optimizer: optimizer.add_param_group(new_group()),
+        lambda: trained(ours("AdamW")([Parameter(torch.ones(3))], lr=0.5), steps), add_a_group
     ):
         counts.add(len(optimizer.param_groups))
         assert [group["state_dtype"] for group in optimizer.param_groups] in (
