@@ -184,15 +184,6 @@ def test_the_step_that_is_called_is_the_one_on_the_instance(scaler_class, make, 
     return returned, calls, leftovers, params_of(optimizer)
 
 
-@cases.over(cases.OPTIMIZERS[1:])
-@as_torch
-def test_a_scale_set_on_the_optimizer_beforehand_joins_the_product(scaler_class, make, device):
-    optimizer = with_grads(torch.tensor([8.0, -16.0, 1e-3], device=device), make=make)
-    optimizer.grad_scale = torch.full((), 2.0, device=device)
-    ready(device, scaler_class).step(optimizer)
-    return params_of(optimizer)
-
-
 class TakesTheScaler(torch.optim.SGD):
     """An optimizer of the older protocol, which asks the scaler itself."""
 
