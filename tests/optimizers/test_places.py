@@ -56,7 +56,7 @@ PLACES = [
         '("{key}", "{name}", {{}}), to OPTIMIZERS',
     ),
     ("README.md", r"and fused [^.]*\b{name}\b", "{name}, to the first sentence"),
-    ("CHANGELOG.md", r"`{name}`", "* `{name}`: what it is"),
+    ("CHANGELOG.md", r"`{name}`", "- `{name}`, which ..., under Added"),
 ]
 
 
