@@ -49,10 +49,10 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
   each 32 elements; empty for a parameter without such. Updated in place.
 
 Buffers have the parameters' shapes and are float32, bfloat16 or in the parameter's dtype; float64
-for float64 parameters. Or they have codes of 8 bits, beside gradients of the parameter's dtype: of
-Adam without a maximum int8 for the first moments (:func:`encode_ratios`) beside second moments in
-bfloat16 or uint8, of the others uint8 (both :func:`encode_groups`, in the order of the parameter's
-memory). They are updated in place.
+for float64 parameters. Or they have codes of 8 bits, beside gradients of the parameter's dtype:
+first moments int8 (:func:`encode_ratios`) beside second moments in bfloat16 or uint8, and where
+there is no second moment uint8 (both :func:`encode_groups`, in the order of the parameter's
+memory); no moments beside a maximum. They are updated in place.
 """
 
 from __future__ import annotations

@@ -62,11 +62,12 @@ class FusedOptimizer(WatchedOptimizer):
             to 2^-40 below); it follows a parameter that is written from outside. "split8": of 8
             more bits, within 2^-15 of the float32.
         state_dtype: torch.float32 or torch.bfloat16, the dtype of the buffers, or None for the
-            parameter's. "8bit-bf16": Adam's first moments in 8 bits, as ratios to the roots of the
+            parameter's. "8bit-bf16": first moments in 8 bits, as ratios to the roots of the
             second, and these in bfloat16. "8bit": second moments in 8 bits as well, with an
             exponent for each 32 elements of a row; in bfloat16 where a parameter has less than
             4096 elements, one dimension, rows that 32 does not divide, or is not contiguous. Both
-            keep the moments of SGD and Lion in 8 bits with such exponents, or in bfloat16.
+            keep a first moment without a second one, as that of SGD and Lion, in 8 bits with such
+            exponents, or in bfloat16.
         rounding: How numbers are rounded that are stored in fewer bits: "nearest"; or "dither",
             which makes a number between two that can be stored the upper one in as many steps as it
             is near to it, so that small changes are not lost: of second moments, of moments in 8

@@ -108,11 +108,11 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
   // parameter that is written from outside. "split8": of 8 more bits, within 2^-15 of the float32.
   AMP_EXT_OPTION(MasterWeights, master_weights)
   // at::kFloat or at::kBFloat16, the dtype of the buffers, or std::nullopt for the parameter's.
-  // "8bit-bf16": Adam's first moments in 8 bits, as ratios to the roots of the second, and these in
+  // "8bit-bf16": first moments in 8 bits, as ratios to the roots of the second, and these in
   // bfloat16. "8bit": second moments in 8 bits as well, with an exponent for each 32 elements of a
   // row; in bfloat16 where a parameter has less than 4096 elements, one dimension, rows that 32
-  // does not divide, or is not contiguous. Both keep the moments of SGD and Lion in 8 bits with
-  // such exponents, or in bfloat16. Not with amsgrad.
+  // does not divide, or is not contiguous. Both keep a first moment without a second one, as that
+  // of SGD and Lion, in 8 bits with such exponents, or in bfloat16. Not with amsgrad.
   AMP_EXT_OPTION(StateDType, state_dtype)
   // "nearest" or "dither": how numbers are rounded that are stored in fewer bits. None dithers what
   // would freeze otherwise, unless there is no state_dtype.
