@@ -1,4 +1,4 @@
-// The four optimizers: their options, and what tells them from each other.
+// The optimizers: their options, and what tells them from each other.
 #include <amp_ext/optim.h>
 #include <c10/util/Exception.h>
 

@@ -1,5 +1,5 @@
-// Adam, AdamW, SGD and Lion for LibTorch: torch::optim::Optimizers with one fused kernel each, and
-// masters of 16-bit parameters.
+// The optimizers for LibTorch: torch::optim::Optimizers with one fused kernel each, and masters of
+// 16-bit parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
