@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness.awkward import F32
-from harness.optimizer_cases import IN_TORCH, swapping, through_a_file
+from harness.optimizer_cases import IN_TORCH, KINDS, swapping, through_a_file
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from torch import Tensor
@@ -389,7 +389,8 @@ class Machine(Watching):
         for key, (_, pair) in enumerate(sides):
             if not sides.has_stepped(pair):
                 file["state"].pop(key, None)
-            for name in ("master_param", *(["step"] if sides.name in ("SGD", "Lion") else [])):
+            counts_steps = KINDS[sides.name].counts_steps({})
+            for name in ("master_param", *([] if counts_steps else ["step"])):
                 file["state"].get(key, {}).pop(name, None)  # torch keeps what it does not know
         for group in file["param_groups"]:
             if isinstance(group["lr"], Tensor):
