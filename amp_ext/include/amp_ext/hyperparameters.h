@@ -13,9 +13,10 @@ namespace amp_ext {
 // What a buffer of the state holds. There is one second moment at most.
 enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum, kOther };
 
-// The code of 8 bits that a buffer may take. csrc/elements/moment_codes.h has them.
+// The code of 8 bits that a buffer may take. csrc/elements/moment_codes.h has them. One buffer at
+// most is in blocks, and no ratio stands beside a magnitude.
 enum class BufferCode {
-  kNone,
+  kNone,       // in bfloat16 where the others have codes
   kRatio,      // to the second moment
   kRoot,       // of the second moment, which the formula returns; in blocks
   kMagnitude,  // and its sign; in blocks
