@@ -44,14 +44,12 @@ CHECKS = {
         ranks.zero_trains_as_in_one_process,
         ranks.fsdp1_trains_as_in_one_process,
     ],
-    "norm_guard": [
+    "process_group": [
         ranks.a_guard_judges_the_norm_of_all_ranks,
         ranks.a_guard_of_sharded_parameters_needs_no_group,
         ranks.a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them,
         ranks.a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks,
         ranks.a_guard_without_the_group_of_its_scaler_is_refused,
-    ],
-    "process_group": [
         ranks.a_process_group_makes_ranks_skip_together,
         ranks.a_rank_without_gradients_takes_part,
         ranks.ranks_with_different_scales_skip_and_say_so,
@@ -66,12 +64,12 @@ def test_two_ranks_agree(checks: list[ranks.Check], tmp_path: Path) -> None:
     ranks.run_ranks(checks, tmp_path)
 
 
-def test_norms_over_two_mesh_dimensions_count_each_element_once(tmp_path: Path) -> None:
-    ranks.run_ranks([ranks.a_mesh_of_two_dimensions_is_reduced_over_both], tmp_path, ranks=4)
-
-
-def test_parts_over_two_mesh_dimensions_are_dithered_as_the_whole(tmp_path: Path) -> None:
-    checks = [ranks.parts_begin_where_torch_says, ranks.a_mesh_of_two_dimensions_is_dithered_as_one]
+def test_four_ranks_agree_over_two_mesh_dimensions(tmp_path: Path) -> None:
+    checks = [
+        ranks.a_mesh_of_two_dimensions_is_reduced_over_both,
+        ranks.parts_begin_where_torch_says,
+        ranks.a_mesh_of_two_dimensions_is_dithered_as_one,
+    ]
     ranks.run_ranks(checks, tmp_path, ranks=4)
 
 
