@@ -76,8 +76,24 @@ def test_a_tensor_that_does_not_fit_is_named(operation, code, name, change, word
     assert_refused(operation, lists, rf"{name}\[1\] {words}")
 
 
+def first_moments_in_float(lists: Lists) -> None:
+    lists["exp_avgs"][1] = lists["exp_avgs"][1].float()
+
+
 def with_maxima(lists: Lists) -> None:
     lists["max_exp_avg_sqs"] = [torch.zeros(2 * GROUP, dtype=BF16) for _ in lists["params"]]
+
+
+def with_exponents(lists: Lists) -> None:
+    lists["exponents"] = [torch.ones(2, dtype=torch.uint8) for _ in lists["params"]]
+
+
+def without_exponents(lists: Lists) -> None:
+    del lists["exponents"]
+
+
+def lacking_exponents(lists: Lists) -> None:
+    lists["exponents"].pop()
 
 
 def not_of_whole_groups(lists: Lists) -> None:
@@ -85,37 +101,22 @@ def not_of_whole_groups(lists: Lists) -> None:
         lists[name][1] = torch.cat([lists[name][1], lists[name][1][:1]])
 
 
-NO_GROUPS = "must be None for moments without groups, got 2 elements"
-ONE_OF_EACH = "exponents must have 3 tensors, one for each of params, got 2"
-UNEVEN = r"params\[1\] must be of a multiple of 32 elements for moments in groups, got 65"
+LISTS = [
+    ("adam_", "q8s", first_moments_in_float, rf"exp_avg_sqs\[1\] {NARROW} Byte"),
+    ("adam_", "q8h", with_maxima, rf"exp_avgs\[0\] {NARROW} Char"),
+    ("adam_", "q8s", with_maxima, rf"exp_avgs\[0\] {NARROW} Char"),
+    ("adam_", "q8h", with_exponents, r"exponents\[0\] must be None for moments without groups"),
+]
+LISTS_OF_BLOCKS = [
+    (without_exponents, r"exponents\[0\] must be of 2 elements, got 0"),
+    (lacking_exponents, "exponents must have 3 tensors, one for each of params, got 2"),
+    (not_of_whole_groups, r"params\[1\] must be of a multiple of 32 elements for moments in group"),
+]
 
 
 @pytest.mark.parametrize(
     ("operation", "code", "change", "words"),
-    [
-        (
-            *("adam_", "q8s", lambda lists: lists["exp_avgs"].__setitem__(1, torch.ones(64))),
-            rf"exp_avg_sqs\[1\] {NARROW} Byte",
-        ),
-        *(("adam_", code, with_maxima, rf"exp_avgs\[0\] {NARROW} Char") for code in ("q8h", "q8s")),
-        (
-            *("adam_", "q8h"),
-            lambda lists: lists.update(exponents=[torch.ones(2, dtype=torch.uint8)] * 3),
-            rf"exponents\[0\] {NO_GROUPS}",
-        ),
-        *(
-            (*block, change, words)
-            for block in BLOCKS
-            for change, words in (
-                (
-                    lambda lists: lists.pop("exponents"),
-                    r"exponents\[0\] must be of 2 elements, got 0",
-                ),
-                (lambda lists: lists["exponents"].pop(), ONE_OF_EACH),
-                (not_of_whole_groups, UNEVEN),
-            )
-        ),
-    ],
+    LISTS + [(*block, *row) for block in BLOCKS for row in LISTS_OF_BLOCKS],
 )
 def test_lists_that_do_not_fit_are_named(operation, code, change, words):
     lists = lists_of(operation, code)
