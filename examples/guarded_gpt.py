@@ -103,13 +103,9 @@ class Run:
 
 
 def train(recipe: Recipe, text: Text, settings: Settings, seed: int) -> Run:
-    """Trains one GPT.
+    """Trains one GPT with so many healthy batches as there are steps.
 
-    Args:
-        recipe: How.
-        text: What it is trained on.
-        settings: Its size, and how many healthy batches it gets.
-        seed: Fixes the first parameters, the pieces of text, and which steps are broken.
+    The seed fixes the first parameters, the pieces of text, and which steps are broken.
     """
     torch.manual_seed(seed)
     healthy, draw = (torch.Generator().manual_seed(number) for number in (seed, seed + 1_000))

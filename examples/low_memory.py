@@ -107,14 +107,7 @@ class Run:
 
 
 def train_gpt(configuration: Configuration, text: Text, settings: Settings, seed: int) -> Run:
-    """Trains one GPT.
-
-    Args:
-        configuration: How it is stored.
-        text: What it is trained on.
-        settings: Its size, and how long.
-        seed: Fixes the first parameters and the pieces of text.
-    """
+    """Trains one GPT; the seed fixes the first parameters and the pieces of text."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = GPT(len(text.alphabet), settings).to(configuration.dtype)

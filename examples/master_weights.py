@@ -90,14 +90,9 @@ Results = dict[Recipe, list[Run]]  # a run per seed
 
 
 def train(recipe: Recipe, photo: Tensor, settings: Settings, seed: int, device: str) -> Run:
-    """Trains one network the way ``recipe`` says.
+    """Trains one network the way ``recipe`` says; a seed gives all recipes the same start.
 
-    Args:
-        recipe: What to construct.
-        photo: ``[size, size, 3]``, float32, 0 to 1. Read only.
-        settings: Steps, size and width.
-        seed: Fixes the Fourier features and the first parameters, the same ones for every recipe.
-        device: ``"cpu"`` or ``"cuda"``.
+    The photo is float32, ``[size, size, 3]``, 0 to 1.
     """
     frequency, model = make_start(settings, seed)
     features = fourier_features(settings.size, frequency).to(device, recipe.dtype)

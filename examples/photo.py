@@ -125,15 +125,9 @@ def train(
     device: str,
     files: Files,
 ) -> Result:
-    """Trains one network the way ``recipe`` says.
+    """Trains one network the way ``recipe`` says; a seed gives all recipes the same start.
 
-    Args:
-        recipe: What to construct.
-        photo: ``[size, size, 3]``, float32, 0 to 1. Read only.
-        settings: Steps, size, width and divisor of the loss.
-        seed: Fixes the Fourier features and the first parameters, the same ones for every recipe.
-        device: ``"cpu"`` or ``"cuda"``.
-        files: What the run goes on from, and where it is saved.
+    The photo is float32, ``[size, size, 3]``, 0 to 1.
     """
     frequency, model = make_start(settings, seed)
     order = tile_order(settings.size)

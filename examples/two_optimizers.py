@@ -76,12 +76,7 @@ def draw_data(points: int) -> Tensor:
 
 
 def train(steps: int, device: str) -> Record:
-    """Trains both networks.
-
-    Args:
-        steps: How often each of them takes a step.
-        device: ``"cpu"`` or ``"cuda"``.
-    """
+    """Trains both networks; each of them takes a step in every pass of the loop."""
     torch.manual_seed(0)
     generator = make_network(NOISE, 2).to(device)
     discriminator = make_network(2 * PACK, 1).to(device)

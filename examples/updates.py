@@ -27,13 +27,7 @@ STEPS = 300
 
 
 def inspect_last(text: Text, settings: Settings, masters: bool) -> amp_ext.optim.Inspection:
-    """Trains the GPT and returns what its last step would do.
-
-    Args:
-        text: What it is trained on.
-        settings: Its size, and how long.
-        masters: Whether the optimizer keeps float32 masters of the bf16 parameters.
-    """
+    """Trains the GPT, with float32 masters or without; returns what its last step would do."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = GPT(len(text.alphabet), settings).bfloat16()
