@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,29 +225,6 @@ def refreshed_master(master: Tensor, param: Tensor) -> Tensor:
     Elements that still round to the parameter keep their extra bits.
     """
     return torch.where(master.to(param.dtype) == param, master, param.float())
-
-
-class FloatMasters:
-    """Mixed precision by hand: float32 copies of 16-bit parameters under an optimizer of torch.
-
-    Args:
-        params: fp16 or bf16 parameters. Never written; ``params`` of this object are copies.
-        optimizer: A class of ``torch.optim``.
-        options: Its arguments.
-    """
-
-    def __init__(self, params: list[Tensor], optimizer: type, **options: Any) -> None:
-        self.params = [param.detach().clone() for param in params]
-        self.masters = [torch.nn.Parameter(param.detach().float()) for param in params]
-        self.optimizer = optimizer(self.masters, **options)
-
-    def step(self, grads: list[Tensor | None]) -> None:
-        """Steps the masters with the gradients in float32 and rounds them into ``params``."""
-        for master, grad in zip(self.masters, grads, strict=True):
-            master.grad = None if grad is None else grad.detach().float().contiguous()
-        self.optimizer.step()
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(master.detach())
 
 
 def clipped(
