@@ -67,6 +67,8 @@ print(*torch.cuda.get_device_capability(), sep=".")' 2>&1 | tail -n 1)
   }
   tuning=build/tune_kernels-sm_${capability/./}
   mkdir -p "$out" && rm -f "$out"/*.{log,json,png,xml,txt}
+  printf '%s, %s\n' "${COMMIT:-$(git describe --always --dirty --abbrev=40 2> /dev/null)}" \
+    "$(date -u +%FT%TZ)" > "$out/report.txt"
   rm -f .venv/.built # the build below replaces what make remembers
 fi
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 AMP_EXT_REQUIRE_CUDA=1
@@ -103,6 +105,5 @@ wait
 
 [ -z "$dry_run" ] || exit 0
 "$python" -m amp_ext.info | tee "$out/info.txt"
-printf '\n%s\n' "$(git describe --always --dirty --abbrev=40 2> /dev/null), $(date -u +%FT%TZ)"
 cat "$out/report.txt"
 ! grep -qE '^\S+ +(failed|out of|not started)' "$out/report.txt"
