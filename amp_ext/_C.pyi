@@ -19,7 +19,7 @@ class BufferDescription:
     name: str
     role: str
     dither_stride: int  # 0: it is never dithered
-    code: str  # of 8 bits, that it may take; "none": it has none
+    code: str  # of 8 bits, that it may take, as "q8h"; empty: none
 
 class OptimizerDescription:
     operation: str  # over lists

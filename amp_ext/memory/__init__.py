@@ -31,14 +31,14 @@ __all__ = [
 ]
 
 # The states of each optimizer, of the size of the parameter, by their codes of 8 bits: with an
-# exponent for each block ("magnitude", "root"), without ("ratio"), or "none".
+# exponent for each block ("q8m", "q8s"), without ("q8h"), or none ("").
 _STATES: dict[str, tuple[str, ...]] = {
-    "adamw": ("ratio", "root"),
-    "adam": ("ratio", "root"),
-    "amsgrad": ("none", "none", "none"),
-    "lion": ("magnitude",),
+    "adamw": ("q8h", "q8s"),
+    "adam": ("q8h", "q8s"),
+    "amsgrad": ("", "", ""),
+    "lion": ("q8m",),
     "sgd": (),
-    "momentum": ("magnitude",),
+    "momentum": ("q8m",),
 }
 
 #: How many states each optimizer keeps, of the size of the parameter.
@@ -238,10 +238,10 @@ def _state_bytes(each: _Elements, dtype: torch.dtype | str, code: str) -> int:
     """Returns the bytes of one state, which in 8 bits may have an exponent for each block."""
     if isinstance(dtype, torch.dtype):
         return each.number * dtype.itemsize
-    if code == "ratio":
+    if code == "q8h":
         return each.number
     # Without blocks a moment is in bfloat16, as are roots with "8bit-bf16".
-    if code == "none" or not each.has_blocks or (code == "root" and dtype != "8bit"):
+    if not code or not each.has_blocks or (code == "q8s" and dtype != "8bit"):
         return 2 * each.number
     return each.number + -(-each.number // _BLOCK)
 

@@ -25,20 +25,6 @@ constexpr int64_t kLeastElements = 4096;
 
 constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};
 
-std::string name_of(BufferCode code) {
-  switch (code) {
-    case BufferCode::kNone:
-      return "";
-    case BufferCode::kRatio:
-      return "q8h";
-    case BufferCode::kRoot:
-      return "q8s";
-    case BufferCode::kMagnitude:
-      return "q8m";
-  }
-  return "";
-}
-
 MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype,
                        const std::string& code) {
   if (code.empty()) return {buffer.name, buffer.role, dtype, code};
@@ -121,6 +107,20 @@ bool are_kept(const Moments& moments, const MomentFormat& format, const at::Tens
 }
 
 }  // namespace
+
+const char* name_of(BufferCode code) {
+  switch (code) {
+    case BufferCode::kNone:
+      return "";
+    case BufferCode::kRatio:
+      return "q8h";
+    case BufferCode::kRoot:
+      return "q8s";
+    case BufferCode::kMagnitude:
+      return "q8m";
+  }
+  return nullptr;
+}
 
 std::string MomentFormat::key() const { return code.empty() ? name : name + "_" + code; }
 

@@ -14,6 +14,9 @@
 
 namespace amp_ext::optim {
 
+// As keys of states name it: "q8h", "q8s" or "q8m"; empty where a buffer has no code.
+AMP_EXT_API const char* name_of(BufferCode code);
+
 // How one moment is kept.
 struct AMP_EXT_API MomentFormat {
   std::string name;  // its key in torch

@@ -10,6 +10,7 @@
 
 #include "kernels.h"
 #include "optimizer/kind.h"
+#include "optimizer/moments.h"
 #include "optimizer/states.h"
 #include "python/group_options.h"
 #include "python/module.h"
@@ -85,20 +86,6 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
-const char* name_of(BufferCode code) {
-  switch (code) {
-    case BufferCode::kNone:
-      return "none";
-    case BufferCode::kRatio:
-      return "ratio";
-    case BufferCode::kRoot:
-      return "root";
-    case BufferCode::kMagnitude:
-      return "magnitude";
-  }
-  return nullptr;
-}
-
 // Defines the description of an optimizer and its list operation, all of whose arguments are given
 // by name.
 template <typename Hyperparameters>
@@ -146,8 +133,8 @@ void define_descriptions(py::module_& module) {
       .def_property_readonly("role",
                              [](const BufferDescription& self) { return name_of(self.role); })
       .def_readonly("dither_stride", &BufferDescription::dither_stride)
-      .def_property_readonly("code",
-                             [](const BufferDescription& self) { return name_of(self.code); });
+      .def_property_readonly(
+          "code", [](const BufferDescription& self) { return optim::name_of(self.code); });
   using Description = OptimizerDescription;
   py::class_<Description, std::shared_ptr<Description>>(module, "OptimizerDescription")
       .def_readonly("operation", &Description::operation)

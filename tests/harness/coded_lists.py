@@ -38,12 +38,8 @@ _STEPS: dict[str, tuple[str, Options, str]] = {
     "momentum": ("sgd_", {"momentum": 0.7, "nesterov": True}, "q8m"),
     "momentum-dither": ("sgd_", {"momentum": 0.995, "dither": True}, "q8m"),
 }
-# The code of a buffer where that of second moments has this name.
-_CODES = {
-    "q8h": {"ratio": "q8h"},
-    "q8s": {"ratio": "q8h", "root": "q8s"},
-    "q8m": {"magnitude": "q8m"},
-}
+# The codes that there are beside this one, which is that of the second moments if there are any.
+_CODES = {"q8h": ("q8h",), "q8s": ("q8h", "q8s"), "q8m": ("q8m",)}
 
 
 def _steps_of_others() -> Iterator[tuple[str, tuple[str, Options, str]]]:
@@ -52,12 +48,11 @@ def _steps_of_others() -> Iterator[tuple[str, tuple[str, Options, str]]]:
     for operation in (each for each in BUFFERS if each not in known):
         described = {buffer.code for buffer in BUFFERS[operation].values()}
         decays = OPERATIONS[operation].decays
-        slow = {decays[n]: 0.999 for n in decays if BUFFERS[operation][n].code != "ratio"}
-        for code, last in (("q8h", "ratio"), ("q8s", "root"), ("q8m", "magnitude")):
-            if last in described:
-                name = f"{operation.strip('_')}-{code}"
-                yield name, (operation, {}, code)
-                yield f"{name}-dither", (operation, {"dither": True, **slow}, code)
+        slow = {decays[n]: 0.999 for n in decays if BUFFERS[operation][n].code != "q8h"}
+        for code in sorted(described & _CODES.keys()):
+            name = f"{operation.strip('_')}-{code}"
+            yield name, (operation, {}, code)
+            yield f"{name}-dither", (operation, {"dither": True, **slow}, code)
 
 
 CODED_STEPS = rows(_STEPS | dict(_steps_of_others()))
@@ -89,8 +84,9 @@ def shapes_of(code: str) -> list[tuple[int, ...]]:
 def forms_in(lists: Lists, operation: str, code: str) -> dict[str, str | None]:
     """The codes of the lists of buffers, second moments before the ratios to them."""
     kept = {name: each for name, each in BUFFERS[operation].items() if name in lists}
-    ratios_last = sorted(kept.items(), key=lambda item: item[1].code == "ratio")
-    return {name: _CODES[code].get(buffer.code) for name, buffer in ratios_last}
+    ratios_last = sorted(kept.items(), key=lambda item: item[1].code == "q8h")
+    codes = _CODES[code]
+    return {name: each.code if each.code in codes else None for name, each in ratios_last}
 
 
 def encode(

@@ -38,14 +38,13 @@ coded = pytest.mark.parametrize("state_dtype", CODED)
 
 def codes_of(operation: str) -> dict[str, dict[str, str]]:
     """Returns the codes that moments take with groups, by ``state_dtype``."""
-    names = {"ratio": "q8h", "magnitude": "q8m"}
     return {
         state_dtype: {
-            buffer.name: each[buffer.code]
+            buffer.name: buffer.code
             for buffer in BUFFERS[operation].values()
-            if buffer.code in each
+            if buffer.code in codes
         }
-        for state_dtype, each in (("8bit-bf16", names), ("8bit", names | {"root": "q8s"}))
+        for state_dtype, codes in (("8bit-bf16", ("q8h", "q8m")), ("8bit", ("q8h", "q8m", "q8s")))
     }
 
 
