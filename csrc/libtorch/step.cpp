@@ -202,9 +202,7 @@ std::optional<Inspection> FusedOptimizer::inspection() const {
 void FusedOptimizer::follow_landings() { checked("follow_landings").plan->follow_landings(); }
 
 void FusedOptimizer::average(Averaging averaging, WeightAverages& averages) {
-  if (averaging == Averaging::kSwapIn) {
-    check_weights_are_in("WeightAverage.swap", checked("swap_average").plan->is_lent());
-  }
+  checked(name_of(averaging)).plan->check_before(averaging);
   Operation operation(*this, name_of(averaging));
   operation.plan.average(averaging, averages, operation.masters());
 }

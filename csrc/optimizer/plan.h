@@ -202,6 +202,8 @@ class AMP_EXT_API Plan {
   using MastersByParam = std::unordered_map<int64_t, at::Tensor>;
   // In a use: 16-bit parameters of whose states no step has told the plan.
   std::vector<int64_t> params_without_state() const;
+  // Throws, before the use of a swap begins, if averages are in the parameters already.
+  void check_before(Averaging averaging) const;
   // In a use: lets averages do something with the weights on this rank, given the masters of
   // parameters without a state. A swap lends the parameters to the averages, which are in them
   // until its end. Meanwhile no use begins, and `check_not_lent` throws on behalf of what is no
@@ -209,15 +211,12 @@ class AMP_EXT_API Plan {
   void average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters);
   // Does nothing if the averages are in no parameters.
   void swap_out(WeightAverages& averages);
-  bool is_lent() const { return is_lent_; }
   void check_not_lent(const std::string& operation) const;
   // Lets every step from now on leave `has_landed`.
   void follow_landings() { follows_landings_ = true; }
   // One float32 on the device of the first parameter: 1 if the last step was taken, 0 if it was
   // skipped or found no gradient. Undefined before the first step that was followed.
   at::Tensor has_landed() const { return has_landed_; }
-  // How many steps have come to their end, taken or skipped.
-  int64_t steps() const { return steps_; }
   // The norm of each, [parameters] float32; undefined where they are not tracked.
   at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
@@ -348,7 +347,7 @@ class AMP_EXT_API Plan {
   bool counts_norms_ = true;  // whether a step lets the guard count its norm
   bool follows_landings_ = false;
   at::Tensor has_landed_;
-  int64_t steps_ = 0;
+  int64_t steps_ = 0;              // that have come to their end, taken or skipped
   std::vector<optim::Kept> kept_;  // by group, when the rows were listed
   std::vector<Row> rows_;
   bool has_shards_ = false;

@@ -156,6 +156,10 @@ std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   return weights;
 }
 
+void Plan::check_before(Averaging averaging) const {
+  if (averaging == Averaging::kSwapIn) check_weights_are_in("WeightAverage.swap", is_lent_);
+}
+
 void Plan::average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters) {
   switch (averaging) {
     case Averaging::kTake:

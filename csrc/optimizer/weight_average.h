@@ -46,7 +46,7 @@ void launch_average(const std::vector<AveragedWeight>& weights,
                     const at::Tensor& counters, const at::Tensor& has_landed, StepScratch& scratch);
 
 // Throws on behalf of an operation if the parameters hold averages.
-AMP_EXT_API void check_weights_are_in(const std::string& operation, bool is_swapped);
+void check_weights_are_in(const std::string& operation, bool is_swapped);
 
 // What became of the parameters when averages left them.
 struct SwapEnd {

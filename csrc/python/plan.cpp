@@ -368,9 +368,7 @@ std::optional<bool> average(PlanOfPython& mine, const py::object& step_plan,
                             const py::object& optimizer, const std::string& name,
                             WeightAverages& averages) {
   const Averaging averaging = averaging_named(name);
-  if (averaging == Averaging::kSwapIn) {
-    check_weights_are_in("WeightAverage.swap", mine.plan.is_lent());
-  }
+  mine.plan.check_before(averaging);
   Operation operation(mine, step_plan, optimizer, name_of(averaging));
   if (!operation.is_current) return std::nullopt;
   Plan::MastersByParam masters;
