@@ -153,24 +153,24 @@ struct Operation {
 // Puts states that were made whole into those of an optimizer. The dicts that are there stay the
 // same objects, which others may hold. All that may run Python comes before the first write.
 void put_states(const py::object& states, const py::dict& made) {
-  std::vector<std::pair<py::dict, py::dict>> kept;  // a dict, and what it is to have
-  std::vector<py::dict> before;                     // keeps alive what is dropped
+  struct Change {
+    py::dict there, wanted, before;  // the last one keeps alive what is dropped
+  };
+  std::vector<Change> changes;
   py::dict added;
   for (const auto& [param, state] : made) {
     const py::object there = states.attr("get")(param);
     if (PyDict_CheckExact(there.ptr())) {
-      kept.emplace_back(there, py::reinterpret_borrow<py::dict>(state));
-      before.emplace_back(there.attr("copy")());
+      changes.push_back({there, py::reinterpret_borrow<py::dict>(state), there.attr("copy")()});
     } else {
       added[param] = state;
     }
   }
   states.attr("update")(added);
-  for (size_t i = 0; i < kept.size(); ++i) {
-    const auto& [there, state] = kept[i];
-    PyDict_Update(there.ptr(), state.ptr());
-    for (const auto& [key, value] : before[i]) {
-      if (PyDict_Contains(state.ptr(), key.ptr()) == 0) PyDict_DelItem(there.ptr(), key.ptr());
+  for (const auto& [there, wanted, before] : changes) {
+    PyDict_Update(there.ptr(), wanted.ptr());
+    for (const auto& [key, value] : before) {
+      if (PyDict_Contains(wanted.ptr(), key.ptr()) == 0) PyDict_DelItem(there.ptr(), key.ptr());
     }
   }
 }
@@ -295,7 +295,8 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   const bool lacks_sum = (plan.wants_norm(shared.max_grad_norm) && !sum_of_squares.has_value()) ||
                          (plan.tracks_grad_norms() && !squares_of_params.has_value());
   if (lacks_sum && plan.is_partitioned()) return false;
-  GradientOptions options = operation.options(grad_scale, found_inf, sum_of_squares);
+  GradientOptions options =
+      operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
   StatesOfPython store(operation, step_plan, hand_over);
   try {
     plan.step(operation.groups->table, std::move(options), store,
@@ -329,7 +330,8 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
   const optim::SharedOptions& shared = operation.groups->shared;
   const bool lacks_sum = mine.plan.reads_norm(shared.max_grad_norm) && !sum_of_squares.has_value();
   if (lacks_sum && mine.plan.is_partitioned()) return false;
-  GradientOptions options = operation.options(grad_scale, found_inf, sum_of_squares);
+  GradientOptions options =
+      operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
   StatesOfTrial store(operation, step_plan, py::none());
   const py::gil_scoped_release release;
   return mine.plan.inspect(operation.groups->table, std::move(options), store);
