@@ -5,8 +5,9 @@
 
 A step of AdamW needs a parameter, a gradient, a master and two moments: 16 bytes in float32. Here
 both networks are trained with fewer, down to 7, everything else being the same. The photograph is
-that of master_weights.py: parameters, gradients and matrix products in bf16. The GPT is a small one
-of char_gpt.py; its parameters and gradients are stored in bf16, its products computed in fp32, as
+that of photo.py, with parameters, gradients and matrix products in bf16: a CPU without bf16
+arithmetic takes up to 10 times longer for them, hence the small picture. The GPT is a small one of
+char_gpt.py; its parameters and gradients are stored in bf16, its products computed in fp32, as
 there.
 
 Expect every way that dithers or splits to end as float32 masters and moments do, up to the noise
@@ -17,6 +18,7 @@ that holds, and returns 1 if it does not.
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 from dataclasses import dataclass, replace
@@ -25,7 +27,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import master_weights
 import matplotlib.pyplot as plt
 import photo
 import torch
@@ -42,6 +43,7 @@ from presentation import (
     write_figure,
 )
 from torch import Tensor
+from torch.nn import functional
 
 from amp_ext.optim import AdamW
 from amp_ext.program import format_table, run_program
@@ -85,7 +87,8 @@ CONFIGURATIONS = (
     AS_TORCH,
 )
 
-PHOTO = master_weights.DEFAULT
+PHOTO = photo.Settings(steps=1000, size=64, width=64, tiles=1)
+PHOTO_LEARNING_RATE = 5e-3  # of the first step; it falls along a cosine to a hundredth
 SMALL_GPT = Settings(accumulation=1, width=64, layers=2, validate_every=100)
 QUICK_PHOTO = replace(PHOTO, steps=20, size=32, width=32)
 QUICK_GPT = replace(SMALL_GPT, steps=20, warm_up=2, context=32, width=32, validate_every=10)
@@ -137,16 +140,36 @@ def bytes_stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> in
     return round((held + kept) / sum(param.numel() for param in params))
 
 
+@dataclass
+class Photo:
+    """One training of the photograph with one seed."""
+
+    psnr: float  # dB
+
+
 def train_photo(
     configuration: Configuration, picture: Tensor, settings: photo.Settings, seed: int
-) -> master_weights.Run:
-    """Trains one network on the photograph, as ``master_weights.py`` does."""
-    optimizer = partial(AdamW, **configuration.options)
-    recipe = master_weights.Recipe(configuration.name, configuration.dtype, optimizer)
-    return master_weights.train(recipe, picture, settings, seed, "cpu")
+) -> Photo:
+    """Trains one network on the photograph, float32 ``[size, size, 3]`` from 0 to 1."""
+    frequency, model = photo.make_start(settings, seed)
+    features = photo.fourier_features(settings.size, frequency).to(configuration.dtype)
+    colours = picture.view(-1, 3)
+    model = model.to(configuration.dtype)
+    optimizer = AdamW(model.parameters(), lr=PHOTO_LEARNING_RATE, **configuration.options)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, settings.steps, eta_min=PHOTO_LEARNING_RATE / 100
+    )
+    for _ in range(settings.steps):
+        optimizer.zero_grad()
+        functional.mse_loss(model(features).float(), colours).backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        learned = model(features).float().clamp(0, 1)
+    return Photo(-10 * math.log10(functional.mse_loss(learned, colours).item()))
 
 
-Photos = dict[Configuration, list[master_weights.Run]]  # a run per seed
+Photos = dict[Configuration, list[Photo]]  # one per seed
 Gpts = dict[Configuration, list[Run]]
 
 
