@@ -113,39 +113,14 @@ if not TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-_OTHERS = (
-    "Kept",
-    "ListedParam",
-    "LossScale",
-    "MASTER_KEYS",
-    "NormStatistics",
-    "OptimizerDescription",
-    "OptionDescription",
-    "Plan",
-    "WeightAverages",
-    "check_lengths",
-    "check_saved_groups",
-    "configured_options",
-    "counts_for_states",
-    "has_blocks",
-    "kept_master",
-    "name_of_another_group",
-    "open_beside",
-    "places_by_name",
-    "put_states",
-    "wanted_of_scaler",
-    "whole_master",
-)
-
-
 def __getattr__(name: str) -> Any:
-    """Gives the scaler and the optimizers what they need of the binary beside the operations.
+    """Gives the scaler and the optimizers what the binary has beside the operations.
 
     The files of operations that this one takes in get all of it.
     """
     if name == "binary":
         return _C
-    if name in _OTHERS or name.endswith("Hyperparameters"):
+    if not name.startswith("_") and hasattr(_C, name):
         return getattr(_C, name)
     raise AttributeError(f"module 'amp_ext.ops' has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""``amp_ext/_C.pyi`` and the signatures of ``ops.py`` say what the compiled module has."""
+"""``amp_ext/_C.pyi``, ``ops.py`` and the calls of the package say what the compiled module has."""
 
 from __future__ import annotations
 
@@ -21,27 +21,21 @@ def public(names: Any) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def members_of_stub() -> dict[str, Any]:
-    """Returns for every class its members, inherited ones too, and for every function its node."""
-    tree = ast.parse(STUB.read_text())
-    members: dict[str, Any] = {}
-    for node in tree.body:
+def classes_of_stub() -> dict[str, dict[str, ast.AST]]:
+    """Returns for every class its members, inherited ones too."""
+    members: dict[str, dict[str, ast.AST]] = {}
+    for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.ClassDef):
             defined = [n for n in node.body if not isinstance(n, ast.Expr)]  # "..." of none
             own = {getattr(n, "name", None) or n.target.id: n for n in defined}
             for base in node.bases:
                 own = {**members[base.id], **own}
             members[node.name] = own
-        elif isinstance(node, ast.FunctionDef):
-            members[node.name] = node
-        elif isinstance(node, ast.AnnAssign):
-            members[node.target.id] = None
     return members
 
 
 def parameters_of_stub(node: ast.FunctionDef) -> list[str]:
-    names = [argument.arg for argument in node.args.args if argument.arg != "self"]
-    return [*names, *([f"**{node.args.kwarg.arg}"] if node.args.kwarg else [])]
+    return [argument.arg for argument in node.args.args if argument.arg != "self"]
 
 
 def parameters_of_binary(function: Any) -> list[str]:
@@ -58,32 +52,31 @@ def parameters_of_binary(function: Any) -> list[str]:
     return [name for name in names if name not in ("", "self")]
 
 
-def test_the_stub_names_what_the_binary_has():
-    """But for descriptions and operations of optimizers, which Python finds by their names."""
-    stub, kind = members_of_stub(), ops._C.OptimizerDescription
-    descriptions = {name for name, each in vars(ops._C).items() if isinstance(each, kind)}
-    of_optimizers = descriptions | {described.operation for described in DESCRIBED}
-    assert public(stub) | of_optimizers == public(vars(ops._C))
-    for name in public(stub):
-        if isinstance(stub[name], dict):
-            found = public(dir(getattr(ops._C, name)))
-            assert public(stub[name]) == found, name
+def test_the_stub_names_the_classes_of_the_binary():
+    stub = classes_of_stub()
+    assert stub.keys() == {name for name, each in vars(ops._C).items() if isinstance(each, type)}
+    for name, members in stub.items():
+        assert public(members) == public(dir(getattr(ops._C, name))), name
 
 
-def test_functions_of_the_stub_have_the_parameters_of_the_binary():
-    for name, node in members_of_stub().items():
-        owner = getattr(ops._C, name, None)
-        functions = {name: node} if isinstance(node, ast.FunctionDef) else node or {}
-        for function, of_stub in functions.items():
-            if function.startswith("_") or not isinstance(of_stub, ast.FunctionDef):
+def test_methods_of_the_stub_have_the_parameters_of_the_binary():
+    for name, members in classes_of_stub().items():
+        for method, of_stub in members.items():
+            if method.startswith("_") or not isinstance(of_stub, ast.FunctionDef):
                 continue
-            of_binary = getattr(owner, function) if isinstance(node, dict) else owner
-            expected = parameters_of_stub(of_stub)
-            got = parameters_of_binary(of_binary)
-            if expected[-1:] != [] and expected[-1].startswith("**"):
-                expected[-1] = "**kwargs"  # which have no name of their own there
+            of_binary = getattr(getattr(ops._C, name), method)
             if "Overloaded" not in of_binary.__doc__:
-                assert got == expected, f"{name}.{function}"
+                got = parameters_of_binary(of_binary)
+                assert got == parameters_of_stub(of_stub), f"{name}.{method}"
+
+
+def test_the_package_calls_every_function_of_the_binary():
+    """Descriptions and operations of optimizers it finds by their names."""
+    files = [file.read_text() for file in STUB.parent.rglob("*.py")]
+    named = {name for text in files for name in re.findall(r"(?:_C|ops|binary)\.(?=(\w+))", text)}
+    functions = {name for name, each in vars(ops._C).items() if inspect.isbuiltin(each)}
+    by_name = {described.operation for described in DESCRIBED}
+    assert public(functions) - named - by_name == {"complement_of_power"}, "which a test calls"
 
 
 @EACH_OPTIMIZER
