@@ -4,6 +4,7 @@
 # A copy of the tree in build/coverage is built with gcc's counters, both modules: amp_ext._C and the
 # kernels on the emulator. Processes that tests start count too. A line of C++ counts as covered if
 # any of its instances is. Arguments go to pytest; the tables are in build/coverage/table.txt too.
+# Needs the packages coverage and gcovr.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -43,34 +44,8 @@ failed=0
 "$python" -m coverage run --rcfile build/coveragerc -m pytest -q -p no:cacheprovider "$@" || failed=$?
 "$python" -m coverage combine -q --rcfile build/coveragerc
 
-"$python" - << 'END' | tee table.txt
-"""Adds the counters of all objects up and prints the tables."""
-import collections, json, pathlib, subprocess, sys
-
-rc = ["--rcfile", "build/coveragerc"]
-subprocess.run([sys.executable, "-m", "coverage", "report", *rc], check=False)
-
-root = pathlib.Path.cwd()
-lines = collections.defaultdict(collections.Counter)
-for notes in sorted(root.glob("build/**/*.gcno")):
-    if not notes.with_suffix(".gcda").exists():
-        continue
-    command = ["gcov", "--json-format", "--stdout", notes]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for document in output.splitlines():
-        for file in json.loads(document)["files"]:
-            path = pathlib.Path(root, file["file"]).resolve()
-            if path.is_relative_to(root / "csrc") or path.is_relative_to(root / "amp_ext"):
-                for line in file["lines"]:
-                    name = str(path.relative_to(root))
-                    lines[name][line["line_number"]] += line["count"]
-total = missed = 0
-print(f"\n{'C++':40}{'Lines':>8}{'Miss':>8}{'Cover':>8}   Missing")
-for name, counts in sorted(lines.items()):
-    missing = [str(number) for number, count in sorted(counts.items()) if count == 0]
-    total, missed = total + len(counts), missed + len(missing)
-    share = 1 - len(missing) / len(counts)
-    print(f"{name:40}{len(counts):8}{len(missing):8}{share:8.1%}   {' '.join(missing)}")
-print(f"{'TOTAL':40}{total:8}{missed:8}{1 - missed / total:8.1%}")
-END
+{
+  "$python" -m coverage report --rcfile build/coveragerc || true
+  "$python" -m gcovr --filter csrc/ --filter amp_ext/ --merge-lines --gcov-ignore-parse-errors=all build
+} | tee table.txt
 exit "$failed"
