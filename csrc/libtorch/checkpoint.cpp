@@ -117,7 +117,6 @@ auto with_errors_of(const std::string& operation, const Call& call) {
 }
 
 std::vector<char> bytes_of(const std::string& operation, const c10::IValue& value) {
-  check_nesting(operation, "value", value);
   std::vector<char> data;
   torch::jit::Pickler pickler(
       [&](const char* bytes, size_t size) { data.insert(data.end(), bytes, bytes + size); },

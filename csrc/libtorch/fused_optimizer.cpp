@@ -62,31 +62,6 @@ FusedOptimizer::Impl& FusedOptimizer::checked(const char* operation) const {
   return *impl_;
 }
 
-#define AMP_EXT_OF_TORCH(Type, method)         \
-  Type& FusedOptimizer::method() {             \
-    checked(#method);                          \
-    return Optimizer::method();                \
-  }                                            \
-  const Type& FusedOptimizer::method() const { \
-    checked(#method);                          \
-    return Optimizer::method();                \
-  }
-AMP_EXT_OF_TORCH(torch::optim::OptimizerOptions, defaults)
-AMP_EXT_OF_TORCH(FusedOptimizer::ParamGroups, param_groups)
-AMP_EXT_OF_TORCH(FusedOptimizer::States, state)
-AMP_EXT_OF_TORCH(std::vector<at::Tensor>, parameters)
-#undef AMP_EXT_OF_TORCH
-
-size_t FusedOptimizer::size() const {
-  checked("size");
-  return Optimizer::size();
-}
-
-void FusedOptimizer::zero_grad(bool set_to_none) {
-  checked("zero_grad");
-  Optimizer::zero_grad(set_to_none);
-}
-
 void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
   const char* const name = checked("add_param_group").kind.name;
   const size_t group = param_groups_.size();

@@ -432,30 +432,20 @@ double GradScaler::get_scale() const {
 }
 
 bool GradScaler::is_enabled() const { return checked("is_enabled").enabled; }
-double GradScaler::get_growth_factor() const {
-  return checked("get_growth_factor").loss_scale.hyperparameters.growth_factor;
-}
-void GradScaler::set_growth_factor(double factor) {
-  State& state = checked("set_growth_factor");
-  if (state.enabled) check_range("GradScaler.set_growth_factor", "growth_factor", factor);
-  state.loss_scale.hyperparameters.growth_factor = factor;
-}
-double GradScaler::get_backoff_factor() const {
-  return checked("get_backoff_factor").loss_scale.hyperparameters.backoff_factor;
-}
-void GradScaler::set_backoff_factor(double factor) {
-  State& state = checked("set_backoff_factor");
-  if (state.enabled) check_range("GradScaler.set_backoff_factor", "backoff_factor", factor);
-  state.loss_scale.hyperparameters.backoff_factor = factor;
-}
-int64_t GradScaler::get_growth_interval() const {
-  return checked("get_growth_interval").loss_scale.hyperparameters.growth_interval;
-}
-void GradScaler::set_growth_interval(int64_t interval) {
-  State& state = checked("set_growth_interval");
-  if (state.enabled) check_range("GradScaler.set_growth_interval", "growth_interval", interval);
-  state.loss_scale.hyperparameters.growth_interval = interval;
-}
+
+#define AMP_EXT_RULE(Type, name)                                           \
+  Type GradScaler::get_##name() const {                                    \
+    return checked("get_" #name).loss_scale.hyperparameters.name;          \
+  }                                                                        \
+  void GradScaler::set_##name(Type value) {                                \
+    State& state = checked("set_" #name);                                  \
+    if (state.enabled) check_range("GradScaler.set_" #name, #name, value); \
+    state.loss_scale.hyperparameters.name = value;                         \
+  }
+AMP_EXT_RULE(double, growth_factor)
+AMP_EXT_RULE(double, backoff_factor)
+AMP_EXT_RULE(int64_t, growth_interval)
+#undef AMP_EXT_RULE
 
 std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bool wait) const {
   State& state = checked("last_step_skipped");

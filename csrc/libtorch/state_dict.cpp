@@ -277,7 +277,6 @@ struct FusedOptimizer::Load {
   void read(const c10::IValue& state_dict) {
     TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
                 shown(state_dict));
-    check_nesting(operation, "state_dict", state_dict);
     const Dict dict = state_dict.toGenericDict();
     groups = saved_groups(operation, dict);
     saved = states_of(dict);

@@ -35,31 +35,6 @@ std::string shown_alone(const c10::IValue& value) {
   return value.isNone() || is_number(value) ? c10::str(value) : value.tagKind();
 }
 
-// `around` are the dicts, lists and tuples in which the value lies.
-void check_nesting_within(const std::string& operation, const std::string& name,
-                          const c10::IValue& value, std::vector<const c10::IValue*>& around) {
-  constexpr size_t kMost = 500;
-  if (!value.isGenericDict() && !value.isList() && !value.isTuple()) return;
-  TORCH_CHECK(around.size() < kMost, operation, ": dicts, lists and tuples must lie in at most ",
-              kMost, " others, got one that lies in more");
-  for (const c10::IValue* const outer : around) {
-    TORCH_CHECK(!value.is(*outer), operation, ": ", name,
-                " must not be one of those in which it lies, got a ", value.tagKind(),
-                " that contains itself");
-  }
-  around.push_back(&value);
-  const auto check = [&](const std::string& key, const c10::IValue& inner) {
-    check_nesting_within(operation, name + "[" + key + "]", inner, around);
-  };
-  if (value.isGenericDict()) {
-    for (const auto& entry : value.toGenericDict()) check(shown(entry.key()), entry.value());
-  } else {
-    const auto elements = elements_of(value);
-    for (size_t i = 0; i < elements.size(); ++i) check(std::to_string(i), elements[i]);
-  }
-  around.pop_back();
-}
-
 }  // namespace
 
 std::string shown(const c10::IValue& value) {
@@ -78,12 +53,6 @@ std::string shown_keys(const Dict& dict) {
   auto keys = new_list();
   for (const auto& entry : dict) keys.push_back(entry.key());
   return shown(keys);
-}
-
-void check_nesting(const std::string& operation, const std::string& name,
-                   const c10::IValue& value) {
-  std::vector<const c10::IValue*> around;
-  check_nesting_within(operation, name, value, around);
 }
 
 bool is_number(const c10::IValue& value) {

@@ -28,10 +28,6 @@ std::string shown(const c10::IValue& value);
 // The keys of a dict, likewise.
 std::string shown_keys(const Dict& dict);
 
-// Throws where a dict, list or tuple lies in itself, or in too many others. `operation` and `name`
-// say what the value is in errors.
-void check_nesting(const std::string& operation, const std::string& name, const c10::IValue& value);
-
 // Whether it is a number, a bool or not, and which.
 bool is_number(const c10::IValue& value);
 double number_in(const c10::IValue& value);

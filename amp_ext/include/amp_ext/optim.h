@@ -263,23 +263,10 @@ class PlacedOptions;
 class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
   ~FusedOptimizer() override;
-  // What was moved from throws where it is used, until another is moved into it.
+  // What was moved from throws where a method of this class is called, until another is moved into
+  // it.
   FusedOptimizer(FusedOptimizer&&) noexcept;
   FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
-
-  // Those of torch, which throw here after a move.
-  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  using States = std::decay_t<decltype(std::declval<const torch::optim::Optimizer&>().state())>;
-  torch::optim::OptimizerOptions& defaults();
-  const torch::optim::OptimizerOptions& defaults() const;
-  ParamGroups& param_groups();
-  const ParamGroups& param_groups() const;
-  States& state();
-  const States& state() const;
-  std::vector<at::Tensor>& parameters();
-  const std::vector<at::Tensor>& parameters() const;
-  size_t size() const;
-  void zero_grad(bool set_to_none = true);
 
   // Hides that of torch, which from 2.13 on drops the options of a group and checks nothing: a
   // group that was added by that one, through a torch::optim::Optimizer&, is refused when it is

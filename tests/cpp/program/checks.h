@@ -273,10 +273,7 @@ AMP_EXT_CHECK(what_was_moved_from_says_so) {
              [&] { optimizer.init_state(); }, [&] { optimizer.rebuild(); },
              [&] { optimizer.master_params(); }, [&] { optimizer.refresh_masters(); },
              [&] { optimizer.state_dict(); }, [&] { torch::save(optimizer, stream); },
-             [&] { optimizer.load_state_dict(state); }, [&] { optimizer.defaults(); },
-             [&] { optimizer.param_groups().clear(); }, [&] { optimizer.state(); },
-             [&] { optimizer.parameters(); }, [&] { optimizer.size(); },
-             [&] { optimizer.zero_grad(); }}) {
+             [&] { optimizer.load_state_dict(state); }}) {
     CHECK_REFUSED(call(), words);
     CHECK_REFUSED(call(), "amp_ext::optim::AdamW.");
   }
@@ -738,19 +735,9 @@ AMP_EXT_CHECK(what_python_can_not_read_is_refused) {
   CHECK_REFUSED(save(), "value['a'] must be of a dtype that torch.load reads");
   dict.insert_or_assign("a", torch::Device(torch::kCPU));
   CHECK_REFUSED(save(), "value['a'] must be a dict, list, tuple, string, number, bool, None or");
-  dict.insert_or_assign("a", c10::ivalue::Tuple::create(dict));
-  const std::string in_itself =
-      "['a'][0] must not be one of those in which it lies, got a GenericDict";
-  CHECK_REFUSED(save(), "state_to_bytes: value" + in_itself);
-  CHECK_REFUSED(amp_ext::save_state("run.pt", dict), "save_state of run.pt: value" + in_itself);
-  SGD optimizer({parameter({1.0})}, SGDOptions());
-  CHECK_REFUSED(optimizer.load_state_dict(dict), "SGD.load_state_dict: state_dict" + in_itself);
   dict.clear();
   dict.insert(0.5, 1);
   CHECK_REFUSED(save(), "keys of value must be strings or ints, got 0.5");
-  c10::IValue deep = 1;
-  for (int i = 0; i <= 500; ++i) deep = c10::ivalue::Tuple::create(std::vector{deep});
-  CHECK_REFUSED(amp_ext::state_to_bytes(deep), "must lie in at most 500 others, got one that lies");
 }
 
 AMP_EXT_CHECK(a_damaged_file_is_refused_or_right) {
