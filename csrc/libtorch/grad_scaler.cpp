@@ -486,26 +486,20 @@ c10::IValue GradScaler::state_dict() const {
 void GradScaler::load_state_dict(const c10::IValue& state_dict) {
   State& state = checked("load_state_dict");
   if (!state.enabled) return;
-  TORCH_CHECK(state_dict.isGenericDict(),
-              "GradScaler.load_state_dict: state_dict must be a dict, got ", shown(state_dict));
-  const Dict dict = state_dict.toGenericDict();
+  const std::string operation = "GradScaler.load_state_dict";
+  const Dict dict = dict_of(operation, state_dict);
   TORCH_CHECK(!dict.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
               "instance of GradScaler.");
   state.loss_scale.load([&](const char* name, bool is_required) -> std::optional<at::Scalar> {
-    auto value = find(dict, name);
-    if (!value.has_value() && !is_required) return {};
-    TORCH_CHECK(value.has_value(), "GradScaler.load_state_dict: state_dict must have '", name,
-                "', got ", shown_keys(dict));
-    if (value->isTensor() && value->toTensor().numel() == 1) {
-      value = c10::IValue(value->toTensor().item());
-    }
+    if (!is_required && !find(dict, name).has_value()) return {};
+    c10::IValue value = entry_of(operation, dict, name);
+    if (value.isTensor() && value.toTensor().numel() == 1) value = value.toTensor().item();
     const bool is_count = name[0] == '_' || name == std::string("growth_interval");
-    const bool is_kind = value->isInt() || (value->isDouble() && !is_count);
-    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(*value) : NAN);
-    TORCH_CHECK(wanted.empty(), "GradScaler.load_state_dict: ", name, " must be ", wanted, ", got ",
-                shown(*value));
-    return value->toScalar();
+    const bool is_kind = value.isInt() || (value.isDouble() && !is_count);
+    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(value) : NAN);
+    TORCH_CHECK(wanted.empty(), operation, ": ", name, " must be ", wanted, ", got ", shown(value));
+    return value.toScalar();
   });
 }
 

@@ -71,21 +71,16 @@ c10::IValue NormGuard::state_dict() const {
 
 void NormGuard::load_state_dict(const c10::IValue& state_dict) {
   const char* const operation = "NormGuard.load_state_dict";
-  TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
-              shown(state_dict));
-  const Dict dict = state_dict.toGenericDict();
+  const Dict dict = dict_of(operation, state_dict);
   NormSummary summary;
   NormSummary::for_each_field([&](const char* name, auto field) {
-    const std::optional<c10::IValue> value = find(dict, name);
-    TORCH_CHECK(value.has_value(), operation, ": state_dict must have '", name, "', got ",
-                shown_keys(dict));
+    const c10::IValue value = entry_of(operation, dict, name);
     auto& number = summary.*field;
     using Number = std::decay_t<decltype(number)>;
-    const bool is_kind = value->isInt() || (std::is_same_v<Number, double> && value->isDouble());
-    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(*value) : NAN);
-    TORCH_CHECK(wanted.empty(), operation, ": ", name, " must be ", wanted, ", got ",
-                shown(*value));
-    number = static_cast<Number>(number_in(*value));
+    const bool is_kind = value.isInt() || (std::is_same_v<Number, double> && value.isDouble());
+    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(value) : NAN);
+    TORCH_CHECK(wanted.empty(), operation, ": ", name, " must be ", wanted, ", got ", shown(value));
+    number = static_cast<Number>(number_in(value));
   });
   statistics_->load(summary);
 }

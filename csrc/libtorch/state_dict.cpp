@@ -275,9 +275,7 @@ struct FusedOptimizer::Load {
   std::set<std::string> listed = {};  // states of parameters that a group lists
 
   void read(const c10::IValue& state_dict) {
-    TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
-                shown(state_dict));
-    const Dict dict = state_dict.toGenericDict();
+    const Dict dict = dict_of(operation, state_dict);
     groups = saved_groups(operation, dict);
     saved = states_of(dict);
     check_file();

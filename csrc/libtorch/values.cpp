@@ -55,6 +55,20 @@ std::string shown_keys(const Dict& dict) {
   return shown(keys);
 }
 
+Dict dict_of(const std::string& operation, const c10::IValue& state_dict) {
+  TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
+              shown(state_dict));
+  return state_dict.toGenericDict();
+}
+
+c10::IValue entry_of(const std::string& operation, const Dict& state_dict,
+                     const std::string& name) {
+  const auto entry = find(state_dict, name);
+  TORCH_CHECK(entry.has_value(), operation, ": state_dict must have '", name, "', got ",
+              shown_keys(state_dict));
+  return *entry;
+}
+
 bool is_number(const c10::IValue& value) {
   return value.isInt() || value.isDouble() || value.isBool();
 }

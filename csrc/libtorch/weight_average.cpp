@@ -98,15 +98,10 @@ c10::IValue WeightAverage::state_dict() const {
 void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
   const char* const operation = "WeightAverage.load_state_dict";
   const OutsideInferenceMode normal;
-  TORCH_CHECK(state_dict.isGenericDict(), operation, ": state_dict must be a dict, got ",
-              shown(state_dict));
-  const Dict dict = state_dict.toGenericDict();
-  for (const char* const name : {"averages", "steps", "n_averaged"}) {
-    TORCH_CHECK(find(dict, name).has_value(), operation, ": state_dict must have '", name,
-                "', got ", shown_keys(dict));
-  }
+  const Dict dict = dict_of(operation, state_dict);
   std::vector<at::Tensor> averages;
-  for (const c10::IValue& average : elements_of(*find(dict, "averages"))) {
+  const c10::IValue listed_averages = entry_of(operation, dict, "averages");
+  for (const c10::IValue& average : elements_of(listed_averages)) {
     TORCH_CHECK(average.isTensor(), operation, ": averages[", averages.size(),
                 "] must be a tensor, got ", shown(average));
     averages.push_back(average.toTensor());
@@ -118,8 +113,8 @@ void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
     TORCH_CHECK(is_whole, operation, ": ", name, " must be a whole number, got ", shown(value));
     return value.toTensor().item().toLong();
   };
-  const int64_t steps = whole("steps", *find(dict, "steps"));
-  const int64_t n_averaged = whole("n_averaged", *find(dict, "n_averaged"));
+  const int64_t steps = whole("steps", entry_of(operation, dict, "steps"));
+  const int64_t n_averaged = whole("n_averaged", entry_of(operation, dict, "n_averaged"));
   std::vector<int64_t> joined;
   if (const auto listed = find(dict, "joined"); listed.has_value()) {
     for (const c10::IValue& index : elements_of(*listed)) joined.push_back(whole("joined", index));
