@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,43 +12,21 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import check_params
+from amp_ext.nonfinite import check_params, params_of
+from amp_ext.optim.described_optimizer import DescribedOptimizer
 from amp_ext.optim.state_store import Place, loaded_state
 from amp_ext.saved_dicts import first_keys, missing_entry
 from amp_ext.sharding import is_flattened
 
-__all__ = ["Target", "check_states_have_groups", "in_one_dtype", "keys_in_order", "read_state_dict"]
+__all__ = [
+    "check_states_have_groups",
+    "in_one_dtype",
+    "keys_in_order",
+    "operation_of",
+    "read_state_dict",
+]
 
 Options = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a state dict is read for.
-
-    Attributes:
-        kind: The class of the optimizer.
-        groups: Its groups.
-        defaults: Its options as it was constructed.
-        own_names: Names of its options and buffers.
-        described: Its options, as the compiled module describes them.
-        kept_by: Gives what the parameters of a group keep.
-        check_options: Checks the options of a group; takes it and what messages say, with ``%s``
-            for the name of an option.
-    """
-
-    kind: type
-    groups: Sequence[Options]
-    defaults: Options
-    own_names: Sequence[str]
-    described: tuple[ops.OptionDescription, ...]
-    kept_by: Callable[[Options], ops.Kept]
-    check_options: Callable[[Options, str], None]
-
-    @property
-    def operation(self) -> str:
-        """The load, as errors name it."""
-        return _operation(self.kind)
 
 
 _LAYOUT = ("state", "param_groups")
@@ -68,11 +45,11 @@ def in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @outside_inference_mode()
-def read_state_dict(target: Target, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def read_state_dict(optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Builds what an optimizer has after a load; writes nothing.
 
     Args:
-        target: Which is to load it.
+        optimizer: Which is to load it.
         state_dict: From ``state_dict()`` of it, or of what writes the same layout.
 
     Returns:
@@ -85,14 +62,16 @@ def read_state_dict(target: Target, state_dict: Mapping[str, Any]) -> dict[str, 
         ValueError: If another class wrote it, it does not fit the groups, or a part is missing or
             does not fit.
     """
-    _check_layout(target.operation, state_dict)
-    state_dict = _with_empty_groups(target.groups, state_dict)
-    _check_saved_groups(target, state_dict)
+    operation, own_groups = operation_of(optimizer), optimizer.param_groups
+    _check_layout(operation, state_dict)
+    state_dict = _with_empty_groups(own_groups, state_dict)
+    _check_saved_groups(optimizer, state_dict)
     saved_groups, saved_states = _with_own_steps(state_dict)
-    saved_groups = _in_order_of_names(target.operation, target.groups, saved_groups)
-    groups = _loaded_groups(target, saved_groups)
-    _check_groups(target, groups)
-    states = _copied_states(target, saved_groups, saved_states, groups)
+    saved_groups = _in_order_of_names(operation, own_groups, saved_groups)
+    groups = _loaded_groups(optimizer, saved_groups)
+    for index, group in enumerate(groups):
+        optimizer.check_options(group, f"{operation}: %s of param_groups[{index}]")
+    states = _copied_states(optimizer, saved_groups, saved_states, groups)
     return {"state": defaultdict(dict, states), "param_groups": groups}
 
 
@@ -103,37 +82,31 @@ def keys_in_order(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any
         optimizer: Which is to load it.
         state_dict: As for :func:`read_state_dict`, whose errors are those of this one.
     """
-    operation = _operation(type(optimizer))
+    operation = operation_of(optimizer)
     _check_layout(operation, state_dict)
     groups = _in_order_of_names(operation, optimizer.param_groups, state_dict["param_groups"])
     return [key for group in groups for key in group["params"]]
 
 
-def check_states_have_groups(
-    kind: str, groups: Sequence[Options], states: Mapping[Any, Any]
-) -> None:
+def check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
     """Checks that all states of an optimizer are of parameters that it lists.
-
-    Args:
-        kind: The name of the optimizer.
-        groups: Its groups.
-        states: Its states.
 
     Raises:
         ValueError: If one is not, which torch's ``state_dict`` has no key for.
     """
-    listed = {id(param) for group in groups for param in group["params"]}
-    for param in states:
+    listed = set(map(id, params_of(optimizer)))
+    for param in optimizer.state:
         if isinstance(param, Tensor) and id(param) not in listed:
             raise ValueError(
-                f"{kind}.state_dict: state must be of parameters in "
+                f"{type(optimizer).__name__}.state_dict: state must be of parameters in "
                 f"param_groups, got one of shape {tuple(param.shape)} that is in no group: put "
                 "it back, or drop its state, del optimizer.state[param]"
             )
 
 
-def _operation(kind: type) -> str:
-    return f"{kind.__name__}.load_state_dict"
+def operation_of(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the load of an optimizer, as errors name it."""
+    return f"{type(optimizer).__name__}.load_state_dict"
 
 
 def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
@@ -169,13 +142,14 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
     return {**state_dict, "param_groups": groups}
 
 
-def _check_saved_groups(target: Target, state_dict: Mapping[str, Any]) -> None:
+def _check_saved_groups(optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks that an optimizer with the options of this one wrote a state dict."""
+    described = optimizer.description
     ops.check_saved_groups(
-        target.operation,
-        [base.__name__ for base in target.kind.__mro__],
-        list(target.own_names),
-        [each.name for each in target.described if each.on_load == "required"],
+        operation_of(optimizer),
+        [base.__name__ for base in type(optimizer).__mro__],
+        [*optimizer.defaults, *(buffer.name for buffer in described.buffers)],
+        [each.name for each in described.options if each.on_load == "required"],
         [dict(group) for group in state_dict["param_groups"]],
         [dict(state) for state in state_dict["state"].values() if isinstance(state, Mapping)],
     )
@@ -238,7 +212,7 @@ def _names_in(group: Options) -> list[str]:
     return list(names) if len(names) == len(group["params"]) else []
 
 
-def _loaded_groups(target: Target, saved_groups: Sequence[Options]) -> list[Options]:
+def _loaded_groups(optimizer: DescribedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
     """Returns the groups of a file over the optimizer's parameters, with all options.
 
     Those of torch that the file lacks are what torch takes them for; those that torch does not have
@@ -246,14 +220,14 @@ def _loaded_groups(target: Target, saved_groups: Sequence[Options]) -> list[Opti
     """
     off = {
         each.name: None if each.kind == "flag or none" else False
-        for each in target.described
+        for each in optimizer.description.options
         if each.on_load == "off if missing"
     }
     configured = ops.configured_options()
-    pairs = list(zip(target.groups, saved_groups, strict=True))
+    pairs = list(zip(optimizer.param_groups, saved_groups, strict=True))
     groups: list[Options] = copy.deepcopy(
         [
-            {name: group[name] for name in target.defaults if name in group}
+            {name: group[name] for name in optimizer.defaults if name in group}
             | off
             | saved
             | {name: group[name] for name in configured if name in group}
@@ -268,32 +242,27 @@ def _loaded_groups(target: Target, saved_groups: Sequence[Options]) -> list[Opti
     return groups
 
 
-def _check_groups(target: Target, groups: Sequence[Options]) -> None:
-    """Checks the options of all groups as they would be after the load."""
-    for index, group in enumerate(groups):
-        target.check_options(group, f"{target.operation}: %s of param_groups[{index}]")
-
-
 def _copied_states(
-    target: Target,
+    optimizer: DescribedOptimizer,
     saved_groups: Sequence[Options],
     saved_states: Mapping[Any, Any],
     groups: Sequence[Options],
 ) -> dict[Any, Any]:
     """Returns the states of a file, checked and copied as the optimizer keeps them."""
+    operation = operation_of(optimizer)
     states: dict[Any, Any] = {}
     param_keys = set()
     for group_index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        kept = target.kept_by(group)
+        kept = optimizer.kept_by(group)
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             param_keys.add(key)
             if saved_states.get(key):
                 place = Place(kept, param, group_index, index)
-                states[param] = loaded_state(place, saved_states[key], target.operation)
+                states[param] = loaded_state(place, saved_states[key], operation)
     others = {key: value for key, value in saved_states.items() if key not in param_keys}
     if others and len(others) == len(saved_states):
         raise ValueError(
-            f"{target.operation}: state must have entries of the parameters that param_groups "
+            f"{operation}: state must have entries of the parameters that param_groups "
             f"lists, got {first_keys(others)}"
         )
     return {**states, **copy.deepcopy(others)}

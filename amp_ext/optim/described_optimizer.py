@@ -17,11 +17,7 @@ __all__ = ["DescribedOptimizer"]
 
 
 class DescribedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose options and buffers the compiled module and its own signature describe.
-
-    The hooks that a subclass overrides are here; what all have in common is in
-    :class:`amp_ext.optim.FusedOptimizer`.
-    """
+    """An optimizer whose options and buffers the compiled module and its own signature describe."""
 
     # The description of the compiled module that names the formula.
     _hyperparameters_class: ClassVar[str]
@@ -38,20 +34,11 @@ class DescribedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: params must have an order that stays, as in a list, got "
                 f"a {type(params).__name__}"
             )
-        check_defaults(self._description, defaults, f"{type(self).__name__}: %s")
+        check_defaults(self.description, defaults, f"{type(self).__name__}: %s")
         super().__init__(params, defaults)
 
-    # What a subclass says.
-
-    def buffer_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the names of the buffers that a group keeps, in the functor's order.
-
-        They are their state keys where they are not coded.
-        """
-        return tuple(self._kept(group).names)
-
     @functools.cached_property
-    def _description(self) -> ops.OptimizerDescription:
+    def description(self) -> ops.OptimizerDescription:
         """What the compiled module says of the optimizer."""
         try:
             found: ops.OptimizerDescription = getattr(ops, self._hyperparameters_class)
@@ -62,9 +49,9 @@ class DescribedOptimizer(torch.optim.Optimizer):
             ) from None
         return found
 
-    def _kept(self, group: dict[str, Any]) -> ops.Kept:
+    def kept_by(self, group: dict[str, Any]) -> ops.Kept:
         """Returns what the parameters of a group keep in their states."""
-        kept: ops.Kept = self._description.kept(type(self).__name__, group)
+        kept: ops.Kept = self.description.kept(type(self).__name__, group)
         return kept
 
     # Groups.
@@ -85,9 +72,9 @@ class DescribedOptimizer(torch.optim.Optimizer):
         try:
             super().add_param_group(param_group)
             group = self.param_groups[-1]
-            self._check_options(group, f"{type(self).__name__}: %s of group {count}")
+            self.check_options(group, f"{type(self).__name__}: %s of group {count}")
             self._check_unique(group["params"], count)
-            kept = self._kept(group)
+            kept = self.kept_by(group)
             for param in group["params"]:
                 check_flattened(kept, param)
         except BaseException:  # also an interrupt, after which a notebook goes on
@@ -103,21 +90,21 @@ class DescribedOptimizer(torch.optim.Optimizer):
                     f"once, got it as param {first_index[param]} already"
                 )
 
-    def _check_options(self, options: dict[str, Any], where: str) -> None:
+    def check_options(self, options: dict[str, Any], where: str) -> None:
         """Checks the options of a group, whoever wrote them; ``where`` has ``%s`` for the name.
 
         A group may come from a file or a class that knows torch's options alone: those that torch's
         class does not have are then as the optimizer was constructed.
         """
-        for option in self._description.options:
+        for option in self.description.options:
             if option.on_load in ("kept", "kept if missing") and option.name in self.defaults:
                 options.setdefault(option.name, self.defaults[option.name])
-        check_group(self._description, options, where)
+        check_group(self.description, options, where)
 
     def _check_groups(self) -> None:
         """Checks what a loop may have written into the groups."""
         for index, group in enumerate(self.param_groups):
-            self._check_options(group, f"{type(self).__name__}: %s of group {index}")
+            self.check_options(group, f"{type(self).__name__}: %s of group {index}")
 
     def _check_params(self, operation: str) -> None:
         """Checks that an operation can read the parameters of all groups."""

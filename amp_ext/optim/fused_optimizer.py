@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from amp_ext import ops
 from amp_ext.hand_over import NOTHING_WAS_LOOKED_AT, HandOver, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.nonfinite import params_of
 from amp_ext.optim.handed import HandedAttribute, drop_handed, handed_by_attributes
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Place, made_states, whole_master
@@ -132,7 +133,7 @@ class FusedOptimizer(WatchedOptimizer):
             track_grad_norms: See the attribute.
             norm_guard: Likewise.
         """
-        self._plan = StepPlan(type(self).__name__, self._description)
+        self._plan = StepPlan(type(self).__name__, self.description)
         super().__init__(params, defaults, track_grad_norms, norm_guard)
 
     # States.
@@ -158,7 +159,7 @@ class FusedOptimizer(WatchedOptimizer):
         trainable = [
             Place(kept, param, group_index, index)
             for group_index, group in enumerate(self.param_groups)
-            for kept in [self._kept(group)]
+            for kept in [self.kept_by(group)]
             for index, param in enumerate(group["params"])
             if param.requires_grad
         ]
@@ -330,8 +331,7 @@ class FusedOptimizer(WatchedOptimizer):
             raise AssertionError(NOTHING_WAS_LOOKED_AT)
 
     def _has_grads(self) -> bool:
-        params = (param for group in self.param_groups for param in group["params"])
-        return any(param.grad is not None for param in params)
+        return any(param.grad is not None for param in params_of(self))
 
     # A scaler: see amp_ext.hand_over.
 
@@ -400,7 +400,7 @@ class FusedOptimizer(WatchedOptimizer):
         """
         self.init_state()
         if params is None:
-            params = [param for group in self.param_groups for param in group["params"]]
+            params = params_of(self)
         return [whole_master(param, self.state.get(param, {})) for param in params]
 
 

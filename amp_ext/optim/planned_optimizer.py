@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.hand_over import Look, moved
+from amp_ext.nonfinite import params_of
 from amp_ext.optim.saved_optimizer import SavedOptimizer
 from amp_ext.sharding import sum_over_ranks
 
@@ -43,7 +44,7 @@ class PlannedOptimizer(SavedOptimizer):
             return answer
         self._check_params(operation)
         self._check_groups()
-        kept = [self._kept(group) for group in self.param_groups]
+        kept = [self.kept_by(group) for group in self.param_groups]
         self._plan.list_groups(self, kept, operation)
         answer = ask(self._plan, self, *arguments)
         if answer is None:
@@ -132,5 +133,4 @@ class PlannedOptimizer(SavedOptimizer):
 
     def _first_device(self) -> torch.device:
         """Returns the device of the first parameter, or the CPU on a rank that has none."""
-        params = (param for group in self.param_groups for param in group["params"])
-        return next((param.device for param in params), torch.device("cpu"))
+        return next((param.device for param in params_of(self)), torch.device("cpu"))

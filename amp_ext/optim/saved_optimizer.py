@@ -10,10 +10,11 @@ from torch._compile import _disable_dynamo
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import (
-    Target,
     check_states_have_groups,
     in_one_dtype,
+    operation_of,
     read_state_dict,
 )
 from amp_ext.optim.described_optimizer import DescribedOptimizer
@@ -62,7 +63,7 @@ class SavedOptimizer(DescribedOptimizer):
         guard = state.pop("norm_guard", None)
         plan = vars(self).get("_plan")
         if plan is None:
-            plan = state["_plan"] = StepPlan(type(self).__name__, self._description, failure)
+            plan = state["_plan"] = StepPlan(type(self).__name__, self.description, failure)
         else:
             plan.begin_anew()
         # torch takes all of it in one assignment, which no interrupt divides.
@@ -98,12 +99,11 @@ class SavedOptimizer(DescribedOptimizer):
         try:
             state_dict = super().state_dict()
         except KeyError:
-            check_states_have_groups(type(self).__name__, self.param_groups, self.state)
+            check_states_have_groups(self)
             raise
         for group in state_dict["param_groups"]:
-            group.update(with_plain_options(self._description, group))
-        params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in enumerate(params):
+            group.update(with_plain_options(self.description, group))
+        for key, param in enumerate(params_of(self)):
             if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:
                 state_dict["state"][key] = in_one_dtype(state_dict["state"][key])
         return state_dict
@@ -130,14 +130,14 @@ class SavedOptimizer(DescribedOptimizer):
                 the file or nothing.
         """
         self._plan.compiled.check_not_lent("load_state_dict")
-        check_is_dict(self._target().operation, state_dict)
+        check_is_dict(operation_of(self), state_dict)
         # As in torch, whose code would cast every state to its parameter's dtype.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
-        state = read_state_dict(self._target(), state_dict)
+        state = read_state_dict(self, state_dict)
         self.__setstate__(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -154,26 +154,13 @@ class SavedOptimizer(DescribedOptimizer):
         ):
             has_masters = bool(saved["master_weights"])
             groups.append({**saved, "state_dtype": "float32", "master_weights": has_masters})
-            kept = self._kept(group)
+            kept = self.kept_by(group)
             for param_index, (param, key) in enumerate(
                 zip(group["params"], saved["params"], strict=True)
             ):
                 if key in states:
                     states[key] = float32_state(Place(kept, param, index, param_index), states[key])
         return {**state_dict, "state": states, "param_groups": groups}
-
-    def _target(self) -> Target:
-        """Returns what a state dict is read for."""
-        buffers = [buffer.name for buffer in self._description.buffers]
-        return Target(
-            type(self),
-            self.param_groups,
-            self.defaults,
-            [*self.defaults, *buffers],
-            self._description.options,
-            self._kept,
-            self._check_options,
-        )
 
 
 @outside_inference_mode()

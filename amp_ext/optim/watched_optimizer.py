@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.hand_over import sum_of_flags
-from amp_ext.nonfinite import names_of_params
+from amp_ext.nonfinite import names_of_params, params_of
 from amp_ext.optim.handed import handed_by_attributes, handed_by_scaler
 from amp_ext.optim.inspection import Inspection, combined
 from amp_ext.optim.norm_guard import NormGuard
@@ -123,8 +123,7 @@ class WatchedOptimizer(PlannedOptimizer):
                 f"{type(self).__name__}.named_grad_norms: grad_norms must be those of a step, got "
                 "none: set optimizer.track_grad_norms = True before a step"
             )
-        params = (param for group in self.param_groups for param in group["params"])
-        names = dict(zip(map(id, params), names_of_params(self), strict=True))
+        names = dict(zip(map(id, params_of(self)), names_of_params(self), strict=True))
         norms = zip(stepped, grad_norms.tolist(), strict=True)
         return {
             names[id(param)]: norm

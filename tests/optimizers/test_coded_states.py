@@ -89,7 +89,7 @@ def moments_of(optimizer: Any) -> list[dict[str, Tensor]]:
     whole.load_state_dict(optimizer.state_dict())
     assert all(param.dtype == dtype for param in params_of(whole))
     return [
-        {key: whole.state[param][key] for key in whole.buffer_names(group)}
+        {key: whole.state[param][key] for key in whole.kept_by(group).names}
         for param in params_of(whole)
     ]
 
@@ -106,7 +106,7 @@ def test_states_have_the_keys_dtypes_and_shapes_of_their_formats(
     options = options | {"state_dtype": state_dtype, "master_weights": master_weights}
     optimizer = make(name, dtype, **options)
     train([optimizer], 2)
-    buffers = optimizer.buffer_names(optimizer.param_groups[0])
+    buffers = optimizer.kept_by(optimizer.param_groups[0]).names
     for shape, param in zip(SHAPES, params_of(optimizer), strict=True):
         wanted = {}
         for buffer in buffers:

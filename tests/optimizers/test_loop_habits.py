@@ -250,7 +250,7 @@ def test_others_may_write_into_a_state_before_the_first_step(name, options) -> N
     optimizer = ours(name)([param], **options)
     held = optimizer.state[param]
     held["slow"] = torch.ones(3)
-    if not optimizer._kept(optimizer.param_groups[0]).keeps_step:
+    if not optimizer.kept_by(optimizer.param_groups[0]).keeps_step:
         held["step"] = 0  # theirs: neither read nor written
     give_grads(optimizer)
     optimizer.step()

@@ -304,7 +304,7 @@ def test_an_option_of_torchs_that_a_group_has_lost_is_named(name, steps, use):
     before = cases.bits_of(optimizer)
     group = optimizer.param_groups[1]
     whole = dict(group)
-    described = optimizer._description.options
+    described = optimizer.description.options
     own = {each.name for each in described if each.on_load in ("kept", "kept if missing")}
     of_torch = whole.keys() - UNUSED - own - {"params"}
     assert {"lr", "weight_decay"} <= of_torch

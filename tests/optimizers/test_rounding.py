@@ -72,11 +72,11 @@ class Lists:
         states = [optimizer.state[param] for param in self.params]
         steps = [state.get("step", torch.zeros(())) for state in states]
         self.lists: dict[str, Any] = {"steps": steps}
-        for name in optimizer.buffer_names(self.group):
+        for name in optimizer.kept_by(self.group).names:
             self.lists[f"{name}s"] = [state[name] for state in states]
         if "master_param" in states[0]:
             self.lists["master_params"] = [state["master_param"] for state in states]
-        own = optimizer._description
+        own = optimizer.description
         self.operation = getattr(ops, own.operation)
         self.options = {name: self.group[name] for name in own.fields if name in self.group}
         if "betas" in self.group:

@@ -417,7 +417,7 @@ class Loops(RuleBasedStateMachine):
         if not sides.with_grads():
             return
         before = [pair.mine.detach().clone() for _, pair in sides]
-        described = sides.mine._description.options
+        described = sides.mine.description.options
         of_torch = [o.name for o in described if o.is_read and not o.on_load.startswith("kept")]
         name = of_torch[lost % len(of_torch)]
         value = group.pop(name)
