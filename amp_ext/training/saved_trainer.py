@@ -24,7 +24,6 @@ from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig
-from amp_ext.training.put_back import Before
 from amp_ext.training.random_state import random_state, set_random_state
 
 __all__ = ["SavedTrainer"]
@@ -237,7 +236,10 @@ class SavedTrainer:
             tensors = [each for each in vars(self.scaler).values() if isinstance(each, Tensor)]
         with contextlib.ExitStack() as undo:  # also an interrupt, after which a notebook goes on
             undo.callback(set_random_state, random_state())
-            undo.callback(Before(written, tensors).put_back)
+            for each in written:
+                undo.callback(_set_entries, each, dict(each))
+            for tensor in tensors:
+                undo.callback(tensor.copy_, tensor.clone())
             undo.callback(_set_grads, params, [param.grad for param in params])
             if self.scheduler is not None:
                 undo.callback(self.scheduler.load_state_dict, dict(self.scheduler.state_dict()))
@@ -299,6 +301,13 @@ class SavedTrainer:
 def _load_unless_equal(guard: NormGuard, state_dict: dict[str, Any]) -> None:
     if guard.state_dict() != state_dict:
         guard.load_state_dict(state_dict)
+
+
+def _set_entries(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Gives a dict, such as the attributes of an object, the entries that it had."""
+    for name in entries.keys() - before.keys():
+        del entries[name]
+    entries.update(before)
 
 
 def _set_grads(params: list[Tensor], gradients: list[Tensor | None]) -> None:
