@@ -102,19 +102,9 @@ class NormStatistics:  # by which a guard judges norms
 
 class InspectedStep:  # what the trial of a step has found
     sums: Tensor  # [params, sums] float64; those of rank's parts can be combined
-    # Whether the step is skipped; and of each parameter with a gradient group and index, norm, norm
-    # and ratio of the update, its largest element, norms of moments, shares that stay.
-    def read(
-        self,
-    ) -> tuple[
-        bool,
-        list[
-            tuple[
-                tuple[int, int],
-                tuple[float, float, float, float, dict[str, float], float, float | None],
-            ]
-        ],
-    ]: ...
+    # Whether the step is skipped; and of each parameter with a gradient its place, (group, index),
+    # and its numbers in the order of amp_ext.optim.inspection.ParamInspection.
+    def read(self) -> tuple[bool, list[tuple[tuple[int, int], tuple[Any, ...]]]]: ...
 
 class Plan:  # what an optimizer knows of its parameters and states, as long as it lives
     grad_norm: Tensor | None  # of all gradients at the last step

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.program import format_table
 
 __all__ = ["Inspection", "ParamInspection", "combined"]
 
@@ -108,17 +109,8 @@ class Inspection:
             texts = ["" if number is None else f"{number:.3g}" for number in norms]
             texts += ["" if share is None else f"{share:.1%}" for share in shares]
             table.append([name, *texts])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0])]
-                + [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
-            ).rstrip()
-            for row in table
-        ]
-        if self.skipped:
-            lines.insert(0, "The step is skipped, after an overflow or by a guard.")
-        return "\n".join(lines)
+        skipped = "The step is skipped, after an overflow or by a guard.\n" * self.skipped
+        return skipped + format_table(table)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws norms of update and weight by layer, with their ratio, and what stays; saves it.

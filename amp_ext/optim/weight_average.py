@@ -27,6 +27,11 @@ _PREFIX = "module."  # of names in files of AveragedModel
 _averages: weakref.WeakSet[WeightAverage] = weakref.WeakSet()  # all that there are
 
 
+def _argument(name: str, meaning: str) -> property:
+    """Makes a property of an argument, which can't be set."""
+    return property(lambda average: average._arguments[name], doc=meaning)
+
+
 class WeightAverage:
     """Averages the float32 masters of an optimizer's parameters, in one launch after each step.
 
@@ -116,35 +121,12 @@ class WeightAverage:
         self._is_removed = False
         _averages.add(self)
 
-    @property
-    def optimizer(self) -> FusedOptimizer:
-        """The optimizer whose steps it follows."""
-        return self._arguments["optimizer"]
-
-    @property
-    def decay(self) -> float | str:
-        """What the average keeps of itself each time, or "equal"."""
-        return self._arguments["decay"]
-
-    @property
-    def every(self) -> int:
-        """How many steps that landed there are to an average."""
-        return self._arguments["every"]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the averages."""
-        return self._arguments["dtype"]
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model that gives the parameters their names, or None."""
-        return self._arguments["model"]
-
-    @property
-    def warmup(self) -> bool:
-        """Whether the decay grows."""
-        return self._arguments["warmup"]
+    optimizer = _argument("optimizer", "The optimizer whose steps it follows.")
+    decay = _argument("decay", 'What the average keeps of itself each time, or "equal".')
+    every = _argument("every", "How many steps that landed there are to an average.")
+    dtype = _argument("dtype", "Of the averages.")
+    model = _argument("model", "The model that gives the parameters their names, or None.")
+    warmup = _argument("warmup", "Whether the decay grows.")
 
     def _list(self) -> None:
         """Lists the parameters that the optimizer has now, if they are others."""
@@ -370,7 +352,7 @@ class WeightAverage:
             names = [_PREFIX + names_of[id(param)] for param in self._params]
             _check_keys(operation, state_dict, ["n_averaged", *names])
             averages = {name: state_dict[name] for name in names}
-            n_averaged = _count(operation, "n_averaged", state_dict)
+            n_averaged = _whole(operation, "n_averaged", state_dict["n_averaged"])
             steps, joined = n_averaged * self.every, []
         else:
             _check_keys(operation, state_dict, ["averages", "steps", "n_averaged"])
@@ -380,8 +362,8 @@ class WeightAverage:
                     f"{operation}: averages must be a list, got {type(listed).__name__}"
                 )
             averages = {f"averages[{index}]": each for index, each in enumerate(listed)}
-            n_averaged = _count(operation, "n_averaged", state_dict)
-            steps = _count(operation, "steps", state_dict)
+            n_averaged = _whole(operation, "n_averaged", state_dict["n_averaged"])
+            steps = _whole(operation, "steps", state_dict["steps"])
             joined = [_whole(operation, "joined", each) for each in state_dict.get("joined", ())]
         for name, average in averages.items():
             if not isinstance(average, Tensor):
@@ -516,10 +498,6 @@ def _check_keys(operation: str, state_dict: Mapping[str, Any], wanted: list[str]
     missing = [name for name in wanted if name not in state_dict]
     if missing:
         raise KeyError(f"{operation}: state_dict must have {missing[:8]}, got {[*state_dict][:8]}")
-
-
-def _count(operation: str, name: str, state_dict: Mapping[str, Any]) -> int:
-    return _whole(operation, name, state_dict[name])
 
 
 def _whole(operation: str, name: str, value: Any) -> int:
