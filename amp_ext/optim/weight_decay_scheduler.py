@@ -109,9 +109,7 @@ class WeightDecayScheduler(ABC):
         Args:
             state_dict: From ``state_dict()`` of the same class.
         """
-        # Earlier releases wrote what is not saved, too.
-        rest = {name: each for name, each in state_dict.items() if name not in self._not_saved}
-        self.__dict__.update(copy.deepcopy(rest))
+        self.__dict__.update(copy.deepcopy(state_dict))
         bases, last = self._bases(), self._last_weight_decay
         self._write(bases, last + bases[len(last) :])
 
