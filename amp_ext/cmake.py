@@ -30,14 +30,7 @@ def folder() -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the folder.
-
-    Args:
-        arguments: Those of the command line, or None for the process's own.
-
-    Returns:
-        The exit code: 0, or 1 if there is no library.
-    """
+    """Prints the folder; returns the exit code, 1 if there is no library."""
     _parser().parse_args(arguments)
     try:
         print(folder())

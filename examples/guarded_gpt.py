@@ -147,11 +147,6 @@ def first_broken(settings: Settings) -> int:
 Results = dict[Recipe, list[Run]]
 
 
-def gaps(results: Results, recipe: Recipe, other: Recipe) -> list[float]:
-    """Returns by how many nats a recipe has ended above another, for each seed."""
-    return differences(results, recipe, other, "last_loss")
-
-
 def draw(results: Results, settings: Settings, path: Path) -> None:
     """Draws the validation losses, and the norms that the guard of the first seed has judged."""
     seeds = len(results[CLEAN])
@@ -197,7 +192,7 @@ def make_table(results: Results) -> str:
     """Sums up for the terminal: means over the seeds, and the worst of them."""
     table = [["run", "nats", "above clean", "at most", "broken skipped", "healthy skipped"]]
     for recipe, runs in results.items():
-        above = gaps(results, recipe, CLEAN)
+        above = differences(results, recipe, CLEAN, "last_loss")  # nats, for each seed
         row = [recipe.name, f"{mean(run.last_loss for run in runs):.3f}"]
         row += [f"{mean(above):+.3f}", f"{max(above):+.3f}"]
         for is_broken in (True, False):
@@ -209,7 +204,8 @@ def make_table(results: Results) -> str:
 
 def check(results: Results) -> dict[str, bool]:
     """Compares each seed with what the example is to show."""
-    gap, gain = max(gaps(results, GUARDED, CLEAN)), min(gaps(results, PLAIN, GUARDED))
+    gap = max(differences(results, GUARDED, CLEAN, "last_loss"))
+    gain = min(differences(results, PLAIN, GUARDED, "last_loss"))
     return {
         f"guarded at most {LARGEST_GAP} nats above no broken batches": gap <= LARGEST_GAP,
         f"plain at least {LEAST_GAIN} nats above the guarded": gain >= LEAST_GAIN,

@@ -21,7 +21,6 @@ from amp_ext.sharding import is_over_rows
 
 __all__ = [
     "CONFIGURATIONS",
-    "MASTER_BYTES",
     "NOT_COUNTED",
     "OPTIMIZERS",
     "Configuration",
@@ -59,13 +58,8 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _BLOCK = 32  # elements with one exponent
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
-#: Bytes of a master beside an element of a 16-bit parameter, by the option ``master_weights``.
-MASTER_BYTES: dict[bool | Literal["split", "split8"], int] = {
-    True: 4,
-    "split": 2,
-    "split8": 1,
-    False: 0,
-}
+# Bytes of a master beside an element of a 16-bit parameter, by the option ``master_weights``.
+_MASTER_BYTES: dict[Any, int] = {True: 4, "split": 2, "split8": 1, False: 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +215,7 @@ def _usage(
             continue
         sizes["gradients"] += each.number * dtype.itemsize
         if dtype in _SIXTEEN_BIT:
-            sizes["masters"] += each.number * MASTER_BYTES[configuration.master_weights]
+            sizes["masters"] += each.number * _MASTER_BYTES[configuration.master_weights]
         elif dtype != torch.float32:
             state_dtype = None
         for code in _STATES[optimizer]:
