@@ -1,18 +1,16 @@
 """Puts faults into copies of the code, one at a time, and shows which of them the tests notice.
 
-    python scripts/mutants.py prepare     # makes the copies in build/mutants, minutes
-    python scripts/mutants.py measure     # runs all tests once, to know which runs which line
-    python scripts/mutants.py run         # goes on where it was interrupted, and sums up
-    python scripts/mutants.py run --only 3,107
+    python scripts/mutants.py             # goes on where it was interrupted, and sums up
+    python scripts/mutants.py --only 3,106
 
-`mutants.json` has the faults: lines that stand in a file just once, without their indentation, and
-what becomes wrong in the last of them. Their numbers are their places in the list, from 1.
+`mutants.json` has the faults: lines that stand in a file just once, without their indentation, what
+becomes wrong in the last of them, and files of tests that are to notice it. Their numbers are their
+places in the list, from 1.
 
-All faults in C++ are compiled into one binary, where the environment variable AMP_EXT_MUTANT
-chooses one; a text that ends like a statement replaces a statement, any other an expression. First
-run the tests that run the faulty line, the fast ones before the others (for C++ the files that
-`tests` names); then, if none has failed, those that start processes (for C++ all). A test that
-hangs has noticed the fault. `measure` needs the package coverage.
+The copies are made in build/mutants, which takes minutes. All faults in C++ are compiled into one
+binary, where the environment variable AMP_EXT_MUTANT chooses one; a text that ends like a statement
+replaces a statement, any other an expression. First run the files of tests that a fault names;
+then, if none has failed, all tests. A test that hangs has noticed the fault.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
-TESTS, COVERAGE, RESULTS = (FOLDER / name for name in ("tests.json", "coverage", "results.json"))
+RESULTS = FOLDER / "results.json"
 HANG = 180  # seconds for one test: it may compile something, on a busy machine
 BUDGET = 400  # seconds for each half of the tests of a fault
 
@@ -159,81 +157,20 @@ def prepare(jobs: int) -> None:
             print(f"{tree(job)} is built")
 
 
-# What tests run: as a plugin of pytest, this file tells coverage which one is on.
-
-_measured: dict[str, Any] = {"seconds": collections.Counter(), "failed": []}
-
-
-def function_of(test: str) -> str:
-    """Returns the name of a test without its row."""
-    return test.partition("[")[0]
+def files_named(tests: str) -> list[str]:
+    """Returns the files of tests, "adam sgd" for test_adam.py and test_sgd.py."""
+    found = ((ROOT / "tests").rglob(f"test_{name}.py") for name in tests.split())
+    return [str(file.relative_to(ROOT)) for files in found for file in files]
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
-    import coverage
-
-    coverage.Coverage.current().switch_context(function_of(nodeid))
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    _measured["seconds"][function_of(report.nodeid)] += report.duration
-    if report.failed:
-        _measured["failed"].append(report.nodeid)
-
-
-def pytest_sessionfinish() -> None:
-    TESTS.write_text(json.dumps(_measured, indent=0))
-
-
-def measure(arguments: list[str]) -> int:
-    """Runs the tests of the first copy once, without a fault; returns pytest's exit code."""
-    variables = environment(0) | {"COVERAGE_FILE": str(COVERAGE)}
-    variables["PYTHONPATH"] += f":{Path(__file__).parent}"
-    command = [sys.executable, "-m", "coverage", "run", f"--source={tree(0) / 'amp_ext'}"]
-    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutants", *arguments]
-    return subprocess.run(command, cwd=tree(0), env=variables, check=False).returncode
-
-
-class Tests:
-    """Which tests to run for a fault, and in which order."""
-
-    def __init__(self) -> None:
-        import coverage
-
-        measured = json.loads(TESTS.read_text())
-        self.seconds: dict[str, float] = measured["seconds"]
-        self.failed: list[str] = measured["failed"]  # without a fault, too
-        self._data = coverage.CoverageData(str(COVERAGE))
-        self._data.read()
-
-    def stages(self, fault: Fault) -> list[list[str]]:
-        """Returns arguments of pytest: for the tests that are run first, and for those after."""
-        if is_python(fault):
-            last = (ROOT / fault["file"]).read_text().count("\n", 0, fault["begin"]) + 1
-            lines = range(last, last + 1 + fault["old"].count("\n"))
-            by_line = self._data.contexts_by_lineno(str(tree(0) / fault["file"]))
-            names = {name for line in lines for name in by_line.get(line, ())} - {""}
-            if not names:  # an import runs the line
-                names = {name for some in by_line.values() for name in some} - {""}
-            rest = ["-m", "slow"]
-        else:
-            files = {f"test_{name}.py" for name in fault.get("tests", "").split()}
-            names = {n for n in self.seconds if Path(n.partition("::")[0]).name in files}
-            rest = ["tests"]
-        known = names & self.seconds.keys()
-        first = sorted(known, key=self.seconds.__getitem__)
-        return [first, rest] if first else [rest]
-
-
-def run_tests(number: int, fault: Fault, job: int, tests: Tests) -> dict[str, str]:
+def run_tests(number: int, fault: Fault, job: int) -> dict[str, str]:
     """Runs the tests of a fault in the copy of a job; returns what came of it."""
     log = FOLDER / f"tests{job}.log"
     command = ["timeout", "--kill-after=5", str(BUDGET), sys.executable, "-m", "pytest"]
     command += ["-qx", "-rfE", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={HANG}"]
     command += ["-o", "faulthandler_exit_on_timeout=true"]
-    command += [f"--deselect={name}" for name in tests.failed]
     is_whole = True
-    for stage in tests.stages(fault):
+    for stage in (files_named(fault["tests"]), ["tests"]):
         with log.open("w") as output:
             code = subprocess.run(
                 [*command, *stage],
@@ -255,7 +192,7 @@ def run_tests(number: int, fault: Fault, job: int, tests: Tests) -> dict[str, st
     return {"result": "survived" if is_whole else "survived, not all tests were run"}
 
 
-def run_one(number: int, fault: Fault, job: int, tests: Tests) -> dict[str, str]:
+def run_one(number: int, fault: Fault, job: int) -> dict[str, str]:
     """Puts a fault into the copy of a job as long as its tests run."""
     if fault["begin"] is None:
         return {"result": "not found"}
@@ -264,25 +201,24 @@ def run_one(number: int, fault: Fault, job: int, tests: Tests) -> dict[str, str]
     try:
         if is_python(fault):
             file.write_text(with_fault(content, fault, fault["new"]))
-        return run_tests(number, fault, job, tests)
+        return run_tests(number, fault, job)
     finally:
         write_if_changed(file, content.encode())
 
 
 def run_all(only: str, jobs: int) -> None:
     """Runs the tests of all faults that have no result yet, or of those that are wanted."""
-    tests, faults = Tests(), read_faults()
+    faults = read_faults()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = [int(n) for n in only.split(",")] if only else faults
     waiting = [number for number in wanted if only or str(number) not in results]
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for job in range(jobs):
-        copy_tree(tree(job))  # an interrupted run may have left its fault behind
         free.put(job)
 
     def work(number: int) -> tuple[int, dict[str, str]]:
         job = free.get()
-        result = run_one(number, faults[number], job, tests)
+        result = run_one(number, faults[number], job)
         free.put(job)
         return number, result
 
@@ -300,21 +236,15 @@ def run_all(only: str, jobs: int) -> None:
             print(f"    - {fault['old']}\n    + {fault['new']}")
 
 
-def main() -> int:
+def main() -> None:
     """Does what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["prepare", "measure", "run"])
     parser.add_argument("--jobs", type=int, default=2, help="copies that are tested side by side")
     parser.add_argument("--only", default="", help="numbers of faults, separated by commas")
-    options, rest = parser.parse_known_args()
-    if options.what == "measure":
-        return measure(rest)  # pytest's arguments
-    if options.what == "prepare":
-        prepare(options.jobs)
-    else:
-        run_all(options.only, options.jobs)
-    return 0
+    options = parser.parse_args()
+    prepare(options.jobs)
+    run_all(options.only, options.jobs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
