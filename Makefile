@@ -57,9 +57,9 @@ test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
 test-quick: $(BUILT)  ## Runs those that take under a minute in all: no emulated rows, no programs
 	@$(PYTHON) -m pytest $(PARALLEL) -m 'not slow' -k 'not emulated' $(PYTEST_ARGS)
 
-test-numbers: $(BUILT)  ## Stores and loads every float32 as every engine does, over an hour
-	@AMP_EXT_NUMBER_STRIDE=1 $(PYTHON) -m pytest $(PARALLEL) --durations 4 tests/operations/test_vectors.py \
-	    -k numbers_come_back $(PYTEST_ARGS)
+test-numbers: $(BUILT)  ## Stores and loads every float32 as engine and kernels do, over an hour
+	@AMP_EXT_NUMBER_STRIDE=1 $(PYTHON) -m pytest $(PARALLEL) --durations 4 tests/operations/test_numbers.py \
+	    $(PYTEST_ARGS)
 
 fuzz: $(BUILT)  ## Looks for programs whose results differ from torch's; MINUTES=30, FUZZ_ARGS='--seed 1'
 	@$(PYTHON) scripts/fuzz.py --minutes $(MINUTES) $(FUZZ_ARGS)

@@ -17,7 +17,8 @@ from harness.rows import rows
 SHAPES = [(0,), (), (1,), (3,), (4,), (5,), (2047,), (2048,), (8193,), (16385,)]
 
 # Where a parameter of each shape begins in a whole of which it is a part, around 2^32 elements.
-FIRST_ELEMENTS = [0, 5, 2**32 - 1, 2**32, 2**32 - 3, 2**40 + 77, 0, 2**32 - 100, 1, 2**32 - 9000]
+FIRST_ELEMENTS = [0, 5, 2**32 - 1, 2**32, 2**32 - 3, 2**40 + 77, 2**35 - 300, 2**32 - 100, 1]
+FIRST_ELEMENTS += [2**32 - 9000]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,14 +16,13 @@ from harness.awkward import BF16, F16, F32, SHAPES, Dtypes
 from harness.list_operations import BUFFERS, OPERATIONS, Lists, Options, build
 from harness.number_codes import (
     GROUP,
+    decode_groups,
     decode_q8h,
-    decode_q8m,
+    encode_groups,
     encode_q8h,
-    encode_q8m,
-    encode_q8s,
     root_of,
     root_of_q8s,
-    round_bfloat16,
+    rounded,
 )
 from harness.rows import rows
 
@@ -104,8 +103,7 @@ def encode(
         buffer = BUFFERS[operation][name]
         moments = [(each, words_of(i, buffer.dither_stride)) for i, each in enumerate(lists[name])]
         if form in ("q8m", "q8s"):
-            encode_blocks = encode_q8m if form == "q8m" else encode_q8s
-            pairs = [encode_blocks(*moment) for moment in moments]
+            pairs = [encode_groups(moment, form, words) for moment, words in moments]
             found[name] = [codes for codes, _ in pairs]
             found["exponents"] = [exponents for _, exponents in pairs]
             if form == "q8s":
@@ -116,7 +114,7 @@ def encode(
                 for (moment, words), root in zip(moments, roots, strict=True)
             ]
         else:
-            found[name] = [round_bfloat16(*moment) for moment in moments]
+            found[name] = [rounded(moment, BF16, words) for moment, words in moments]
             if buffer.role == "second moment":
                 roots = [root_of(moment) for moment in found[name]]
     return found
@@ -127,12 +125,10 @@ def decoded(lists: Lists, operation: str, code: str) -> Lists:
     found, roots = {name: list(tensors) for name, tensors in lists.items()}, []
     exponents = found.pop("exponents", [])
     for name, form in forms_in(lists, operation, code).items():
-        if form == "q8m":
-            pairs = zip(lists[name], exponents, strict=True)
-            found[name] = [decode_q8m(*pair) for pair in pairs]
-        elif form == "q8s":
-            roots = [root_of_q8s(*pair) for pair in zip(lists[name], exponents, strict=True)]
-            found[name] = [root * root for root in roots]
+        if form in ("q8m", "q8s"):
+            pairs = list(zip(lists[name], exponents, strict=True))
+            found[name] = [decode_groups(*pair, form) for pair in pairs]
+            roots = [root_of_q8s(*pair) for pair in pairs] if form == "q8s" else roots
         elif form == "q8h":
             found[name] = [decode_q8h(*pair) for pair in zip(lists[name], roots, strict=True)]
         else:

@@ -29,7 +29,7 @@ from harness.awkward import (
 )
 from harness.coded_lists import CODED_STEPS, encode
 from harness.list_operations import DITHERED_STEPS, FEW_STEPS, STEPS, Lists, build, run
-from harness.number_codes import GROUP
+from harness.number_codes import GROUP, numbers_of_all_sizes
 
 # Less than a vector, one and a tail, a tile, and more than one of every kernel; also misaligned.
 SHAPES = [(size + start,) for size in (1, 7, 37, 2048, 8207) for start in (0, 1)]
@@ -203,6 +203,14 @@ def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B00
             lists = coded_steps_of(operation, options, code, dtypes, device, low_bits or 0)
             for name, tensors in lists.items():
                 found[f"{row.id} {dtype} {low_bits} in codes {name}"] = gathered(tensors)
+    sizes = next(numbers_of_all_sizes())[::8].to(device)
+    for dtype, low_bits in itertools.product((BF16, F16), (0, 8, 16)):
+        params = [torch.zeros_like(sizes, dtype=dtype)]
+        lows = [ops.split_master(params[0], params[0].float(), low_bits)] if low_bits else None
+        ops.sgd_(params, [sizes], master_params=lows, lr=-1.0, dither=True, timestep=7)
+        found[f"all sizes {dtype} {low_bits}"] = gathered(
+            [ops.join_master(params[0], lows[0])] if low_bits else params
+        )
     for dtype in (F32, F64, F16, BF16):
         for inverse in (1 / 3, 2.0**-16, 2.0**-140, 1e30):
             grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)

@@ -191,6 +191,7 @@ DITHERED_STEPS = rows(
     }
 )
 STEP = ("operation", "options")
+COUNTED = [row for row in STEPS if OPERATIONS[row.values[0]].keeps_steps(row.values[1])]
 every_step = pytest.mark.parametrize(STEP, [*STEPS, *UPDATES])
 few_steps = pytest.mark.parametrize(STEP, FEW_STEPS)
 few_steps_and_updates = pytest.mark.parametrize(STEP, [*FEW_STEPS, *UPDATES])

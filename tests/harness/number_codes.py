@@ -7,9 +7,13 @@ A number is rounded to nearest without ``words`` and by a dither with them: ``wo
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from harness.awkward import INF, NAN
 
 LOW_32_BITS = 0xFFFFFFFF
 
@@ -84,26 +88,37 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return from_bits((exponent.long() + 1023) << 52, torch.float64)
 
 
+# Every which float32 is tried; 1 tries all of them.
+STRIDE = int(os.environ.get("AMP_EXT_NUMBER_STRIDE", "8009"))
+# Ties of both 16-bit types, and numbers around their largest.
+SPECIAL = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 2**-25, 3 * 2**-25, 0.0, INF, NAN]
+SPECIAL += [65504.0, 65519.0, 65519.9, 65520.0, 65535.9, 65536.0, 3.39e38, 3.4e38, 3.4028235e38]
+
+
+def numbers_of_all_sizes() -> Iterator[Tensor]:
+    """Yields every STRIDE-th float32 by its bits, in parts of whole groups, and ``SPECIAL``."""
+    special = torch.tensor([*SPECIAL, *(-number for number in SPECIAL)]).repeat(16)
+    for first in range(0, 2**32, STRIDE << 19):
+        bits = torch.arange(first, min(first + (STRIDE << 19), 2**32), STRIDE)
+        yield torch.cat([from_bits(bits[: len(bits) // 64 * 64], torch.float32), special])
+
+
 # 16 bits alone.
 
 
-def round_bfloat16(value: Tensor, words: Tensor | None = None) -> Tensor:
-    """Float32 as bfloat16; NaN is 0x7fc0."""
+def rounded(value: Tensor, dtype: torch.dtype, words: Tensor | None = None) -> Tensor:
+    """Float32 as bfloat16 or float16, in which NaN is 0x7fc0 or 0x7e00; as itself if asked."""
+    if dtype == torch.float32:
+        return value
     if words is None:
-        bits = bits_of(value.bfloat16())
+        bits = bits_of(value.to(dtype))
+    elif dtype == torch.bfloat16:
+        bits = (bits_of(value) + (words.view(value.shape) >> 16)) >> 16
     else:
-        bits = (bits_of(value) + (words >> 16)) >> 16
-    return from_bits(torch.where(value.isnan(), 0x7FC0, bits), torch.bfloat16)
-
-
-def round_float16(value: Tensor, words: Tensor | None = None) -> Tensor:
-    """Float32 as float16; NaN is 0x7e00, and what is too large is inf."""
-    if words is None:
-        bits = bits_of(value.half())
-    else:
-        magnitude = ((fine_float16(value) + (words >> 19)) >> 13).clamp(max=0x7C00)
-        bits = magnitude | (bits_of(value) >> 31 << 15)
-    return from_bits(torch.where(value.isnan(), 0x7E00, bits), torch.float16)
+        fine = fine_float16(value) + (words.view(value.shape) >> 19)
+        bits = (fine >> 13).clamp(max=0x7C00) | (bits_of(value) >> 31 << 15)
+    nan = 0x7FC0 if dtype == torch.bfloat16 else 0x7E00
+    return from_bits(torch.where(value.isnan(), nan, bits), dtype)
 
 
 def fine_float16(value: Tensor) -> Tensor:
@@ -117,23 +132,31 @@ def fine_float16(value: Tensor) -> Tensor:
 # 16 bits with 8 or 16 more that together are the master.
 
 
-def split_bfloat16(
-    value: Tensor, low_bits: int, words: Tensor | None = None
+def split(
+    value: Tensor, dtype: torch.dtype, low_bits: int, words: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Float32 as the parameter and the bits below it.
+    """Float32 as the parameter and what is below it, as it is kept: 16 bits as two bytes."""
+    words = None if words is None else words.view(value.shape)
+    of_dtype = _split_bfloat16 if dtype == torch.bfloat16 else _split_float16
+    param, low = of_dtype(value, low_bits, words)
+    return param, low.to(torch.int8) if low_bits == 8 else low.short()[..., None].view(torch.uint8)
 
-    ``low_bits`` is 16, which is exact, or 8, for which the value is rounded to its upper 24 bits.
-    """
+
+def join(param: Tensor, low: Tensor) -> Tensor:
+    """The master that ``split`` was given."""
+    low = low if low.dtype == torch.int8 else low.view(torch.int16).squeeze(-1)
+    return (_join_bfloat16 if param.dtype == torch.bfloat16 else _join_float16)(param, low)
+
+
+def _split_bfloat16(value: Tensor, low_bits: int, words: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``low_bits`` is 16, which is exact, or 8, for which the upper 24 bits are kept."""
     bits = bits_of(value)
-    kept = bits if low_bits == 16 else drop_bits(bits, 8, words)
-    param, low = split_bits(kept, low_bits)
+    param, low = split_bits(bits if low_bits == 16 else drop_bits(bits, 8, words), low_bits)
     param = from_bits(torch.where(value.isnan(), 0x7FC0, param), torch.bfloat16)
-    low = low.masked_fill(value.isnan(), 0)
-    return param, low.to(torch.int16 if low_bits == 16 else torch.int8)
+    return param, low.masked_fill(value.isnan(), 0)
 
 
-def join_bfloat16(param: Tensor, low: Tensor) -> Tensor:
-    """The master that ``split_bfloat16`` was given."""
+def _join_bfloat16(param: Tensor, low: Tensor) -> Tensor:
     low_bits = 8 * low.element_size()
     bits = bits_of(param)
     joined = join_bits(bits & 0x7FFF, low.long(), low_bits) << (16 - low_bits)
@@ -162,9 +185,7 @@ def join_bits(magnitude: Tensor, low: Tensor, low_bits: int) -> Tensor:
     return torch.where((magnitude == 0) & (low < 0), 0, joined)
 
 
-def split_float16(
-    value: Tensor, low_bits: int, words: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _split_float16(value: Tensor, low_bits: int, words: Tensor | None) -> tuple[Tensor, Tensor]:
     """Float32 as the parameter and what is missing; inf and NaN miss nothing.
 
     With 8 bits ``low`` are the bits below the parameter, as with bfloat16; so a dither carries the
@@ -177,17 +198,17 @@ def split_float16(
         kept = drop_bits(fine_float16(value), 5, words).clamp(max=0x7BFF7F)
         magnitude, low = split_bits(kept, 8)
         param = from_bits(magnitude | (bits_of(value) >> 31 << 15), torch.float16)
-        param = torch.where(is_finite, param, round_float16(value))
-        return param, low.masked_fill(~is_finite, 0).to(torch.int8)
+        param = torch.where(is_finite, param, rounded(value, torch.float16))
+        return param, low.masked_fill(~is_finite, 0)
     saturates = is_finite & (value.abs() >= 65520)
     value = torch.where(saturates, value.sign() * 65504, value)
-    param = round_float16(value)
+    param = rounded(value, torch.float16)
     missing = torch.where(is_finite, value.double() - param.double(), 0.0)
-    return param, (missing / last_place(param) * 2**15).round().to(torch.int16)
+    return param, (missing / last_place(param) * 2**15).round()
 
 
-def join_float16(param: Tensor, low: Tensor) -> Tensor:
-    """The master that ``split_float16`` was given; with 16 bits -0.0 becomes 0.0."""
+def _join_float16(param: Tensor, low: Tensor) -> Tensor:
+    """With 16 bits -0.0 becomes 0.0."""
     if low.dtype == torch.int16:
         # A power of two has neighbours at half the distance below: what is nearer to one of them is
         # of another parameter, to which somebody has written this one.
@@ -263,7 +284,22 @@ def decode_magnitude(code: Tensor, mantissa_bits: int) -> Tensor:
     return torch.where(code < 1 << mantissa_bits, linear, from_bits(above, torch.float32))
 
 
-def encode_q8s(exp_avg_sq: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode_groups(moment: Tensor, code: str, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Float32 moments as codes of 8 bits, and the exponents of their groups."""
+    words = None if words is None else words.view(moment.shape)
+    return (_encode_q8s if code == "q8s" else _encode_q8m)(moment, words)
+
+
+def decode_groups(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
+    """The moments that ``encode_groups`` was given; a second moment is its root times itself."""
+    if code == "q8s":
+        return root_of_q8s(codes, exponents).square()
+    sign = 1.0 - (codes.long() >> 7) * 2
+    scaled = sign * decode_magnitude(codes.long() & 127, 5)
+    return (scaled * scales(exponents, codes.shape)).float()
+
+
+def _encode_q8s(exp_avg_sq: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
     """Float32 second moments as codes of their roots, and the exponents of the groups.
 
     A moment below 2^-126 counts as zero; any other has a code of at least 1, or a small number
@@ -290,15 +326,12 @@ def is_nan_group(exponents: Tensor, code: Tensor) -> Tensor:
 
 
 def root_of_q8s(code: Tensor, exponents: Tensor) -> Tensor:
-    """The roots of the second moments, and the units of the first ones beside them.
-
-    A second moment is the root times itself.
-    """
+    """The roots of the second moments, and the units of the first ones beside them."""
     scaled = from_bits((code.long() + SIXTEENTH) << 17, torch.float32) - 0.0625
     return (scaled * scales(exponents, code.shape)).float()
 
 
-def encode_q8m(momentum: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _encode_q8m(momentum: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
     """Float32 momenta as sign and magnitude, and the exponents of the groups."""
     added = 1 << 17 if words is None else words >> 14
     # The inverse of 2^127 is no normal number.
@@ -307,12 +340,6 @@ def encode_q8m(momentum: Tensor, words: Tensor | None = None) -> tuple[Tensor, T
     code = encode_magnitude(scaled, 5, added)
     code = code | (bits_of(momentum) >> 31 << 7)
     return code.masked_fill(is_nan_group(exponents, code), 0).to(torch.uint8), exponents
-
-
-def decode_q8m(code: Tensor, exponents: Tensor) -> Tensor:
-    """The momenta; a negative zero is one."""
-    sign = 1.0 - (code.long() >> 7) * 2
-    return (sign * decode_magnitude(code.long() & 127, 5) * scales(exponents, code.shape)).float()
 
 
 # 8 bits without a group: m in units of the power of two below sqrt(v), by the stored v.
@@ -339,6 +366,7 @@ def encode_q8h(exp_avg: Tensor, root: Tensor, words: Tensor | None = None) -> Te
     small code and move the row in the direction of its last gradient until the next; larger ones
     would stand still where beta1 is near to 1, or while gradients agree.
     """
+    words = None if words is None else words.view(exp_avg.shape)
     sign = bits_of(exp_avg) >> 31
     total = (exp_avg.abs() / unit_below(root) + OFFSET).clamp(max=16.0)
     total = torch.where(total.isnan(), 16.0, total)

@@ -1,16 +1,21 @@
 // Steps a formula with more buffers than any of the package, in an unusual order, as the engine of
 // one instruction set does, or as kernels do.
 //
-// Compiled as vectors.cpp, or for the emulator. Exits with 77 where the processor lacks the
-// instructions, and with 1 after naming what is wrong.
+// Compiled by test_four_buffers.py for AVX2, without vectors, or for the emulator. Exits with 1
+// after naming what is wrong.
 #include <cstdio>
 
 #ifdef AMP_EXT_CUDA_EMULATOR
 #include "cuda/step.cuh"
-#define LACKS_INSTRUCTIONS false
 #define AMP_EXT_END_TARGET
 #else
-#include "instructions.h"
+#include "cpu/standard_headers.h"
+#if AMP_EXT_VECTOR_BYTES == 32
+AMP_EXT_TARGET("avx2,fma,f16c")
+#else
+#undef AMP_EXT_END_TARGET
+#define AMP_EXT_END_TARGET
+#endif
 // Only now, the vectors:
 #include "cpu/engine_body.h"
 #endif
@@ -215,7 +220,6 @@ int faults_with(const ShuffledHyperparameters& given,
 }  // namespace
 
 int main() {
-  if (LACKS_INSTRUCTIONS) return 77;
   int faults = 0;
   constexpr auto kIndices = std::make_integer_sequence<int, kBuffers>();
   ShuffledHyperparameters nearest, some, all;

@@ -16,10 +16,9 @@ from harness.number_codes import (
     GROUP,
     OFFSET,
     WIDEST_CODE,
+    decode_groups,
     decode_q8h,
-    decode_q8m,
-    join_bfloat16,
-    join_float16,
+    join,
     root_of,
     root_of_q8s,
     unit_below,
@@ -77,17 +76,15 @@ def decoded(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     root = root_of(state["exp_avg_sq"]) if "exp_avg_sq" in state else None
     if "exp_avg_sq_q8s" in state:
         root = root_of_q8s(state["exp_avg_sq_q8s"], state["exp_avg_sq_exp"])
-        numbers["exp_avg_sq"] = root * root
+        numbers["exp_avg_sq"] = root.square()
     for name, value in state.items():
         if name.endswith("_q8h"):
             numbers[name.removesuffix("_q8h")] = decode_q8h(value, root)
         elif name.endswith("_q8m"):
             name = name.removesuffix("_q8m")
-            numbers[name] = decode_q8m(value, state[f"{name}_exp"])
+            numbers[name] = decode_groups(value, state[f"{name}_exp"], "q8m")
         elif name.startswith("master_low"):
-            low = value if value.dtype == torch.int8 else value.view(torch.int16).squeeze(-1)
-            join = join_bfloat16 if param.dtype == BF16 else join_float16
-            numbers["master_param"] = join(param.detach(), low)
+            numbers["master_param"] = join(param.detach(), value)
     return numbers
 
 
