@@ -159,41 +159,6 @@ def test_one_launch_takes_hundreds_of_tensors(emulated):
     assert all((average == 1).all() for average in averages)
 
 
-ONE = torch.ones(4)
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"decay": 1.5}, r"decay must be from 0 to 1, got 1\.5"),
-    ({"decay": float("nan")}, "decay must be from 0 to 1, got nan"),
-    ({"decay": None, "warmup": True}, "warmup must be False where every weight counts the same"),
-    ({"every": 0}, "every must be at least 1, got 0"),
-    ({"counters": torch.zeros(2)}, "counters must be two neighbouring Long elements, got Float"),
-    ({"counters": torch.zeros(3, dtype=torch.int64)}, r"counters must be .* of sizes \[3\]"),
-    ({"has_landed": torch.ones(1, dtype=F64)}, "has_landed must be"),
-    ({"averages": []}, "averages must have 1"),
-    ({"averages": [ONE.half()]}, r"averages\[0\] must be Float or BFloat16, .* got Half"),
-    ({"averages": [torch.ones(8)[::2]]}, r"averages\[0\] must be .* dense"),
-    ({"averages": [torch.ones(3)]}, r"averages\[0\] must be .* of sizes \[4\] .* got .* \[3\]"),
-    ({"params": [ONE.long()]}, r"params\[0\] must be Float, .* got Long"),
-    ({"averages": [ONE]}, "share"),
-    ({"master_params": [ONE]}, r"params\[0\] must be Half or BFloat16 beside a master, got Float"),
-    ({"params": [ONE.half()], "master_params": [torch.ones(3)]}, r"master_params\[0\] must be of"),
-    ({"params": [ONE.half()], "master_params": [ONE.double()]}, r"master_params\[0\] must be"),
-    ({"first_elements": [1, 2]}, "first_elements must have 1 numbers, got 2"),
-]
-
-
-@pytest.mark.parametrize(("change", "text"), WRONG)
-def test_bad_input_is_refused_by_name_before_anything_is_written(change, text):
-    good: dict[str, Any] = {
-        "averages": [torch.zeros(4)],
-        "params": [ONE],
-        "counters": new_counters("cpu"),
-    }
-    with pytest.raises(RuntimeError, match=f"average_weights_: .*{text}|{text}"):
-        ops.average_weights_(**good | change)
-    assert not good["averages"][0].any()
-    assert not good["counters"].any()
-
-
 def test_the_first_average_has_the_bits_of_the_weight(device):
     odd = torch.tensor([torch.inf, -torch.inf, -0.0, 0.0, 1e-45, 3e38], device=device)
     for average in (torch.full_like(odd, torch.nan), torch.zeros_like(odd)):

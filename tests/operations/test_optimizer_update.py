@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import list_operations as cases
 from harness.awkward import BF16, DTYPES, F32, FEW_DTYPES, Dtypes
-from harness.reference import assert_close, clipped, same_bits, snapshot
+from harness.reference import assert_close, clipped, same_bits
 from harness.rows import rows
 from torch.nn import Parameter
 
@@ -134,33 +134,3 @@ def test_the_workspace_holds_the_norm_of_the_last_update_that_took_one(device):
     new_grads(lists)
     cases.run(UPDATE, lists, **options)
     assert same_bits(workspace.grad_norm, last)
-
-
-# Errors.
-
-
-@pytest.mark.parametrize("kind", OptimizerType)
-@pytest.mark.parametrize("name", ["velocities", "exp_avgs", "exp_avg_sqs"])
-def test_buffers_too_few_or_too_many_are_named_before_anything_is_written(kind, name):
-    options = {"optimizer_type": kind}
-    lists = cases.build(UPDATE, options, [(5,)] * 3, cases.WITH_MASTERS, "cpu")
-    before, workspace = cases.copied(lists), ops.OptimizerWorkspace()
-    needed = name in cases.UPDATE_BUFFERS[kind]
-    for wrong in [None] if needed else [snapshot(lists["params"]), []]:
-        got = "None" if wrong is None else f"{len(wrong)} tensors"
-        words = f"{name} must be {'given' if needed else 'None'} for {kind}, got {got}"
-        with pytest.raises(RuntimeError, match=f"^optimizer_update_: {words}$"):
-            cases.run(
-                UPDATE, lists | {name: wrong}, workspace=workspace, max_grad_norm=1.0, **options
-            )
-    with pytest.raises(RuntimeError, match=r"^optimizer_update_: grads must have 3 tensors"):
-        cases.run(UPDATE, lists | {"grads": []}, workspace=workspace, max_grad_norm=1.0, **options)
-    cases.assert_same(lists, before)
-    assert workspace.grad_norm is None, "there was no update whose norm it could be"
-
-
-def test_the_types_are_three_and_something_else_is_refused():
-    assert [kind.name for kind in OptimizerType] == ["SGD", "MOMENTUM", "ADAM"]
-    for kind in ("adam", 2, None, torch.optim.Adam):
-        with pytest.raises(RuntimeError, match=r"^optimizer_update_: optimizer_type must be an "):
-            ops.optimizer_update_(kind, [], [], lr=0.1, timestep=1)

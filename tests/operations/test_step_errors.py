@@ -1,43 +1,55 @@
-"""Bad input of the list operations: named in the error, before anything is written."""
+"""Bad input of the operations: named in the error, before anything is written."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from harness import list_operations as cases
-from harness.awkward import F16, F32, F64, Dtypes
+from harness.awkward import BF16, F16, F32, F64, INF, NAN, Dtypes
+from harness.coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps
+from harness.list_operations import Lists, Options
+from harness.number_codes import GROUP
 from harness.rows import rows
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-DTYPES = Dtypes(F16, F16, F32, master=True)
-
-
-def some_lists(operation, options):
-    return cases.build(operation, options, [(5,)] * 3, DTYPES, "cpu")
+from amp_ext import ops
+from amp_ext.ops import OptimizerType
 
 
-def named(lists, kinds: str) -> list[str]:
+def assert_refused(call: Callable[[], Any], words: str, *tensors: Any) -> None:
+    """Asserts that a call is refused with these words and writes none of these tensors."""
+    each = [t for t in tree_leaves(tensors) if isinstance(t, Tensor) and not t.is_meta]
+    before = [tensor.to_dense().clone() for tensor in each]
+    with pytest.raises(RuntimeError, match=f"^{words}"):
+        call()
+    for tensor, value in zip(each, before, strict=True):
+        assert torch.equal(tensor.to_dense(), value)
+
+
+def assert_step_refused(operation: str, lists: Any, words: str, **options: Any) -> None:
+    call = partial(cases.run, operation, lists, **options)
+    assert_refused(call, f"{operation}: {words}", lists, options)
+
+
+def some_lists(operation: str, options: Options) -> Lists:
+    return cases.build(operation, options, [(5,)] * 3, Dtypes(F16, F16, F32, master=True), "cpu")
+
+
+def named(lists: Lists, kinds: str) -> list[str]:
     """Returns the names of some lists of an operation; "buffers" are those of its states."""
     others = {"params", "grads", "steps", "master_params"}
     wanted = set(kinds.split())
     return [
         name for name in lists if name in wanted or ("buffers" in wanted and name not in others)
     ]
-
-
-def assert_refused(operation, options, lists, words):
-    tensors = {name: list(lists[name] or []) for name in lists}
-    before = {
-        name: [None if t.is_meta else t.to_dense().clone() for t in tensors[name]] for name in lists
-    }
-    with pytest.raises(RuntimeError, match=f"^{operation}: {words}"):
-        cases.run(operation, lists, **options)
-    for name, values in before.items():
-        for tensor, value in zip(tensors[name], values, strict=True):
-            assert value is None or torch.equal(tensor.to_dense(), value), name
 
 
 def overlapping(tensor: Tensor) -> Tensor:
@@ -56,7 +68,6 @@ TWO = r"must be one element, got sizes \[2\]"
             "buffer-double": ("buffers", Tensor.double, "must be Float.*, got Double"),
             "buffer-integer": ("buffers", Tensor.int, "must be Float.*, got Int"),
             "step-integer": ("steps", Tensor.long, "must be Float, got Long"),
-            "step-half": ("steps", Tensor.half, "must be Float, got Half"),
             "master-half": ("master_params", Tensor.half, "must be Float, Byte or Char, got Half"),
             "integer": ("params grads", Tensor.int, "must be Float, .*got Int"),
             "complex": ("params grads", Tensor.cfloat, "must be Float, .*got Complex"),
@@ -70,19 +81,18 @@ TWO = r"must be one element, got sizes \[2\]"
     ),
 )
 @cases.few_steps_and_updates
-def test_a_bad_tensor_is_named_before_anything_is_written(operation, options, kinds, spoil, words):
+def test_a_bad_tensor_is_named(operation, options, kinds, spoil, words):
     for name in named(some_lists(operation, options), kinds):
         lists = some_lists(operation, options)
         lists[name][1] = spoil(lists[name][1])
-        assert_refused(operation, options, lists, rf"{name}\[1\] {words}")
+        assert_step_refused(operation, lists, rf"{name}\[1\] {words}", **options)
 
 
 @cases.few_steps
 def test_a_gradient_that_overlaps_itself_is_not_written_back(operation, options):
-    options = options | {"write_back_grads": True}
     lists = some_lists(operation, options)
     lists["grads"][1] = overlapping(lists["grads"][1])
-    assert_refused(operation, options, lists, rf"grads\[1\] {ITSELF}")
+    assert_step_refused(operation, lists, rf"grads\[1\] {ITSELF}", write_back_grads=True, **options)
 
 
 @cases.few_steps_and_updates
@@ -91,7 +101,7 @@ def test_a_list_that_is_too_short_is_named(operation, options):
         lists = some_lists(operation, options)
         lists[name].pop()
         words = f"{name} must have 3 tensors, one for each of params, got 2"
-        assert_refused(operation, options, lists, words)
+        assert_step_refused(operation, lists, words, **options)
 
 
 @cases.few_steps_and_updates
@@ -105,11 +115,12 @@ def test_tensors_that_share_memory_are_named(operation, options):
         lists[name][1] = lists[other][0]
         one = rf"({name}|{other})\[[01]\]"
         words = f"{one} is written and must not share memory with {one}"
-        assert_refused(operation, options, lists, words)
+        assert_step_refused(operation, lists, words, **options)
 
 
 NOT_FLOATING = r"must be one floating-point element, got Long of sizes \[\]"
 NOT_ONE = r"must be one floating-point element, got Float of sizes \[2\]"
+LIMITS = ("max_grad_norm", "clip_value")
 
 
 @pytest.mark.parametrize(
@@ -118,21 +129,305 @@ NOT_ONE = r"must be one floating-point element, got Float of sizes \[2\]"
         *[(name, torch.tensor(1), NOT_FLOATING) for name in ("found_inf", "grad_scale", "lr")],
         *[(name, torch.ones(2), NOT_ONE) for name in ("found_inf", "grad_scale", "lr")],
         ("grad_norm", torch.ones(()).double(), "must be Float, got Double"),
-        ("grad_norm", torch.ones(2), r"must be one element, got sizes \[2\]"),
+        ("grad_norm", torch.ones(2), TWO),
         ("sum_of_squares", torch.ones(()), "must be Double, got Float"),
-        ("sum_of_squares", torch.ones(2, dtype=F64), r"must be one element, got sizes \[2\]"),
+        ("sum_of_squares", torch.ones(2, dtype=F64), TWO),
         ("grad_norm", torch.ones((), device="meta"), "must .*meta"),
-        *[(name, -1.0, "must be at least 0, got -1") for name in ("max_grad_norm", "clip_value")],
-        *[(name, math.nan, "must be .*, got nan") for name in ("max_grad_norm", "clip_value")],
+        *[(name, -1.0, "must be at least 0, got -1") for name in LIMITS],
+        *[(name, math.nan, "must be .*, got nan") for name in LIMITS],
     ],
 )
 @cases.few_steps
-def test_a_bad_number_is_named_before_anything_is_written(operation, options, name, number, words):
+def test_a_bad_number_is_named(operation, options, name, number, words):
     options = options | {"max_grad_norm": 1.0, name: number}
-    assert_refused(operation, options, some_lists(operation, options), f"{name} {words}")
+    lists = some_lists(operation, options)
+    assert_step_refused(operation, lists, f"{name} {words}", **options)
 
 
 @pytest.mark.parametrize(("operation", "options"), cases.UPDATES)
 def test_a_learning_rate_of_two_numbers_is_named(operation, options):
-    options = options | {"lr": torch.ones(2)}
-    assert_refused(operation, options, some_lists(operation, options), f"lr {NOT_ONE}")
+    lists = some_lists(operation, options)
+    assert_step_refused(operation, lists, f"lr {NOT_ONE}", **options | {"lr": torch.ones(2)})
+
+
+# The number of a step, in counters or alone.
+
+
+@pytest.mark.parametrize("timestep", [0, -1, NAN, INF, 1.5, True, "2"], ids=str)
+@pytest.mark.parametrize("operation", cases.BUFFERS)
+def test_what_is_no_number_of_a_step_is_named(operation, timestep):
+    lists = cases.build(operation, {}, [(5,)], cases.IN_FLOAT, "cpu")
+    lists.pop("steps", None)
+    words = f"timestep must be an int of at least 1, got {timestep}$"
+    assert_step_refused(operation, lists, words, timestep=timestep)
+
+
+@pytest.mark.parametrize(cases.STEP, cases.COUNTED)
+def test_counters_and_a_number_are_refused_together_and_so_is_neither(operation, options):
+    lists = some_lists(operation, options)
+    words = "steps must be None beside a timestep, got 3 tensors$"
+    assert_step_refused(operation, lists, words, timestep=4, **options)
+    without = {**lists, "steps": None}
+    assert_step_refused(operation, without, "steps must be given ", **options)
+
+
+FITTING = "momentum_buffers must be given if and only if momentum is not 0, got mom"
+FIRST = "steps must be given with dampening, whose first step differs"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "options", "words"),
+    [
+        (cases.MOMENTUM, {}, FITTING),
+        ({}, cases.MOMENTUM, FITTING),
+        (cases.MOMENTUM, cases.DAMPENING, FIRST),
+    ],
+)
+def test_lists_that_do_not_fit_the_options_of_sgd_are_named(built_for, options, words):
+    lists = cases.build("sgd_", built_for, [(5,)] * 3, cases.IN_FLOAT, "cpu")
+    assert_step_refused("sgd_", lists, words, **options)
+
+
+@pytest.mark.parametrize("kind", OptimizerType)
+@pytest.mark.parametrize("name", ["velocities", "exp_avgs", "exp_avg_sqs"])
+def test_buffers_of_an_update_that_are_too_few_or_too_many_are_named(kind, name):
+    workspace = ops.OptimizerWorkspace()
+    options = {"optimizer_type": kind, "workspace": workspace, "max_grad_norm": 1.0}
+    lists = some_lists("optimizer_update_", options)
+    needed = name in cases.UPDATE_BUFFERS[kind]
+    for wrong in [None] if needed else [list(lists["params"]), []]:
+        got = "None" if wrong is None else f"{len(wrong)} tensors"
+        words = f"{name} must be {'given' if needed else 'None'} for {kind}, got {got}$"
+        assert_step_refused("optimizer_update_", lists | {name: wrong}, words, **options)
+    words = "grads must have 3 tensors"
+    assert_step_refused("optimizer_update_", lists | {"grads": []}, words, **options)
+    assert workspace.grad_norm is None, "there was no update whose norm it could be"
+
+
+# Moments in codes of 8 bits.
+
+
+def coded_lists(operation: str, code: str) -> tuple[Lists, Options]:
+    options = {"momentum": 0.9} if operation == "sgd_" else {}
+    return build_coded(operation, options, code, cases.IN_FLOAT, [(2 * GROUP,)] * 3), options
+
+
+def first_moments_in_float(lists: Lists) -> None:
+    lists["exp_avgs"][1] = lists["exp_avgs"][1].float()
+
+
+def with_maxima(lists: Lists) -> None:
+    lists["max_exp_avg_sqs"] = [torch.zeros(2 * GROUP, dtype=BF16) for _ in lists["params"]]
+
+
+def with_exponents(lists: Lists) -> None:
+    lists["exponents"] = [torch.ones(2, dtype=torch.uint8) for _ in lists["params"]]
+
+
+def not_of_whole_groups(lists: Lists) -> None:
+    for name in lists.keys() - {"steps", "exponents"}:
+        lists[name][1] = torch.cat([lists[name][1], lists[name][1][:1]])
+
+
+def second(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Lists], None]:
+    """Returns what changes the second tensor of a list."""
+    return lambda lists: lists[name].__setitem__(1, change(lists[name][1]))
+
+
+NARROW = "must be Float or BFloat16, got"
+BESIDE = "must be BFloat16 or Byte beside first moments of Char, got"
+SIZES_OF_CODES = r"must be of sizes \[64\], got \[32\]"
+NOT_BYTES = r"exponents\[1\] must be Byte and contiguous, got"
+BLOCKS = [("adam_", "q8s"), ("lion_", "q8m"), ("sgd_", "q8m")]
+# The operation, its code, what is changed of its lists, and what the error says.
+WRONG_CODES = [
+    ("lion_", "q8m", second("exp_avgs", Tensor.char), rf"exp_avgs\[1\] {NARROW} Char"),
+    ("sgd_", "q8m", second("momentum_buffers", Tensor.char), rf".*\[1\] {NARROW} Char"),
+    ("sgd_", "q8m", second("momentum_buffers", lambda t: t[:GROUP]), rf".*\[1\] {SIZES_OF_CODES}"),
+    ("adam_", "q8h", second("exp_avgs", Tensor.byte), rf"exp_avgs\[1\] {NARROW} Byte"),
+    ("adam_", "q8s", second("exp_avgs", lambda t: t[:GROUP]), rf"exp_avgs\[1\] {SIZES_OF_CODES}"),
+    ("adam_", "q8s", second("exp_avg_sqs", Tensor.char), rf"exp_avg_sqs\[1\] {BESIDE} Char"),
+    ("adam_", "q8h", second("exp_avg_sqs", Tensor.float), rf"exp_avg_sqs\[1\] {BESIDE} Float"),
+    ("adam_", "q8s", first_moments_in_float, rf"exp_avg_sqs\[1\] {NARROW} Byte"),
+    ("adam_", "q8h", with_maxima, rf"exp_avgs\[0\] {NARROW} Char"),
+    ("adam_", "q8s", with_maxima, rf"exp_avgs\[0\] {NARROW} Char"),
+    ("adam_", "q8h", with_exponents, r"exponents\[0\] must be None for moments without groups"),
+    *(
+        (*block, change, words)
+        for block in BLOCKS
+        for change, words in (
+            (second("exponents", lambda t: t[:0]), r"exponents\[1\] must be of 2 elements, got 0"),
+            (second("exponents", lambda t: t.repeat(2)), r"exponents\[1\] .* 2 elements, got 4"),
+            (second("exponents", Tensor.char), f"{NOT_BYTES} Char"),
+            (second("exponents", lambda t: t.repeat_interleave(2)[::2]), f"{NOT_BYTES} Byte"),
+            (second("exponents", lambda t: t[:1].expand(2)), f"{NOT_BYTES} Byte"),
+            (second("exponents", lambda t: t.to("meta")), r"exponents\[1\] .* on cpu, got meta"),
+            (second("exponents", Tensor.to_sparse), r"exponents\[1\] must be .*[sS]parse"),
+            (lambda lists: lists.pop("exponents"), r"exponents\[0\] must be of 2 elements, got 0"),
+            (lambda lists: lists["exponents"].pop(), "exponents must have 3 .* params, got 2"),
+            (not_of_whole_groups, r"params\[1\] must be of a multiple of 32 elements for moments"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("operation", "code", "change", "words"), WRONG_CODES)
+def test_codes_that_do_not_fit_are_named(operation, code, change, words):
+    lists, options = coded_lists(operation, code)
+    change(lists)
+    assert_step_refused(operation, lists, words, **options)
+
+
+@pytest.mark.parametrize(("operation", "code"), BLOCKS)
+def test_exponents_that_share_memory_are_named(operation, code):
+    for other in coded_lists(operation, code)[0].keys() - {"grads"}:
+        lists, options = coded_lists(operation, code)
+        lists["exponents"][1] = lists[other][0].view(-1).view(torch.uint8)[:2]
+        one = rf"(exponents\[1\]|{other}\[0\])"
+        words = f"{one} is written and must not share memory with {one}"
+        assert_step_refused(operation, lists, words, **options)
+
+
+@coded_steps
+def test_codes_of_a_float64_parameter_are_named(operation, options, code):
+    lists, more = coded_lists(operation, code)
+    if "dither" in options:
+        lists["steps"] = [torch.zeros(()) for _ in lists["params"]]
+    for name in ("params", "grads"):
+        lists[name][1] = lists[name][1].double()
+    dtype = "Byte" if code == "q8m" else "Char"
+    words = rf"{FIRST_STATES[operation]}\[1\] must be Double, got {dtype}"
+    assert_step_refused(operation, lists, words, **more | options)
+
+
+@pytest.mark.parametrize(("operation", "options", "code"), CODED_STEPS[::2])
+def test_gradients_of_another_dtype_than_a_16_bit_parameter_are_named(operation, options, code):
+    lists = build_coded(operation, options, code, Dtypes(BF16, F32, F32), [(2 * GROUP,)] * 3)
+    for index in (0, 2):
+        lists["grads"][index] = lists["grads"][index].bfloat16()
+    words = r"grads\[1\] must be of the parameter's dtype with moments in 8 bits, BFloat16, got"
+    for dtype, name in ((F32, "Float"), (F64, "Double")):
+        lists["grads"][1] = lists["grads"][1].to(dtype)
+        assert_step_refused(operation, lists, f"{words} {name}", **options)
+
+
+@pytest.mark.parametrize(
+    ("operation", "slow"), [("lion_", {"beta2": 0.99}), ("sgd_", {"momentum": 0.99})]
+)
+def test_a_dither_of_codes_asks_for_the_number_of_the_step(operation, slow):
+    lists, _ = coded_lists(operation, "q8m")
+    words = r"steps\[0\] must be there to dither, got None"
+    assert_step_refused(operation, lists, words, dither=True, **slow)
+
+
+# Single calls, by the operation: its arguments, and what the error says.
+
+ONE, ONES = torch.ones(4), torch.ones(3)
+BF16S = torch.ones(3, dtype=BF16)
+FLOATS = torch.ones(2, GROUP)
+CODES, RATIOS = FLOATS.byte(), FLOATS.char()
+EXPONENTS = torch.ones(2, 1, dtype=torch.uint8)
+FLAT, SQUARE, PAIRS = (torch.zeros(*size, dtype=torch.uint8) for size in ((3,), (3, 3), (3, 2)))
+TWO_ROWS = "of sizes [2, 32], got"
+ROWS_OF_GROUPS = "must have rows of a multiple of 32 elements, dimension 0 outermost, got sizes"
+A_MASTER = "master_params[0] must be"
+KINDS = f"{A_MASTER} Float, Byte or Char, got"
+COUNTERS = torch.zeros(2, dtype=torch.int64)
+AVERAGE = {"averages": [torch.zeros(4)], "params": [ONE], "counters": COUNTERS}
+
+
+def average(text: str, **change: Any) -> tuple[Callable[[], Any], str]:
+    return partial(ops.average_weights_, **AVERAGE | change), text
+
+
+def sgd(text: str, param: Tensor, **more: Any) -> tuple[Callable[[], Any], str]:
+    return partial(ops.sgd_, [param], [ONES], **{"lr": 1.0} | more), text
+
+
+def coded(text: str, operation: Callable[..., Any], *tensors: Any) -> tuple[Any, str]:
+    return partial(operation, *tensors), text
+
+
+DITHERED = {"steps": [torch.zeros(())], "dither": True}
+WRONG_CALLS = [
+    coded(f"moment must be Float {TWO_ROWS} Half", ops.encode_ratios, FLOATS.half(), FLOATS),
+    coded(f"second_moment must be Float {TWO_ROWS} D", ops.encode_ratios, FLOATS, FLOATS.double()),
+    coded(f"second_moment must be Float {TWO_ROWS} F", ops.encode_ratios, FLOATS, FLOATS[:1]),
+    coded("parse", ops.encode_ratios, FLOATS.to_sparse(), FLOATS),
+    coded(f"codes must be Char {TWO_ROWS} Byte", ops.decode_ratios, CODES, FLOATS),
+    coded(f"moment must be Float {TWO_ROWS} BF", ops.decode_ratios, RATIOS, FLOATS.bfloat16()),
+    coded(f"second_moment must be Float {TWO_ROWS} F", ops.decode_ratios, RATIOS, FLOATS.view(-1)),
+    coded("code must be 'q8s' or 'q8m', got 'q8h'", ops.encode_groups, FLOATS, "q8h"),
+    coded(f"moment must be Float {TWO_ROWS} Half", ops.encode_groups, FLOATS.half(), "q8s"),
+    coded(f"moment {ROWS_OF_GROUPS} [4, 33]", ops.encode_groups, torch.ones(4, 33), "q8s"),
+    coded(f"moment {ROWS_OF_GROUPS} [32]", ops.encode_groups, torch.ones(GROUP), "q8m"),
+    coded(f"moment {ROWS_OF_GROUPS} []", ops.encode_groups, torch.ones(()), "q8m"),
+    coded(f"moment {ROWS_OF_GROUPS} [64, 32]", ops.encode_groups, torch.ones(32, 64).t(), "q8m"),
+    coded("code must be 'q8s' or 'q8m', got ''", ops.decode_groups, CODES, EXPONENTS, ""),
+    coded(f"codes must be Byte {TWO_ROWS} Char", ops.decode_groups, RATIOS, EXPONENTS, "q8m"),
+    coded(f"codes {ROWS_OF_GROUPS} [2, 31]", ops.decode_groups, CODES[:, 1:], EXPONENTS, "q8m"),
+    coded("exponents must be Byte", ops.decode_groups, CODES, EXPONENTS.view(-1), "q8m"),
+    coded("exponents must be Byte", ops.decode_groups, CODES, EXPONENTS.char(), "q8s"),
+    coded("param must be Half or BFloat16", ops.split_master, ONES, ONES, 16),
+    coded("low_bits must be 16 or 8, got 4", ops.split_master, BF16S, ONES, 4),
+    sgd(f"{KINDS} Long", BF16S, master_params=[FLAT.long()]),
+    sgd(f"{KINDS} Half", BF16S, master_params=[FLAT.half()]),
+    sgd(f"{A_MASTER} of sizes [3, 2], got [3]", BF16S, master_params=[FLAT]),
+    sgd(f"{A_MASTER} of sizes [3], got [4]", BF16S, master_params=[torch.zeros(4).char()]),
+    sgd("must have its last dimension in one piece", BF16S, master_params=[SQUARE[:2].t()]),
+    sgd(f"{A_MASTER} None for a parameter of Float", ONES.clone(), master_params=[PAIRS]),
+    sgd(
+        "must be Float or BFloat16 with a split master, got Half",
+        ONES.half(),
+        master_params=[PAIRS],
+        momentum_buffers=[ONES.half()],
+        momentum=0.9,
+    ),
+    sgd("steps[0] must be there to dither, got None", BF16S, dither=True),
+    sgd("must have 1 elements, as params, got 2", BF16S, first_elements=[0, 1], **DITHERED),
+    sgd("first_elements[0] must be at least 0, got -1", BF16S, first_elements=[-1], **DITHERED),
+    sgd(
+        "exponents[0] must be None for moments without groups, got 2",
+        ONES.clone(),
+        exponents=[FLAT[:2]],
+    ),
+    average("decay must be from 0 to 1, got 1.5", decay=1.5),
+    average("decay must be from 0 to 1, got nan", decay=NAN),
+    average("must be False where every weight counts the same", decay=None, warmup=True),
+    average("every must be at least 1, got 0", every=0),
+    average("must be two neighbouring Long elements, got Float", counters=torch.zeros(2)),
+    average("got Long of sizes [3]", counters=torch.zeros(3, dtype=torch.int64)),
+    average("has_landed must be", has_landed=torch.ones(1, dtype=F64)),
+    average("averages must have 1", averages=[]),
+    average("averages[0] must be Float or BFloat16", averages=[ONE.half()]),
+    average("dense", averages=[torch.ones(8)[::2]]),
+    average("got Float of sizes [3]", averages=[ONES]),
+    average("params[0] must be Float,", params=[ONE.long()]),
+    average("share", averages=[ONE]),
+    average("params[0] must be Half or BFloat16 beside a master", master_params=[ONE]),
+    average(f"{A_MASTER} of", params=[ONE.half()], master_params=[ONES]),
+    average(A_MASTER, params=[ONE.half()], master_params=[ONE.double()]),
+    average("first_elements must have 1 numbers, got 2", first_elements=[1, 2]),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [pytest.param(*row, id=f"{row[0].func.__name__}-{row[1]}") for row in WRONG_CALLS],
+)
+def test_what_does_not_fit_is_named(call, text):
+    words = f"{call.func.__name__}: .*{re.escape(text)}"
+    assert_refused(call, words, call.args, call.keywords)
+
+
+def test_what_is_no_type_of_an_optimizer_is_refused():
+    assert [kind.name for kind in OptimizerType] == ["SGD", "MOMENTUM", "ADAM"]
+    for kind in ("adam", 2, None, torch.optim.Adam):
+        call = partial(ops.optimizer_update_, kind, [], [], lr=0.1, timestep=1)
+        assert_refused(call, "optimizer_update_: optimizer_type must be an ")
+
+
+def test_a_dither_of_float32_and_moments_without_groups_ask_for_nothing():
+    param = torch.ones(3)
+    ops.sgd_([param], [ONES], lr=1.0, dither=True, exponents=[FLAT[:0]])
+    assert not param.any()
