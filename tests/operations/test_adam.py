@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import decimal
+import math
+import random
+
 import pytest
 from harness import list_operations as cases
+from harness.awkward import FEW_DTYPES
 from harness.reference import same_bits
 
+from amp_ext import ops
 
-@pytest.mark.parametrize("step", [0, 1, 999, 100_000, 16_777_214])
+
 @pytest.mark.parametrize("floor", [0.0, 0.2])
-def test_bias_correction_is_right_at_any_age(device, step, floor):
-    lists = cases.build("adam_", {}, [(64,)], cases.IN_FLOAT, device, step=step)
-    if floor:  # of the corrected moment, of which some are below it
-        lists["exp_avg_sqs"][0].mul_(8)
+def test_each_tensor_is_corrected_for_its_own_age(device, floor):
+    ages = [0, 1, 7, 999, 100_000, 16_777_214]
+    lists = cases.build("adam_", {}, [(64,)] * len(ages), cases.IN_FLOAT, device)
+    for age, step, squares in zip(ages, lists["steps"], lists["exp_avg_sqs"], strict=True):
+        step.fill_(age)
+        squares.mul_(8 if floor else 1)  # some corrected moments are below the floor
     cases.assert_steps_by_the_formula("adam_", lists, beta2=0.999, denominator_floor=floor)
 
 
-def test_each_tensor_has_its_own_step_count(device):
-    lists = cases.build("adam_", {}, [(5,)] * 4, cases.IN_FLOAT, device)
-    for count, step in zip([0, 1, 7, 50], lists["steps"], strict=True):
-        step.fill_(count)
-    cases.assert_steps_by_the_formula("adam_", lists)
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 0.95, 0.98, 0.99, 0.999, 0.9999, 0.99999])
+def test_corrections_lose_no_digits_to_cancellation(beta):
+    """They are within two units in the last place of ``1 - beta ** step``."""
+    with decimal.localcontext() as context:
+        context.prec = 60
+        for step in [*range(1001), *random.Random(0).sample(range(1001, 2**24), 199), 2**24]:
+            exact = 1 - decimal.Decimal(beta) ** step if step else decimal.Decimal(0)
+            got = ops._C.complement_of_power(beta, step)
+            distance = abs(decimal.Decimal(got) - exact) / decimal.Decimal(math.ulp(float(exact)))
+            assert distance <= 2, f"step {step}: {got}, which is off by {distance} units"
 
 
 def test_with_a_beta1_of_0_the_first_moment_is_the_gradient(device):
@@ -28,3 +41,28 @@ def test_with_a_beta1_of_0_the_first_moment_is_the_gradient(device):
     lists["exp_avgs"][0].fill_(1e8)  # of which nothing may be left, nor of what it rounds off
     cases.run("adam_", lists, beta1=0.0)
     assert same_bits(lists["exp_avgs"][0], lists["grads"][0])
+
+
+@pytest.mark.parametrize("amsgrad", [{}, cases.AMSGRAD], ids=["adam", "amsgrad"])
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_a_floor_makes_zero_moments_without_eps_harmless(device, dtypes, amsgrad):
+    lists = cases.build("adam_", amsgrad, [(5,), (70,)], dtypes, device, step=0)
+    for name in lists.keys() - {"params", "master_params", "steps"}:
+        for tensor in lists[name]:
+            tensor.zero_()
+    spoiled, before = cases.copied(lists), cases.copied(lists)
+    cases.run("adam_", lists, eps=0.0, denominator_floor=1e-12)
+    assert all(map(same_bits, lists["params"], before["params"]))
+    cases.run("adam_", spoiled, eps=0.0)
+    assert all(param.isnan().all() for param in spoiled["params"])
+
+
+@pytest.mark.parametrize("floor", [1e-12, 0.2, math.inf], ids=str)
+@pytest.mark.parametrize("dtypes", FEW_DTYPES)
+def test_nan_passes_the_floor(device, dtypes, floor):
+    for name in ("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        amsgrad = cases.AMSGRAD if name == "max_exp_avg_sqs" else {}
+        lists = cases.build("adam_", amsgrad, [(70,)], dtypes, device)
+        lists[name][0][7] = math.nan
+        cases.run("adam_", lists, denominator_floor=floor)
+        assert lists["params"][0].isnan().nonzero().tolist() == [[7]], name

@@ -1,4 +1,4 @@
-"""Steps whose numbers are narrow: any split, layout, alignment and number of threads is one."""
+"""Steps of every form of numbers: any split, layout, alignment and number of threads is one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from harness.awkward import (
     BF16,
     F16,
     F32,
+    FEW_DTYPES,
     LAYOUT_SHAPE,
     LAYOUTS,
     Dtypes,
@@ -19,13 +20,21 @@ from harness.awkward import (
     threads,
 )
 from harness.coded_lists import CODED_STEPS, build_coded, moved
-from harness.list_operations import DITHERED_STEPS, FEW_STEPS, Lists, assert_same, build, run
+from harness.list_operations import (
+    DITHERED_STEPS,
+    FEW_STEPS,
+    IN_FLOAT,
+    Lists,
+    assert_same,
+    build,
+    run,
+)
 from harness.number_codes import GROUP
 from harness.reference import same_bits
 
 from amp_ext import ops
 
-NARROW, IN_FLOAT = Dtypes(BF16, BF16, BF16), Dtypes(F32, F32, F32)
+NARROW = Dtypes(BF16, BF16, BF16)
 FP16_MASTER = Dtypes(F16, F16, F32, master=True)
 
 
@@ -36,6 +45,16 @@ def split(lists: Lists, low_bits: int) -> Lists:
 
 # The operation, its options, what makes its lists of shapes, and whether these have groups of 32.
 FORMS = [
+    *(
+        pytest.param(
+            *row.values,
+            lambda *args, dtypes=dtypes.values[0]: build(*args, dtypes, "cpu"),
+            False,
+            id=f"{row.id}-{dtypes.id}",
+        )
+        for row in FEW_STEPS
+        for dtypes in FEW_DTYPES
+    ),
     *(
         pytest.param(*row.values, lambda *args: build(*args, NARROW, "cpu"), False, id=row.id)
         for row in DITHERED_STEPS
@@ -113,6 +132,15 @@ def test_any_number_of_threads_gives_the_same_bits(operation, options, make, has
         with threads(count):
             run(operation, side, **options)
     assert_same(others, lists)
+
+
+@each_form
+def test_an_overflow_leaves_every_bit_alone(device, operation, options, make, has_groups):
+    lists = moved(make(operation, options, [(GROUP,), (3, 4096 + GROUP), (0, GROUP)]), device)
+    before = moved(lists, device)
+    for name, value in (("found_inf", 1.0), ("grad_scale", 0.0)):
+        run(operation, lists, **options, **{name: torch.tensor(value, device=device)})
+        assert_same(lists, before)
 
 
 @each_form

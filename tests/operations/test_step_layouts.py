@@ -18,20 +18,6 @@ def in_layout(lists, layout, names):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@cases.few_steps_and_updates
-def test_any_layout_gives_the_bits_of_contiguous_tensors(device, operation, options, layout):
-    for row in FEW_DTYPES:
-        bad = not cases.OPERATIONS[operation].has_scaler
-        expected = cases.build(operation, options, [LAYOUT_SHAPE], row.values[0], device, bad=bad)
-        actual = in_layout(expected, layout, expected.keys())
-        for side in (expected, actual):
-            cases.run(operation, side, **options)
-        cases.assert_same(actual, expected)
-        for name in actual.keys() - {"steps"}:
-            assert all(map(neighbours_untouched, actual[name])), name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @cases.few_steps
 def test_one_list_may_have_a_layout_of_its_own(device, operation, options, layout):
     start = cases.build(operation, options, [LAYOUT_SHAPE], cases.WITH_MASTERS, device)

@@ -68,10 +68,26 @@ def test_gradients_are_clipped_by_what_is_finite(device, dtypes, operation, opti
 @cases.few_steps_and_updates
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_every_size_and_dtype_is_unscaled_in_float32(device, dtypes, operation, options):
+    """With elements to skip."""
     if cases.OPERATIONS[operation].has_scaler:
-        options = options | {"grad_scale": torch.tensor(3.0, device=device)}
-    lists = cases.build(operation, options, SHAPES, dtypes, device)
+        scale = torch.tensor(3.0, device=device)
+        options = options | {"grad_scale": scale, "skip_nonfinite": True}
+    lists = cases.build(operation, options, SHAPES, dtypes, device, bad=True)
     cases.assert_steps_by_the_formula(operation, lists, **options)
+
+
+@pytest.mark.parametrize("step", [0, 3, 2**24])
+@pytest.mark.parametrize(cases.STEP, [*cases.COUNTED, *cases.DITHERED_STEPS])
+def test_a_step_by_its_number_has_the_bits_of_one_that_counters_count(
+    device, operation, options, step
+):
+    dtypes = Dtypes(BF16, BF16, F32) if "dither" in options else cases.IN_FLOAT
+    counted = cases.build(operation, options, cases.SMALL, dtypes, device, step=step)
+    lists = cases.copied(counted)
+    del lists["steps"]
+    cases.run(operation, counted, **options)
+    cases.run(operation, lists, timestep=step + 1, **options)
+    cases.assert_same(counted, lists)
 
 
 @cases.few_steps
@@ -177,16 +193,14 @@ def test_written_tensors_get_a_new_version_and_gradients_none(device, operation,
         assert (tensor._version > before[name]) == (name != "grads"), name
 
 
-@pytest.mark.parametrize("more", [{}, WITH_LIMITS], ids=["plain", "with-limits"])
 @cases.few_steps
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
-def test_the_number_of_threads_does_not_change_a_bit(dtypes, operation, options, more):
-    shapes = [(70_000,), (5,), (200_001,)]
-    lists = cases.build(operation, options, shapes, dtypes, "cpu", bad=bool(more))
+def test_the_number_of_threads_does_not_change_a_bit_of_what_is_clipped(dtypes, operation, options):
+    lists = cases.build(operation, options, [(70_000,), (5,), (200_001,)], dtypes, "cpu", bad=True)
     alone = cases.copied(lists)
     for side, count in ((alone, 1), (lists, 3)):
         norm = torch.zeros(())
         with threads(count):
-            cases.run(operation, side, grad_norm=norm, **more, **options)
+            cases.run(operation, side, grad_norm=norm, **WITH_LIMITS, **options)
         side["norm"] = [norm]
     cases.assert_same(lists, alone)
