@@ -13,7 +13,7 @@ What is tested, in tables:
 * `list_operations`: the optimizers' operations over lists of tensors (`OPERATIONS`, `STEPS`).
 * `coded_lists`: lists of a step whose moments have codes of 8 bits.
 * `gradient_lists`: the operations over lists of gradients.
-* `engine_results`: what engines compute, for comparison between them.
+* `engine_results`: a case of every kernel, for comparison between engines.
 * `optimizer_cases`: the optimizers (`KINDS`, `OPTIMIZERS`), their parameters and gradients.
 * `clipping_cases`: clipping inside the step and apart from it.
 * `guard_rules`: what a guard of norms decides, in Python.

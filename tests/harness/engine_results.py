@@ -6,12 +6,14 @@ It lies beside the folders of tests, so that a fresh interpreter finds it by its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+import amp_ext
 from amp_ext import ops
 from harness.awkward import (
     BF16,
@@ -28,130 +30,110 @@ from harness.awkward import (
     placed,
 )
 from harness.coded_lists import CODED_STEPS, encode
+from harness.gradient_lists import (
+    OPERATIONS,
+    SUM_OF_SQUARES,
+    GradientOperation,
+    assert_right,
+    spoiled,
+)
 from harness.list_operations import DITHERED_STEPS, FEW_STEPS, STEPS, Lists, build, run
 from harness.number_codes import GROUP, numbers_of_all_sizes
+from harness.optimizer_cases import bits_of
 
-# Less than a vector, one and a tail, a tile, and more than one of every kernel; also misaligned.
-SHAPES = [(size + start,) for size in (1, 7, 37, 2048, 8207) for start in (0, 1)]
-STARTS = [0, 1] * 5
+# Less than a vector, one and a tail, a tile, and more than one of every kernel; half misaligned.
+SHAPES = [(size,) for size in (1, 7, 37, 2048, 8207)] * 2
 # The same in whole groups.
-GROUPED_SHAPES = [(size * GROUP,) for size in (1, 2, 128, 259)]
+GROUPED_SHAPES = [(size * GROUP,) for size in (1, 2, 128, 259)] * 2
 
 Results = dict[str, Tensor]
+Case = Callable[[torch.device], dict[str, list[Tensor]]]
 
 
-def numbers(dtype: torch.dtype, device: torch.device, bad: float = 0.0) -> list[Tensor]:
+def half_misaligned(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns copies on a device, the second half of them off the boundaries of vectors."""
+    half = len(tensors) // 2
+    return [t.to(device) for t in tensors[:half]] + [
+        # The lower halves of masters by two bytes.
+        placed(t.to(device).view(torch.int16), misaligned).view(t.dtype)
+        if t.dim() == 2
+        else placed(t.to(device), misaligned)
+        for t in tensors[half:]
+    ]
+
+
+def numbers(
+    dtype: torch.dtype, device: torch.device, bad: float = 0.0, shapes: Any = SHAPES
+) -> list[Tensor]:
     """Numbers of all sizes that a dtype has, from zeros of both signs and subnormals up to inf.
 
     Args:
         dtype: Of the tensors.
         device: Where they are.
         bad: Share of elements that are inf or NaN besides.
+        shapes: Of each.
     """
     exponents = {F16: (-26, 17), BF16: (-60, 60)}.get(dtype, (-70, 60))
     tensors = []
-    for shape, start in zip(SHAPES, STARTS, strict=True):
+    for shape in shapes:
         drawn = torch.randn(shape, dtype=F64)
         drawn *= torch.exp2(torch.empty_like(drawn).uniform_(*exponents))
         drawn[torch.rand(shape) < 0.02] = 0.0
         drawn[torch.rand(shape) < 0.02] *= -0.0
         drawn[torch.rand(shape) < bad / 2] = INF
         drawn[torch.rand(shape) < bad / 2] = NAN
-        tensors.append(drawn.to(dtype).to(device)[start:])
-    return tensors
+        tensors.append(drawn.to(dtype))
+    return half_misaligned(tensors, device)
 
 
-def coded_steps_of(
-    operation: str,
-    options: dict[str, Any],
-    code: str,
-    dtypes: Dtypes,
-    device: torch.device,
-    low_bits: int = 0,
-) -> Lists:
-    """The same with moments in codes, from tensors that are aligned and some that are not."""
-    shapes = [(size + 5,) for (size,) in SHAPES] if code == "q8h" else GROUPED_SHAPES * 2
-    lists = build(operation, options, shapes, dtypes, "cpu", step=2)
-    for name, tensors in lists.items():
-        for tensor in tensors if name != "steps" else []:
-            tensor.mul_(torch.exp2(torch.empty(tensor.shape).uniform_(-12, 3)))
-    if dtypes.master:
-        lists["params"] = [master.to(dtypes.param) for master in lists["master_params"]]
-    lists = encode(lists, operation, code)
-    if low_bits:
-        pairs = zip(lists["params"], lists["master_params"], strict=True)
-        lists["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
-    halfway = len(shapes) // 2
-    for name, tensors in lists.items():
-        tensors = [tensor.to(device) for tensor in tensors]
-        moved = tensors[halfway:] if name == "steps" else map(one_element_on, tensors[halfway:])
-        lists[name] = [*tensors[:halfway], *moved]
-    scale = torch.tensor(3.0, device=device)
-    starts = [index * 2**31 + index * GROUP for index in range(len(shapes))]
-    for step in range(3):
-        for grad in lists["grads"]:
-            new = torch.randn(grad.shape) * torch.exp2(torch.empty(grad.shape).uniform_(-30, 9))
-            new[torch.rand(grad.shape) < 0.01] = INF if step == 1 else NAN
-            grad.copy_(new)
-        # In the last step what is not finite spoils codes, and groups as a whole.
-        skips = {"skip_nonfinite": step != 2, "write_back_grads": step == 1, "clip_value": 2.0}
-        run(operation, lists, **options, **skips, grad_scale=scale, first_elements=starts)
-    return lists
-
-
-def one_element_on(tensor: Tensor) -> Tensor:
-    """Moves a tensor off the boundaries of vectors; the lower halves of masters by two bytes."""
-    if tensor.dim() == 2:
-        return placed(tensor.view(torch.int16), misaligned).view(tensor.dtype)
-    return placed(tensor, misaligned)
-
-
-def gathered(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
-
-
-def steps_of(
+def three_steps(
     operation: str,
     options: dict[str, Any],
     dtypes: Dtypes,
-    device: torch.device,
     bad: float = 0.0,
     low_bits: int = 0,
-) -> Lists:
-    """Takes three steps with gradients of any size, and returns all that they wrote.
+    code: str = "",
+) -> Case:
+    """Returns a case of three steps with gradients of any size, and of all that they write.
 
     Args:
         operation: A name of ``OPERATIONS``.
         options: Its options; the scale and others that lie on the device are numbers here.
         dtypes: Of each parameter and what belongs to it.
-        device: Where the steps are taken, from numbers that are drawn on the CPU.
         bad: Share of the gradients' elements that are inf or NaN.
         low_bits: Of split masters, in place of float32 ones.
+        code: Of moments in 8 bits. What is not finite spoils codes in the last step.
     """
-    numbers_on_device = {
-        name: torch.tensor(options[name], device=device, dtype=F64 if "sum" in name else F32)
-        for name in ("grad_scale", "found_inf", "sum_of_squares", "grad_norm")
-        if name in options
-    }
-    lists = build(operation, options, SHAPES, dtypes, "cpu", step=2)
-    tensors_of = {name: tensors for name, tensors in lists.items() if name != "steps"}
-    for tensors in tensors_of.values():
-        for tensor in tensors:
-            tensor.mul_(torch.exp2(torch.empty(tensor.shape).uniform_(-12, 3)))
-    if dtypes.master:
-        tensors_of["params"] = [master.to(dtypes.param) for master in lists["master_params"]]
-    for name, tensors in tensors_of.items():
-        pairs = zip(tensors, STARTS, strict=True)
-        lists[name] = [tensor.to(device)[start:] for tensor, start in pairs]
-    if low_bits:
-        pairs = zip(lists["params"], lists["master_params"], strict=True)
-        lists["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
-    if "steps" in lists:
-        lists["steps"] = [step.to(device) for step in lists["steps"]]
-    for _ in range(3):
-        lists["grads"] = numbers(dtypes.grad, device, bad)
-        run(operation, lists, **options | numbers_on_device)
-    return lists | {"numbers": list(numbers_on_device.values())}
+
+    def case(device: torch.device) -> Lists:
+        numbers_on_device = {
+            name: torch.tensor(options[name], device=device, dtype=F64 if "sum" in name else F32)
+            for name in ("grad_scale", "found_inf", "sum_of_squares", "grad_norm")
+            if name in options
+        }
+        shapes = GROUPED_SHAPES if code in ("q8s", "q8m") else SHAPES
+        lists = build(operation, options, shapes, dtypes, "cpu", step=2)
+        for name, tensors in lists.items():
+            for tensor in tensors if name != "steps" else ():
+                tensor.mul_(torch.exp2(torch.empty(tensor.shape).uniform_(-12, 3)))
+        if dtypes.master:
+            lists["params"] = [master.to(dtypes.param) for master in lists["master_params"]]
+        lists = encode(lists, operation, code) if code else lists
+        if low_bits:
+            pairs = zip(lists["params"], lists["master_params"], strict=True)
+            lists["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
+        steps = {"steps": [t.to(device) for t in lists["steps"]]} if "steps" in lists else {}
+        lists = {name: half_misaligned(tensors, device) for name, tensors in lists.items()} | steps
+        more = {
+            "first_elements": [index * (2**31 + GROUP) for index in range(len(shapes))]
+        } | options
+        for step in range(3):
+            lists["grads"] = numbers(dtypes.grad, device, bad, shapes)
+            more |= numbers_on_device | ({"skip_nonfinite": False} if code and step == 2 else {})
+            run(operation, lists, **more)
+        return lists | {"numbers": list(numbers_on_device.values())}
+
+    return case
 
 
 SCALED = {"grad_scale": 3.0, "found_inf": 0.0}
@@ -171,71 +153,168 @@ PARTS = SCALED | {
         *(0, 1, 7, 2**40, 9, 2**63 - 9000),
     ]
 }
+IN_CODES = {"grad_scale": 3.0, "clip_value": 2.0, "write_back_grads": True, "skip_nonfinite": True}
 
 
-def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B008
-    """Runs every operation on every dtype, from the same numbers each time."""
-    torch.manual_seed(0)
-    found: Results = {}
-    cases = [(row, dtypes, SCALED) for row in STEPS for dtypes in FEW_DTYPES]
-    cases += [(row, dtypes, SCALED) for row in FEW_STEPS for dtypes in DTYPES]
-    cases += [(row, dtypes, CLIPPED) for row in FEW_STEPS for dtypes in FEW_DTYPES]
-    cases += [(row, dtypes, PARTS) for row in DITHERED_STEPS for dtypes in DTYPES]
-    for row, dtypes, more in cases:
-        operation, options = row.values
-        bad = 0.1 if more is CLIPPED else 0.0
-        lists = steps_of(operation, options | more, dtypes.values[0], device, bad)
-        for name, tensors in lists.items():
-            found[f"{row.id} {dtypes.id} {len(more)} options {name}"] = gathered(tensors)
-    for row in DITHERED_STEPS:
-        for dtype, state, low_bits in itertools.product((BF16, F16), (F32, BF16), (16, 8)):
-            operation, options = row.values
-            dtypes = Dtypes(dtype, dtype, state, master=True)
-            lists = steps_of(operation, options | PARTS, dtypes, device, 0.1, low_bits)
-            for name, tensors in lists.items():
-                found[f"{row.id} {dtype} {state} {low_bits} lower {name}"] = gathered(tensors)
-    for row in CODED_STEPS:
-        for dtype, low_bits in itertools.product((F32, BF16, F16), (None, 0, 16, 8)):
-            if dtype == F32 and low_bits is not None:
-                continue
-            operation, options, code = row.values
-            dtypes = Dtypes(dtype, dtype, F32, master=low_bits is not None)
-            lists = coded_steps_of(operation, options, code, dtypes, device, low_bits or 0)
-            for name, tensors in lists.items():
-                found[f"{row.id} {dtype} {low_bits} in codes {name}"] = gathered(tensors)
-    sizes = next(numbers_of_all_sizes())[::8].to(device)
-    for dtype, low_bits in itertools.product((BF16, F16), (0, 8, 16)):
+def all_sizes(dtype: torch.dtype, low_bits: int) -> Case:
+    """Returns a case of a step from zero to numbers of all sizes."""
+
+    def case(device: torch.device) -> Lists:
+        sizes = next(numbers_of_all_sizes())[::8].to(device)
         params = [torch.zeros_like(sizes, dtype=dtype)]
         lows = [ops.split_master(params[0], params[0].float(), low_bits)] if low_bits else None
         ops.sgd_(params, [sizes], master_params=lows, lr=-1.0, dither=True, timestep=7)
-        found[f"all sizes {dtype} {low_bits}"] = gathered(
-            [ops.join_master(params[0], lows[0])] if low_bits else params
-        )
-    for dtype in (F32, F64, F16, BF16):
-        for inverse in (1 / 3, 2.0**-16, 2.0**-140, 1e30):
-            grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)
-            ops.unscale_(grads, torch.tensor(inverse, device=device), found_inf)
-            found[f"unscale {inverse} {dtype}"] = gathered(grads)
-    for dtype, low_bits in ((F32, 0), (F16, 0), (BF16, 0), (F16, 16), (BF16, 16), (BF16, 8)):
-        for average_dtype, decay in itertools.product((F32, BF16), (0.99, 0.3)):
-            weights = numbers(F32, device, 0.1)
-            params = [weight.to(dtype) for weight in weights]
-            pairs = zip(params, weights, strict=True) if low_bits else ()
-            masters = [ops.split_master(*pair, low_bits) for pair in pairs] or None
-            averages = [each.to(average_dtype) for each in numbers(F32, device)]
-            counters = torch.tensor([2, 2], device=device)
-            for _ in range(2):
-                ops.average_weights_(averages, params, counters, decay=decay, master_params=masters)
-            found[f"average {average_dtype} {decay} {dtype} {low_bits}"] = gathered(averages)
+        return {"params": params, "master_params": lows or []}
+
+    return case
+
+
+def unscaled(dtype: torch.dtype, inverse: float) -> Case:
+    def case(device: torch.device) -> Lists:
+        grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)
+        ops.unscale_(grads, torch.tensor(inverse, device=device), found_inf)
+        return {"grads": grads}
+
+    return case
+
+
+def averaged(dtype: torch.dtype, low_bits: int, average_dtype: torch.dtype, decay: float) -> Case:
+    def case(device: torch.device) -> Lists:
+        weights = numbers(F32, device, 0.1)
+        params = [weight.to(dtype) for weight in weights]
+        pairs = zip(params, weights, strict=True) if low_bits else ()
+        masters = [ops.split_master(*pair, low_bits) for pair in pairs] or None
+        averages = [each.to(average_dtype) for each in numbers(F32, device)]
+        counters = torch.tensor([2, 2], device=device)
+        for _ in range(2):
+            ops.average_weights_(averages, params, counters, decay=decay, master_params=masters)
+        return {"averages": averages}
+
+    return case
+
+
+def updated_scales(device: torch.device) -> Lists:
     scale = torch.tensor(65536.0, device=device)
     tracker = torch.zeros((), dtype=torch.int32, device=device)
     scales = []
     for step in range(60):
-        found_inf = torch.tensor(float(step % 7 == 6), device=device)
+        found_infs = [torch.tensor(float(step % 7 == 6), device=device)] * (1 + step % 18)
         factors = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2}
-        ops.update_scale_(scale, tracker, [found_inf], **factors)
+        ops.update_scale_(scale, tracker, found_infs, **factors)
         scales += [scale.clone(), tracker.float()]
-    found["update_scale"] = gathered(scales)
+    return {"scales": scales}
+
+
+def looked_at(operation: GradientOperation, dtype: torch.dtype, factor: float = 1.0) -> Case:
+    """Returns a case of an operation on gradients of which some elements are bad."""
+
+    def case(device: torch.device) -> Lists:
+        grads = [(factor * spoiled(shape, dtype, "cpu", 0.1)).to(dtype) for shape in SHAPES]
+        grads = half_misaligned(grads, device)
+        assert_right(operation, grads)
+        return {"grads": grads}
+
+    return case
+
+
+def refreshed_masters(device: torch.device) -> Lists:
+    """Changes some parameters behind their masters."""
+    masters = half_misaligned([torch.randn(shape) for shape in SHAPES], device)
+    params = [master.half() for master in masters]
+    params[3] += 1
+    ops.refresh_masters_(params, masters)
+    return {"masters": masters}
+
+
+def training(name: str, dtype: torch.dtype, guards: bool = False, **options: Any) -> Case:
+    """Returns a case of our scaler over our optimizer, with an overflow on the way.
+
+    A guard skips the last step.
+    """
+
+    def case(device: torch.device) -> Lists:
+        def drawn() -> list[Tensor]:
+            return half_misaligned([torch.randn(shape).to(dtype) for shape in SHAPES], device)
+
+        params = [Parameter(value) for value in drawn()]
+        groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}]
+        optimizer = getattr(amp_ext.optim, name)(groups, lr=0.05, **options)
+        guard = amp_ext.optim.NormGuard(warmup_steps=2)
+        optimizer.norm_guard = guard if guards else None
+        scaler = amp_ext.GradScaler(device.type, init_scale=8.0, growth_interval=2)
+        scaler.scale(torch.ones((), device=device))
+        scales = []
+        for iteration in range(5):
+            for param, grad in zip(params, drawn(), strict=True):
+                param.grad = 64 * grad if guards and iteration == 4 else grad
+            if iteration == 2:
+                params[4].grad[7] = INF
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(torch.tensor(scaler.get_scale()))
+        outliers = torch.tensor(float(guard.stats(wait=True).outliers))
+        states = [state for row in bits_of(optimizer) for state in row.values()]
+        return {"states": states, "scales": [*scales, outliers]}
+
+    return case
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """Yields every operation on every dtype, by name."""
+    others = [row for row in STEPS if row not in FEW_STEPS]
+    rows = [(row, dtypes, SCALED) for row in others for dtypes in FEW_DTYPES]
+    rows += [(row, dtypes, SCALED) for row in FEW_STEPS for dtypes in DTYPES]
+    rows += [(row, dtypes, CLIPPED) for row in FEW_STEPS for dtypes in FEW_DTYPES]
+    rows += [(row, dtypes, PARTS) for row in DITHERED_STEPS for dtypes in DTYPES]
+    for row, dtypes, more in rows:
+        operation, options = row.values
+        bad = 0.1 if more is CLIPPED else 0.0
+        name = f"{row.id} {dtypes.id} {len(more)} options"
+        yield name, three_steps(operation, options | more, dtypes.values[0], bad)
+    halves = (BF16, F16)
+    for row in DITHERED_STEPS:
+        operation, options = row.values
+        for dtype, state, low_bits in itertools.product(halves, (F32, BF16), (16, 8)):
+            dtypes = Dtypes(dtype, dtype, state, master=True)
+            case = three_steps(operation, options | PARTS, dtypes, 0.1, low_bits)
+            yield f"{row.id} {dtype} {state} {low_bits} lower", case
+    for row in CODED_STEPS:
+        operation, options, code = row.values
+        for dtype, low_bits in [(F32, None), *itertools.product(halves, (None, 0, 16, 8))]:
+            dtypes = Dtypes(dtype, dtype, F32, master=low_bits is not None)
+            case = three_steps(operation, options | IN_CODES, dtypes, 0.02, low_bits or 0, code)
+            yield f"{row.id} {dtype} {low_bits} in codes", case
+    for dtype, low_bits in itertools.product(halves, (0, 8, 16)):
+        yield f"all sizes {dtype} {low_bits}", all_sizes(dtype, low_bits)
+    for dtype, inverse in itertools.product((F32, F64, F16, BF16), (1 / 3, 2.0**-140, 1e30)):
+        yield f"unscale {inverse} {dtype}", unscaled(dtype, inverse)
+    kinds = ((F32, 0), (F16, 0), (BF16, 0), (F16, 16), (BF16, 16), (BF16, 8))
+    for kind, dtype, decay in itertools.product(kinds, (F32, BF16), (0.99, 0.3)):
+        yield f"average {dtype} {decay} {kind}", averaged(*kind, dtype, decay)
+    yield "update_scale", updated_scales
+    for operation, dtype in itertools.product(OPERATIONS, (F32, F64, *halves)):
+        yield f"{operation.id or operation.name} {dtype}", looked_at(operation, dtype)
+    yield "large squares", looked_at(SUM_OF_SQUARES, F32, 1e25)
+    yield "refresh_masters", refreshed_masters
+    yield "training AdamW", training("AdamW", F16, guards=True)
+    yield "training Adam", training("Adam", F32, track_grad_norms=True)
+    yield "training SGD", training("SGD", BF16, momentum=0.9, dampening=0.1)
+
+
+def results_of(name: str, case: Case, device: torch.device) -> Results:
+    """Runs a case from the same numbers each time."""
+    torch.manual_seed(0)
+    lists = {key: tensors for key, tensors in case(device).items() if tensors}
+    return {
+        f"{name} {key}": torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
+        for key, tensors in lists.items()
+    }
+
+
+def results(device: torch.device = torch.device("cpu")) -> Results:  # noqa: B008
+    found: Results = {}
+    for name, case in cases():
+        found |= results_of(name, case, device)
     return found
 
 

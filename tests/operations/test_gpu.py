@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import gpu_cases
 import pytest
 import torch
 from harness.awkward import BF16, F16, F32
@@ -243,8 +242,3 @@ def test_steps_after_the_first_leave_no_memory_behind(gpu: torch.device) -> None
         training.optimizer.zero_grad(set_to_none=True)
         training.backward()
     assert torch.cuda.memory_allocated() == allocated
-
-
-@pytest.mark.parametrize("name", gpu_cases.CASES)
-def test_every_kernel_gives_the_bits_of_the_cpu(gpu: torch.device, name: str) -> None:
-    assert list(gpu_cases.differences(gpu_cases.CASES[name], gpu)) == []
