@@ -18,6 +18,7 @@ from harness.deeds import ONE, Deed, Saved
 from harness.optimizer_cases import CLASSES
 
 Change = Callable[[Saved], Any]
+Row = tuple[str, Deed]  # by the text of its refusal
 
 
 def scaler(*calls: str | tuple[str, Any], **options: Any) -> Deed:
@@ -243,21 +244,18 @@ RANGES = {
     "max_scale": A_FLOOR,
     "growth_factor": "a finite number above 1",
     "backoff_factor": "a number above 0 and below 1",
-    "growth_interval": FROM_1,
     "hysteresis": "an int from 1 to 2.15e+09",
-    "warn_after": FROM_1,
     "_growth_tracker": FROM_0,
     "_hysteresis_tracker": FROM_0,
     "sigma_factor": "a finite number above 0",
-    "window": FROM_1,
-    "warmup_steps": FROM_1,
     "max_norm": "a number above 0",
-    "patience": FROM_1,
+    **dict.fromkeys(
+        ("growth_interval", "warn_after", "window", "warmup_steps", "patience"), FROM_1
+    ),
     "action": "'skip' or 'clip'",
     "mean": "a finite number of at least 0",
     "variance": "a finite number of at least 0",
 }
-LARGE = torch.tensor(1e39, dtype=torch.float64)
 LONG = 2**62  # of 8 bytes, as the reader of torch's files wants those beyond int32
 
 
@@ -276,398 +274,328 @@ def guarded(*calls: Any, **options: Any) -> Deed:
 
 
 GUARD_STATE = amp_ext.optim.NormGuard().state_dict()
-OF_GUARD = ("norm_guard.load_state_dict", GUARD_STATE | {"variance": -1.0})
 
-REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
-    # Guards of norms.
-    **{
-        f"guard with {name} of {value!r}": (
-            guarded(**{name: value}),
-            ValueError,
-            f"NormGuard: {name} must be {RANGES[name]}, got {value!r}",
-        )
-        for name, value in {
-            "sigma_factor": 0.0,
-            "window": 0,
-            "max_norm": -1.0,
-            "action": "warn",
-        }.items()
-    },
-    "variance below 0": (
-        guarded(OF_GUARD),
-        ValueError,
-        f"NormGuard.load_state_dict: variance must be {RANGES['variance']}, got -1.0",
-    ),
-    "no state of a guard": (
-        guarded(("norm_guard.load_state_dict", {"mean": 1.0})),
-        KeyError,
-        "NormGuard.load_state_dict: state_dict must have 'norms', got ['mean']",
-    ),
-    # Numbers of a scaler, in the constructor, in setters and in a state dict.
-    **{
-        f"{name} of {value}": (
-            scaler(**{name: value}),
-            ValueError,
-            f"GradScaler: {name} must be {RANGES[name]}, got {value}",
-        )
-        for name, values in {
-            "init_scale": (1e300, -1.0, NAN),
-            "min_scale": (-1.0,),
-            "max_scale": (NAN,),
-            "growth_factor": (NAN, INF),
-            "backoff_factor": (-1.0, 0.0),
-            "growth_interval": (0, -5),
-            "hysteresis": (0, LONG),
-            "warn_after": (0,),
-        }.items()
-        for value in values
-    },
-    "scale below its limit": (
-        scaler(init_scale=1.0, min_scale=2.0, max_scale=4.0),
-        ValueError,
-        "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=1.0, "
-        "min_scale=2.0, max_scale=4.0",
-    ),
-    **{
-        f"{name} of 1": (scaler(**{name: 1.0}), AssertionError, f"The {words} 1.0.")
-        for name, words in (
-            ("growth_factor", "growth factor must be >"),
-            ("backoff_factor", "backoff factor must be <"),
-        )
-    },
-    **{
-        f"set {name} to {value}": (
-            scaler((f"set_{name}", value)),
-            ValueError,
-            f"GradScaler.set_{name}: {name} must be {RANGES[name]}, got {value}",
-        )
-        for name, values in {
-            "growth_factor": (1.0, NAN),
-            "backoff_factor": (2.0,),
-            "growth_interval": (0,),
-        }.items()
-        for value in values
-    },
-    **{
-        f"load {name} of {value!r}": (
-            loads(**{name: value}),
-            ValueError,
-            f"GradScaler.load_state_dict: {name} must be {RANGES[name]}, got {value!r}",
-        )
-        for name, values in {
-            "scale": (-1.0, 1e39, NAN, "65536"),
-            "growth_factor": (0.5, None),
-            "backoff_factor": (2.0,),
-            "growth_interval": (0, 2.5),
-            "_growth_tracker": (LONG,),
-            "_hysteresis_tracker": (-1,),
-        }.items()
-        for value in values
-    },
-    "load an empty state": (
-        scaler(("load_state_dict", {})),
-        RuntimeError,
-        "The source state dict is empty, possibly because it was saved from a disabled instance "
-        "of GradScaler.",
-    ),
-    # New scales.
-    **{
-        f"update by {value!r}": (
-            scaler("scale", "step", ("update", value), min_scale=64.0),
-            RuntimeError if value == 1e39 else ValueError,
-            f"GradScaler.update: new_scale must be {A_SCALE}, got {float(value)}",
-        )
-        for value in (-1.0, NAN, INF, 1e39, torch.tensor(-1.0), LARGE)
-    },
-    "update by two elements": (
-        scaler("scale", ("update", torch.ones(2))),
-        AssertionError,
+
+def out_of_range(owner: str, deed_of: Callable[[str, Any], Deed], **values: Any) -> list[Row]:
+    """Returns rows of numbers that are out of their ranges, by the owner that says so."""
+    return [
+        (f"{owner}: {name} must be {RANGES[name]}, got {value!r}", deed_of(name, value))
+        for name, wrong in values.items()
+        for value in wrong
+    ]
+
+
+def setting(*calls: Any, kind: str = "Lion", **wrong: Any) -> Deed:
+    """Returns a deed of a loop that writes an option, with the calls before and after that."""
+    *first, last = calls
+    return optimizer(kind, *first, ("options", wrong), last)
+
+
+STEP, INIT, MASTERS = "optimizer.step", "optimizer.init_state", "optimizer.master_params"
+LOAD = "optimizer.load_state_dict"
+LOAD_GUARD = "norm_guard.load_state_dict"
+
+ASSERTION_ERRORS: list[Row] = [
+    ("The growth factor must be > 1.0.", scaler(growth_factor=1.0)),
+    ("The backoff factor must be < 1.0.", scaler(backoff_factor=1.0)),
+    (
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor "
         "with requires_grad=False.",
+        scaler("scale", ("update", torch.ones(2))),
     ),
-    # Methods of a scaler out of order.
-    **{
-        f"{call} before scale": (scaler(call), AssertionError, NOT_SCALED.format(call))
-        for call in ("step", "unscale_", "update")
-    },
-    "update without a look": (
-        scaler("scale", "update"),
-        AssertionError,
-        "No inf checks were recorded prior to update.",
+    *((NOT_SCALED.format(call), scaler(call)) for call in ("step", "unscale_", "update")),
+    ("No inf checks were recorded prior to update.", scaler("scale", "update")),
+]
+RUNTIME_ERRORS: list[Row] = [
+    (
+        "The source state dict is empty, possibly because it was saved from a disabled instance "
+        "of GradScaler.",
+        scaler(("load_state_dict", {})),
     ),
-    **{
-        " and ".join(calls): (scaler("scale", *calls), RuntimeError, text)
-        for text, *calls in (
-            (
-                "unscale_() has already been called on this optimizer since the last update().",
-                "unscale_",
-                "unscale_",
-            ),
-            ("unscale_() is being called after step().", "step", "unscale_"),
-            ("step() has already been called since the last update().", "step", "step"),
+    *(
+        (
+            f"GradScaler.update: new_scale must be {A_SCALE}, got 1e+39",
+            scaler("scale", "step", ("update", value), min_scale=64.0),
         )
-    },
-    "unscale float16": (
-        {**scaler("scale", "unscale_"), "dtype": "float16"},
-        ValueError,
-        "Attempting to unscale FP16 gradients. They would vanish in float16: call "
-        "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales them in "
-        "float32 inside its step; to clip them, construct it with max_grad_norm=.",
+        for value in (1e39, torch.tensor(1e39, dtype=torch.float64))
     ),
-    **{
-        f"complex gradients of {optimizer} in {call}": (
-            {**scaler("scale", call), "optimizer": optimizer, "dtype": "complex64"},
-            RuntimeError,
+    (
+        "unscale_() has already been called on this optimizer since the last update().",
+        scaler("scale", "unscale_", "unscale_"),
+    ),
+    ("unscale_() is being called after step().", scaler("scale", "step", "unscale_")),
+    ("step() has already been called since the last update().", scaler("scale", "step", "step")),
+    *(
+        (
             "GradScaler: the gradient of group 0, param 0 must be real, got a complex one: keep "
             "its parameter out of the optimizers that the scaler steps",
+            scaler("scale", call) | {"optimizer": kind, "dtype": "complex64"},
         )
-        for optimizer, call in (
+        for kind, call in (
             ("torch.optim.SGD", "step"),
             ("torch.optim.SGD", "unscale_"),
             ("SGD", "unscale_"),
         )
-    },
-    "complex gradients of SGD in step": (
-        {**scaler("scale", "step"), "dtype": "complex64"},
-        RuntimeError,
+    ),
+    (
         "SGD: grad of group 0, param 0 must be Float, Double, Half or BFloat16, got ComplexFloat",
+        scaler("scale", "step") | {"dtype": "complex64"},
+    ),
+    (
+        "SGD does not support sparse gradients: grad of group 0, param 0 must be Strided, got "
+        "Sparse",
+        optimizer("SGD", ("gradient", "sparse"), STEP),
+    ),
+    (
+        "SGD: grad of group 0, param 0 is written and must not share memory with param of group "
+        "0, param 0",
+        optimizer("SGD", ("gradient", "parameter"), STEP, write_back_grads=True),
+    ),
+    (
+        "GradScaler: the gradient of group 0, param 0 must be there when unscale_() is called, "
+        "got it later: it may still be scaled",
+        {
+            "groups": TWO,
+            "calls": [
+                *(("gradient", "none"), ("scaler.scale",), ("scaler.unscale_",)),
+                *(("gradient", "ones"), ("scaler.step",)),
+            ],
+        },
+    ),
+    (
+        "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
+        "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
+        "set `error_if_nonfinite=False`",
+        optimizer("SGD", ("gradient", "inf"), ("clip_grad_norm_", (1.0, True))),
+    ),
+    (
+        "decode_groups: codes must have rows of a multiple of 32 elements, dimension 0 outermost, "
+        "got sizes [2] and strides [1]",
+        loaded_file(coded("exp_avg_sq", q8s=IN_BYTES, exp=torch.ones(2, 0).byte())),
+    ),
+]
+TYPE_ERRORS: list[Row] = [
+    *(
+        (f"AdamW: master_weights {A_MASTER} {wrong!r}", optimizer("AdamW", master_weights=wrong))
+        for wrong in ("Split", "split16", "")
+    ),
+    (
+        f"AdamW: master_weights of group 1 {A_MASTER} 'Split'",
+        groups({"params": [0]}, {"params": [1], "master_weights": "Split"}),
+    ),
+    *(
+        (f"Lion: master_weights of group 0 {A_MASTER} 'low'", setting(call, master_weights="low"))
+        for call in (STEP, INIT)
+    ),
+    *((f"AdamW.load_state_dict: {text}", loaded_file(bad)) for text, bad in BAD_OPTIONS.items()),
+]
+KEY_ERRORS: list[Row] = [
+    (
+        "NormGuard.load_state_dict: state_dict must have 'norms', got ['mean']",
+        guarded((LOAD_GUARD, {"mean": 1.0})),
+    ),
+    *(
+        (f"AdamW.load_state_dict: {text}", loaded_file(other))
+        for text, other in OTHER_DICTS.items()
+    ),
+]
+VALUE_ERRORS: list[Row] = [
+    # Numbers of guards and scalers: in the constructor, in setters and in a state dict.
+    *out_of_range(
+        "NormGuard",
+        lambda name, value: guarded(**{name: value}),
+        **{"sigma_factor": [0.0], "window": [0], "max_norm": [-1.0], "action": ["warn"]},
+    ),
+    *out_of_range(
+        "NormGuard.load_state_dict",
+        lambda name, value: guarded((LOAD_GUARD, GUARD_STATE | {name: value})),
+        variance=[-1.0],
+    ),
+    *out_of_range(
+        "GradScaler",
+        lambda name, value: scaler(**{name: value}),
+        **{"init_scale": [1e300, -1.0, NAN], "min_scale": [-1.0], "max_scale": [NAN]},
+        **{"growth_factor": [NAN, INF], "backoff_factor": [-1.0, 0.0], "growth_interval": [0]},
+        **{"hysteresis": [0, LONG], "warn_after": [0]},
+    ),
+    (
+        "GradScaler: init_scale must lie between min_scale and max_scale, got init_scale=1.0, "
+        "min_scale=2.0, max_scale=4.0",
+        scaler(init_scale=1.0, min_scale=2.0, max_scale=4.0),
+    ),
+    *(
+        (
+            f"GradScaler.set_{name}: {name} must be {RANGES[name]}, got {value}",
+            scaler((f"set_{name}", value)),
+        )
+        for name, value in (
+            *(("growth_factor", 1.0), ("growth_factor", NAN)),
+            *(("backoff_factor", 2.0), ("growth_interval", 0)),
+        )
+    ),
+    *out_of_range(
+        "GradScaler.load_state_dict",
+        lambda name, value: loads(**{name: value}),
+        **{"scale": [-1.0, 1e39, NAN, "65536"], "growth_factor": [0.5, None]},
+        **{"backoff_factor": [2.0], "growth_interval": [0, 2.5]},
+        **{"_growth_tracker": [LONG], "_hysteresis_tracker": [-1]},
+    ),
+    *(
+        (
+            f"GradScaler.update: new_scale must be {A_SCALE}, got {float(value)}",
+            scaler("scale", "step", ("update", value), min_scale=64.0),
+        )
+        for value in (-1.0, NAN, INF, torch.tensor(-1.0))
+    ),
+    (
+        "Attempting to unscale FP16 gradients. They would vanish in float16: call "
+        "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales them in "
+        "float32 inside its step; to clip them, construct it with max_grad_norm=.",
+        scaler("scale", "unscale_") | {"dtype": "float16"},
     ),
     # Options of an optimizer.
-    **{
-        f"{option} of {kind} below 0": (
-            optimizer(kind, **{option: -1.0}),
-            ValueError,
-            text.format(kind),
-        )
+    *(
+        (text.format(kind), optimizer(kind, **{option: -1.0}))
         for kind in CLASSES
         for option, text in BELOW_0.items()
         if option in defaults_of(getattr(amp_ext.optim, kind))
-    },
-    **{
-        f"betas of {kind} at {index}": (
-            optimizer(kind, betas=betas),
-            ValueError,
-            f"Invalid beta parameter at index {index}: {betas[index]}",
-        )
+    ),
+    *(
+        (f"Invalid beta parameter at index {index}: {betas[index]}", optimizer(kind, betas=betas))
         for kind in CLASSES
         for index, betas in enumerate(wrong_betas(kind))
-    },
-    "lr of nan": (optimizer("SGD", lr=NAN), ValueError, "Invalid learning rate: nan"),
-    "nesterov without momentum": (
-        optimizer("SGD", nesterov=True),
-        ValueError,
+    ),
+    ("Invalid learning rate: nan", optimizer("SGD", lr=NAN)),
+    (
         "Nesterov momentum requires a momentum and zero dampening",
+        optimizer("SGD", nesterov=True),
     ),
-    "dampening of nan": (
-        optimizer("SGD", dampening=NAN),
-        ValueError,
-        "SGD: dampening must be a number, got nan",
-    ),
-    "rounding": (
-        optimizer("SGD", rounding="up"),
-        ValueError,
+    ("SGD: dampening must be a number, got nan", optimizer("SGD", dampening=NAN)),
+    (
         "SGD: rounding must be 'dither', 'nearest' or None, got 'up'",
+        optimizer("SGD", rounding="up"),
     ),
-    **{
-        f"state_dtype of {wrong!r}": (
-            optimizer("Lion", state_dtype=wrong),
-            ValueError,
-            f"Lion: state_dtype {A_STATE_DTYPE} {wrong!r}{why}",
-        )
+    *(
+        (f"Lion: state_dtype {A_STATE_DTYPE} {wrong!r}{why}", optimizer("Lion", state_dtype=wrong))
         for wrong, why in (
             (torch.float16, ", in which second moments of small gradients are 0"),
             ("float16", ", in which second moments of small gradients are 0"),
             (torch.float64, ""),
-            ("8-bit", ""),
             ("8BIT", ""),
             ("", ""),
         )
-    },
-    **{
-        f"master_weights of {wrong!r}": (
-            optimizer("AdamW", master_weights=wrong),
-            TypeError,
-            f"AdamW: master_weights {A_MASTER} {wrong!r}",
-        )
-        for wrong in ("splat", "Split", "split16", "")
-    },
-    **{
-        f"{form} with amsgrad": (
-            optimizer("Adam", amsgrad=True, state_dtype=form),
-            ValueError,
+    ),
+    *(
+        (
             f"Adam: state_dtype of group 0 {NO_CODE} '{form}'",
+            optimizer("Adam", amsgrad=True, state_dtype=form),
         )
         for form in ("8bit", "8bit-bf16")
-    },
-    "float16 moments beside a split master": (
-        {
-            **optimizer("AdamW", "optimizer.step", master_weights="split", state_dtype=None),
-            "dtype": "float16",
-        },
-        ValueError,
+    ),
+    (
         "AdamW: state_dtype of group 0 must be torch.float32 or torch.bfloat16 for parameters in "
         "torch.float16 with master_weights='split', got None",
+        optimizer("AdamW", STEP, master_weights="split", state_dtype=None) | {"dtype": "float16"},
     ),
     # Groups, and what a loop writes into one.
-    "no groups": (groups(), ValueError, "optimizer got an empty parameter list"),
-    "parameter twice in a group": (
-        groups({"params": [0, 1, 1]}),
-        ValueError,
+    ("optimizer got an empty parameter list", groups()),
+    (
         "AdamW: param 2 of group 0 must be listed once, got it as param 1 already",
+        groups({"params": [0, 1, 1]}),
     ),
-    "parameter in two groups": (
-        groups({"params": [0]}, {"params": [0]}),
-        ValueError,
+    (
         "some parameters appear in more than one parameter group",
+        groups({"params": [0]}, {"params": [0]}),
     ),
-    **{
-        f"{option} that is {other} in a group": (
-            groups({"params": [0]}, {"params": [1], option: other}, **{option: one}),
-            ValueError,
+    *(
+        (
             f"AdamW: {option} must be the same in all groups, whose norm is taken together, got "
             f"[{one}, {other}]",
+            groups({"params": [0]}, {"params": [1], option: other}, **{option: one}),
         )
         for option, one, other in (
             ("max_grad_norm", 1.0, 2.0),
             ("max_grad_norm", 1.0, None),
             ("skip_nonfinite", True, False),
         )
-    },
-    **{
-        f"{option} of a group": (
-            groups({"params": [0]}, {"params": [1], option: wrong}),
-            kind,
+    ),
+    *(
+        (
             f"AdamW: {option} of group 1 {text} {wrong!r}",
+            groups({"params": [0]}, {"params": [1], option: wrong}),
         )
-        for option, wrong, kind, text in (
-            ("clip_value", -1.0, ValueError, A_LIMIT),
-            ("master_weights", "Split", TypeError, A_MASTER),
-            ("state_dtype", "8Bit", ValueError, A_STATE_DTYPE),
+        for option, wrong, text in (
+            ("clip_value", -1.0, A_LIMIT),
+            ("state_dtype", "8Bit", A_STATE_DTYPE),
         )
-    },
-    "amsgrad of a group with codes": (
-        groups({"params": [0]}, {"params": [1], "amsgrad": True}, state_dtype="8bit-bf16"),
-        ValueError,
+    ),
+    (
         f"AdamW: state_dtype of group 1 {NO_CODE} '8bit-bf16'",
+        groups({"params": [0]}, {"params": [1], "amsgrad": True}, state_dtype="8bit-bf16"),
     ),
-    **{
-        f"{option} that a loop wrote, in {calls[-1]}": (
-            optimizer("Lion", *calls[:-1], ("options", {option: wrong}), calls[-1]),
-            kind,
-            f"Lion: {option} of group 0 {text} {wrong!r}",
+    *(
+        (f"Lion: clip_value of group 0 {A_LIMIT} -1.0", setting(call, clip_value=-1.0))
+        for call in (STEP, MASTERS)
+    ),
+    *(
+        (
+            f"Lion: state_dtype of group 0 {A_STATE_DTYPE} '4bit'",
+            setting(*calls, state_dtype="4bit"),
         )
-        for option, wrong, kind, text, *calls in (
-            ("clip_value", -1.0, ValueError, A_LIMIT, "optimizer.step"),
-            ("clip_value", -1.0, ValueError, A_LIMIT, "optimizer.master_params"),
-            ("master_weights", "low", TypeError, A_MASTER, "optimizer.step"),
-            ("master_weights", "low", TypeError, A_MASTER, "optimizer.init_state"),
-            ("state_dtype", "4bit", ValueError, A_STATE_DTYPE, "optimizer.init_state"),
-            ("state_dtype", "4bit", ValueError, A_STATE_DTYPE, "optimizer.step", "optimizer.step"),
-        )
-    },
-    **{
-        f"amsgrad that a loop wrote, in {call}": (
-            optimizer(
-                "Adam", "optimizer.step", ("options", {"amsgrad": True}), call, state_dtype="8bit"
-            ),
-            ValueError,
+        for calls in ([INIT], [STEP, STEP])
+    ),
+    *(
+        (
             f"Adam: state_dtype of group 0 {NO_CODE} '8bit'",
+            optimizer("Adam", STEP, ("options", {"amsgrad": True}), call, state_dtype="8bit"),
         )
-        for call in ("optimizer.step", "optimizer.init_state")
-    },
-    # Gradients.
-    "sparse gradient": (
-        optimizer("SGD", ("gradient", "sparse"), "optimizer.step"),
-        RuntimeError,
-        "SGD does not support sparse gradients: grad of group 0, param 0 must be Strided, got "
-        "Sparse",
-    ),
-    "gradient over its parameter": (
-        optimizer("SGD", ("gradient", "parameter"), "optimizer.step", write_back_grads=True),
-        RuntimeError,
-        "SGD: grad of group 0, param 0 is written and must not share memory with param of group "
-        "0, param 0",
-    ),
-    "late gradient": (
-        optimizer(
-            "SGD",
-            ("gradient", "none"),
-            "scaler.scale",
-            "scaler.unscale_",
-            ("gradient", "ones"),
-            "scaler.step",
-        )
-        | {"groups": TWO},
-        RuntimeError,
-        "GradScaler: the gradient of group 0, param 0 must be there when unscale_() is called, "
-        "got it later: it may still be scaled",
-    ),
-    "norm of nan": (
-        optimizer("SGD", ("gradient", "inf"), ("clip_grad_norm_", (1.0, True))),
-        RuntimeError,
-        "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
-        "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
-        "set `error_if_nonfinite=False`",
+        for call in (STEP, INIT)
     ),
     # Files.
-    **{
-        f"load: {text}": (loaded_file(change), kind, f"AdamW.load_state_dict: {text}")
-        for kind, table in (
-            (TypeError, BAD_OPTIONS),
-            (KeyError, OTHER_DICTS),
-            (ValueError, BAD_FILES),
-        )
-        for text, change in table.items()
-    },
-    **{
-        f"load: {key} {text}": (
+    *((f"AdamW.load_state_dict: {text}", loaded_file(bad)) for text, bad in BAD_FILES.items()),
+    *(
+        (
+            "AdamW.load_state_dict: {} of group 0, param 0 must {}".format(*words.split(" ", 1)),
             loaded_file(change),
-            ValueError,
-            f"AdamW.load_state_dict: {key} of group 0, param 0 must {text}",
         )
-        for (key, text), change in (
-            (words.split(" ", 1), each) for words, each in BAD_STATES.items()
-        )
-    },
-    "load: a ratio that is bad beside the step": (
+        for words, change in BAD_STATES.items()
+    ),
+    (
+        "AdamW.load_state_dict: exp_avg_q8h of group 0, param 0 must be torch.int8 of shape (2,), "
+        "got torch.uint8 of (2,)",  # named before the step
         loaded_file(
             lambda saved: in_state(step=-1.0)(saved) or coded("exp_avg", q8h=IN_BYTES)(saved)
         ),
-        ValueError,
-        "AdamW.load_state_dict: exp_avg_q8h of group 0, param 0 must be torch.int8 of shape (2,), "
-        "got torch.uint8 of (2,)",
     ),
-    "load: roots of what has no rows": (
-        loaded_file(coded("exp_avg_sq", q8s=IN_BYTES, exp=torch.ones(2, 0).byte())),
-        RuntimeError,
-        "decode_groups: codes must have rows of a multiple of 32 elements, dimension 0 outermost, "
-        "got sizes [2] and strides [1]",
-    ),
-    "load: other groups": (
-        optimizer("AdamW", ("optimizer.load_state_dict", FILE)),
-        ValueError,
+    (
         "loaded state dict has a different number of parameter groups",
+        optimizer("AdamW", (LOAD, FILE)),
     ),
-    "load: a longer group": (
-        optimizer("AdamW", ("optimizer.load_state_dict", file_of("AdamW", 2))),
-        ValueError,
+    (
         "loaded state dict contains a parameter group that doesn't match the size of optimizer's "
         "group",
+        optimizer("AdamW", (LOAD, file_of("AdamW", 2))),
     ),
-    "load: SGD before its first momentum": (
-        optimizer("AdamW", ("optimizer.load_state_dict", file_of("SGD", 1, momentum=0.5))),
-        ValueError,
+    (
         "AdamW.load_state_dict: state_dict must have the options and states of AdamW, but is a "
         "state dict of amp_ext.optim.SGD: it has 'dampening'",
+        optimizer("AdamW", (LOAD, file_of("SGD", 1, momentum=0.5))),
     ),
-    "load: amsgrad into codes": (
-        optimizer(
-            "AdamW",
-            "optimizer.step",
-            ("optimizer.load_state_dict", file_of("AdamW", 1, amsgrad=True)),
-            state_dtype="8bit",
-        ),
-        ValueError,
+    (
         f"AdamW.load_state_dict: state_dtype of param_groups[0] {NO_CODE} '8bit'",
+        optimizer("AdamW", STEP, (LOAD, file_of("AdamW", 1, amsgrad=True)), state_dtype="8bit"),
     ),
+]
+TABLES: dict[type[Exception], list[Row]] = {
+    AssertionError: ASSERTION_ERRORS,
+    RuntimeError: RUNTIME_ERRORS,
+    TypeError: TYPE_ERRORS,
+    KeyError: KEY_ERRORS,
+    ValueError: VALUE_ERRORS,
+}
+# By a name: the deed, the exception and its text.
+REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
+    f"{kind.__name__} {number}: {text}": (deed, kind, text)
+    for kind, table in TABLES.items()
+    for number, (text, deed) in enumerate(table)
 }
