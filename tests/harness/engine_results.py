@@ -37,7 +37,15 @@ from harness.gradient_lists import (
     assert_right,
     spoiled,
 )
-from harness.list_operations import DITHERED_STEPS, FEW_STEPS, STEPS, Lists, build, run
+from harness.list_operations import (
+    DITHERED_STEPS,
+    FEW_STEPS,
+    STEPS,
+    Lists,
+    build,
+    on_device,
+    run,
+)
 from harness.number_codes import GROUP, numbers_of_all_sizes
 from harness.optimizer_cases import bits_of
 
@@ -106,11 +114,7 @@ def three_steps(
     """
 
     def case(device: torch.device) -> Lists:
-        numbers_on_device = {
-            name: torch.tensor(options[name], device=device, dtype=F64 if "sum" in name else F32)
-            for name in ("grad_scale", "found_inf", "sum_of_squares", "grad_norm")
-            if name in options
-        }
+        numbers_on_device = on_device(options, device)
         shapes = GROUPED_SHAPES if code in ("q8s", "q8m") else SHAPES
         lists = build(operation, options, shapes, dtypes, "cpu", step=2)
         for name, tensors in lists.items():

@@ -257,6 +257,18 @@ def copied(lists: Lists) -> Lists:
     return {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
 
 
+ON_DEVICE = {"grad_scale": F32, "found_inf": F32, "sum_of_squares": F64, "grad_norm": F32}
+
+
+def on_device(options: Options, device: torch.device | str) -> Options:
+    """Returns those options that lie on the device, of numbers."""
+    return {
+        name: torch.tensor(options[name], device=device, dtype=dtype)
+        for name, dtype in ON_DEVICE.items()
+        if name in options
+    }
+
+
 def run(operation: str, lists: dict[str, Any], **options: Any) -> None:
     """Calls the operation; ``amsgrad`` among the options speaks of the lists only."""
     options.pop("amsgrad", None)

@@ -11,105 +11,46 @@ from typing import Any
 
 import pytest
 import torch
-from harness.list_operations import BUFFERS, OPERATIONS, SQUARES
+from harness.awkward import F16, F32, F64
+from harness.engine_results import CLIPPED
+from harness.list_operations import (
+    BUFFERS,
+    FEW_STEPS,
+    IN_FLOAT,
+    OPERATIONS,
+    STEP,
+    WITH_MASTERS,
+    build,
+    on_device,
+    run,
+)
 from harness.reference import same_bits
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import amp_ext
-from amp_ext import compiled_ops, ops
+from amp_ext import ops
 
-FP16 = torch.float16
-
-
-def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [(3, 5), (), (17,)]
-    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+SHAPES = [(3, 5), (), (17,)]
 
 
-def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def tensors(dtype: torch.dtype = F32) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in SHAPES]
+
+
+def number(value: float, dtype: torch.dtype = F32) -> Tensor:
     return torch.full((), value, dtype=dtype)
-
-
-def counters() -> list[Tensor]:
-    return [number(2.0) for _ in range(3)]
-
-
-def adam_arguments(dtype: torch.dtype) -> tuple[Any, ...]:
-    masters = [p.float() for p in tensors(0, dtype)] if dtype == FP16 else []
-    squares = [t.square() for t in tensors(3)]
-    return (
-        *(tensors(0, dtype), tensors(1, dtype), tensors(2)),
-        *(squares, counters(), True, [s + 1 for s in squares], True, masters, bool(masters)),
-        *(0.1, None, 0.9, 0.99, 1e-8, 0.01, False, True),
-        *(number(2.0), number(0.0), 0.5, 1.0, None),
-        *(number(0.0), False, False, 0.0),
-    )
-
-
-def sgd_arguments(dtype: torch.dtype) -> tuple[Any, ...]:
-    masters = [p.float() for p in tensors(0, dtype)] if dtype == FP16 else []
-    return (
-        *(tensors(0, dtype), tensors(1, dtype), tensors(2), True),
-        *(counters(), True, masters, bool(masters), 0.0, number(0.1)),
-        *(0.9, 0.1, 0.01, False, False, False, None, None, None, None, None, None, True, False),
-    )
-
-
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "check_finite": (
-        *(tensors(0), number(0.0), number(2.0)),
-        *(number(0.0, torch.float64), number(9, torch.int64)),
-    ),
-    "count_nonfinite": (tensors(0),),
-    "clip_grads": (tensors(0), number(4.0), 1.0),
-    "unscale": (tensors(0), number(0.5), number(0.0), number(9, torch.int64)),
-    "update_scale": (
-        *(number(8.0), number(0, torch.int32)),
-        *([number(1.0)], 2.0, 0.5, 2000, 0.0, 1e9, 2),
-        *(number(1, torch.int32), True),
-    ),
-    "adam": adam_arguments(torch.float32),
-    "adam-fp16": adam_arguments(FP16),
-    "sgd": sgd_arguments(torch.float32),
-    "sgd-fp16": sgd_arguments(FP16),
-    "average_weights": (
-        *(tensors(0), tensors(1)),
-        *(torch.tensor([2, 1]), [], False, number(1.0)),
-        *(None, 0.9, 1, False),
-    ),
-    "refresh_masters": (tensors(0, FP16), tensors(1)),
-}
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in tensors_in(value)]
-    return []
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_what_an_operator_declares_is_what_it_does(name: str) -> None:
-    operator = getattr(compiled_ops, name.partition("-")[0])
-    torch.library.opcheck(operator, copy.deepcopy(ARGUMENTS[name]))
 
 
 def call_of_step(operation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a right call of the step of an optimizer: its positional lists, and what it needs."""
-    lists, needed = [], {}
+    lists = build(operation, {}, SHAPES, IN_FLOAT, "cpu")
     numbers = OPERATIONS[operation].hyperparameters
-    for index, (name, each) in enumerate(
-        inspect.signature(getattr(ops, operation)).parameters.items()
-    ):
-        if each.kind is not each.KEYWORD_ONLY:
-            of_squares = [t.square() for t in tensors(index)] if name in SQUARES else tensors(index)
-            lists.append(counters() if name == "steps" else of_squares)
-        elif each.default is each.empty:
-            needed[name] = numbers[name]
-    return tuple(lists), needed
+    parameters = inspect.signature(getattr(ops, operation)).parameters.values()
+    args = tuple(lists[each.name] for each in parameters if each.kind is not each.KEYWORD_ONLY)
+    needs = {each.name for each in parameters if each.default is each.empty}
+    return args, {name: numbers[name] for name in numbers if name in needs}
 
 
 def absent_lists(operation: str) -> list[str]:
@@ -126,18 +67,61 @@ def absent_lists(operation: str) -> list[str]:
 
 # A right call of each operation: all that has no default.
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "check_finite_": ((tensors(0), number(0.0)), {}),
-    "count_nonfinite": ((tensors(0),), {}),
-    "clip_grads_": ((tensors(0), number(4.0)), {"max_norm": 1.0}),
-    "unscale_": ((tensors(0), number(0.5), number(0.0)), {}),
+    "check_finite_": ((tensors(), number(0.0)), {}),
+    "count_nonfinite": ((tensors(),), {}),
+    "clip_grads_": ((tensors(), number(4.0)), {"max_norm": 1.0}),
+    "unscale_": ((tensors(), number(0.5), number(0.0)), {}),
     "update_scale_": (
         (number(8.0), number(0, torch.int32), [number(0.0)]),
         {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1},
     ),
     **{operation: call_of_step(operation) for operation in BUFFERS},
-    "refresh_masters_": ((tensors(0, FP16), tensors(1)), {}),
-    "average_weights_": ((tensors(0), tensors(1), torch.zeros(2, dtype=torch.int64)), {}),
+    "refresh_masters_": ((tensors(F16), tensors()), {}),
+    "average_weights_": ((tensors(), tensors(), torch.zeros(2, dtype=torch.int64)), {}),
 }
+# What else they may be given.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "check_finite_": {
+        "grad_scale": number(2.0),
+        "sum_of_squares": number(0.0, F64),
+        "first_nonfinite": number(9, torch.int64),
+    },
+    "unscale_": {"first_nonfinite": number(9, torch.int64)},
+    "update_scale_": {"hysteresis": 2, "hysteresis_tracker": number(1, torch.int32)},
+    "average_weights_": {"has_landed": number(1.0), "decay": 0.9},
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Remembers the operator of ours that is called, and with what."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func.namespace == "amp_ext":
+            self.called = func, copy.deepcopy(args)
+        return func(*args, **(kwargs or {}))
+
+
+def assert_declares_what_it_does(call: Callable[[], Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        call()
+    torch.library.opcheck(*recorder.called)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in BUFFERS])
+def test_what_an_operator_declares_is_what_it_does(name: str) -> None:
+    args, options = copy.deepcopy(CALLS[name])
+    options |= OPTIONS.get(name, {})
+    assert_declares_what_it_does(lambda: getattr(ops, name)(*args, **options))
+
+
+@pytest.mark.parametrize("dtypes", [IN_FLOAT, WITH_MASTERS], ids=["fp32", "bf16-master"])
+@pytest.mark.parametrize(STEP, FEW_STEPS)
+def test_what_the_operator_of_a_step_declares_is_what_it_does(operation, options, dtypes) -> None:
+    lists = build(operation, options, SHAPES, dtypes, "cpu")
+    given = {"found_inf": 0.0, "lr": number(0.1), **CLIPPED}
+    given |= on_device(given, "cpu")
+    assert_declares_what_it_does(lambda: run(operation, lists, **options, **given))
 
 
 def wrong_calls() -> Iterator[Any]:
@@ -197,7 +181,7 @@ def test_compiled_and_plain_calls_give_the_same_bits(name: str, device) -> None:
         if name in BUFFERS:
             options["lr"] = number(0.1).to(device)  # which may be a tensor, too
         result = call(*args, **options)
-        found.append(tensors_in([*args, *options.values(), result]))
+        found.append([t for t in tree_leaves([args, options, result]) if isinstance(t, Tensor)])
     assert len(found[0]) > 0
     assert all(map(same_bits, *found))
 

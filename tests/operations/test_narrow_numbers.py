@@ -22,6 +22,7 @@ from harness.list_operations import (
     Options,
     assert_same,
     build,
+    on_device,
     run,
     spoil,
 )
@@ -188,17 +189,14 @@ def test_a_split_master_is_that_of_the_reference(device, operation, options, dty
 @coded_steps
 def test_codes_are_those_of_the_reference(device, operation, options, code, taken, limits):
     """The second step with gradients of all sizes."""
-    on_device = {name: limits[name] for name in ("grad_scale", "found_inf") if name in limits}
-    numbers = {name: torch.tensor(value, device=device) for name, value in on_device.items()}
+    limits = limits | on_device(limits, device)
     for name in IN_CODES if taken == 4 and not limits else ("fp32", "fp32-gradbf16", "bf16-master"):
         dtypes, low_bits = IN_CODES[name]
         lists = moved(build_narrow(operation, options, dtypes, low_bits, code, taken), device)
         for step in (taken + 1, taken + 2):
             if "skip_nonfinite" in limits:
                 spoil(lists["grads"])
-            assert_stores_as_the_reference(
-                lists, operation, options, code, step, **limits | numbers
-            )
+            assert_stores_as_the_reference(lists, operation, options, code, step, **limits)
             for grad in lists["grads"]:
                 sizes = torch.empty(grad.shape).uniform_(-60, 10)
                 grad.copy_(torch.randn(grad.shape) * torch.exp2(sizes))

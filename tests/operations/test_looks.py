@@ -1,10 +1,10 @@
-"""``check_finite_`` with ``sum_of_squares``: right at any size of numbers, always the same bits."""
+"""The looks at gradients: ``check_finite_``, its sum of squares, ``unscale_`` and counts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from harness.awkward import F64, INF, NAN, threads
+from harness.awkward import F32, F64, INF, NAN, threads
 from harness.engine_results import EXTREMES, lists_to_sum
 from harness.gradient_lists import (
     GRAD_DTYPES,
@@ -12,11 +12,97 @@ from harness.gradient_lists import (
     assert_right,
     each_bad_value,
     each_dtype,
+    equal,
+    multiplied,
+    spoiled,
 )
 from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops
+
+# The flags.
+
+
+def found(tensors: list[Tensor], *, before: float = 0.0, **options: Tensor) -> float:
+    """Returns found_inf after a look, one that unscales where there is ``inv_scale``."""
+    found_inf = torch.full((), before, device=tensors[0].device)
+    look = ops.unscale_ if "inv_scale" in options else ops.check_finite_
+    look(tensors, found_inf=found_inf, **options)
+    return found_inf.item()
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0, 3.0, -2.0])
+def test_found_inf_is_set_to_one_or_left_as_it_is(before: float, device) -> None:
+    inverses = [torch.tensor(inverse, device=device) for inverse in (0.5, 1.0, 0.0, INF, NAN)]
+    for options in ({}, *({"inv_scale": inverse} for inverse in inverses)):
+        bad = [torch.full((9_000,), INF, device=device) for _ in range(3)]
+        assert found(bad, before=before, **options) == 1
+        is_finite = not options or options["inv_scale"].isfinite()
+        clean = [torch.ones(10, device=device), torch.empty(0, device=device)]
+        assert found(clean, before=before, **options) == (before if is_finite else 1)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    rows(
+        {
+            "usual": (65536.0, 0),
+            "inverse-below-the-largest-float": (1e-38, 0),
+            "subnormal-with-a-finite-inverse": (3e-39, 0),
+            "inverse-above-the-largest-float": (1e-39, 1),
+            "zero": (0.0, 1),
+            "nan": (NAN, 1),
+        }
+    ),
+)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_scale_without_a_finite_inverse_counts_as_overflow(scale, expected, shape, device):
+    grad_scale = torch.full(shape, scale, device=device)
+    clean = torch.ones(10, device=device)
+    assert found([clean], grad_scale=grad_scale) == expected
+    assert found([clean, clean * INF], grad_scale=grad_scale) == 1
+    assert same_bits(grad_scale, torch.full(shape, scale))
+
+
+@pytest.mark.parametrize("inverse", [1 / 65536, 1.0, 3.0, 1e30])
+@each_dtype
+def test_any_inverse_multiplies_in_place_and_the_verdict_is_about_what_came(
+    dtype, inverse, device
+) -> None:
+    tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    limits = torch.tensor([0.0, -0.0, tiny / 2, -tiny, 1.1, largest, -largest], dtype=dtype)
+    grads = [torch.randn(70).to(dtype).to(device), limits.to(device, copy=True)]
+    wanted, addresses = [multiplied(g, inverse) for g in grads], [g.data_ptr() for g in grads]
+    assert found(grads, inv_scale=torch.tensor(inverse, device=device)) == 0
+    assert all(map(equal, grads, wanted))
+    assert grads[1][-2].isinf() == (largest * inverse > largest)
+    assert [grad.data_ptr() for grad in grads] == addresses
+
+
+# Counts.
+
+
+@each_dtype
+def test_tensors_of_nothing_but_nan_are_counted_whole(dtype: torch.dtype, device) -> None:
+    sizes = [1, 33, 4097, 70_000, 500_003]
+    tensors = [torch.full((size,), NAN, dtype=dtype, device=device) for size in sizes]
+    assert ops.count_nonfinite(tensors).tolist() == sizes
+
+
+def test_counts_are_integers_beside_the_tensors_outside_of_any_graph(device) -> None:
+    tensor = spoiled(100, F32, device).requires_grad_()
+    bad = int((~tensor.isfinite()).sum())
+    counts = ops.count_nonfinite([tensor, tensor, tensor[:0], tensor * 2])  # one may be there twice
+    assert counts.tolist() == [bad, bad, 0, bad]
+    assert (counts.dtype, counts.shape, counts.device) == (torch.int64, (4,), tensor.device)
+    assert not counts.requires_grad
+    none = ops.count_nonfinite([])
+    assert (none.dtype, none.shape) == (torch.int64, (0,))
+
+
+# Sums of squares.
 
 
 def look(tensors: list[Tensor], *, before: float = -1.0, **options: Tensor) -> tuple[Tensor, float]:
