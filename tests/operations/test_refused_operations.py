@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.awkward import BF16, F16, F32, F64, placed, strided
-from harness.list_operations import (
-    IN_FLOAT,
-    build,
-    copied,
-    few_steps_and_updates,
-    run,
-)
+from harness.list_operations import IN_FLOAT, build, copied, few_steps_and_updates, run
 from harness.reference import same_bits
 from harness.refusals import WORDS, refusing_launch
 from torch import Tensor
@@ -83,20 +77,17 @@ def gradients() -> list[Tensor]:
     return [placed(grads[0], strided), *grads[1:]]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        pytest.param(
-            "unscale_",
-            {"inv_scale": torch.tensor(0.5), "found_inf": torch.zeros(())},
-            id="unscale",
-        ),
-        pytest.param("clip_grads_", {"total_norm": torch.tensor(4.0), "max_norm": 1.0}, id="clip"),
-    ],
-)
+NUMBERS = {
+    "unscale_": {"inv_scale": torch.tensor(0.5), "found_inf": torch.zeros(())},
+    "clip_grads_": {"total_norm": torch.tensor(4.0), "max_norm": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 def test_gradients_of_a_refused_launch_are_as_before_and_the_message_counts_the_others(
-    name, arguments, emulated
+    name, emulated
 ):
+    arguments = NUMBERS[name]
     before, whole, grads = gradients(), gradients(), gradients()
     getattr(ops, name)(whole, **arguments)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,69 +29,56 @@ LIMITS: dict[str, Any] = {"max_grad_norm": 5.0, "clip_value": 0.5, "skip_nonfini
 Results = list[Tensor]
 
 
-def draw(seed: int, dtype: torch.dtype, device: torch.device) -> list[list[Tensor]]:
-    """Draws the gradients of some steps, with an inf and a NaN among them, then start values."""
-    generator = torch.Generator().manual_seed(seed)
-    rounds = []
-    for _ in range(STEPS + 1):
-        tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
-        rounds.append([tensor.to(dtype).to(device) for tensor in tensors])
-    for grads in rounds[:STEPS]:
-        grads[0][seed % 100] = float("inf")
-        grads[1][seed % 33, 0] = float("nan")
-    return rounds
-
-
-@dataclasses.dataclass
 class Work:
-    """A training loop that shares nothing with another.
+    """A training loop that shares nothing with another: one of the optimizers, maybe scaled.
 
-    Attributes:
-        step: Takes the step of a number, from 0.
-        results: Returns copies of everything that the steps wrote.
+    Its gradients have an inf and a NaN among them.
     """
 
-    step: Callable[[int], None]
-    results: Callable[[], Results]
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        name: str,
+        seed: int,
+        device: torch.device,
+        scaled: bool = False,
+        **options: Any,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        *self.grads, start = (
+            [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in SHAPES]
+            for _ in range(STEPS + 1)
+        )
+        for grads in self.grads:
+            grads[0][seed % 100], grads[1][seed % 33, 0] = float("inf"), float("nan")
+        self.params, self.scaled = [Parameter(tensor) for tensor in start], scaled
+        self.optimizer = ours(name)(self.params, lr=0.05, **options)
+        self.scaler = amp_ext.GradScaler(device.type, 4.0, enabled=scaled, growth_interval=2)
+        self.scaler.scale(torch.ones((), device=device))
 
-
-def class_work(
-    dtype: torch.dtype,
-    name: str,
-    seed: int,
-    device: torch.device,
-    scaled: bool = False,
-    **more: Any,
-) -> Work:
-    """Steps one of the optimizer classes, under a scaler if wanted."""
-    *grads, start = draw(seed, dtype, device)
-    params = [Parameter(tensor) for tensor in start]
-    optimizer = ours(name)(params, lr=0.05, **more)
-    scaler = amp_ext.GradScaler(device.type, 4.0, enabled=scaled, growth_interval=2)
-    scaler.scale(torch.ones((), device=device))
-
-    def step(number: int) -> None:
-        for param, grad in zip(params, grads[number], strict=True):
+    def step(self, number: int) -> None:
+        """Takes the step of a number, from 0."""
+        for param, grad in zip(self.params, self.grads[number], strict=True):
             param.grad = grad.clone()
-            if scaled and number != 1:  # the second step overflows
+            if self.scaled and number != 1:  # the second step overflows
                 param.grad.nan_to_num_(0.0, 0.0, 0.0)
-        scaler.step(optimizer)
-        scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
-    def results() -> Results:
-        norm = [] if optimizer.grad_norm is None else [optimizer.grad_norm.clone()]
-        written = [tensor for row in bits_of(optimizer) for tensor in row.values()]
-        return [*written, *norm, torch.tensor(scaler.get_scale())]
-
-    return Work(step, results)
+    def results(self) -> Results:
+        """Returns copies of everything that the steps wrote."""
+        norm = self.optimizer.grad_norm
+        written = [tensor for row in bits_of(self.optimizer) for tensor in row.values()]
+        written += [] if norm is None else [norm.clone()]
+        return [*written, torch.tensor(self.scaler.get_scale())]
 
 
 Make = Callable[[int, torch.device], Work]
 
-adamw = partial(class_work, BF16, "AdamW", **LIMITS)
-amsgrad = partial(class_work, F32, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
-momentum = partial(class_work, F32, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
-scaled = partial(class_work, BF16, "AdamW", scaled=True, max_grad_norm=5.0)
+adamw = partial(Work, BF16, "AdamW", **LIMITS)
+amsgrad = partial(Work, F32, "Adam", amsgrad=True, write_back_grads=True, **LIMITS)
+momentum = partial(Work, F32, "SGD", momentum=0.9, dampening=0.1, skip_nonfinite=True)
+scaled = partial(Work, BF16, "AdamW", scaled=True, max_grad_norm=5.0)
 PAIRS = rows(
     {
         "two-adamw": [adamw] * 2,
