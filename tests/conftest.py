@@ -110,10 +110,21 @@ def taken(row: Row) -> Iterator[Row]:
         yield row
 
 
-@pytest.fixture(params=[pytest.param(row, id=row.name) for row in ROWS if row.name == "emulated"])
+def only(name: str) -> list[Any]:
+    return [pytest.param(row, id=row.name) for row in ROWS if row.name == name]
+
+
+@pytest.fixture(params=only("emulated"))
 def emulated(request: pytest.FixtureRequest) -> Iterator[Row]:
     """The emulator alone, for tests of what neither the CPU nor a sound GPU does."""
     yield from taken(request.param)
+
+
+@pytest.fixture(params=only("cuda"))
+def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A GPU alone, for tests of what no other row has."""
+    for _ in taken(request.param):
+        yield torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture
