@@ -1,7 +1,4 @@
-"""The one table of what the state machine takes for different on purpose.
-
-Names are those of the tables in docs/differences.md.
-"""
+"""What the state machine takes for different on purpose, by the names of docs/differences.md."""
 
 from __future__ import annotations
 
@@ -28,31 +25,4 @@ MODELLED = {
     "`unscale_` of a wrapper, `step` of the optimizer inside, or the other way round": "the two "
     "are one",
     "`load_state_dict` of an optimizer": "copies in the configured dtypes",
-}
-
-#: What it does not do, and where that is tested instead.
-ELSEWHERE = {
-    "an object that delegates to a fused optimizer, in `scaler.step`": "torch's loop is not fused",
-    "the search for inf and NaN in `step`": "its writes show in no result",
-    "a first step that overflows, SGD with momentum, fused": "torch's loop has no such fault",
-    "`found_inf` of 2 or more (several devices, ranks)": "it has one device",
-    "a scale without a finite inverse (0)": "its scales stay between 2**-8 and 2**20",
-    "a number of the scaler out of its range, in setters, `update` and loads too": "its numbers "
-    "are in their ranges",
-    "what is no type of a device in `GradScaler(device)`": "its device is the CPU",
-    "ranks with different scales, under `ShardedGradScaler`": "it has one rank",
-    "a step inside an open `torch.autocast` scope": "its losses are not cast",
-    "`unscale_` of two optimizers that share a parameter": "its optimizers share none",
-    "a set of parameters, in the constructor": "its optimizers are made of lists",
-    "a parameter listed twice": "no rule adds one",
-    "a parameter listed twice in `clip_grad_norm_`": "no rule adds one",
-    "a step counter at 2^24": "it takes fewer steps",
-    "a 16-bit parameter written through `.data` (`clamp_`, `lerp_`, `copy_`), which torch does not "
-    "count": "it calls `refresh_masters` then",
-    "gradients whose squares overflow float32": "its gradients are smaller",
-    "a numpy array of no dimensions as `lr`, written in place": "its learning rates are numbers",
-    "a group without parameters in `set_optimizer_state_dict`": "its groups have parameters",
-    "an option of a wrong type or NaN, in a group too": "its options are right",
-    "a state whose parameter has left the groups, in `state_dict`": "no rule takes one out",
-    "`foreach=`, `fused=`, `capturable=`": "its optimizers are made without",
 }

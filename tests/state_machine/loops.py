@@ -401,7 +401,6 @@ class Loops(RuleBasedStateMachine):
         call = sides.handle.step if scalers is None else lambda: scalers.mine.step(sides.handle)
         self.differs("`differentiable=True`, sparse or complex gradients")
         assert isinstance(error_of(call), Exception)
-        sides.forget_versions()  # states that it made or loaded are looked up anew
         if scalers is not None and scalers.enabled and scalers.mine._per_optimizer_states:
             scalers.knows(sides)
         pair.mine.grad = dense
@@ -425,7 +424,6 @@ class Loops(RuleBasedStateMachine):
         group[name] = value
         self.differs("an option of torch's that a group has lost")
         assert f"{name} of group {index} must be there" in text, f"without {name}: {text}"
-        sides.forget_versions()
         for (_, pair), param in zip(sides, before, strict=True):
             assert_exact(pair.mine, param, "a parameter after a step that was refused")
         self.did("lost_option")
@@ -448,7 +446,6 @@ class Loops(RuleBasedStateMachine):
         self.differs("a gradient that overlaps its parameter")
         error = error_of(sides.handle.step)
         assert isinstance(error, RuntimeError), f"{error!r} of an overlapping gradient"
-        sides.forget_versions()
         assert_exact(mine, before, "a parameter whose gradient overlaps it")
         pair.mine.grad = grad
         for other, was in others:

@@ -85,7 +85,6 @@ class Machine(Watching):
         else:
             param.data = value
         sides.wrote(group, pair)
-        pair.seen = None
         if "data" in how:
             self.refresh_masters(sides)
         self.did("write_param")
@@ -121,7 +120,6 @@ class Machine(Watching):
             sides.wrote(group, pair)
             if before.itemsize > 2:  # it had no master
                 pair.twin.data.copy_(pair.mine.detach())
-        pair.seen = None
         pair.take_grad()
         self.did(f"convert {how}")
 
@@ -158,7 +156,6 @@ class Machine(Watching):
         elif state is not None:
             sides.mine.state[new.mine] = state
         pair.twin.requires_grad_(True)
-        sides.forget_versions()
         sides.wrote(group, new)
         new.take_grad()
         self.did("replace_param")
@@ -211,7 +208,6 @@ class Machine(Watching):
         sides.handle.add_param_group({"params": mine, "lr": lr, **norm})
         sides.twin.add_param_group({"params": twins, "lr": lr})
         sides.pairs.append(pairs)
-        sides.forget_versions()
         self.did("add_group")
 
     @rule(which=number, numbered=number)
@@ -224,7 +220,6 @@ class Machine(Watching):
             sides.mine.state.pop(pair.mine, None)
             sides.twin.state.pop(pair.twin, None)
         del sides.mine.param_groups[index], sides.twin.param_groups[index]
-        sides.forget_versions()
         self.did("remove_group")
 
     @rule(which=number, numbered=number)
@@ -243,7 +238,6 @@ class Machine(Watching):
             groups[index]["params"] = stay
             groups[index + 1]["params"] = [moved, *groups[index + 1]["params"]]
         sides.pairs[index + 1].insert(0, sides.pairs[index].pop())
-        sides.forget_versions()
         self.did("move_param")
 
     @precondition(lambda self: "groups as tuples" not in self.without)
@@ -254,7 +248,6 @@ class Machine(Watching):
         group = sides.mine.param_groups[index]
         params = list(group["params"])
         group["params"] = how(params)
-        sides.forget_versions()
         if how is not tuple:
             text = str(error_of(sides.handle.step))
             group["params"] = params
@@ -279,7 +272,6 @@ class Machine(Watching):
             if isinstance(value, np.generic):
                 self.differs("numbers of numpy in groups, in `state_dict`")
                 others[name] = value.item()
-        sides.forget_versions()
         self.did("change_option")
 
     @rule(which=number, numbered=number, how=st.sampled_from(["in place", "replaced"]))
@@ -296,8 +288,6 @@ class Machine(Watching):
         numbers = sides.numbers(pair)
         for name, buffer in sides.buffers(pair).items():
             buffer.copy_(numbers[name])  # a ratio is to a second moment that was written
-        if how == "replaced":
-            sides.forget_versions()
 
     @rule(which=number, inference=st.booleans())
     def average(self, which: int, inference: bool) -> None:
@@ -305,7 +295,6 @@ class Machine(Watching):
         sides = self.sides(which)
         if any(pair.is_converted for _, pair in sides):
             return
-        sides.forget_versions()
         with torch.inference_mode(inference):
             masters = sides.mine.master_params([pair.mine for _, pair in sides])
         for (_, pair), master in zip(sides, masters, strict=True):
@@ -411,7 +400,6 @@ class Machine(Watching):
                     assert_near(numbers[name], buffer, buffer.abs(), f"loaded {name}", F32, more)
                     buffer.copy_(numbers[name])
             pair.is_stale = False
-            pair.seen = None  # the next step makes a master, and may look it up once more
 
     @rule(which=number, how=st.sampled_from(["into new", "into torch", "from torch"]))
     def save_and_load_scaler(self, which: int, how: str) -> None:

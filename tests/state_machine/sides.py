@@ -25,6 +25,7 @@ from harness.number_codes import (
 )
 from harness.optimizer_cases import KINDS, OPTIMIZERS, ours, theirs
 from harness.reference import TOLERANCES, refreshed_master
+from harness.scaler_cases import Delegating
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -154,8 +155,6 @@ class Pair:
         is_stale: Whether the parameter was written, so that the next step refreshes its master.
         left_behind: This master.
         is_converted: Whether its dtype was changed, so that the next step casts its state.
-        seen: Versions of the parameter and its master at the end of its last step, unless
-            something else happened to it since.
         restarts: How often a step began it anew, since something in it was inf or NaN.
     """
 
@@ -164,7 +163,6 @@ class Pair:
     is_stale: bool = False
     left_behind: Tensor | None = None
     is_converted: bool = False
-    seen: int | None = None
     restarts: int = 0
 
     @classmethod
@@ -213,7 +211,6 @@ class Sides:
         self._mine = optimizer
         self.scaled: dict[Pair, Any] = {}
         self.handle = self.wrap(optimizer)
-        self.forget_versions()
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Pair]]:
         for group, pairs in zip(self.mine.param_groups, self.pairs, strict=True):
@@ -260,12 +257,6 @@ class Sides:
         return {name: t for name, t in state.items() if name != "step" and t is not None}
 
     # What happens between steps.
-
-    def forget_versions(self) -> None:
-        """Marks what makes the optimizer look at all parameters and states anew."""
-        for pairs in self.pairs:
-            for pair in pairs:
-                pair.seen = None
 
     def wrote(self, group: dict[str, Any], pair: Pair) -> None:
         """Takes over what was written into a parameter of ours, behind its master if it has one."""
@@ -432,21 +423,8 @@ class Scalers:
         assert self.mine.state_dict() == self.twin.state_dict()
 
 
-class Delegate:
-    """What many programs put around an optimizer: it has all that the optimizer has."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-    def step(self, *args: Any) -> Any:
-        return self.optimizer.step(*args)
-
-
-class Derived(Delegate, Optimizer):
-    """The same by a class of torch's, as Accelerate's is."""
+class Derived(Delegating, Optimizer):
+    """An object that delegates by a class of torch's, as Accelerate's is."""
 
 
 for _name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
@@ -461,6 +439,6 @@ for _name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
 # What a user may have of an optimizer.
 HANDLES: dict[str, Callable[[Optimizer], Any]] = {
     "inside": lambda optimizer: optimizer,
-    "delegate": Delegate,
+    "delegate": Delegating,
     "derived": Derived,
 }

@@ -64,12 +64,6 @@ class Plan:
     preset: float | None = None
 
 
-def order_of(param: Tensor) -> tuple[int, ...]:
-    """Returns the strides in which a step walks all tensors of a parameter; others are copied."""
-    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(param)
-    return param.stride() if is_dense else torch.empty(param.shape).stride()
-
-
 @dataclasses.dataclass
 class Before:
     """What is known of a parameter of ours before its step."""
@@ -77,7 +71,6 @@ class Before:
     param: Tensor
     grad: Tensor
     state: dict[str, Tensor]
-    master_version: int | None
 
 
 class Step:
@@ -121,8 +114,6 @@ class Step:
             self._compare()
         else:
             self._assert_untouched()
-        if error is not None:
-            self.sides.forget_versions()  # our side may look up everything anew
         for _, pair in self.with_grads:
             pair.take_grad()
         return result
@@ -151,16 +142,13 @@ class Step:
 
     def _prepare(self) -> None:
         self.before = {}
-        for group, pair in self.with_grads:
+        for _, pair in self.with_grads:
             if self.plan.preset is not None:
                 pair.mine.grad.mul_(self.plan.preset)
-            master = self.sides.master(group, pair)
-            unwritten = pair.seen is not None and pair.seen == pair.mine._version
             self.before[pair] = Before(
                 pair.mine.detach().clone(),
                 pair.mine.grad.clone(),
                 {name: t.clone() for name, t in self.sides.state(pair).items()},
-                master._version if unwritten and master is not None else None,
             )
 
     def _step_ours(self) -> BaseException | None:
@@ -403,11 +391,6 @@ class Step:
             more = distance_of_codes(name, value, state, numbers.get("exp_avg_sq"))
             kept = numbers[name]
             assert_near(kept, value, size, f"{name} of {sides.name}", dtype_of(kept), more)
-        was = self.before[pair].master_version
-        if was is not None and master is not None:
-            writes = 1 if master.stride() == order_of(pair.mine) else 2  # also by a copy's end
-            refreshes = master._version - was - writes
-            assert refreshes <= 0, "the master of a parameter that nobody wrote was compared again"
         self._start_anew(pair, actual)
 
     def _start_anew(self, pair: Pair, actual: Tensor) -> None:
@@ -417,7 +400,6 @@ class Step:
         for name, value in self.sides.buffers(pair).items():
             value.copy_(numbers[name])
         pair.is_stale = pair.is_converted = False
-        pair.seen = pair.mine._version
         buffers = self.sides.buffers(pair)
         if not all(tensor.isfinite().all() for tensor in (pair.twin, pair.mine, *buffers.values())):
             # It would stay inf or NaN and hide all that follows.
@@ -426,4 +408,3 @@ class Step:
                 param.data.fill_(0.5)
                 side.state.pop(param, None)
             self.sides.mine.rebuild()
-            self.sides.forget_versions()

@@ -83,7 +83,6 @@ class Watching(Loops):
                 mean.lerp_(pair.twin.detach(), 0.75 if taken > 1 else 1.0)
                 torch.maximum(size, pair.twin.detach().abs(), out=size)
         assert average.n_averaged == taken
-        was_seen = [pair.seen == pair.mine._version for _, pair in sides]
         with average.swap():
             rows = zip(average.averages, expected, sizes, restarts, sides, strict=True)
             for actual, mean, size, before, (_, pair) in rows:
@@ -91,6 +90,4 @@ class Watching(Loops):
                     assert_near(actual, mean, size, "an average", F32)
                 assert_exact(pair.mine, doubled(actual), "a parameter that holds its average")
         average.remove()
-        for seen, (_, pair) in zip(was_seen, sides, strict=True):
-            pair.seen = pair.mine._version if seen else None
         self.did("follow_by_average")
