@@ -39,17 +39,10 @@ def parameters_of_stub(node: ast.FunctionDef) -> list[str]:
 
 
 def parameters_of_binary(function: Any) -> list[str]:
-    """Reads the names in the first line of pybind11's docstring, at the outermost level."""
+    """Reads the names in the first line of pybind11's docstring, before their types."""
     text = next(line for line in function.__doc__.splitlines() if "(" in line)
-    inside, names, depth, word = text[text.index("(") + 1 : text.rindex(")")], [], 0, ""
-    for character in f"{inside},":
-        depth += (character in "([") - (character in ")]")
-        if character == "," and depth == 0:
-            names.append(re.match(r"\s*(\**\w*)", word)[1])
-            word = ""
-        else:
-            word += character
-    return [name for name in names if name not in ("", "self")]
+    names = re.findall(r"\w+(?=: )|\*\*kwargs", text.rpartition(" -> ")[0])
+    return [name for name in names if name != "self"]
 
 
 def test_the_stub_names_the_classes_of_the_binary():

@@ -28,7 +28,6 @@ from harness.optimizer_cases import each_class, give_grads, make_params, ours, p
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
-from torch.nn import Parameter
 
 import amp_ext
 
@@ -181,33 +180,39 @@ def test_any_sequence_of_changes_is_seen(name, options, seed: int) -> None:
 
 
 @each_class
-def test_a_parameter_exchanged_in_its_group_is_not_stepped_and_freed(name, options, device) -> None:
-    optimizer = trained(name, options, device)
-    params = optimizer.param_groups[0]["params"]
-    old, new = params[1], Parameter(torch.randn(3, device=device))
-    params[1], kept = new, old.detach().clone()
-    give_grads([new, old])
-    assert_steps_right(optimizer)
-    assert same_bits(old, kept)
-    assert new in optimizer.state
-    optimizer.state.pop(old)
-    alive = weakref.ref(old)
-    del old
-    assert alive() is None
-
-
-@each_class
-def test_a_loaded_state_is_stepped_and_the_old_one_freed(name, options, device) -> None:
+def test_what_is_exchanged_or_loaded_over_is_not_stepped_and_freed(name, options, device) -> None:
     optimizer, other = (trained(name, options, device, BF16) for _ in range(2))
-    old = [value for state in optimizer.state.values() for value in state.values()]
-    kept, alive = [value.clone() for value in old], [weakref.ref(value) for value in old]
-    optimizer.load_state_dict(other.state_dict())
-    before = cases.bits_of(other)
+    params = optimizer.param_groups[0]["params"]
+    old, params[1] = params[1], make_params(BF16, device, [SHAPES[1]])[0]
+    give_grads([params[1], old])
     assert_steps_right(optimizer)
-    assert all(map(same_bits, old, kept))
+    assert params[1] in optimizer.state
+    states = [*optimizer.state.pop(old).values()]
+    file = other.state_dict()
+    states += [value for state in optimizer.state.values() for value in state.values()]
+    kept, alive = [value.clone() for value in states], [weakref.ref(value) for value in states]
+    before = cases.bits_of(other)
+    optimizer.load_state_dict(file)
+    give_grads(optimizer)
+    assert_steps_right(optimizer)
+    assert all(map(same_bits, states, kept))
     cases.assert_same_bits(other, before)
-    old.clear()
+    alive.append(weakref.ref(old))
+    states.clear()
+    del old
     assert [reference() for reference in alive] == [None] * len(alive)
+
+
+def test_a_master_is_compared_with_its_parameter_only_after_a_write(device) -> None:
+    optimizer = trained("AdamW", {}, device, BF16)
+    param = params_of(optimizer)[0]
+    master = optimizer.state[param]["master_param"]
+    for write, writes in ((None, 1), (param.data.mul_, 1), (param.detach().mul_, 2), (None, 1)):
+        if write is not None:
+            write(0.5)
+        version = master._version
+        optimizer.step()
+        assert master._version == version + writes
 
 
 # Memory.

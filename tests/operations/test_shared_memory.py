@@ -69,26 +69,21 @@ def is_refused(call) -> bool:
     return False
 
 
-@given(st.lists(views(), min_size=1, max_size=4))
+@given(st.data(), st.integers(1, 3))
 @repeatable
-def test_written_tensors_are_refused_if_two_elements_share_a_byte(drawn):
+def test_what_is_written_may_share_no_byte_and_a_gradient_none_but_its_own(data, count):
+    """Gradients that are written, and others that may overlap themselves."""
     buffer = torch.zeros(BYTES, dtype=torch.uint8)
-    grads = [view.of(buffer) for view in drawn]
-    shared = any(count > 1 for count in sum((view.bytes() for view in drawn), Counter()).values())
+    params = [data.draw(views()) for _ in range(count)]
+    grads = [data.draw(views(like=param)) for param in params]
+    written = sum((view.bytes() for view in params), Counter())
+    read = sum((view.bytes() for view in grads), Counter())
+    is_shared = any(number > 1 for number in written.values())
+    tensors, gradients = ([view.of(buffer) for view in side] for side in (params, grads))
     inv_scale, found_inf = torch.ones(()), torch.zeros(())
-    assert is_refused(lambda: ops.unscale_(grads, inv_scale, found_inf)) == shared
-
-
-@given(st.data())
-@repeatable
-def test_a_gradient_may_overlap_itself_and_not_what_is_written(data):
-    buffer = torch.zeros(BYTES, dtype=torch.uint8)
-    param_view = data.draw(views())
-    grad_view = data.draw(views(like=param_view))
-    written, read = param_view.bytes(), grad_view.bytes()
-    shared = any(count > 1 for count in written.values()) or bool(written & read)
-    params, grads = [param_view.of(buffer)], [grad_view.of(buffer)]
-    assert is_refused(lambda: ops.sgd_(params, grads, lr=0.0)) == shared
+    assert is_refused(lambda: ops.unscale_(tensors, inv_scale, found_inf)) == is_shared
+    is_shared |= bool(written & read)
+    assert is_refused(lambda: ops.sgd_(tensors, gradients, lr=0.0)) == is_shared
 
 
 PROCESS = Path("/proc/self")
