@@ -23,6 +23,7 @@ from harness.number_codes import (
     root_of,
     root_of_q8s,
     rounded,
+    split,
 )
 from harness.rows import rows
 
@@ -77,7 +78,7 @@ STARTS = [0, GROUP, 2**32 - GROUP, 2**40, GROUP * 77, 9 * GROUP] * 4
 
 
 def shapes_of(code: str) -> list[tuple[int, ...]]:
-    return SHAPES if code == "q8h" else GROUPED_SHAPES
+    return GROUPED_SHAPES if code in ("q8s", "q8m") else SHAPES
 
 
 def forms_in(lists: Lists, operation: str, code: str) -> dict[str, str | None]:
@@ -144,11 +145,17 @@ def build_coded(
     code: str,
     dtypes: Dtypes,
     shapes: list[tuple[int, ...]] | None = None,
+    low_bits: int = 0,
     **more: Any,
 ) -> Lists:
-    """The lists of a step on the CPU, with its moments in codes."""
+    """The lists of a step on the CPU, with its moments in codes, if any, and split masters."""
     shapes = shapes_of(code) if shapes is None else shapes
-    return encode(build(operation, options, shapes, dtypes, "cpu", **more), operation, code)
+    lists = build(operation, options, shapes, dtypes, "cpu", **more)
+    lists = encode(lists, operation, code) if code else lists
+    if low_bits:
+        parts = [split(master, dtypes.param, low_bits) for master in lists["master_params"]]
+        lists["params"], lists["master_params"] = (list(part) for part in zip(*parts, strict=True))
+    return lists
 
 
 def moved(lists: Lists, device: torch.device | str) -> Lists:

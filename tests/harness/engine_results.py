@@ -173,15 +173,6 @@ def all_sizes(dtype: torch.dtype, low_bits: int) -> Case:
     return case
 
 
-def unscaled(dtype: torch.dtype, inverse: float) -> Case:
-    def case(device: torch.device) -> Lists:
-        grads, found_inf = numbers(dtype, device), torch.zeros((), device=device)
-        ops.unscale_(grads, torch.tensor(inverse, device=device), found_inf)
-        return {"grads": grads}
-
-    return case
-
-
 def averaged(dtype: torch.dtype, low_bits: int, average_dtype: torch.dtype, decay: float) -> Case:
     def case(device: torch.device) -> Lists:
         weights = numbers(F32, device, 0.1)
@@ -195,18 +186,6 @@ def averaged(dtype: torch.dtype, low_bits: int, average_dtype: torch.dtype, deca
         return {"averages": averages}
 
     return case
-
-
-def updated_scales(device: torch.device) -> Lists:
-    scale = torch.tensor(65536.0, device=device)
-    tracker = torch.zeros((), dtype=torch.int32, device=device)
-    scales = []
-    for step in range(60):
-        found_infs = [torch.tensor(float(step % 7 == 6), device=device)] * (1 + step % 18)
-        factors = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2}
-        ops.update_scale_(scale, tracker, found_infs, **factors)
-        scales += [scale.clone(), tracker.float()]
-    return {"scales": scales}
 
 
 def looked_at(operation: GradientOperation, dtype: torch.dtype, factor: float = 1.0) -> Case:
@@ -290,12 +269,9 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield f"{row.id} {dtype} {low_bits} in codes", case
     for dtype, low_bits in itertools.product(halves, (0, 8, 16)):
         yield f"all sizes {dtype} {low_bits}", all_sizes(dtype, low_bits)
-    for dtype, inverse in itertools.product((F32, F64, F16, BF16), (1 / 3, 2.0**-140, 1e30)):
-        yield f"unscale {inverse} {dtype}", unscaled(dtype, inverse)
     kinds = ((F32, 0), (F16, 0), (BF16, 0), (F16, 16), (BF16, 16), (BF16, 8))
     for kind, dtype, decay in itertools.product(kinds, (F32, BF16), (0.99, 0.3)):
         yield f"average {dtype} {decay} {kind}", averaged(*kind, dtype, decay)
-    yield "update_scale", updated_scales
     for operation, dtype in itertools.product(OPERATIONS, (F32, F64, *halves)):
         yield f"{operation.id or operation.name} {dtype}", looked_at(operation, dtype)
     yield "large squares", looked_at(SUM_OF_SQUARES, F32, 1e25)

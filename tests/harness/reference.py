@@ -189,14 +189,7 @@ def sgd(
 ) -> dict[str, Tensor]:
     """Takes one step of SGD in float64.
 
-    Args:
-        param: The number that is updated: the master where there is one. Nothing is written.
-        grad: Gradient, unscaled and clipped.
-        momentum_buffer: Buffer before the step; needed unless ``momentum`` is 0.
-        first: Whether no step was taken yet: the buffer becomes the gradient, without dampening.
-
-    Returns:
-        The new ``param`` and, with momentum, ``momentum_buffer``, in float64.
+    With ``first`` no step was taken yet: the buffer becomes the gradient, without dampening.
 
     Reference:
         Sutskever et al., "On the importance of initialization and momentum in deep learning",

@@ -195,7 +195,6 @@ BAD_STATES: dict[str, Change] = {
     "exp_avg be dense and floating, got torch.strided, torch.int8": in_state(exp_avg=IN_CHARS),
     f"exp_avg_q8h {INT8} torch.uint8 of (2,)": coded("exp_avg", q8h=IN_BYTES),
     f"exp_avg_q8h {INT8} torch.int8 of (1, 2)": coded("exp_avg", q8h=IN_CHARS[None]),
-    f"exp_avg_q8h {INT8} torch.bfloat16 of (2,)": coded("exp_avg", q8h=IN_BYTES.bfloat16()),
     "exp_avg_q8h be a tensor, got list": coded("exp_avg", q8h=[1, 2]),
     "exp_avg be there, got ['step', 'exp_avg_sq', 'exp_avg_q8h']": coded("exp_avg", q8h=None),
     "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_q8s']": coded(
@@ -205,9 +204,6 @@ BAD_STATES: dict[str, Change] = {
         "exp_avg_sq", exp=IN_BYTES
     ),
     f"exp_avg_sq_q8s {UINT8} torch.int8 of (2,)": coded("exp_avg_sq", q8s=IN_CHARS, exp=IN_BYTES),
-    f"exp_avg_sq_q8s {UINT8} torch.float32 of (3,)": coded(
-        "exp_avg_sq", q8s=torch.ones(3), exp=IN_BYTES
-    ),
     "exp_avg_sq_exp be torch.uint8 of shape (2, 0), got torch.uint8 of (2,)": (
         coded("exp_avg_sq", q8s=IN_BYTES, exp=IN_BYTES)
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, FIRST_ELEMENTS, INF, NAN, SHAPES, Dtypes
+from harness.awkward import BF16, F16, F32, FIRST_ELEMENTS, INF, NAN, Dtypes
 from harness.coded_lists import STARTS, build_coded, coded_steps, decoded, encode, moved
 from harness.list_operations import (
     BUFFERS,
@@ -21,7 +21,6 @@ from harness.list_operations import (
     Lists,
     Options,
     assert_same,
-    build,
     on_device,
     run,
     spoil,
@@ -41,20 +40,6 @@ from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops
-
-
-def build_narrow(
-    operation: str, options: Options, dtypes: Dtypes, low_bits: int, code: str, step: int
-) -> Lists:
-    """Makes the lists of a step with moments in codes, if one is named, and split masters."""
-    if code:
-        lists = build_coded(operation, options, code, dtypes, step=step)
-    else:
-        lists = build(operation, options, SHAPES, dtypes, "cpu", step=step)
-    if low_bits:
-        parts = [split(master, dtypes.param, low_bits) for master in lists["master_params"]]
-        lists["params"], lists["master_params"] = (list(part) for part in zip(*parts, strict=True))
-    return lists
 
 
 def wide(lists: Lists, operation: str, code: str) -> Lists:
@@ -161,14 +146,14 @@ FORM = ("dtypes", "low_bits")
 def test_what_a_step_dithers_is_that_of_the_reference(
     device, operation, options, dtypes, low_bits, taken
 ):
-    lists = moved(build_narrow(operation, options, dtypes, low_bits, "", taken), device)
+    lists = moved(build_coded(operation, options, "", dtypes, None, low_bits, step=taken), device)
     assert_stores_as_the_reference(lists, operation, options, "", taken + 1)
 
 
 @pytest.mark.parametrize(STEP, FEW_STEPS)
 @pytest.mark.parametrize(FORM, rows(SPLIT))
 def test_a_split_master_is_that_of_the_reference(device, operation, options, dtypes, low_bits):
-    lists = moved(build_narrow(operation, options, dtypes, low_bits, "", 4), device)
+    lists = moved(build_coded(operation, options, "", dtypes, None, low_bits, step=4), device)
     assert_stores_as_the_reference(lists, operation, options, "", 5)
 
 
@@ -192,7 +177,8 @@ def test_codes_are_those_of_the_reference(device, operation, options, code, take
     limits = limits | on_device(limits, device)
     for name in IN_CODES if taken == 4 and not limits else ("fp32", "fp32-gradbf16", "bf16-master"):
         dtypes, low_bits = IN_CODES[name]
-        lists = moved(build_narrow(operation, options, dtypes, low_bits, code, taken), device)
+        lists = build_coded(operation, options, code, dtypes, None, low_bits, step=taken)
+        lists = moved(lists, device)
         for step in (taken + 1, taken + 2):
             if "skip_nonfinite" in limits:
                 spoil(lists["grads"])

@@ -40,6 +40,7 @@ def factors(growth_factor=2.0, backoff_factor=0.5, growth_interval=3) -> dict[st
             "first-of-several-launches": (8.0, 2, [1.0] + [0.0] * 300, factors(), (4.0, 0)),
             "one-backoff-for-fifty": (8.0, 2, [1.0] * 50, factors(), (4.0, 0)),
             "growth-factor": (8.0, 2, [0.0], factors(1.5), (12.0, 0)),
+            "rounded-once": (3.0, 2, [0.0], factors(1.7), (torch.tensor(5.1).item(), 0)),
             "backoff-factor": (8.0, 2, [1.0], factors(2.0, 0.25), (2.0, 0)),
             "never-to-inf": (2.0**127, 2, [0.0], factors(), (2.0**127, 0)),
             "largest-stays": (LARGEST, 2, [0.0], factors(1.0001), (LARGEST, 0)),
