@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ import amp_ext
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from harness import reference
 from harness.awkward import BF16, F16, F32, F64
+from harness.list_operations import OPERATIONS as LIST_OPERATIONS
 from harness.reference import assert_close, same_bits
 
 Optimizer = torch.optim.Optimizer
@@ -124,43 +125,24 @@ COPIES = pytest.mark.parametrize(
 # The classes: ours, torch's, and the formula.
 
 
-def _adam_formula(
-    param: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: Any, betas=(0.9, 0.999), eps=1e-8,
-    weight_decay=0.0, amsgrad=False, maximize=False, decoupled_weight_decay=False, **_: Any
-) -> dict[str, Tensor]:  # fmt: skip
-    zeros = torch.zeros_like(param)
-    return reference.adam(
-        param,
-        grad,
-        *(state.get(name, zeros) for name in ("exp_avg", "exp_avg_sq")),
-        state.get("step", torch.zeros(())),
-        state.get("max_exp_avg_sq", zeros) if amsgrad else None,
-        lr=float(lr), beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-        maximize=maximize, decoupled_weight_decay=decoupled_weight_decay,
-    )  # fmt: skip
+def formula_of(operation: str, **defaults: Any) -> Callable[..., dict[str, Tensor]]:
+    """Returns the formula of an operation for a :class:`Kind`, with these options by default."""
+    settings = LIST_OPERATIONS[operation]
+    known = inspect.signature(getattr(reference, operation.rstrip("_"))).parameters
 
+    def formula(
+        param: Tensor, grad: Tensor, state: dict[str, Tensor], **group: Any
+    ) -> dict[str, Tensor]:
+        options = {**defaults, **group, "lr": float(group["lr"])}
+        options |= {f"beta{i}": float(beta) for i, beta in enumerate(options.get("betas", ()), 1)}
+        lists = settings.buffers({name: value for name, value in options.items() if value})
+        old = {name: state.get(name[:-1], torch.zeros_like(param)) for name in lists}
+        old["steps"] = state.get("step", torch.tensor(1.0 if state else 0.0))
+        numbers = {name: value for name, value in options.items() if name in known}
+        new = settings.formula(param, grad, old, **numbers)
+        return {name[:-1]: tensor for name, tensor in new.items()}
 
-def _lion_formula(
-    param: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: Any, betas=(0.9, 0.99),
-    weight_decay=0.0, maximize=False, decoupled_weight_decay=True, **_: Any
-) -> dict[str, Tensor]:  # fmt: skip
-    return reference.lion(
-        param, grad, state.get("exp_avg", torch.zeros_like(param)), lr=float(lr), beta1=betas[0],
-        beta2=betas[1], weight_decay=weight_decay, maximize=maximize,
-        decoupled_weight_decay=decoupled_weight_decay,
-    )  # fmt: skip
-
-
-def _sgd_formula(
-    param: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: Any, momentum=0.0, dampening=0.0,
-    weight_decay=0.0, nesterov=False, maximize=False, decoupled_weight_decay=False, **_: Any
-) -> dict[str, Tensor]:  # fmt: skip
-    buffer = state.get("momentum_buffer")
-    return reference.sgd(
-        param, grad, buffer, first=buffer is None, lr=float(lr), momentum=momentum,
-        dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
-        decoupled_weight_decay=decoupled_weight_decay,
-    )  # fmt: skip
+    return formula
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,17 +168,23 @@ class Kind:
 
 
 _BETAS = {"betas": (0.1, 0.2)}
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 KINDS = {
-    "Adam": Kind(_adam_formula, _BETAS, {"fused": True}, reads=("AdamW",)),
+    "Adam": Kind(formula_of("adam_", **_ADAM), _BETAS, {"fused": True}, reads=("AdamW",)),
     "AdamW": Kind(
-        functools.partial(_adam_formula, weight_decay=0.01, decoupled_weight_decay=True),
+        formula_of("adam_", **_ADAM, weight_decay=0.01, decoupled_weight_decay=True),
         _BETAS,
         {"fused": True},
         reads=("Adam",),
     ),
-    "Lion": Kind(_lion_formula, _BETAS, counts_steps=lambda options: False),
+    "Lion": Kind(
+        formula_of("lion_", betas=(0.9, 0.99)), _BETAS, counts_steps=lambda options: False
+    ),
     "SGD": Kind(
-        _sgd_formula, {"momentum": 0.5}, {"foreach": False}, lambda options: "dampening" in options
+        formula_of("sgd_"),
+        {"momentum": 0.5},
+        {"foreach": False},
+        lambda options: "dampening" in options,
     ),
 }
 

@@ -193,9 +193,7 @@ WHOLE = torch.ones(10)
     rows(
         {
             "expanded": ([WHOLE, torch.ones(1).expand(5)], rf"\[1\] {ITSELF}"),
-            "overlapping": ([WHOLE, torch.ones(6).as_strided((3, 3), (1, 1))], rf"\[1\] {ITSELF}"),
             "twice": ([WHOLE, WHOLE], rf"\[[01]\] {OTHER}"),
-            "neighbours": ([WHOLE[:6], WHOLE[5:]], rf"\[[01]\] {OTHER}"),
             "interleaved": ([WHOLE[::2], WHOLE[2:5]], rf"\[[01]\] {OTHER}"),
         }
     ),
@@ -205,13 +203,6 @@ def test_gradients_that_share_memory_are_named_and_nothing_is_written(operation,
     with pytest.raises(RuntimeError, match=f"^{operation.name}: grads{text}"):
         operation.run(grads)
     assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
-
-
-@cases.each_writing
-def test_interleaved_gradients_that_share_nothing_are_taken(operation) -> None:
-    whole = torch.ones(10)
-    cases.assert_right(operation, [whole[::2], whole[1::2]])
-    cases.assert_right(operation, [whole[:5], whole[5:]])
 
 
 # Every number that an operation reads or writes in place, and its dtype.

@@ -48,7 +48,7 @@ PLACES = [
     (
         "tests/harness/optimizer_cases.py",
         r'^    "{name}": Kind\(',
-        '"{name}": Kind(_{key}_formula, ...), to KINDS',
+        '"{name}": Kind(formula_of("{key}_"), ...), to KINDS',
     ),
     (
         "tests/harness/optimizer_cases.py",
