@@ -237,6 +237,11 @@ def test_the_error_of_a_norm_that_is_not_finite_is_torchs(value: float, device) 
         with untouched(params), pytest.raises(RuntimeError) as actual:
             clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
         assert str(actual.value) == str(expected.value)
+    given = torch.tensor(value, device=device)
+    with untouched(params), pytest.raises(RuntimeError, match=r"order 2\.0 .* is non-finite"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True, total_norm=given)
+    without = make_params(F32, device)
+    assert clip_grad_norm_(without, 1.0, total_norm=given) is given
 
 
 # A norm that the caller has.
@@ -261,16 +266,6 @@ def test_a_given_norm_decides_whatever_its_type(norm, shape, dtype, device) -> N
     clip_grad_norm_(doubles, 0.5, total_norm=total_norm)
     factor = coefficient(0.5, total_norm.reshape(()), dtype)  # in the precision of the norm
     assert all(map(same_bits, grads_of(doubles), [grad * factor for grad in before]))
-
-
-@each_bad_value
-def test_a_given_norm_that_is_not_finite_raises_if_asked(value: float, device) -> None:
-    params = with_grads(device)
-    total_norm = torch.tensor(value, device=device)
-    with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 .* is non-finite"):
-        clip_grad_norm_(params, 1.0, error_if_nonfinite=True, total_norm=total_norm)
-    without = make_params(F32, device)
-    assert clip_grad_norm_(without, 1.0, total_norm=total_norm) is total_norm
 
 
 # Gradients that are not plain tensors, or share memory.
