@@ -13,7 +13,7 @@ import argparse
 import sys
 
 import torch
-from harness.engine_results import cases, results_of
+from harness.engine_results import cases, results_of, trainings
 from harness.gradient_lists import equal
 
 # A sanitizer has a minute: of the cases of steps it gets every third.
@@ -27,6 +27,7 @@ def main() -> int:
     device = parser.parse_args().device
     differ = 0
     chosen = [(n, c) for i, (n, c) in enumerate(cases()) if "options" not in n or i % EACH == 0]
+    chosen += trainings()
     for name, case in chosen:
         expected = results_of(name, case, torch.device("cpu"))
         found = results_of(name, case, device)

@@ -276,6 +276,10 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"{operation.id or operation.name} {dtype}", looked_at(operation, dtype)
     yield "large squares", looked_at(SUM_OF_SQUARES, F32, 1e25)
     yield "refresh_masters", refreshed_masters
+
+
+def trainings() -> Iterator[tuple[str, Case]]:
+    """Yields cases that a GPU has to repeat, not each set of instructions."""
     yield "training AdamW", training("AdamW", F16, guards=True)
     yield "training Adam", training("Adam", F32, track_grad_norms=True)
     yield "training SGD", training("SGD", BF16, momentum=0.9, dampening=0.1)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness.awkward import BF16, F16, F32
+from harness.engine_results import results_of, trainings
+from harness.gradient_lists import equal
 from harness.optimizer_cases import assert_same_bits, bits_of
 from harness.reference import same_bits
 from harness.rows import rows
@@ -242,3 +244,10 @@ def test_steps_after_the_first_leave_no_memory_behind(gpu: torch.device) -> None
         training.optimizer.zero_grad(set_to_none=True)
         training.backward()
     assert torch.cuda.memory_allocated() == allocated
+
+
+@pytest.mark.parametrize("case", rows(dict(trainings())))
+def test_a_training_has_the_bits_of_the_cpu(gpu, case) -> None:
+    expected = results_of("", case, torch.device("cpu"))
+    found = results_of("", case, gpu)
+    assert [name for name in expected if not equal(found[name], expected[name])] == []

@@ -170,6 +170,8 @@ CHANGES = {
 def test_any_sequence_of_changes_is_seen(name, options, seed: int) -> None:
     chance = random.Random(seed)
     optimizer = trained(name, options, dtype=chance.choice([F32, F16, BF16]))
+    optimizer.add_param_group({"params": make_params(F32, shapes=SHAPES)})
+    give_grads(optimizer)
     for _ in range(20):
         for change in chance.choices(list(CHANGES.values()), k=chance.randrange(4)):
             change(optimizer, chance)
