@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.awkward import BF16, F16, F32, SHAPES, Dtypes
+from harness.awkward import BF16, SHAPES, Dtypes
 from harness.list_operations import BUFFERS, OPERATIONS, Lists, Options, build
 from harness.number_codes import (
     GROUP,
@@ -57,18 +57,6 @@ def _steps_of_others() -> Iterator[tuple[str, tuple[str, Options, str]]]:
 
 CODED_STEPS = rows(_STEPS | dict(_steps_of_others()))
 coded_steps = pytest.mark.parametrize(("operation", "options", "code"), CODED_STEPS)
-params = pytest.mark.parametrize(
-    "dtypes",
-    rows(
-        {
-            "fp32": Dtypes(F32, F32, F32),
-            "bf16": Dtypes(BF16, BF16, F32),
-            "fp16": Dtypes(F16, F16, F32),
-            "bf16-master": Dtypes(BF16, BF16, F32, master=True),
-            "fp16-master": Dtypes(F16, F16, F32, master=True),
-        }
-    ),
-)
 
 # Whole groups, in tensors of less than a vector of them and more than a tile.
 GROUPED_SHAPES = [(GROUP,), (3, GROUP), (2, 4 * GROUP), (1, 8192), (3, 4096 + GROUP), (0, GROUP)]
