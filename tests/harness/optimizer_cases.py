@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import io
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -368,6 +370,26 @@ def loading(target: Any, file: dict[str, Any]) -> Any:
     """Returns an optimizer or schedule after it has loaded a state dict."""
     target.load_state_dict(file)
     return target
+
+
+GONE = object()
+
+
+def spoiled(file: dict[str, Any], path: list[Any], new: Any) -> Any:
+    """Returns a copy of a file in which what lies at the end of a path of keys is new, or gone.
+
+    What is new may be a function of what is there.
+    """
+    file = copy.deepcopy(file)
+    if not path:
+        return new(file)
+    *keys, last = path
+    holder = functools.reduce(operator.getitem, keys, file)
+    if new is GONE:
+        del holder[last]
+    else:
+        holder[last] = new(holder[last]) if callable(new) else new
+    return file
 
 
 def assert_refused(optimizer: Optimizer, file: dict[str, Any], error: Any, words: str) -> None:

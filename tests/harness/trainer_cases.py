@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import amp_ext
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer, StepMetrics
@@ -80,6 +81,16 @@ def params_of(trainer: MixedPrecisionTrainer) -> list[Tensor]:
 
 def grads_of(trainer: MixedPrecisionTrainer) -> list[Tensor]:
     return [param.grad.clone() for param in trainer.model.parameters()]
+
+
+def plain(content: Any) -> str:
+    """Returns all values of anything of tensors and numbers, for comparison."""
+    return repr(tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, content))
+
+
+def all_of(trainer: MixedPrecisionTrainer) -> str:
+    """Returns everything that a file would hold, and gradients that have accumulated."""
+    return plain((trainer.model.state_dict(), trainer.state_dict(), torch.get_rng_state()))
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:

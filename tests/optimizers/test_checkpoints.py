@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import functools
-import operator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.awkward import BF16, F32, F64
 from harness.optimizer_cases import (
+    GONE,
     assert_same_bits,
     make_params,
     ours,
+    spoiled,
     theirs,
     train,
     trained,
@@ -141,20 +140,6 @@ def test_hooks_of_state_dicts_run_in_torchs_order(name, options):
 
 
 # Files that are refused.
-
-
-GONE = object()
-
-
-def spoiled(file: dict[str, Any], path: list[Any], new: Any) -> dict[str, Any]:
-    """Returns a file in which what lies at the end of a path of keys is another, or gone."""
-    file, (*keys, last) = copy.deepcopy(file), path
-    holder = functools.reduce(operator.getitem, keys, file)
-    if new is GONE:
-        del holder[last]
-    else:
-        holder[last] = new(holder[last]) if callable(new) else new
-    return file
 
 
 STEP, EXP_AVG = ["state", 1, "step"], ["state", 1, "exp_avg"]

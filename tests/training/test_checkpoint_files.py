@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import operator
 import os
 import pickle
 import random
@@ -22,11 +23,11 @@ import pytest
 import torch
 from harness import trainer_cases as cases
 from harness.disk import Disk
-from harness.optimizer_cases import in_another_process
+from harness.optimizer_cases import GONE, in_another_process, spoiled
 from harness.reference import same_bits
 from harness.rows import rows
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from harness.trainer_cases import all_of, plain
+from torch import nn
 
 import amp_ext
 from amp_ext.training import MixedPrecisionTrainer
@@ -62,16 +63,6 @@ def resumed(path: Path, batches: int) -> Any:
     return trainer
 
 
-def plain(content: Any) -> str:
-    return repr(tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, content))
-
-
-def all_of(trainer: MixedPrecisionTrainer) -> str:
-    """Returns everything that a file would hold, and gradients that have accumulated."""
-    state = trainer.model.state_dict(), trainer.state_dict(), torch.get_rng_state()
-    return plain(state)
-
-
 def read(path: Path) -> str:
     return plain(torch.load(path, weights_only=True))
 
@@ -79,16 +70,19 @@ def read(path: Path) -> str:
 # Save and load.
 
 
+EXTRA = {"epoch": 3, "place": torch.tensor([1, 2]), "more": [1.5, "text", b"2", {3}, (4, 5j)]}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("at", [4, 5], ids=["after-a-step", "amid-an-accumulation"])
 def test_a_run_that_goes_on_from_a_file_has_the_same_bits(device, dtype, at, tmp_path):
     straight = trained(at, device=device, dtype=dtype)
-    straight.save(tmp_path / "run.pt", {"epoch": 3, "place": torch.tensor([1, 2])})
+    straight.save(tmp_path / "run.pt", EXTRA)
     train(straight, 7)
     end, drawn = all_of(straight), torch.randn(3)
     again = trained(2, device=device, dtype=dtype)
     extra = again.load(tmp_path / "run.pt")
-    assert plain(extra) == "{'epoch': 3, 'place': [1, 2]}"
+    assert plain(extra) == plain(EXTRA)
     train(again, 7)
     assert all_of(again) == end
     assert same_bits(torch.randn(3), drawn)
@@ -295,10 +289,8 @@ def test_what_could_not_be_read_again_is_not_saved(extra, words, tmp_path):
     assert trainer.load(path) == "old"
 
 
-@pytest.mark.parametrize("extra", [None, [1.5, "text", b"2", {3}, (4, 5j)], {"a": torch.ones(2)}])
-def test_what_is_plain_can_be_saved(extra, tmp_path):
-    new().save(tmp_path / "run.pt", extra)
-    assert plain(new().load(tmp_path / "run.pt")) == plain(extra)
+class FullyShardedDataParallel(nn.Linear):
+    """Named as the class of torch, whose parameters are plain tensors."""
 
 
 def test_sharded_parameters_are_refused_with_the_name_of_what_saves_them(tmp_path):
@@ -310,67 +302,62 @@ def test_sharded_parameters_are_refused_with_the_name_of_what_saves_them(tmp_pat
     try:
         mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(2, 1)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-        trainer = cases.new_trainer(model=model)
-        for name in ("save", "load"):
-            words = f"^MixedPrecisionTrainer.{name}: parameters must not be sharded over ranks, got"
-            with pytest.raises(ValueError, match=f"{words} 'weight': use torch.distributed.checkp"):
-                getattr(trainer, name)(tmp_path / "run.pt")
+        of_fsdp1 = nn.Sequential(FullyShardedDataParallel(2, 1))
+        for sharded, got in ((model, "weight"), (of_fsdp1, "0")):
+            trainer = cases.new_trainer(model=sharded)
+            for name in ("save", "load"):
+                words = (
+                    f"^MixedPrecisionTrainer.{name}: parameters must not be sharded over ranks, "
+                    f"got '{got}': use torch.distributed.checkpoint"
+                )
+                with pytest.raises(ValueError, match=words):
+                    getattr(trainer, name)(tmp_path / "run.pt")
     finally:
         destroy_process_group()
     assert os.listdir(tmp_path) == []
 
 
-def test_modules_of_the_first_fsdp_are_refused_as_well(tmp_path):
-    class FullyShardedDataParallel(nn.Linear):
-        """Named as the class of torch, whose parameters are plain tensors."""
-
-    trainer = cases.new_trainer(model=nn.Sequential(FullyShardedDataParallel(2, 1)))
-    with pytest.raises(ValueError, match="must not be sharded over ranks, got '0': use "):
-        trainer.save(tmp_path / "run.pt")
-
-
-def without(*names: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda content: {name: value for name, value in content.items() if name not in names}
-
-
+SCALER = {"scale": 4.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 0}
+# The path of keys to what is replaced, by what, and the refusal.
 DAMAGED = {
-    "another-file": (lambda content: content["model"], r"must have \['model', 'trainer', 'random"),
-    "no-random": (without("random"), r"the file must have \['random'\], got \['model', 'model_m"),
-    "random-entries": (lambda content: content | {"random": {}}, "cuda"),
-    "random-numbers": (
-        lambda content: content | {"random": {"cpu": [1, 2], "cuda": []}},
-        "expected a torch.ByteTensor",
-    ),
-    "random-size": (
-        lambda content: content | {"random": {"cpu": torch.zeros(3).byte(), "cuda": []}},
-        "(RNG|GeneratorImpl).* size",
-    ),
-    "model-shape": (
-        lambda content: content | {"model": content["model"] | {"1.bias": torch.ones(7)}},
-        "size mismatch for 1.bias",
-    ),
-    "model-names": (lambda content: content | {"model": {}}, "Missing key"),
-    "trainer": (
-        lambda content: content | {"trainer": without("scaler")(content["trainer"])},
+    "another-file": ([], operator.itemgetter("model"), r"must have \['model', 'trainer', 'random"),
+    "no-random": (["random"], GONE, r"the file must have \['random'\], got \['model', 'model_m"),
+    "random-entries": (["random"], {}, "cuda"),
+    "random-numbers": (["random", "cpu"], [1, 2], "expected a torch.ByteTensor"),
+    "random-size": (["random", "cpu"], torch.zeros(3).byte(), "(RNG|GeneratorImpl).* size"),
+    "model-shape": (["model", "1.bias"], torch.ones(7), "size mismatch for 1.bias"),
+    "model-names": (["model"], {}, "Missing key"),
+    "no-scaler": (
+        ["trainer", "scaler"],
+        GONE,
         r"MixedPrecisionTrainer.load: state_dict must have \['scaler'\], got",
     ),
-    "optimizer": (
-        lambda content: content | {"trainer": content["trainer"] | {"optimizer": {}}},
-        "AdamW.load_state_dict: state_dict must have 'state'",
-    ),
+    "scaler-lacks-one": (["trainer", "scaler"], SCALER, "growth_factor"),
+    "scaler-entry": (["trainer", "scaler", "_growth_tracker"], -1, "_growth_tracker must be"),
+    "scheduler-kind": (["trainer", "scheduler"], [1], "."),
+    "no-optimizer": (["trainer", "optimizer"], None, "."),
+    "optimizer": (["trainer", "optimizer"], {}, "AdamW.load_state_dict: state_dict must have 's"),
+    "optimizer-step": (["trainer", "optimizer", "state", 1, "step"], -1.0, "at least 0, got -1.0"),
+    "gradients-kind": (["trainer", "gradients"], None, "."),
+    "gradient-shape": (["trainer", "gradients", 0], torch.ones(7), "."),
+    "gradient-dtype": (["trainer", "gradients", 1], torch.ones(1).double(), "."),
+    "gradient-kind": (["trainer", "gradients", 1], "text", "."),
+    "loss": (["trainer", "loss"], "text", "."),
 }
+ANY = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-@pytest.mark.parametrize(("spoil", "words"), rows(DAMAGED))
-def test_a_file_that_does_not_fit_changes_nothing(spoil, words, tmp_path):
+@pytest.mark.parametrize(("where", "new", "words"), rows(DAMAGED))
+def test_a_file_that_does_not_fit_changes_nothing(where, new, words, tmp_path):
     path = tmp_path / "run.pt"
     trained(5).save(path)
-    torch.save(spoil(torch.load(path)), path)
+    torch.save(spoiled(torch.load(path), where, new), path)
     trainer = trained(1)
-    before = all_of(trainer)
-    with pytest.raises((KeyError, RuntimeError, TypeError, ValueError), match=words):
+    before, grads = all_of(trainer), cases.grads_of(trainer)
+    with pytest.raises(ANY, match=words):
         trainer.load(path)
     assert all_of(trainer) == before
+    cases.assert_same(cases.grads_of(trainer), grads)
 
 
 # Killed processes. A process that has imported torch forks those that are killed.

@@ -13,6 +13,7 @@ import torch
 from harness import trainer_cases as cases
 from harness.awkward import BF16, F16, F32
 from harness.reference import tolerance
+from harness.rows import rows
 from harness.trainer_cases import TARGET, X, assert_same, batches, new_model, new_trainer, params_of
 from torch import Tensor, nn
 
@@ -169,38 +170,27 @@ class RecordingScaler(amp_ext.GradScaler):
         self.calls.append("update")
 
 
-def test_nothing_waits_without_a_scheduler():
-    scaler = RecordingScaler("cpu", init_scale=8.0)
-    trainer = new_trainer(scaler=scaler)
-    cases.train_on(trainer, batches(count=3))
-    trainer.flush()
-    assert scaler.calls == ["update"] * 3
-
-
-def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own():
+@pytest.mark.parametrize("finish", ["finish_scheduler_step", "flush", "state_dict"])
+def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own(finish):
     scaler = RecordingScaler("cpu", init_scale=8.0)
     trainer = new_trainer(scaler=scaler, scheduler=cases.halving)
     cases.train_on(trainer, batches(count=3))
     assert scaler.calls == ["update", "wait", "update", "wait", "update"]
     assert trainer.scheduler.last_epoch == 2
-    trainer.finish_scheduler_step()
-    assert trainer.scheduler.last_epoch == 3
-    trainer.finish_scheduler_step()
-    assert trainer.flush() is None
-    trainer.state_dict()
-    assert trainer.scheduler.last_epoch == 3
+    for _ in range(2):
+        getattr(trainer, finish)()
+        assert trainer.scheduler.last_epoch == 3
     assert scaler.calls[5:] == ["wait"]
 
 
-@pytest.mark.parametrize("finish", ["flush", "state_dict"])
-def test_the_end_of_an_epoch_finishes_the_step_of_the_scheduler(finish):
-    trainer = new_trainer(scaler=amp_ext.GradScaler("cpu"), scheduler=cases.halving)
+def test_nothing_waits_without_a_scheduler_and_it_moves_at_once_without_a_scaler():
+    trainer = new_trainer(scaler=RecordingScaler("cpu", init_scale=8.0))
+    cases.train_on(trainer, batches(count=3))
+    trainer.flush()
+    assert trainer.scaler.calls == ["update"] * 3
     plain = new_trainer(scheduler=cases.halving)
-    for each in (trainer, plain):
-        each.train_step(X, TARGET)
-    assert plain.scheduler.last_epoch == 1, "without a scaler it moves at once"
-    getattr(trainer, finish)()
-    assert trainer.scheduler.last_epoch == 1
+    plain.train_step(X, TARGET)
+    assert plain.scheduler.last_epoch == 1
 
 
 # Inputs, outputs, losses.
@@ -245,7 +235,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("wrap", rows(OUTPUTS))
 def test_a_model_may_give_its_own_loss(wrap):
     trainer = new_trainer(model=cases.WithLoss(wrap), loss_function=None)
     metrics = trainer.train_step({"x": X, "labels": TARGET})
@@ -356,38 +346,41 @@ def failing_loss(output: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize(("factor", "batches_kept"), [(math.inf, 1), (math.nan, 0)])
-def test_after_an_error_training_goes_on(factor, batches_kept):
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_flush(trainer: Any) -> None:
+    hook = trainer.optimizer.register_step_pre_hook(interrupt)
+    try:
+        trainer.flush()
+    finally:
+        hook.remove()
+
+
+FAILING = {
+    "forward": (lambda trainer: trainer.train_step(X, TARGET * math.inf), 1),
+    "backward": (lambda trainer: trainer.train_step(X, TARGET * math.nan), 0),
+    "flush": (interrupted_flush, 0),
+}
+
+
+@pytest.mark.parametrize(("fails", "batches_kept"), rows(FAILING))
+@cases.ours_and_torchs("SGD", 0.1)
+def test_after_an_error_training_goes_on(make, fails, batches_kept):
     options = {"gradient_accumulation_steps": 2, "loss_function": failing_loss}
+    options |= {"max_grad_norm": 0.5, "optimizer": make}
     trainer, spared = cases.two_trainers("fp16", **options)
     data = batches(count=3)
     trainer.train_step(*data[0])
-    with pytest.raises(RuntimeError, match="failed"):
-        trainer.train_step(X, TARGET * factor)
+    with pytest.raises((RuntimeError, KeyboardInterrupt), match=r"failed|^$"):
+        fails(trainer)
     cases.train_on(spared, data[:batches_kept])
     for each in (trainer, spared):
-        cases.train_on(each, data[1 : 3 - batches_kept])
-    assert_same(params_of(trainer), params_of(spared))
-    assert not torch.equal(params_of(trainer)[0], next(new_model().parameters()))
-
-
-@cases.ours_and_torchs("SGD", 0.1)
-def test_after_an_interrupted_flush_training_goes_on(make):
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optimizer": make}
-    trainer, spared = cases.two_trainers("fp16", **options)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = trainer.optimizer.register_step_pre_hook(interrupt)
-    trainer.train_step(X, TARGET)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.flush()
-    hook.remove()
-    for each in (trainer, spared):
-        *_, metrics = cases.train_on(each, batches(count=2))
+        *_, metrics = cases.train_on(each, data[1 : 3 - batches_kept])
         assert metrics.to_dict()["skipped"] is False
     assert_same(params_of(trainer), params_of(spared))
+    assert not torch.equal(params_of(trainer)[0], next(new_model().parameters()))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -405,12 +398,10 @@ def test_a_parameter_that_a_step_does_not_use_stays_as_it_is(precision):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_scheduler_that_has_come_to_its_end_does_not_keep_the_state_from_being_saved(precision):
-    trainer = cases.new_trainer(
-        precision,
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=0.1, total_steps=2, cycle_momentum=False
-        ),
+    one_cycle = functools.partial(
+        torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2, cycle_momentum=False
     )
+    trainer = new_trainer(precision, scheduler=lambda optimizer: one_cycle(optimizer))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"Tried to step \d times"):
             cases.train_on(trainer, [(X, TARGET)] * 4)
