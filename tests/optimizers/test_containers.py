@@ -36,9 +36,6 @@ def used_up(params: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 REFUSED = {
     "list_iterator": iter,
     "generator": lambda params: (param for param in params),
-    "filter": lambda params: filter(None.__ne__, params),
-    "map": lambda params: map(torch.nn.Parameter.requires_grad_, params),
-    "dict_keyiterator": lambda params: iter(dict.fromkeys(params)),
     "used-up": used_up,
     "set": set,
     "frozenset": frozenset,

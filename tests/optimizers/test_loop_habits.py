@@ -96,20 +96,13 @@ def test_masters_are_given_in_the_order_of_the_parameters(dtype, name, options):
                 assert master.data_ptr() == kept.data_ptr()
             else:
                 assert master.data_ptr() == param.data_ptr()
-        in_order = optimizer.master_params(model.parameters())
+        elsewhere = nn.Parameter(torch.ones(5, dtype=dtype))  # stands for itself
+        *in_order, itself = optimizer.master_params([*model.parameters(), elsewhere])
         assert all(map(same_bits, in_order, [*masters[-3:], *masters[:-3]]))
+        assert itself.data_ptr() == elsewhere.data_ptr()
+        assert elsewhere not in optimizer.state
         give_grads([param for param in params if param.requires_grad])
         optimizer.step()
-
-
-def test_parameters_of_other_optimizers_stand_for_themselves():
-    optimizer, other = (ours("AdamW")(make_params(BF16, shapes=[(5,)])) for _ in range(2))
-    (param,), (elsewhere,) = params_of(optimizer), params_of(other)
-    master, itself = optimizer.master_params([param, elsewhere])
-    assert master.dtype == F32
-    assert itself.dtype == BF16
-    assert itself.data_ptr() == elsewhere.data_ptr()
-    assert elsewhere not in optimizer.state
 
 
 # Hooks and profiles.
@@ -142,15 +135,10 @@ def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
             handle.remove()
         optimizer.step()
         logs.append(log)
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 5.0), {}))
+        assert optimizer.step() == 5.0
     assert logs[0] == logs[1]
     assert len(logs[0]) == 21
-
-
-def test_a_pre_hook_may_replace_the_arguments_of_a_step():
-    optimizer = ours("SGD")(make_params(F32, shapes=[(5,)]), lr=0.1)
-    give_grads(params_of(optimizer))
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 5.0), {}))
-    assert optimizer.step() == 5.0
 
 
 @cases.each_in_torch
@@ -252,12 +240,10 @@ def test_others_may_write_into_a_state_before_the_first_step(name, options) -> N
     held["slow"] = torch.ones(3)
     if not optimizer.kept_by(optimizer.param_groups[0]).keeps_step:
         held["step"] = 0  # theirs: neither read nor written
-    give_grads(optimizer)
-    optimizer.step()
+    cases.train([optimizer])
     assert held.get("step") in (0, torch.tensor(1.0))
     param.data = param.data.half()  # asks for other states
-    give_grads(optimizer)
-    optimizer.step()
+    cases.train([optimizer])
     assert "master_param" in held
     optimizer.param_groups[0].update(master_weights=False, rounding="nearest")
     optimizer.step()

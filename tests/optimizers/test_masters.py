@@ -36,10 +36,6 @@ def masters_of(optimizer: cases.Optimizer) -> list[Tensor]:
     return snapshot([optimizer.state[param]["master_param"] for param in params_of(optimizer)])
 
 
-def versions_of(optimizer: cases.Optimizer) -> list[int]:
-    return [param._version for param in params_of(optimizer)]
-
-
 def assert_refreshed(
     optimizer: cases.Optimizer, before: list[Tensor], changed: list[Tensor]
 ) -> None:
@@ -52,38 +48,25 @@ def assert_refreshed(
 # Ways to change weights under their masters.
 
 
-def load_into_the_model(params, values):
-    model = torch.nn.ParameterList(params)
-    assert all(param is twin for param, twin in zip(model, params, strict=True))
-    model.load_state_dict({str(index): value for index, value in enumerate(values)})
-
-
 @torch.no_grad()
-def clamp(params, values):
+def clamp(params: list[Parameter]) -> None:
     for param in params:
         param.clamp_(-0.3, 0.3)
 
 
 @torch.no_grad()
-def swap_with_average(params, values):
-    torch._foreach_lerp_(list(params), values, 0.5)
-
-
-@torch.no_grad()
-def add_in_place(params, values):
+def add_in_place(params: list[Parameter]) -> None:
     for param in params:
         param += 0.125
 
 
-def write_through_data(params, values):
+def write_through_data(params: list[Parameter]) -> None:
+    """Writes what torch does not count."""
     for param in params:
         param.data.mul_(0.5)
 
 
-CHANGES = [load_into_the_model, clamp, swap_with_average, add_in_place, write_through_data]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [clamp, add_in_place, write_through_data])
 @pytest.mark.parametrize(("name", "options"), cases.optimizers_named("adamw", "dampening"))
 @HALVES
 def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, options, change):
@@ -92,17 +75,15 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
     An overflow between does not let it be forgotten.
     """
     optimizer = trained(ours(name)(make_params(dtype, device), **options))
-    before, versions = masters_of(optimizer), versions_of(optimizer)
-    change(params_of(optimizer), [torch.randn_like(param) for param in params_of(optimizer)])
+    before = masters_of(optimizer)
+    change(params_of(optimizer))
     changed = snapshot(params_of(optimizer))
     assert not same_bits(changed[0], before[0].to(dtype))
     if change is clamp:  # elements that did not change keep their extra bits
         kept = changed[0] == before[0].to(dtype)
         assert kept.any()
         assert (before[0] != changed[0].float())[kept].any()
-    if versions_of(optimizer) == versions:
-        # Torch counts no write through `.data`, and on a GPU forgets those of `_foreach_lerp_`.
-        assert change is write_through_data or (change, device.type) == (swap_with_average, "cuda")
+    if change is write_through_data:
         optimizer.refresh_masters()
         assert_refreshed(optimizer, before, changed)
     if change is add_in_place:
@@ -170,9 +151,11 @@ NEW_PLANS = {
 
 
 def stepped_once(dtype: torch.dtype, device: torch.device) -> tuple[Parameter, cases.Optimizer]:
-    param = Parameter(torch.ones(5, dtype=dtype, device=device))
+    values = torch.ones(1, 2, 2, 2, dtype=dtype, device=device)
+    param = Parameter(values.contiguous(memory_format=torch.channels_last))
     optimizer = ours("SGD")([param], lr=0.5, momentum=0.5)
     step_by_zeros(optimizer)
+    assert optimizer.state[param]["master_param"].stride() == param.stride()
     return param, optimizer
 
 
@@ -224,12 +207,6 @@ def test_masters_of_a_file_or_a_copy_do_not_move_their_parameters(write, device)
         step_by_zeros(one)
         (param,) = params_of(one)
         assert torch.equal(param.detach(), torch.ones_like(param))
-
-
-def test_masters_follow_the_layout_of_the_parameter():
-    param = Parameter(torch.randn(2, 3, 4, 5).to(BF16, memory_format=torch.channels_last))
-    optimizer = trained(ours("AdamW")([param]), 1)
-    assert optimizer.state[param]["master_param"].stride() == param.stride()
 
 
 # Split masters.

@@ -77,13 +77,18 @@ def test_states_have_the_names_and_dtypes_promised(dtype, name, options, roundin
                 assert {key: (t.dtype, t.shape) for key, t in state.items()} == expected
 
 
-def test_step_counters_are_float32_whatever_the_default_dtype():
-    torch.set_default_dtype(F64)
+def test_steps_and_loads_do_not_depend_on_the_default_dtype_and_device():
     try:
+        torch.set_default_dtype(F64)
         optimizer = cases.trained(ours("Adam")(make_params(F64, shapes=[(5,)])), 1)
+        resumed = ours("Adam")(cases.twins(optimizer))
+        with torch.device("meta"):
+            resumed.load_state_dict(optimizer.state_dict())
     finally:
         torch.set_default_dtype(F32)
-    assert optimizer.state[params_of(optimizer)[0]]["step"].dtype == F32
+    for state in (*optimizer.state.values(), *resumed.state.values()):
+        assert state["step"].dtype == F32
+        assert {value.device.type for value in state.values()} == {"cpu"}
 
 
 # Arguments.
