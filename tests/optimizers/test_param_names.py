@@ -81,46 +81,32 @@ def test_states_go_by_name_within_their_group(name, options, dtype, form):
         source = resumed
 
 
+# Names in the file, those of the optimizer, and whose states its parameters get.
 OTHER_NAMES = {
-    "renamed": (["first.a", "first.b"], ["second.b", "second.a"]),
-    "one-more": (["a", "b"], ["b", "x"]),
-    "twice": (["a", "module.a"], ["module.module.a", "a"]),
+    "renamed": (["first.a", "first.b"], ["second.b", "second.a"], [0, 1]),
+    "one-more": (["a", "b"], ["b", "x"], [0, 1]),
+    "twice": (["a", "module.a"], ["module.module.a", "a"], [0, 1]),
+    "none-in-the-file": (None, ["b", "a"], [0, 1]),
+    "none-of-the-optimizer": (["a", "b"], None, [0, 1]),
+    "called-as-a-wrapper": (["module.a", "a"], ["a", "module.a"], [1, 0]),
 }
 
 
-@pytest.mark.parametrize(("saved", "own"), rows(OTHER_NAMES))
-def test_other_names_go_by_place(saved, own):
-    source = trained("AdamW", named(saved))
-    resumed = ours("AdamW")(named(own))
+@pytest.mark.parametrize(("saved", "own", "places"), rows(OTHER_NAMES))
+def test_other_names_go_by_place(saved, own, places):
+    """But a module may be called as a wrapper is."""
+
+    def params_under(names: list[str] | None) -> list[Any]:
+        return named(names) if names else [param for _, param in named(["a", "b"])]
+
+    source, resumed = trained("AdamW", params_under(saved)), ours("AdamW")(params_under(own))
     resumed.load_state_dict(source.state_dict())
-    assert resumed.param_groups[0]["param_names"] == own
-    pairs = zip(source.state.values(), resumed.state.values(), strict=True)
-    assert all(same_bits(left["exp_avg"], right["exp_avg"]) for left, right in pairs)
-
-
-def test_a_module_may_be_called_as_a_wrapper_is():
-    source = trained("AdamW", named(["module.a", "a"]))
-    resumed = ours("AdamW")(named(["a", "module.a"]))
-    resumed.load_state_dict(source.state_dict())
-    states = [
-        [each.state[p]["exp_avg"] for p in cases.params_of(each)] for each in (source, resumed)
-    ]
-    assert all(map(same_bits, states[0], states[1][::-1]))
-
-
-def test_names_on_one_side_go_by_place():
-    source = trained("AdamW", named(["a", "b"]))
-    saved = source.state_dict()
-    plain = ours("AdamW")([param for _, param in named(["b", "a"])])
-    plain.load_state_dict(saved)
-    assert plain.param_groups[0]["param_names"] == ["a", "b"]
-    del saved["param_groups"][0]["param_names"]
-    resumed = ours("AdamW")(named(["b", "a"]))
-    resumed.load_state_dict(saved)
-    assert resumed.param_groups[0]["param_names"] == ["b", "a"]
-    for optimizer in (plain, resumed):
-        first = next(iter(source.state.values()))
-        assert same_bits(next(iter(optimizer.state.values()))["exp_avg"], first["exp_avg"])
+    assert resumed.param_groups[0]["param_names"] == (own or saved)
+    moments, loaded = (
+        [each.state[param]["exp_avg"] for param in cases.params_of(each)]
+        for each in (source, resumed)
+    )
+    assert all(map(same_bits, loaded, [moments[place] for place in places]))
 
 
 def test_names_that_are_in_other_groups_are_refused():
