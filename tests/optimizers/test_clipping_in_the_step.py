@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import clipping_cases
 from harness import optimizer_cases as cases
-from harness.awkward import F32, F64, LAYOUT_SHAPE, LAYOUTS, neighbours_untouched, placed
+from harness.awkward import F32, F64
 from harness.clipping_cases import (
     CLIPPING,
     HARMLESS,
@@ -184,45 +184,6 @@ def test_a_scale_may_push_the_squares_out_of_float32(exponent: int, device):
     assert_nearly(fused, apart, norm, 1)
 
 
-# Gradients of every kind.
-
-
-def expanded(*sizes: int) -> Callable[..., Tensor]:
-    return lambda grad: torch.randn(sizes, device=grad.device).expand_as(grad)
-
-
-EXPANDED = {
-    "one-element": expanded(1),
-    "one-column": expanded(3, 5, 33, 1),
-    "one-slice": expanded(1, 5, 33, 37),
-}
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, *rows(EXPANDED)])
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_gradients_of_any_layout_are_clipped(layout: Any, way, device):
-    """Of an expanded gradient every element counts."""
-    clipping = {"max_grad_norm": 3.0, "clip_value": 0.1}
-    fused, apart = pair("AdamW", {}, device=device, shapes=[LAYOUT_SHAPE, (5,)], **clipping)
-    (param, _), (twin, _) = params_of(fused), params_of(apart)
-    scaler = way.make_scaler(device)
-    is_placed = any(layout is row.values[0] for row in LAYOUTS)
-    for _ in range(3):
-        give_grads(fused, apart)
-        view = placed(param.grad, layout) if is_placed else layout(param.grad)
-        twin.grad = view.clone(memory_format=torch.contiguous_format)
-        clipping_cases.scale_grads(fused, scaler)
-        param.grad = view
-        (view if is_placed else view._base).mul_(1.0 if scaler is None else scaler.get_scale())
-        kept = view.clone()
-        way.step(fused, scaler)
-        norm = step_apart(apart, None, clipping)
-        torch.testing.assert_close(fused.grad_norm, norm, rtol=1e-6, atol=0)
-        assert same_bits(view, kept)
-        assert not is_placed or neighbours_untouched(view)
-    assert_nearly(fused, apart, norm)
-
-
 # Gradients that change between the look and the step.
 
 
@@ -247,11 +208,8 @@ def set_grad(param: Parameter, grad: Tensor | None) -> None:
 
 
 CHANGES: dict[str, Callable[[list[Parameter]], Any]] = {
-    "replace": lambda params: [set_grad(each, each.grad * 3) for each in with_grad(params)],
     "replace_at_the_same_address": lambda params: [*map(recycle_grad, with_grad(params))],
-    "edit": lambda params: [each.grad.mul_(3) for each in with_grad(params)],
     "edit_one": lambda params: params[-1].grad.mul_(100),
-    "replace_one": lambda params: set_grad(params[0], torch.ones_like(params[0])),
     "drop_one": lambda params: set_grad(params[0], None),
     "add_one": lambda params: set_grad(params[2], torch.full_like(params[2], 7e4)),
     "expand_one": lambda params: set_grad(
@@ -287,3 +245,52 @@ def test_the_norm_is_of_the_gradients_that_are_stepped(way, change, device):
         way.step(fused, scaler)
         norm = step_apart(apart, None, clipping)
         assert_nearly(fused, apart, norm)
+
+
+# Gradients that are written back.
+
+OPTIONS = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": True}
+
+
+def test_a_skipped_step_on_the_cpu_moves_no_version():
+    """On a GPU the host does not know of the skip."""
+    optimizer, _ = pair("AdamW", {}, **OPTIONS)
+    cases.train([optimizer])
+    optimizer.found_inf = torch.ones(())
+    tensors = [*params_of(optimizer), *grads_of(optimizer)]
+    versions = [tensor._version for tensor in tensors]
+    optimizer.step()
+    assert [tensor._version for tensor in tensors] == versions
+
+
+@pytest.mark.parametrize("write_back", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_only_a_write_back_moves_the_version_of_gradients(transposed, write_back: bool, device):
+    options = OPTIONS | {"write_back_grads": write_back}
+    optimizer, _ = pair("AdamW", {}, device=device, shapes=[(6, 5), (3,)], **options)
+    optimizer.grad_scale = torch.tensor(8.0, device=device)
+    give_grads(optimizer)
+    if transposed:
+        params_of(optimizer)[0].grad = torch.randn(5, 6, device=device).t()
+    before = snapshot(grads_of(optimizer))
+    versions = [grad._version for grad in grads_of(optimizer)]
+    optimizer.step()
+    after = [grad._version for grad in grads_of(optimizer)]
+    assert [new > old for new, old in zip(after, versions, strict=True)] == [write_back] * 2
+    assert all(map(same_bits, grads_of(optimizer), before)) != write_back
+
+
+def test_gradients_that_share_memory_cannot_be_written_back():
+    optimizer, _ = pair("SGD", {}, shapes=[(5,), (5,)], write_back_grads=True)
+    first, second = params_of(optimizer)
+    bucket, where = torch.ones(9), "grad of group 0, param [01] .*"
+    for shared, words in ((bucket[4:], f"{where}share memory"), (first.detach(), "share memory")):
+        first.grad, second.grad = bucket[:5], shared
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+    bucket = torch.ones(10)
+    first.grad, second.grad = bucket[:5], bucket[5:]
+    optimizer.step()
+    optimizer.param_groups[0]["write_back_grads"] = False
+    first.grad = second.grad = bucket[5:]
+    optimizer.step()

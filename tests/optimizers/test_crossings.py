@@ -90,13 +90,3 @@ def test_a_warm_iteration_with_a_scaler_is_four_calls(name, options) -> None:
             scaler.step(optimizer)
             scaler.update()
     assert calls == ["LossScale.begin_look", "Plan.look", "Plan.step", "LossScale.update"]
-
-
-def test_what_comes_anew_is_counted() -> None:
-    optimizer = warm("AdamW", {})
-    optimizer.state.clear()
-    with crossings() as calls:
-        optimizer.step()
-    assert calls.count("Plan.step") == 2
-    assert "Plan.list_params" in calls
-    assert "Kept.whole_state" in calls

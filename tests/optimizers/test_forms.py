@@ -51,6 +51,7 @@ each_setting = pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
 KEPT: dict[str, dict[str, Any]] = {
     "masters": {},
     "narrow": {"state_dtype": BF16},
+    "nearest": {"state_dtype": BF16, "rounding": "nearest"},
     "split": {"master_weights": "split"},
     "split8": {"master_weights": "split8", "state_dtype": BF16},
     "split-8bit": {"master_weights": "split", "state_dtype": "8bit"},
@@ -60,6 +61,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "alone-narrow": {"master_weights": False, "state_dtype": BF16},
     "as-torch": AS_TORCH,
 }
+OWN = ("master_weights", "state_dtype", "rounding")
 FORMS = {
     **{f"bf16-{key}": (BF16, kept) for key, kept in KEPT.items()},
     **{f"fp16-{key}": (F16, KEPT[key]) for key in ("split", "split8-8bit-bf16", "as-torch")},
@@ -154,6 +156,8 @@ def test_every_form_loads_every_other(name, options, dtype, first, second):
         for one in (other, ahead)
     ]
     assert keys[0] == keys[1]
+    groups = [one.param_groups[0] for one in (other, ahead)]
+    assert [groups[0][option] for option in OWN] == [groups[1][option] for option in OWN]
     assert_kept(other, numbers_of(optimizer), second)
     train([other])
     assert all(param.isfinite().all() for param in params_of(other))
@@ -164,7 +168,7 @@ def test_a_loop_may_change_the_form(name, options, dtype, first, second):
     optimizer = trained(make(name, dtype, **options, **first))
     resumed = ours(name)(twins(optimizer), **options, **second)
     resumed.load_state_dict(optimizer.state_dict())
-    for option in ("master_weights", "state_dtype"):
+    for option in OWN:
         optimizer.param_groups[0][option] = resumed.param_groups[0][option]
     train([optimizer, resumed], 2)
     assert_same_bits(optimizer, resumed)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import scaler_cases, trainer_cases
-from harness.awkward import BF16, F16, F32, F64
+from harness.awkward import BF16
 from harness.optimizer_cases import (
     assert_same_bits,
     make_params,
@@ -18,26 +18,12 @@ from harness.optimizer_cases import (
     trained,
 )
 from harness.rows import rows
+from test_forms import FORMS
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import amp_ext
 
-KINDS = [
-    pytest.param(name, dtype, {"lr": 0.05, **options}, id=row_id)
-    for row_id, name, dtype, options in (
-        ("fp32", "AdamW", F32, {"max_grad_norm": 1.0}),
-        ("fp64-amsgrad", "Adam", F64, {"amsgrad": True}),
-        ("master-fp16", "AdamW", F16, {"max_grad_norm": 1.0}),
-        ("master-bf16", "Lion", BF16, {}),
-        ("split", "AdamW", BF16, {"master_weights": "split"}),
-        ("split8", "SGD", F16, {"master_weights": "split8", "momentum": 0.9}),
-        ("no-master", "SGD", BF16, {"master_weights": False, "momentum": 0.9, "dampening": 0.5}),
-        ("bf16-states", "AdamW", BF16, {"state_dtype": BF16}),
-        ("8bit", "AdamW", F16, {"state_dtype": "8bit"}),
-        ("8bit-momentum", "SGD", F32, {"state_dtype": "8bit", "momentum": 0.9}),
-    )
-]
 SHAPES = [(64, 64), (7,), ()]
 
 
@@ -82,21 +68,22 @@ def inference_tensors(*values: Any) -> list[Tensor]:
     return [tensor for tensor in found if tensor.is_inference()]
 
 
-# Every call with masters of a kind and with codes, and two with all.
+# Every call with masters of a kind and with codes, and two with all forms.
 MADE = {
-    f"{kind.id}-{call}": (*kind.values, call)
-    for kind in KINDS
+    f"{form}-{call}": (*FORMS[form], call)
+    for form in FORMS
     for call in CALLS
-    if call in ("load", "step") or kind.id in ("master-fp16", "split", "8bit")
+    if call in ("load", "step") or form in ("bf16-masters", "fp16-split", "bf16-8bit")
 }
 
 
-@pytest.mark.parametrize(("name", "dtype", "options", "call"), rows(MADE))
-def test_training_goes_on_from_what_was_made_in_inference_mode(name, dtype, options, call, device):
+@pytest.mark.parametrize(("dtype", "kept", "call"), rows(MADE))
+def test_training_goes_on_from_what_was_made_in_inference_mode(dtype, kept, call, device):
     sides = []
     for is_on in (True, False):
         torch.manual_seed(0)
-        optimizer = ours(name)(make_params(dtype, device, SHAPES), **options)
+        params = make_params(dtype, device, SHAPES)
+        optimizer = ours("AdamW")(params, lr=0.05, max_grad_norm=1.0, **kept)
         with torch.inference_mode(is_on):
             made = CALLS[call](optimizer)
         assert inference_tensors(made, dict(optimizer.state), optimizer.grad_norm) == []

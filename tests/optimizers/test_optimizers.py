@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32, F64, INF, LAYOUTS, NAN, neighbours_untouched, placed
+from harness.awkward import BF16, F16, F32, F64, INF, NAN
 from harness.optimizer_cases import (
     assert_same_bits,
     give_grads,
@@ -115,13 +115,6 @@ def test_the_class_is_one_of_torch_and_its_groups_hold_plain_values(name):
         for key in group.keys() - {"params"}:
             assert isinstance(group[key], (bool, int, float, str, tuple, type(None))), key
         assert group["state_dtype"] == ("float32" if state_dtype else None)
-
-
-@cases.each_in_torch
-def test_positional_arguments_are_in_torchs_order(name):
-    arguments = (0.1, 0.9, 0.5, 0.2) if name == "SGD" else (0.1, (0.5, 0.6), 1e-3, 0.2, True)
-    mine, other = (package(name)(make_params(F32), *arguments) for package in (ours, cases.theirs))
-    assert {key: mine.defaults[key] for key in other.defaults} == other.defaults
 
 
 @cases.each_class
@@ -235,17 +228,6 @@ def test_frozen_parameters_of_any_dtype_are_left_alone(name, options, dtype):
 
 
 # Layouts and dtypes of what a step reads.
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@cases.few_optimizers
-@cases.FLOATS
-def test_parameters_may_be_views_of_any_layout(device, dtype, name, options, layout):
-    dense = ours(name)(make_params(dtype, device, [(3, 5, 7, 9), (1, 2, 3, 5)]), **options)
-    views = ours(name)([Parameter(placed(p.detach(), layout)) for p in params_of(dense)], **options)
-    train([dense, views], 3)
-    assert_same_bits(views, dense)
-    assert all(neighbours_untouched(param) for param in params_of(views))
 
 
 @cases.every_optimizer

@@ -96,36 +96,27 @@ def counts_in(error: BaseException, name: str) -> tuple[int, int, int] | None:
     return None
 
 
-def error_of(
-    step: Callable[[Optimizer], Any], optimizer: Optimizer, refusing: AbstractContextManager[Any]
-) -> BaseException | None:
-    """Returns the error of a step, if the launch or copy that is refused is one of it."""
-    try:
-        with refusing:
-            step(optimizer)
-    except RuntimeError as error:
-        found = error
-    else:
-        return None
-    assert str(found) == WORDS
-    return found
-
-
 def failed_steps(
-    make_one: Callable[[], Optimizer], step: Callable[[Optimizer], Any]
+    make_one: Callable[[], Optimizer],
+    step: Callable[[Optimizer], Any],
+    refusing: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[tuple[Optimizer, Any, BaseException]]:
-    """Yields an optimizer whose step failed at its first launch, one at its second, ...
+    """Yields an optimizer whose step failed at its first launch or copy, one at its second, ...
 
     Also what it was before, and the error.
     """
     for number in itertools.count():
         optimizer = make_one()
         before = bits_of(optimizer)
-        error = error_of(step, optimizer, refusing_launch(number))
-        if error is None:
+        try:
+            with refusing(number):
+                step(optimizer)
+        except RuntimeError as error:
+            found = error
+        else:
             return
-        assert type(error) is torch.AcceleratorError
-        yield optimizer, before, error
+        assert str(found) == WORDS
+        yield optimizer, before, found
 
 
 def assert_is_refused(optimizer: Any, operation: str = "step", *arguments: Any) -> None:
@@ -168,7 +159,8 @@ def test_a_refused_launch_leaves_each_parameter_whole(
     then = cases.bits_of(after_other_steps(whole))
 
     seen = set()
-    for optimizer, before, error in failed_steps(make_one, step):
+    for optimizer, before, error in failed_steps(make_one, step, refusing_launch):
+        assert type(error) is torch.AcceleratorError
         old, new = zip(
             *(
                 (are_same(now, earlier), are_same(now, later))
@@ -300,12 +292,7 @@ def test_a_refused_copy_leaves_each_parameter_whole_or_is_told(name, options, ro
     wanted_of = make_one()
     wanted_of.step()
     wanted, found = bits_of(wanted_of), set()
-    for number in itertools.count():
-        optimizer = make_one()
-        before = bits_of(optimizer)
-        error = error_of(stepper(None), optimizer, RefusesCopy(number))
-        if error is None:
-            break
+    for optimizer, before, error in failed_steps(make_one, stepper(None), RefusesCopy):
         counts = counts_in(error, name)
         kinds = []
         for now, old, new in zip(bits_of(optimizer), before, wanted, strict=True):

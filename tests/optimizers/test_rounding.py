@@ -40,9 +40,6 @@ SETTINGS = {
 }
 SETTINGS |= of_other_classes(SETTINGS)
 each_setting = pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
-FEW = {key: SETTINGS[key] for key in ("amsgrad", "lion", "momentum-slow")}
-few_settings = pytest.mark.parametrize(("name", "options"), rows(FEW))
-
 # What is stored in 16 bits, and whether rounding=None dithers it.
 NARROW: dict[str, tuple[dict[str, Any], bool]] = {
     "states": ({"state_dtype": BF16}, True),
@@ -112,44 +109,6 @@ def test_steps_are_those_of_the_list_operation(name, options, stored, dithers, d
 
 
 # Groups, counters and checkpoints.
-
-
-@few_settings
-def test_an_option_that_a_loop_changes_holds_from_the_next_step(name, options):
-    changed, straight = cases.pair(name, options | {"state_dtype": BF16}, F32, "cpu", SHAPES)
-    for group in straight.param_groups:
-        group["rounding"] = "dither"
-    train([changed, straight], 2)
-    changed.param_groups[0]["rounding"] = "dither"
-    train([changed, straight], 2)
-    assert_same_bits(changed, straight)
-    changed.param_groups[0].update(rounding="nearest", state_dtype=F32)
-    straight.param_groups[0]["state_dtype"] = "float32"
-    train([changed, straight], 1)
-    assert_same_bits(changed, straight)
-    for param in params_of(changed):
-        buffers = [state for key, state in changed.state[param].items() if key != "step"]
-        assert {buffer.dtype for buffer in buffers} == {F32}
-
-
-@few_settings
-def test_a_file_never_changes_how_an_optimizer_rounds(name, options):
-    configured = {"state_dtype": BF16, "rounding": "nearest"}
-    saved = ours(name)(make_params(F32), **options, state_dtype=F32, rounding="dither")
-    train([saved], 2)
-    loaded = ours(name)(cases.twins(saved), **options, **configured)
-    loaded.load_state_dict(saved.state_dict())
-    (group,) = loaded.param_groups
-    assert (group["state_dtype"], group["rounding"]) == ("bfloat16", "nearest")
-    for param, twin in zip(params_of(loaded), params_of(saved), strict=True):
-        for key, value in saved.state[twin].items():
-            wanted = value if key == "step" else value.to(BF16)  # to nearest
-            assert same_bits(loaded.state[param][key], wanted), key
-    back = ours(name)(cases.twins(saved), **options)
-    back.load_state_dict(loaded.state_dict())
-    for param, twin in zip(params_of(back), params_of(loaded), strict=True):
-        for key, value in loaded.state[twin].items():
-            assert same_bits(back.state[param][key], value.float()), key
 
 
 @pytest.mark.parametrize(("name", "first"), [("Lion", 0.0), ("SGD", 1.0)])
