@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness.list_operations import BUFFERS
-from harness.optimizer_cases import (
-    of_other_classes,
-    ours,
-    through_a_file,
-)
+from harness.optimizer_cases import of_other_classes, ours, through_a_file
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor

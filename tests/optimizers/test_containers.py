@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,18 +103,8 @@ def test_parameters_that_can_not_be_read_again_are_refused(container, reader, st
 @cases.each_name
 def test_a_constructor_refuses_a_set(name, container):
     """torch takes it; from 2.15 on it warns."""
-    params = container(make_params(F32))
     message = (
         rf"^{name}: params must have an order that stays, as in a list, got a {container.__name__}$"
     )
     with pytest.raises(TypeError, match=message):
-        ours(name)(params)
-    if name in cases.IN_TORCH:
-        warns = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-        context = (
-            pytest.warns(FutureWarning, match="ordered")
-            if warns and container is set
-            else contextlib.nullcontext()
-        )
-        with context:
-            getattr(torch.optim, name)(params)
+        ours(name)(container(make_params(F32)))

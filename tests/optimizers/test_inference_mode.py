@@ -9,14 +9,7 @@ import pytest
 import torch
 from harness import scaler_cases, trainer_cases
 from harness.awkward import BF16
-from harness.optimizer_cases import (
-    assert_same_bits,
-    make_params,
-    ours,
-    params_of,
-    train,
-    trained,
-)
+from harness.optimizer_cases import assert_same_bits, make_params, ours, params_of, train, trained
 from harness.rows import rows
 from test_forms import FORMS
 from torch import Tensor

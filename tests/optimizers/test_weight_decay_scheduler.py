@@ -12,14 +12,7 @@ import numpy
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.optimizer_cases import (
-    assert_same_bits,
-    make_params,
-    ours,
-    theirs,
-    train,
-    twins,
-)
+from harness.optimizer_cases import assert_same_bits, make_params, ours, theirs, train, twins
 from harness.rows import rows
 from torch.nn import Parameter
 
