@@ -9,12 +9,8 @@ import os
 import pickle
 import random
 import re
-import shutil
-import signal
 import socket
 import tempfile
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +19,14 @@ import pytest
 import torch
 from harness import trainer_cases as cases
 from harness.disk import Disk
-from harness.optimizer_cases import GONE, in_another_process, spoiled
+from harness.optimizer_cases import GONE, spoiled
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.trainer_cases import all_of, plain
 from torch import nn
 
 import amp_ext
-from amp_ext.training import MixedPrecisionTrainer
-from amp_ext.training.checkpoint_file import write_checkpoint
+from amp_ext.training import MixedPrecisionTrainer, checkpoint_file
 
 OPTIONS = {"optimizer": amp_ext.optim.AdamW, "scheduler": cases.halving}
 OPTIONS |= {"gradient_accumulation_steps": 2, "growth_interval": 2}
@@ -52,13 +47,6 @@ def train(trainer: MixedPrecisionTrainer, batches: int) -> None:
 
 def trained(batches: int, **options: Any) -> Any:
     trainer = new(**options)
-    train(trainer, batches)
-    return trainer
-
-
-def resumed(path: Path, batches: int) -> Any:
-    trainer = new()
-    trainer.load(path)
     train(trainer, batches)
     return trainer
 
@@ -152,7 +140,7 @@ def test_a_layer_learns_the_version_of_a_file(of_an_earlier_release, tmp_path):
 # Where a file is written.
 
 
-save = partial(write_checkpoint, "save_state", "text")
+save = partial(checkpoint_file.write_checkpoint, "save_state", "text")
 
 
 def test_links_stay_and_what_they_name_is_replaced(tmp_path):
@@ -240,16 +228,32 @@ def test_an_error_names_the_file_and_leaves_none(name, words, tmp_path):
 MANY_CALLS = 1000  # a save makes fewer
 
 
-def full() -> None:
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def full(patch: pytest.MonkeyPatch) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def ctrl_c() -> None:
+def ctrl_c(patch: pytest.MonkeyPatch) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("end", "error"), [(full, OSError), (ctrl_c, KeyboardInterrupt)])
-def test_a_save_that_fails_leaves_the_old_file_alone(end, error, tmp_path):
+def killed(patch: pytest.MonkeyPatch) -> None:
+    """Lets nothing that comes after it reach the disk."""
+    for name in ("fsync", "replace", "unlink"):
+        patch.setattr(os, name, lambda *_: None)
+    patch.setattr(checkpoint_file, "open", None)
+    raise Killed
+
+
+@pytest.mark.parametrize("power", ["on", "cut"])
+@pytest.mark.parametrize(
+    ("end", "error"), [(full, OSError), (ctrl_c, KeyboardInterrupt), (killed, Killed)]
+)
+def test_a_save_that_ends_anywhere_leaves_the_old_file_or_the_new_one(end, error, power, tmp_path):
+    """Of a file that is not synchronised, nothing is there after a power cut."""
     trainer, path = new(), tmp_path / "run.pt"
     trainer.save(path, "old")
     trainer.save(tmp_path / "new.pt", "new")
@@ -257,13 +261,17 @@ def test_a_save_that_fails_leaves_the_old_file_alone(end, error, tmp_path):
     (tmp_path / "new.pt").unlink()
     for at in range(1, MANY_CALLS):
         with pytest.MonkeyPatch.context() as patch:
-            disk = Disk(at, end).put_in_place(patch)
+            disk = Disk(at, partial(end, patch), forgets=power == "cut").put_in_place(patch)
             try:
                 trainer.save(path, "new")
             except error:
                 assert len(disk.calls) == at - 1
             else:
                 break
+        abandoned = [*tmp_path.glob("*.tmp")]
+        assert len(abandoned) == (end is killed and "replace" not in disk.calls)
+        for each in abandoned:
+            each.unlink()
         assert os.listdir(tmp_path) == ["run.pt"]
         # The last call waits for the folder, after the rename.
         assert read(path) == (later if "replace" in disk.calls else old)
@@ -358,91 +366,3 @@ def test_a_file_that_does_not_fit_changes_nothing(where, new, words, tmp_path):
         trainer.load(path)
     assert all_of(trainer) == before
     cases.assert_same(cases.grads_of(trainer), grads)
-
-
-# Killed processes. A process that has imported torch forks those that are killed.
-
-
-def code_of(run: Callable[[], None]) -> int:
-    """Runs a function in a fork; returns its exit code, or minus the signal that killed it."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            run()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kill_myself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def places_of_a_save(trainer: MixedPrecisionTrainer, path: Path) -> list[int]:
-    """Returns the first and the last of equal calls in a row, of which writes are many."""
-    with pytest.MonkeyPatch.context() as patch:
-        calls = Disk(MANY_CALLS, kill_myself).put_in_place(patch).calls
-        trainer.save(path)
-    around = zip(["", *calls], calls, [*calls[1:], ""], strict=False)
-    return [at for at, names in enumerate(around, 1) if len({*names}) > 1] + [len(calls) + 1]
-
-
-def killed_at_each_call(folder: str) -> list[dict[str, Any]]:
-    """Runs in the other process: saves, killed at one call, at the next, and at none.
-
-    Returns what was left of it: by a process that is killed, and by a machine without power.
-    """
-    path, kept = Path(folder) / "run.pt", Path(folder) / "kept"
-    kept.mkdir()
-    trainer = trained(3)
-    trainer.save(kept / "old.pt")
-    train(trainer, 2)
-    trainer.save(kept / "new.pt")
-    contents = {read(kept / f"{name}.pt"): name for name in ("old", "new")}
-    train(trainer, 4)
-    end = all_of(trainer)
-    ends = [
-        all_of(resumed(kept / f"{name}.pt", batches)) == end
-        for name, batches in (("old", 6), ("new", 4))
-    ]
-    results = []
-    for forgets in (False, True):
-        trainer = resumed(kept / "new.pt", 0)
-        codes: dict[str, list[int]] = {"old": [], "new": []}  # by what is there afterwards
-        left = 0
-        for at in places_of_a_save(trainer, path):
-            shutil.copy(kept / "old.pt", path)
-            code = code_of(partial(save_on_a_disk, trainer, path, at, forgets))
-            codes[contents[read(path)]].append(code)
-            for abandoned in path.parent.glob("*.tmp"):
-                abandoned.unlink()
-                left += 1
-        trainer.save(path)
-        names = sorted(os.listdir(folder))
-        results.append({"codes": codes, "left": left, "names": names, "ends": ends})
-    return results
-
-
-def save_on_a_disk(trainer: MixedPrecisionTrainer, path: Path, at: int, forgets: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        Disk(at, kill_myself, forgets=forgets).put_in_place(patch)
-        trainer.save(path)
-
-
-@pytest.mark.slow
-def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
-    kill = -signal.SIGKILL
-    # Threads of OpenMP do not survive the forks.
-    for result in in_another_process(killed_at_each_call, str(tmp_path), OMP_NUM_THREADS="1"):
-        # The first and the last write, flush, fsync, replace at least.
-        assert len(result["codes"]["old"]) >= 5
-        assert set(result["codes"]["old"]) == {kill}
-        # The rename was made before the last call, which waits for the folder.
-        assert result["codes"]["new"] == [kill, 0]
-        assert result["left"] == len(result["codes"]["old"])
-        assert result["names"] == ["kept", "run.pt"]
-        assert result["ends"] == [True, True]
