@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness.awkward import BF16, F32
 from harness.list_operations import BUFFERS
-from harness.optimizer_cases import of_other_classes, ours, through_a_file
+from harness.optimizer_cases import make_params, of_other_classes, ours, through_a_file, trained
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
@@ -30,6 +31,26 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dampening": ("SGD", {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
 }
 SETTINGS |= of_other_classes(SETTINGS, "Adam")
+
+
+# Of two, three and four dimensions, and of one row.
+GROUPED = [(130, 32), (3, 5, 1024), (64, 32, 3, 3), (1, 4096)]
+# Small, of one dimension, a scalar, nothing, and of rows that 32 does not divide.
+UNGROUPED = [(127, 32), (4128,), (), (0, 32), (128, 33)]
+
+
+def test_moments_share_exponents_where_32_elements_of_a_row_can():
+    params = make_params(F32, shapes=GROUPED + UNGROUPED)
+    optimizer = trained(ours("Lion")(params, state_dtype="8bit"), 1)
+    for param in params:
+        shape = tuple(param.shape)
+        wanted: dict[str, Any] = {"step": (F32, ()), "exp_avg": (BF16, shape)}
+        if shape in GROUPED:
+            del wanted["exp_avg"]
+            groups = (shape[0], param[0].numel() // 32)
+            wanted |= {"exp_avg_q8m": (torch.uint8, shape), "exp_avg_exp": (torch.uint8, groups)}
+        state = optimizer.state[param]
+        assert {key: (each.dtype, tuple(each.shape)) for key, each in state.items()} == wanted
 
 
 def weight_as(layout: str, values: Tensor) -> Parameter:

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F32, INF, NAN
+from harness.awkward import (
+    BF16,
+    F32,
+    INF,
+    NAN,
+    channels_last,
+    placed,
+    sliced,
+    strided,
+    transposed,
+)
 from harness.clipping_cases import WAYS, Way, scale_grads
 from harness.optimizer_cases import (
     assert_same_bits,
@@ -212,6 +222,17 @@ def test_it_tells_what_the_step_does_in_every_way(way: Way, options, bad, device
     if inspection.skipped:
         assert "skipped" in str(inspection)
         assert all(param.update_norm == 0 for param in inspection.params.values())
+
+
+@pytest.mark.parametrize("kept", [{}, {"master_weights": False}, {"master_weights": "split8"}])
+def test_layouts_are_walked_as_the_step_walks_them(kept, device):
+    """The order of elements in memory decides where a number is dithered."""
+    layouts = (channels_last, transposed, strided, sliced)
+    dense = make_params(BF16, device, [(8, 32, 3, 4)] * len(layouts))
+    params = [Parameter(placed(each.detach(), at)) for each, at in zip(dense, layouts, strict=True)]
+    optimizer = ours("AdamW")(params, lr=0.01, state_dtype=BF16, **kept)
+    for _ in range(2):
+        inspect_and_step(with_grads(optimizer), Way(None))
 
 
 def test_a_parameter_that_was_written_counts_as_it_is_now(device):

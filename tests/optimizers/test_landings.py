@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32
+from harness.awkward import F16, F32
 from torch.nn import Parameter
 
 import amp_ext
@@ -40,15 +40,6 @@ def test_it_is_0_without_a_finite_inverse_of_the_scale_and_without_a_gradient(de
         optimizer.grad_scale = torch.tensor(scale, device=device)
         optimizer.step()
         assert optimizer.has_landed.item() == landed
-
-
-def test_norms_beside_it_are_as_without_it(device):
-    """Which a look has measured, where nothing is clipped by them."""
-    optimizer = optimizer_of(device, F32, BF16, track_grad_norms=True)
-    give_grads(optimizer, 2.0, 2.0)
-    optimizer.step()
-    assert optimizer.grad_norm.item() == pytest.approx(40**0.5)
-    assert optimizer.has_landed.item() == 1.0
 
 
 def test_it_stays_where_it_is_and_followers_outlive_a_load(device):

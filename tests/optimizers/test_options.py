@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.awkward import BF16, F16, F32
-from harness.optimizer_cases import give_grads, make_params, ours, params_of
+from harness.optimizer_cases import give_grads, make_params, ours
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.scaler_cases import ready
@@ -215,9 +215,10 @@ NUMBERS = {
     ],
 )
 def test_numbers_of_numpy_are_numbers_everywhere(name, option, value):
-    by_constructor = ours(name)(make_params(F32), **{option: value})
-    in_a_group = ours(name)([{"params": make_params(F32), option: value}])
-    written, loaded, wanted = (ours(name)(make_params(F32)) for _ in range(3))
+    start = make_params(F32)
+    by_constructor = ours(name)(cases.twins(start), **{option: value})
+    in_a_group = ours(name)([{"params": cases.twins(start), option: value}])
+    written, loaded, wanted = (ours(name)(cases.twins(start)) for _ in range(3))
     written.param_groups[0][option] = value
     saved = copy.deepcopy(wanted.state_dict())
     saved["param_groups"][0][option] = value
@@ -225,17 +226,10 @@ def test_numbers_of_numpy_are_numbers_everywhere(name, option, value):
     if option in ops.configured_options():
         loaded.param_groups[0][option] = value
     wanted.param_groups[0][option] = 0.25
-    everyone = [by_constructor, in_a_group, written, loaded, wanted]
-    start = params_of(wanted)
+    everyone = [by_constructor, in_a_group, written, loaded]
+    cases.train([wanted, *everyone], 2)
     for optimizer in everyone:
-        for param, first in zip(params_of(optimizer), start, strict=True):
-            param.data.copy_(first)
-    for _ in range(2):
-        give_grads(*everyone)
-        for optimizer in everyone:
-            optimizer.step()
-    for optimizer in everyone:
-        assert all(map(same_bits, params_of(optimizer), params_of(wanted)))
+        cases.assert_same_bits(optimizer, wanted)
 
 
 @pytest.mark.parametrize("save", [lambda opt: opt.state_dict(), amp_ext.optim.float32_state_dict])
@@ -262,11 +256,11 @@ def test_what_a_schedule_of_numpy_writes_is_saved_as_numbers_of_python(name, sav
 
 
 def test_what_torch_takes_for_numbers_and_flags_is_taken():
-    params = make_params(F32)
-    optimizer = ours("Adam")(params, weight_decay=torch.tensor(0.5), amsgrad=1, maximize=None)
+    optimizer = ours("Adam")(
+        make_params(F32), weight_decay=torch.tensor(0.5), amsgrad=1, maximize=None
+    )
     optimizer.param_groups[0].update(lr=True, eps=Decimal("1e-8"), betas=[0.9, 0.99], name="all")
-    give_grads(params)
-    optimizer.step()
+    cases.train([optimizer])
     assert optimizer.param_groups[0]["name"] == "all"
 
 
@@ -343,7 +337,7 @@ def test_a_load_gives_back_what_a_file_has_and_the_rest_as_constructed():
 HALF_AND_SPLIT = {"master_weights": "split8", "state_dtype": None}
 
 
-@pytest.mark.parametrize(("name", "options"), cases.EACH_CLASS)
+@cases.each_class
 def test_float16_moments_beside_a_split_master_are_refused_by_both_options(name, options):
     words = (
         rf"^{name}: state_dtype of group %d must be torch.float32 or torch.bfloat16 for parameters "
@@ -353,14 +347,13 @@ def test_float16_moments_beside_a_split_master_are_refused_by_both_options(name,
     optimizer = ours(name)(make_params(BF16), **options, **HALF_AND_SPLIT)
     with pytest.raises(ValueError, match=words % 1):
         optimizer.add_param_group({"params": halves})
-    source = ours(name)(halves, **options, state_dtype=None)
     loaded = ours(name)(cases.twins(halves), **options)
+    loaded.param_groups[0].update(HALF_AND_SPLIT)
     for call in (loaded.init_state, loaded.master_params, loaded.step):
-        loaded.param_groups[0].update(HALF_AND_SPLIT)
         with pytest.raises(ValueError, match=words % 0):
             call()
     with pytest.raises(ValueError, match=r"load_state_dict: state_dtype of param_groups\[0\] must"):
-        loaded.load_state_dict(source.state_dict())
+        loaded.load_state_dict(ours(name)(halves, **options, state_dtype=None).state_dict())
     if name == "SGD":  # without momentum it has none
         cases.train([ours(name)(halves, **HALF_AND_SPLIT)])
 
