@@ -353,7 +353,7 @@ def assert_all_close(actual: Any, expected: Any, steps: int) -> None:
             assert_close(left[name], tensor, steps=steps, what=f"{name} of param {index}")
 
 
-# Files, and other processes.
+# Files.
 
 
 def saved(content: Any) -> bytes:
@@ -399,17 +399,3 @@ def assert_refused(optimizer: Optimizer, file: dict[str, Any], error: Any, words
         optimizer.load_state_dict(file)
     assert_same_bits(optimizer, before)
     assert optimizer.state_dict()["param_groups"] == groups
-
-
-def _answer(function: Callable[..., Any], arguments: bytes) -> bytes:
-    return saved(function(*torch.load(io.BytesIO(arguments))))
-
-
-def in_another_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-    """Returns what a function of a module makes of tensors and the like in a fresh interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
-            answer = pool.apply(_answer, (function, saved(arguments)))
-    return torch.load(io.BytesIO(answer))

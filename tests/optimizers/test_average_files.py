@@ -1,0 +1,251 @@
+"""Averages of weights in files and models, of parameters that join, and in a trainer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness.awkward import BF16, F32
+from harness.optimizer_cases import through_a_file
+from harness.reference import same_bits
+from harness.trainer_cases import batches, new_trainer, train_on, two_trainers
+from test_weight_average import model_of, params_of, step, trained
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel
+
+import amp_ext
+from amp_ext.optim import WeightAverage
+
+
+def test_it_is_torchs_average_in_its_files_too():
+    model = model_of()
+    _, average, theirs = trained(model)
+    written = average.averaged_state_dict()
+    assert written.keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        # AveragedModel leaves the buffers of its copy as they were in the beginning.
+        if "running" not in name and "batches" not in name:
+            torch.testing.assert_close(written[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    AveragedModel(model).load_state_dict(written)
+    copied = copy.deepcopy(model)
+    for target in (copied, torch.compile(copied)):
+        nn.init.zeros_(copied[2].weight)
+        average.copy_to(target)
+        for name, value in copied.state_dict().items():
+            assert same_bits(value, written["module." + name]), name
+    assert same_bits(copied[1].running_mean, model[1].running_mean)
+    average.load_state_dict(through_a_file(theirs.state_dict()))
+    assert average.n_averaged == 6
+    reference = [param for param in theirs.module.parameters() if param.requires_grad]
+    assert all(map(same_bits, average.averages, reference))
+
+
+def assert_refused_by_each(
+    average: WeightAverage, other: nn.Module, file: Any, error: type[Exception], text: str
+) -> None:
+    """Asserts that all calls that go by names refuse the model of the average."""
+    for name, refused in {
+        "copy_to": lambda: average.copy_to(other),
+        "averaged_state_dict": average.averaged_state_dict,
+        "load_state_dict": lambda: average.load_state_dict(file),
+    }.items():
+        with pytest.raises(error, match=f"^WeightAverage.{name}: {text}"):
+            refused()
+
+
+def test_models_that_do_not_fit_are_refused_before_anything_is_written():
+    optimizer, average, theirs = trained(model_of())
+    other = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    before, file = copy.deepcopy(other.state_dict()), theirs.state_dict()
+    for model, text in (
+        (None, "model must be a torch.nn.Module, got NoneType"),
+        (other, r"2.weight of model must be of shape \[2, 5\], got of shape"),
+        (other[:2], r"2.weight of model must be of shape \[2, 5\], got absent"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            average.copy_to(model)
+    nameless = WeightAverage(optimizer)
+    assert_refused_by_each(nameless, other, file, RuntimeError, "model must be given to WeightAv")
+    with pytest.raises(ValueError, match=r"model must have all parameters .* without param 0"):
+        WeightAverage(optimizer, model=other)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(7))]})
+    step(optimizer)
+    text = r"model must have all parameters of the optimizer, got one without param 5, of shape .7."
+    assert_refused_by_each(average, other, file, ValueError, text)
+    assert all(map(same_bits, other.state_dict().values(), before.values()))
+
+
+def test_a_load_takes_all_or_nothing(device):
+    optimizer = amp_ext.optim.SGD(params_of(device, F32, F32), lr=0.1)
+    average = WeightAverage(optimizer, dtype=BF16)
+    step(optimizer)
+    saved = copy.deepcopy(average.state_dict())
+    step(optimizer)
+    before = copy.deepcopy(average.state_dict())
+    first, second = saved["averages"]
+    for name, wrong, text in (
+        ("averages", [first], "must be of 2 parameters, got 1"),
+        ("averages", [second, first], r"\[0\] must be of sizes \[5\]"),
+        ("averages", first, "must be a list, got Tensor"),
+        ("averages", [first, 2], r"\[1\] must be a tensor, got 2"),
+        ("averages", [first.long(), second], r"\[0\] must be floating-point numbers, got Long"),
+        ("steps", 1.0, "must be a whole number, got 1.0"),
+        ("n_averaged", torch.ones(2), "must be a whole number, got tensor"),
+        ("n_averaged", 2, "must be at most 1, the steps that have landed, got 2"),
+        ("n_averaged", -1, "must be at least 0, got -1"),
+    ):
+        words = f"WeightAverage.load_state_dict: {name} ?{text}"
+        with pytest.raises((ValueError, TypeError), match=words):
+            average.load_state_dict({**saved, name: wrong})
+    with pytest.raises(KeyError, match=r"state_dict must have \['steps', 'n_averaged'\]"):
+        average.load_state_dict({"averages": []})
+    with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
+        average.load_state_dict([1])
+    assert all(map(same_bits, average.averages, before["averages"]))
+    assert average.n_averaged == 2
+    addresses = [each.data_ptr() for each in average.averages]
+    average.load_state_dict(saved)
+    assert all(map(same_bits, average.averages, saved["averages"]))
+    assert (average.n_averaged, average.state_dict()["steps"]) == (1, 1)
+    assert [each.data_ptr() for each in average.averages] == addresses, "a graph goes on with them"
+
+
+def unfrozen() -> tuple[nn.Sequential, Any, WeightAverage]:
+    """A model of two layers, of which the second has joined after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizer = amp_ext.optim.AdamW(model[0].parameters(), lr=0.1)
+    average = WeightAverage(optimizer, 0.9, model=model)
+    step(optimizer)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    return model, optimizer, average
+
+
+def in_a_swap(model: nn.Module, average: WeightAverage) -> list[Tensor]:
+    with average.swap():
+        return average.averages
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        lambda model, average: average.averages,
+        lambda model, average: average.state_dict()["averages"],
+        lambda model, average: [*average.averaged_state_dict().values()][1:],
+        lambda model, average: copy.deepcopy((model, average))[1].averages,
+        lambda model, average: average.copy_to(copy.deepcopy(model)) or average.averages,
+        in_a_swap,
+    ],
+)
+def test_parameters_that_have_joined_are_known_and_begin_at_their_weight_after_a_step(known):
+    model, optimizer, average = unfrozen()
+    assert [each.shape for each in known(model, average)] == [p.shape for p in model.parameters()]
+    step(optimizer)
+    for ours, param in zip(average.averages[2:], model[1].parameters(), strict=True):
+        assert same_bits(ours, param)
+    step(optimizer)
+    assert not same_bits(average.averages[3], model[1].bias)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_goes_on_whose_parameters_have_joined(steps):
+    _, optimizer, average = unfrozen()
+    for _ in range(steps):
+        step(optimizer)
+    saved = copy.deepcopy((optimizer.state_dict(), average.state_dict()))
+    _, resumed, other = unfrozen()
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    other.model.load_state_dict(average.model.state_dict())
+    for each in (optimizer, resumed):
+        torch.manual_seed(1)
+        step(each)
+    assert all(map(same_bits, other.averages, average.averages))
+    assert ("joined" in saved[1]) == (steps == 0)
+
+
+def test_names_are_those_of_the_state_dict_whatever_it_has_under_them():
+    def cloning(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+        state.update({name: each.clone() for name, each in state.items()})
+
+    def renaming(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+        state.update({"its." + name: state.pop(name).clone() for name in [*state]})
+
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(6, 5)), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    _, average, theirs = trained(model)
+    for file in (average.averaged_state_dict(), theirs.state_dict()):
+        average.load_state_dict(file)
+    model = model_of()
+    model.register_state_dict_post_hook(cloning)
+    _, average, theirs = trained(model)
+    assert same_bits(average.averaged_state_dict()["module.0.weight"], average.averages[0])
+    copied = copy.deepcopy(model)
+    nn.init.zeros_(copied[2].weight)
+    average.copy_to(copied)
+    assert same_bits(copied[0].weight, average.averages[0])
+    assert same_bits(copied[2].weight, model[2].weight)
+    copied.register_state_dict_post_hook(renaming)
+    before = copied[0].weight.detach().clone()
+    nn.init.zeros_(model[1].running_mean)
+    with pytest.raises(ValueError, match=r"^WeightAverage.copy_to: 0.weight of model must be"):
+        average.copy_to(copied)
+    model.register_state_dict_post_hook(renaming)
+    text = "state_dict.. of model must have param 0 under its name '0.w"
+    assert_refused_by_each(average, copied, theirs.state_dict(), ValueError, text)
+    assert same_bits(copied[0].weight, before)
+
+
+def test_averages_of_two_optimizers_of_one_model_come_together():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizers = [amp_ext.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    averages = [WeightAverage(optimizer, 0.9, model=model) for optimizer in optimizers]
+    for optimizer in 2 * optimizers:
+        step(optimizer)
+    copied = copy.deepcopy(model)
+    for average in averages:
+        average.copy_to(copied)
+    expected = [each for average in averages for each in average.averages]
+    assert all(map(same_bits, copied.parameters(), expected))
+    with averages[0].swap():
+        both = [*averages[1].averaged_state_dict().values()][1:]
+        assert all(map(same_bits, both, expected))
+    with averages[0].swap(), averages[1].swap():
+        assert all(map(same_bits, model.parameters(), expected))
+    del average, averages[1]  # what nobody averages comes as it is
+    averages[0].copy_to(copied)
+    assert all(map(same_bits, copied[1].parameters(), model[1].parameters()))
+
+
+def averages_in(trainer: Any) -> list[Tensor]:
+    return [each.clone() for each in trainer.average.averages]
+
+
+def test_the_trainer_carries_it(tmp_path):
+    trainer, resumed = two_trainers(average_decay=0.9)
+    *data, batch = batches(count=4)
+    metrics = train_on(trainer, data)[-1]
+    assert metrics.to_dict()["n_averaged"] == 3
+    trainer.save(tmp_path / "file")
+    saved = averages_in(trainer)
+    train_on(trainer, [batch])
+    resumed.load(tmp_path / "file")
+    assert all(map(same_bits, averages_in(resumed), saved))
+    train_on(resumed, [batch])
+    assert all(map(same_bits, averages_in(resumed), averages_in(trainer)))
+    broken = resumed.state_dict()
+    broken["average"] = {**broken["average"], "averages": []}
+    before = averages_in(resumed)
+    with pytest.raises(ValueError, match="averages must be of 4 parameters, got 0"):
+        resumed.load_state_dict(broken)
+    assert all(map(same_bits, averages_in(resumed), before))
+    plain = new_trainer()
+    plain.load(tmp_path / "file")
+    plain.save(tmp_path / "plain")
+    resumed.load(tmp_path / "plain")
+    assert resumed.average.n_averaged == 0
+    with pytest.raises(ValueError, match="average_decay must be from 0 to 1"):
+        new_trainer(average_decay=2.0)
