@@ -201,28 +201,23 @@ def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool) ->
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("erases", [True, False], ids=["erased", "none"])
-def test_what_is_left_of_a_state_is_refused_as_by_torch(erases, name, state_dtype) -> None:
+def test_what_is_left_of_a_state_is_refused(erases, name, state_dtype) -> None:
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
-    mine = ours("AdamW")(params, lr=0.5, state_dtype=state_dtype)
-    twin = torch.optim.AdamW([nn.Parameter(torch.ones(64, 64))], lr=0.5)
-    for optimizer in (mine, twin):
-        give_grads(optimizer)
-        optimizer.step()
-    for state in (mine.state[params[1]], *twin.state.values()):
-        for key in [key for key in state if key.removesuffix("_q8h").removesuffix("_q8s") == name]:
-            state[key] = None
-            if erases:
-                del state[key]
+    optimizer = ours("AdamW")(params, lr=0.5, state_dtype=state_dtype)
+    cases.train([optimizer])
+    state = optimizer.state[params[1]]
+    for key in [key for key in state if key.removesuffix("_q8h").removesuffix("_q8s") == name]:
+        state[key] = None
+        if erases:
+            del state[key]
     before = [param.detach().clone() for param in params]
     with pytest.raises(ValueError, match=rf"AdamW: {name} of group 0, param 1 must be there, got"):
-        mine.step()
+        optimizer.step()
     assert all(map(same_bits, params, before))
-    assert mine.state[params[0]]["step"].item() == 1.0
-    with pytest.raises((KeyError, AttributeError, TypeError, AssertionError, RuntimeError)):
-        twin.step()
-    del mine.state[params[1]]
-    mine.step()
-    assert [mine.state[param]["step"].item() for param in params] == [2.0, 1.0]
+    assert optimizer.state[params[0]]["step"].item() == 1.0
+    del optimizer.state[params[1]]
+    optimizer.step()
+    assert [optimizer.state[param]["step"].item() for param in params] == [2.0, 1.0]
 
 
 @each_class

@@ -34,18 +34,9 @@ import amp_ext
 
 SHAPES = [(5, 3), (7, 2)]  # Muon takes matrices only
 FOREIGN = [
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adamax",
-    "ASGD",
-    "LBFGS",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SparseAdam",
+    name
+    for name, each in vars(torch.optim).items()
+    if isinstance(each, type) and name not in {"Optimizer", *KINDS}
 ]
 MOMENTUM = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
 

@@ -185,11 +185,8 @@ def test_what_others_keep_in_a_state_makes_no_new_plan(monkeypatch) -> None:
 
 @pytest.mark.parametrize("of_all", [True, False])
 def test_states_in_mappings_that_are_no_dicts_are_stepped(of_all: bool) -> None:
-    optimizer, other = (optimizer_of("AdamW", {"lr": 0.1}) for _ in range(2))
-    other.load_state_dict(optimizer.state_dict())
-    for param, twin in zip(params_of(optimizer), params_of(other), strict=True):
-        with torch.no_grad():
-            twin.copy_(param)
+    optimizer = optimizer_of("AdamW", {"lr": 0.1})
+    other = copy.deepcopy(optimizer)
     if of_all:
         optimizer.state = collections.UserDict(optimizer.state)
     else:
@@ -206,8 +203,7 @@ def test_states_in_mappings_that_are_no_dicts_are_stepped(of_all: bool) -> None:
 @each_class
 def test_a_lazy_clone_of_the_parameter_may_be_its_gradient(name, options) -> None:
     optimizer = optimizer_of(name, options)
-    twin = cases.ours(name)(cases.twins(optimizer), **options)
-    twin.load_state_dict(optimizer.state_dict())
+    twin = copy.deepcopy(optimizer)
     for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
         param.grad = torch._lazy_clone(param.detach())
         other.grad = other.detach().clone()
@@ -290,9 +286,8 @@ def called_in_another_thread(function: Callable[[], Any]) -> list[BaseException]
 @pytest.mark.parametrize("operation", ["step", "look_at_gradients"])
 def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch) -> None:
     optimizer = optimizer_of("AdamW", {})
-    twin = cases.loading(amp_ext.optim.AdamW(cases.twins(optimizer)), optimizer.state_dict())
-    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
-        other.grad = param.grad.clone()
+    twin = copy.deepcopy(optimizer)
+    give_grads(optimizer, twin)
     errors: list[BaseException] = []
     del optimizer.state[params_of(optimizer)[0]], twin.state[params_of(twin)[0]]
     made_states = step_plan.made_states
