@@ -212,6 +212,26 @@ def test_masters_of_a_file_or_a_copy_do_not_move_their_parameters(write, device)
 # Split masters.
 
 
+@HALVES
+def test_every_number_that_is_written_is_followed(device, dtype):
+    """Whatever is below it, unless that is half a unit in the last place."""
+    values = torch.arange(2**16).to(torch.int16).view(dtype)
+    values = values[values.isfinite()].to(device)
+    for start in (1.2, -0.7, 1.0 + 2**-12, 3e-5):
+        param = Parameter(torch.full(values.shape, start, dtype=dtype, device=device))
+        optimizer = ours("SGD")([param], lr=0.0, master_weights="split")
+        optimizer.init_state()
+        key = next(key for key in optimizer.state[param] if key.startswith("master_low"))
+        unit = 2.0**-7 if dtype == BF16 else 2.0**-10
+        fractions = torch.linspace(-0.499, 0.499, len(values), device=device)
+        near = param.detach().float() * (1 + unit * 0.65 * fractions)
+        optimizer.state[param][key].copy_(ops.split_master(param.detach(), near, 16))
+        with torch.no_grad():
+            param.copy_(values)
+        step_by_zeros(optimizer)
+        assert torch.equal(param, values)
+
+
 def test_split_masters_are_copies_and_need_no_refresh(device):
     optimizer = trained(ours("AdamW")(make_params(BF16, device, [(37,)]), master_weights="split"))
     before = snapshot(params_of(optimizer))
