@@ -123,25 +123,15 @@ THREE_STEPS = {"gradient_accumulation_steps": 3}
 SCALED = {**TWO_STEPS, "scaler": amp_ext.GradScaler("cpu")}
 SCHEDULED = {"scheduler": cases.halving}
 WANTED, GOT = "must be %d to a step, unscaled, with 4 parameters", "got 2 to a step, %s, with %d p"
-FEWER = r"load_state_dict: state_dict must have \['scaler', 'gradients'\], got \['optimizer', "
 ANOTHER = rf"{WANTED % 3}, {GOT % ('unscaled', 4)}arameters: call flush\(\) before you save"
 
 
-def without_entries(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: state[key] for key in state if key not in ("scaler", "gradients")}
-
-
-def without_a_gradient(state: dict[str, Any]) -> dict[str, Any]:
-    return state | {"gradients": state["gradients"][1:]}
-
-
 LOADING_ERRORS = [
-    ({}, {}, without_entries, FEWER),
-    (SCHEDULED, {}, dict, "none of a scheduler, got one"),
-    ({}, SCHEDULED, dict, "must have one of a scheduler, got none"),
-    (TWO_STEPS, THREE_STEPS, dict, ANOTHER),
-    (SCALED, TWO_STEPS, dict, f"{WANTED % 2}, {GOT % ('scaled', 4)}"),
-    (TWO_STEPS, TWO_STEPS, without_a_gradient, f"{WANTED % 2}, {GOT % ('unscaled', 3)}"),
+    (SCHEDULED, {}, {}, "none of a scheduler, got one"),
+    ({}, SCHEDULED, {}, "must have one of a scheduler, got none"),
+    (TWO_STEPS, THREE_STEPS, {}, ANOTHER),
+    (SCALED, TWO_STEPS, {}, f"{WANTED % 2}, {GOT % ('scaled', 4)}"),
+    (TWO_STEPS, TWO_STEPS, {"gradients": 3 * [X]}, f"{WANTED % 2}, {GOT % ('unscaled', 3)}"),
 ]
 
 
@@ -151,9 +141,8 @@ def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
     first.train_step(X, TARGET)
     second.train_step(X, TARGET)
     before, grads = second.state_dict(), cases.grads_of(second)
-    state = change(first.state_dict())
-    with pytest.raises(ValueError if "gradients" in state else KeyError, match=text):
-        second.load_state_dict(state)
+    with pytest.raises(ValueError, match=text):
+        second.load_state_dict(first.state_dict() | change)
     for key in ("scheduler", "accumulated"):
         assert second.state_dict()[key] == before[key]
     assert_same(cases.grads_of(second), grads)
