@@ -11,6 +11,9 @@ CALCULATORS = [("memory", "7B"), ("tensor_core", "vocab_size=50257")]
 # A program, its arguments or what its file holds, and a part of what it says.
 REFUSED = [
     ("bench", "--device=cpu --filter=nothing-like-this", "matches no row"),
+    ("bench", "--filter=(", "--filter: '(' is no regular expression: missing )"),
+    ("bench", "--device=no", "--device: must be cpu or a GPU that torch sees"),
+    ("bench", "--device=meta", "--device: must be cpu or a GPU that torch sees"),
     ("info", "--fast", "unrecognized arguments: --fast"),
     ("memory", "7X", "must be a whole number"),
     ("memory", "7B --optimizer=tiger", "invalid choice: 'tiger'"),
