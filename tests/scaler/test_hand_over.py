@@ -61,26 +61,12 @@ CARRIES_A_SCALE = (
 )
 
 
-def move_to_another_group(optimizer: Any) -> None:
-    *optimizer.param_groups[0]["params"], moved = params_of(optimizer)
-    optimizer.add_param_group({"params": [moved]})
-
-
 @both_scalers
 @bad_or_good
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda _: None,
-        lambda optimizer: optimizer.rebuild(),
-        move_to_another_group,
-        lambda optimizer: params_of(optimizer)[1].grad.data.div_(4.0),
-    ],
-    ids=["as it was", "rebuilt", "moved", "through .data"],
-)
+@pytest.mark.parametrize("through_data", [False, True])
 @cases.our_optimizers
 def test_a_gradient_that_carries_the_scale_of_a_step_is_refused(
-    make, change, value, scaler_class, device
+    make, through_data, value, scaler_class, device
 ):
     optimizer, scaler = make(cases.new_params(device, 3)), ready(device, scaler_class)
     give(optimizer, value)
@@ -88,7 +74,8 @@ def test_a_gradient_that_carries_the_scale_of_a_step_is_refused(
     scaler.step(optimizer)
     scaler.update()
     params_of(optimizer)[0].grad = torch.ones_like(params_of(optimizer)[0])
-    change(optimizer)
+    if through_data:
+        params_of(optimizer)[1].grad.data.div_(4.0)
     before = values(optimizer)
     with pytest.raises(RuntimeError, match=CARRIES_A_SCALE % type(optimizer).__name__):
         optimizer.step()
@@ -127,19 +114,6 @@ def test_gradients_that_come_after_an_empty_look_are_an_error(make, value, scale
     scaler.step(early)
     scaler.update()
     assert set(values(early)) != {1.0}
-
-
-@pytest.mark.parametrize("has_grad", [False, True])
-def test_an_int_of_0_says_that_nothing_was_looked_at(has_grad, device):
-    optimizer = plain_sgd(cases.new_params(device))
-    optimizer.found_inf = 0
-    if has_grad:
-        give(optimizer, 4.0)
-        with pytest.raises(AssertionError, match=NO_CHECKS):
-            optimizer.step()
-    else:
-        optimizer.step()
-    assert set(values(optimizer)) == {1.0}
 
 
 @optimizer_cases.each_class

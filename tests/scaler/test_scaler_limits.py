@@ -7,14 +7,12 @@ import ctypes
 import dataclasses
 import pickle
 import random
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness.refused_calls import RANGES
 from harness.rows import rows
-from harness.scaler_cases import INF, TorchScaler, error_of, filled, ready, scales
+from harness.scaler_cases import INF, TorchScaler, filled, ready, scales
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -293,79 +291,3 @@ def test_a_new_scale_replaces_the_rules_for_one_update(value, new_scale, device)
     scaler.unscale_(optimizer)
     scaler._per_optimizer_states.clear()
     assert scales(scaler, ".", device) == [1024], "the count of clean iterations went on"
-
-
-NOT_ONE_NUMBER = torch.ones(2), torch.ones(0), torch.ones((), requires_grad=True)
-
-
-@pytest.mark.parametrize(
-    "new_scale",
-    [*NOT_ONE_NUMBER, torch.ones((), device="meta"), "much", [2.0], 1e39, 10**400, -1.0, 1j * FULL],
-)
-def test_a_bad_new_scale_is_refused_and_the_iteration_can_still_be_updated(new_scale):
-    scaler, optimizer = ready(), filled(INF)
-    scaler.step(optimizer)
-    if isinstance(new_scale, Tensor) and not new_scale.is_complex():
-        text = error_of(AssertionError, ready(scaler_class=TorchScaler).update, new_scale)
-        assert error_of(AssertionError, scaler.update, new_scale) == text
-    else:
-        with pytest.raises((TypeError, ValueError, RuntimeError), match="new_scale must be"):
-            scaler.update(new_scale)
-    assert (scaler.get_scale(), scaler.stats().updates) == (4, 0)
-    scaler.update()
-    assert scaler.get_scale() == 2
-    assert (scaler.stats().updates, scaler.stats().last_nonfinite) == (1, "group 0, param 0")
-
-
-# Numbers of numpy, and what is none.
-
-
-def test_numbers_of_numpy_set_a_scaler():
-    numpy = pytest.importorskip("numpy")
-    scaler = ready(
-        init_scale=numpy.float32(4),
-        growth_factor=numpy.float64(4),
-        backoff_factor=numpy.float16(0.25),
-        growth_interval=numpy.int64(1),
-        min_scale=numpy.array(2.0),
-        max_scale=numpy.float32(8),
-        hysteresis=numpy.array(1),
-        warn_after=numpy.int32(5),
-    )
-    assert scales(scaler, "..xx") == [8.0, 8.0, 2.0, 2.0]
-    assert all(type(value) in (int, float) for value in scaler.state_dict().values())
-
-
-NO_NUMBERS = {"init_scale": "4", "min_scale": "1", "max_scale": [1], "growth_factor": "2"}
-NO_NUMBERS |= {"backoff_factor": None, "growth_interval": 2.0, "hysteresis": 1.5}
-NO_NUMBERS |= {"warn_after": True}
-
-
-@pytest.mark.parametrize(("name", "value"), NO_NUMBERS.items())
-def test_what_is_no_number_is_named(name, value):
-    text = error_of(TypeError, partial(amp_ext.GradScaler, "cpu", **{name: value}))
-    assert text == f"GradScaler: {name} must be {RANGES[name]}, got {value!r}"
-    assert not amp_ext.GradScaler("cpu", **{name: value}, enabled=False).is_enabled()
-
-
-def test_a_disabled_scaler_is_set_to_anything_as_torchs():
-    scaler = amp_ext.GradScaler("cpu", enabled=False)
-    scaler.set_growth_interval(-5)
-    scaler.update(-1.0)
-    assert scaler.get_growth_interval() == -5
-
-
-@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
-def test_a_setter_names_what_is_no_number(name):
-    scaler = ready()
-    with pytest.raises(TypeError, match=f"^GradScaler.set_{name}: {name} must be .*, got '2'$"):
-        getattr(scaler, f"set_{name}")("2")
-
-
-@pytest.mark.parametrize(
-    "option", [{"min_scale": 1.0}, {"max_scale": 2.0**20}, {"dynamic": False}, {"hysteresis": 2}]
-)
-def test_limits_need_a_device_that_keeps_them(option):
-    message = "^GradScaler: min_scale, .* need device 'cuda' or 'cpu', got 'xpu'$"
-    with pytest.raises(ValueError, match=message):
-        amp_ext.GradScaler("xpu", **option)

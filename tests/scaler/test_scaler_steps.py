@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import warnings
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -106,46 +104,7 @@ def test_the_check_never_writes_a_gradient(make, dtype, device):
     assert [grad._version for grad in grads_of(optimizer)] == versions
 
 
-# Order of calls
-
-
-def perform(name: str, scaler: cases.TorchScaler, optimizer: torch.optim.Optimizer) -> Any:
-    if name == "copy":
-        return copy.deepcopy(scaler)
-    if name == "overflow":
-        return grads_of(optimizer)[1].fill_(INF).tolist()
-    if name == "scale":
-        return scaler.scale(torch.ones(())).item()
-    return scaler.update() if name == "update" else getattr(scaler, name)(optimizer)
-
-
-def run_calls(scaler_class: Any, make: cases.MakeOptimizer, calls: tuple[str, ...]) -> list[Any]:
-    """Makes calls one after another and logs the outcome of each and all that it changed."""
-    optimizer = with_grads(torch.full((3,), 4.0), torch.full((2,), -8.0), make=make)
-    scaler, log = ready(scaler_class=scaler_class, growth_interval=2), []
-    for name in calls:
-        try:
-            seen = perform(name, scaler, optimizer)
-        except Exception as error:
-            seen = type(error), str(error)
-        if isinstance(seen, cases.TorchScaler):
-            scaler, seen = seen, "a copy"
-        tensors = cases.described([params_of(optimizer), grads_of(optimizer)])
-        log.append((name, seen, scaler.state_dict(), tensors))
-    return log
-
-
-@cases.over([cases.torchs_sgd, cases.our_adam])
-def test_every_order_of_four_calls_does_what_it_does_in_torch(make):
-    names = ("unscale_", "step", "update", "overflow", "scale", "copy")
-    for calls in itertools.product(names, repeat=4):
-        actual = run_calls(amp_ext.GradScaler, make, calls)
-        expected = run_calls(cases.TorchScaler, make, calls)
-        if calls == ("unscale_", "scale", "overflow", "step"):  # what is written may be scaled
-            (_, refused, *after), _ = actual.pop(), expected.pop()
-            assert "must be as unscale_() left it" in str(refused)
-            assert repr(after) == repr([*actual[-1][2:]])
-        assert repr(actual) == repr(expected), calls
+# step
 
 
 @cases.all_optimizers
@@ -159,9 +118,6 @@ def test_a_step_without_any_gradient_is_treated_as_by_torch(scaler_class, make, 
     text = cases.error_of(AssertionError, scaler.update)
     assert text == "No inf checks were recorded prior to update."
     return text, params_of(optimizer)
-
-
-# step
 
 
 @cases.every_optimizer
