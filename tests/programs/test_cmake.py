@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.rows import rows
+from libraries import library_of_c
 
 import amp_ext
 from amp_ext import cmake
@@ -38,15 +39,6 @@ def smoke(build_program) -> Path:
     build = SMOKE.parents[2] / "build" / "cpp_smoke"
     build_program(SMOKE, build, "Release")
     return build / "smoke"
-
-
-def library_of_c(source: str, library: Path, *options: str) -> Path:
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    file = library.with_suffix(".c")
-    file.write_text(source)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, file, *options], check=True)
-    return library
 
 
 @pytest.mark.slow

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness.rows import rows
+from libraries import library_of_c
 
 import amp_ext
 from amp_ext import binary
@@ -24,6 +26,16 @@ except ImportError as error:
     print("explained:", error)
 """
 TORCH_AND_PYTHON = '{"torch": "1.2.3", "python": "3.4.5"}'
+
+
+def explanation(copy: Path, run_module: Callable[..., Any]) -> str:
+    """Returns what the first use of a copy of the package says; its import must succeed."""
+    (copy.parent / "use.py").write_text(IMPORT_AND_USE)
+    done = run_module("use", folder=copy.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    imported, explained = done.stdout.splitlines()
+    assert imported == f"imported {copy / '__init__.py'} 1.0"
+    return explained.removeprefix("explained: ")
 
 
 BAD = {
@@ -41,12 +53,7 @@ def test_a_bad_binary_is_explained_at_first_use(copy, run_module, content, note,
     if content is not None:
         binary.write_bytes(content)
     (copy / "_build_info.json").write_text(note)
-    (copy.parent / "use.py").write_text(IMPORT_AND_USE)
-    done = run_module("use", folder=copy.parent)
-    assert (done.returncode, done.stderr) == (0, "")
-    imported, explained = done.stdout.splitlines()
-    assert imported == f"imported {copy / '__init__.py'} 1.0"
-    assert explained.startswith("explained: ")
+    explained = explanation(copy, run_module)
     for part in (wanted, f"torch {torch.__version__}", "pip install --no-build-isolation"):
         assert part in explained
 
@@ -64,22 +71,11 @@ def test_a_bad_library_is_explained_at_first_use(copy, run_module, tmp_path, ver
     library = copy / "lib" / "libamp_ext.so"
     library.unlink()
     if versions is not None:
-        if shutil.which("gcc") is None:
-            pytest.skip("needs gcc")
-        script, source = tmp_path / "versions.map", tmp_path / "nothing.c"
+        script = tmp_path / "versions.map"
         script.write_text(versions)
-        source.write_text("")
-        options = [
-            "-shared",
-            "-nostdlib",
-            "-Wl,-soname,libamp_ext.so",
-            f"-Wl,--version-script={script}",
-        ]
-        subprocess.run(["gcc", *options, "-o", library, source], check=True)
-    (copy.parent / "use.py").write_text(IMPORT_AND_USE)
-    done = run_module("use", folder=copy.parent)
-    assert (done.returncode, done.stderr) == (0, "")
-    explained = done.stdout.splitlines()[1]
+        options = ("-Wl,-soname,libamp_ext.so", f"-Wl,--version-script={script}")
+        library_of_c("", library, "-nostdlib", *options)
+    explained = explanation(copy, run_module)
     assert wanted in explained
     assert "Rebuild: pip install --no-build-isolation" in explained
 
@@ -90,10 +86,8 @@ def test_sources_that_hide_an_installed_package_are_named(copy, run_module):
     binary.unlink()
     (copy / "_build_info.json").unlink()
     (copy.parent / "setup.py").touch()
-    (copy.parent / "use.py").write_text(IMPORT_AND_USE)
-    explained = run_module("use", folder=copy.parent).stdout.splitlines()[1]
-    assert explained == (
-        f"explained: amp_ext's sources at {copy.parent} are imported, which are not built, and "
+    assert explanation(copy, run_module) == (
+        f"amp_ext's sources at {copy.parent} are imported, which are not built, and "
         "hide an installed amp_ext: start Python in another folder, or build in place. "
         f"Build it: cd {copy.parent} && {sys.executable} setup.py build_ext --inplace"
     )

@@ -7,8 +7,6 @@ import json
 import operator
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from libraries import library_of_c
 
 import amp_ext
 from amp_ext import binary as compiled_module
@@ -41,19 +40,9 @@ def note_in(package: Path, **build: object) -> None:
     (package / "_build_info.json").write_text(json.dumps({**BUILD, **build}))
 
 
-def link(source: str, binary: Path, *options: object) -> None:
-    """Builds a shared library from C in the place of the binary."""
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    file = binary.with_suffix(".c")
-    file.write_text(source)
-    binary.unlink(missing_ok=True)
-    command = ["gcc", "-shared", "-fPIC", "-o", binary, file, *options]
-    subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
-
-
 REBUILD = "-m pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir"
-USES_UNDEFINED = "void _ZN3c105Error(void); void use(void) { _ZN3c105Error(); }"
+UNDEFINED = "_ZN3c105Error"
+USES_UNDEFINED = f"void {UNDEFINED}(void); void use(void) {{ {UNDEFINED}(); }}"
 
 
 @pytest.fixture
@@ -100,7 +89,11 @@ def use_copy(copy, monkeypatch) -> Callable[[Callable[[Path], object]], Path]:
 # What is done to the binary, a part of the cause that is to be found, and one of the message.
 BROKEN = [
     (Path.unlink, "", "is not there for this Python"),
-    (functools.partial(link, USES_UNDEFINED), "another torch, another C++ ABI", "_ZN3c105Error"),
+    (
+        functools.partial(library_of_c, USES_UNDEFINED),
+        "another torch, another C++ ABI",
+        "_ZN3c105Error",
+    ),
 ]
 
 
