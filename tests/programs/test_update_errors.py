@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +17,18 @@ from amp_ext.optim import SGD, AdamW, Lion
 
 BF16 = torch.bfloat16
 # Of the streams that need not be seen at each setting.
-FEW_STREAMS = ["rare", "model"]
-few_streams = pytest.mark.parametrize("name", FEW_STREAMS)
+few_streams = pytest.mark.parametrize("name", ["rare", "model"])
+
+
+def errors_of(
+    optimizer: Any, name: str, exact: Callable[[tuple[int, ...]], Any], **options: Any
+) -> Any:
+    """Returns the errors of an optimizer's updates beside those in float64."""
+    stream = gradients(name)
+    scheme = OptimizerScheme(optimizer, stream.shape[1:], **options)
+    (errors,) = shadow_run(stream, exact(stream.shape[1:]), {"": scheme}).values()
+    return errors
+
 
 # By betas and stream, for states in bfloat16, in "8bit-bf16" and in "8bit": the root mean square of
 # the error of an update, the largest single one, and the error of the way where that is not the
@@ -57,12 +69,8 @@ SETTINGS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("betas", "name", "state_dtype", "bound"), SETTINGS)
 def test_adamw_keeps_its_bounds(betas, name, state_dtype, bound):
-    stream = gradients(name)
     options = {"state_dtype": state_dtype, "betas": betas, "weight_decay": 0.0}
-    scheme = OptimizerScheme(AdamW, stream.shape[1:], **options)
-    (errors,) = shadow_run(
-        stream, exact_adamw(stream.shape[1:], betas=betas), {"": scheme}
-    ).values()
+    errors = errors_of(AdamW, name, partial(exact_adamw, betas=betas), **options)
     update, largest, way = (*bound, bound[0])[:3]
     assert errors.update < update, errors
     assert errors.largest < largest, errors
@@ -74,12 +82,8 @@ def test_adamw_keeps_its_bounds(betas, name, state_dtype, bound):
 @pytest.mark.slow
 @few_streams
 def test_the_maximum_of_amsgrad_is_not_biased(name):
-    stream = gradients(name)
     options = {"state_dtype": BF16, "amsgrad": True, "weight_decay": 0.0}
-    scheme = OptimizerScheme(AdamW, stream.shape[1:], **options)
-    (errors,) = shadow_run(
-        stream, exact_adamw(stream.shape[1:], amsgrad=True), {"": scheme}
-    ).values()
+    errors = errors_of(AdamW, name, partial(exact_adamw, amsgrad=True), **options)
     assert abs(errors.bias) < 0.004
     assert errors.update < 0.015
 
@@ -94,10 +98,8 @@ MOMENTUM_BOUNDS = {BF16: {0.9: 0.0045, 0.99: 0.0185}, "8bit": {0.9: 0.032, 0.99:
 @pytest.mark.parametrize("state_dtype", MOMENTUM_BOUNDS, ids=str)
 @few_streams
 def test_momentum_keeps_its_bounds(name, state_dtype, momentum):
-    stream = gradients(name)
-    exact = exact_sgd(stream.shape[1:], momentum)
-    scheme = OptimizerScheme(SGD, stream.shape[1:], state_dtype=state_dtype, momentum=momentum)
-    (errors,) = shadow_run(stream, exact, {"": scheme}).values()
+    options = {"state_dtype": state_dtype, "momentum": momentum}
+    errors = errors_of(SGD, name, partial(exact_sgd, momentum=momentum), **options)
     assert errors.update < MOMENTUM_BOUNDS[state_dtype][momentum], errors
 
 
@@ -107,9 +109,7 @@ def test_momentum_keeps_its_bounds(name, state_dtype, momentum):
 )
 @few_streams
 def test_lion_turns_few_signs(name, state_dtype, share):
-    stream = gradients(name)
-    scheme = OptimizerScheme(Lion, stream.shape[1:], state_dtype=state_dtype)
-    (errors,) = shadow_run(stream, Lion64(stream.shape[1:]), {"": scheme}).values()
+    errors = errors_of(Lion, name, Lion64, state_dtype=state_dtype)
     # A turned sign differs by two.
     assert (errors.update / 2) ** 2 < share, errors
 
@@ -133,13 +133,3 @@ def test_the_figure_has_a_mark_for_each_way_to_store(tmp_path, monkeypatch):
     assert weights.keys() == MASTERS.keys()
     draw({"half a decade": updates}, {"half a decade": weights}, tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, AdamW], ids=["torch", "amp_ext"])
-def test_float32_states_are_exact(optimizer: Any):
-    stream = gradients("half a decade")[:50]
-    scheme = OptimizerScheme(optimizer, stream.shape[1:], weight_decay=0.0)
-    (errors,) = shadow_run(stream, exact_adamw(stream.shape[1:]), {"": scheme}).values()
-    assert errors.update < 1e-5
-    assert errors.way < 1e-5
-    assert abs(errors.bias) < 1e-5
