@@ -23,44 +23,25 @@ import amp_ext
 # Names
 
 
-@cases.unscaled_first
-@all_optimizers
-@pytest.mark.parametrize("bad", [(2,), (2, 1)], ids=["last", "first-of-two"])
-def test_the_first_bad_parameter_is_named(make, bad, unscale, device):
-    first = min(bad)
-    names = ["body.weight", "body.bias", "head.weight"]
-    for params, expected in (
-        (named(device, *names), names[first]),
-        (new_params(device), f"group 0, param {first}"),
-    ):
-        scaler, optimizer = ready(device), make(params)
-        iterate(scaler, optimizer, unscale=unscale)
-        assert name_of_last(scaler) is None
-        iterate(scaler, optimizer, bad=bad, unscale=unscale)
-        assert name_of_last(scaler) == expected
-        iterate(scaler, optimizer, unscale=unscale)
-        assert name_of_last(scaler) == expected, "the last skip's name stays"
+# Parameters without a gradient, and bad ones, of two groups of three; whether unscale_ looks.
+ITERATIONS = [((), (), False), ((0, 3), (5, 4), True), ((0,), (), False), ((), (4, 2), False)]
+ITERATIONS += [((), (1,), True), ((), (2,), True), ((), (3,), False), ((5,), (), True)]
 
 
-@cases.unscaled_first
 @all_optimizers
-def test_groups_and_parameters_without_a_gradient_do_not_shift_the_name(make, unscale, device):
-    scaler = ready(device)
-    optimizer = make([{"params": new_params(device)}, {"params": new_params(device)}])
-    for missing, bad in (((0, 3), (4, 5)), ((0,), ()), ((), (2, 4))):
+@pytest.mark.parametrize("names", ["abcdef", None])
+def test_the_first_bad_parameter_of_the_last_skip_is_named(make, names, device):
+    params = named(device, *names) if names else new_params(device, 6)
+    scaler, optimizer = ready(device), make([{"params": params[:3]}, {"params": params[3:]}])
+    expected = None
+    for missing, bad, unscale in ITERATIONS:
         give_grads(optimizer, *bad, missing=missing)
         cases.look_and_step(scaler, optimizer, unscale)
         scaler.update()
-        group, index = divmod((bad or (4,))[0], 3)
-        assert name_of_last(scaler) == f"group {group}, param {index}"
-
-
-@all_optimizers
-def test_the_name_is_that_of_the_last_skip_by_whichever_look(make, device):
-    scaler, optimizer = ready(device), make(named(device, *"abcde"))
-    for unscale, bad in ((True, 4), (False, 2), (True, 3), (False, 1), (True, 2), (True, 4)):
-        iterate(scaler, optimizer, bad=[bad], unscale=unscale)
-        assert name_of_last(scaler) == "abcde"[bad]
+        if bad:
+            group, index = divmod(min(bad), 3)
+            expected = names[min(bad)] if names else f"group {group}, param {index}"
+        assert name_of_last(scaler) == expected
 
 
 @cases.unscaled_first
