@@ -19,7 +19,6 @@ pytestmark = ranks.needs_gloo
 CHECKS = {
     "dtensors": [
         ranks.dtensors_step_with_the_bits_of_whole_tensors,
-        ranks.dithered_dtensors_step_with_the_bits_of_whole_tensors,
         ranks.parts_begin_where_torch_says,
         ranks.lower_parts_are_loaded_into_other_placements,
         ranks.each_mesh_dimension_takes_one_small_collective,
@@ -29,8 +28,8 @@ CHECKS = {
         ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
         ranks.parameters_in_no_known_layout_are_refused,
     ],
-    "codes": [
-        ranks.coded_dtensors_step_with_the_bits_of_whole_tensors,
+    "narrow": [
+        ranks.narrow_dtensors_step_with_the_bits_of_whole_tensors,
         ranks.parts_of_columns_have_no_groups,
     ],
     "fully_shard": [
@@ -49,7 +48,6 @@ CHECKS = {
         ranks.a_guard_of_sharded_parameters_needs_no_group,
         ranks.a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them,
         ranks.a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks,
-        ranks.a_guard_without_the_group_of_its_scaler_is_refused,
         ranks.a_process_group_makes_ranks_skip_together,
         ranks.a_rank_without_gradients_takes_part,
         ranks.ranks_with_different_scales_skip_and_say_so,

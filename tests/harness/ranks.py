@@ -369,15 +369,6 @@ NARROW: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def dithered_dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
-    each = [*itertools.product(over_rows(), FEW_OPTIMIZERS, NARROW)]
-    for layout, row, (dtype, own) in each[::5]:  # no number of these is a multiple of 5
-        name, options = row.values
-        if name == "SGD":
-            options = options | {"momentum": 0.99}  # is dithered, too
-        assert_same_as_whole(layout, name, options | own, dtype)
-
-
 CODED: list[tuple[torch.dtype, dict[str, Any]]] = [
     (F32, {"state_dtype": "8bit-bf16"}),
     (F32, {"state_dtype": "8bit"}),
@@ -387,11 +378,15 @@ CODED: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def coded_dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
+def narrow_dtensors_step_with_the_bits_of_whole_tensors(rank: int) -> None:
+    dithered = [(*each, SHAPES) for each in itertools.product(over_rows(), FEW_OPTIMIZERS, NARROW)]
     kinds = optimizers_named("adamw", "lion", "dampening")
-    for layout, row, (dtype, own) in [*itertools.product(over_rows(), kinds, CODED)][::2]:
+    coded = [(*each, GROUPED_SHAPES) for each in itertools.product(over_rows(), kinds, CODED)]
+    for layout, row, (dtype, own), shapes in (*dithered[::5], *coded[::2]):
         name, options = row.values
-        assert_same_as_whole(layout, name, options | own, dtype, shapes=GROUPED_SHAPES)
+        if name == "SGD":
+            options = options | {"momentum": 0.99}  # is dithered, too
+        assert_same_as_whole(layout, name, options | own, dtype, shapes=shapes)
 
 
 def parts_of_columns_have_no_groups(rank: int) -> None:
@@ -642,6 +637,12 @@ def a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them(rank: int)
     optimizer = ours("SGD")([Parameter(torch.zeros(1))], lr=1.0, norm_guard=loaded)
     with pytest.raises(RuntimeError, match="process_group must be set again after a pickle"):
         optimizer.step()
+    optimizer.norm_guard = amp_ext.optim.NormGuard()
+    scaler = small_scaler(process_group=dist.group.WORLD)
+    scaler.scale(torch.zeros(()))
+    message = "norm_guard of the optimizer must have the process_group of the scaler"
+    with pytest.raises(RuntimeError, match=message):
+        scaler.step(optimizer)
 
 
 def a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks(rank: int) -> None:
@@ -657,17 +658,6 @@ def a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks(rank: int)
         assert optimizer.grad_norm.item() == pytest.approx(expected), (asking, empty)
     assert_agreed(guard.stats().mean)
     assert optimizer.inspection is not None
-
-
-def a_guard_without_the_group_of_its_scaler_is_refused(rank: int) -> None:
-    scaler = small_scaler(process_group=dist.group.WORLD)
-    param = Parameter(torch.zeros(1))
-    optimizer = ours("SGD")([param], lr=1.0, norm_guard=amp_ext.optim.NormGuard())
-    param.grad = scaler.scale(torch.ones(1))
-    message = "norm_guard of the optimizer must have the process_group of the scaler"
-    with pytest.raises(RuntimeError, match=message):
-        scaler.step(optimizer)
-    assert param.item() == 0.0
 
 
 def an_inspection_of_sharded_parameters_is_that_of_the_whole(rank: int) -> None:
