@@ -59,7 +59,7 @@ tests() {
     esac
   done
   [ ${#paths[@]} -gt 0 ] ||
-    paths=("$root"/tests/{operations,optimizers,scaler,state_machine,programs/test_refused_calls.py})
+    paths=("$root"/tests/{operations,optimizers,scaler,state_machine,"programs/test_cpp.py::test_a_bad_call_is_refused_in_python"})
   checked -m pytest -q -r fE --rootdir "$root" -c "$root/pyproject.toml" -p no:cacheprovider \
     "${options[@]}" "${paths[@]}"
 }

@@ -1,0 +1,47 @@
+"""Programs of scripts/ that others rely on, run small."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amp_ext
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+ROWS = ["SGD, 2 tensors, our scaler", "SGD, 2 tensors, our scaler, cold"]
+ROWS += ["kernel: SGD momentum fp32", "kernel: unscale_ torch.bfloat16"]
+pytestmark = pytest.mark.slow
+
+
+def lines_of(script: str, *arguments: object) -> list[str]:
+    """Returns what a script prints."""
+    command = [sys.executable, SCRIPTS / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_each_part_of_the_stress_passes_when_it_is_small():
+    parts = [line.partition(":")[0] for line in lines_of("stress.py", "--small")]
+    assert parts == list(runpy.run_path(str(SCRIPTS / "stress.py"))["PARTS"])
+
+
+def test_the_list_of_what_users_can_name_is_right(run_module):
+    done = run_module("surface", "--check", "--python", folder=SCRIPTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(Path(amp_ext.__file__).parent.parent != ROOT, reason="the checkout isn't built")
+def test_a_timed_row_has_the_times_of_both_packages_and_how_far_each_is_from_itself():
+    printed = lines_of("time_host.py", "--quick", "--rows", "|".join(ROWS), "--installed", ROOT)
+    lines = [line.strip("| ").split(" | ") for line in printed[2:]]
+    assert [line[0] for line in lines] == ROWS
+    for _, *texts in lines:
+        before, after, ratio, itself = (float(text.split()[0]) for text in texts)
+        assert ratio == pytest.approx(after / before, rel=0.1)  # of figures that were rounded
+        assert itself >= 1
