@@ -102,46 +102,32 @@ def test_an_optimizer_of_torch_is_ours_on_request(name, options):
         train([again], 1)
 
 
-def test_options_reach_our_constructors():
+def test_constructors_of_torch_keep_their_signatures_and_hand_on_options():
+    classes = (ImportedBefore, TorchCudaScaler, torch.optim.AdamW)
+    before = [inspect.signature(torch_class) for torch_class in classes]
     with patch_torch(optimizers=True):
+        assert [inspect.signature(torch_class) for torch_class in classes] == before
         scaler = torch.amp.GradScaler("cpu", 2.0, growth_interval=7)
-        old_scaler = torch.cuda.amp.GradScaler(8.0, 4.0, enabled=False)
+        with pytest.warns(FutureWarning, match="torch.cuda.amp.GradScaler"):
+            old_scaler = torch.cuda.amp.GradScaler(8.0, 4.0, enabled=False)
         optimizer = torch.optim.SGD(params(), 0.5, momentum=0.25)
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (2.0, 7)
     assert (old_scaler.get_growth_factor(), old_scaler.is_enabled()) == (4.0, False)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.5, 0.25)
 
 
-def test_signatures_stay_as_they_are_and_an_old_constructor_says_that_it_is_old():
-    classes = (ImportedBefore, TorchCudaScaler, torch.optim.AdamW)
-    before = [inspect.signature(torch_class) for torch_class in classes]
-    with patch_torch(optimizers=True):
-        assert [inspect.signature(torch_class) for torch_class in classes] == before
-        with pytest.warns(FutureWarning, match="torch.cuda.amp.GradScaler"):
-            torch.cuda.amp.GradScaler(enabled=False)
-
-
 def test_what_exists_and_classes_of_others_and_our_own_stay_as_they_are():
-    class Theirs(torch.amp.GradScaler):
-        pass
-
-    class TheirAdam(torch.optim.Adam):
-        pass
-
     existing = [torch.amp.GradScaler("cpu"), torch.optim.AdamW(params())]
+    bases = {torch.amp.GradScaler: "cpu", torch.optim.Adam: params()}
+    own = {amp_ext.GradScaler: "cpu", amp_ext.optim.AdamW: params()}
+    theirs = {type("Theirs", (base,), {}): argument for base, argument in bases.items()}
     with patch_torch(optimizers=True):
-
-        class TheirLater(torch.amp.GradScaler):
-            pass
-
+        later = type("TheirLater", (torch.amp.GradScaler,), {})
         for one in existing:
-            assert type(copy.deepcopy(one)) is type(one)
-            assert type(pickle.loads(pickle.dumps(one))) is type(one)
-        for scaler_class in (Theirs, TheirLater, amp_ext.GradScaler):
-            assert type(scaler_class("cpu")) is scaler_class
-        for optimizer_class in (TheirAdam, amp_ext.optim.AdamW):
-            assert type(optimizer_class(params())) is optimizer_class
-    assert not issubclass(TheirLater, amp_ext.GradScaler)
+            assert type(copy.deepcopy(one)) is type(pickle.loads(pickle.dumps(one))) is type(one)
+        for kind, argument in {**theirs, **own, later: "cpu"}.items():
+            assert type(kind(argument)) is kind
+    assert not issubclass(later, amp_ext.GradScaler)
 
 
 def test_a_patch_lasts_until_undo_or_the_end_of_its_with_statement():
@@ -162,12 +148,12 @@ def test_a_patch_lasts_until_undo_or_the_end_of_its_with_statement():
     assert patched() == NOTHING
 
 
-@pytest.mark.parametrize("optimizers", [(True, False), (False, True)], ids=["outer", "inner"])
-def test_nested_patches_end_with_the_outermost(optimizers):
-    with patch_torch(optimizers=optimizers[0]):
-        with patch_torch(optimizers=optimizers[1]):
+@pytest.mark.parametrize("outer", [True, False])
+def test_nested_patches_end_with_the_outermost(outer):
+    with patch_torch(optimizers=outer):
+        with patch_torch(optimizers=not outer):
             assert patched() == BOTH
-        assert patched() == (True, optimizers[0])
+        assert patched() == (True, outer)
     assert patched() == NOTHING
 
 

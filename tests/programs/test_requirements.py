@@ -68,22 +68,16 @@ def asked_of_torch(metadata: bytes) -> list[str]:
     return [text for text in every if Requirement(text).name == "torch"]
 
 
-@pytest.fixture(scope="module")
-def made_before(sources, tmp_path_factory) -> Path:
-    """The metadata that pip makes before any wheel, the same for both kinds."""
-    folder = tmp_path_factory.mktemp("metadata")
-    setup(sources, "dist_info", "--output-dir", folder)
-    (made,) = folder.glob("*.dist-info")
-    assert asked_of_torch((made / "METADATA").read_bytes()) == ["torch>=2.11"]
-    return made
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bdist_wheel", "editable_wheel"])
 def test_a_wheel_asks_for_its_minor_release_of_torch_and_an_editable_one_for_any(
-    sources, made_before, tmp_path, kind
+    sources, tmp_path, kind
 ):
-    setup(sources, kind, "--dist-dir", tmp_path, "--dist-info-dir", made_before)
+    # The metadata that pip makes before any wheel, the same for both kinds.
+    setup(sources, "dist_info", "--output-dir", tmp_path)
+    (made,) = tmp_path.glob("*.dist-info")
+    assert asked_of_torch((made / "METADATA").read_bytes()) == ["torch>=2.11"]
+    setup(sources, kind, "--dist-dir", tmp_path, "--dist-info-dir", made)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         (metadata,) = (file for file in files.namelist() if file.endswith("/METADATA"))
