@@ -43,11 +43,6 @@ BOUNDS: dict[tuple[float, float], dict[str, tuple[tuple[float, ...], ...]]] = {
         "rare": ((0.0065, 0.08), (0.035, 0.35), (0.044, 2.5)),
         "model": ((0.013, 0.08), (0.035, 0.60, 0.02), (0.06, 1.0, 0.035)),
     },
-    (0.9, 0.95): {
-        "leaning": ((0.006, 0.04, 0.0008), (0.033, 0.17, 0.003), (0.036, 0.2, 0.0035)),
-        "rare": ((0.007, 0.01), (0.035, 0.04, 0.03), (0.1, 1.1)),
-        "model": ((0.007, 0.05), (0.031, 0.15, 0.015), (0.06, 3.0, 0.018)),
-    },
     # Ratios above 8 are too small.
     (0.9, 0.9999): {
         "leaning": ((0.017, 0.12, 0.011), (0.105, 1.0, 0.017), (0.113, 1.0, 0.034)),
@@ -75,8 +70,7 @@ def test_adamw_keeps_its_bounds(betas, name, state_dtype, bound):
     assert errors.update < update, errors
     assert errors.largest < largest, errors
     assert errors.way < way, errors
-    # At 0.95 a rare row decays by 1e-11 before it is seen again, and its bias means nothing.
-    assert betas[1] < 0.999 or abs(errors.bias) < LARGEST_BIAS[state_dtype]
+    assert abs(errors.bias) < LARGEST_BIAS[state_dtype]
 
 
 @pytest.mark.slow
