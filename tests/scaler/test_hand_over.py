@@ -31,7 +31,6 @@ from amp_ext import hand_over
 
 NO_CHECKS = r"^No inf checks were recorded for this optimizer\.$"
 both_scalers = pytest.mark.parametrize("scaler_class", [TorchScaler, amp_ext.GradScaler])
-bad_or_good = pytest.mark.parametrize("value", [4.0, INF], ids=["clean", "overflow"])
 
 
 one_of_each = cases.over([plain_sgd, fused_sgd])
@@ -62,7 +61,7 @@ CARRIES_A_SCALE = (
 
 
 @both_scalers
-@bad_or_good
+@cases.clean_or_overflow
 @pytest.mark.parametrize("through_data", [False, True])
 @cases.our_optimizers
 def test_a_gradient_that_carries_the_scale_of_a_step_is_refused(
@@ -100,7 +99,7 @@ def test_gradients_in_one_buffer_are_told_apart(device):
 
 
 @both_scalers
-@bad_or_good
+@cases.clean_or_overflow
 @cases.over([cases.torchs_sgd, cases.our_adam, cases.our_adamw_with_norm, plain_sgd])
 def test_gradients_that_come_after_an_empty_look_are_an_error(make, value, scaler_class, device):
     late, early = make(cases.new_params(device)), filled(4.0, device, make)
@@ -185,7 +184,7 @@ def test_a_hook_that_writes_no_gradient_is_not_warned_of(hook, device):
             give(optimizer, 4.0)
 
 
-@bad_or_good
+@cases.clean_or_overflow
 def test_a_hook_may_take_all_gradients_away(value, device):
     optimizer, scaler = filled(value, device, cases.our_adamw_with_norm), ready(device)
     optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
@@ -262,7 +261,7 @@ def test_a_look_that_no_step_has_used_is_forgotten(device):
 # Objects around an optimizer.
 
 
-@bad_or_good
+@cases.clean_or_overflow
 @one_of_each
 def test_an_object_that_does_not_step_leaves_nothing_behind(make, value, device):
     optimizer, scaler = filled(value, device, make), ready(device)

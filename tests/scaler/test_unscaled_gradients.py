@@ -80,7 +80,7 @@ def values(optimizer: Any) -> list[float]:
 @wrappers
 @every_sgd
 @pytest.mark.parametrize("wrapped_call", ["unscale_", "step", "both"])
-@pytest.mark.parametrize("value", [4.0, INF], ids=["clean", "overflow"])
+@cases.clean_or_overflow
 def test_an_optimizer_is_the_one_inside_an_object(make, wrap, wrapped_call, value, device):
     inside, scaler = filled(value, device, make), ready(device, growth_interval=1)
     wrapper = wrap(wrap(inside))
