@@ -49,7 +49,6 @@ CHECKS = {
         ranks.a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them,
         ranks.a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks,
         ranks.a_process_group_makes_ranks_skip_together,
-        ranks.a_rank_without_gradients_takes_part,
         ranks.ranks_with_different_scales_skip_and_say_so,
         ranks.a_sharded_scaler_is_that_of_torch_and_ours,
     ],

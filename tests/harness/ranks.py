@@ -139,14 +139,12 @@ class Model(torch.nn.Module):
     """Its rows do not divide by two, and one parameter has a single one: ranks get none of it."""
 
     def __init__(self) -> None:
-        """Draws the parameters."""
         super().__init__()
         self.first = torch.nn.Linear(5, 7)
         self.second = torch.nn.Linear(7, 3)
         self.gain = Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps 5 features to 3."""
         return self.second(self.first(x).relu()) * self.gain
 
 
@@ -154,7 +152,6 @@ class WideModel(Model):
     """Besides, it has parameters with groups of 32 elements, one of which is a single row."""
 
     def __init__(self) -> None:
-        """Draws the parameters."""
         super().__init__()
         self.first = torch.nn.Sequential(
             torch.nn.Linear(5, 32), torch.nn.Linear(32, 129), torch.nn.Linear(129, 7)
@@ -162,7 +159,6 @@ class WideModel(Model):
         self.row = Parameter(torch.randn(1, 4096))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps 5 features to 3."""
         return super().forward(x) + self.row.mean()
 
 
@@ -954,49 +950,37 @@ def zero_trains_as_in_one_process(rank: int) -> None:
 
 
 def a_process_group_makes_ranks_skip_together(rank: int) -> None:
-    for group in (dist.group.WORLD, dist.new_group([0, 1])):
-        for make in (ours("AdamW"), theirs("AdamW"), partial(theirs("AdamW"), fused=True)):
-            for unscales in (False, True):
-                param = Parameter(torch.ones(3))
-                optimizer, scaler = make([param]), small_scaler(process_group=group)
-                for step in range(STEPS):
-                    before = param.detach().clone()
-                    param.grad = torch.full((3,), float(2 + rank))
-                    if step == BAD_STEP and rank == BAD_RANK:
-                        param.grad[1] = torch.nan
-                    scaler.scale(torch.zeros(()))
-                    if make is ours("AdamW"):
-                        assert optimizer.inspect(scaler).skipped == (step == BAD_STEP)
-                    with collectives() as sizes:
-                        if unscales:
-                            scaler.unscale_(optimizer)
-                        scaler.step(optimizer)
-                        flags = scaler._found_inf_per_device(optimizer)
-                        scaler.update()
-                    assert sizes == [3]
-                    assert [flag.item() for flag in flags.values()] == [float(step == BAD_STEP)]
-                    assert same_bits(param.detach(), before) == (step == BAD_STEP)
-                    assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
-                    assert_agreed(scaler.get_scale())
-                assert scaler.get_scale() == 2.0**7
-
-
-def a_rank_without_gradients_takes_part(rank: int) -> None:
-    grouped = small_scaler(process_group=dist.group.WORLD)
-    for scaler in (grouped, ShardedGradScaler("cpu", init_scale=2.0**8)):
-        for make in (ours("SGD"), theirs("SGD")):
-            param = Parameter(torch.ones(3))
-            optimizer = make([param], lr=1.0)
-            for step in range(STEPS):
+    """Also those that have no gradient, as all but one in some steps."""
+    kinds = [partial(small_scaler, process_group=g) for g in (dist.group.WORLD, dist.new_group())]
+    kinds.append(partial(ShardedGradScaler, "cpu", 2.0**8))
+    makes = (ours("AdamW"), theirs("AdamW"), partial(theirs("AdamW"), fused=True))
+    for kind, make, unscales in itertools.product(kinds, makes, (False, True)):
+        param = Parameter(torch.ones(3))
+        optimizer, scaler = make([param]), kind()
+        for step in range(STEPS):
+            before = param.detach().clone()
+            lacks_some = step == STEPS - 1 or (step == BAD_STEP and not unscales)
+            param.grad = torch.full((3,), float(2 + rank))
+            if step == BAD_STEP and rank == BAD_RANK:
+                param.grad[1] = torch.nan
+            if lacks_some and rank != BAD_RANK:
                 param.grad = None
-                if rank == BAD_RANK:
-                    param.grad = torch.full((3,), torch.inf if step == BAD_STEP else 1.0)
-                scaler.scale(torch.zeros(()))
+            scaler.scale(torch.zeros(()))
+            if make is ours("AdamW") and not lacks_some:
+                assert optimizer.inspect(scaler).skipped == (step == BAD_STEP)
+            with collectives() as sizes:
+                if unscales:
+                    scaler.unscale_(optimizer)
                 scaler.step(optimizer)
-                found = [v.item() for v in scaler._found_inf_per_device(optimizer).values()]
+                flags = scaler._found_inf_per_device(optimizer)
                 scaler.update()
-                assert found == [float(step == BAD_STEP)]
-                assert_agreed(scaler.get_scale())
+            assert sizes == [3]
+            assert [flag.item() for flag in flags.values()] == [float(step == BAD_STEP)]
+            stays = step == BAD_STEP or param.grad is None
+            assert same_bits(param.detach(), before) == stays
+            assert scaler.last_step_skipped(optimizer) is (step == BAD_STEP)
+            assert_agreed(scaler.get_scale())
+        assert scaler.get_scale() == 2.0**7
     assert_agreed(small_scaler().get_scale())
 
 
