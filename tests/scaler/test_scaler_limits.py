@@ -74,7 +74,7 @@ class Rules:
 
 
 EACH, EVERY_SECOND = {"growth_interval": 1}, {"growth_interval": 2}
-TWO, THREE = {"hysteresis": 2}, {"hysteresis": 3}
+TWO = {"hysteresis": 2}
 STATIC = EACH | {"dynamic": False}
 AT_THE_LARGEST = {"init_scale": LARGEST, "max_scale": 1e300}
 NEAR_THE_LARGEST = {"init_scale": 2.0**126, "min_scale": 2.0**120}
