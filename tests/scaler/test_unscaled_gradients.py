@@ -27,7 +27,7 @@ every_sgd = cases.over([plain_sgd, fused_sgd, looping_sgd])
 
 
 class Deriving(torch.optim.Optimizer):
-    """As Accelerate's: an optimizer by its class, which begins nothing of its own."""
+    """As Accelerate's and torch's PostLocalSGDOptimizer: has the groups of the optimizer inside."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -39,16 +39,6 @@ class Deriving(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         return self.optimizer.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step()
-
-
-class Sharing(torch.optim.Optimizer):
-    """As torch's PostLocalSGDOptimizer: has the groups of the optimizer inside."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.param_groups, self.optimizer = optimizer.param_groups, optimizer
 
     def step(self, closure: Any = None) -> Any:
         return self.optimizer.step()
@@ -67,7 +57,7 @@ class DelegatingAll(cases.Delegating):
         delattr(self.optimizer, name)
 
 
-wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, Deriving, Sharing, DelegatingAll])
+wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, Deriving, DelegatingAll])
 
 
 def values(optimizer: Any) -> list[float]:
