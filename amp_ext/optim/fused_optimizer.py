@@ -246,9 +246,10 @@ class FusedOptimizer(WatchedOptimizer):
         found_inf = hand_over.found_inf
         if found_inf is not None and not isinstance(found_inf, Tensor):
             if found_inf:
-                return loss
-            self._check_no_grads()
-            found_inf = None
+                found_inf = torch.ones((), device=self._first_device())
+            else:
+                self._check_no_grads()
+                found_inf = None
         try:
             self._step(hand_over, found_inf)
         except Exception as error:

@@ -88,6 +88,7 @@ def test_a_flag_that_is_a_number_skips_the_average_too(device):
     optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=device), 1
     step(optimizer)
     assert average.n_averaged == 1
+    assert optimizer.has_landed == 0
 
 
 def test_a_master_that_its_parameter_has_left_behind_is_what_the_next_step_would_make_of_it(device):
