@@ -1,7 +1,7 @@
 """Shadow runs: one stream of gradients feeds an optimizer in float64 and others beside it.
 
 None of them moves a parameter, so errors do not feed back, and a run of seconds tells how far each
-update of a scheme lies from the exact one. `tests/optimizers/test_update_errors.py` has the bounds.
+update of a scheme lies from the exact one. `tests/programs/test_update_errors.py` has the bounds.
 
     PYTHONPATH=. python benchmarks/update_errors.py  # of the optimizers, with states in bfloat16
 """

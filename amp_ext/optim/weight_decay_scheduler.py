@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_ext.plain_numbers import with_plain_numbers
+from amp_ext.plain_numbers import plain, with_plain_numbers
 
 __all__ = [
     "CosineAnnealingWeightDecay",
@@ -187,8 +187,8 @@ class StepWeightDecay(WeightDecayScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> None:
-        self.step_size = step_size
-        self.gamma = gamma
+        self.step_size = plain(step_size)
+        self.gamma = plain(gamma)
         super().__init__(optimizer)
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
@@ -219,8 +219,8 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         T_max: int,  # noqa: N803, CosineAnnealingLR's name
         final_weight_decay: float = 0.0,
     ) -> None:
-        self.T_max = T_max
-        self.final_weight_decay = final_weight_decay
+        self.T_max = plain(T_max)
+        self.final_weight_decay = plain(final_weight_decay)
         super().__init__(optimizer)
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
