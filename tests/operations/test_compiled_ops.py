@@ -102,6 +102,7 @@ class Recorder(TorchDispatchMode):
 
 
 def assert_declares_what_it_does(call: Callable[[], Any]) -> None:
+    torch._dynamo.reset()  # is imported, and knows the right `is_compiling`
     with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         call()
