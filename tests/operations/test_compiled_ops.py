@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import amp_ext
-from amp_ext import ops
+from amp_ext import compiled_ops, ops
 
 SHAPES = [(3, 5), (), (17,)]
 
@@ -106,7 +106,13 @@ def assert_declares_what_it_does(call: Callable[[], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         call()
-    torch.library.opcheck(*recorder.called)
+    operator, args = recorder.called
+    torch.library.opcheck(getattr(compiled_ops, operator._opname), args)
+
+
+def test_there_is_no_operator_of_another_name():
+    with pytest.raises(AttributeError, match="no attribute 'adam_'"):
+        _ = compiled_ops.adam_
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in BUFFERS])
