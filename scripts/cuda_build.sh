@@ -132,7 +132,7 @@ END
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
     --ignore="$tests"/programs/test_update_errors.py \
-    --ignore-glob="$tests"/programs/test_{bench,docs,photo,requirements,setup,surface,time_host}'*.py' "$@")
+    --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@")
 }
 
 [ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_cuda_environment
