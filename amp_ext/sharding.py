@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.hand_over import moved
-from amp_ext.nonfinite import check_params
+from amp_ext.nonfinite import check_params, params_of
 
 __all__ = [
     "ShardedOver",
@@ -345,8 +345,7 @@ def check_guard(optimizer: Any) -> None:
     guard = getattr(optimizer, "norm_guard", None)
     if guard is None or guard.process_group is not None:
         return
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if not any(map(is_dtensor, params)):  # sharded ones share their norm
+    if not any(map(is_dtensor, params_of(optimizer))):  # sharded ones share their norm
         raise RuntimeError(
             "GradScaler.step: norm_guard of the optimizer must have the process_group of the "
             "scaler, whose ranks step and skip together, got a guard without one"
