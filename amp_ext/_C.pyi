@@ -13,8 +13,6 @@ class OptionDescription:  # of an option of the groups of an optimizer
     on_load: str  # "required", "off if missing", "kept if missing" or "kept"
     is_read: bool  # by steps
 
-# The descriptions themselves are not listed, nor all operations of optimizers: Python finds them by
-# their names.
 class BufferDescription:
     name: str
     role: str
@@ -207,7 +205,7 @@ class Kept:  # what a group lets its parameters keep
     def blocks_in(self, saved: dict[str, Any]) -> list[tuple[str, str, list[str]]]: ...
     def loaded_state(self, param: ListedParam, saved: dict[str, Any]) -> dict[str, Tensor]: ...
 
-# Functions: their signatures stand in amp_ext.ops, and descriptions of optimizers.
+# Functions, whose signatures stand in amp_ext.ops, and the descriptions of optimizers.
 def __getattr__(name: str) -> Any: ...
 
 MASTER_KEYS: tuple[str, ...]

@@ -15,11 +15,11 @@ using Dict = c10::impl::GenericDict;
 Dict new_dict();
 c10::impl::GenericList new_list();
 
-// What a dict has under a name; none where it is not there.
 // The dict that a state dict is, and an entry that it must have. Throw on behalf of an operation.
 Dict dict_of(const std::string& operation, const c10::IValue& state_dict);
 c10::IValue entry_of(const std::string& operation, const Dict& state_dict, const std::string& name);
 
+// What a dict has under a name; none where it is not there.
 std::optional<c10::IValue> find(const Dict& dict, const std::string& name);
 
 // Those of a list or a tuple; none of anything else.
