@@ -29,12 +29,12 @@ for seed in '' 1 2; do
   env ${seed:+CUDA_EMULATOR_SEED=$seed} TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
 done
 
-# The package, with the module just built in place of its own.
+# The package, file by file, with the module just built in place of its own.
 package=$root/build/sanitize/amp_ext
 rm -rf "$package"
 mkdir -p "$package"
-ln -s "$root"/amp_ext/* "$package"
-rm -f "$package"/_C.*.so "$package"/lib "$package"/_build_info.json # that module links no library
+cp -rs "$root/amp_ext/." "$package"
+rm -rf "$package"/_C.*.so "$package"/lib "$package"/_build_info.json # that module links no library
 ln -s "$module" "$package"
 cd "$package/.."
 
