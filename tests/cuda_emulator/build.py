@@ -76,9 +76,26 @@ def torch_flags() -> tuple[Command, Command]:
 
 
 def host_sources() -> list[Path]:
-    """Returns the sources that know no kernel, the slowest to compile first."""
-    sources = [file for file in CSRC.rglob("*.cpp") if file.parent.name != "libtorch"]
-    return sorted(sources, key=lambda source: (source.parent.name != "python", source))
+    """Returns the sources that know no kernel: engines, and two that include the others.
+
+    To read torch's headers takes longer than to compile one of ours; setup.py does the same.
+    """
+    engines, bindings, others = [], [], []
+    for file in sorted(CSRC.rglob("*.cpp")):
+        kinds = {"cpu": engines, "python": bindings}
+        if file.parent.name != "libtorch":
+            kinds.get(file.parent.name, others).append(file)
+    return [united("python", bindings), united("others", others), *engines]
+
+
+def united(name: str, files: list[Path]) -> Path:
+    """Returns a source that includes others, written unless it is there already."""
+    source = CACHE / name / f"{name}.cpp"
+    text = "".join(f'#include "{file}"\n' for file in files)
+    if not source.is_file() or source.read_text() != text:
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(text)
+    return source
 
 
 def kernel_sources() -> list[Path]:
@@ -177,10 +194,10 @@ def build_emulated(sanitizers: str = "") -> Path:
     """
     sanitize = sanitizer_flags(sanitizers)
     host = [*FLAGS, *EMULATED_MODULE, "-O0", "-fopenmp", *torch_flags()[0]]
-    jobs = [(source, host) for source in host_sources()]
     kernels = [*FLAGS, *EMULATED_MODULE, "-O1", *sanitize]
-    jobs += [(source, kernels) for source in kernel_sources()]
     with alone():
+        jobs = [(source, host) for source in host_sources()]
+        jobs += [(source, kernels) for source in kernel_sources()]
         return linked_module(compiled_all([*jobs, SCHEDULER]), sanitize)
 
 
@@ -188,11 +205,11 @@ def build_cpu(sanitizers: str) -> Path:
     """Builds amp_ext._C without CUDA; the sanitizers watch all of it but the bindings."""
     sanitize = sanitizer_flags(sanitizers)
     flags = [*FLAGS, "-fvisibility=hidden", "-fopenmp", *torch_flags()[0]]
-    jobs = [
-        (source, [*flags, "-O0"] if source.parent.name == "python" else [*flags, "-O1", *sanitize])
-        for source in host_sources()
-    ]
     with alone():
+        jobs = [
+            (source, [*flags, "-O0"] if source.stem == "python" else [*flags, "-O1", *sanitize])
+            for source in host_sources()
+        ]
         return linked_module(compiled_all(jobs), sanitize)
 
 
