@@ -128,11 +128,12 @@ END
 }
 
 # The rows of the CPU, with the binary that also holds the CUDA kernels; also from programs in C++. Left out:
-# errors of thousands of steps, which the same CPU engine has in every build, and what judges the checkout.
+# what the CPU engine computes, which is the same in every build, programs drawn at random, and what judges
+# the checkout.
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
-    --ignore="$tests"/programs/test_update_errors.py \
-    --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@")
+    --ignore="$tests"/operations/test_bit_equality.py --ignore="$tests"/programs/test_update_errors.py \
+    --ignore="$tests"/state_machine --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@")
 }
 
 [ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_cuda_environment
