@@ -80,21 +80,18 @@ def host_sources() -> list[Path]:
 
     To read torch's headers takes longer than to compile one of ours; setup.py does the same.
     """
-    engines, bindings, others = [], [], []
-    for file in sorted(CSRC.rglob("*.cpp")):
-        kinds = {"cpu": engines, "python": bindings}
-        if file.parent.name != "libtorch":
-            kinds.get(file.parent.name, others).append(file)
+    files = sorted(file for file in CSRC.rglob("*.cpp") if file.parent.name != "libtorch")
+    engines = [file for file in files if file.parent.name == "cpu"]
+    bindings = [file for file in files if file.parent.name == "python"]
+    others = [file for file in files if file not in (*engines, *bindings)]
     return [united("python", bindings), united("others", others), *engines]
 
 
 def united(name: str, files: list[Path]) -> Path:
-    """Returns a source that includes others, written unless it is there already."""
-    source = CACHE / name / f"{name}.cpp"
-    text = "".join(f'#include "{file}"\n' for file in files)
-    if not source.is_file() or source.read_text() != text:
-        source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_text(text)
+    """Writes a source that includes others, and returns where."""
+    source = CACHE / "united" / f"{name}.cpp"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text("".join(f'#include "{file}"\n' for file in files))
     return source
 
 
