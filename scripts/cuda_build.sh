@@ -128,8 +128,8 @@ END
 }
 
 # The rows of the CPU, with the binary that also holds the CUDA kernels; also from programs in C++. Left out:
-# what the CPU engine computes, which is the same in every build, programs drawn at random, and what judges
-# the checkout.
+# bits and errors of the CPU engine, which is the same in every build, programs drawn at random, and what
+# judges the checkout.
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
     --ignore="$tests"/operations/test_bit_equality.py --ignore="$tests"/programs/test_update_errors.py \
