@@ -3,6 +3,7 @@
     python scripts/hash_steps.py --check                    # against scripts/hash_steps.json
     python scripts/hash_steps.py --check --engines plain    # of the plain CPU engine only
     python scripts/hash_steps.py --write                    # after a change that was meant
+    python scripts/hash_steps.py --write --only 'edges/*'   # of the cases with such names alone
 
 A case is an optimizer, a combination of dtypes and an option; scalers and operations follow. Data
 are whole numbers times a power of two, the same with every machine and every PyTorch. All engines
@@ -16,12 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fnmatch
+import functools
 import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".json")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from harness.edge_numbers import edge_cases  # noqa: E402
+from harness.engine_results import results_of  # noqa: E402
 from harness.hashes import Hash, numbers  # noqa: E402
 from harness.optimizer_cases import CLASSES  # noqa: E402
 
@@ -158,6 +163,9 @@ SCALERS: dict[str, dict[str, Any]] = {
     },
 }
 
+GRADIENT_OPERATIONS = ("unscale_", "check_finite_", "count_nonfinite")
+GRADIENT_OPERATIONS += ("clip_grad_norm_1", "clip_grad_norm_1e+06")
+
 # Gradients of the operations: scaled by this, a few of these numbers bad.
 BAD_NUMBERS: dict[str, tuple[float, ...]] = {"finite": (), "inf": (INF,), "nan": (NAN, -INF)}
 
@@ -276,23 +284,41 @@ def hash_of_operations(dtype: torch.dtype, bad: tuple[float, ...], device: str) 
     return hashes
 
 
-def all_hashes(device: str) -> dict[str, str]:
-    """Returns the hash of every case by its name."""
-    hashes = {}
+def hash_of_results(name: str, case: Callable[[torch.device], Any], device: str) -> str:
+    """Returns the hash of what a case of the tests writes."""
+    done = Hash()
+    for key, tensor in sorted(results_of(name, case, torch.device(device)).items()):
+        done.add(key, tensor)
+    return done.short()
+
+
+def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields the name of every case and what computes its hash."""
     for optimizer, (class_name, _) in OPTIMIZERS.items():
         known = inspect.signature(getattr(amp_ext.optim, class_name)).parameters
         for dtypes in DTYPES:
             for option_name, option in OPTIONS.items():
                 if all(name in known for name in option.arguments):
                     name = f"{optimizer}/{dtypes}/{option_name}"
-                    hashes[name] = hash_of_steps(optimizer, dtypes, option, device)
+                    yield name, functools.partial(hash_of_steps, optimizer, dtypes, option, device)
     for name, arguments in SCALERS.items():
-        hashes[f"GradScaler/{name}"] = hash_of_scales(arguments, device)
+        yield f"GradScaler/{name}", functools.partial(hash_of_scales, arguments, device)
     for dtype in (F16, BF16, F32, F64):
         for name, bad in BAD_NUMBERS.items():
-            for operation, value in hash_of_operations(dtype, bad, device).items():
-                hashes[f"{operation}/{str(dtype).removeprefix('torch.')}/{name}"] = value
-    return hashes
+            # One run gives the hashes of all operations.
+            hashes = functools.cache(functools.partial(hash_of_operations, dtype, bad, device))
+            for operation in GRADIENT_OPERATIONS:
+                case = f"{operation}/{str(dtype).removeprefix('torch.')}/{name}"
+                yield case, functools.partial(lambda run, key: run()[key], hashes, operation)
+    for name, case in edge_cases():
+        yield name, functools.partial(hash_of_results, name, case, device)
+
+
+def all_hashes(device: str, only: str) -> dict[str, str]:
+    """Returns the hash of every case whose name matches a pattern, by its name."""
+    return {
+        name: compute() for name, compute in all_cases(device) if fnmatch.fnmatchcase(name, only)
+    }
 
 
 def depends_on_a_sum(name: str) -> bool:
@@ -315,10 +341,10 @@ def kernels_of(engine: str) -> Iterator[str]:
         yield "cuda" if engine == "cuda" else "cpu"
 
 
-def hashes_of(engine: str) -> dict[str, str]:
-    """Returns all hashes of an engine, from a process of its own."""
+def hashes_of(engine: str, only: str) -> dict[str, str]:
+    """Returns the hashes of an engine, from a process of its own."""
     done = subprocess.run(
-        [sys.executable, __file__, "--print", engine],
+        [sys.executable, __file__, "--print", engine, "--only", only],
         env=os.environ | ENGINES[engine],
         stdout=subprocess.PIPE,
         text=True,
@@ -363,17 +389,32 @@ def main() -> int:
     parser.add_argument(
         "--engines", default="plain,avx2,avx512,emulated", help="separated by commas"
     )
+    parser.add_argument("--only", default="*", help="cases whose names match this pattern")
     arguments = parser.parse_args()
+    only = arguments.only
     if arguments.print:
         with kernels_of(arguments.print) as device:
-            print(json.dumps(all_hashes(device)))
+            print(json.dumps(all_hashes(device, only)))
         return 0
-    found = {engine: hashes_of(engine) for engine in arguments.engines.split(",")}
-    expected = expected_of(found) if arguments.write else json.loads(FILE.read_text())
+    found = {engine: hashes_of(engine, only) for engine in arguments.engines.split(",")}
+    known: dict[str, dict[str, str]] = json.loads(FILE.read_text())
+    expected = known
+    if arguments.write:
+        written = expected_of(found)
+        expected = {
+            part: written[part]
+            if only == "*"
+            else {n: h for n, h in known[part].items() if not fnmatch.fnmatchcase(n, only)}
+            | written[part]
+            for part in known
+        }
     wrong = 0
     for engine, hashes in found.items():
         others = expected["cuda"] if engine in CUDA_ENGINES else {}
-        wrong += report(engine, hashes, expected["all"] | others)
+        wanted = {
+            n: h for n, h in (expected["all"] | others).items() if fnmatch.fnmatchcase(n, only)
+        }
+        wrong += report(engine, hashes, wanted)
     if arguments.write:
         FILE.write_text(json.dumps(expected, indent=0) + "\n")
     return 1 if wrong else 0

@@ -30,6 +30,7 @@ from harness.awkward import (
     placed,
 )
 from harness.coded_lists import CODED_STEPS, encode
+from harness.edge_numbers import few_edge_cases
 from harness.gradient_lists import (
     OPERATIONS,
     SUM_OF_SQUARES,
@@ -276,6 +277,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"{operation.id or operation.name} {dtype}", looked_at(operation, dtype)
     yield "large squares", looked_at(SUM_OF_SQUARES, F32, 1e25)
     yield "refresh_masters", refreshed_masters
+    yield from few_edge_cases()
 
 
 def trainings() -> Iterator[tuple[str, Case]]:
