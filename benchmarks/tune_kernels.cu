@@ -98,7 +98,8 @@ struct Tensors {
 // `bytes` of an element in each of the streams grad, param, master_param, two buffers.
 Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scratch& scratch) {
   constexpr int64_t kBoundary = 64;  // elements
-  const int64_t numel = sizes.elements / sizes.tensors;
+  const int64_t whole = bytes[3] == 1 ? kBlockSize : 1;  // codes come in whole blocks
+  const int64_t numel = sizes.elements / sizes.tensors / whole * whole;
   const int64_t padded = (numel + kBoundary) & -kBoundary;
   Tensors tensors;
   for (int64_t first = 0; first < sizes.tensors * padded; first += padded) {
@@ -112,15 +113,22 @@ Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scra
     record.grad = places[0];
     record.param = places[1];
     record.master_param = places[2];
-    record.master = bytes[2] == 4   ? Master::kFloat32
-                    : bytes[2] == 2 ? Master::kLow16
-                                    : Master::kNone;
+    constexpr Master kMasters[] = {Master::kNone, Master::kLow8, Master::kLow16, Master::kNone,
+                                   Master::kFloat32};
+    record.master = kMasters[bytes[2]];
+    if (bytes[2] == 1) record.dithered |= kDithersParam;
+    constexpr BufferFormat kCodes[] = {BufferFormat::kRatio8, BufferFormat::kBlockwise8};
     for (int i = 0; i < 2; ++i) {
-      const bool is_narrow = bytes[3 + i] == 2;
       record.buffers[i] = places[3 + i];
-      record.buffer_formats[i] = format_of(is_narrow ? DType::kBFloat16 : DType::kFloat32);
-      if (is_narrow) record.dithered |= kDithersBuffer0 << i;
+      record.buffer_formats[i] = bytes[3 + i] == 1   ? kCodes[i]
+                                 : bytes[3 + i] == 2 ? BufferFormat::kBFloat16
+                                                     : BufferFormat::kFloat32;
+      // A first moment in bfloat16 is rounded to nearest by default.
+      if (bytes[3 + i] == 1 || (bytes[3 + i] == 2 && i == 1)) {
+        record.dithered |= kDithersBuffer0 << i;
+      }
     }
+    record.exponents = memory.at<uint8_t>(stream + first / kBlockSize);
     record.numel = numel;
     record.step = scratch.steps.at<float>(tensors.records.size() * sizeof(float));
     record.group = 0;
@@ -156,7 +164,6 @@ struct Variant {
 template <typename Combination>
 struct Step {
   using Param = typename Combination::Param;
-  using Buffer = typename Combination::Buffers::template Kind<BufferCode::kNone>;
   using Each = Streams<KindsOf<Combination, AdamHyperparameters, 2>>;
   using Present = StepShape<Adam, Each>;
   // The host does not know which blocks the GPU's kernel is compiled for.
@@ -173,9 +180,13 @@ struct Step {
   static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";
   static constexpr int kBlocksFactor = 1;
   static constexpr int kParamBytes = sizeof(typename Param::Stored);
-  static constexpr int kBufferBytes = sizeof(typename Buffer::Stored);
+  static constexpr BufferFormat kFormat = Each::Kinds::template Buffer<0>::kFormat;
+  static constexpr int kBufferBytes = is_code(kFormat)                     ? 1
+                                      : kFormat == BufferFormat::kBFloat16 ? 2
+                                                                           : 4;
   static constexpr int kMasterBytes = Param::kMaster == Master::kFloat32 ? 4
                                       : Param::kMaster == Master::kLow16 ? 2
+                                      : Param::kMaster == Master::kLow8  ? 1
                                                                          : 0;
   static constexpr int kBytes[5] = {kParamBytes, kParamBytes, kMasterBytes, kBufferBytes,
                                     kBufferBytes};
@@ -200,8 +211,9 @@ struct Step {
     launch.inputs.found_inf = scratch.found_inf.at<float>(0);
     launch.inputs.grad_scale = scratch.grad_scale.at<float>(0);
     int64_t launched = 0;
-    return launch_step<Adam<float>, Each, Shape>(launch, scratch.block_counter.at<uint32_t>(0),
-                                                 nullptr, launched);
+    int64_t had = 0;
+    return launch_step<Adam<float>, Each, Shape, kHasFastPath<Adam<float>, Each>>(
+        launch, scratch.block_counter.at<uint32_t>(0), nullptr, launched, had);
   }
 };
 
@@ -341,6 +353,10 @@ int run(bool small) {
           "step bfloat16 with masters"),
       in_all_shapes<Step<Combination<Plain<BFloat16>, Split<BFloat16, 16>, Uniform<BFloat16>>>>(
           "step bfloat16 with split masters and bfloat16 states"),
+      in_all_shapes<Step<Combination<Plain<BFloat16>, Split<BFloat16, 8>, Coded<Codes::kAll>>>>(
+          "step bfloat16 with split masters and states of 8 bits"),
+      in_all_shapes<Step<Combination<Plain<float>, Plain<float>, Coded<Codes::kAll>>>>(
+          "step float32 with states of 8 bits"),
       in_all_shapes<Look<float, false>>("look float32"),
       in_all_shapes<Look<BFloat16, false>>("look bfloat16"),
       in_all_shapes<Look<float, true>>("look and sum float32"),

@@ -51,7 +51,7 @@ inline constexpr uint8_t kDithersBuffer0 = 2;
 inline constexpr double kFreezingShare = 0.99;
 
 template <typename Hyperparameters>
-uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
+constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
   if (!hyperparameters.dither) return 0;
   int numbers = kDithersParam;
   for (int i = 0; i < static_cast<int>(std::size(Hyperparameters::kBuffers)); ++i) {
@@ -117,6 +117,7 @@ struct StepLaunch {
   bool ends_guarded;  // whether the last kernel lets the guard count the norm
   // [1], written with 1 where the step is taken and with 0 where it is skipped, or null.
   float* has_landed = nullptr;
+  bool may_take_fast_path = true;  // of the CUDA kernels: the same bits, in less time
 };
 
 // One step of the averages of many weights. A record has the weight as its parameter (`param`, with

@@ -13,6 +13,10 @@ made two of one. In a main loop every access to global memory has 128 bits, but 
 store of each array of 8 bits (the lower parts of masters, codes and their exponents), and there is
 none to local memory, where spilled registers are. Every other innermost loop goes over single
 elements, and has no more accesses than a main loop, unless it was unrolled or should have been one.
+
+Of the fast path of a step, the table also bounds the instructions an element in the main loop, and
+those of the ALU among them. Blocks that usual numbers never reach don't count: those that call the
+slow path of a division, and those that repeat a shuffle for the threads of a split warp.
 """
 
 from __future__ import annotations
@@ -43,6 +47,13 @@ LABEL = re.compile(r"^(\.L_\w+):")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 WIDTH = re.compile(r"\.[US]?(8|16|64|128|256)\b")
 ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP")
+RARE = re.compile(r"^CALL\b|COLLECTIVE")
+# Instructions that other units than the ALU execute: for floats, for memory, for control, and the
+# uniform ones.
+FLOATS = ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "MUFU", "I2F", "F2I")
+MEMORY = ("LDG", "STG", "LD", "ST", "LDS", "STS", "LDC", "LDL", "STL", "SHFL", "REDUX", "ATOM")
+CONTROL = ("BRA", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "NOP", "WARPSYNC", "VOTE", "BAR")
+UNIFORM = ("R2UR", "S2UR", "S2R", "CS2R")
 
 
 class UnreadableError(Exception):
@@ -56,6 +67,7 @@ class Instruction:
     predicate: str | None
     opcode: str
     target: str | None
+    is_rare: bool = False
 
     @property
     def name(self) -> str:
@@ -76,6 +88,11 @@ class Instruction:
     def is_local(self) -> bool:
         return self.name in ("LDL", "STL")
 
+    @property
+    def is_of_alu(self) -> bool:
+        elsewhere = FLOATS + MEMORY + CONTROL + UNIFORM
+        return self.name not in elsewhere and not self.name.startswith("U")
+
 
 @dataclass
 class Kernel:
@@ -91,6 +108,8 @@ class Kernel:
     spills: int = 0
     threads: int = 256
     arrays_of_bytes: int = 0
+    elements_of_pack: int = 8
+    is_fast: bool = False
     loops: list[list[Instruction]] = field(default_factory=list)
 
     @property
@@ -119,6 +138,10 @@ def loops_of(code: list[Instruction], labels: dict[str, int]) -> list[list[Instr
     behind_branches = [i + 1 for i, each in enumerate(code) if each.name in ENDS]
     starts = sorted({0, *behind_branches, *labels.values()} - {len(code)})
     ends = dict(zip(starts, [*starts[1:], len(code)], strict=True))  # of blocks, by their starts
+    for start, end in ends.items():
+        is_rare = any(RARE.search(each.opcode) for each in code[start:end])
+        for each in code[start:end]:
+            each.is_rare = is_rare
     graph = networkx.DiGraph([(-1, 0)])  # the launch
     graph.add_nodes_from(starts)
     for start, end in ends.items():
@@ -141,6 +164,11 @@ def stored_in(buffers: list[str], computed: str) -> str:
     if "Ratio" in buffers:
         return "8bit-bf16"
     return buffers[0].removeprefix("Plain<").removesuffix(">") if buffers else computed
+
+
+def is_fast(signature: str) -> bool:
+    """Returns whether a signature is that of the fast path of a step."""
+    return "step_kernel<" in signature and ", true>(" in signature.replace("(bool)1", "true")
 
 
 def name_of(signature: str) -> tuple[str, int, int]:
@@ -203,6 +231,9 @@ def parse(listing: str, architecture: str) -> list[Kernel]:
         kernels, demangled([each.symbol for each in kernels]), strict=True
     ):
         kernel.name, kernel.threads, kernel.arrays_of_bytes = name_of(signature)
+        kernel.is_fast = is_fast(signature)
+        if kernel.name.startswith("step ") and not re.search("16|Half|8bit", kernel.name):
+            kernel.elements_of_pack = 4
         kernel.loops = loops_of(kernel.code, kernel.labels)
     return kernels
 
@@ -223,7 +254,10 @@ def read_log(log: str, kernels: dict[tuple[str, str], Kernel]) -> None:
 
 @dataclass
 class Row:
-    """What the kernels of some names and architectures must reach."""
+    """What the kernels of some names and architectures must reach.
+
+    Of a fast path, `blocks` and `loops` are the bounds of its instructions and of those of the ALU.
+    """
 
     names: str
     architectures: str
@@ -243,6 +277,25 @@ def read_table(text: str) -> list[Row]:
             names, architectures, blocks, loops = (part.strip() for part in line.split("|"))
             rows.append(Row(names, architectures, int(blocks), int(loops)))
     return rows
+
+
+def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
+    """Yields what is wrong with the main loop of a fast path."""
+    name = f"fast {kernel.name}"
+    row = next((row for row in rows if row.has(name, kernel.architecture)), None)
+    if row is None:
+        return
+    for loop in kernel.main_loops():
+        usual = [each for each in loop if not each.is_rare]
+        for count, most, what in (
+            (len(usual), row.blocks, "instructions"),
+            (sum(each.is_of_alu for each in usual), row.loops, "instructions of the ALU"),
+        ):
+            if count > most * kernel.elements_of_pack:
+                yield (
+                    f"its fast path has {count / kernel.elements_of_pack:.1f} {what} an element, "
+                    f"not at most {most}"
+                )
 
 
 def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
@@ -276,7 +329,8 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         local = [each.opcode for each in loop if each.is_local]
         if local:
             yield f"a main loop uses local memory: {', '.join(local)}"
-    most = max((accesses(loop) for loop in main), default=0)
+    # What leaves a fast path may write its gradient back.
+    most = max((accesses(loop) for loop in main), default=0) + kernel.is_fast
     for loop in kernel.loops:
         if loop not in main and row.loops and accesses(loop) > most:
             yield (f"a loop over single elements has {accesses(loop)} accesses, a main loop {most}")
@@ -287,8 +341,10 @@ def check(kernels: list[Kernel], rows: list[Row]) -> list[str]:
     wrong = []
     for kernel in kernels:
         row = row_of(kernel, rows)
-        texts = faults(kernel, row) if row else ["no row of the table has this kernel"]
-        wrong += [f"{kernel.name}, {kernel.architecture}: {text}" for text in texts]
+        texts = list(faults(kernel, row)) if row else ["no row of the table has this kernel"]
+        texts += fast_faults(kernel, rows) if kernel.is_fast else ()
+        path = "fast " if kernel.is_fast else ""
+        wrong += [f"{path}{kernel.name}, {kernel.architecture}: {text}" for text in texts]
     return wrong
 
 

@@ -15,7 +15,7 @@ import torch
 from amp_ext import ops
 from amp_ext.info import facts
 from amp_ext.info.causes import Cause, recognise
-from amp_ext.info.check import DTYPES, check
+from amp_ext.info.check import DTYPES, check, check_division
 from amp_ext.program import run_program
 
 
@@ -90,6 +90,10 @@ def _take_steps() -> list[str]:
             if error:
                 problems.append(f"steps on {device} in {name}: {error}")
         _print_fact(f"steps on {device}", ", ".join(told))
+        works = not any("fails" in each for each in told)
+        error = check_division(device) if works and device.type == "cuda" else None
+        if error:
+            problems.append(f"division on {device}: {error}")
     return problems
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import amp_ext
+from amp_ext import ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,6 +41,29 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
     worst = (param - torchs_param).abs().max().item()
     if not worst <= limit:
         return f"a parameter is {worst:.2g} away from torch's, {limit:.2g} is allowed"
+    return None
+
+
+def check_division(device: torch.device) -> str | None:
+    """Compares the fast square roots and quotients of the CUDA kernels with exact ones.
+
+    The kernels refine approximations of the GPU, which no standard describes. Takes milliseconds.
+
+    Args:
+        device: A GPU.
+
+    Returns:
+        The fault in words, or None.
+    """
+    try:
+        roots, reciprocals, quotients = ops.count_division_errors(device, 1).tolist()
+    except Exception as error:  # any error is the answer
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if roots or reciprocals or quotients:
+        return (
+            f"{roots} square roots, {reciprocals} reciprocals and {quotients} quotients of the "
+            "fast path are off by a rounding; AMP_EXT_CUDA_FAST_PATH=0 in the environment avoids it"
+        )
     return None
 
 

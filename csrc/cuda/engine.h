@@ -46,6 +46,10 @@ int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& i
 int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
                     cudaStream_t stream);
 
+// Adds to wrong[3] how many roots, reciprocals and quotients of the fast path are not rounded to
+// nearest on this device. Tries every `stride`-th of 2^24, 2^23 and 10^8 operands.
+int count_division_errors(int64_t stride, int64_t* wrong, cudaStream_t stream);
+
 // One launch for each pair of kinds, as far as the tensors fit into a kernel's arguments; the last
 // one advances the counters. `block_counter` as in step.
 int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream);

@@ -2,6 +2,7 @@
 // spills any.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "kernels.h"
@@ -58,6 +59,16 @@ constexpr int blocks_on(int architecture) {
   }
   if (kFormula == Weight::kMedium && architecture >= 1000) return 2;
   return kFormula == Weight::kMedium && Param::kMaster == Master::kFloat32 ? 4 : 3;
+}
+
+// The same for the fast path, which has `blocks` for a general step: beside roots of 8 bits a
+// larger master takes a few registers more than sm_80 has for three blocks.
+template <typename Streams>
+constexpr int fast_blocks_on(int architecture, int blocks) {
+  using Kinds = typename Streams::Kinds;
+  constexpr Master kMaster = Kinds::Param::kMaster;
+  constexpr bool kIsLarge = kMaster == Master::kFloat32 || kMaster == Master::kLow16;
+  return Kinds::kRoot >= 0 && kIsLarge && architecture < 900 ? std::min(blocks, 2) : blocks;
 }
 
 }  // namespace amp_ext::cuda

@@ -49,6 +49,55 @@ __device__ __forceinline__ void store_float(float value, BFloat16& stored) {
   stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
+// Four bytes of two words: each of the lower four digits of `selector` names a byte, those of
+// `first` by 0 to 3, of `second` by 4 to 7, and 8 more stand for its sign in all eight bits.
+__device__ __forceinline__ uint32_t select_bytes(uint32_t first, uint32_t second,
+                                                 uint32_t selector) {
+#if defined(AMP_EXT_CUDA_EMULATOR)
+  return cuda_emulator::select_bytes(first, second, selector);
+#else
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(first), "r"(second), "r"(selector));
+  return result;
+#endif
+}
+
+// Two numbers, rounded to nearest even, the first in the lower half of the word.
+__device__ __forceinline__ uint32_t two_bfloat16(float first, float second) {
+#if defined(AMP_EXT_CUDA_EMULATOR)
+  BFloat16 pair[2];
+  store_float(first, pair[0]);
+  store_float(second, pair[1]);
+  return pair[0].bits | (uint32_t{pair[1].bits} << 16);
+#else
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+  return result;
+#endif
+}
+
+// The approximations of elements/fast_division.h, within a unit in the last place or two.
+struct Seeds {
+  static __device__ __forceinline__ float inverse_root(float value) {
+#if defined(AMP_EXT_CUDA_EMULATOR)
+    return static_cast<float>(1.0 / std::sqrt(static_cast<double>(value)));
+#else
+    float result;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+#endif
+  }
+  static __device__ __forceinline__ float reciprocal(float value) {
+#if defined(AMP_EXT_CUDA_EMULATOR)
+    return 1.0f / value;
+#else
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+#endif
+  }
+};
+
 }  // namespace amp_ext::cuda
 
 #endif

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/engine.h"
+#include "cuda/fast_path.cuh"
 #include "cuda/number.cuh"
 #include "cuda/occupancy.cuh"
 #include "cuda/tensor_table.cuh"
@@ -47,7 +48,7 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long. In
   // others a thread has two packs: with one alone a step of many elements takes 1.09 times as long
   // on an H200, and .99 on an H100, whose memory is slower.
-  static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : kPackSize == 8 ? 4096 : 2048;
+  static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
 
   // Whether a buffer may be dithered.
   template <int buffer>
@@ -315,10 +316,45 @@ struct StepArguments {
   uint32_t* block_counter;  // null: no tensor has a step, and nothing ends
 };
 
+// Updates the elements [begin, end) of a tensor by the fast path, and one by one those that are
+// unusual or stand behind the last 32 that are whole. Each warp has packs of its own.
+template <typename Functor, typename Shape, typename Streams, typename Constants>
+__device__ __forceinline__ void update_by_fast_path(const Streams& streams,
+                                                    const Constants& constants, uint32_t place_bits,
+                                                    int64_t begin, int64_t end) {
+  using Path = FastPath<Functor, Streams>;
+  constexpr int kOfWarp = 32 * Path::kCount;
+  constexpr int kStride = Shape::kThreads * Path::kCount;
+  static_assert(Shape::kTileSize / kStride <= 32, "a bit for each pack of a thread");
+  const auto fast = FastConstants<Functor>::of(constants, place_bits);
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const auto first = static_cast<int32_t>(threadIdx.x / 32) * kOfWarp;
+  const auto count = static_cast<int32_t>(end - begin);
+  const int32_t whole = count / 32 * 32;
+  uint32_t left = 0;  // a bit for each pack of a thread
+#pragma unroll 1
+  for (int32_t i = first; i < whole; i += kStride) {
+    const int32_t own = i + lane * Path::kCount;
+    const bool inside = own < whole;
+    if (!Path::update(fast, streams, begin + (inside ? own : i), inside)) left |= 1u << i / kStride;
+  }
+#pragma unroll 1
+  for (int32_t i = first; i < count; i += kStride) {
+    const int32_t last = min(i + kOfWarp, count);
+    const bool is_left = (left >> i / kStride & 1) != 0;
+#pragma unroll 1
+    for (int32_t k = (is_left ? i : max(i, whole)) + lane; k < last; k += 32) {
+      streams.template update<1, 1, Streams::kUsually>(constants, begin + k, 0);
+    }
+  }
+}
+
 // What one thread of a block finds out for all.
 template <typename Constants>
 struct BlockState {
   Constants constants;
+  // Of the fast path: taken for a constant, it would stand in instructions in the place of another.
+  uint32_t place_bits;
   bool skip;
 };
 
@@ -327,8 +363,10 @@ static __device__ __attribute__((noinline)) void end_guarded_step(const Gradient
   GradientFactor::end_guarded_step(inputs);
 }
 
-template <typename Functor, typename Streams, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+template <typename Functor, typename Streams, typename Shape, bool kFast>
+__global__ void __launch_bounds__(Shape::kThreads,
+                                  kFast ? fast_blocks_on<Streams>(kArchitecture, Shape::kBlocks)
+                                        : Shape::kBlocks)
     step_kernel(const StepArguments<Functor, Streams, Shape> __grid_constant__ arguments) {
   using Constants = TensorConstants<Functor, typename Streams::T>;
   AMP_EXT_SHARED(BlockState<Constants>, block);
@@ -345,6 +383,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if (tile == 0 && arguments.has_landed != nullptr) *arguments.has_landed = factor.has_landed();
     block.skip = factor.skip;
     if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
+    if constexpr (kFast) block.place_bits = RatioCode::kPlaceBits;
   }
   __syncthreads();
   if (block.skip) {
@@ -363,7 +402,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const Constants& constants = block.constants;  // a copy of it would be spilled
   const int64_t begin = table.begin_of(tile, tensor);
   const int64_t end = table.end_of(begin, tensor);
-  const auto update_all = [&](auto dithers) {
+  [[maybe_unused]] const auto update_all = [&](auto dithers) {
     for_each_pack<Shape, Streams::kPackSize>(
         begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
           constexpr int kCount = decltype(count)::value;
@@ -371,7 +410,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
               constants, index, Shape::kThreads * kCount);
         });
   };
-  if constexpr (Streams::kMayDither) {
+  if constexpr (kFast) {
+    update_by_fast_path<Functor, Shape>(streams, constants, block.place_bits, begin, end);
+  } else if constexpr (Streams::kMayDither) {
     if (Streams::has_usual_dither(streams.dithered)) {
       update_all(std::integral_constant<Dithers, Streams::kUsually>());
     } else {
@@ -390,9 +431,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (arguments.ends_guarded && threadIdx.x == 0) end_guarded_step(arguments.inputs);
 }
 
-template <typename Functor, typename Streams, typename Shape>
+// Steps the records that have these kinds of numbers, by the fast path or those that are left.
+// Returns an error code; `had` becomes the number of records with these kinds.
+template <typename Functor, typename Streams, typename Shape, bool kFast>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
-                int64_t& launched) {
+                int64_t& launched, int64_t& had) {
   using Arguments = StepArguments<Functor, Streams, Shape>;
   static_assert(sizeof(Arguments) <= kArgumentBytes);
   const auto* hyperparameters =
@@ -414,7 +457,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       arguments.ends_guarded = true;
       arguments.block_counter = block_counter;
     }
-    const int error = launch(step_kernel<Functor, Streams, Shape>, arguments.table.blocks(),
+    const int error = launch(step_kernel<Functor, Streams, Shape, kFast>, arguments.table.blocks(),
                              Shape::kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; k < arguments.table.count; ++k) launch_of_all.is_launched[in_table[k]] = true;
@@ -426,6 +469,13 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
     const TensorRecord& record = launch_of_all.records[i];
     if (!has_kinds<typename Streams::Kinds>(record)) continue;
+    ++had;
+    if constexpr (kFast) {
+      if (!Functor::has_fast_path(hyperparameters[record.group])) continue;
+      if (!FastPath<Functor, Streams>::takes(record)) continue;
+    } else if (launch_of_all.is_launched[i]) {
+      continue;
+    }
     if (tile_size == 0) {
       int64_t elements = 0;  // of other kinds too, which are rarely there
       for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.records[k].numel;
@@ -458,8 +508,18 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
   } else {
     using T = typename Combination::T;
     using Each = Streams<KindsOf<Combination, Hyperparameters, kBuffers>>;
-    return launch_step<Functor<T>, Each, StepShape<Functor, Each>>(launch, block_counter, stream,
-                                                                   launched);
+    using Shape = StepShape<Functor, Each>;
+    int64_t had = 0;
+    if constexpr (kHasFastPath<Functor<T>, Each>) {
+      const int64_t before = launched;
+      if (launch.may_take_fast_path && !launch.inputs.skip_nonfinite) {
+        const int error = launch_step<Functor<T>, Each, Shape, true>(launch, block_counter, stream,
+                                                                     launched, had);
+        if (error != 0 || launched - before == had) return error;
+      }
+    }
+    return launch_step<Functor<T>, Each, Shape, false>(launch, block_counter, stream, launched,
+                                                       had);
   }
 }
 

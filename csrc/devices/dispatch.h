@@ -59,6 +59,10 @@ class DeviceEngine {
   // Adds the number of infs and NaNs of each gradient to counts[records.size()].
   virtual void count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
                                int64_t* counts) const = 0;
+  // Adds to wrong[3] how many roots, reciprocals and quotients of the fast path are not rounded to
+  // nearest. An engine that computes them by instructions of IEEE 754 has none.
+  virtual void count_division_errors(const at::Device& /*device*/, int64_t /*stride*/,
+                                     int64_t* /*wrong*/) const {}
   virtual void average(const at::Device& device, const AverageLaunch& launch,
                        StepScratch& scratch) const = 0;
   // The scale backs off if one of the flags, of any number, is not 0.

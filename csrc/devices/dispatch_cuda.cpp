@@ -4,6 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <cstdlib>
+#include <string>
+
 #if !defined(AMP_EXT_CUDA_EMULATOR)
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -52,10 +55,25 @@ void on_stream(const at::Device& device, const Launch& launch) {
   check_launch(launch(current_stream(device)));
 }
 
+// Whether steps may take the fast path, by the environment when the first step is taken.
+bool may_take_fast_path() {
+  static const bool allowed = [] {
+    const char* const value = std::getenv("AMP_EXT_CUDA_FAST_PATH");
+    const std::string text = value == nullptr ? "" : value;
+    TORCH_CHECK(text.empty() || text == "0" || text == "1",
+                "amp_ext: the environment variable AMP_EXT_CUDA_FAST_PATH must be 0 or 1, got ",
+                text);
+    return text != "0";
+  }();
+  return allowed;
+}
+
 class CudaEngine : public DeviceEngine {
  public:
-  void step(const at::Device& device, const StepLaunch& launch,
+  void step(const at::Device& device, const StepLaunch& launch_of_all,
             StepScratch& scratch) const override {
+    StepLaunch launch = launch_of_all;
+    launch.may_take_fast_path = may_take_fast_path();
     on_stream(device, [&](cudaStream_t stream) {
       return cuda::step(launch, scratch.block_counter(device), stream);
     });
@@ -96,6 +114,13 @@ class CudaEngine : public DeviceEngine {
     on_stream(device, [&](cudaStream_t stream) {
       return cuda::count_nonfinite(records.data(), static_cast<int64_t>(records.size()), counts,
                                    stream);
+    });
+  }
+
+  void count_division_errors(const at::Device& device, int64_t stride,
+                             int64_t* wrong) const override {
+    on_stream(device, [&](cudaStream_t stream) {
+      return cuda::count_division_errors(stride, wrong, stream);
     });
   }
 

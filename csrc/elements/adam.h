@@ -10,6 +10,8 @@
 
 #include <limits>
 
+#include "elements/fast_division.h"
+#include "elements/fast_path.h"
 #include "elements/numeric.h"
 #include "elements/weight_decay.h"
 
@@ -60,6 +62,45 @@ struct Adam {
     update_moments(grad, param, exp_avg, exp_avg_sq);
     max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq);
     update_param(param, exp_avg, max_exp_avg_sq);
+  }
+
+  // The constants of a group that the fast path takes, with what its options say of them.
+  AMP_EXT_INLINE Adam usual() const {
+    Adam known = *this;
+    known.weight_decay.is_coupled = false;
+    known.average.from_end = false;
+    return known;
+  }
+
+  // Whether the fast path takes a group with these options: `fast_update` then gives the bits of
+  // the formula above, or says that the element is unusual. With such a beta2 and an exp_avg_sq
+  // below 2^64 the denominator stays below 2^61.
+  static bool has_fast_path(const AdamHyperparameters& group) {
+    return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
+           group.beta2 >= 0.5 && group.beta2 <= 1.0 - 0x1p-20 && group.eps >= 0x1p-40 &&
+           group.eps <= 0x1p20 && group.denominator_floor == 0.0;
+  }
+
+  // Returns 2^32 times the root of the second moment, 2^-63 for 0. The root and the quotient are
+  // computed from operands that are multiplied by 2^64, so that none of them is subnormal. An
+  // exp_avg_sq that is too large for that ends as a NaN in the parameter.
+  template <typename Seeds>
+  AMP_EXT_INLINE float fast_update(float grad, float& param, float& exp_avg, float& exp_avg_sq,
+                                   Unusual& unusual) const {
+    update_moments(grad, param, exp_avg, exp_avg_sq);
+    // The addition is lost in any number but 0, whose root becomes 2^-63: nothing beside eps.
+    const float scaled = fused_multiply_add(exp_avg_sq, 0x1p64f, 0x1p-126f);
+    const float root = root_from(scaled, Seeds::inverse_root(scaled));
+    const float denominator = root * (inv_bias_correction2_sqrt * 0x1p-32f) + eps;
+    const float numerator = product(step_size * exp_avg, 0x1p64f);
+    const float quotient =
+        quotient_from(numerator, denominator, fast_reciprocal<Seeds>(denominator));
+    // An update below 2^-126 changes no parameter of at least 2^-62; beside a smaller one it would
+    // have to be rounded as a subnormal number first.
+    unusual.note_update(quotient, param);
+    param = fused_multiply_add(quotient, -0x1p-64f, param);
+    unusual.note_result(param);
+    return root;
   }
 
  private:

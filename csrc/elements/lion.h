@@ -3,6 +3,7 @@
 
 #include <amp_ext/hyperparameters.h>
 
+#include "elements/fast_path.h"
 #include "elements/numeric.h"
 #include "elements/weight_decay.h"
 
@@ -30,6 +31,24 @@ struct Lion {
     weight_decay(grad, param);
     param = param - lr * sign(direction(exp_avg, grad));
     exp_avg = average(exp_avg, grad);
+  }
+
+  // The fast path, as that of Adam.
+  static bool has_fast_path(const LionHyperparameters& group) {
+    return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
+           interpolates_from_start(1.0 - group.beta2);
+  }
+  AMP_EXT_INLINE Lion usual() const {
+    Lion known = *this;
+    known.weight_decay.is_coupled = known.direction.from_end = known.average.from_end = false;
+    return known;
+  }
+  template <typename Seeds>
+  AMP_EXT_INLINE void fast_update(float grad, float& param, float& exp_avg,
+                                  Unusual& unusual) const {
+    (*this)(grad, param, exp_avg);
+    unusual.note_result(param);
+    unusual.note_result(exp_avg);  // its sign may be finite where it is not
   }
 };
 

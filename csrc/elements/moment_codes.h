@@ -12,6 +12,7 @@
 // V is float or a vector of it, U uint32_t or a vector of as many; a code is in the last 8 bits.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "elements/numeric.h"
@@ -37,6 +38,16 @@ AMP_EXT_INLINE U unit_below(U bits) {
   return select(as_signed(unit) < 0x1f800000, U{} + 0x1f800000u, unit);
 }
 
+// Twice the inverse of the unit below a finite root, by the bits of the root.
+AMP_EXT_INLINE uint32_t twice_inverse_unit(uint32_t bits) {
+  const uint32_t inverse = ~bits & 0x7f800000u;  // the bits of 2^128 less those of the unit
+  return inverse < 0x60000000u ? inverse : 0x60000000u;
+}
+// The same by the bits of a finite second moment.
+AMP_EXT_INLINE uint32_t twice_inverse_unit_below_root(uint32_t bits) {
+  return ~((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
+}
+
 // A first moment: its sign, and the place of its ratio among 127; place 127 is NaN. `unit` has the
 // bits of a power of two.
 //
@@ -54,10 +65,18 @@ struct RatioCode {
   template <typename U>
   static AMP_EXT_INLINE auto decode(U code, U unit) {
     const U place = code & 0x7fu;
-    const auto x = (0x1p23f + kOrigin) - float_of(place | 0x4b000000u);
-    const auto ratio = float_of(kMirror - bits_of(x)) - kOffset;
-    const U moment = bits_of(ratio * float_of(unit)) | ((code << 24) & 0x80000000u);
+    const U sign = (code << 24) & 0x80000000u;
+    const U moment = bits_of(decode_number(place | kPlaceBits, unit, sign));
     return float_of(select(place == kNan, U{} + 0x7fc00000u, moment));
+  }
+
+  // The same for a code that is a number: `place` are the bits of 2^23 plus its place.
+  static constexpr uint32_t kPlaceBits = 0x4b000000u;
+  template <typename U>
+  static AMP_EXT_INLINE auto decode_number(U place, U unit, U sign) {
+    const auto x = (0x1p23f + kOrigin) - float_of(place);
+    const auto ratio = float_of(kMirror - bits_of(x)) - kOffset;
+    return float_of(bits_of(ratio * float_of(unit)) | sign);
   }
 
   // To nearest, a ratio stands still that changes by less than half a code in a step: a small one
@@ -65,16 +84,37 @@ struct RatioCode {
   // 1; that of gradients that agree.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, U unit, bool dithers, U word) {
-    const U bits = bits_of(moment);
-    const V inverse = float_of(0x7f000000u - unit);  // -inf beside inf
-    const U sum = bits_of(float_of(bits & 0x7fffffffu) * inverse + kOffset);
-    const U limited = select(as_signed(sum) < kLargest, sum, U{} + static_cast<uint32_t>(kLargest));
-    // The last place of this sum is 2^-13: a code that was decoded is itself under any word.
-    const U place = bits_of((1024.0f + kOrigin) - float_of(kMirror - limited));
+    const U sum = sum_of(moment, unit);
     const U added = select(dithers, word >> 19, U{} + 4096u);
-    const U code = (((place + added) >> 13) & 0x7fu) | ((bits >> 24) & 0x80u);
+    const U code = (((place_of(sum) + added) >> 13) & 0x7fu) | ((bits_of(moment) >> 24) & 0x80u);
     // Neither inf, NaN nor negative, as beside an infinite unit.
     return select(as_signed(sum >> 23) < 255, code, U{} + kNan);
+  }
+
+  // The dithered place of a moment whose ratio is finite, in the bits 13 to 19. The sum is twice
+  // that of `encode`, and rounded alike.
+  static AMP_EXT_INLINE uint32_t encode_number(float moment, uint32_t twice_inverse,
+                                               uint32_t word) {
+    const float sum =
+        fused_multiply_add(std::fabs(moment), float_of(twice_inverse), 2.0f * kOffset);
+    return place_of<1>(bits_of(sum)) + (word >> 19);
+  }
+
+ private:
+  // The bits of a ratio plus kOffset.
+  template <typename V, typename U>
+  static AMP_EXT_INLINE U sum_of(V moment, U unit) {
+    const V inverse = float_of(0x7f000000u - unit);  // -inf beside inf
+    return bits_of(float_of(bits_of(moment) & 0x7fffffffu) * inverse + kOffset);
+  }
+  // The place in units of 2^-13, the last place of this difference: a code that was decoded is
+  // itself under any word.
+  // `sum` is multiplied by 2^kPower.
+  template <int kPower = 0, typename U>
+  static AMP_EXT_INLINE U place_of(U sum) {
+    constexpr int32_t kLimit = kLargest + (kPower << 23);
+    const U limited = select(as_signed(sum) < kLimit, sum, U{} + static_cast<uint32_t>(kLimit));
+    return bits_of((1024.0f + kOrigin) - float_of(kMirror + (kPower << 23) - limited));
   }
 };
 
@@ -130,6 +170,30 @@ struct RootCode {
   template <typename U, typename Unit>
   static AMP_EXT_INLINE auto decode(U code, Unit unit) {
     return (float_of((code << 17) + kSixteenth) - 0.0625f) * unit;
+  }
+
+  // The fast path has roots times 2^32, of second moments below 2^64, and always dithers. `largest`
+  // are the bits of the largest root of a block, lifted. Below kFastLeast, with what is added, they
+  // do not tell whether it is measured as 0, and the block is unusual.
+  static constexpr uint32_t kFastExponent = 32;
+  static constexpr uint32_t kFastLeast = (127u - 63u + kFastExponent) << 23;
+  static AMP_EXT_INLINE bool is_unusual(uint32_t largest) {
+    return largest - kFastLeast < (1u << 17);
+  }
+  // The unit of a block; of zeros the least one.
+  static AMP_EXT_INLINE uint32_t fast_unit(uint32_t largest) {
+    return largest < kFastLeast ? 1 : ((largest + kReserve) >> 23) + 1 - kFastExponent;
+  }
+  // The code in the bits 17 and up, plus kSixteenth. `least` is 2^-10 of the unit, times 2^32: what
+  // is not 0 has code 1 at least. `inverse_unit` is divided by 2^32.
+  static AMP_EXT_INLINE uint32_t fast_encode(float root, float least, float inverse_unit,
+                                             uint32_t word) {
+    const float measured = root < 0x1p-31f ? 0.0f : std::fmax(root, least);
+    return bits_of(fused_multiply_add(measured, inverse_unit, 0.0625f)) + added(true, word);
+  }
+  // decode() of a code in the bits 17 and up, plus kSixteenth; both products are exact.
+  static AMP_EXT_INLINE float fast_decode(uint32_t bits, float unit) {
+    return fused_multiply_add(float_of(bits), unit, unit * -0.0625f);
   }
 
  private:

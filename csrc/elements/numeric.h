@@ -32,6 +32,19 @@ AMP_EXT_INLINE V sign(V value) {
 AMP_EXT_INLINE float square_root(float value) { return std::sqrt(value); }
 AMP_EXT_INLINE double square_root(double value) { return std::sqrt(value); }
 
+// a * b + c, rounded once.
+AMP_EXT_INLINE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+
+// a * b, not joined with the sign that it is used with: where both signs of a product are used, the
+// compiler would multiply twice.
+AMP_EXT_INLINE float product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 // start + weight * (end - start), from the nearer end, as torch.lerp does: with a weight of 1 it is
 // the end.
 template <typename T>

@@ -6,6 +6,7 @@
 
 #include <amp_ext/hyperparameters.h>
 
+#include "elements/fast_path.h"
 #include "elements/numeric.h"
 #include "elements/weight_decay.h"
 
@@ -47,6 +48,26 @@ struct Sgd {
     weight_decay(grad, param);
     momentum_buffer = buffer_weight * momentum_buffer + grad_weight * grad;
     param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);
+  }
+
+  // The fast path, as that of Adam.
+  static bool has_fast_path(const SgdHyperparameters& group) { return takes_fast_path(group); }
+  AMP_EXT_INLINE Sgd usual() const {
+    Sgd known = *this;
+    known.weight_decay.is_coupled = false;
+    return known;
+  }
+  template <typename Seeds>
+  AMP_EXT_INLINE void fast_update(float grad, float& param, Unusual& unusual) const {
+    (*this)(grad, param);
+    unusual.note_result(param);
+  }
+  template <typename Seeds>
+  AMP_EXT_INLINE void fast_update(float grad, float& param, float& momentum_buffer,
+                                  Unusual& unusual) const {
+    (*this)(grad, param, momentum_buffer);
+    unusual.note_result(param);
+    unusual.note_result(momentum_buffer);
   }
 };
 

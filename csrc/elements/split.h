@@ -55,6 +55,13 @@ struct SplitMaster<BFloat16, kLowBits> {
     return float_of(magnitude | ((param >> 15) << 31));
   }
 
+  // The same of a parameter in the upper half of its word, and of a lower part that stands where it
+  // belongs, with its sign in all bits above. NaN where somebody has written a zero beside a
+  // negative lower part.
+  static AMP_EXT_INLINE float join_number(uint32_t param, uint32_t low) {
+    return float_of(param + low);
+  }
+
   template <typename V, typename U>
   static AMP_EXT_INLINE void split(V master, bool dithers, U word, U& param, U& low) {
     U kept = bits_of(master);

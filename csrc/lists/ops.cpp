@@ -178,6 +178,15 @@ at::Tensor count_nonfinite(const TensorList& tensors) {
   return counts;
 }
 
+at::Tensor count_division_errors(const at::Device& device, int64_t stride) {
+  const char* const operation = "count_division_errors";
+  check_device(operation, "device", device);
+  TORCH_CHECK(stride >= 1, operation, ": stride must be at least 1, got ", stride);
+  const at::Tensor wrong = at::zeros({3}, at::TensorOptions(device).dtype(at::kLong));
+  engine_of(device).count_division_errors(device, stride, wrong.mutable_data_ptr<int64_t>());
+  return wrong;
+}
+
 void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf,
               const OptionalTensor& first_nonfinite) {
   const char* const operation = "unscale_";

@@ -183,6 +183,8 @@ void define_lists(py::module_& module) {
              py::arg("found_inf"), py::arg("grad_scale"), py::arg("sum_of_squares"),
              py::arg("first_nonfinite"));
   module.def("count_nonfinite", &count_nonfinite, release_gil(), py::arg("tensors"));
+  module.def("count_division_errors", &count_division_errors, release_gil(), py::arg("device"),
+             py::arg("stride"));
   module.def("clip_grads_", &clip_grads_, release_gil(), py::arg("grads"), py::arg("total_norm"),
              py::arg("max_norm"));
   module.def("unscale_", &unscale_, release_gil(), py::arg("grads"), py::arg("inv_scale"),

@@ -428,6 +428,8 @@ int meet_block(bool predicate, const Site& site) {
   return predicates;
 }
 
+static int64_t votes_taken, votes_held;
+
 const uint64_t* meet_warp(uint32_t mask, uint64_t value, const Site& site) {
   if ((mask >> lane() & 1) == 0) fail(site, "is not in its own mask");
   threads[current].mask = mask;
@@ -441,6 +443,34 @@ void synchronize_warp(uint32_t mask, const Site& site) {
   order_before(order);
   meet_warp(mask, 0, site);
   order_after(order);
+}
+
+bool vote(uint32_t mask, bool predicate, const Site& site) {
+  const uint64_t* const predicates = meet_warp(mask, predicate, site);
+  bool held = false;
+  for (int i = 0; i < kWarpSize; ++i) held |= (mask >> i & 1) != 0 && predicates[i] != 0;
+  if ((mask & ((1u << lane()) - 1)) == 0) {  // the first lane of the mask
+    ++votes_taken;
+    votes_held += held;
+  }
+  return held;
+}
+
+void cuda_emulator_votes(int64_t* taken, int64_t* held) {
+  *taken = votes_taken;
+  *held = votes_held;
+}
+
+uint32_t select_bytes(uint32_t first, uint32_t second, uint32_t selector) {
+  const uint64_t both = (uint64_t{second} << 32) | first;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = selector >> (4 * i) & 15;
+    uint32_t byte = both >> (8 * (digit & 7)) & 0xff;
+    if ((digit & 8) != 0) byte = (byte & 0x80) != 0 ? 0xff : 0;
+    result |= byte << (8 * i);
+  }
+  return result;
 }
 
 void* shared_memory(const void* variable, size_t bytes, size_t alignment) {

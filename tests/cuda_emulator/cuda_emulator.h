@@ -11,7 +11,7 @@
 // and undefined see accesses out of bounds and misaligned ones, thread sees missing barriers.
 //
 // Unseen: races between blocks, a missing __threadfence, streams, what only nvcc refuses, and
-// speed. Offered is what kernels here call, so no other shuffles and atomics, votes, dimensions
+// speed. Offered is what kernels here call, so no other shuffles, votes and atomics, dimensions
 // beyond x, dynamic shared memory, __activemask, nor waiting for another block.
 //
 // Environment, read at every launch:
@@ -107,6 +107,16 @@ T shuffle(uint32_t mask, T value, int source, const Site& site) {
   return value;
 }
 
+// Whether the predicate holds in any lane of the mask.
+bool vote(uint32_t mask, bool predicate, const Site& site);
+
+// The number of votes so far, and of those in which the predicate held in a lane. Tests count by it
+// how many packs leave the fast path of a step.
+extern "C" void cuda_emulator_votes(int64_t* taken, int64_t* held);
+
+// What the instruction PRMT makes of two words.
+uint32_t select_bytes(uint32_t first, uint32_t second, uint32_t selector);
+
 // Applies change(old) to memory that other threads touch, and returns the old value.
 template <typename T, typename Change>
 T update_atomically(T* address, const Change& change) {
@@ -183,6 +193,11 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = warpSize,
   const int lane = cuda_emulator::lane();
   const int source = lane ^ lanes;
   return cuda_emulator::shuffle(mask, value, source / width == lane / width ? source : lane, site);
+}
+
+inline int __any_sync(unsigned mask, int predicate,
+                      const cuda_emulator::Site& site = cuda_emulator::Site::of("__any_sync")) {
+  return cuda_emulator::vote(mask, predicate != 0, site);
 }
 
 // Memory.

@@ -70,7 +70,23 @@ struct Kernel {
   amp_ext::BufferDescriptions buffers;
   int combinations;
   const void* groups;
+  uint8_t dithered;  // the numbers that are dithered by default
 };
+
+// Of the numbers that are dithered by default those that are kept in 16 or 8 bits: the fast path
+// takes them.
+uint8_t usually_dithered(const Kernel& kernel, const Numbers& numbers) {
+  const bool is_short = numbers.param == DType::kFloat16 || numbers.param == DType::kBFloat16;
+  const bool may_dither = numbers.master == Master::kNone || numbers.master == Master::kLow8;
+  uint8_t dithered = is_short && may_dither ? amp_ext::kDithersParam : 0;
+  for (int i = 0; i < kernel.buffers.count; ++i) {
+    const BufferFormat format = numbers.formats[i];
+    const uint8_t bit = amp_ext::kDithersBuffer0 << i;
+    if (amp_ext::is_code(format)) dithered |= bit;
+    if (size_of(format) == 2) dithered |= kernel.dithered & bit;
+  }
+  return dithered;
+}
 
 // Two steps of tensors of all sizes, the second dithered, and a third that a guard skips. Returns
 // whether the counters of steps and the guard have advanced; true if there is no kernel for these
@@ -125,8 +141,10 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   launch.inputs.guard = &guard;
   launch.ends_guarded = true;
   uint32_t block_counter = 0;
-  for (const uint8_t dithered : {0x00, 0xff, 0x00}) {
+  const uint8_t usual = usually_dithered(kernel, numbers);
+  for (const uint8_t dithered : {usual, uint8_t{0xff}, uint8_t{0x00}}) {
     for (TensorRecord& record : records) record.dithered = dithered;
+    std::fill_n(is_launched.get(), records.size(), false);
     if (guard.norms == 2) guard.limit = 0.25;
     if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
   }
@@ -136,13 +154,21 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
          std::count(is_launched.get(), is_launched.get() + launch.count, true) == launch.count;
 }
 
+template <typename Hyperparameters>
+uint8_t default_dither() {
+  Hyperparameters defaults;
+  defaults.dither = true;
+  return amp_ext::dithered_numbers(defaults);
+}
+
 bool step_all() {
 #define AMP_EXT_KERNEL(Functor, buffers)                                        \
   {OptimizerKernel::k##Functor##buffers,                                        \
    amp_ext::BufferDescriptions::of<amp_ext::Functor##Hyperparameters>(buffers), \
    count_compiled_for<amp_ext::Functor, buffers, float, double, amp_ext::Half,  \
                       amp_ext::BFloat16>(),                                     \
-   kGroups<amp_ext::Functor##Hyperparameters>},
+   kGroups<amp_ext::Functor##Hyperparameters>,                                  \
+   default_dither<amp_ext::Functor##Hyperparameters>()},
   const Kernel kKernels[] = {AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_KERNEL)};
 #undef AMP_EXT_KERNEL
   bool right = true;
@@ -160,6 +186,13 @@ bool step_all() {
 
 // The last has more than one tile of these kernels.
 constexpr int64_t kGradientSizes[] = {0, 1, 7, 4096, 9001, 300, 40000};
+
+// Compares some roots and quotients with those of the CPU.
+bool check_division() {
+  int64_t wrong[3] = {};
+  return amp_ext::cuda::count_division_errors(99'991, wrong, nullptr) == cudaSuccess &&
+         equal(std::vector<int64_t>(wrong, wrong + 3), std::vector<int64_t>(3, 0));
+}
 
 // The operations on gradients alone, all dtypes in one list.
 bool run_gradients() {
@@ -286,10 +319,17 @@ bool run_averages() {
 
 template <bool>
 bool run() {
-  const bool right[] = {step_all(), run_gradients(), update_scale(), run_averages()};
-  const bool all_right = right[0] && right[1] && right[2] && right[3];
-  std::fprintf(all_right ? stdout : stderr, "steps %s, gradients %s, scale %s, averages %s\n",
-               right[0] ? "right" : "wrong", right[1] ? "right" : "wrong",
-               right[2] ? "right" : "wrong", right[3] ? "right" : "wrong");
+  const std::pair<const char*, bool> results[] = {{"steps", step_all()},
+                                                  {"gradients", run_gradients()},
+                                                  {"scale", update_scale()},
+                                                  {"averages", run_averages()},
+                                                  {"division", check_division()}};
+  std::string text;
+  bool all_right = true;
+  for (const auto& [name, is_right] : results) {
+    text += (text.empty() ? "" : ", ") + std::string(name) + (is_right ? " right" : " wrong");
+    all_right &= is_right;
+  }
+  std::fprintf(all_right ? stdout : stderr, "%s\n", text.c_str());
   return all_right;
 }

@@ -35,6 +35,11 @@ AMP_EXT_API void clip_grads_(const TensorList& grads, const at::Tensor& total_no
 // The number of infs and NaNs of each tensor, in one int64 tensor.
 AMP_EXT_API at::Tensor count_nonfinite(const TensorList& tensors);
 
+// How many square roots, reciprocals and quotients of the fast path of steps are not rounded to
+// nearest on a device, in one int64 tensor of three. Every `stride`-th of 2^24 roots, 2^23
+// reciprocals and 10^8 quotients is tried. None is wrong on a device that works.
+AMP_EXT_API at::Tensor count_division_errors(const at::Device& device, int64_t stride = 1);
+
 // Backs the scale off if one of the flags is not 0, and grows it after an interval of clean steps.
 AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                                const TensorList& found_infs,

@@ -1,0 +1,480 @@
+// The fast path of a step: whole packs of the usual numbers. A warp votes before it stores any; one
+// unusual element sends the elements of all its threads through the general code.
+#pragma once
+
+#include <utility>
+
+#include "cuda/number.cuh"
+#include "cuda/tensor_table.cuh"
+#include "elements/dither.h"
+#include "elements/entries.h"
+#include "elements/fast_path.h"
+#include "kernels.h"
+
+namespace amp_ext::cuda {
+
+// Number `index` of the 16-bit numbers in some words, as a bfloat16.
+template <int kWords>
+__device__ __forceinline__ float bfloat16_at(const Pack<uint32_t, kWords>& words, int index) {
+  const uint32_t word = words.values[index / 2];
+  return float_of(index % 2 == 0 ? word << 16 : word & 0xffff0000u);
+}
+// The upper halves of two words, the first in the lower half of the result.
+__device__ __forceinline__ uint32_t upper_halves(uint32_t first, uint32_t second) {
+  return select_bytes(first, second, 0x7632);
+}
+// Byte kByte of each of four words.
+template <int kByte>
+__device__ __forceinline__ uint32_t bytes_of(const uint32_t* words) {
+  constexpr uint32_t kOfTwo = kByte | ((kByte + 4) << 4);
+  return select_bytes(select_bytes(words[0], words[1], kOfTwo),
+                      select_bytes(words[2], words[3], kOfTwo), 0x5410);
+}
+template <int kWords, typename Element>
+__device__ __forceinline__ Pack<uint32_t, kWords>& words_at(Element* elements, int64_t index) {
+  return *reinterpret_cast<Pack<uint32_t, kWords>*>(elements + index);
+}
+
+// kCount neighbouring numbers of one kind, from a place where a pack can start. What is written by
+// `set` is finite. `word` dithers the first of them, if kDithers.
+template <typename Kind, int kCount>
+struct FastPack {
+  typename Numbers<Kind>::template Values<kCount> own;
+
+  __device__ void load(const Numbers<Kind>& numbers, int64_t index) {
+    own = numbers.template load<kCount>(index);
+  }
+  __device__ float get(int i) const { return own.load(i); }
+  template <bool kDithers>
+  __device__ void set(const float (&values)[kCount], uint32_t word) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) own.store(values[i], i, {kDithers, word + i * kPhaseStride});
+  }
+  __device__ void store(const Numbers<Kind>& numbers, int64_t index) const {
+    numbers.store(own, index);
+  }
+};
+
+template <int kCount>
+struct FastPack<Plain<BFloat16>, kCount> {
+  Pack<uint32_t, kCount / 2> words;
+
+  __device__ void load(const Numbers<Plain<BFloat16>>& numbers, int64_t index) {
+    words = words_at<kCount / 2>(numbers.elements, index);
+  }
+  __device__ float get(int i) const { return bfloat16_at(words, i); }
+  // The unit of the ratio to this second moment.
+  __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(get(i))); }
+  __device__ uint32_t twice_inverse_unit(int i) const {
+    return twice_inverse_unit_below_root(bits_of(get(i)));
+  }
+  // Negative second moments have units that no root has.
+  __device__ uint32_t negative() const {
+    uint32_t signs = 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) signs |= words.values[i];
+    return signs & 0x80008000u;
+  }
+  template <bool kDithers>
+  __device__ void set(const float (&values)[kCount], uint32_t word) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      if constexpr (kDithers) {
+        words.values[i / 2] =
+            upper_halves(dithered_to_upper_bits(values[i], word + i * kPhaseStride),
+                         dithered_to_upper_bits(values[i + 1], word + (i + 1) * kPhaseStride));
+      } else {
+        words.values[i / 2] = two_bfloat16(values[i], values[i + 1]);
+      }
+    }
+  }
+  __device__ void store(const Numbers<Plain<BFloat16>>& numbers, int64_t index) const {
+    words_at<kCount / 2>(numbers.elements, index) = words;
+  }
+};
+
+template <int kCount>
+struct FastPack<Mastered<BFloat16>, kCount> {
+  Pack<float, kCount> masters;
+
+  __device__ void load(const Numbers<Mastered<BFloat16>>& numbers, int64_t index) {
+    masters = pack_at<kCount>(numbers.masters, index);
+  }
+  __device__ float get(int i) const { return masters.values[i]; }
+  template <bool kDithers>
+  __device__ void set(const float (&values)[kCount], uint32_t /*word*/) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) masters.values[i] = values[i];
+  }
+  __device__ void store(const Numbers<Mastered<BFloat16>>& numbers, int64_t index) const {
+    Pack<uint32_t, kCount / 2> rounded;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      rounded.values[i / 2] = two_bfloat16(masters.values[i], masters.values[i + 1]);
+    }
+    pack_at<kCount>(numbers.masters, index) = masters;
+    words_at<kCount / 2>(numbers.elements, index) = rounded;
+  }
+};
+
+template <int kBits, int kCount>
+struct FastPack<Split<BFloat16, kBits>, kCount> {
+  static constexpr int kLowWords = kCount * kBits / 32;
+
+  Pack<uint32_t, kCount / 2> words;
+  Pack<uint32_t, kLowWords> lows;
+
+  __device__ void load(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index) {
+    words = words_at<kCount / 2>(numbers.elements, index);
+    lows = words_at<kLowWords>(numbers.lows, index);
+  }
+  __device__ float get(int i) const {
+    // The lower part where it belongs, with its sign in all bits above.
+    uint32_t low;
+    if constexpr (kBits == 16) {
+      low = select_bytes(lows.values[i / 2], 0, i % 2 == 0 ? 0x9910 : 0xbb32);
+    } else {
+      const uint32_t byte = i % 4;
+      const uint32_t sign = byte | 8;
+      low = select_bytes(lows.values[i / 4], 0, 4 | byte << 4 | sign << 8 | sign << 12);
+    }
+    return SplitMaster<BFloat16, kBits>::join_number(bits_of(bfloat16_at(words, i)), low);
+  }
+  template <bool kDithers>
+  __device__ void set(const float (&values)[kCount], uint32_t word) {
+    uint32_t bits[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      bits[i] = bits_of(values[i]);
+      if constexpr (kBits == 8) bits[i] += (word + i * kPhaseStride) >> 24;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      words.values[i / 2] = upper_halves(bits[i] + 0x8000u, bits[i + 1] + 0x8000u);
+      if constexpr (kBits == 16) lows.values[i / 2] = select_bytes(bits[i], bits[i + 1], 0x5410);
+    }
+    if constexpr (kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) lows.values[i / 4] = bytes_of<1>(bits + i);
+    }
+  }
+  __device__ void store(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index) const {
+    words_at<kCount / 2>(numbers.elements, index) = words;
+    words_at<kLowWords>(numbers.lows, index) = lows;
+  }
+};
+
+template <int kCount>
+struct FastPack<Ratio, kCount> {
+  Pack<uint32_t, kCount / 4> words;
+
+  __device__ void load(const Numbers<Ratio>& numbers, int64_t index) {
+    words = words_at<kCount / 4>(numbers.codes, index);
+  }
+  // The upper bit of a byte is set where a code is NaN.
+  __device__ uint32_t nan_codes() const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) found |= (words.values[i] & 0x7f7f7f7fu) + 0x01010101u;
+    return found;
+  }
+  __device__ float get(int i, uint32_t unit, uint32_t place_bits) const {
+    const uint32_t word = words.values[i / 4];
+    const uint32_t place = select_bytes(word & 0x7f7f7f7fu, place_bits, 0x7440 | (i % 4));
+    return RatioCode::decode_number(place, unit, (word << (24 - 8 * (i % 4))) & 0x80000000u);
+  }
+  __device__ void set(const float (&values)[kCount], const uint32_t (&inverses)[kCount],
+                      uint32_t word) {
+    uint32_t places[kCount];
+    uint32_t signs[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // Bits 13 to 19 are moved to a byte of their own.
+      places[i] = RatioCode::encode_number(values[i], inverses[i], word + i * kPhaseStride) << 3;
+      signs[i] = bits_of(values[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      words.values[i / 4] =
+          (bytes_of<2>(places + i) & 0x7f7f7f7fu) | (bytes_of<3>(signs + i) & 0x80808080u);
+    }
+  }
+  __device__ void store(const Numbers<Ratio>& numbers, int64_t index) const {
+    words_at<kCount / 4>(numbers.codes, index) = words;
+  }
+};
+
+// The bits of the largest of a block of numbers that are not negative, lifted by what dithers it.
+// All threads of a warp come here.
+template <typename Code, int kCount>
+__device__ __forceinline__ uint32_t largest_of_block(const float (&values)[kCount], uint32_t word) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    largest = max(largest, Code::lifted(bits_of(values[i]), true, word + i * kPhaseStride));
+  }
+  // All have loaded the exponent before one stores the next: shuffles order no memory.
+  __syncwarp();
+#pragma unroll
+  for (int distance = kBlockSize / kCount / 2; distance > 0; distance /= 2) {
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  }
+  return largest;
+}
+
+// Roots are those of the formula's fast path, times 2^32.
+template <int kCount>
+struct FastPack<Blockwise<RootCode>, kCount> {
+  Pack<uint32_t, kCount / 4> words;
+  uint32_t exponent;
+
+  __device__ void load(const Numbers<Blockwise<RootCode>>& numbers, int64_t index) {
+    words = words_at<kCount / 4>(numbers.codes, index);
+    exponent = numbers.exponents[index / kBlockSize];
+  }
+  __device__ float old_root(int i) const {
+    const uint32_t code = select_bytes(words.values[i / 4], 0, 0x4440 | (i % 4));
+    return RootCode::fast_decode((code << 17) + RootCode::kSixteenth, float_of(exponent << 23));
+  }
+  __device__ uint32_t unit(int i) const { return unit_below(bits_of(old_root(i))); }
+  __device__ float get(int i) const { return RootCode::number(old_root(i)); }
+
+  // All threads that have the block come here. Returns whether it is unusual.
+  __device__ bool choose_unit(const float (&roots)[kCount], uint32_t word) {
+    const uint32_t largest = largest_of_block<RootCode>(roots, word);
+    exponent = RootCode::fast_unit(largest);
+    return RootCode::is_unusual(largest);
+  }
+  // `inverses` become twice the inverse units of the ratios to what is stored.
+  __device__ void set(const float (&roots)[kCount], uint32_t word, uint32_t (&inverses)[kCount]) {
+    const float unit = float_of(exponent << 23);
+    const uint32_t scaled = exponent + RootCode::kFastExponent;
+    const float least = float_of((scaled - 10) << 23);
+    const float inverse = float_of((254 - scaled) << 23);
+    uint32_t codes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t bits =
+          RootCode::fast_encode(roots[i], least, inverse, word + i * kPhaseStride);
+      codes[i] = (bits - RootCode::kSixteenth) << 7;  // in byte 3
+      inverses[i] = twice_inverse_unit(bits_of(RootCode::fast_decode(bits & 0xfffe0000u, unit)));
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) words.values[i / 4] = bytes_of<3>(codes + i);
+  }
+  __device__ void store(const Numbers<Blockwise<RootCode>>& numbers, int64_t index) const {
+    words_at<kCount / 4>(numbers.codes, index) = words;
+    if (index % kBlockSize == 0) {
+      numbers.exponents[index / kBlockSize] = static_cast<uint8_t>(exponent);
+    }
+  }
+};
+
+template <int kCount>
+struct FastPack<Blockwise<MomentumCode>, kCount> {
+  Pack<uint32_t, kCount / 4> words;
+  BlockUnit block;
+
+  __device__ void load(const Numbers<Blockwise<MomentumCode>>& numbers, int64_t index) {
+    words = words_at<kCount / 4>(numbers.codes, index);
+    block = {numbers.exponents[index / kBlockSize]};
+  }
+  __device__ float get(int i) const {
+    const uint32_t code = select_bytes(words.values[i / 4], 0, 0x4440 | (i % 4));
+    return MomentumCode::decode(code, block.value());
+  }
+  __device__ bool choose_unit(const float (&values)[kCount], uint32_t word) {
+    float magnitudes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) magnitudes[i] = std::fabs(values[i]);
+    const uint32_t largest = largest_of_block<MomentumCode>(magnitudes, word);
+    block = BlockUnit::above(largest, MomentumCode::kLastUnit, MomentumCode::kReserve);
+    return block.is_nan();
+  }
+  template <bool kDithers>
+  __device__ void set(const float (&values)[kCount], uint32_t word) {
+    uint32_t codes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      codes[i] =
+          MomentumCode::encode(values[i], block.inverse(), kDithers, word + i * kPhaseStride);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) words.values[i / 4] = bytes_of<0>(codes + i);
+  }
+  __device__ void store(const Numbers<Blockwise<MomentumCode>>& numbers, int64_t index) const {
+    words_at<kCount / 4>(numbers.codes, index) = words;
+    if (index % kBlockSize == 0) {
+      numbers.exponents[index / kBlockSize] = static_cast<uint8_t>(block.byte);
+    }
+  }
+};
+
+// The constants of a tensor for the fast path.
+template <typename Functor>
+struct FastConstants {
+  Functor update;
+  float grad_factor;  // with the direction
+  uint32_t step;
+  uint32_t place_bits;  // RatioCode::kPlaceBits, which the compiler is not to know
+
+  template <typename Constants>
+  __device__ static FastConstants of(const Constants& general, uint32_t place_bits) {
+    return {general.update.usual(), general.grad_factor * general.direction, general.step,
+            place_bits};
+  }
+};
+
+template <typename Functor, typename Streams, typename Indices = typename Streams::Kinds::Indices>
+struct FastPath;
+template <typename Functor, typename Streams, int... index>
+struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
+  using Kinds = typename Streams::Kinds;
+  static constexpr int kCount = Kinds::kHasCodes ? 8 : Streams::kPackSize;
+  static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
+
+  // The numbers that are dithered by default. Codes always are.
+  static constexpr uint8_t default_dither() {
+    typename Kinds::Hyperparameters defaults;
+    defaults.dither = true;
+    return dithered_numbers(defaults);
+  }
+  template <int buffer>
+  static constexpr bool kDithers = Streams::template kDithers<buffer> &&
+                                   ((default_dither() & (kDithersBuffer0 << buffer)) != 0 ||
+                                    is_code(Kinds::template Buffer<buffer>::kFormat));
+  static constexpr uint8_t kDithered = ((Streams::Param::kMayDither ? kDithersParam : 0) | ... |
+                                        (kDithers<index> ? kDithersBuffer0 << index : 0));
+
+  // Whether a tensor's numbers lie and are rounded as the fast path takes them.
+  static bool takes(const TensorRecord& record) {
+    const auto is_aligned = [](const void* memory) {
+      return reinterpret_cast<uintptr_t>(memory) % 16 == 0;
+    };
+    return record.dithered == kDithered && is_aligned(record.grad) && is_aligned(record.param) &&
+           is_aligned(record.master_param) && (... && is_aligned(record.buffers[index])) &&
+           (!Streams::kMayDither || record.first_element % 8 == 0);
+  }
+
+  struct Packs {
+    FastPack<typename Kinds::Grad, kCount> grad;
+    FastPack<typename Kinds::Param, kCount> param;
+    Entries<FastPack<typename Kinds::template Buffer<index>, kCount>...> buffers;
+  };
+
+  // Updates the pack at `first`, unless the warp has an unusual one. Returns whether it was
+  // updated. All threads of a warp come here; one that is not `inside` only votes.
+  static __device__ __forceinline__ bool update(const FastConstants<Functor>& constants,
+                                                const Streams& streams, int64_t first,
+                                                bool inside) {
+    Packs packs;
+    packs.grad.load(streams.grad, first);
+    packs.param.load(streams.param, first);
+    (entry<index>(packs.buffers).load(entry<index>(streams.buffers), first), ...);
+
+    const auto phase = Streams::kMayDither
+                           ? dither_phase(static_cast<uint64_t>(streams.first_element + first))
+                           : 0u;
+    Unusual unusual;
+    (note_codes<index>(packs, unusual), ...);
+    float params[kCount];
+    float buffers[Kinds::kPlaces][kCount];
+    [[maybe_unused]] float roots[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      params[i] = packs.param.get(i);
+      ((buffers[index][i] = get_buffer<index>(packs, i, constants.place_bits)), ...);
+      const float grad = packs.grad.get(i) * constants.grad_factor;
+      if constexpr (Kinds::kRoot >= 0) {
+        roots[i] = constants.update.template fast_update<Seeds>(grad, params[i],
+                                                                buffers[index][i]..., unusual);
+      } else {
+        constants.update.template fast_update<Seeds>(grad, params[i], buffers[index][i]...,
+                                                     unusual);
+      }
+    }
+    const auto word_of = [&](uint32_t stride) { return phase + constants.step * stride; };
+    bool is_unusual = unusual.is_found();
+    ((is_unusual |=
+      choose_unit<index>(packs, index == Kinds::kRoot ? roots : buffers[index], word_of)),
+     ...);
+    if (__any_sync(0xffffffffu, is_unusual)) return false;
+
+    packs.param.template set<Streams::Param::kMayDither>(params, word_of(kParamStride));
+    [[maybe_unused]] uint32_t inverses[kCount];
+    (set_buffer<index, /*kIsRatio=*/false>(packs, index == Kinds::kRoot ? roots : buffers[index],
+                                           inverses, word_of),
+     ...);
+    (set_buffer<index, /*kIsRatio=*/true>(packs, buffers[index], inverses, word_of), ...);
+    if (!inside) return true;
+    packs.param.store(streams.param, first);
+    (entry<index>(packs.buffers).store(entry<index>(streams.buffers), first), ...);
+    return true;
+  }
+
+ private:
+  template <int buffer>
+  static __device__ __forceinline__ void note_codes(const Packs& packs, Unusual& unusual) {
+    if constexpr (Kinds::template kIsRatio<buffer>) {
+      unusual.codes |= entry<buffer>(packs.buffers).nan_codes();
+    } else if constexpr (Kinds::kHasRatios && Kinds::kRoot < 0 && buffer == Kinds::kSecondMoment) {
+      unusual.codes |= entry<buffer>(packs.buffers).negative();
+    }
+  }
+
+  template <int buffer>
+  static __device__ __forceinline__ float get_buffer(const Packs& packs, int i,
+                                                     [[maybe_unused]] uint32_t place_bits) {
+    const auto& own = entry<buffer>(packs.buffers);
+    if constexpr (Kinds::template kIsRatio<buffer>) {
+      return own.get(i, entry<Kinds::kSecondMoment>(packs.buffers).unit(i), place_bits);
+    } else {
+      return own.get(i);
+    }
+  }
+
+  template <int buffer, typename WordOf>
+  static __device__ __forceinline__ bool choose_unit(Packs& packs, const float (&values)[kCount],
+                                                     const WordOf& word_of) {
+    if constexpr (Kinds::template kIsInBlocks<buffer>) {
+      return entry<buffer>(packs.buffers)
+          .choose_unit(values, word_of(Kinds::template kStride<buffer>));
+    } else {
+      return false;
+    }
+  }
+
+  // Ratios are to the second moment as it has been stored, and set after the others.
+  template <int buffer, bool kIsRatio, typename WordOf>
+  static __device__ __forceinline__ void set_buffer(Packs& packs, const float (&values)[kCount],
+                                                    uint32_t (&inverses)[kCount],
+                                                    const WordOf& word_of) {
+    if constexpr (Kinds::template kIsRatio<buffer> == kIsRatio) {
+      auto& own = entry<buffer>(packs.buffers);
+      const uint32_t word = word_of(Kinds::template kStride<buffer>);
+      if constexpr (kIsRatio) {
+        own.set(values, inverses, word);
+      } else if constexpr (buffer == Kinds::kRoot) {
+        own.set(values, word, inverses);
+      } else {
+        own.template set<kDithers<buffer>>(values, word);
+        if constexpr (Kinds::kHasRatios && buffer == Kinds::kSecondMoment) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) inverses[i] = own.twice_inverse_unit(i);
+        }
+      }
+    }
+  }
+};
+
+// Whether there is a fast path for a functor with these numbers.
+template <typename Functor, typename Streams>
+inline constexpr bool kHasFastPath = false;
+template <typename Streams>
+inline constexpr bool kHasFastPath<Adam<float>, Streams> = Streams::Kinds::kBuffers == 2;
+template <typename Streams>
+inline constexpr bool kHasFastPath<Lion<float>, Streams> = true;
+template <typename Streams>
+inline constexpr bool kHasFastPath<Sgd<float>, Streams> = true;
+
+}  // namespace amp_ext::cuda
