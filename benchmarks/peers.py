@@ -1,9 +1,11 @@
-"""Times AdamW beside other packages' on the CPU, after it has compared what each does with float64.
+"""Times AdamW beside other packages', after it has compared what each does with float64.
 
 python benchmarks/peers.py --quick                  # large tensors and the smallest model
 python benchmarks/peers.py --out results/peers      # figures, table and picture go there
+python benchmarks/peers.py --device cuda --seconds 150 --out results/peers    # on a GPU
 
-What is installed takes part: of DeepSpeed, bitsandbytes, torchao and optimi (`make bench-peers`).
+The packages that are installed take part: DeepSpeed (CPU), flashoptim (GPU), bitsandbytes, torchao,
+optimi and heavyball (`make bench-peers`). The files are written again after each row.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -18,6 +21,7 @@ import math
 import os
 import re
 import sys
+import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,12 +48,21 @@ FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.bfloat16),
 ]
 
+# What AdamW keeps when memory is short: 10 and 7 bytes a bf16 parameter, and 8-bit moments of
+# float32 parameters.
+SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
+    Work("AdamW", torch.bfloat16, masters="split", state_dtype=torch.bfloat16),
+    Work("AdamW", torch.bfloat16, masters="split8", state_dtype="8bit"),
+    Work("AdamW", torch.float32, state_dtype="8bit"),
+]
+
 NOTE = (
     "Times of a step, each the least of runs in turns in one process, and how many times as long "
     "as ours that is. Per element, with the share of the streaming bandwidth that ours reaches by "
     "the bytes that it cannot avoid; small models per step. Cold caches: 64 MB are read before "
     "each step, uncounted. ≈: not the same work, for it keeps less, or after 50 steps its way is "
-    "farther off float64 than rounding explains (off: as a share of the way)."
+    'farther off float64 than rounding explains (off: as a share of the way). "in float32" is our '
+    "step with float32 masters and moments."
 )
 
 
@@ -61,8 +74,9 @@ class Peer:
         distribution: What pip calls it.
         module: What Python calls it.
         make: Makes its optimizer of the module, the parameters and the work.
-        does: What of ``BESIDE_PEERS`` it does as it is asked.
+        does: What of ``BESIDE_PEERS`` and ``LOW_MEMORY`` it does as it is asked.
         differs: What it does with less than was asked for: in 8 bits, or without a master.
+        devices: The types of devices on which it runs.
     """
 
     distribution: str
@@ -70,6 +84,7 @@ class Peer:
     make: Callable[..., torch.optim.Optimizer]
     does: Sequence[Work] = ()
     differs: Sequence[Work] = field(default=())
+    devices: Sequence[str] = ("cpu", "cuda")
 
 
 ADAMW = OPTIONS["AdamW"]  # the same for everybody
@@ -81,6 +96,19 @@ PEERS = {
             params, **ADAMW, fp32_optimizer_states=work.state_dtype is not None
         ),
         BESIDE_PEERS,  # the last in the loop around masters that its engine has
+        devices=["cpu"],
+    ),
+    "flashoptim": Peer(
+        "flashoptim",
+        "flashoptim",
+        lambda module, params, work: module.FlashAdamW(
+            params,
+            **ADAMW,
+            quantize=work.state_dtype == "8bit",
+            master_weight_bits={"split": 32, "split8": 24}.get(work.masters),
+        ),
+        [FP32, NARROW, *LOW_MEMORY],
+        devices=["cuda"],
     ),
     "bitsandbytes": Peer(
         "bitsandbytes",
@@ -104,19 +132,33 @@ PEERS = {
         [FP32, NARROW],
         [MASTER],  # a Kahan sum in bf16
     ),
+    "heavyball": Peer(
+        "heavyball",
+        "heavyball",
+        lambda module, params, work: module.AdamW(
+            params,
+            **ADAMW,
+            storage_dtype="float32" if work.state_dtype == torch.float32 else "bfloat16",
+            consume_grad=False,
+        ),
+        [FP32],
+        [NARROW],  # rounds at random
+    ),
     "bnb 8-bit": Peer(
         "bitsandbytes",
         "bitsandbytes",
         lambda module, params, work: module.optim.AdamW8bit(params, **ADAMW),
-        differs=[FP32, NARROW],
+        [FP32_8BIT],
+        [NARROW],
     ),
     "torchao 8-bit": Peer(
         "torchao",
         "torchao.optim",
         lambda module, params, work: module.AdamW8bit(
-            params, **ADAMW, bf16_stochastic_round=work.has_masters
+            params, **ADAMW, bf16_stochastic_round=work.masters == "split8"
         ),
-        differs=[FP32, NARROW, MASTER],
+        [FP32_8BIT],
+        [NARROW, SPLIT8],  # without a master, which it replaces by rounding at random
     ),
 }
 
@@ -142,12 +184,16 @@ def reason(error: BaseException | None) -> str:
     return ", from ".join(texts)
 
 
-def sides_of(work: Work) -> list[str]:
+def sides_of(work: Work, device: torch.device = CPU) -> list[str]:
     """Returns who of us and torch does the same work, and in which ways."""
+    if work in LOW_MEMORY:
+        return work.sides()
     if work.has_masters:
         return ["ours", "by_hand", "buffered"]
     is_wide = work.dtype != torch.float32 and work.state_dtype is not None
-    return ["ours"] if is_wide else ["ours", "fused", "foreach", "default"]
+    # On a GPU torch takes foreach by default.
+    by_default = ["default"] if device.type == "cpu" else []
+    return ["ours"] if is_wide else ["ours", "fused", "foreach", *by_default]
 
 
 def program_of(side: str, work: Work, params: list[Parameter]) -> Program:
@@ -190,19 +236,25 @@ SPREAD = 0.1  # of parameters: large enough that a missing weight decay shows, i
 # float32; to bf16 at the end; to bf16 in each step. A tenth of the weight decay, a rate that is
 # 10 % off or a momentum of 0.95 are 6 to 18 %.
 TOLERANCES = {FP32: 1e-4, MASTER: 0.005, WIDE: 0.035, NARROW: 0.035}
+TOLERANCES |= {SPLIT: 0.01, SPLIT8: 0.05, FP32_8BIT: 0.05}
 
 
-def deviation(side: str, work: Work) -> float:
+def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
     """Returns how far a side's parameters come to lie from float64, as a share of their way."""
-    program = program_of(side, work, make_params(work, SHAPES, CPU, SPREAD))
-    starts = [param.detach().double() for param in program.params]
+    params = make_params(work, SHAPES, CPU, SPREAD)  # the same numbers on every device
+    starts = [param.detach().double() for param in params]
+    if device != CPU:
+        params = [Parameter(param.detach().to(device)) for param in params]
+        for param in params:
+            param.grad = torch.empty_like(param)
+    program = program_of(side, work, params)
     for step in range(STEPS):
         for param, grad in zip(program.params, gradients(step, work.dtype), strict=True):
             param.grad.copy_(grad)  # anew in each step, for some write into it
         program.step()
     ends, shares = reference(work.dtype), []
     for param, start, end in zip(program.params, starts, ends, strict=True):
-        shares.append(((param.detach() - end).norm() / (end - start).norm()).item())
+        shares.append(((param.detach().cpu() - end).norm() / (end - start).norm()).item())
     if not all(map(math.isfinite, shares)):
         raise ValueError("its parameters become inf or NaN")
     return max(shares)
@@ -227,7 +279,7 @@ def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
     return [(1e-2 * torch.randn(size, generator=generator)).to(dtype) for size in SHAPES.sizes]
 
 
-def compare(side: str, work: Work) -> dict[str, Any]:
+def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]:
     """Compares a side with float64.
 
     Returns:
@@ -237,7 +289,7 @@ def compare(side: str, work: Work) -> dict[str, Any]:
     plain = replace(work, scaler=False)
     row: dict[str, Any] = {"work": work.name, "side": side, "why": None}
     try:
-        far = deviation(side, work)
+        far = deviation(side, work, device)
     except Exception as error:
         if side not in PEERS:
             raise
@@ -254,13 +306,22 @@ def small_model(layers: int, width: int) -> ShapeList:
     return ShapeList(f"{layers} layers of {width}", ((width, width), (width,)) * layers, True)
 
 
-def choose_rows(quick: bool) -> list[tuple[Work, ShapeList, bool]]:
+def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, ShapeList, bool]]:
     """Returns some work on some parameters, and whether the caches are emptied before each step."""
-    large, small = [uniform(4, 8_000_000), uniform(300, 100_000)], [small_model(3, 128)]
+    if device.type == "cuda":  # the most important first, for the time may run out
+        large, many, small = uniform(4, 16_000_000), uniform(600, 100_000), small_model(10, 256)
+        rows = [(work, large, False) for work in (SPLIT8, FP32, MASTER, FP32_8BIT, SPLIT)]
+        if not quick:
+            rows += [(work, many, False) for work in (SPLIT8, FP32, MASTER)]
+            rows += [(work, large, False) for work in (NARROW, WIDE)]
+            rows += [(work, small, False) for work in (FP32, MASTER)]
+        return rows
+    large, small = [uniform(4, 8_000_000), uniform(300, 100_000)], small_model(3, 128)
+    works = [*BESIDE_PEERS, *LOW_MEMORY]
     if quick:
-        return [(work, shapes, False) for shapes in (large[0], small[0]) for work in BESIDE_PEERS]
-    rows = [(work, shapes, False) for shapes in large for work in BESIDE_PEERS]
-    for shapes in [*small, small_model(10, 256)]:
+        return [(work, shapes, False) for shapes in (large[0], small) for work in BESIDE_PEERS]
+    rows = [(work, shapes, False) for shapes in large for work in works]
+    for shapes in [small, small_model(10, 256)]:
         cold = replace(shapes, name=f"{shapes.name}, cold caches")
         rows += [(work, shapes, False) for work in BESIDE_PEERS]
         rows += [(replace(work, scaler=True), shapes, False) for work in BESIDE_PEERS]
@@ -280,54 +341,107 @@ def cold_times(step: Step, sweep: Step, seconds: float) -> list[float]:
     return times
 
 
-def measure_all(rows: list[tuple[Work, ShapeList, bool]], seconds: float) -> dict[str, Any]:
+def measure_all(
+    rows: list[tuple[Work, ShapeList, bool]],
+    seconds: float,
+    device: torch.device = CPU,
+    limit: float = math.inf,
+    store: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
     """Compares and times all sides of some rows.
+
+    Args:
+        rows: From :func:`choose_rows`.
+        seconds: The time of each side in each turn.
+        device: The device of all tensors.
+        limit: Seconds for all rows: none begins that may end later.
+        store: Takes the result after each row.
 
     Returns:
         ``surroundings``, ``methods`` from :func:`compare`, ``rows`` from ``measure_row``, with the
-        sides whose work is not the same in ``unequal``, and who is ``left_out``.
+        sides whose work is not the same in ``unequal``, who is ``left_out``, and the names of rows
+        that ``failed``.
     """
-    about, found = describe(CPU), {side: find(peer) for side, peer in PEERS.items()}
+    begin, longest = time.monotonic(), 0.0
+    about = describe(device)
+    found = {side: find(peer) for side, peer in PEERS.items() if device.type in peer.devices}
     versions = {
         PEERS[side].distribution: version for side, (version, why) in found.items() if not why
     }
     about += [", ".join(f"{name} {version}" for name, version in versions.items())] * bool(versions)
     left_out = [f"{side}: {why}" for side, (_, why) in found.items() if why]
+    every: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
+    failed: list[str] = []
+    result = {"surroundings": about, "methods": every, "rows": measured}
+    result |= {"left_out": left_out, "failed": failed}
     methods: dict[Work, list[dict[str, Any]]] = {}
-    for work in dict.fromkeys(work for work, *_ in rows):
-        plain, sides = replace(work, scaler=False), sides_of(work)
-        sides += [
-            side
-            for side, peer in PEERS.items()
-            if not found[side][1] and plain in (*peer.does, *peer.differs)
-        ]
-        print(f"{work.name}, beside float64", file=sys.stderr)
-        methods[work] = [compare(side, work) for side in sides]
-        left_out += [f"{m['side']} in {work.name}: {m['why']}" for m in methods[work] if m["why"]]
-    streaming, sweep, measured = make_streaming(CPU), torch.ones(SWEEP_ELEMENTS), []
+    streaming, sweep = make_streaming(device), torch.ones(SWEEP_ELEMENTS)
     for work, shapes, cold in rows:
-        name = row_name(work, shapes)
-        print(name, file=sys.stderr)
+        name, start = row_name(work, shapes), time.monotonic()
+        if start - begin + longest > limit:
+            left_out.append(f"{name}: not begun, for the {limit:g} s are used up")
+            continue
+        print(f"{name} ({start - begin:.0f} s so far)", file=sys.stderr)
+        try:
+            if work not in methods:
+                methods[work] = [
+                    compare(side, work, device) for side in all_sides(work, device, found)
+                ]
+                every += methods[work]
+                left_out += [
+                    f"{m['side']} in {work.name}: {m['why']}" for m in methods[work] if m["why"]
+                ]
+            programs = make_programs(work, shapes, methods[work], device, left_out)
+            run = functools.partial(run_times, seconds=seconds)
+            if cold:
+                run = functools.partial(cold_times, sweep=sweep.sum, seconds=seconds)
+            row = measure_row(work, shapes, programs, streaming, run)
+            unequal = [m["side"] for m in methods[work] if m["side"] in programs and not m["same"]]
+            measured.append({**row, "unequal": unequal})
+        except Exception as error:  # the other rows go on
+            left_out.append(f"{name}: {reason(error)}")
+            failed.append(name)
         programs = {}
-        for method in methods[work]:
-            side = method["side"]
-            try:
-                if not method["why"]:
-                    program = program_of(side, work, make_params(work, shapes, CPU))
-                    program.step()
-                    programs[side] = program
-            except Exception as error:
-                if side not in PEERS:
-                    raise
-                left_out.append(f"{side} in {name}: {reason(error)}")
-        run = functools.partial(run_times, seconds=seconds)
-        if cold:
-            run = functools.partial(cold_times, sweep=sweep.sum, seconds=seconds)
-        row = measure_row(work, shapes, programs, streaming, run)
-        unequal = [m["side"] for m in methods[work] if m["side"] in programs and not m["same"]]
-        measured.append({**row, "unequal": unequal})
-    every = [method for compared in methods.values() for method in compared]
-    return {"surroundings": about, "methods": every, "rows": measured, "left_out": left_out}
+        gc.collect()  # optimizers are in circles
+        store(result)
+        longest = max(longest, time.monotonic() - start)
+    return result
+
+
+def all_sides(
+    work: Work, device: torch.device, found: dict[str, tuple[str, str | None]]
+) -> list[str]:
+    """Returns the sides that do some work: ours, torch's, and those of the packages found."""
+    plain = replace(work, scaler=False)
+    peers = [side for side, (_, why) in found.items() if not why]
+    return sides_of(plain, device) + [
+        side for side in peers if plain in (*PEERS[side].does, *PEERS[side].differs)
+    ]
+
+
+def make_programs(
+    work: Work,
+    shapes: ShapeList,
+    methods: list[dict[str, Any]],
+    device: torch.device,
+    left_out: list[str],
+) -> dict[str, Program]:
+    """Makes the programs of all sides that can be measured, and takes a step of each.
+
+    Packages that fail are added to `left_out`.
+    """
+    programs = {}
+    for side in (method["side"] for method in methods if not method["why"]):
+        try:
+            program = program_of(side, work, make_params(work, shapes, device))
+            program.step()
+            programs[side] = program
+        except Exception as error:
+            if side not in PEERS:
+                raise
+            left_out.append(f"{side} in {row_name(work, shapes)}: {reason(error)}")
+    return programs
 
 
 # How it is shown.
@@ -386,25 +500,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="large tensors, the smallest model")
     parser.add_argument("--filter", default="", help="regular expression on 'work, shapes'")
     parser.add_argument("--out", type=Path, help="takes peers.json, peers.md and peers.png")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no row begins that may end after these"
+    )
     options = parser.parse_args(arguments)
+    device = torch.device(options.device)
     rows = [
         row
-        for row in choose_rows(options.quick)
+        for row in choose_rows(options.quick, device)
         if re.search(options.filter, row_name(*row[:2]), re.IGNORECASE)
     ]
     if not rows:
         parser.error(f"--filter {options.filter!r} matches no row")
+
+    def store(result: dict[str, Any]) -> None:
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "peers.json").write_text(json.dumps(result, indent=1) + "\n")
+            (options.out / "peers.md").write_text(markdown(result) + "\n")
+
     with contextlib.redirect_stdout(sys.stderr):  # packages talk, and tables may go to a file
-        result = measure_all(rows, 0.05 if options.quick else 0.15)
+        seconds = 0.05 if options.quick or options.device == "cuda" else 0.15
+        result = measure_all(rows, seconds, device, options.seconds, store)
+    store(result)  # with the rows that were not begun
     print(markdown(result))
-    if options.out:
+    if options.out and result["rows"]:
         from plot import draw
 
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "peers.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "peers.md").write_text(markdown(result) + "\n")
         draw(result, options.out / "peers.png")
-    return 0
+    return 1 if result["failed"] or not result["rows"] else 0
 
 
 if __name__ == "__main__":

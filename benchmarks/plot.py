@@ -31,6 +31,8 @@ COLOURS = {
     "bitsandbytes": "#009E73",
     "torchao": "#CC79A7",
     "optimi": "#0072B2",
+    "flashoptim": "#882255",
+    "heavyball": "#999933",
     "bnb 8-bit": "#009E73",
     "torchao 8-bit": "#CC79A7",
 }
