@@ -1,6 +1,7 @@
-"""Draws what a benchmark stored: shares of the streaming bandwidth, or times divided by ours.
+"""Draws what a benchmark stored: shares of the streaming bandwidth, ratios to ours, or training.
 
 python benchmarks/plot.py results.json picture.png    # of `python -m amp_ext.bench --json`
+python benchmarks/plot.py training.json picture.png   # of benchmarks/training.py, or of peers.py
 """
 
 from __future__ import annotations
@@ -42,9 +43,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Draws a panel for each list of shapes.
 
     Args:
-        result: What was measured, alone or beside peers.
+        result: What was measured, alone, beside peers or in training.
         path: A PNG file to write, or another that matplotlib knows.
     """
+    if "runs" in result:
+        draw_training(result, path)
+        return
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         panels.setdefault(row["shapes"], []).append(row)
@@ -77,6 +81,56 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=2 * across, frameon=False)
     figure.suptitle("\n".join(result["surroundings"]), fontsize=9, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_training(result: dict[str, Any], path: Path) -> None:
+    """Draws rates, times of an update, memory and losses of all ways to train, by model."""
+    from peers import digits
+    from training import summarize
+
+    rows = summarize(result["runs"])
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    size = (15, 0.5 + 3.4 * len(models))
+    figure, grid = plt.subplots(
+        len(models), 4, figsize=size, squeeze=False, sharey="row", layout="constrained"
+    )
+    for (rate, update, memory, loss), model in zip(grid, models, strict=True):
+        of_model = [row for row in rows if row["model"] == model]
+        unit, places, place = of_model[0]["unit"], [], 0.0
+        for row, before in zip(of_model, [None, *of_model], strict=False):
+            place += 1.4 if before and before["group"] != row["group"] else 1.0
+            places.append(place)
+        colours = [COLOURS["fused" if r["side"].startswith("torch") else "ours"] for r in of_model]
+        for axes, figure_of in ((rate, "rate"), (update, "update_ms")):
+            bars = axes.barh(places, [row[figure_of] for row in of_model], 0.85, color=colours)
+            axes.bar_label(bars, fmt=digits, padding=3, fontsize=7)
+        kept = [1e-6 * row["bytes_kept"] for row in of_model]
+        peak = [1e-6 * (row["peak_bytes"] or row["bytes_kept"]) for row in of_model]
+        bars = memory.barh(places, peak, 0.85, color=colours, alpha=0.35)
+        memory.bar_label(bars, fmt=digits, padding=3, fontsize=7)
+        memory.barh(places, kept, 0.85, color=colours)
+        for place, row, colour in zip(places, of_model, colours, strict=True):
+            spread = row["spread"] or 0.0
+            loss.errorbar(row["loss"], place, xerr=spread, fmt="o", color=colour, capsize=3)
+        about = (
+            f"{of_model[0]['parameters'] / 1e6:.3g}M parameters, {of_model[0]['tensors']} tensors"
+        )
+        rate.set_title(f"{model}, {about}", fontsize=10, loc="left")
+        rate.set_xlabel(f"{unit} a second: more is better", fontsize=8)
+        update.set_xlabel("ms of an update: less is better", fontsize=8)
+        memory.set_xlabel("MB: kept between steps (dark), peak on a GPU (light)", fontsize=8)
+        loss.set_xlabel("loss at the end, mean and deviation of the seeds", fontsize=8)
+        names = [f"{row['group'].partition(',')[0]}: {row['side']}" for row in of_model]
+        rate.set_yticks(places, names)
+        rate.invert_yaxis()
+        for axes in (rate, update, memory, loss):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(axis="both", labelsize=8)
+            axes.tick_params(axis="y", length=0)
+            axes.margins(x=0.2)
+    figure.suptitle("\n".join(result["surroundings"]), fontsize=9, x=0.01, ha="left")
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

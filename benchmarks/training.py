@@ -1,0 +1,535 @@
+"""Trains a GPT and a convolutional network: amp_ext beside the nearest way that torch has.
+
+    python benchmarks/training.py --device cpu --tiny                               # under a minute
+    python benchmarks/training.py --device cuda --seconds 200 --out results/training
+
+A run trains one model for 200 steps in one of eight ways, with one seed. Runs with the same model
+and seed begin with the same parameters and see the same data. The GPT has 124M parameters and
+learns tokens drawn from a random language: a token follows from the one before it by one of four
+rules, or is drawn by Zipf's law. The ResNet has 110 layers and 331 tensors, most of them small, and
+learns noisy images of random patterns.
+
+``training.json`` and ``training.md`` are written again after each run, ``training.png`` at the end
+(``benchmarks/plot.py training.json picture.png`` draws it again). Times leave out the first steps.
+``update`` is the time from the end of the backward pass to the end of ``optimizer.step()`` or
+``scaler.update()``: unscaling, clipping, and copies between parameters and masters belong to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import buffered, digits
+from torch import Tensor, nn
+from torch.nn import Parameter, functional
+
+import amp_ext
+from amp_ext.bench.measure import describe
+from amp_ext.program import run_program
+
+MAX_NORM = 1.0
+SEEDS = 3
+
+
+# The models and their data.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of both models, and the length of a run."""
+
+    steps: int = 200
+    warm_up: int = 20  # steps in which the learning rate rises; times leave them out
+    rows: int = 4  # sequences in a batch of the GPT
+    context: int = 1024  # tokens of a sequence
+    tokens: int = 25_088  # different ones
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    images: int = 256  # in a batch of the ResNet
+    pixels: int = 32  # height and width
+    classes: int = 100
+    blocks: int = 18  # in each of the three stages of the ResNet
+
+
+FULL = Sizes()
+TINY = Sizes(
+    steps=16, warm_up=2, rows=4, context=32, tokens=256, width=32, layers=2, heads=2, images=16,
+    pixels=8, classes=10, blocks=1,
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    """Causal attention, then two layers on each token by itself."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nn.Module):
+    """Predicts the next token. The head is not tied to the embedding.
+
+    Reference:
+        Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.token = nn.Embedding(sizes.tokens, sizes.width)
+        self.position = nn.Embedding(sizes.context, sizes.width)
+        blocks = [Block(sizes.width, sizes.heads) for _ in range(sizes.layers)]
+        self.blocks = nn.Sequential(*blocks, nn.LayerNorm(sizes.width))
+        self.head = nn.Linear(sizes.width, sizes.tokens, bias=False)
+        for weight in (self.token.weight, self.position.weight, self.head.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = self.position.weight[: tokens.shape[1]]
+        return self.head(self.blocks(self.token(tokens) + positions)).flatten(0, 1)
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch normalization, added to the input."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+        self.shortcut = nn.Identity()
+        if before != width:
+            self.shortcut = nn.Conv2d(before, width, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Three stages of residual blocks, of 16, 32 and 64 channels.
+
+    Reference:
+        He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        widths = [16] * (sizes.blocks + 1) + [32] * sizes.blocks + [64] * sizes.blocks
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+        )
+        self.blocks = nn.Sequential(
+            *(
+                Residual(before, width, 1 if before == width else 2)
+                for before, width in itertools.pairwise(widths)
+            )
+        )
+        self.head = nn.Linear(64, sizes.classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
+@functools.cache
+def text(sizes: Sizes, seed: int, device: torch.device) -> Tensor:
+    """Returns the tokens of all batches, int64 ``[steps, rows, context + 1]``."""
+    frequency = 1 / torch.arange(10.0, 10 + sizes.tokens)  # Zipf's law
+    limits = (frequency / frequency.sum()).cumsum(0)
+
+    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        uniform = torch.rand(shape, generator=generator)
+        return torch.searchsorted(limits, uniform).clamp_(max=sizes.tokens - 1)
+
+    # One language, of which each seed draws a text.
+    rules = draw((sizes.tokens, 4), torch.Generator().manual_seed(0))
+    drawn = torch.Generator().manual_seed(seed)
+    shape = (sizes.context + 1, sizes.steps * sizes.rows)
+    free = draw(shape, drawn)
+    choice = torch.randint(5, shape, generator=drawn)  # 4: a token that follows no rule
+    tokens = [free[0]]
+    for position in range(1, sizes.context + 1):
+        follower = rules[tokens[-1], choice[position].clamp(max=3)]
+        tokens.append(torch.where(choice[position] < 4, follower, free[position]))
+    batches = torch.stack(tokens, 1).view(sizes.steps, sizes.rows, sizes.context + 1)
+    return batches.to(device)
+
+
+def token_batches(sizes: Sizes, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the inputs and the targets of each step."""
+    for rows in text(sizes, seed, device):
+        yield rows[:, :-1], rows[:, 1:].flatten()
+
+
+def image_batches(sizes: Sizes, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the images ``[images, 3, pixels, pixels]`` and the classes of each step."""
+    generator = torch.Generator(device).manual_seed(0)
+    coarse = torch.randn((sizes.classes, 3, 4, 4), generator=generator, device=device)
+    patterns = functional.interpolate(coarse, size=sizes.pixels, mode="bilinear")
+    generator.manual_seed(seed)
+    for _ in range(sizes.steps):
+        size = (sizes.images,)
+        classes = torch.randint(sizes.classes, size, generator=generator, device=device)
+        noise = torch.randn((*size, *patterns.shape[1:]), generator=generator, device=device)
+        yield patterns[classes] + 2 * noise, classes
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data and the options of AdamW."""
+
+    model: Callable[[Sizes], nn.Module]
+    batches: Callable[[Sizes, int, torch.device], Iterator[tuple[Tensor, Tensor]]]
+    unit: str  # of the figures for a second
+    items: Callable[[Sizes], int]  # in a batch
+    options: dict[str, Any]
+
+
+TASKS = {
+    "GPT": Task(
+        GPT, token_batches, "tokens", lambda sizes: sizes.rows * sizes.context,
+        {"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
+    ),
+    "ResNet": Task(
+        ResNet, image_batches, "images", lambda sizes: sizes.images,
+        {"lr": 2e-3, "weight_decay": 0.05},
+    ),
+}  # fmt: skip
+
+
+# The ways to train them.
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to train."""
+
+    group: str  # torch's side comes first in each
+    name: str
+    autocast: torch.dtype | None = None  # over float32 parameters
+    dtype: torch.dtype = torch.float32  # of the parameters
+    scaled: bool = False  # under a scaler, with clipping by norm
+    ours: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of our optimizer
+
+
+FP16, BF16 = torch.float16, torch.bfloat16
+SCALED, PLAIN, NARROW = "fp16 autocast, scaler, clipping", "bf16 autocast", "bf16 parameters"
+SIDES = [
+    Side(SCALED, "torch", FP16, scaled=True),
+    Side(SCALED, "amp_ext", FP16, scaled=True, ours=True),
+    Side(PLAIN, "torch", BF16),
+    Side(PLAIN, "amp_ext", BF16, ours=True),
+    Side(NARROW, "torch, masters by hand", dtype=BF16),
+    Side(NARROW, "amp_ext, float32 masters", dtype=BF16, ours=True),
+    Side(
+        NARROW, "amp_ext, split, bf16 states", dtype=BF16, ours=True,
+        options={"master_weights": "split", "state_dtype": BF16},
+    ),
+    Side(
+        NARROW, "amp_ext, split8, 8bit states", dtype=BF16, ours=True,
+        options={"master_weights": "split8", "state_dtype": "8bit"},
+    ),
+]  # fmt: skip
+
+
+class Loop:
+    """What follows a backward pass, and the objects that it needs."""
+
+    def __init__(self, side: Side, params: list[Parameter], options: dict[str, Any]) -> None:
+        device = params[0].device.type
+        self.scaler: torch.amp.GradScaler | None = None
+        if side.ours:
+            clipping = {"max_grad_norm": MAX_NORM} if side.scaled else {}
+            self.optimizer: Any = amp_ext.optim.AdamW(params, **options, **clipping, **side.options)
+            if side.scaled:
+                self.scaler = amp_ext.GradScaler(device)
+            self.update = self.step
+            return
+        stepped = params
+        if side.dtype != torch.float32:
+            stepped = [Parameter(param.detach().float()) for param in params]
+        self.optimizer = torch.optim.AdamW(stepped, **options, fused=True)
+        self.update = self.step
+        if side.scaled:
+            self.scaler = torch.amp.GradScaler(device)
+            self.update = functools.partial(self.clip_and_step, params)
+        elif stepped is not params:
+            self.update = buffered(params, stepped, self.step)
+
+    def step(self) -> None:
+        """Takes a step, under the scaler if there is one."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def clip_and_step(self, params: list[Parameter]) -> None:
+        """Takes torch's steps around clipping."""
+        assert self.scaler is not None
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        self.step()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scales the loss if there is a scaler."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def bytes_kept(self, params: list[Parameter]) -> int:
+        """Returns the bytes of parameters, masters, gradients and states between two steps."""
+        tensors: list[Tensor] = []
+        for param in [*params, *(p for g in self.optimizer.param_groups for p in g["params"])]:
+            tensors += [param] if param.grad is None else [param, param.grad]
+        for state in self.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def now(device: torch.device) -> Any:
+    """Returns an event that the GPU records, or the time in seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start: Any, end: Any) -> float:
+    """Returns the time between two results of :func:`now`."""
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+def train(name: str, side: Side, seed: int, sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Trains a model once; returns what was measured and the loss of each step."""
+    task, on_gpu = TASKS[name], device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(seed)
+    with device:
+        model = task.model(sizes).to(side.dtype)
+    params = list(model.parameters())
+    loop = Loop(side, params, task.options)
+    autocast = torch.autocast(device.type, side.autocast, enabled=side.autocast is not None)
+    losses, updates, begin = [], [], 0.0
+    for step, (inputs, targets) in enumerate(task.batches(sizes, seed, device)):
+        if step == sizes.warm_up:
+            synchronize()
+            begin = time.perf_counter()
+        for group in loop.optimizer.param_groups:
+            group["lr"] = task.options["lr"] * min(1.0, (step + 1) / sizes.warm_up)
+        model.zero_grad()
+        if inputs.is_floating_point():
+            inputs = inputs.to(side.dtype)
+        with autocast:
+            loss = functional.cross_entropy(model(inputs).float(), targets)
+        loop.scale(loss).backward()
+        start = now(device)
+        loop.update()
+        updates.append((start, now(device)))
+        losses.append(loss.detach())
+    synchronize()
+    seconds = time.perf_counter() - begin
+    steps = sizes.steps - sizes.warm_up
+    return {
+        "model": name,
+        "group": side.group,
+        "side": side.name,
+        "seed": seed,
+        "parameters": sum(param.numel() for param in params),
+        "tensors": len(params),
+        "unit": task.unit,
+        "rate": steps * task.items(sizes) / seconds,
+        "step_ms": 1e3 * seconds / steps,
+        "update_ms": statistics.median(milliseconds(*pair) for pair in updates[sizes.warm_up :]),
+        "bytes_kept": loop.bytes_kept(params),
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "losses": torch.stack(losses).tolist(),
+    }
+
+
+# All runs, and how they are shown.
+
+
+def train_all(
+    chosen: list[tuple[str, Side]],
+    sizes: Sizes,
+    device: torch.device,
+    limit: float = math.inf,
+    store: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
+    """Trains models in some ways, with the first seed before the others.
+
+    Args:
+        chosen: Names of models, and sides.
+        sizes: Sizes of the models.
+        device: Where they are trained.
+        limit: Seconds for all runs: none begins that may end later.
+        store: Takes the result after each run.
+
+    Returns:
+        ``surroundings``, ``runs`` from :func:`train`, and those ``left_out`` or ``failed``.
+    """
+    begin, longest = time.monotonic(), dict.fromkeys(TASKS, 0.0)
+    runs: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"surroundings": describe(device), "runs": runs}
+    result |= {"left_out": [], "failed": []}
+    for seed in range(SEEDS):
+        for name, side in chosen:
+            title = f"{name}, {side.group}: {side.name}, seed {seed}"
+            start = time.monotonic()
+            if start - begin + longest[name] > limit:
+                result["left_out"].append(f"{title}: the {limit:g} s are used up")
+                continue
+            print(f"{title} ({start - begin:.0f} s so far)", file=sys.stderr, flush=True)
+            try:
+                runs.append(train(name, side, seed, sizes, device))
+            except Exception as error:  # the other runs go on
+                lines = str(error).splitlines() or [""]
+                result["failed"].append(f"{title}: {type(error).__name__}: {lines[0]}")
+            gc.collect()  # optimizers are in circles
+            longest[name] = max(longest[name], time.monotonic() - start)
+            store(result)
+    return result
+
+
+def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each model and side: medians of the seeds, and the spread of the losses.
+
+    The loss of a run is the mean of its last tenth. ``faster`` and ``update_faster`` are the times
+    of torch's side of the group divided by those of the row. ``difference`` is the loss of a run
+    minus that of torch's run with the same seed, as mean and deviation of the seeds.
+    """
+    of_sides: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        of_sides.setdefault((run["model"], run["group"], run["side"]), []).append(run)
+    rows: list[dict[str, Any]] = []
+    for (model, group, side), seeds in of_sides.items():
+        tails = [run["losses"][-max(1, len(run["losses"]) // 10) :] for run in seeds]
+        losses = dict(
+            zip((run["seed"] for run in seeds), map(statistics.fmean, tails), strict=True)
+        )
+        row = {"model": model, "group": group, "side": side, "seeds": len(seeds)}
+        for figure in ("rate", "step_ms", "update_ms"):
+            row[figure] = statistics.median(run[figure] for run in seeds)
+        for figure in ("parameters", "tensors", "unit", "bytes_kept", "peak_bytes"):
+            row[figure] = seeds[0][figure]
+        row["losses"] = losses
+        row["loss"], row["spread"] = mean_and_spread(losses.values())
+        torchs = [r for r in (*rows, row) if (r["model"], r["group"]) == (model, group)]
+        torchs = [r for r in torchs if r["side"].startswith("torch")]
+        row["faster"] = row["rate"] / torchs[0]["rate"] if torchs else None
+        row["update_faster"] = torchs[0]["update_ms"] / row["update_ms"] if torchs else None
+        base = torchs[0]["losses"] if torchs else {}
+        row["difference"] = mean_and_spread(
+            loss - base[seed] for seed, loss in losses.items() if seed in base
+        )
+        rows.append(row)
+    return rows
+
+
+def mean_and_spread(values: Iterable[float]) -> tuple[float | None, float | None]:
+    """Returns the mean of some numbers and, from two on, their standard deviation."""
+    known = list(values)
+    mean = statistics.fmean(known) if known else None
+    return mean, statistics.stdev(known) if len(known) > 1 else None
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Returns a table for each model."""
+    rows = summarize(result["runs"])
+    lines = ["; ".join(result["surroundings"])]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        first = of_model[0]
+        about = f"{first['parameters'] / 1e6:.4g}M parameters in {first['tensors']} tensors"
+        lines += ["", f"{model}, {about}:", ""]
+        lines.append(
+            f"| | {first['unit']}/s | ÷ torch's | update, ms | torch's ÷ | "
+            "kept between steps, MB | peak, MB | loss | minus torch's |"
+        )
+        lines.append("|---|---|---|---|---|---|---|---|---|")
+        for row in of_model:
+            cells = [
+                f"{row['group']}: {row['side']}",
+                digits(row["rate"]),
+                show((row["faster"], None), ".2f"),
+                digits(row["update_ms"]),
+                show((row["update_faster"], None), ".2f"),
+                digits(row["bytes_kept"] / 1e6),
+                "" if row["peak_bytes"] is None else digits(row["peak_bytes"] / 1e6),
+                show((row["loss"], row["spread"]), ".3f"),
+                "" if row["side"].startswith("torch") else show(row["difference"], "+.4f"),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    notes = [f"* left out: {line}" for line in result["left_out"]]
+    notes += [f"* failed: {line}" for line in result["failed"]]
+    return "\n".join([*lines, "", *notes])
+
+
+def show(figure: tuple[float | None, float | None], form: str) -> str:
+    """Returns a mean and its spread as text."""
+    mean, spread = figure
+    if mean is None:
+        return ""
+    return f"{mean:{form}}" + ("" if spread is None else f" ± {spread:{form.lstrip('+')}}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains, prints the tables, and writes the files that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tiny", action="store_true", help="small models and 16 steps")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no run begins that may end after these"
+    )
+    parser.add_argument("--out", type=Path, help="takes training.json, training.md, training.png")
+    options = parser.parse_args(arguments)
+
+    def store(result: dict[str, Any]) -> None:
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
+            (options.out / "training.md").write_text(markdown(result) + "\n")
+
+    chosen = [(name, side) for name in TASKS for side in SIDES]
+    sizes, device = TINY if options.tiny else FULL, torch.device(options.device)
+    if options.tiny:
+        torch.set_num_threads(1)  # the tensors are too small to share
+    result = train_all(chosen, sizes, device, options.seconds, store)
+    store(result)  # with the runs that were not begun
+    print(markdown(result))
+    if options.out and result["runs"]:
+        from plot import draw
+
+        draw(result, options.out / "training.png")
+    return 1 if result["failed"] or not result["runs"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
