@@ -2,6 +2,7 @@
 
     python scripts/hash_steps.py --check                    # against scripts/hash_steps.json
     python scripts/hash_steps.py --check --engines plain    # of the plain CPU engine only
+    python scripts/hash_steps.py --check --engines cuda --workers 8    # on a GPU
     python scripts/hash_steps.py --write                    # after a change that was meant
     python scripts/hash_steps.py --write --only 'edges/*'   # of the cases with such names alone
 
@@ -314,11 +315,10 @@ def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield name, functools.partial(hash_of_results, name, case, device)
 
 
-def all_hashes(device: str, only: str) -> dict[str, str]:
-    """Returns the hash of every case whose name matches a pattern, by its name."""
-    return {
-        name: compute() for name, compute in all_cases(device) if fnmatch.fnmatchcase(name, only)
-    }
+def all_hashes(device: str, only: str, part: int = 0, parts: int = 1) -> dict[str, str]:
+    """Returns the hash of every case whose name matches a pattern, or of one part of them."""
+    cases = [each for each in all_cases(device) if fnmatch.fnmatchcase(each[0], only)]
+    return {name: compute() for name, compute in cases[part::parts]}
 
 
 def depends_on_a_sum(name: str) -> bool:
@@ -341,16 +341,22 @@ def kernels_of(engine: str) -> Iterator[str]:
         yield "cuda" if engine == "cuda" else "cpu"
 
 
-def hashes_of(engine: str, only: str) -> dict[str, str]:
-    """Returns the hashes of an engine, from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--print", engine, "--only", only],
-        env=os.environ | ENGINES[engine],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+def hashes_of(engine: str, only: str, workers: int = 1) -> dict[str, str]:
+    """Returns the hashes of an engine, from so many processes side by side."""
+    command = [sys.executable, __file__, "--print", engine, "--only", only]
+    processes = [
+        subprocess.Popen(
+            [*command, "--part", f"{part}/{workers}"],
+            env=os.environ | ENGINES[engine],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for part in range(workers)
+    ]
+    printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit(f"{engine}: a process failed")
+    return {name: value for text in printed for name, value in json.loads(text).items()}
 
 
 def report(engine: str, hashes: dict[str, str], expected: dict[str, str]) -> int:
@@ -390,13 +396,17 @@ def main() -> int:
         "--engines", default="plain,avx2,avx512,emulated", help="separated by commas"
     )
     parser.add_argument("--only", default="*", help="cases whose names match this pattern")
+    parser.add_argument("--part", default="0/1", help="print one of so many parts of the hashes")
+    parser.add_argument("--workers", type=int, default=1, help="processes of an engine")
     arguments = parser.parse_args()
     only = arguments.only
     if arguments.print:
+        part, parts = map(int, arguments.part.split("/"))
         with kernels_of(arguments.print) as device:
-            print(json.dumps(all_hashes(device, only)))
+            print(json.dumps(all_hashes(device, only, part, parts)))
         return 0
-    found = {engine: hashes_of(engine, only) for engine in arguments.engines.split(",")}
+    engines = arguments.engines.split(",")
+    found = {engine: hashes_of(engine, only, arguments.workers) for engine in engines}
     known: dict[str, dict[str, str]] = json.loads(FILE.read_text())
     expected = known
     if arguments.write:
