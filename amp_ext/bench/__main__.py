@@ -53,7 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = measure.describe(device)
     run = functools.partial(measure.run_times, seconds=0.05 if options.quick else 0.15)
     streaming = measure.make_streaming(device)
-    measured = []
+    measured: list[dict[str, Any]] = []
+
+    def store() -> None:
+        if options.json:
+            result = {"surroundings": about, "arguments": sys.argv[1:], "rows": measured}
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
     for work, shapes in chosen:
         print(f"{row_name(work, shapes)} ...", file=sys.stderr)
         programs = {
@@ -61,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for side in work.sides()
         }
         measured.append(measure.measure_row(work, shapes, programs, streaming, run))
+        store()  # a long run may be interrupted
         del programs
         gc.collect()  # optimizers are in circles
     speeds = [row["streaming_gb_per_s"] for row in measured if not row["many_small"]]
     about += [f"streaming: {max(speeds):.1f} GB/s at best"] if speeds else []
     print("\n".join(about), "", make_table(measured), "", NOTE, sep="\n")
+    store()
     if options.json:
-        result = {"surroundings": about, "arguments": sys.argv[1:], "rows": measured}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"Written: {options.json}")
     return 0
 
