@@ -4,7 +4,8 @@ SEEDS ?= 1
 MINUTES ?= 30
 BASE_PYTHON ?= python3
 TORCH ?= 2.11.0
-FOLDER ?= results/gpu_check
+LIST ?= kernels
+FOLDER ?= results/gpu_check-$(LIST)
 RESULTS ?= results/peers
 
 PATH_BEFORE := $(PATH)
@@ -101,9 +102,9 @@ wheel: $(INSTALLED)  ## Builds a wheel into dist/ and tries it in an empty envir
 cmake-routes: $(INSTALLED)  ## Builds a program in C++ on the ways that compile the library again; minutes
 	@PYTHON=$(PYTHON) scripts/cmake_routes.sh
 
-gpu-check:  ## Tests and times on a GPU, in the present environment; FOLDER=... takes the results
+gpu-check:  ## Checks and times on a GPU, in the present environment; LIST=kernels, training or tests
 	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \
-	    scripts/gpu_check.sh $(FOLDER)
+	    scripts/gpu_check.sh --list $(LIST) $(FOLDER)
 
 # The program that tries the kernels in many shapes, for the architecture in its name.
 build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc amp_ext/include -name '*.h' -o -name '*.cuh')
