@@ -121,17 +121,17 @@ row build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$(
 case $list in
   kernels)
     row sequences 20 "${gpu_tests[@]}" -k sequences
-    row low-memory 60 "${benchmark[@]}" --json "$out/low-memory.json" --filter \
-      'bf16 \+ split,|split \+ bf16 states|split8 \+ 8bit states|bf16 \+ bf16 states|fp32 \+ 8bit states'
+    # Low-memory steps, by the fast path and by the general kernels.
+    row fast-path 75 "$python" benchmarks/fast_path.py --seconds 0.15 --json "$out/fast-path.json"
     row bandwidth 85 "${benchmark[@]}" --quick --json "$out/bandwidth.json"
-    beside bits 165 "$python" scripts/hash_steps.py --check --engines cuda --workers 9
+    beside bits 150 "$python" scripts/hash_steps.py --check --engines cuda --workers 9
     # Graphs, streams, waiting, launches.
     beside gpu-tests 100 "${gpu_tests[@]}" -k 'not sequences'
     for tool in memcheck racecheck synccheck initcheck; do
       options=()
       # PyTorch calls the driver with questions whose answer may be no.
       [ $tool != memcheck ] || options=(--report-api-errors no --padding 64)
-      beside $tool 165 "${sanitize[@]}" --tool $tool "${options[@]}" "$python" tests/gpu_cases.py
+      beside $tool 150 "${sanitize[@]}" --tool $tool "${options[@]}" "$python" tests/gpu_cases.py
     done
     join
     ;;

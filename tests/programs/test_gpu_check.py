@@ -13,7 +13,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.sh"
 SIDE_BY_SIDE = ["bits", "gpu-tests", "memcheck", "racecheck", "synccheck", "initcheck"]
 ROWS = {
-    "kernels": ["build", "sequences", "low-memory", "bandwidth", *SIDE_BY_SIDE],
+    "kernels": ["build", "sequences", "fast-path", "bandwidth", *SIDE_BY_SIDE],
     "training": ["build", "training", "peers"],
     "tests": ["build", "suite", "tuning-build", "tuning"],
 }
@@ -73,10 +73,10 @@ def test_rows_that_fail_or_take_too_long_leave_the_others(tmp_path):
     assert results.pop("build") == ["failed", "(3)"]
     assert results.pop("bits") == ["out", "of"]
     assert [results.pop(row) for row in SIDE_BY_SIDE[2:]] == [["failed", "(1)"]] * 4
-    assert results.keys() == {"sequences", "low-memory", "bandwidth", "gpu-tests"}
+    assert results.keys() == {"sequences", "fast-path", "bandwidth", "gpu-tests"}
     assert all(result[0] == "passed" for result in results.values())
     assert all(line in printed for line in lines)
-    assert f"{tmp_path}:wheels|-m amp_ext.bench" in lines[2]
+    assert f"{tmp_path}:wheels|-m amp_ext.bench" in lines[3]
 
 
 def test_without_a_gpu_nothing_is_checked(tmp_path):
