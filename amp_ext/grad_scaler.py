@@ -14,12 +14,14 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext.hand_over import (
+    NO_CLOSURE,
     NOTHING_WAS_LOOKED_AT,
     HandOver,
     UnscalesInStep,
     check_has_groups,
     optimizer_inside,
     sum_of_flags,
+    takes_scale,
     unscaling_optimizer,
 )
 from amp_ext.nonfinite import params_of
@@ -243,16 +245,24 @@ class GradScaler(ScalerSettings):
         """
         if not self._enabled or "closure" in kwargs or self._scale is None:
             return super().step(optimizer, *args, **kwargs)  # passes through, or raises
-        is_older = not getattr(optimizer, "_step_supports_amp_scaling", False)
-        if is_older:
+        keeps_scale = takes_scale(optimizer)
+        if not keeps_scale:
             check_has_groups("step", optimizer)
+        elif args and callable(args[0]):
+            raise RuntimeError(NO_CLOSURE)  # it would make gradients without the scale
         state = self._state_of(optimizer)
         if "iteration" in state:
             state["iteration"].check_not_spent("step")
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
-        if is_older or state["stage"] is OptState.STEPPED:
-            return super().step(optimizer, *args, **kwargs)
+        if state["stage"] is OptState.STEPPED:
+            return super().step(optimizer, *args, **kwargs)  # raises
+        if not keeps_scale:
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            if not state["found_inf_per_device"]:
+                raise AssertionError(NOTHING_WAS_LOOKED_AT)
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
         unscaling = unscaling_optimizer(optimizer)
         if unscaling is not None or not _takes_scaler(
             getattr(optimizer.step, "__func__", optimizer.step)

@@ -7,8 +7,7 @@ must know: the scale that they carry, whether one of them is inf or NaN, and the
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,11 +22,14 @@ __all__ = [
     "moved",
     "optimizer_inside",
     "sum_of_flags",
+    "takes_scale",
     "unscaling_optimizer",
 ]
 
 #: Of torch's scaler and of ours: what an optimizer says that found no gradient looked at.
 NOTHING_WAS_LOOKED_AT = "No inf checks were recorded for this optimizer."
+#: The text with which torch's scaler refuses ``closure=``.
+NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
 _SUPPORTS = "_step_supports_amp_scaling"
 
@@ -95,9 +97,10 @@ def unscaling_optimizer(optimizer: Any) -> UnscalesInStep | None:
     """Returns the optimizer behind an object, if it unscales in its step and says so here.
 
     Args:
-        optimizer: The optimizer itself, or an object that delegates to it.
+        optimizer: The optimizer itself, or an object that delegates to it and has its parameters.
     """
-    return getattr(getattr(optimizer, "accept_hand_over", None), "__self__", None)
+    found = getattr(getattr(optimizer, "accept_hand_over", None), "__self__", None)
+    return found if found is None or _has_params_of(optimizer, found) else None
 
 
 def optimizer_inside(optimizer: Any) -> Any:
@@ -110,14 +113,65 @@ def optimizer_inside(optimizer: Any) -> Any:
     inside = unscaling_optimizer(optimizer)
     if inside is not None:
         return inside
-    inside = getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", optimizer)
-    if inside is not optimizer:
-        return optimizer_inside(inside)
-    for other in getattr(optimizer, "__dict__", {}).values():
-        is_optimizer = isinstance(other, torch.optim.Optimizer) and other is not optimizer
-        if is_optimizer and other.param_groups is optimizer.param_groups:
+    for other in (_owner_of_hooks(optimizer), *_optimizers_in(optimizer)):
+        if other is not optimizer and _has_params_of(optimizer, other):
             return optimizer_inside(other)
     return optimizer
+
+
+def takes_scale(optimizer: Any) -> bool:
+    """Returns whether the gradients may keep their scale for the step of an object.
+
+    An object that steps other optimizers may have copied ``_step_supports_amp_scaling`` from them,
+    or may delegate it, and not pass on the scale that it is given. So its gradients are unscaled
+    before its step, which is right in any case. The exception is an object that delegates all to
+    one optimizer: the scaler finds that one and gives it the scale itself.
+
+    Raises:
+        TypeError: If the object hides the optimizer whose attribute it shows.
+    """
+    if not getattr(optimizer, _SUPPORTS, False):
+        return False
+    if unscaling_optimizer(optimizer) is not None:
+        return True
+    owner = _owner_of_hooks(optimizer)
+    if any(True for _ in _optimizers_in(owner)) or not _has_params_of(optimizer, owner):
+        return False
+    if not hasattr(type(owner), _SUPPORTS) and _SUPPORTS not in getattr(owner, "__dict__", {}):
+        raise TypeError(
+            "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
+            f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
+        )
+    return True
+
+
+def _owner_of_hooks(optimizer: Any) -> Any:
+    """Returns the optimizer that a delegating object shows by its methods, or the object itself."""
+    return getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", optimizer)
+
+
+def _optimizers_in(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yields the other optimizers among an object's attributes, also in lists and dicts."""
+    for value in getattr(optimizer, "__dict__", {}).values():
+        if isinstance(value, dict):
+            held: Any = value.values()
+        else:
+            held = value if isinstance(value, (list, tuple)) else (value,)
+        for each in held:
+            if isinstance(each, torch.optim.Optimizer) and each is not optimizer:
+                yield each
+
+
+def _has_params_of(optimizer: Any, other: Any) -> bool:
+    """Returns whether an object has the parameters of an optimizer, all of them and no others."""
+    if optimizer is other:
+        return True
+    groups, others = getattr(optimizer, "param_groups", None), other.param_groups
+    return groups is None or groups is others or _ids_of_params(groups) == _ids_of_params(others)
+
+
+def _ids_of_params(groups: Any) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in groups]
 
 
 def check_has_groups(operation: str, optimizer: Any) -> None:
@@ -160,19 +214,9 @@ class HandedAttributes:
         Args:
             optimizer: The optimizer, or an object that delegates to it.
             hand_over: What it must know.
-
-        Raises:
-            TypeError: If an object delegates to an optimizer that can't be found: it would step
-                with gradients that are scaled.
         """
-        inner = getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", None)
-        missing = object()
-        if inner is None and inspect.getattr_static(optimizer, _SUPPORTS, missing) is missing:
-            raise TypeError(
-                "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
-                f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
-            )
-        for holder in [optimizer] if inner is None or inner is optimizer else [optimizer, inner]:
+        inner = _owner_of_hooks(optimizer)
+        for holder in [optimizer] if inner is optimizer else [optimizer, inner]:
             for name in ("grad_scale", "found_inf"):
                 value = getattr(hand_over, name)
                 self._handed.append((holder, name, value))  # first: an interrupt may come

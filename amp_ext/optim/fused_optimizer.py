@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
-from amp_ext.hand_over import NOTHING_WAS_LOOKED_AT, HandOver, sum_of_flags
+from amp_ext.hand_over import NO_CLOSURE, NOTHING_WAS_LOOKED_AT, HandOver, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.handed import HandedAttribute, drop_handed, handed_by_attributes
@@ -224,20 +224,23 @@ class FusedOptimizer(WatchedOptimizer):
 
         Raises:
             RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit
-                its parameter, or this is a second step within one of a scaler; nothing has been
+                its parameter, this is a second step within one of a scaler, or there is a
+                closure while a scaler has handed over a scale; nothing has been
                 written then. If a launch is refused, with a note on how many parameters have been
                 stepped: each of them with its states and its master. If any was, later steps are
                 refused until ``load_state_dict``.
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If nothing had a gradient when a scaler looked, and something has now.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         hand_over = self._hand_over
         if hand_over is None:  # torch's scaler sets attributes, or somebody by hand
             hand_over = handed_by_attributes(self)
+        loss = None
+        if closure is not None:
+            if hand_over.grad_scale is not None:
+                raise RuntimeError(NO_CLOSURE)  # its gradients would carry no scale
+            with torch.enable_grad():
+                loss = closure()
         if hand_over.is_spent:
             raise RuntimeError(
                 f"{type(self).__name__}: a step of the gradient scaler must step the optimizer "

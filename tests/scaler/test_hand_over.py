@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,8 +275,9 @@ def test_an_object_that_does_not_step_leaves_nothing_behind(make, value, device)
     assert values(optimizer) == [0.5] * 3
 
 
-def test_an_object_that_hides_its_optimizer_is_refused(device):
-    class Hiding:
+@pytest.mark.parametrize("base", [object, torch.optim.Optimizer])
+def test_an_object_that_hides_its_optimizer_is_refused(base, device):
+    class Hiding(base):
         def __init__(self, optimizer: Any) -> None:
             self.param_groups, self.step = optimizer.param_groups, optimizer.step
             self.supports = optimizer._step_supports_amp_scaling
@@ -294,6 +296,52 @@ def test_an_object_that_hides_its_optimizer_is_refused(device):
     assert values(optimizer) == [1.0] * 3
     scaler.step(optimizer)
     assert values(optimizer) == [0.5] * 3
+
+
+def assert_closure_is_refused(step: Any, optimizer: Any) -> None:
+    calls: list[int] = []
+    with pytest.raises(RuntimeError, match=r"^Closure use is not currently supported if GradSc"):
+        step(lambda: calls.append(1))
+    assert (values(optimizer), calls) == ([1.0] * 3, [])
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, cases.Delegating])
+@cases.over([plain_sgd, cases.our_adamw_with_norm, fused_sgd])
+def test_a_closure_by_place_is_refused_as_one_by_name(make, wrap, unscale, device):
+    """Its gradients would be checked by nobody, and divided by a scale that they don't carry."""
+    optimizer, scaler = filled(4.0, device, make), ready(device)
+    if unscale:
+        scaler.unscale_(optimizer)
+    assert_closure_is_refused(partial(scaler.step, wrap(optimizer)), optimizer)
+    scaler.step(wrap(optimizer))
+    assert values(optimizer) != [1.0] * 3
+
+
+@cases.our_optimizers
+def test_our_optimizers_refuse_a_closure_by_place_under_torchs_scaler(make, device):
+    optimizer, scaler = filled(4.0, device, make), ready(device, TorchScaler)
+    assert_closure_is_refused(partial(scaler.step, optimizer), optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) != [1.0] * 3
+
+
+@both_scalers
+def test_a_closure_that_a_hook_adds_is_refused(scaler_class, device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device, scaler_class)
+    hook = optimizer.register_step_pre_hook(lambda opt, *_: ((opt, lambda: 1.0), {}))
+    with pytest.raises(RuntimeError, match=r"^Closure use is not currently supported if GradSc"):
+        scaler.step(optimizer)
+    hook.remove()
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
+def test_a_closure_by_place_computes_the_gradients_of_torchs_plain_optimizers(device):
+    """As under torch's scaler: it unscales before the step."""
+    optimizer, scaler = filled(4.0, device, cases.torchs_sgd), ready(device)
+    scaler.step(optimizer, lambda: give(optimizer, 2.0))
+    assert values(optimizer) == [0.0] * 3
 
 
 def test_a_second_step_with_what_was_handed_over_is_refused(device):

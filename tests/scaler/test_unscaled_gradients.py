@@ -57,7 +57,38 @@ class DelegatingAll(cases.Delegating):
         delattr(self.optimizer, name)
 
 
-wrappers = pytest.mark.parametrize("wrap", [cases.Delegating, Deriving, DelegatingAll])
+class DerivingAndDelegating(Deriving):
+    """As wrappers for quantisation or look-ahead: schedulers ask for an Optimizer."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
+class WithCopiedFlag(Deriving):
+    """Promises to unscale in its step, as the optimizer inside does, and passes no scale on."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._step_supports_amp_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+class WithOwnList(WithCopiedFlag):
+    """Has the groups of the optimizer in a list of its own, and the optimizer in another."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.optimizers = [self.__dict__.pop("optimizer")]
+
+    @property
+    def param_groups(self) -> Any:
+        return list(self.optimizers[0].param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizers[0].step()
+
+
+WRAPPERS = [cases.Delegating, Deriving, DelegatingAll, DerivingAndDelegating, WithCopiedFlag]
+wrappers = pytest.mark.parametrize("wrap", [*WRAPPERS, WithOwnList])
 
 
 def values(optimizer: Any) -> list[float]:
@@ -91,6 +122,55 @@ def test_an_optimizer_is_the_one_inside_an_object(make, wrap, wrapped_call, valu
     assert (stats.updates, stats.skips) == (1, int(value == INF))
     for each in (inside, wrapper):
         assert scaler.last_step_skipped(each, wait=True) == (value == INF)
+
+
+@cases.clean_or_overflow
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("makes", [(plain_sgd, fused_sgd), (fused_sgd, plain_sgd)])
+@pytest.mark.parametrize("shows", ["all", "groups"])
+def test_an_object_that_steps_two_optimizers_steps_with_unscaled_gradients(
+    shows, makes, unscale, value, device
+):
+    class Both:
+        _step_supports_amp_scaling = True
+
+        def __init__(self) -> None:
+            self.optimizers = [filled(4.0, device, makes[0]), filled(value, device, makes[1])]
+            self.param_groups = [each.param_groups[0] for each in self.optimizers]
+
+        def __getattr__(self, name: str) -> Any:
+            if shows == "groups":
+                raise AttributeError(name)
+            return getattr(self.__dict__["optimizers"][0], name)
+
+        def step(self) -> None:
+            for each in self.optimizers:
+                each.step()
+
+    both, scaler = Both(), ready(device)
+    if unscale:
+        scaler.unscale_(both)
+    scaler.step(both)
+    scaler.update()
+    assert values(both.optimizers[0]) == values(both.optimizers[1])
+    assert values(both.optimizers[0]) == [0.5 if value == 4.0 else 1.0] * 3
+    assert scaler.get_scale() == (4.0 if value == 4.0 else 2.0)
+
+
+@cases.clean_or_overflow
+def test_an_object_that_unscales_by_itself_is_not_given_a_scale_twice(value, device):
+    class Unscaling(WithCopiedFlag):
+        def step(self, closure: Any = None) -> None:
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", 0)
+            if not found_inf:
+                for param in params_of(self):
+                    param.grad /= 1.0 if scale is None else scale
+                self.optimizer.step()
+
+    optimizer, scaler = filled(value, device, fused_sgd), ready(device)
+    scaler.step(Unscaling(optimizer))
+    scaler.update()
+    assert values(optimizer) == [0.5 if value == 4.0 else 1.0] * 3
 
 
 @wrappers
