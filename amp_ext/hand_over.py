@@ -100,7 +100,9 @@ def unscaling_optimizer(optimizer: Any) -> UnscalesInStep | None:
         optimizer: The optimizer itself, or an object that delegates to it and has its parameters.
     """
     found = getattr(getattr(optimizer, "accept_hand_over", None), "__self__", None)
-    return found if found is None or _has_params_of(optimizer, found) else None
+    if found is None or found is optimizer or _has_params_of(optimizer, found):
+        return found
+    return None
 
 
 def optimizer_inside(optimizer: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_ext.plain_numbers import plain, with_plain_numbers
+from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
+from amp_ext.saved_dicts import check_is_dict, missing_entry
 
 __all__ = [
     "CosineAnnealingWeightDecay",
@@ -29,7 +30,8 @@ class WeightDecayScheduler(ABC):
     schedulers of the learning rate may stand beside it, made and stepped in any order.
 
     The value that a group starts from is kept in it as ``initial_weight_decay``. A group that is
-    added later joins at the next step, with its own weight decay as the value to start from.
+    added later joins at the next step, with its own weight decay as the value to start from. A
+    group that is taken out is forgotten at the next step.
 
     Under a replayed CUDA graph the weight decay stays what it was when the graph was captured.
 
@@ -79,7 +81,10 @@ class WeightDecayScheduler(ABC):
             ValueError: If a value is negative or not finite, or a group has no weight decay.
                 Nothing has been changed then.
         """
-        bases = self._bases()
+        known = self.base_weight_decays
+        if len(known) > len(self.optimizer.param_groups):
+            known = []  # Groups were taken out. The value of each other group is written in it.
+        bases = self._bases(known)
         epoch = self.last_epoch + 1
         values = [float(self.weight_decay_at(epoch, base, i)) for i, base in enumerate(bases)]
         for index, value in enumerate(values):
@@ -93,7 +98,7 @@ class WeightDecayScheduler(ABC):
 
     def get_last_weight_decay(self) -> list[float]:
         """Returns the values that were written last, one for each group."""
-        return list(self._last_weight_decay)
+        return self._last_weight_decay[: len(self.optimizer.param_groups)]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of everything but the optimizer, for ``torch.save``."""
@@ -106,16 +111,52 @@ class WeightDecayScheduler(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state and writes its values into the groups, before or after the optimizer's.
 
+        The optimizer may have other groups than it had: those that the state does not know start
+        from their own weight decay, and those that come back before the next step go on from
+        theirs.
+
         Args:
             state_dict: From ``state_dict()`` of the same class.
-        """
-        self.__dict__.update(copy.deepcopy(state_dict))
-        bases, last = self._bases(), self._last_weight_decay
-        self._write(bases, last + bases[len(last) :])
 
-    def _bases(self) -> list[float]:
-        """Returns the value that each group starts from; new groups bring their own."""
-        groups, known = self.optimizer.param_groups, self.base_weight_decays
+        Raises:
+            TypeError: If it is no dict.
+            KeyError: If an entry is missing, as in the state of another class.
+            ValueError: If an entry is not what it must be. Nothing has been changed after any of
+                these.
+        """
+        operation = f"{type(self).__name__}.load_state_dict"
+        check_is_dict(operation, state_dict)
+        for name in self.__dict__:
+            if name not in self._not_saved and name not in state_dict:
+                raise KeyError(missing_entry(operation, name, state_dict, self._is_state))
+        loaded = copy.deepcopy(
+            {name: value for name, value in state_dict.items() if name not in self._not_saved}
+        )
+        epoch = loaded["last_epoch"]
+        if not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"{operation}: last_epoch must be an int of at least 0, got {epoch!r}")
+        known, last = (loaded[name] for name in ("base_weight_decays", "_last_weight_decay"))
+        for values in (known, last):
+            if not isinstance(values, list) or not all(map(is_number, values)):
+                raise ValueError(
+                    f"{operation}: base_weight_decays and _last_weight_decay must be lists of "
+                    f"numbers, got {values!r}"
+                )
+        bases = self._bases(known)
+        self.__dict__.update(loaded)
+        self._write(bases, last + bases[len(last) :])
+        self.base_weight_decays = bases + known[len(bases) :]
+
+    def _is_state(self, state: Mapping[Any, Any]) -> bool:
+        return self.__dict__.keys() - self._not_saved <= state.keys()
+
+    def _bases(self, known: list[float]) -> list[float]:
+        """Returns the value that each group starts from; new groups bring their own.
+
+        Args:
+            known: The values of the first groups.
+        """
+        groups = self.optimizer.param_groups
         joining = []
         for index, group in enumerate(groups[len(known) :], len(known)):
             initial = group.get("initial_weight_decay", group.get("weight_decay"))
@@ -125,10 +166,10 @@ class WeightDecayScheduler(ABC):
                     f"{[name for name in group if name != 'params']}"
                 )
             joining.append(float(initial))
-        return known + joining
+        return known[: len(groups)] + joining
 
     def _write(self, bases: list[float], values: list[float]) -> None:
-        for group, base, value in zip(self.optimizer.param_groups, bases, values, strict=True):
+        for group, base, value in zip(self.optimizer.param_groups, bases, values, strict=False):
             # Loading a file of an optimizer that had no scheduler takes it out of the group.
             group["initial_weight_decay"] = base
             group["weight_decay"] = value
@@ -167,14 +208,14 @@ class LambdaWeightDecay(WeightDecayScheduler):
         """Returns ``initial * weight_decay_lambda(epoch)``."""
         return initial * self.weight_decay_lambdas[0 if self._one_for_all else group_index](epoch)
 
-    def _bases(self) -> list[float]:
+    def _bases(self, known: list[float]) -> list[float]:
         functions, groups = len(self.weight_decay_lambdas), len(self.optimizer.param_groups)
         if not self._one_for_all and functions != groups:
             raise ValueError(
                 "LambdaWeightDecay: weight_decay_lambda must be one function, or one for each of "
                 f"{groups} groups, got {functions}"
             )
-        return super()._bases()
+        return super()._bases(known)
 
 
 class StepWeightDecay(WeightDecayScheduler):

@@ -148,6 +148,103 @@ def test_a_state_from_before_a_group_was_added_is_loaded():
     assert decays(optimizer) == pytest.approx([0.003, 0.003])
 
 
+def add_group(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+    optimizer.add_param_group({"params": [Parameter(torch.ones(3))], "weight_decay": weight_decay})
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("find", [ours, theirs], ids=["ours", "torch"])
+def test_a_run_goes_on_if_its_second_group_comes_after_the_schedules(find, make: Make, expected):
+    """As torch's schedules of the learning rate do."""
+
+    def parts() -> Any:
+        optimizer = find("AdamW")([Parameter(torch.ones(3))], lr=0.1, weight_decay=INITIAL)
+        return optimizer, make(optimizer), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+    optimizer, scheduler, lr = run_of = parts()
+    run(scheduler, 3)
+    add_group(optimizer, 0.6)
+    run(scheduler, 2)
+    saved = cases.through_a_file([part.state_dict() for part in run_of])
+    resumed, again, lr = parts()
+    lr.load_state_dict(saved[2])
+    again.load_state_dict(saved[1])
+    assert again.state_dict() == saved[1]
+    assert again.get_last_weight_decay() == decays(resumed) == decays(optimizer)[:1]
+    add_group(resumed, 0.7)
+    resumed.load_state_dict(saved[0])
+    for _ in range(3):
+        scheduler.step()
+        again.step()
+        assert decays(resumed) == decays(optimizer)
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_group_that_is_taken_out_is_forgotten_and_the_other_goes_on(make: Make, expected, index):
+    optimizer, alone = sgd(groups=2), sgd([INITIAL, 0.6][1 - index])
+    optimizer.param_groups[1]["weight_decay"] = 0.6
+    scheduler, of_one = make(optimizer), make(alone)
+    run(scheduler, 3)
+    run(of_one, 3)
+    del optimizer.param_groups[index]
+    run(scheduler, 2)
+    run(of_one, 2)
+    assert decays(optimizer) == scheduler.get_last_weight_decay() == decays(alone)
+    add_group(optimizer, 0.5)
+    scheduler.step()
+    assert optimizer.param_groups[1]["initial_weight_decay"] == 0.5
+
+
+def test_functions_for_each_group_are_not_loaded_into_another_number_of_groups():
+    saved = LambdaWeightDecay(sgd(groups=2), [ramp, math.sqrt]).state_dict()
+    optimizer = sgd()
+    scheduler = LambdaWeightDecay(optimizer, [ramp])
+    add_group(optimizer, 0.5)
+    before = scheduler.state_dict(), decays(optimizer)
+    with pytest.raises(ValueError, match="one for each of 2 groups, got 1"):
+        scheduler.load_state_dict(saved)
+    assert (scheduler.state_dict(), decays(optimizer)) == before
+
+
+STATE = cosine(sgd()).state_dict()
+COSINE_LR = torch.optim.lr_scheduler.CosineAnnealingLR(sgd(), T_max=7).state_dict()
+FOREIGN: list[tuple[Any, type[Exception], str]] = [
+    (COSINE_LR, KeyError, "state_dict must have 'final_weight_decay', got ['T_max', "),
+    (StepWeightDecay(sgd(), 3).state_dict(), KeyError, "state_dict must have 'T_max', got ['step"),
+    (LambdaWeightDecay(sgd(), ramp).state_dict(), KeyError, "state_dict must have 'T_max', got "),
+    (sgd().state_dict(), KeyError, "state_dict must have 'T_max', got ['state', 'param_groups']"),
+    ({"lr": COSINE_LR, "wd": STATE}, KeyError,
+     "state_dict must have 'T_max', got ['lr', 'wd']; load its entry 'wd' instead"),
+    ({}, KeyError, "state_dict must have 'T_max', got []"),
+    ("checkpoint.pt", TypeError, "state_dict must be a dict, got 'checkpoint.pt': read the file"),
+    (None, TypeError, "state_dict must be a dict, got NoneType"),
+    (STATE | {"last_epoch": "3"}, ValueError, "last_epoch must be an int of at least 0, got '3'"),
+    (STATE | {"last_epoch": -1}, ValueError, "last_epoch must be an int of at least 0, got -1"),
+    (STATE | {"base_weight_decays": 0.3}, ValueError, "base_weight_decays and _last_weight_decay"),
+    (STATE | {"_last_weight_decay": ["0.3"]}, ValueError, "base_weight_decays and _last_weight_de"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "error", "message"), FOREIGN)
+def test_what_is_not_a_state_of_the_class_is_refused_and_changes_nothing(state, error, message):
+    scheduler = cosine(sgd())
+    run(scheduler, 3)
+    before = scheduler.state_dict(), decays(scheduler.optimizer)
+    with pytest.raises(error) as caught:
+        scheduler.load_state_dict(state)
+    assert caught.type is error
+    text = caught.value.args[0]
+    assert text.startswith(f"CosineAnnealingWeightDecay.load_state_dict: {message}")
+    assert (scheduler.state_dict(), decays(scheduler.optimizer)) == before
+
+
+def test_the_optimizer_of_a_state_is_not_taken_over():
+    scheduler = cosine(sgd())
+    scheduler.load_state_dict(STATE | {"optimizer": None})
+    run(scheduler, 2)
+
+
 def test_a_checkpoint_without_a_schedule_does_not_disturb_one():
     plain = sgd(0.7)
     optimizer = sgd(INITIAL)
