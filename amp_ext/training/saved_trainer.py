@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,16 @@ from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.weight_average import WeightAverage
+from amp_ext.optim.weight_decay_scheduler import WeightDecayScheduler
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.random_state import random_state, set_random_state
 
-__all__ = ["SavedTrainer"]
+__all__ = ["SavedTrainer", "Scheduler"]
+
+Scheduler = LRScheduler | WeightDecayScheduler
 
 
 class SavedTrainer:
@@ -35,7 +39,7 @@ class SavedTrainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     config: MixedPrecisionConfig
-    scheduler: LRScheduler | None
+    scheduler: Scheduler | Sequence[Scheduler] | None
     scaler: GradScaler | None
     average: WeightAverage | None
     _fused: FusedOptimizer | None  # the optimizer, if it is one of ours
@@ -46,12 +50,13 @@ class SavedTrainer:
     _scheduler_is_due: bool
 
     def finish_scheduler_step(self) -> None:
-        """Moves the scheduler on if the last optimizer step was taken; waits for that step.
+        """Steps the scheduler if the last optimizer step was taken; waits for that step.
 
         At first only the GPU knows whether a step was skipped. So the scheduler moves on just
         before the next step: each step has the learning rate that it would have if skips were known
         at once, while in between ``scheduler.get_last_lr()`` may be that of the step before.
-        :meth:`flush` and :meth:`state_dict` finish too.
+        :meth:`flush` and :meth:`state_dict` finish too. An exception of the scheduler is raised
+        again, but :meth:`state_dict` and :meth:`save` warn instead: no checkpoint is lost.
         """
         if not self._scheduler_is_due or self.scheduler is None:
             return
@@ -62,7 +67,13 @@ class SavedTrainer:
             is_skipped = guard is not None and guard.last_step_skipped(wait=True)
         self._scheduler_is_due = False  # first, or an exception would come at each further step
         if not is_skipped:
-            self.scheduler.step()
+            for scheduler in self._schedulers():
+                scheduler.step()
+
+    def _schedulers(self) -> list[Any]:
+        if self.scheduler is None:
+            return []
+        return [*self.scheduler] if isinstance(self.scheduler, Sequence) else [self.scheduler]
 
     def _guard(self) -> NormGuard | None:
         return None if self._fused is None else self._fused.norm_guard
@@ -75,19 +86,28 @@ class SavedTrainer:
         from the middle of an accumulation. Its tensors are those in use, as in an optimizer's
         ``state_dict()``: save them, or copy them to keep them.
         """
-        self.finish_scheduler_step()
+        try:
+            self.finish_scheduler_step()
+        except Exception as error:
+            warnings.warn(
+                f"MixedPrecisionTrainer: the scheduler's step raised {type(error).__name__}: "
+                f"{error}. The state is returned with the scheduler as it is now.",
+                stacklevel=2,
+            )
         gradients = [param.grad for param in params_of(self.optimizer)] if self._accumulated else []
         optimizer = self.optimizer.state_dict()
         # A schedule that computes with numpy leaves numpy's numbers in both dicts.
         if "param_groups" in optimizer:
             groups = with_plain_numbers(optimizer["param_groups"])
             optimizer = {**optimizer, "param_groups": groups}
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        schedules: Any = [each.state_dict() for each in self._schedulers()]
+        if not isinstance(self.scheduler, Sequence):
+            schedules = schedules[0] if schedules else None
         guard = self._guard()
         return {
             "optimizer": optimizer,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "scheduler": with_plain_numbers(scheduler),
+            "scheduler": with_plain_numbers(schedules),
             **({} if guard is None else {"norm_guard": guard.state_dict()}),
             "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
             "accumulated": self._accumulated,
@@ -108,7 +128,7 @@ class SavedTrainer:
 
         Raises:
             KeyError: If an entry is missing.
-            ValueError: If only one side has a scheduler, or the batches that have accumulated do
+            ValueError: If the numbers of schedulers differ, or the batches that have accumulated do
                 not fit this trainer. Nothing has been changed after any error, nor after an
                 interrupt.
         """
@@ -216,8 +236,8 @@ class SavedTrainer:
         missing = [name for name in wanted if name not in state_dict]
         if missing:
             raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state_dict)}")
-        if (self.scheduler is None) != (state_dict["scheduler"] is None):
-            here, there = ("none", "one") if self.scheduler is None else ("one", "none")
+        here, there = _count(self.scheduler), _count(state_dict["scheduler"])
+        if here != there:
             raise ValueError(
                 f"{operation}: state_dict must have {here} of a scheduler, got {there}"
             )
@@ -226,7 +246,9 @@ class SavedTrainer:
             gradients = self._copied_gradients(operation, state_dict, params)
             # Older files lack the loss of the last batch.
             loss = self._no_loss if loss is None else loss.to(self._some_param.device, copy=True)
-            schedule = copy.deepcopy(state_dict["scheduler"])  # torch's loads remove entries
+            schedules = copy.deepcopy(state_dict["scheduler"])  # torch's loads remove entries
+        if not isinstance(schedules, Sequence):
+            schedules = [schedules]
         tensors: list[Tensor] = []
         optimizer = self._fused
         written = [vars(self.optimizer)] if optimizer is None else optimizer.written_by_load()
@@ -241,21 +263,19 @@ class SavedTrainer:
             for tensor in tensors:
                 undo.callback(tensor.copy_, tensor.clone())
             undo.callback(_set_grads, params, [param.grad for param in params])
-            if self.scheduler is not None:
-                undo.callback(self.scheduler.load_state_dict, dict(self.scheduler.state_dict()))
+            for scheduler in self._schedulers():
+                undo.callback(scheduler.load_state_dict, dict(scheduler.state_dict()))
             if model is not None:
-                undo.callback(self.model.load_state_dict, copy.deepcopy(self.model.state_dict()))
+                undo.callback(self.model.load_state_dict, _copied(self.model.state_dict()))
                 self.model.load_state_dict(model)
             self.optimizer.load_state_dict(state_dict["optimizer"])
             if self.scaler is not None and state_dict["scaler"] is not None:
                 self.scaler.load_state_dict(state_dict["scaler"])
                 self.scaler.scale(loss)  # makes the scaler's tensors, for a flush
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(schedule)
+            for scheduler, schedule in zip(self._schedulers(), schedules, strict=False):
+                scheduler.load_state_dict(schedule)
             if self.average is not None:
-                undo.callback(
-                    self.average.load_state_dict, copy.deepcopy(self.average.state_dict())
-                )
+                undo.callback(self.average.load_state_dict, _copied(self.average.state_dict()))
                 average = state_dict.get("average")  # older files lack it
                 if average is None:
                     self.average.restart()
@@ -296,6 +316,24 @@ class SavedTrainer:
             None if grad is None else grad.to(param.device, copy=True)
             for param, grad in zip(params, gradients, strict=True)
         ]
+
+
+def _count(schedules: Any) -> str:
+    """Describes how many schedulers there are, or how many states of them."""
+    if isinstance(schedules, Sequence):
+        return f"a list of {len(schedules)}"
+    return "none" if schedules is None else "one"
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a module's state dict; ``copy.deepcopy`` refuses tensors in CSR layouts."""
+    copied = OrderedDict(
+        (name, value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value))
+        for name, value in state.items()
+    )
+    if hasattr(state, "_metadata"):  # the versions of the modules
+        copied._metadata = copy.deepcopy(state._metadata)  # type: ignore[attr-defined]
+    return copied
 
 
 def _load_unless_equal(guard: NormGuard, state_dict: dict[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
@@ -20,7 +20,7 @@ from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics
-from amp_ext.training.saved_trainer import SavedTrainer
+from amp_ext.training.saved_trainer import SavedTrainer, Scheduler
 from amp_ext.training.scaler import create_fp16_grad_scaler
 
 
@@ -74,7 +74,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         config: MixedPrecisionConfig,
         *,
         loss_function: Callable[..., Tensor] | None = None,
-        scheduler: LRScheduler | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
         """Checks that the parts fit, and makes the scaler that fp16 needs.
@@ -88,8 +88,9 @@ class MixedPrecisionTrainer(SavedTrainer):
             loss_function: Takes the model's output, and the targets if there are any; returns one
                 number. Without it the model's output must be the loss or have it: as ``.loss``,
                 ``["loss"]``, or the first item of a tuple.
-            scheduler: Moves on after every optimizer step that was not skipped. A scheduler that
-                counts epochs is stepped by the caller.
+            scheduler: Stepped after every optimizer step that was not skipped; a list steps
+                several, of the learning rate and of the weight decay, in its order. A scheduler
+                that counts epochs is stepped by the caller.
             scaler: A scaler in place of the one that the config asks for.
 
         Raises:
@@ -102,11 +103,8 @@ class MixedPrecisionTrainer(SavedTrainer):
         _check_kind("model", model, nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
         _check_kind("config", config, MixedPrecisionConfig)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise TypeError(
-                "MixedPrecisionTrainer: scheduler must step without a figure, got "
-                "ReduceLROnPlateau: step it yourself after each validation"
-            )
+        for each in scheduler if isinstance(scheduler, Sequence) else [scheduler]:
+            _check_scheduler(each)
         params = params_of(optimizer)
         _check_params(params, config)
         self.model = model
@@ -315,6 +313,29 @@ def _check_kind(name: str, part: object, kind: type) -> None:
         raise TypeError(
             f"MixedPrecisionTrainer: {name} must be {wanted}, got {type(part).__name__}"
         )
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    """Checks that a scheduler can be stepped after each step of the optimizer, and saved."""
+    if scheduler is None:
+        return
+    lacks = [
+        name
+        for name in ("step", "state_dict", "load_state_dict")
+        if not callable(getattr(scheduler, name, None))
+    ]
+    if lacks:
+        raise TypeError(
+            f"MixedPrecisionTrainer: scheduler must have {', '.join(lacks)}, got "
+            f"{type(scheduler).__name__}"
+        )
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        raise TypeError(
+            "MixedPrecisionTrainer: scheduler must step without a figure, got "
+            f"{type(scheduler).__name__}: step it yourself after each validation"
+        ) from None
 
 
 def _check_params(params: list[Tensor], config: MixedPrecisionConfig) -> None:

@@ -366,3 +366,48 @@ def test_a_file_that_does_not_fit_changes_nothing(where, new, words, tmp_path):
         trainer.load(path)
     assert all_of(trainer) == before
     cases.assert_same(cases.grads_of(trainer), grads)
+
+
+class Graph(torch.nn.Module):
+    """Keeps a matrix as a buffer."""
+
+    def __init__(self, adjacency: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("adjacency", adjacency)
+
+    def forward(self, x: Any) -> Any:
+        return self.adjacency @ self.layer(x)
+
+
+LAYOUTS: dict[str, Any] = {
+    "coo": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+    "bsr": lambda matrix: matrix.to_sparse_bsr((2, 2)),
+    "bsc": lambda matrix: matrix.to_sparse_bsc((2, 2)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
+def test_a_model_with_a_sparse_buffer_is_saved_loaded_and_put_back(layout, tmp_path):
+    def make(factor: float) -> Any:
+        model = Graph(LAYOUTS[layout](factor * torch.eye(4)))
+        if layout in ("bsr", "bsc"):  # torch doesn't multiply by BSC
+            model.forward = model.layer.forward
+        return cases.new_trainer("fp32", model=model)
+
+    saved, loaded = make(2.0), make(1.0)
+    saved.train_step(torch.ones(4, 4), torch.zeros(4, 4))
+    saved.save(tmp_path / "run.pt")
+    content = torch.load(tmp_path / "run.pt", weights_only=True)
+    weight = loaded.model.layer.weight.detach().clone()
+    torch.save(content | {"random": {}}, tmp_path / "damaged.pt")
+    with pytest.raises(KeyError, match="cuda"):
+        loaded.load(tmp_path / "damaged.pt")
+    assert torch.equal(loaded.model.adjacency.to_dense(), torch.eye(4))
+    assert torch.equal(loaded.model.layer.weight, weight)
+    loaded.load(tmp_path / "run.pt")
+    assert torch.equal(loaded.model.adjacency.to_dense(), 2.0 * torch.eye(4))
+    cases.assert_same(cases.params_of(loaded), cases.params_of(saved))

@@ -396,13 +396,55 @@ def test_a_parameter_that_a_step_does_not_use_stays_as_it_is(precision):
         assert torch.equal(unused.weight, before)
 
 
+ONE_CYCLE = functools.partial(
+    torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2, cycle_momentum=False
+)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_scheduler_that_has_come_to_its_end_does_not_keep_the_state_from_being_saved(precision):
-    one_cycle = functools.partial(
-        torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2, cycle_momentum=False
-    )
-    trainer = new_trainer(precision, scheduler=lambda optimizer: one_cycle(optimizer))
+    trainer = new_trainer(precision, scheduler=lambda optimizer: ONE_CYCLE(optimizer))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"Tried to step \d times"):
             cases.train_on(trainer, [(X, TARGET)] * 4)
         trainer.state_dict()
+
+
+def test_a_step_too_many_of_a_scheduler_costs_no_checkpoint(tmp_path):
+    """Under a scaler it is noticed when the state is saved."""
+    trainer, resumed = (
+        new_trainer("fp16", scheduler=lambda optimizer: ONE_CYCLE(optimizer)) for _ in range(2)
+    )
+    cases.train_on(trainer, [(X, TARGET)] * 3)
+    with pytest.warns(UserWarning, match=r"the scheduler's step raised ValueError: Tried to step"):
+        trainer.save(tmp_path / "run.pt")
+    resumed.load(tmp_path / "run.pt")
+    assert_same(params_of(resumed), params_of(trainer))
+    with pytest.raises(ValueError, match="Tried to step"):
+        cases.train_on(trainer, [(X, TARGET)] * 2)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("container", [list, tuple])
+def test_several_schedulers_are_stepped_saved_and_loaded(precision, container, tmp_path):
+    def both(optimizer: Any) -> Any:
+        return container([cases.halving(optimizer), cases.falling_decay(optimizer)])
+
+    decayed = functools.partial(amp_ext.optim.AdamW, lr=0.1, weight_decay=0.5)
+    trainer, resumed = (
+        new_trainer(precision, optimizer=decayed, scheduler=lambda optimizer: both(optimizer))
+        for _ in range(2)
+    )
+    cases.train_on(trainer, batches(count=3))
+    trainer.save(tmp_path / "run.pt")
+    resumed.load(tmp_path / "run.pt")
+    for each in (trainer, resumed):
+        cases.train_on(each, batches(count=2))
+        each.finish_scheduler_step()
+        group = each.optimizer.param_groups[0]
+        assert group["lr"] == pytest.approx(0.1 * 0.9**5, rel=1e-12)
+        assert group["weight_decay"] == 0.5**6
+    assert_same(params_of(resumed), params_of(trainer))
+    alone = new_trainer(precision, optimizer=decayed, scheduler=cases.halving)
+    with pytest.raises(ValueError, match="must have one of a scheduler, got a list of 2"):
+        alone.load_state_dict(trainer.state_dict())

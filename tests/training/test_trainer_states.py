@@ -164,6 +164,9 @@ def trainer_after(batches: int, **options: Any) -> MixedPrecisionTrainer:
         pytest.param({"optimizer": cases.torchs_adamw}, id="torchs-optimizer"),
         pytest.param({"scheduler": cases.two_schedules}, id="chained-schedules"),
         pytest.param({"scheduler": cases.falling_decay}, id="weight-decay-schedule"),
+        pytest.param(
+            {"scheduler": lambda optimizer: [cases.halving(optimizer)] * 2}, id="two-schedules"
+        ),
     ],
 )
 def test_an_interrupted_load_of_a_trainer_has_loaded_all_or_nothing(parts, monkeypatch):
@@ -264,6 +267,8 @@ REFUSED = [
         "scaler must be amp_ext's GradScaler, got Grad",
     ),
     (TypeError, {"scheduler": PLATEAU}, NO_FIGURE),
+    (TypeError, {"scheduler": [cases.halving(torch.optim.SGD([X], 0.1)), PLATEAU]}, NO_FIGURE),
+    (TypeError, {"scheduler": [X]}, "scheduler must have step, state_dict, load_state_dict, got"),
     (ValueError, {"scaler": DISABLED}, "scaler must be enabled, got a disabled one"),
     (ValueError, {"optimizer": NOTHING}, "optimizer must have parameters, got none"),
 ]
