@@ -91,7 +91,9 @@ def patch_torch(*, optimizers: bool = False) -> TorchPatch:
 
     Args:
         optimizers: Patches ``torch.optim.Adam``, ``AdamW`` and ``SGD`` too. They keep float32
-            masters of 16-bit parameters and refuse what :mod:`amp_ext.optim` refuses.
+            masters of 16-bit parameters and refuse what :mod:`amp_ext.optim` refuses. Their step is
+            called after an overflow too and writes nothing; Accelerate takes that for a step, and
+            its schedules move on.
 
     Raises:
         ImportError: If the compiled module does not load; nothing is patched then.

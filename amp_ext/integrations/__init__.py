@@ -14,13 +14,14 @@ from typing import Any
 __all__ = ["import_client"]
 
 
-def import_client(module: str, *, at_least: str, below: str) -> Any:
+def import_client(module: str, *, at_least: str, below: str, instead: str = "") -> Any:
     """Imports a module of a library, if the library is of a version that is known to work.
 
     Args:
         module: Name of the module; the library is its first part.
         at_least: Oldest version that will do.
         below: First version that will not.
+        instead: What the error says after the line to type.
 
     Returns:
         The module.
@@ -36,7 +37,8 @@ def import_client(module: str, *, at_least: str, below: str) -> Any:
     if found == "none" or not _numbers(at_least) <= _numbers(found) < _numbers(below):
         wanted = f"{library}>={at_least},<{below}"
         raise ImportError(
-            f'amp_ext.integrations.{library} needs {wanted}, found {found}: pip install "{wanted}"',
+            f"amp_ext.integrations.{library} needs {wanted}, found {found}: "
+            f'pip install "{wanted}"{instead}',
             name=library,
         )
     return importlib.import_module(module)

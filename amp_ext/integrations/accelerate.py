@@ -88,30 +88,35 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
     if scaler is None:
         numbers = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
         scaler = GradScaler(device, **numbers)
-    prepare = type(accelerator).prepare_optimizer
-
-    @functools.wraps(prepare)
-    def prepare_optimizer(*arguments: Any, **options: Any) -> Any:
-        prepared = prepare(accelerator, *arguments, **options)
-        if type(prepared) is _AcceleratedOptimizer:
-            prepared.__class__ = PreparedOptimizer
-        return prepared
-
-    clip = type(accelerator).clip_grad_norm_
-
-    @functools.wraps(clip)
-    def clip_grad_norm_(
-        parameters: Any, max_norm: float, norm_type: float = 2, *arguments: Any, **options: Any
-    ) -> Any:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        dtypes = {param.grad.dtype for param in params if param.grad is not None}
-        if max_norm == math.inf and norm_type == 2 and torch.float16 in dtypes:
-            norm = measure_grad_norm(params, math.inf)
-            return norm / scaler.scale(torch.ones_like(norm))
-        return clip(accelerator, params, max_norm, norm_type, *arguments, **options)
-
     accelerator.scaler = scaler
-    accelerator.clip_grad_norm_ = clip_grad_norm_
-    accelerator.prepare_optimizer = prepare_optimizer
+    # Functions of the module, so that an accelerator can be pickled and copied.
+    accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm_, accelerator)
+    accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.native_amp = True
     return scaler
+
+
+def _prepare_optimizer(accelerator: Any, *arguments: Any, **options: Any) -> Any:
+    """Prepares an optimizer as the class of the accelerator does, and returns one of ours."""
+    prepared = type(accelerator).prepare_optimizer(accelerator, *arguments, **options)
+    if type(prepared) is _AcceleratedOptimizer:
+        prepared.__class__ = PreparedOptimizer
+    return prepared
+
+
+def _clip_grad_norm_(
+    accelerator: Any,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Clips as the class of the accelerator does, but only measures float16 gradients."""
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    dtypes = {param.grad.dtype for param in params if param.grad is not None}
+    if max_norm == math.inf and norm_type == 2 and torch.float16 in dtypes:
+        norm = measure_grad_norm(params, math.inf)
+        return norm / accelerator.scaler.scale(torch.ones_like(norm))
+    clip = type(accelerator).clip_grad_norm_
+    return clip(accelerator, params, max_norm, norm_type, *arguments, **options)

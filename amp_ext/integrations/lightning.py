@@ -6,6 +6,7 @@ Ours has the same name, so a checkpoint of either can be resumed under the other
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from torch.amp.grad_scaler import OptState
@@ -13,7 +14,16 @@ from torch.amp.grad_scaler import OptState
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.integrations import import_client
 
-_lightning = import_client("lightning", at_least="2.4", below="3")
+# The same library under another name, whose Trainer takes no plugins of this one.
+_IN_PYTORCH_LIGHTNING = (
+    "; for pytorch_lightning, whose Trainer refuses plugins of lightning, write "
+    'pytorch_lightning.plugins.MixedPrecision("16-mixed", "cuda", '
+    'scaler=amp_ext.GradScaler("cuda"))'
+)
+_has_other = importlib.util.find_spec("pytorch_lightning") is not None
+_lightning = import_client(
+    "lightning", at_least="2.4", below="3", instead=_IN_PYTORCH_LIGHTNING if _has_other else ""
+)
 _TrainerPlugin: Any = _lightning.pytorch.plugins.MixedPrecision
 _FabricPlugin: Any = _lightning.fabric.plugins.MixedPrecision
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -200,3 +202,44 @@ def test_what_cannot_take_our_scaler_is_refused(monkeypatch):
     monkeypatch.setattr(accelerator.state, "distributed_type", sharded)
     with pytest.raises(ValueError, match=r"distributed_type must be one of .*, got 'FSDP'"):
         use_scaler(accelerator)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_accelerator_is_pickled_as_before(prepared):
+    """Nets of skorch carry one, and are saved by pickle."""
+    accelerator = make_accelerator()
+    use_scaler(accelerator, small.our_scaler())
+    if prepared:
+        accelerator.prepare(make_sgd())
+    twin = pickle.loads(pickle.dumps(accelerator))
+    assert type(twin.scaler) is amp_ext.GradScaler
+    assert twin.scaler is not accelerator.scaler
+    assert twin.prepare_optimizer.args == (twin,)
+    assert twin.clip_grad_norm_.args == (twin,)
+    assert twin.scaler.state_dict() == accelerator.scaler.state_dict()
+    training = Training(twin, small.our_adamw)
+    assert training.run() == small.by_hand(small.our_adamw, schedule=training.schedule)[1]
+
+
+def test_a_patched_optimizer_moves_a_schedule_at_a_skipped_step_until_it_is_switched_off():
+    """As docs/migration.md says where it offers the patch."""
+
+    def last_rate(patched: bool, switched_off: bool = False) -> float:
+        accelerator = make_accelerator()
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True
+        with amp_ext.patch_torch(optimizers=True) if patched else contextlib.nullcontext():
+            optimizer = torch.optim.AdamW(small.make_model().parameters(), lr=1.0)
+        if switched_off:
+            optimizer._step_supports_amp_scaling = False
+        schedule = small.make_schedule(optimizer)
+        optimizer, schedule = accelerator.prepare(optimizer, schedule)
+        for factor in (1.0, math.inf):
+            loss = optimizer.param_groups[0]["params"][0].square().sum() * factor
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return schedule.get_last_lr()[0]
+
+    assert last_rate(patched=False) == last_rate(patched=True, switched_off=True) == 0.9
+    assert last_rate(patched=True) == 0.9**2

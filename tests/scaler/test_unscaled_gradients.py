@@ -289,3 +289,44 @@ def test_a_gradient_that_another_optimizer_has_unscaled_is_refused(make, has_ste
         scaler.step(second)
         assert values(first) == [before[0] - 0.5] * 3
     scaler.update()
+
+
+# Libraries that unscale before each step, as docs/clients.md describes them.
+
+
+class LeavesScaled(amp_ext.GradScaler):
+    def unscale_(self, optimizer: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_a_scaler_that_leaves_gradients_alone_trains_fp16_in_a_library_that_unscales(
+    max_grad_norm, device
+):
+    def train(scaler_class: Any, always_unscales: bool) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4).half().to(device)
+        optimizer = amp_ext.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=max_grad_norm)
+        scaler = scaler_class(device.type, init_scale=2.0**17, growth_interval=3)
+        for x in torch.randn(8, 16, 8).half().to(device):
+            optimizer.zero_grad()
+            scaler.scale(model(x).float().square().mean()).backward()
+            if always_unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return [param.tolist() for param in model.parameters()], scaler.state_dict()
+
+    expected = train(amp_ext.GradScaler, False)
+    assert train(LeavesScaled, True) == expected
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients"):
+        train(amp_ext.GradScaler, True)
+
+
+def test_a_scaler_that_comes_after_the_checkpoint_goes_on_at_its_scale(device):
+    """Libraries may have loaded the scaler before ours can be assigned."""
+    theirs = ready(device, torch.amp.GradScaler)
+    theirs.load_state_dict(theirs.state_dict() | {"scale": 512.0, "_growth_tracker": 7})
+    ours = amp_ext.GradScaler(device.type)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict() == theirs.state_dict()
