@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import torch
 from cuda_emulator import build
+from harness import HANGS
 
 TESTS = Path(__file__).resolve().parent
 
@@ -151,8 +153,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # Has torch already, so that a program is up in a tenth of a second. Forks for each line that it
 # reads and goes on as `python -m` would, whose own frames have such names too: no traceback of a
 # program begins with this one.
-SERVER = """
-import json, os, runpy, signal, sys
+SERVER = f"""
+import faulthandler, json, os, runpy, signal, sys
 import torch
 
 for line in sys.stdin:
@@ -162,9 +164,10 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 else:
     sys.exit()
-signal.alarm(120)
 for number, path in enumerate([os.devnull, *outputs]):
     os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+faulthandler.register(signal.SIGALRM, chain=True)
+signal.alarm({HANGS})
 os.chdir(folder)
 os.environ.clear()
 os.environ.update(environment)
@@ -201,6 +204,8 @@ def run_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunModule]:
         server.stdin.flush()
         code = int(server.stdout.readline())
         texts = ["" if stdout else Path(outputs[0]).read_text(), Path(outputs[1]).read_text()]
+        if code == -signal.SIGALRM:
+            pytest.fail(f"python -m {module} has not ended after {HANGS} s:\n{texts[1]}")
         return subprocess.CompletedProcess([module, *arguments], code, *texts)
 
     yield run

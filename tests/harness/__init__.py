@@ -32,3 +32,7 @@ What goes wrong on purpose:
 Packages and programs of their own stand beside this one: `state_machine`, `cuda_emulator`,
 `checkpoint_corpus`, `gpu_cases`.
 """
+
+#: Seconds after which a process counts as hanging. It is far away, so that no test fails because
+#: the machine is slow or busy.
+HANGS = 3600

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import HANGS
 from harness.awkward import BF16, F32, threads
 from harness.optimizer_cases import bits_of, ours
 from harness.reference import same_bits
@@ -107,7 +108,7 @@ def in_threads(works: list[Work], streams: list[Any] | None = None) -> None:
         works: What to do at the same time.
         streams: The CUDA stream of each thread, or None for the default one.
     """
-    barrier = threading.Barrier(len(works), timeout=60)
+    barrier = threading.Barrier(len(works), timeout=HANGS)
 
     def loop(index: int) -> None:
         try:

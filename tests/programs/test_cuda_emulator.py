@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cuda_emulator import build
+from harness import HANGS
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,7 +80,7 @@ def run(program: Path, *arguments: str, seed: int | None = None) -> tuple[int, s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS,
         check=False,
     )
     return done.returncode, done.stderr
@@ -112,7 +113,7 @@ def test_the_kernels_run_in_every_shape_that_is_timed_on_a_gpu():
         env=os.environ | {"CUDA_EMULATOR_SEED": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
     _, advice = done.stdout.split("What this GPU says:\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import HANGS
 from harness.rows import rows
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -32,7 +33,7 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run(*command: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=HANGS)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import HANGS
 
 import amp_ext
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 def lines_of(script: str, *arguments: object) -> list[str]:
     """Returns what a script prints."""
     command = [sys.executable, SCRIPTS / script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
