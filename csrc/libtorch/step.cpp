@@ -145,6 +145,11 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
   Operation operation(*this, "step");
   GradientOptions options = operation.options(grad_scale, found_inf);
+  if (const auto index = operation.plan.find_uncounted_write(); index.has_value()) {
+    const auto [group, index_in_group] = operation.plan.place_of(*index);
+    TORCH_WARN(
+        operation.plan.warning_of_write(c10::str("group ", group, ", param ", index_in_group)));
+  }
   std::optional<InspectedStep> inspected;
   if (impl_->inspects_next && operation.plan.has_grads()) {
     Store store(*this, operation.kept);

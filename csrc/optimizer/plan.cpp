@@ -66,6 +66,7 @@ void Plan::take_over(const Plan& before) {
   scaled_grads_ = before.scaled_grads();
   follows_landings_ = before.follows_landings_;
   steps_ = before.steps_;
+  finds_writes_ = before.finds_writes_;
   guard_ = before.guard_;
   retired_guards_ = before.retired_guards_;
   tracks_grad_norms_ = before.tracks_grad_norms_;
@@ -99,6 +100,7 @@ void Plan::drop_rows() {
   written_storages_.clear();
   first_nonfinites_.clear();
   scratch_ = {};
+  sample_.reset();
 }
 
 void Plan::list_params(std::vector<optim::Kept> kept, const std::vector<Param>& params) {
@@ -290,6 +292,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
       engine_of(device).end_guarded_step(device, guarded->pointers);
     }
     remember_masters();
+    choose_sample();
     if (options.grad_scale.has_value() && checks_.naming == Naming::kGroups) {
       remember_scaled_grads(/*are_as_seen=*/!looks.empty());
     }

@@ -186,6 +186,13 @@ class AMP_EXT_API Plan {
   // refused here, but for memory that parameters share.
   InspectedStep inspect(GroupTable& table, GradientOptions options, StateStore& store) const;
 
+  // In a use, before a step: the index of a 16-bit parameter on the CPU that was written since the
+  // last step in a way that torch does not count, so that the step will undo the write. Each step
+  // compares a few elements of one parameter with its float32 master. Returns an index once.
+  std::optional<int64_t> find_uncounted_write();
+  // The warning of it, given the name of the parameter.
+  std::string warning_of_write(const std::string& param) const;
+
   bool has_grads() const { return outer_rows_with_grad()[0] != nullptr; }
 
   // Throws if there are no gradients, or the last step has taken them.
@@ -226,6 +233,12 @@ class AMP_EXT_API Plan {
   struct RoundedParam {
     SeenTensor param;
     Fingerprint fingerprint;
+  };
+
+  // The parameter whose elements are compared with its master before the next step.
+  struct MasterSample {
+    size_t row;
+    int64_t master_version;
   };
 
   // A gradient that a step with a scale took. It carries the scale until somebody writes it.
@@ -320,6 +333,7 @@ class AMP_EXT_API Plan {
   void check_memory();
   bool reaches_written_memory(const at::Tensor& grad) const;
   void remember_masters();
+  void choose_sample();
   void remember_scaled_grads(bool are_as_seen);
   void remember_step();
   std::array<const Row*, 2> outer_rows_with_grad() const;
@@ -359,6 +373,8 @@ class AMP_EXT_API Plan {
   std::vector<at::Tensor> first_nonfinites_;  // one for each device
   StepScratch scratch_;
   Progress progress_;  // of the last step
+  std::optional<MasterSample> sample_;
+  bool finds_writes_ = true;  // until the first is found
 };
 
 }  // namespace amp_ext

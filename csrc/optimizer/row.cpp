@@ -8,8 +8,11 @@
 #include <ATen/ops/eq.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
 namespace amp_ext {
@@ -182,6 +185,27 @@ void Row::mark_written() {
   }
   if (is_sharded) bump_version(*shard_of);
   master_is_fresh = true;
+}
+
+bool Row::differs_from_master(uint64_t seed) const {
+  constexpr int kElements = 4;
+  const auto* const master = static_cast<const float*>(record.master_param);
+  for (int i = 0; i < kElements; ++i) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;  // Knuth's generator
+    const auto element = static_cast<int64_t>((seed >> 1) % static_cast<uint64_t>(record.numel));
+    float stored = 0.0F, rounded = 0.0F;
+    if (record.param_dtype == DType::kFloat16) {
+      stored = static_cast<const at::Half*>(record.param)[element];
+      rounded = at::Half(master[element]);
+    } else {
+      stored = static_cast<const at::BFloat16*>(record.param)[element];
+      rounded = at::BFloat16(master[element]);
+    }
+    // A process may flush subnormal numbers to 0.
+    const bool are_normal = std::isnormal(stored) || std::isnormal(rounded);
+    if (are_normal && stored != rounded) return true;
+  }
+  return false;
 }
 
 // An element of a gradient that was skipped stays as it was, also where converting it to the dtype

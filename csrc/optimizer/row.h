@@ -121,6 +121,9 @@ struct Row {
   bool take_new_grad();
   void fill_record();
   void mark_written();
+  // Whether one of a few elements, chosen by `seed`, is not what the float32 master rounds to. The
+  // record must be current, and the tensors on the CPU.
+  bool differs_from_master(uint64_t seed) const;
   void copy_back(bool skip_nonfinite) const;
 };
 

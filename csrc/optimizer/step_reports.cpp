@@ -98,4 +98,36 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& 
   }
 }
 
+// One parameter after another, so that the cost of a step does not depend on their number.
+void Plan::choose_sample() {
+  sample_.reset();
+  if (!finds_writes_ || rows_.empty()) return;
+  const size_t index = static_cast<size_t>(steps_) % rows_.size();
+  const Row& row = rows_[index];
+  const bool is_comparable = row.record_is_current && row.record.master == Master::kFloat32 &&
+                             row.record.numel > 0 && row.param().is_cpu();
+  if (is_comparable) sample_ = {index, version_of(row.master_param())};
+}
+
+std::optional<int64_t> Plan::find_uncounted_write() {
+  if (!sample_.has_value() || !finds_writes_) return {};
+  const Row& row = rows_[sample_->row];
+  const bool is_as_the_step_left_it =
+      row.record_is_current && row.has_fresh_master() &&
+      version_of(row.master_param()) == sample_->master_version &&
+      row.param().const_data_ptr() == row.record.param &&
+      row.master_param().const_data_ptr() == row.record.master_param;
+  if (!is_as_the_step_left_it || !row.differs_from_master(steps_)) return {};
+  finds_writes_ = false;
+  return static_cast<int64_t>(sample_->row);
+}
+
+std::string Plan::warning_of_write(const std::string& param) const {
+  return c10::str(
+      checks_.operation, ".step: parameter ", param,
+      " was written in a way that torch does not count, such as through .data. The step "
+      "goes on from its float32 master and undoes the write. Write it in place without "
+      ".data, or call refresh_masters() after the write.");
+}
+
 }  // namespace amp_ext

@@ -282,6 +282,18 @@ std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object&
   return mine.plan.gradients_were_written();
 }
 
+// Warns before anything is written, because a filter of warnings may raise.
+void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
+  const std::optional<int64_t> index = plan.find_uncounted_write();
+  if (!index.has_value()) return;
+  const py::object name = py::module_::import("amp_ext.nonfinite").attr("name_of_param");
+  const std::string text = plan.warning_of_write(py::cast<std::string>(name(optimizer, *index)));
+  constexpr Py_ssize_t kCallerOfStep = 7;
+  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), kCallerOfStep) != 0) {
+    throw py::error_already_set();
+  }
+}
+
 // None if the plan is not current; false if the step needs the sums of squares of all ranks; true
 // after it.
 std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
@@ -297,6 +309,7 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   if (lacks_sum && plan.is_partitioned()) return false;
   GradientOptions options =
       operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
+  warn_of_uncounted_write(plan, optimizer);
   StatesOfPython store(operation, step_plan, hand_over);
   try {
     plan.step(operation.groups->table, std::move(options), store,
