@@ -59,6 +59,15 @@ def _fits(built: dict[str, Any]) -> bool:
     return _interface(version) == _interface(torch.__version__) and cuda in (None, found)
 
 
+def _installed_elsewhere(package: Path) -> Path | None:
+    """Returns the folder of a built amp_ext that stands later on the path than this one."""
+    for entry in sys.path:
+        found = Path(entry or ".").resolve() / "amp_ext"
+        if found != package.resolve() and any(found.glob("_C.*.so")):
+            return found
+    return None
+
+
 def load_binary() -> Any:
     """Imports the compiled module, unless it was built for another torch."""
     built = _build_info()
@@ -71,11 +80,17 @@ def load_binary() -> Any:
     if importlib.util.find_spec("amp_ext._C") is None:
         package = Path(__file__).parent
         if (package.parent / "setup.py").is_file() and not any(package.glob("_C.*.so")):
+            hiding = f"amp_ext's sources at {package.parent} are imported, which are not built"
+            installed = _installed_elsewhere(package)
+            if installed is not None:
+                return _BrokenBinary(
+                    f"{hiding} and hide the amp_ext that is installed in {installed.parent}: start "
+                    "Python in another folder"
+                )
             sources, python = map(shlex.quote, (str(package.parent), sys.executable))
             return _BrokenBinary(
-                f"amp_ext's sources at {package.parent} are imported, which are not built, and "
-                "hide an installed amp_ext: start Python in another folder, or build in place. "
-                f"Build it: cd {sources} && {python} setup.py build_ext --inplace"
+                f"{hiding}, and no amp_ext is installed for this Python. Build it: "
+                f"cd {sources} && {python} setup.py build_ext --inplace"
             )
         return _BrokenBinary(
             "amp_ext's compiled module amp_ext._C is not there for this Python "

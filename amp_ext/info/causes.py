@@ -47,6 +47,11 @@ CAUSES = (
         command=f"unset {ISA_VARIABLE}",
     ),
     Cause(
+        "hide the amp_ext that is installed",
+        "Python was started in the folder of the sources, which come first on its path",
+        command=f"cd / && {shlex.quote(sys.executable)} -m amp_ext.info --check",
+    ),
+    Cause(
         r"lib(cu\w+|nv\w+|c10_cuda|torch_cuda)\.so\S*: cannot open shared object",
         "it was built for another major version of CUDA, or for CUDA, which this torch lacks",
     ),

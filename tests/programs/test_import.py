@@ -86,10 +86,28 @@ def test_sources_that_hide_an_installed_package_are_named(copy, run_module):
     binary.unlink()
     (copy / "_build_info.json").unlink()
     (copy.parent / "setup.py").touch()
+    installed = Path(amp_ext.__file__).parents[1]
     assert explanation(copy, run_module) == (
-        f"amp_ext's sources at {copy.parent} are imported, which are not built, and "
-        "hide an installed amp_ext: start Python in another folder, or build in place. "
-        f"Build it: cd {copy.parent} && {sys.executable} setup.py build_ext --inplace"
+        f"amp_ext's sources at {copy.parent} are imported, which are not built and hide the "
+        f"amp_ext that is installed in {installed}: start Python in another folder"
+    )
+
+
+def test_sources_that_hide_nothing_say_how_to_build_them(copy, monkeypatch):
+    next(copy.glob("_C.*.so")).unlink()
+    (copy / "_build_info.json").unlink()
+    (copy.parent / "setup.py").touch()
+    monkeypatch.setattr(amp_ext, "__path__", [str(copy)])
+    monkeypatch.setattr(binary, "__file__", str(copy / "binary.py"))
+    monkeypatch.delitem(sys.modules, "amp_ext._C")
+    monkeypatch.delattr(amp_ext, "_C")
+    monkeypatch.setattr(sys, "path", [str(copy.parent), str(copy.parent.parent)])
+    with pytest.raises(ImportError) as caught:
+        binary.load_binary().cpu_isa()
+    assert str(caught.value) == (
+        f"amp_ext's sources at {copy.parent} are imported, which are not built, and no amp_ext is "
+        f"installed for this Python. Build it: cd {copy.parent} && {sys.executable} setup.py "
+        "build_ext --inplace"
     )
 
 

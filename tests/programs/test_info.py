@@ -90,6 +90,22 @@ def test_a_broken_binary_is_explained(copy, info, monkeypatch, change, cause: st
 
 
 @pytest.mark.slow
+def test_an_installed_package_beside_the_sources_is_not_built_again(copy, run_module):
+    """The README has the install in the folder of the sources, where many type the next line."""
+    (binary,) = copy.glob("_C.*.so")
+    binary.unlink()
+    (copy / "_build_info.json").unlink()
+    (copy.parent / "setup.py").touch()
+    done = run_module("amp_ext.info", "--check", folder=copy.parent)
+    installed = Path(amp_ext.__file__).parents[1]
+    assert (done.returncode, done.stderr) == (1, "")
+    problem, cause, line = told(done.stdout)
+    assert f"hide the amp_ext that is installed in {installed}: start Python in another" in problem
+    assert cause.startswith("Python was started in the folder of the sources")
+    assert line == f"cd / && {sys.executable} -m amp_ext.info --check"
+
+
+@pytest.mark.slow
 def test_an_unknown_instruction_set_is_explained(run_module, tmp_path):
     done = run_module("amp_ext.info", folder=tmp_path, AMP_EXT_CPU_ISA="sse9")
     assert (done.returncode, done.stderr) == (1, "")
