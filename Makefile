@@ -121,17 +121,18 @@ clean:  ## Removes what was built; the .venv folders stay
 	$(BASE_PYTHON) is " + sys.version.split()[0] + ": make BASE_PYTHON=python3.11")'
 	@echo 'Installing PyTorch and the tools into .venv (once, some minutes)'
 	@$(BASE_PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements.txt
+	@.venv/bin/python scripts/progress.py build/install.log \
+	    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -r requirements.txt
 	@touch $@
 
 .venv/.docs-installed: requirements-docs.txt .venv/.installed
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements-docs.txt
+	@.venv/bin/python scripts/progress.py build/install.log \
+	    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -r requirements-docs.txt
 	@touch $@
 
 define build_extension
 	@echo 'Building the extension (log: build/build.log)'
-	@mkdir -p build
-	@$(PYTHON) setup.py build_ext --inplace > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+	@$(PYTHON) scripts/progress.py build/build.log $(PYTHON) setup.py build_ext --inplace
 	@grep '^amp_ext:' build/build.log
 endef
 

@@ -90,6 +90,7 @@ DEFAULTS = {
 TILE = 64  # pixels along a side of a tile
 LEARNING_RATE = 5e-3
 SAVE_EVERY = 20  # steps, with --checkpoint
+TELL_EVERY = 30  # seconds, on a slow machine
 GROWTH_INTERVAL = 10  # good steps before the scale doubles: not 2000, to show its search
 
 
@@ -101,7 +102,7 @@ class Result:
     losses: list[float]  # mean squared error of each step, before the division by k
     scales: list[float]  # loss scale with which each step was computed
     skipped: list[int]  # steps left out because of an overflow
-    seconds: float
+    seconds: float  # of all steps but the first, in which libraries warm up
     picture: Tensor  # [size, size, 3], 0 to 1
 
 
@@ -138,7 +139,8 @@ def train(
     optimizer = recipe.optimizer(model.parameters(), lr=LEARNING_RATE)
     scaler = recipe.scaler(device, growth_interval=GROWTH_INTERVAL)
 
-    losses, scales, skipped, start = [], [scaler.get_scale()], [], time.perf_counter()
+    losses, scales, skipped = [], [scaler.get_scale()], []
+    start = told = time.perf_counter()
     if files.resume or files.checkpoint:  # of the trainer's; its loop is amp_ext's alone
         trainer = MixedPrecisionTrainer(
             model, optimizer, MixedPrecisionConfig("fp16"), scaler=scaler
@@ -161,8 +163,13 @@ def train(
         # device, so a loop that is to be fast leaves them out.
         losses.append(step_loss.item() / len(features))
         scales.append(scaler.get_scale())
+        if step == 0:
+            start = time.perf_counter()
         if scales[-1] < scales[-2]:
             skipped.append(step)
+        if time.perf_counter() - told >= TELL_EVERY:
+            told = time.perf_counter()
+            print(f"    step {step + 1} of {settings.steps}", flush=True)
         seconds = time.perf_counter() - start
         if files.checkpoint and (step + 1 == settings.steps or step % SAVE_EVERY == 0):
             curves = [losses, scales, skipped, seconds]

@@ -150,6 +150,7 @@ struct Training {
     losses.push_back(step_loss.item<double>() / static_cast<double>(features.size(0)));
     scales.push_back(scaler.get_scale());
     if (scales.back() < scales[scales.size() - 2]) skipped.push_back(steps() - 1);
+    if (steps() == 1) return;  // libraries warm up in the first step
     seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 

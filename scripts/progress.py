@@ -1,0 +1,49 @@
+"""Runs a command with its output in a file, and prints every half minute how far it is.
+
+    python scripts/progress.py build/build.log python setup.py build_ext --inplace
+
+The line has the time and what the file ends in: "0:30, compiled 4 of 6" where ninja counts, else
+its last line. If the command fails, the whole file is printed, and the exit code is the command's.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+INTERVAL = 30  # seconds
+
+
+def how_far(text: str) -> str:
+    """Returns what the output so far says, in one line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else "started"
+    counted = re.match(r"\[(\d+)/(\d+)\]", last)
+    if counted:
+        return f"compiled {counted[1]} of {counted[2]}"
+    return last if len(last) <= 80 else f"{last[:77]}..."
+
+
+def main(log: Path, command: list[str], interval: float = INTERVAL) -> int:
+    """Runs the command; returns its exit code."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        passed = 0.0
+        while True:
+            try:
+                code = process.wait(interval)
+                break
+            except subprocess.TimeoutExpired:
+                passed += interval
+                text = log.read_text(errors="replace")
+                print(f"{int(passed // 60)}:{int(passed % 60):02}, {how_far(text)}", flush=True)
+    if code != 0:
+        print(log.read_text(errors="replace"), end="")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
