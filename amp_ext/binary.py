@@ -80,16 +80,17 @@ def load_binary() -> Any:
     if importlib.util.find_spec("amp_ext._C") is None:
         package = Path(__file__).parent
         if (package.parent / "setup.py").is_file() and not any(package.glob("_C.*.so")):
-            hiding = f"amp_ext's sources at {package.parent} are imported, which are not built"
             installed = _installed_elsewhere(package)
             if installed is not None:
                 return _BrokenBinary(
-                    f"{hiding} and hide the amp_ext that is installed in {installed.parent}: start "
-                    "Python in another folder"
+                    f"amp_ext's sources at {package.parent} are imported, which are not built and "
+                    f"hide the amp_ext that is installed in {installed.parent}: start Python in "
+                    "another folder"
                 )
             sources, python = map(shlex.quote, (str(package.parent), sys.executable))
             return _BrokenBinary(
-                f"{hiding}, and no amp_ext is installed for this Python. Build it: "
+                f"amp_ext's sources at {package.parent} are imported, which are not built, and no "
+                "amp_ext is installed for this Python. Build it: "
                 f"cd {sources} && {python} setup.py build_ext --inplace"
             )
         return _BrokenBinary(

@@ -6,13 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(ROOT / "docs"))
-
-import tables  # noqa: E402
-
 import amp_ext  # noqa: E402, it may stand beside this folder without being installed
-
-tables.write()
 
 project = "amp_ext"
 author = "amp_ext authors"
@@ -27,7 +21,6 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_js_files = ["pages.js"]
-exclude_patterns = [tables.FOLDER.name]  # parts of pages
 
 # Every page is plain Markdown that reads well on its own; directives only include and document.
 myst_heading_anchors = 3

@@ -1,7 +1,8 @@
-"""Writes the tables that pages include, from the classes themselves: `python docs/tables.py`.
+"""Writes the tables of docs/optimizers.md from the classes themselves: `python docs/tables.py`.
 
-`make docs` does it by itself. What a class keeps is read from the states that it makes, options and
-defaults from its groups, and what they do from its docstring: a new optimizer is in every table.
+A test compares the page with them. What a class keeps is read from the states that it makes,
+options and defaults from its groups, and what they do from its docstring: a new optimizer is in
+every table.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import amp_ext
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 
-FOLDER = Path(__file__).resolve().parent / "_generated"  # not in the repository
+PAGE = Path(__file__).resolve().with_name("optimizers.md")
 SIZE = 64  # elements of a parameter whose states are weighed; a counter is less
 
 Kind = type[FusedOptimizer]
@@ -167,20 +168,20 @@ def options(of_torch: bool) -> str:
     return table(["option", "of", "default", "what it does"], rows)
 
 
+# By the names in the comments before them, <!-- table: states -->.
 TABLES = {
-    "classes.md": classes,
-    "states.md": states,
-    "torch_options.md": lambda: options(of_torch=True),
-    "own_options.md": lambda: options(of_torch=False),
+    "classes": classes,
+    "states": states,
+    "torch_options": lambda: options(of_torch=True),
+    "own_options": lambda: options(of_torch=False),
 }
+PLACE = re.compile(r"(?<=^<!-- table: )(\w+) -->\n\n(?:\|.*\n)*", re.MULTILINE)
 
 
-def write(folder: Path = FOLDER) -> None:
-    """Writes all tables into a folder."""
-    folder.mkdir(exist_ok=True)
-    for name, make in TABLES.items():
-        (folder / name).write_text(make())
+def with_tables(page: str) -> str:
+    """Returns a page with the table of each comment behind it, in place of the one there."""
+    return PLACE.sub(lambda found: f"{found[1]} -->\n\n{TABLES[found[1]]()}", page)
 
 
 if __name__ == "__main__":
-    write()
+    PAGE.write_text(with_tables(PAGE.read_text()))
