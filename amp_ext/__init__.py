@@ -35,6 +35,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """Returns the public names, as tab completion shows them."""
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Loads what needs torch's distributed parts when it is asked for."""
     if name == "LoadPlanner":

@@ -107,6 +107,19 @@ class ScalerSettings(ScalerReports):
         self.process_group = process_group
         self._start_reports()
 
+    def __repr__(self) -> str:
+        """Returns the options and counts, as of the last update that the device has finished."""
+        name = type(self).__name__
+        if not self._enabled:
+            return f"{name}(enabled=False)"
+        options = {"device": self._device} | {
+            each: getattr(self, f"_{each}") for each in (*_OF_TORCH, "min_scale", "max_scale")
+        }
+        options |= {"dynamic": self._dynamic, "hysteresis": self._hysteresis}
+        stats = self.stats()
+        listed = ", ".join(f"{each}={value!r}" for each, value in options.items())
+        return f"{name}({listed}; scale {stats.scale}, {stats.skips} of {stats.updates} skipped)"
+
     def _start_reports(self) -> None:
         """Starts counting: what is kept from here on belongs to this process."""
         self._loss_scale = ops.LossScale(name_of_param) if self._enabled else None

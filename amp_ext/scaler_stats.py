@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.hand_over import check_has_groups, optimizer_inside
+from amp_ext.history_plot import Marks, plot_over_time
 
 __all__ = ["ScalerHistory", "ScalerReports", "ScalerStats"]
 
@@ -58,6 +60,18 @@ class ScalerHistory:
     updates: list[int]
     scales: list[float]
     skipped: list[bool]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the loss scale over the updates, with a cross at each skipped step; saves it.
+
+        Args:
+            path: Of the picture; its ending says the format, as "scale.png".
+
+        Raises:
+            ImportError: Without matplotlib.
+        """
+        marks = Marks("skipped step", self.skipped)
+        plot_over_time(path, ("update", "loss scale"), self.updates, self.scales, marks, base=2)
 
 
 class ScalerReports(torch.amp.GradScaler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from amp_ext import ops
+from amp_ext.history_plot import Marks, plot_over_time
 from amp_ext.saved_dicts import check_is_dict, missing_entry
 from amp_ext.scaler_ranges import checked
 from amp_ext.sharding import check_process_group
@@ -57,6 +59,19 @@ class NormGuardHistory:
     numbers: list[int]
     norms: list[float]
     withheld: list[bool]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the norms, with a cross at each that was skipped or clipped; saves the picture.
+
+        Args:
+            path: Of the picture; its ending says the format, as "norms.png".
+
+        Raises:
+            ImportError: Without matplotlib.
+        """
+        marks = Marks("skipped or clipped", self.withheld)
+        labels = "norm", "norm of the gradients"
+        plot_over_time(path, labels, self.numbers, self.norms, marks)
 
 
 class NormGuard:

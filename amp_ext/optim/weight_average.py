@@ -128,6 +128,14 @@ class WeightAverage:
     model = _argument("model", "The model that gives the parameters their names, or None.")
     warmup = _argument("warmup", "Whether the decay grows.")
 
+    def __repr__(self) -> str:
+        """Returns the arguments, with the classes of optimizer and model."""
+        arguments = {
+            name: type(value).__name__ if name in ("optimizer", "model") and value else repr(value)
+            for name, value in self._arguments.items()
+        }
+        return f"WeightAverage({', '.join(f'{each}={arguments[each]}' for each in arguments)})"
+
     def _list(self) -> None:
         """Lists the parameters that the optimizer has now, if they are others."""
         if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:

@@ -7,7 +7,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def benchmark_precision(
     *,
     targets: Any = None,
     loss_function: Callable[..., Tensor] | None = None,
-    precisions: Sequence[Precision] = ("fp32", "fp16", "bf16"),
+    precisions: Sequence[Precision | str | torch.dtype] = ("fp32", "fp16", "bf16"),
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = AdamW,
     steps: int = 10,
 ) -> PrecisionBenchmark:
@@ -131,6 +131,9 @@ def benchmark_precision(
     device = tensors[0].device if tensors else torch.device("cpu")
     samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), None)
 
+    def name_of(config: MixedPrecisionConfig) -> Precision:
+        return cast("Precision", config.precision)  # whatever spelling was given
+
     def measure(config: MixedPrecisionConfig) -> PrecisionTiming:
         before = _start_of_memory(device)
         trained = copy.deepcopy(model).train()
@@ -143,7 +146,7 @@ def benchmark_precision(
         batch = copy.deepcopy((inputs, targets))
         seconds = _seconds_per_step(lambda: trainer.train_step(*batch), steps)
         return PrecisionTiming(
-            config.precision,
+            name_of(config),
             seconds,
             None if samples is None else samples / seconds,
             None if before is None else torch.cuda.max_memory_allocated(device) - before,
@@ -156,7 +159,7 @@ def benchmark_precision(
                 rows.append(measure(config))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                rows.append(PrecisionTiming(config.precision, error=text))
+                rows.append(PrecisionTiming(name_of(config), error=text))
             gc.collect()  # before the next precision allocates memory
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return PrecisionBenchmark(name, samples, steps, tuple(rows))

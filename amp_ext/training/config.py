@@ -14,10 +14,15 @@ from amp_ext.training.scaler import SMALLEST_SCALE
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[Any, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+}
+_SPELLINGS: dict[Any, str] = {
+    spelling: name
+    for name, dtype in DTYPES.items()
+    for spelling in (name, dtype, str(dtype), str(dtype).removeprefix("torch."))
 }
 
 
@@ -26,7 +31,8 @@ class MixedPrecisionConfig:
     """Settings of a :class:`~amp_ext.training.MixedPrecisionTrainer`.
 
     Attributes:
-        precision: That of the model's computations: "bf16", "fp16" (with a loss scale) or "fp32".
+        precision: That of the model's computations: "bf16", "fp16" (with a loss scale) or "fp32". A
+            dtype of torch or its name is taken as well, and becomes one of the three.
         initial_loss_scale: Loss scale of the first step. This and the next four are for fp16, and
             checked by the scaler that is made of them.
         growth_interval: Clean steps until the loss scale grows.
@@ -46,7 +52,7 @@ class MixedPrecisionConfig:
         ValueError: If another setting is out of range.
     """
 
-    precision: Precision = "bf16"
+    precision: Precision | str | torch.dtype = "bf16"
     initial_loss_scale: float = 65536.0
     growth_interval: int = 2000
     growth_factor: float = 2.0
@@ -61,7 +67,10 @@ class MixedPrecisionConfig:
         """Takes numbers of numpy as those of Python, and checks what no scaler checks."""
         for each in fields(self):
             object.__setattr__(self, each.name, plain(getattr(self, each.name)))
-        self._check("precision", self.precision in [*DTYPES], "'fp32', 'bf16' or 'fp16'")
+        given: Any = self.precision
+        known = isinstance(given, (str, torch.dtype)) and given in _SPELLINGS
+        self._check("precision", known, "'fp32', 'bf16' or 'fp16'")
+        object.__setattr__(self, "precision", _SPELLINGS[given])
         norm, steps = self.max_grad_norm, self.gradient_accumulation_steps
         fits = norm is None or (is_number(norm) and norm >= 0)
         self._check("max_grad_norm", fits, "0 or more, or None")

@@ -137,6 +137,15 @@ class MixedPrecisionTrainer(SavedTrainer):
             self._no_loss = torch.full((), torch.nan, device=params[0].device)
         self._loss = self._no_loss  # of the last batch
 
+    def __repr__(self) -> str:
+        """Returns the classes of the parts, the precision, and how much has accumulated."""
+        names = ("model", "optimizer", "scheduler", "scaler")
+        parts = [(name, getattr(self, name)) for name in names]
+        classes = [f"{name}={type(part).__name__}" for name, part in parts if part is not None]
+        batches = f"{self._accumulated} of {self.config.gradient_accumulation_steps}"
+        text = f"{', '.join(classes)}; {self.config.precision}, {batches} batches accumulated"
+        return f"{type(self).__name__}({text})"
+
     # Training.
 
     def train_step(self, inputs: Any, targets: Any = None) -> StepMetrics:
@@ -157,6 +166,7 @@ class MixedPrecisionTrainer(SavedTrainer):
             optimizer's turn has not come.
 
         Raises:
+            TypeError: If a tuple of inputs and targets was given as the inputs.
             ValueError: If there are targets and no loss function, or no loss of one number.
         """
         if targets is not None and self.loss_function is None:
@@ -164,6 +174,8 @@ class MixedPrecisionTrainer(SavedTrainer):
                 "train_step: targets must be None without a loss_function, got "
                 f"{type(targets).__name__}"
             )
+        if targets is None and self.loss_function is not None and isinstance(inputs, (tuple, list)):
+            _check_arguments(self.model, inputs)
         if self._accumulated == 0:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self._compute_loss(inputs, targets)
@@ -313,6 +325,22 @@ def _check_kind(name: str, part: object, kind: type) -> None:
         raise TypeError(
             f"MixedPrecisionTrainer: {name} must be {wanted}, got {type(part).__name__}"
         )
+
+
+def _check_arguments(model: nn.Module, inputs: Sequence[Any]) -> None:
+    """Refuses a batch of inputs and targets that was given as the arguments of the model."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # compiled code may have none
+        return
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        raise TypeError(
+            "train_step: inputs must be the arguments of the model, got "
+            f"{len(inputs)} for forward{signature}: {error}; if the batch holds inputs and "
+            "targets, call train_step(inputs, targets)"
+        ) from None
 
 
 def _check_scheduler(scheduler: Any) -> None:

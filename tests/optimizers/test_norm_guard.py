@@ -405,3 +405,12 @@ def test_a_guard_prints_as_its_call():
         "NormGuard(sigma_factor=4, window=128, warmup_steps=64, max_norm=2.5, action='skip', "
         "patience=16)"
     )
+
+
+def test_a_history_is_drawn_in_one_call(tmp_path):
+    pytest.importorskip("matplotlib")
+    history = amp_ext.optim.norm_guard.NormGuardHistory(
+        [1, 2, 3], [1.0, math.inf, 80.0], [False, True, True]
+    )
+    history.plot(tmp_path / "norms.svg")
+    assert "skipped or clipped" in (tmp_path / "norms.svg").read_text()

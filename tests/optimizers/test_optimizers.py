@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import pytest
@@ -284,3 +286,11 @@ def test_scaling_support_is_a_switch_of_the_class_and_of_the_instance(name):
     optimizer._step_supports_amp_scaling = False
     assert ours(name)._step_supports_amp_scaling is True
     assert ours(name)(make_params(F32))._step_supports_amp_scaling is True
+
+
+@cases.each_class
+def test_the_docstring_of_a_class_says_what_each_argument_does(name, options):
+    kind = ours(name)
+    arguments = kind.__doc__.partition("Args:\n")[2].partition("\n\n")[0]
+    documented = re.findall(r"^        (\w+): \S", arguments, re.MULTILINE)
+    assert sorted(documented) == sorted(inspect.signature(kind).parameters)

@@ -436,3 +436,14 @@ def test_a_lazy_parameter_is_refused_by_name():
     for refused in (lambda: WeightAverage(average.optimizer), average.state_dict):
         with pytest.raises(RuntimeError, match=r"^WeightAverage: param 1 must have a shape, got a"):
             refused()
+
+
+def test_an_average_shows_its_arguments():
+    model = torch.nn.Linear(2, 1)
+    optimizer = amp_ext.optim.SGD(model.parameters())
+    average = WeightAverage(optimizer, "equal", 3, torch.bfloat16, model)
+    assert repr(average) == (
+        "WeightAverage(optimizer=SGD, decay='equal', every=3, dtype=torch.bfloat16, model=Linear, "
+        "warmup=False)"
+    )
+    assert "model=None" in repr(WeightAverage(optimizer))

@@ -155,3 +155,8 @@ def test_what_loads_slowly_is_not_imported(run_module, tmp_path):
     slow = {"torch._dynamo", "torch.distributed.checkpoint"}
     (tmp_path / "look.py").write_text(f"import sys, amp_ext\nprint({slow} & sys.modules.keys())")
     assert run_module("look", folder=tmp_path).stdout == "set()\n"
+
+
+def test_the_package_lists_its_public_names_and_no_others():
+    assert set(dir(amp_ext)) == {*amp_ext.__all__, "__version__"}
+    assert all(hasattr(amp_ext, name) for name in dir(amp_ext))

@@ -332,3 +332,38 @@ def test_flags_of_several_devices_are_one_step_of_their_optimizer(found_infs, de
         assert scaler.get_scale() == before * (0.5 if any(found_infs) else 2.0)
         stats = scaler.stats(wait=True)
         assert (stats.updates, stats.skips) == (updates, updates if any(found_infs) else 0)
+
+
+# What a notebook shows.
+
+
+def test_a_scaler_shows_its_options_and_counts(device):
+    scaler = ready(device, growth_interval=7)
+    assert repr(scaler).startswith(
+        f"GradScaler(device={device.type!r}, init_scale=4.0, growth_factor=2.0, "
+        "backoff_factor=0.5, growth_interval=7, min_scale=0.0, max_scale=inf, dynamic=True, "
+        "hysteresis=1; scale 4.0, 0 of 0 skipped)"
+    )
+    scaler.step(cases.filled(cases.INF, device))
+    scaler.update()
+    scaler.stats(wait=True)
+    assert repr(scaler).endswith("; scale 2.0, 1 of 1 skipped)")
+    assert repr(amp_ext.GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+    assert repr(amp_ext.GradScaler(device.type)) != ""
+
+
+def test_a_history_is_drawn_in_one_call(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    scaler = ready()
+    for value in (4.0, cases.INF, 4.0):
+        scaler.step(cases.filled(value))
+        scaler.update()
+    scaler.history(wait=True).plot(tmp_path / "scale.png")
+    scaler.history(wait=True).plot(str(tmp_path / "scale.svg"))
+    amp_ext.ScalerHistory([], [], []).plot(tmp_path / "none.png")
+    picture = matplotlib.image.imread(tmp_path / "scale.png")
+    red = (picture[..., 0] > 0.8) & (picture[..., 1] < 0.3) & (picture[..., 2] < 0.3)
+    assert red.any()  # the cross
+    svg = (tmp_path / "scale.svg").read_text()
+    assert "skipped step" in svg
+    assert (tmp_path / "none.png").stat().st_size > 1000

@@ -448,3 +448,56 @@ def test_several_schedulers_are_stepped_saved_and_loaded(precision, container, t
     alone = new_trainer(precision, optimizer=decayed, scheduler=cases.halving)
     with pytest.raises(ValueError, match="must have one of a scheduler, got a list of 2"):
         alone.load_state_dict(trainer.state_dict())
+
+
+def test_a_trainer_shows_its_parts():
+    trainer = new_trainer("fp16", nn.Linear(6, 2), gradient_accumulation_steps=3)
+    cases.train_on(trainer, batches(count=4))
+    optimizer = type(trainer.optimizer).__name__
+    assert repr(trainer) == (
+        f"MixedPrecisionTrainer(model=Linear, optimizer={optimizer}, scaler=GradScaler; fp16, "
+        "1 of 3 batches accumulated)"
+    )
+    assert "scheduler=ExponentialLR; fp32," in repr(new_trainer("fp32", scheduler=cases.halving))
+
+
+# Spellings and batches.
+
+
+SPELLINGS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.parametrize("wanted", SPELLINGS)
+def test_a_precision_may_be_a_dtype_or_its_name(wanted):
+    name = SPELLINGS[wanted]
+    for spelling in (wanted, name, f"torch.{name}", getattr(torch, name)):
+        config = MixedPrecisionConfig(spelling)
+        assert (config.precision, config.dtype) == (wanted, getattr(torch, name))
+        assert config == MixedPrecisionConfig(wanted)
+
+
+@pytest.mark.parametrize("precision", ["half", "FP16", torch.float64, torch.int8, 16, None, []])
+def test_what_is_no_precision_is_refused(precision):
+    with pytest.raises(ValueError, match="precision must be 'fp32', 'bf16' or 'fp16', got"):
+        MixedPrecisionConfig(precision)
+
+
+@pytest.mark.parametrize("container", [tuple, list])
+def test_a_batch_of_inputs_and_targets_says_what_is_wanted(container):
+    trainer = new_trainer()
+    before = params_of(trainer)
+    wanted = (
+        r"^train_step: inputs must be the arguments of the model, got 2 for forward\(.*\).*: too "
+        r"many positional arguments; if the batch holds inputs and targets, call train_step\(inputs"
+    )
+    with pytest.raises(TypeError, match=wanted):
+        trainer.train_step(container([X, TARGET]))
+    assert_same(params_of(trainer), before)
+    trainer.train_step(container([X]), TARGET)
+    assert not torch.equal(params_of(trainer)[0], before[0])
+
+
+def test_a_model_of_several_inputs_needs_no_targets():
+    adder = Adder()
+    trainer = new_trainer("fp32", adder, loss_function=lambda output: output.square().mean())
+    trainer.train_step((X, X))
