@@ -19,4 +19,6 @@ MODELLED = {
     "numbers of numpy in groups, in `state_dict`",
     "`unscale_` of a wrapper, `step` of the optimizer inside, or the other way round",
     "`load_state_dict` of an optimizer",
+    "an object around a fused optimizer that shows `_step_supports_amp_scaling`, in `scaler.step`",
+    "a closure, `scaler.step(optimizer, closure)`, with a fused optimizer",
 }

@@ -336,6 +336,31 @@ class Loops(RuleBasedStateMachine):
         if then_update:
             self.scalers_of(sides).update(None)
 
+    @precondition(lambda self: "delegates" not in self.without)
+    @rule(which=number)
+    def wrapper_step(self, which: int) -> None:
+        """Steps an object that derives from torch's class and has copied the optimizer's flag."""
+        sides = self.sides(which)
+        scalers = self.scalers_of(sides)
+        is_watched = sides.mine.norm_guard is not None or sides.mine.has_landed is not None
+        writes_back = any(group["write_back_grads"] for group in sides.mine.param_groups)
+        if scalers.kind in ("torch", "disabled") or is_watched or writes_back:
+            return
+        if scalers.twin.get_scale() == 1.0 and sides.scaled:
+            return  # gradients that a step took are not written when they are unscaled by 1
+        self.did(f"wrapper_step {self.take_step(sides, Plan(scalers, wrapped=True))}")
+
+    @rule(which=number)
+    def closure_by_place(self, which: int) -> None:
+        sides = self.sides(which)
+        scalers = self.scalers_of(sides)
+        if scalers.kind in ("torch", "disabled") or scalers.twin._scale is None:
+            return
+        error = error_of(lambda: scalers.mine.step(sides.handle, lambda: 0.0))
+        self.differs("a closure, `scaler.step(optimizer, closure)`, with a fused optimizer")
+        assert "Closure use is not currently supported" in str(error), repr(error)
+        self.did("closure_by_place")
+
     @rule(which=number, hook=st.sampled_from([None, None, *HOOKS]))
     def plain_step(self, which: int, hook: str | None) -> None:
         sides = self.sides(which)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis.stateful import precondition, rule
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
-from amp_ext.optim import float32_state_dict
+from amp_ext.optim import CosineAnnealingWeightDecay, StepWeightDecay, float32_state_dict
 from state_machine.loops import DTYPES, draws, dtypes, new_params, number, seeds
 from state_machine.sides import (
     HANDLES,
@@ -51,8 +52,16 @@ CHANGES = {
 OF_STATE = ("master_weights", "state_dtype", "rounding", "amsgrad", "momentum", "dampening")
 
 
+COSINE_DECAY = functools.partial(CosineAnnealingWeightDecay, T_max=4, final_weight_decay=0.125)
+STEP_DECAY = functools.partial(StepWeightDecay, step_size=2, gamma=0.5)
+
+
 class Machine(Watching):
     """Loops in which parameters, groups and options change, and all is copied, saved and loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedules: dict[Sides, list[Any]] = {}
 
     # Parameters.
 
@@ -273,6 +282,40 @@ class Machine(Watching):
                 self.differs("numbers of numpy in groups, in `state_dict`")
                 others[name] = value.item()
         self.did("change_option")
+
+    @rule(
+        which=number,
+        kind=st.sampled_from(["go on", "go on", "cosine", "step"]),
+        reload=st.booleans(),
+    )
+    def schedule_weight_decay(self, which: int, kind: str, reload: bool) -> None:
+        """Schedules the weight decay of both sides, over all that becomes of the groups."""
+        sides = self.sides(which)
+        schedules = self.schedules.get(sides)
+        if schedules is None or kind != "go on":
+            make = STEP_DECAY if kind == "step" else COSINE_DECAY
+            schedules = [make(each) for each in (sides.mine, sides.twin)]
+        elif reload or schedules[0].optimizer is not sides.mine:
+            states = [through_a_file(schedule.state_dict()) for schedule in schedules]
+            old, schedules = schedules, []
+            for optimizer, schedule, state in zip(
+                (sides.mine, sides.twin), old, states, strict=True
+            ):
+                make = STEP_DECAY if hasattr(schedule, "gamma") else COSINE_DECAY
+                schedules.append(make(optimizer))
+                schedules[-1].load_state_dict(state)
+                assert schedules[-1].get_last_weight_decay() == [
+                    group["weight_decay"] for group in optimizer.param_groups
+                ]
+        self.schedules[sides] = schedules
+        for schedule in schedules:
+            schedule.step()
+        decays = [
+            [group["weight_decay"] for group in each.param_groups]
+            for each in (sides.mine, sides.twin)
+        ]
+        assert decays[0] == decays[1] == schedules[0].get_last_weight_decay()
+        self.did(f"schedule_weight_decay {kind}")
 
     @rule(which=number, numbered=number, how=st.sampled_from(["in place", "replaced"]))
     def write_state(self, which: int, numbered: int, how: str) -> None:

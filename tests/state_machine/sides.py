@@ -436,6 +436,23 @@ for _name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
         ),
     )
 
+
+class WithCopiedFlag(Optimizer):
+    """Promises to unscale in its step, as the optimizer inside does, and passes no scale on."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self) -> Any:
+        return self.optimizer.step()
+
+
 # What a user may have of an optimizer.
 HANDLES: dict[str, Callable[[Optimizer], Any]] = {
     "inside": lambda optimizer: optimizer,

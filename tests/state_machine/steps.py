@@ -19,6 +19,7 @@ from state_machine.sides import (
     Pair,
     Scalers,
     Sides,
+    WithCopiedFlag,
     assert_exact,
     assert_near,
     distance_of_codes,
@@ -56,12 +57,14 @@ class Plan:
         hook: How a hook before the step writes gradients, if one does.
         interrupted: Which hook raises, "before" or "after" the step.
         preset: A scale of their own that gradients carry, told by ``optimizer.grad_scale``.
+        wrapped: Steps an object around the optimizer, before which our scaler unscales.
     """
 
     scalers: Scalers | None = None
     hook: str | None = None
     interrupted: str | None = None
     preset: float | None = None
+    wrapped: bool = False
 
 
 @dataclasses.dataclass
@@ -103,9 +106,11 @@ class Step:
         if self.scalers is not None and self.was_ready and self.scalers.twin._scale is not None:
             self.inverse *= self.scalers.inverse()
         error = self._step_ours()
-        expected = self._step_torchs(error)
+        expected = self._unscale_torchs() if self.plan.wrapped and self.was_ready else None
+        if expected is None:
+            expected = self._step_torchs(error)
         result = self._result(error, expected)
-        landed = self.sides.mine.has_landed
+        landed = None if self.plan.wrapped else self.sides.mine.has_landed
         if landed is not None and result in ("stepped", "skipped"):
             assert landed.item() == (result == "stepped" and bool(self.with_grads)), result
         if self.has_scale and result in ("stepped", "skipped", "interrupted"):
@@ -178,7 +183,8 @@ class Step:
         try:
             if plan.scalers is None:
                 return error_of(sides.handle.step)
-            return error_of(lambda: plan.scalers.mine.step(sides.handle))
+            handle = WithCopiedFlag(sides.mine) if plan.wrapped else sides.handle
+            return error_of(lambda: plan.scalers.mine.step(handle))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -187,6 +193,29 @@ class Step:
                     del sides.mine.grad_scale
 
     # Torch's side.
+
+    def _unscale_torchs(self) -> BaseException | None:
+        """Lets torch's scaler unscale, as ours has done; returns what ours must raise instead."""
+        sides, scalers = self.sides, self.scalers
+        self.differs(
+            "an object around a fused optimizer that shows `_step_supports_amp_scaling`, "
+            "in `scaler.step`"
+        )
+        if scalers.twin._scale is None:
+            return None
+        if any(pair.mine.grad.dtype == F16 for _, pair in self.with_grads):
+            scalers.knows(sides)
+            return ValueError("Attempting to unscale FP16 gradients.")
+        scalers.twin.unscale_(sides.twin)
+        sides.unscaled, sides.noted = {pair for _, pair in self.with_grads}, None
+        for _, pair in self.with_grads:
+            expected = pair.twin.grad
+            assert_near(pair.mine.grad, expected, expected.abs(), "unscaled", pair.mine.dtype)
+            self.before[pair].grad = pair.mine.grad.clone()
+            pair.take_grad()
+        self.grads_then = {pair: written(pair.mine.grad) for _, pair in self.with_grads}
+        self.inverse, self.was_ready, self.has_scale = 1.0, False, False
+        return None
 
     def _step_torchs(self, error: BaseException | None) -> BaseException | None:
         sides, scalers = self.sides, self.scalers
