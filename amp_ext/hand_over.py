@@ -7,7 +7,7 @@ must know: the scale that they carry, whether one of them is inf or NaN, and the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,7 +137,7 @@ def takes_scale(optimizer: Any) -> bool:
     if unscaling_optimizer(optimizer) is not None:
         return True
     owner = _owner_of_hooks(optimizer)
-    if any(True for _ in _optimizers_in(owner)) or not _has_params_of(optimizer, owner):
+    if _optimizers_in(owner) or not _has_params_of(optimizer, owner):
         return False
     if not hasattr(type(owner), _SUPPORTS) and _SUPPORTS not in getattr(owner, "__dict__", {}):
         raise TypeError(
@@ -152,16 +152,20 @@ def _owner_of_hooks(optimizer: Any) -> Any:
     return getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", optimizer)
 
 
-def _optimizers_in(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields the other optimizers among an object's attributes, also in lists and dicts."""
-    for value in getattr(optimizer, "__dict__", {}).values():
+def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Returns the other optimizers among an object's attributes, also in lists and dicts."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return []  # a look into all of its attributes takes longer than its step
+    found = []
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        if name in ("state", "param_groups"):  # long, and without optimizers
+            continue
         if isinstance(value, dict):
-            held: Any = value.values()
-        else:
-            held = value if isinstance(value, (list, tuple)) else (value,)
-        for each in held:
-            if isinstance(each, torch.optim.Optimizer) and each is not optimizer:
-                yield each
+            value = value.values()
+        elif not isinstance(value, (list, tuple)):
+            value = (value,)
+        found += [each for each in value if isinstance(each, torch.optim.Optimizer)]
+    return [each for each in found if each is not optimizer]
 
 
 def _has_params_of(optimizer: Any, other: Any) -> bool:
