@@ -37,7 +37,11 @@ namespace amp_ext::cuda {
   X(256, 16384, 3, 2)             \
   X(256, 16384, 2, 4)             \
   X(512, 4096, 2, 1)              \
-  X(128, 2048, 8, 1)
+  X(128, 2048, 8, 1)              \
+  X(128, 4096, 8, 1)              \
+  X(128, 8192, 8, 1)              \
+  X(128, 4096, 6, 1)              \
+  X(128, 8192, 6, 1)
 
 void check(int error, const char* what) {
   if (error == cudaSuccess) return;
@@ -48,9 +52,9 @@ void check(int error, const char* what) {
 // Memory of the GPU.
 class Memory {
  public:
-  explicit Memory(int64_t bytes, int value = 0) {
+  explicit Memory(int64_t bytes, int value = 0) : bytes_(bytes), value_(value) {
     check(cudaMalloc(&data_, bytes), "cudaMalloc");
-    check(cudaMemset(data_, value, bytes), "cudaMemset");
+    fill();
   }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -61,12 +65,18 @@ class Memory {
     return reinterpret_cast<T*>(static_cast<char*>(data_) + byte);
   }
 
+  // Sets all bytes to their first value. Otherwise a kernel would read what one with other arrays
+  // has written, NaN among it, which takes longer.
+  void fill() const { check(cudaMemset(data_, value_, bytes_), "cudaMemset"); }
+
   // Puts a number at the beginning.
   void hold(float value) {
     check(cudaMemcpy(data_, &value, sizeof value, cudaMemcpyHostToDevice), "cudaMemcpy");
   }
 
  private:
+  int64_t bytes_;
+  int value_;
   void* data_ = nullptr;
 };
 
@@ -97,7 +107,7 @@ struct Tensors {
 
 // `bytes` of an element in each of the streams grad, param, master_param, two buffers.
 Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scratch& scratch) {
-  constexpr int64_t kBoundary = 64;  // elements
+  constexpr int64_t kBoundary = 64;                      // elements
   const int64_t whole = bytes[3] == 1 ? kBlockSize : 1;  // codes come in whole blocks
   const int64_t numel = sizes.elements / sizes.tensors / whole * whole;
   const int64_t padded = (numel + kBoundary) & -kBoundary;
@@ -165,7 +175,8 @@ template <typename Combination>
 struct Step {
   using Param = typename Combination::Param;
   using Each = Streams<KindsOf<Combination, AdamHyperparameters, 2>>;
-  using Present = StepShape<Adam, Each>;
+  static constexpr bool kFast = kHasFastPath<Adam<float>, Each>;
+  using Present = std::conditional_t<kFast, FastShape<Adam, Each>, StepShape<Adam, Each>>;
   // The host does not know which blocks the GPU's kernel is compiled for.
   static Described present() {
     int device = 0;
@@ -174,7 +185,7 @@ struct Step {
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
           "cudaDeviceGetAttribute");
     Described shape = described<Present>();
-    shape[2] = blocks_on<Adam, Each>(100 * major);
+    shape[2] = kFast ? fast_blocks_on<Adam, Each>(100 * major) : blocks_on<Adam, Each>(100 * major);
     return shape;
   }
   static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";
@@ -212,7 +223,7 @@ struct Step {
     launch.inputs.grad_scale = scratch.grad_scale.at<float>(0);
     int64_t launched = 0;
     int64_t had = 0;
-    return launch_step<Adam<float>, Each, Shape, kHasFastPath<Adam<float>, Each>>(
+    return launch_step<Adam<float>, Each, Shape, kFast>(
         launch, scratch.block_counter.at<uint32_t>(0), nullptr, launched, had);
   }
 };
@@ -312,6 +323,7 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
     scratch.grad_scale.hold(2.0f);
     const Tensors tensors = cut(memory, each, kernel.bytes, scratch);
     for (size_t i = 0; i < kernel.variants.size(); ++i) {
+      memory.fill();
       const double seconds =
           seconds_of([&] { return kernel.variants[i].run(tensors, scratch); }, round_milliseconds);
       speeds[i].push_back(static_cast<double>(tensors.elements * kernel.moved) / seconds);

@@ -331,6 +331,7 @@ template <typename Functor, typename Streams, int... index>
 struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   using Kinds = typename Streams::Kinds;
   static constexpr int kCount = Kinds::kHasCodes ? 8 : Streams::kPackSize;
+  static constexpr bool kDivides = Kinds::kSecondMoment >= 0;
   static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
   // The numbers that are dithered by default. Codes always are.
@@ -362,8 +363,19 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     Entries<FastPack<typename Kinds::template Buffer<index>, kCount>...> buffers;
   };
 
+  // Asks for the pack kAhead elements behind `first`, in all arrays that are read, if it is
+  // `there`.
+  template <int kAhead>
+  static __device__ __forceinline__ void prefetch(const Streams& streams, int64_t first,
+                                                  bool there) {
+    streams.grad.template prefetch<kAhead>(first, there);
+    streams.param.template prefetch<kAhead>(first, there);
+    (entry<index>(streams.buffers).template prefetch<kAhead>(first, there), ...);
+  }
+
   // Updates the pack at `first`, unless the warp has an unusual one. Returns whether it was
   // updated. All threads of a warp come here; one that is not `inside` only votes.
+  template <Division kDivision>
   static __device__ __forceinline__ bool update(const FastConstants<Functor>& constants,
                                                 const Streams& streams, int64_t first,
                                                 bool inside) {
@@ -386,11 +398,11 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
       ((buffers[index][i] = get_buffer<index>(packs, i, constants.place_bits)), ...);
       const float grad = packs.grad.get(i) * constants.grad_factor;
       if constexpr (Kinds::kRoot >= 0) {
-        roots[i] = constants.update.template fast_update<Seeds>(grad, params[i],
-                                                                buffers[index][i]..., unusual);
+        roots[i] = constants.update.template fast_update<Seeds, kDivision>(
+            grad, params[i], buffers[index][i]..., unusual);
       } else {
-        constants.update.template fast_update<Seeds>(grad, params[i], buffers[index][i]...,
-                                                     unusual);
+        constants.update.template fast_update<Seeds, kDivision>(grad, params[i],
+                                                                buffers[index][i]..., unusual);
       }
     }
     const auto word_of = [&](uint32_t stride) { return phase + constants.step * stride; };
@@ -467,14 +479,16 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   }
 };
 
-// Whether there is a fast path for a functor with these numbers.
+// Whether there is a fast path for a functor with these numbers: where all buffers are in 32 bits,
+// a step waits for memory, and the general kernel takes as long.
 template <typename Functor, typename Streams>
 inline constexpr bool kHasFastPath = false;
 template <typename Streams>
-inline constexpr bool kHasFastPath<Adam<float>, Streams> = Streams::Kinds::kBuffers == 2;
+inline constexpr bool kHasFastPath<Adam<float>, Streams> =
+    Streams::kHasNarrowBuffers && Streams::Kinds::kBuffers == 2;
 template <typename Streams>
-inline constexpr bool kHasFastPath<Lion<float>, Streams> = true;
+inline constexpr bool kHasFastPath<Lion<float>, Streams> = Streams::kHasNarrowBuffers;
 template <typename Streams>
-inline constexpr bool kHasFastPath<Sgd<float>, Streams> = true;
+inline constexpr bool kHasFastPath<Sgd<float>, Streams> = Streams::kHasNarrowBuffers;
 
 }  // namespace amp_ext::cuda

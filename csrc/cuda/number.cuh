@@ -48,6 +48,11 @@ struct Numbers<Plain<Storage>> {
     return cuda::is_at_boundary(elements + index);
   }
 
+  template <int kAhead>
+  __device__ void prefetch(int64_t index, bool there) const {
+    cuda::prefetch<kAhead>(elements + index, there);
+  }
+
   template <int kCount>
   struct Values {
     Pack<Storage, kCount> pack;
@@ -92,6 +97,11 @@ struct Numbers<Mastered<Storage>> {
   }
   __device__ bool is_at_boundary(int64_t index) const {
     return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(masters + index);
+  }
+
+  template <int kAhead>
+  __device__ void prefetch(int64_t index, bool there) const {
+    cuda::prefetch<kAhead>(masters + index, there);
   }
 
   template <int kCount>
@@ -139,6 +149,12 @@ struct Numbers<Split<Storage, kBits>> {
   }
   __device__ bool is_at_boundary(int64_t index) const {
     return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(lows + index);
+  }
+
+  template <int kAhead>
+  __device__ void prefetch(int64_t index, bool there) const {
+    cuda::prefetch<kAhead>(elements + index, there);
+    cuda::prefetch<kAhead>(lows + index, there);
   }
 
   template <int kCount>
@@ -197,6 +213,11 @@ struct Numbers<Ratio> {
     return cuda::is_at_boundary(codes + index);
   }
 
+  template <int kAhead>
+  __device__ void prefetch(int64_t index, bool there) const {
+    cuda::prefetch<kAhead>(codes + index, there);
+  }
+
   // `unit` is that of the second moment beside this element, as it is stored.
   template <int kCount>
   struct Values {
@@ -237,6 +258,11 @@ struct Numbers<Blockwise<Code>> {
 
   __device__ bool is_at_boundary(int64_t index) const {
     return cuda::is_at_boundary(codes + index);
+  }
+
+  template <int kAhead>
+  __device__ void prefetch(int64_t index, bool there) const {
+    cuda::prefetch<kAhead>(codes + index, there);
   }
 
   template <int kCount>

@@ -2,7 +2,6 @@
 // spills any.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "kernels.h"
@@ -61,14 +60,13 @@ constexpr int blocks_on(int architecture) {
   return kFormula == Weight::kMedium && Param::kMaster == Master::kFloat32 ? 4 : 3;
 }
 
-// The same for the fast path, which has `blocks` for a general step: beside roots of 8 bits a
-// larger master takes a few registers more than sm_80 has for three blocks.
-template <typename Streams>
-constexpr int fast_blocks_on(int architecture, int blocks) {
-  using Kinds = typename Streams::Kinds;
-  constexpr Master kMaster = Kinds::Param::kMaster;
-  constexpr bool kIsLarge = kMaster == Master::kFloat32 || kMaster == Master::kLow16;
-  return Kinds::kRoot >= 0 && kIsLarge && architecture < 900 ? std::min(blocks, 2) : blocks;
+// The same for the fast path, in blocks of kFastThreads.
+template <template <typename> class Functor, typename Streams>
+constexpr int fast_blocks_on(int architecture) {
+  constexpr bool kTakesMore =
+      std::is_same_v<Functor<float>, Lion<float>> && Streams::Kinds::kHasCodes;
+  if (architecture >= 900 && architecture < 1000) return kTakesMore ? 6 : 8;
+  return blocks_on<Functor, Streams>(architecture) * kThreads / kFastThreads;
 }
 
 }  // namespace amp_ext::cuda

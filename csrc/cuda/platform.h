@@ -49,6 +49,22 @@ __device__ __forceinline__ void store_float(float value, BFloat16& stored) {
   stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
+// Asks for the line of memory of the element kAhead behind this one, if it is `there`; nothing
+// waits for it. Not a branch, behind which the threads of a warp would have to meet again.
+template <int kAhead, typename Storage>
+__device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element,
+                                         [[maybe_unused]] bool there) {
+#if !defined(AMP_EXT_CUDA_EMULATOR)
+  asm volatile(
+      "{\n"
+      "  .reg .pred there;\n"
+      "  setp.ne.u32 there, %2, 0;\n"
+      "  @there prefetch.global.L2 [%0+%1];\n"
+      "}" ::"l"(element),
+      "n"(kAhead * sizeof(Storage)), "r"(static_cast<uint32_t>(there)));
+#endif
+}
+
 // Four bytes of two words: each of the lower four digits of `selector` names a byte, those of
 // `first` by 0 to 3, of `second` by 4 to 7, and 8 more stand for its sign in all eight bits.
 __device__ __forceinline__ uint32_t select_bytes(uint32_t first, uint32_t second,

@@ -300,6 +300,12 @@ template <template <typename> class Functor, typename Streams>
 struct StepShape
     : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
 
+// Smaller blocks keep more of the memory busy while others compute; with fewer bytes for each
+// element a tile has more of them.
+template <template <typename> class Functor, typename Streams>
+struct FastShape : Shape<kFastThreads, Streams::Kinds::kHasCodes ? 8192 : 4096,
+                         fast_blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
+
 template <typename Functor, typename Streams, typename Shape>
 struct StepArguments {
   using Hyperparameters = typename Functor::Hyperparameters;
@@ -336,7 +342,24 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
   for (int32_t i = first; i < whole; i += kStride) {
     const int32_t own = i + lane * Path::kCount;
     const bool inside = own < whole;
-    if (!Path::update(fast, streams, begin + (inside ? own : i), inside)) left |= 1u << i / kStride;
+    const int64_t index = begin + (inside ? own : i);
+    Path::template prefetch<kStride>(streams, index, own + kStride < whole);
+    if (!Path::template update<Division::kFast>(fast, streams, index, inside)) {
+      left |= 1u << i / kStride;
+    }
+  }
+  if constexpr (Path::kDivides) {
+    // Updates that are subnormal, as of pruned weights: the same with another division.
+#pragma unroll 1
+    for (int32_t i = first; left != 0 && i < whole; i += kStride) {
+      if ((left >> i / kStride & 1) == 0) continue;
+      const int32_t own = i + lane * Path::kCount;
+      const bool inside = own < whole;
+      const int64_t index = begin + (inside ? own : i);
+      if (Path::template update<Division::kExact>(fast, streams, index, inside)) {
+        left &= ~(1u << i / kStride);
+      }
+    }
   }
 #pragma unroll 1
   for (int32_t i = first; i < count; i += kStride) {
@@ -364,9 +387,7 @@ static __device__ __attribute__((noinline)) void end_guarded_step(const Gradient
 }
 
 template <typename Functor, typename Streams, typename Shape, bool kFast>
-__global__ void __launch_bounds__(Shape::kThreads,
-                                  kFast ? fast_blocks_on<Streams>(kArchitecture, Shape::kBlocks)
-                                        : Shape::kBlocks)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     step_kernel(const StepArguments<Functor, Streams, Shape> __grid_constant__ arguments) {
   using Constants = TensorConstants<Functor, typename Streams::T>;
   AMP_EXT_SHARED(BlockState<Constants>, block);
@@ -513,8 +534,8 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
     if constexpr (kHasFastPath<Functor<T>, Each>) {
       const int64_t before = launched;
       if (launch.may_take_fast_path && !launch.inputs.skip_nonfinite) {
-        const int error = launch_step<Functor<T>, Each, Shape, true>(launch, block_counter, stream,
-                                                                     launched, had);
+        const int error = launch_step<Functor<T>, Each, FastShape<Functor, Each>, true>(
+            launch, block_counter, stream, launched, had);
         if (error != 0 || launched - before == had) return error;
       }
     }

@@ -84,7 +84,7 @@ struct Adam {
   // Returns 2^32 times the root of the second moment, 2^-63 for 0. The root and the quotient are
   // computed from operands that are multiplied by 2^64, so that none of them is subnormal. An
   // exp_avg_sq that is too large for that ends as a NaN in the parameter.
-  template <typename Seeds>
+  template <typename Seeds, Division kDivision>
   AMP_EXT_INLINE float fast_update(float grad, float& param, float& exp_avg, float& exp_avg_sq,
                                    Unusual& unusual) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);
@@ -92,13 +92,17 @@ struct Adam {
     const float scaled = fused_multiply_add(exp_avg_sq, 0x1p64f, 0x1p-126f);
     const float root = root_from(scaled, Seeds::inverse_root(scaled));
     const float denominator = root * (inv_bias_correction2_sqrt * 0x1p-32f) + eps;
-    const float numerator = product(step_size * exp_avg, 0x1p64f);
-    const float quotient =
-        quotient_from(numerator, denominator, fast_reciprocal<Seeds>(denominator));
-    // An update below 2^-126 changes no parameter of at least 2^-62; beside a smaller one it would
-    // have to be rounded as a subnormal number first.
-    unusual.note_update(quotient, param);
-    param = fused_multiply_add(quotient, -0x1p-64f, param);
+    const float numerator = step_size * exp_avg;
+    if constexpr (kDivision == Division::kExact) {
+      param = param - numerator / denominator;
+    } else {
+      const float quotient = quotient_from(product(numerator, 0x1p64f), denominator,
+                                           fast_reciprocal<Seeds>(denominator));
+      // An update below 2^-126 changes no parameter of at least 2^-62; beside a smaller one it
+      // would have to be rounded as a subnormal number first.
+      unusual.note_update(quotient, param);
+      param = fused_multiply_add(quotient, -0x1p-64f, param);
+    }
     unusual.note_result(param);
     return root;
   }

@@ -14,6 +14,10 @@
 
 namespace amp_ext {
 
+// How the fast path divides: by a short sequence, or by an operator, where quotients may be
+// subnormal.
+enum class Division { kFast, kExact };
+
 // Whether the options that all optimizers have are the usual ones.
 inline bool takes_fast_path(const CommonHyperparameters& group) {
   return !group.write_back_grads && group.clip_value == std::numeric_limits<double>::infinity() &&

@@ -43,7 +43,7 @@ struct Lion {
     known.weight_decay.is_coupled = known.direction.from_end = known.average.from_end = false;
     return known;
   }
-  template <typename Seeds>
+  template <typename Seeds, Division>
   AMP_EXT_INLINE void fast_update(float grad, float& param, float& exp_avg,
                                   Unusual& unusual) const {
     (*this)(grad, param, exp_avg);

@@ -57,12 +57,12 @@ struct Sgd {
     known.weight_decay.is_coupled = false;
     return known;
   }
-  template <typename Seeds>
+  template <typename Seeds, Division>
   AMP_EXT_INLINE void fast_update(float grad, float& param, Unusual& unusual) const {
     (*this)(grad, param);
     unusual.note_result(param);
   }
-  template <typename Seeds>
+  template <typename Seeds, Division>
   AMP_EXT_INLINE void fast_update(float grad, float& param, float& momentum_buffer,
                                   Unusual& unusual) const {
     (*this)(grad, param, momentum_buffer);
