@@ -65,6 +65,7 @@ def read_state_dict(optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]
     operation, own_groups = operation_of(optimizer), optimizer.param_groups
     _check_layout(operation, state_dict)
     state_dict = _with_empty_groups(own_groups, state_dict)
+    state_dict = _without_unused_moments(optimizer, state_dict)
     _check_saved_groups(optimizer, state_dict)
     saved_groups, saved_states = _with_own_steps(state_dict)
     saved_groups = _in_order_of_names(operation, own_groups, saved_groups)
@@ -142,14 +143,38 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
     return {**state_dict, "param_groups": groups}
 
 
+def _without_unused_moments(
+    optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Drops moments of other optimizers that are all 0, which nothing has ever used.
+
+    DeepSpeedCPULion writes an ``exp_avg_sq`` of zeros.
+    """
+    of_others = set(ops.names_of_all_buffers())
+    of_others -= {buffer.name for buffer in optimizer.description.buffers}
+
+    def is_unused(key: Any, value: Any) -> bool:
+        return key in of_others and isinstance(value, Tensor) and not value.any()
+
+    states = {
+        key: {name: value for name, value in state.items() if not is_unused(name, value)}
+        if isinstance(state, Mapping)
+        else state
+        for key, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
 def _check_saved_groups(optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Checks that an optimizer with the options of this one wrote a state dict."""
-    described = optimizer.description
+    """Checks that a state dict has what the optimizer needs and nothing that changes its steps."""
+    described, own = optimizer.description, optimizer.param_groups
+    own_keys = {key for group in own for key in group if isinstance(key, str)}
     ops.check_saved_groups(
         operation_of(optimizer),
-        [base.__name__ for base in type(optimizer).__mro__],
-        [*optimizer.defaults, *(buffer.name for buffer in described.buffers)],
+        type(optimizer).__name__,
+        [*optimizer.defaults, *own_keys, *(buffer.name for buffer in described.buffers)],
         [each.name for each in described.options if each.on_load == "required"],
+        [bool(group["decoupled_weight_decay"]) for group in own],
         [dict(group) for group in state_dict["param_groups"]],
         [dict(state) for state in state_dict["state"].values() if isinstance(state, Mapping)],
     )

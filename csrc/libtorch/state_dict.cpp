@@ -108,15 +108,6 @@ Keys keys_of(const Dict& dict) {
   return keys;
 }
 
-// The states of a state dict by the text of their keys, which are ints in files of Python.
-std::map<std::string, c10::IValue> states_of(const Dict& state_dict) {
-  std::map<std::string, c10::IValue> states;
-  for (const auto& entry : find(state_dict, "state")->toGenericDict()) {
-    states[shown(entry.key())] = entry.value();
-  }
-  return states;
-}
-
 // Adds the entries of a dict whose keys another has not.
 void insert_others(const Dict& dict, const Dict& others) {
   for (const auto& entry : others) dict.insert(entry.key(), entry.value());
@@ -137,13 +128,42 @@ SavedGroup saved_group(const Dict& group) {
 }
 
 Loader loader_of(const OptimizerKind& kind, const std::string& operation) {
-  Loader loader = {operation, {kind.name, kind.base_class}, {}, {}};
+  Loader loader = {operation, kind.name, {}, {}, {}};
   for (const BufferDescription& buffer : kind.buffers) loader.own_keys.emplace_back(buffer.name);
   for (const OptionDescription& option : kind.options) {
     loader.own_keys.emplace_back(option.name);
     if (option.on_load == OnLoad::kRequired) loader.required.emplace_back(option.name);
   }
   return loader;
+}
+
+// Returns a state without moments of other optimizers that are all 0, which nothing has ever used:
+// DeepSpeedCPULion writes an exp_avg_sq of zeros.
+Dict without_unused_moments(const OptimizerKind& kind, const Dict& state) {
+  const Keys names = names_of_all_buffers();
+  auto kept = new_dict();
+  for (const auto& entry : state) {
+    const std::string key = entry.key().isString() ? entry.key().toStringRef() : "";
+    const auto is_it = [&](const auto& buffer) { return key == buffer.name; };
+    const bool is_own = std::any_of(kind.buffers.begin(), kind.buffers.end(), is_it);
+    const bool is_of_another = !is_own && std::find(names.begin(), names.end(), key) != names.end();
+    const bool is_unused =
+        is_of_another && entry.value().isTensor() && !entry.value().toTensor().any().item<bool>();
+    if (!is_unused) kept.insert(entry.key(), entry.value());
+  }
+  return kept;
+}
+
+// The states of a state dict by the text of their keys, which are ints in files of Python.
+std::map<std::string, c10::IValue> states_of(const OptimizerKind& kind, const Dict& state_dict) {
+  std::map<std::string, c10::IValue> states;
+  for (const auto& entry : find(state_dict, "state")->toGenericDict()) {
+    const c10::IValue& value = entry.value();
+    const bool is_dict = value.isGenericDict();
+    states[shown(entry.key())] =
+        is_dict ? c10::IValue(without_unused_moments(kind, value.toGenericDict())) : value;
+  }
+  return states;
 }
 
 // The options of a group as they are after a load: those of the file, but for the configured ones.
@@ -277,7 +297,7 @@ struct FusedOptimizer::Load {
   void read(const c10::IValue& state_dict) {
     const Dict dict = dict_of(operation, state_dict);
     groups = saved_groups(operation, dict);
-    saved = states_of(dict);
+    saved = states_of(kind, dict);
     check_file();
     for (size_t i = 0; i < groups.size(); ++i) read_group(i);
     const Dict all_states = find(dict, "state")->toGenericDict();
@@ -299,12 +319,25 @@ struct FusedOptimizer::Load {
       state_keys.insert(state_keys.end(), keys.begin(), keys.end());
     }
     std::vector<size_t> own_lengths, lengths;
-    for (const auto& group : optimizer.param_groups_) own_lengths.push_back(group.params().size());
+    Loader loader = loader_of(kind, operation);
+    for (size_t i = 0; i < optimizer.param_groups_.size(); ++i) {
+      own_lengths.push_back(optimizer.param_groups_[i].params().size());
+      const auto options = optimizer.checked_options(i).clone();
+      for (const auto& [name, place] : static_cast<FusedOptions&>(*options).options()) {
+        if (name == std::string("decoupled_weight_decay")) {
+          loader.decouples.push_back(*std::get<bool*>(place));
+        }
+      }
+      if (i >= optimizer.impl_->other_entries.size()) continue;
+      for (std::string& key : keys_of(optimizer.impl_->other_entries[i])) {
+        loader.own_keys.push_back(std::move(key));
+      }
+    }
     for (const Dict& group : groups) {
       groups_of_file.push_back(saved_group(group));
       lengths.push_back(find(group, "params")->toListRef().size());
     }
-    check_saved_groups(loader_of(kind, operation), groups_of_file, state_keys);
+    check_saved_groups(loader, groups_of_file, state_keys);
     check_lengths(own_lengths, lengths);
   }
 

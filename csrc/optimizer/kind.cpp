@@ -184,20 +184,41 @@ const Kind& kind_of<LionHyperparameters>() {
   return kind;
 }
 
-std::vector<std::string> configured_options() {
-  std::vector<std::string> names;
-  const auto add = [&](const Kind& kind) {
-    for (const OptionDescription& option : kind.options) {
-      if (option.on_load != OnLoad::kKept) continue;
-      if (std::find(names.begin(), names.end(), option.name) == names.end()) {
-        names.emplace_back(option.name);
-      }
-    }
-  };
-#define AMP_EXT_ADD(Functor) add(kind_of<Functor##Hyperparameters>());
+namespace {
+
+// Returns the names that `add` appends for each of our optimizers, each of them once.
+template <typename Add>
+std::vector<std::string> names_in_all_kinds(const Add& add) {
+  std::vector<std::string> all, names;
+#define AMP_EXT_ADD(Functor) add(kind_of<Functor##Hyperparameters>(), all);
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_ADD)
 #undef AMP_EXT_ADD
+  for (const std::string& name : all) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  }
   return names;
+}
+
+}  // namespace
+
+std::vector<std::string> configured_options() {
+  return names_in_all_kinds([](const Kind& kind, std::vector<std::string>& names) {
+    for (const OptionDescription& option : kind.options) {
+      if (option.on_load == OnLoad::kKept) names.emplace_back(option.name);
+    }
+  });
+}
+
+std::vector<std::string> names_of_all_options() {
+  return names_in_all_kinds([](const Kind& kind, std::vector<std::string>& names) {
+    for (const OptionDescription& option : kind.options) names.emplace_back(option.name);
+  });
+}
+
+std::vector<std::string> names_of_all_buffers() {
+  return names_in_all_kinds([](const Kind& kind, std::vector<std::string>& names) {
+    for (const BufferDescription& buffer : kind.buffers) names.emplace_back(buffer.name);
+  });
 }
 
 const OptionDescription& Kind::option(const char* name) const {

@@ -119,6 +119,12 @@ AMP_EXT_API const Kind& kind_of();
 // The options of all our optimizers that a load leaves as they were configured.
 AMP_EXT_API std::vector<std::string> configured_options();
 
+// Returns the names of the options of all our optimizers.
+AMP_EXT_API std::vector<std::string> names_of_all_options();
+
+// Returns the names of the buffers of all our optimizers.
+AMP_EXT_API std::vector<std::string> names_of_all_buffers();
+
 // Throws, in torch's words, if the options are not what torch takes as defaults. It does not check
 // those of groups.
 AMP_EXT_API void check_as_torch(const GroupOptions& options);

@@ -1,98 +1,107 @@
-// The groups of state dicts, and the keys that some optimizers have and others have not.
+// The checks of the groups and the state keys of files.
 #include "optimizer/saved_groups.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <iterator>
-#include <set>
 
+#include "optimizer/kind.h"
+#include "optimizer/masters.h"
 #include "tensors/python_names.h"
 
 namespace amp_ext::optim {
 
 namespace {
 
-struct Telling {
+// Files that are recognised by a key that no other library writes, and how to load them.
+struct WriterSignature {
   const char* key;
-  const char* name;  // of the optimizer
+  const char* writer;
+  const char* advice;
 };
 
-// These codes of 8 bits meant other numbers.
-constexpr const char* kOfOtherCodes =
-    "an earlier amp_ext, which can write float32_state_dict(optimizer) to be loaded here";
+// The 8-bit codes of an earlier amp_ext meant other numbers.
+constexpr const char* kFromFloat32 = "Write float32_state_dict(optimizer) there and load that";
+constexpr WriterSignature kSignatures[] = {
+    {"exp_avg_q8r", "an earlier amp_ext", kFromFloat32},
+    {"exp_avg_sq_q8v", "an earlier amp_ext", kFromFloat32},
+    {"__bnb_optimizer_quant_state__", "bitsandbytes",
+     "Its 32-bit states load after they are renamed, as \"From bitsandbytes\" in "
+     "docs/migration.md shows; its 8-bit states don't load"},
+    {"gradient_release", "optimi",
+     "Its states load after they are converted, as \"From optimi\" in docs/migration.md shows"},
+    {"master_bytewidth", "flashoptim",
+     "Its uncompressed states load after some entries of the groups are changed, as \"From "
+     "flashoptim\" in docs/migration.md shows"}};
 
-// The first that a file has names its writer.
-constexpr Telling kToldBy[] = {{"acc_delta", "torch.optim.Adadelta"},
-                               {"beta2_decay", "torch.optim.Adafactor"},
-                               {"initial_accumulator_value", "torch.optim.Adagrad"},
-                               {"exp_inf", "torch.optim.Adamax"},
-                               {"lambd", "torch.optim.ASGD"},
-                               {"tolerance_grad", "torch.optim.LBFGS"},
-                               {"ns_steps", "torch.optim.Muon"},
-                               {"momentum_decay", "torch.optim.NAdam"},
-                               {"mu_product", "torch.optim.NAdam"},
-                               {"centered", "torch.optim.RMSprop"},
-                               {"etas", "torch.optim.Rprop"},
-                               {"exp_avg_q8r", kOfOtherCodes},
-                               {"exp_avg_sq_q8v", kOfOtherCodes},
-                               {"init_zero", "apex.optimizers.FusedNovoGrad"},
-                               {"grad_averaging", "apex.optimizers.FusedLAMB"}};
-
-// Those that some of the others have as well, and the next ones: looked at last.
-constexpr Telling kToldLastBy[] = {
-    {"amsgrad", "Adam"}, {"exp_avg_sq", "Adam"}, {"dampening", "SGD"}, {"momentum_buffer", "SGD"}};
+// Entries that schedules write into groups, and the counter of a group.
+const Keys kAllowed = {"params", "param_names",   "step",   "initial_lr",   "max_lr",
+                       "min_lr", "base_momentum", "swa_lr", "max_momentum", "initial_weight_decay"};
 
 bool has(const Keys& keys, const std::string& key) {
   return std::find(keys.begin(), keys.end(), key) != keys.end();
 }
 
-// RAdam, Adamax and SparseAdam have no option of their own in every release. One of these stands in
-// the groups of all others that have betas: Adam's, FusedAdam's, that of transformers, and ours.
-const char* const kNotNearRAdam[] = {"amsgrad", "bias_correction", "correct_bias", "dampening",
-                                     "master_weights"};
-
-std::string near_radam(const std::vector<SavedGroup>& groups) {
-  for (const SavedGroup& saved : groups) {
-    const Keys& group = saved.keys;
-    const bool is_another = std::any_of(std::begin(kNotNearRAdam), std::end(kNotNearRAdam),
-                                        [&](const char* key) { return has(group, key); });
-    if (!has(group, "betas") || !has(group, "eps") || is_another) continue;
-    const char* name = "RAdam";
-    if (!has(group, "weight_decay")) {
-      name = "SparseAdam";
-    } else if (has(group, "capturable") && !has(group, "decoupled_weight_decay")) {
-      name = "Adamax";
-    }
-    return std::string("torch.optim.") + name +
-           ": it has 'betas' without 'amsgrad' or 'bias_correction'";
-  }
-  return {};
+// True for groups of amp_ext, and of torch since 2.4: other libraries don't have these options.
+bool may_have_entries_of_users(const SavedGroup& group) {
+  return has(group.keys, "master_weights") || has(group.keys, "fused");
 }
 
-// Which other optimizer wrote a state dict, with what tells it; empty if none is known.
-std::string other_writer(const Loader& loader, const std::vector<SavedGroup>& groups,
-                         const Keys& state_keys) {
-  std::set<std::string> keys(state_keys.begin(), state_keys.end());
-  bool is_ours = false;
-  for (const SavedGroup& group : groups) {
-    keys.insert(group.keys.begin(), group.keys.end());
-    is_ours |= has(group.keys, "master_weights");
+// Returns the keys that the optimizer does not know and that may change what a step does.
+Keys unknown_among(const Keys& keys, const Loader& loader, bool users_may_add) {
+  static const Keys options = names_of_all_options(), buffers = names_of_all_buffers();
+  Keys unknown;
+  for (const std::string& key : keys) {
+    if (has(loader.own_keys, key) || has(kAllowed, key) || has(unknown, key)) continue;
+    if (std::find(kMasterKeys.begin(), kMasterKeys.end(), key) != kMasterKeys.end()) continue;
+    if (std::find(kSavedFlags.begin(), kSavedFlags.end(), key) != kSavedFlags.end()) continue;
+    if (!users_may_add || has(options, key) || has(buffers, key)) unknown.push_back(key);
   }
-  for (const std::string& key : loader.own_keys) keys.erase(key);
-  const auto told = [](const std::string& name, const char* key) {
-    return name + ": it has '" + key + "'";
-  };
-  for (const auto& [key, name] : kToldBy) {
-    if (keys.count(key) != 0) return told(name, key);
+  return unknown;
+}
+
+void check_signatures(const Loader& loader, const std::vector<SavedGroup>& groups,
+                      const Keys& state_keys) {
+  for (const auto& [key, writer, advice] : kSignatures) {
+    bool is_found = has(state_keys, key);
+    for (const SavedGroup& group : groups) is_found |= has(group.keys, key);
+    TORCH_CHECK_VALUE(!is_found || has(loader.own_keys, key), loader.operation,
+                      ": state_dict has the key '", key, "', written by ", writer, ". ", advice);
   }
-  std::string near = near_radam(groups);
-  if (!near.empty()) return near;
-  for (const auto& [key, name] : kToldLastBy) {
-    if (keys.count(key) == 0 || has(loader.classes, name)) continue;
-    return told(std::string(is_ours ? "amp_ext" : "torch") + ".optim." + name, key);
+}
+
+// Adam's groups have 'amsgrad', in which they differ from those of RAdam, Adamax and others. Those
+// of FusedAdam, and of transformers' AdamW, have a flag of their own instead.
+void check_required(const Loader& loader, const SavedGroup& group, const std::string& where) {
+  Keys missing;
+  for (const std::string& name : loader.required) {
+    if (!has(group.keys, name)) missing.push_back(name);
   }
-  return {};
+  const bool is_adam = has(loader.own_keys, "amsgrad");
+  const bool has_flag = has(group.keys, "bias_correction") || has(group.keys, "correct_bias");
+  if (is_adam && !has(group.keys, "amsgrad") && !has_flag) missing.emplace_back("amsgrad");
+  TORCH_CHECK_VALUE(missing.empty(), where, " must have ", python_list(missing), ", got ",
+                    group.shown_keys);
+}
+
+void check_flags(const Loader& loader, const SavedGroup& group, size_t index) {
+  const bool decouples = index < loader.decouples.size() && loader.decouples[index];
+  for (const auto& [name, flag] : group.flags) {
+    bool is_wanted = name == "bias_correction" || name == "correct_bias";
+    if (name == "weight_decouple") is_wanted = decouples;
+    const char* why = "";
+    if (name == "differentiable") {
+      why =
+          ": a fused kernel is not differentiable; set it to False in the state dict to go on "
+          "without gradients through the steps";
+    } else if (name == "fixed_decay") {
+      why = ": the weight decay of a step is multiplied by lr";
+    } else if (name == "weight_decouple") {
+      why = ", which is not decoupled_weight_decay of the optimizer";
+    }
+    TORCH_CHECK_VALUE(flag.is_set == is_wanted, loader.operation, ": ", name, " of param_groups[",
+                      index, "] must be ", is_wanted ? "True" : "False", ", got ", flag.text, why);
+  }
 }
 
 }  // namespace
@@ -104,26 +113,24 @@ bool SavedGroup::counts_for_states() const {
 
 void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
                         const Keys& state_keys) {
-  const std::string writer = other_writer(loader, groups, state_keys);
-  TORCH_CHECK_VALUE(writer.empty(), loader.operation,
-                    ": state_dict must have the options and states of ", loader.classes.front(),
-                    ", but is a state dict of ", writer);
+  check_signatures(loader, groups, state_keys);
+  bool users_may_add = true;
   for (size_t i = 0; i < groups.size(); ++i) {
-    Keys missing;
-    for (const std::string& name : loader.required) {
-      if (!has(groups[i].keys, name)) missing.push_back(name);
-    }
-    TORCH_CHECK_VALUE(missing.empty(), loader.operation, ": param_groups[", i, "] must have ",
-                      python_list(missing), ", got ", groups[i].shown_keys);
-    for (const auto& [name, flag] : groups[i].flags) {
-      const bool is_wanted = name != "differentiable";
-      TORCH_CHECK_VALUE(
-          flag.is_set == is_wanted, loader.operation, ": ", name, " of param_groups[", i,
-          is_wanted ? "] must be True, got " + flag.text
-                    : "] must be False, got True: a fused kernel is not differentiable; set it to "
-                      "False in the state dict to go on without gradients through the steps");
-    }
+    const std::string where = c10::str(loader.operation, ": param_groups[", i, "]");
+    check_required(loader, groups[i], where);
+    const bool users_may_add_here = may_have_entries_of_users(groups[i]);
+    users_may_add &= users_may_add_here;
+    const Keys unknown = unknown_among(groups[i].keys, loader, users_may_add_here);
+    TORCH_CHECK_VALUE(unknown.empty(), where, " must have no options that ", loader.name,
+                      " does not have, got ", python_list(unknown),
+                      ". If they don't change what a step does, delete them from the file, or give "
+                      "the optimizer's groups entries of these names");
+    check_flags(loader, groups[i], i);
   }
+  const Keys unknown = unknown_among(state_keys, loader, users_may_add);
+  TORCH_CHECK_VALUE(unknown.empty(), loader.operation, ": state must have no entries that ",
+                    loader.name, " does not keep, got ", python_list(unknown),
+                    ". If they don't change what a step does, delete them from the file");
 }
 
 void check_lengths(const std::vector<size_t>& own, const std::vector<size_t>& saved) {

@@ -1,5 +1,4 @@
-// What the groups of a state dict mean: which optimizer wrote it, and whether another one goes on
-// from it.
+// Whether an optimizer can go on from the groups and the state keys of a file.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -30,21 +29,23 @@ struct AMP_EXT_API SavedGroup {
   bool counts_for_states() const;
 };
 
-// `correct_bias` is of transformers' AdamW.
-inline constexpr std::array<const char*, 3> kSavedFlags = {"bias_correction", "correct_bias",
-                                                           "differentiable"};
+// Flags of other libraries that say how their optimizers step. `correct_bias` is transformers',
+// `fixed_decay` and `weight_decouple` are pytorch_optimizer's.
+inline constexpr std::array<const char*, 5> kSavedFlags = {
+    "bias_correction", "correct_bias", "differentiable", "fixed_decay", "weight_decouple"};
 
 // The optimizer that is to load a state dict.
 struct AMP_EXT_API Loader {
-  std::string operation;  // "AdamW.load_state_dict"
-  Keys classes;           // its name, and those of the classes that it extends
-  Keys own_keys;          // its options and buffers
-  Keys required;          // options that each group must have
+  std::string operation;        // "AdamW.load_state_dict"
+  std::string name;             // "AdamW"
+  Keys own_keys;                // its options, its buffers and all entries of its groups
+  Keys required;                // options that each group must have
+  std::vector<bool> decouples;  // decoupled_weight_decay of each of its groups
 };
 
-// Throws if another optimizer wrote a state dict, a group lacks an option, or goes another way than
-// ours can. A key that the loader has as well tells nothing of the writer, nor does one of a class
-// that it extends.
+// Throws unless the groups and states of a file have all that the optimizer needs and nothing that
+// may change what a step does. Entries that a user added are allowed in files of torch and of
+// amp_ext, and wherever the optimizer's own groups have them.
 AMP_EXT_API void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
                                     const Keys& state_keys);
 

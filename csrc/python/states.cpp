@@ -45,15 +45,27 @@ auto without_gil(const Function& function) {
   return function();
 }
 
+// Returns the Python number of a number or an array of one element of numpy; other values as they
+// are.
+py::object plain_number(py::handle value) {
+  auto same = py::reinterpret_borrow<py::object>(value);
+  if (!py::hasattr(value, "item") || !py::hasattr(value, "size")) return same;
+  const py::object size = value.attr("size");
+  const bool has_one = PyLong_Check(size.ptr()) && PyLong_AsLong(size.ptr()) == 1;
+  return has_one ? py::object(value.attr("item")()) : same;
+}
+
 // An entry of a state in a file.
 optim::SavedValue saved_value(py::handle value, bool is_step) {
   optim::SavedValue saved;
   saved.type = py::cast<std::string>(py::type::of(value).attr("__name__"));
-  py::object number = py::reinterpret_borrow<py::object>(value);
+  py::object number;
   if (THPVariable_Check(value.ptr())) {
     saved.tensor = THPVariable_Unpack(value.ptr());
     if (!is_step || saved.tensor.numel() != 1) return saved;
     number = value.attr("detach")().attr("item")();
+  } else {
+    number = plain_number(value);
   }
   saved.text = py::repr(number);
   if (PyFloat_Check(number.ptr()) || PyLong_Check(number.ptr())) {
@@ -98,17 +110,17 @@ optim::SavedGroup saved_group(const py::dict& group) {
   return saved;
 }
 
-void check_saved_groups(std::string operation, optim::Keys classes, optim::Keys own_keys,
-                        optim::Keys required, const std::vector<py::dict>& groups,
-                        const std::vector<py::dict>& states) {
+void check_saved_groups(std::string operation, std::string name, optim::Keys own_keys,
+                        optim::Keys required, std::vector<bool> decouples,
+                        const std::vector<py::dict>& groups, const std::vector<py::dict>& states) {
   std::vector<optim::SavedGroup> saved;
   for (const py::dict& group : groups) saved.push_back(saved_group(group));
   optim::Keys state_keys;
   for (const py::dict& state : states) {
     for (std::string& key : texts_in(state)) state_keys.push_back(std::move(key));
   }
-  const optim::Loader loader = {std::move(operation), std::move(classes), std::move(own_keys),
-                                std::move(required)};
+  const optim::Loader loader = {std::move(operation), std::move(name), std::move(own_keys),
+                                std::move(required), std::move(decouples)};
   optim::check_saved_groups(loader, saved, state_keys);
 }
 
@@ -116,8 +128,9 @@ void check_saved_groups(std::string operation, optim::Keys classes, optim::Keys 
 
 void define_states(py::module_& module) {
   module.attr("MASTER_KEYS") = py::tuple(py::cast(optim::kMasterKeys));
-  module.def("check_saved_groups", &check_saved_groups, py::arg("operation"), py::arg("classes"),
-             py::arg("own_keys"), py::arg("required"), py::arg("groups"), py::arg("states"));
+  module.def("check_saved_groups", &check_saved_groups, py::arg("operation"), py::arg("name"),
+             py::arg("own_keys"), py::arg("required"), py::arg("decouples"), py::arg("groups"),
+             py::arg("states"));
   module.def("check_lengths", &optim::check_lengths, py::arg("own"), py::arg("saved"));
   module.def(
       "counts_for_states",

@@ -78,10 +78,11 @@ def coded(name: str, **entries: Any) -> Change:
     return change
 
 
-def as_radam(saved: Saved) -> None:
-    for group in saved["param_groups"]:
-        for key in group.keys() - {"params", "lr", "betas", "eps", "weight_decay"}:
-            del group[key]
+def of_another(lr: float = 0.1, **entries: Any) -> Saved:
+    """Returns a file of another library, with one parameter; its state is under ``state``."""
+    state = entries.pop("state", {})
+    group = {"lr": lr, "weight_decay": 0.1, **entries, "params": [0]}
+    return {"state": {0: state} if state else {}, "param_groups": [group]}
 
 
 def file_of(kind: str, *params: int, **options: Any) -> Saved:
@@ -93,9 +94,6 @@ def file_of(kind: str, *params: int, **options: Any) -> Saved:
     return made.state_dict()
 
 
-OF_OTHER_CODES = (
-    "an earlier amp_ext, which can write float32_state_dict(optimizer) to be loaded here"
-)
 NAN, INF = float("nan"), float("inf")
 TWO = [*ONE, {"params": [1]}]
 FILE = file_of("AdamW", 1, 1, lr=0.1)
@@ -111,6 +109,10 @@ PAIRS = "be torch.uint8 of shape (2, 2), got"
 A_STATE_DTYPE = "must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None, got"
 A_MASTER = "must be True, False, 'split' or 'split8', got"
 A_LIMIT = "must be a number of at least 0 or None, got"
+OF_OTHER_CODES = (
+    "written by an earlier amp_ext. Write float32_state_dict(optimizer) there and load that"
+)
+IF_HARMLESS = "If they don't change what a step does, delete them from the file"
 NO_CODE = (
     "must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum has no code, got"
 )
@@ -171,21 +173,133 @@ BAD_FILES: dict[str, Change] = {
     "steps": in_group(differentiable=True),
     "eps of param_groups[1] must be a number, got nan": in_group(eps=NAN),
     f"lr {A_NUMBER} nan": in_group(lr=NAN),
-    **{
-        "state_dict must have the options and states of AdamW, but is a state dict of "
-        f"{writer}: it has {key}": change
-        for writer, change, key in (
-            ("torch.optim.NAdam", in_group(momentum_decay=0.5), "'momentum_decay'"),
-            ("torch.optim.Adafactor", in_group(beta2_decay=-0.8), "'beta2_decay'"),
-            ("apex.optimizers.FusedLAMB", in_group(grad_averaging=True), "'grad_averaging'"),
-            ("apex.optimizers.FusedNovoGrad", in_group(init_zero=True), "'init_zero'"),
-            ("amp_ext.optim.SGD", in_state(momentum_buffer=torch.ones(2)), "'momentum_buffer'"),
-            ("torch.optim.RAdam", as_radam, "'betas' without 'amsgrad' or 'bias_correction'"),
-            (OF_OTHER_CODES, coded("exp_avg", q8r=IN_CHARS), "'exp_avg_q8r'"),
-            (OF_OTHER_CODES, coded("exp_avg_sq", q8v=IN_BYTES, exp=IN_BYTES), "'exp_avg_sq_q8v'"),
-        )
-    },
+    "state must have no entries that AdamW does not keep, got ['momentum_buffer']. "
+    f"{IF_HARMLESS}": in_state(momentum_buffer=torch.ones(2)),
+    f"state_dict has the key 'exp_avg_q8r', {OF_OTHER_CODES}": coded("exp_avg", q8r=IN_CHARS),
+    f"state_dict has the key 'exp_avg_sq_q8v', {OF_OTHER_CODES}": (
+        coded("exp_avg_sq", q8v=IN_BYTES, exp=IN_BYTES)
+    ),
 }
+# Files of other libraries: which class refuses them, and the text. Keys and options are those that
+# the packages write.
+MOMENT = torch.full((2,), 0.25)
+NO_OPTIONS = "param_groups[0] must have no options that"
+NO_ENTRIES = "state must have no entries that"
+OR_KEEP = f"{IF_HARMLESS}, or give the optimizer's groups entries of these names"
+AN_SGD: dict[str, Any] = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "foreach": None}
+AN_ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+A_LION: dict[str, Any] = {"betas": (0.9, 0.99)}
+RENAME_BNB = (
+    "state_dict has the key '__bnb_optimizer_quant_state__', written by bitsandbytes. Its 32-bit "
+    'states load after they are renamed, as "From bitsandbytes" in docs/migration.md shows; its '
+    "8-bit states don't load"
+)
+FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
+    (  # torch 2.13.0 RAdam
+        "AdamW",
+        "param_groups[0] must have ['amsgrad'], got ['lr', 'weight_decay', 'betas', 'eps', "
+        "'decoupled_weight_decay', 'maximize', 'params']",
+        of_another(**AN_ADAM, decoupled_weight_decay=False, maximize=False),
+        {},
+    ),
+    (  # pytorch_optimizer 4.1.0 Lion
+        "Lion",
+        "weight_decouple of param_groups[0] must be True, got False, which is not "
+        "decoupled_weight_decay of the optimizer",
+        of_another(**A_LION, weight_decouple=False, fixed_decay=False, foreach=None, step=2),
+        {},
+    ),
+    (
+        "Lion",
+        "fixed_decay of param_groups[0] must be False, got True: the weight decay of a step is "
+        "multiplied by lr",
+        of_another(**A_LION, weight_decouple=True, fixed_decay=True, foreach=None, step=2),
+        {},
+    ),
+    (
+        "Lion",
+        "weight_decouple of param_groups[0] must be False, got True, which is not "
+        "decoupled_weight_decay of the optimizer",
+        of_another(**A_LION, weight_decouple=True, fixed_decay=False),
+        {"decoupled_weight_decay": False},
+    ),
+    (  # pytorch_optimizer 4.1.0 FOCUS
+        "Lion",
+        f"{NO_OPTIONS} Lion does not have, got ['gamma']. {OR_KEEP}",
+        of_another(**A_LION, gamma=0.1, state={"exp_avg": MOMENT, "pbar": MOMENT}),
+        {},
+    ),
+    (  # its moments alone
+        "Lion",
+        f"{NO_ENTRIES} Lion does not keep, got ['pbar']. {IF_HARMLESS}",
+        of_another(**A_LION, state={"exp_avg": MOMENT, "pbar": MOMENT}),
+        {},
+    ),
+    (  # timm 1.0.31 Lion
+        "Lion",
+        f"{NO_OPTIONS} Lion does not have, got ['caution', 'corrected_weight_decay', "
+        f"'max_lr_snapshot']. {OR_KEEP}",
+        of_another(**A_LION, caution=True, corrected_weight_decay=False, max_lr_snapshot=0.1),
+        {},
+    ),
+    (  # pytorch_optimizer 4.1.0 SGDW
+        "SGD",
+        "weight_decouple of param_groups[0] must be False, got True, which is not "
+        "decoupled_weight_decay of the optimizer",
+        of_another(**AN_SGD, weight_decouple=True, step=2, state={"momentum_buffer": MOMENT}),
+        {},
+    ),
+    (  # pytorch_optimizer 4.1.0 SGDP
+        "SGD",
+        f"{NO_OPTIONS} SGD does not have, got ['delta', 'wd_ratio', 'eps']. {OR_KEEP}",
+        of_another(**AN_SGD, delta=0.1, wd_ratio=0.1, eps=1e-8, state={"momentum": MOMENT}),
+        {},
+    ),
+    (  # pytorch_optimizer 4.1.0 PID
+        "SGD",
+        f"{NO_OPTIONS} SGD does not have, got ['derivative', 'integral']. {OR_KEEP}",
+        of_another(**AN_SGD, derivative=10.0, integral=5.0, state={"i_buffer": MOMENT}),
+        {},
+    ),
+    (  # Adam's moments in SGD's groups
+        "SGD",
+        f"{NO_ENTRIES} SGD does not keep, got ['exp_avg', 'exp_avg_sq']. {IF_HARMLESS}",
+        of_another(**AN_SGD, fused=None, state={"exp_avg": MOMENT, "exp_avg_sq": MOMENT}),
+        {},
+    ),
+    (  # torch-optimi 0.3.3 SGD
+        "SGD",
+        "state_dict has the key 'gradient_release', written by optimi. Its states load after they "
+        'are converted, as "From optimi" in docs/migration.md shows',
+        of_another(**AN_SGD, gradient_release=False, state={"exp_avg": MOMENT}),
+        {},
+    ),
+    (  # flashoptim 0.1.4 FlashAdamW
+        "AdamW",
+        "state_dict has the key 'master_bytewidth', written by flashoptim. Its uncompressed states "
+        'load after some entries of the groups are changed, as "From flashoptim" in '
+        "docs/migration.md shows",
+        of_another(**AN_ADAM, initial_lr=0.1, master_bytewidth=0, quantize=False),
+        {},
+    ),
+    *(  # bitsandbytes 0.50.2
+        (
+            kind,
+            RENAME_BNB,
+            of_another(
+                **AN_ADAM, state={"step": 1, "__bnb_optimizer_quant_state__": {"state1": MOMENT}}
+            ),
+            {},
+        )
+        for kind in ("AdamW", "Lion", "SGD")
+    ),
+    (  # timm 1.0.31 Lamb
+        "AdamW",
+        f"{NO_OPTIONS} AdamW does not have, got ['grad_averaging', 'trust_clip']. {OR_KEEP}",
+        of_another(**AN_ADAM, bias_correction=True, grad_averaging=True, trust_clip=False, step=2),
+        {},
+    ),
+]
 # Likewise, of a state: the key, and what must be.
 BAD_STATES: dict[str, Change] = {
     "exp_avg be there, got ['step', 'exp_avg_sq']": lacking("state", 0, "exp_avg"),
@@ -573,9 +687,13 @@ VALUE_ERRORS: list[Row] = [
         optimizer("AdamW", (LOAD, file_of("AdamW", 2))),
     ),
     (
-        "AdamW.load_state_dict: state_dict must have the options and states of AdamW, but is a "
-        "state dict of amp_ext.optim.SGD: it has 'dampening'",
+        "AdamW.load_state_dict: param_groups[0] must have ['betas', 'eps', 'amsgrad'], got "
+        f"{[*file_of('SGD', 1)['param_groups'][0]]}",
         optimizer("AdamW", (LOAD, file_of("SGD", 1, momentum=0.5))),
+    ),
+    *(
+        (f"{kind}.load_state_dict: {text}", optimizer(kind, (LOAD, saved), **options))
+        for kind, text, saved, options in FILES_OF_OTHERS
     ),
     (
         f"AdamW.load_state_dict: state_dtype of param_groups[0] {NO_CODE} '8bit'",
