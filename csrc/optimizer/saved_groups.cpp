@@ -22,17 +22,14 @@ struct WriterSignature {
 
 // The 8-bit codes of an earlier amp_ext meant other numbers.
 constexpr const char* kFromFloat32 = "Write float32_state_dict(optimizer) there and load that";
+constexpr const char* kConverted =
+    "It loads after it is converted by the function for that package in docs/migration.md";
 constexpr WriterSignature kSignatures[] = {
     {"exp_avg_q8r", "an earlier amp_ext", kFromFloat32},
     {"exp_avg_sq_q8v", "an earlier amp_ext", kFromFloat32},
-    {"__bnb_optimizer_quant_state__", "bitsandbytes",
-     "Its 32-bit states load after they are renamed, as \"From bitsandbytes\" in "
-     "docs/migration.md shows; its 8-bit states don't load"},
-    {"gradient_release", "optimi",
-     "Its states load after they are converted, as \"From optimi\" in docs/migration.md shows"},
-    {"master_bytewidth", "flashoptim",
-     "Its uncompressed states load after some entries of the groups are changed, as \"From "
-     "flashoptim\" in docs/migration.md shows"}};
+    {"__bnb_optimizer_quant_state__", "bitsandbytes", kConverted},
+    {"master_bytewidth", "flashoptim", kConverted},
+    {"gradient_release", "optimi", kConverted}};
 
 // Entries that schedules write into groups, and the counter of a group.
 const Keys kAllowed = {"params", "param_names",   "step",   "initial_lr",   "max_lr",
@@ -100,7 +97,8 @@ void check_flags(const Loader& loader, const SavedGroup& group, size_t index) {
       why = ", which is not decoupled_weight_decay of the optimizer";
     }
     TORCH_CHECK_VALUE(flag.is_set == is_wanted, loader.operation, ": ", name, " of param_groups[",
-                      index, "] must be ", is_wanted ? "True" : "False", ", got ", flag.text, why);
+                      index, is_wanted ? "] must be True, got " : "] must be False, got ",
+                      flag.text, why);
   }
 }
 

@@ -189,11 +189,7 @@ OR_KEEP = f"{IF_HARMLESS}, or give the optimizer's groups entries of these names
 AN_SGD: dict[str, Any] = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "foreach": None}
 AN_ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 A_LION: dict[str, Any] = {"betas": (0.9, 0.99)}
-RENAME_BNB = (
-    "state_dict has the key '__bnb_optimizer_quant_state__', written by bitsandbytes. Its 32-bit "
-    'states load after they are renamed, as "From bitsandbytes" in docs/migration.md shows; its '
-    "8-bit states don't load"
-)
+CONVERT = "It loads after it is converted by the function for that package in docs/migration.md"
 FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     (  # torch 2.13.0 RAdam
         "AdamW",
@@ -269,23 +265,21 @@ FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     ),
     (  # torch-optimi 0.3.3 SGD
         "SGD",
-        "state_dict has the key 'gradient_release', written by optimi. Its states load after they "
-        'are converted, as "From optimi" in docs/migration.md shows',
+        f"state_dict has the key 'gradient_release', written by optimi. {CONVERT}",
         of_another(**AN_SGD, gradient_release=False, state={"exp_avg": MOMENT}),
         {},
     ),
     (  # flashoptim 0.1.4 FlashAdamW
         "AdamW",
-        "state_dict has the key 'master_bytewidth', written by flashoptim. Its uncompressed states "
-        'load after some entries of the groups are changed, as "From flashoptim" in '
-        "docs/migration.md shows",
+        f"state_dict has the key 'master_bytewidth', written by flashoptim. {CONVERT}",
         of_another(**AN_ADAM, initial_lr=0.1, master_bytewidth=0, quantize=False),
         {},
     ),
     *(  # bitsandbytes 0.50.2
         (
             kind,
-            RENAME_BNB,
+            f"state_dict has the key '__bnb_optimizer_quant_state__', written by bitsandbytes. "
+            f"{CONVERT}",
             of_another(
                 **AN_ADAM, state={"step": 1, "__bnb_optimizer_quant_state__": {"state1": MOMENT}}
             ),
