@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -241,9 +241,10 @@ class WeightAverage:
         operation = "WeightAverage.copy_to"
         if not isinstance(model, nn.Module):
             raise TypeError(f"{operation}: model must be a torch.nn.Module, got {_class_of(model)}")
-        ours, copies = self._named(operation)
+        contents, contents_there = self._named(operation), _contents_of(model)
+        ours, copies = contents.tensors, contents.copies
         entries = self._averaged(ours)
-        target, copies_there = _tensors_of(model)
+        target, copies_there = contents_there.tensors, contents_there.copies
         names = list(target)
         places = ops.places_by_name([*entries], names)
         if places:
@@ -274,14 +275,15 @@ class WeightAverage:
                 is_whole = is_dtensor(each) or not is_dtensor(average)
                 each.detach().copy_(average if is_whole else average.full_tensor())
 
-    def averaged_state_dict(self) -> dict[str, Tensor]:
+    def averaged_state_dict(self) -> dict[str, Any]:
         """Returns what ``torch.optim.swa_utils.AveragedModel(model).load_state_dict`` takes.
 
         Under ``fully_shard`` all ranks have to call it together, as :meth:`load_state_dict` of such
         a file and ``model.state_dict()``: modules gather their parameters anew afterwards.
 
         "n_averaged", and under "module.<name>" the averages, and all else that the model has as it
-        is: buffers, frozen parameters, and those of other optimizers. Its tensors are those in use.
+        is: buffers, extra states of any type, frozen parameters, and those of other optimizers. Its
+        tensors are those in use.
 
         Raises:
             RuntimeError: If the average was made without ``model``, or is swapped in.
@@ -290,20 +292,21 @@ class WeightAverage:
         """
         operation = "WeightAverage.averaged_state_dict"
         self._averages.check_not_swapped(operation)
-        averaged = self._averaged(self._named(operation)[0])
+        contents = self._named(operation)
+        averaged = self._averaged(contents.tensors) | contents.extra_states
         named = {_PREFIX + name: each for name, each in averaged.items()}
         return {"n_averaged": self.n_averaged, **named}
 
-    def _named(self, operation: str) -> tuple[dict[str, Tensor], set[str]]:
-        """Returns what the model has by its names, as ``_tensors_of``: all our parameters, too."""
+    def _named(self, operation: str) -> _Contents:
+        """Returns what the model has by its names, with all parameters of the optimizer in it."""
         if self.model is None:
             raise RuntimeError(
                 f"{operation}: model must be given to WeightAverage for the names, got None"
             )
         self._list()
         self._check_model(operation, self.model)
-        tensors, copies = _tensors_of(self.model)
-        found = set(map(id, tensors.values()))
+        contents = _contents_of(self.model)
+        found = set(map(id, contents.tensors.values()))
         names = {id(param): name for name, param in self.model.named_parameters()}
         for index, param in enumerate(self._params):
             if id(param) not in found:
@@ -311,7 +314,7 @@ class WeightAverage:
                     f"{operation}: state_dict() of model must have param {index} under its name "
                     f"{names[id(param)]!r}, of shape {list(param.shape)}, or itself, got neither"
                 )
-        return tensors, copies
+        return contents
 
     def _averaged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns averages in place of our parameters."""
@@ -339,7 +342,8 @@ class WeightAverage:
 
         Args:
             state_dict: From ``state_dict()``; or, with ``model``, one of torch's ``AveragedModel``,
-                of which buffers and frozen parameters are left out.
+                of which buffers and frozen parameters are left out. Names are compared without what
+                ``torch.compile`` and wrappers such as DDP add to them.
 
         Raises:
             KeyError: If an entry is missing.
@@ -356,8 +360,9 @@ class WeightAverage:
         self._averages.check_not_swapped(operation)
         self._list()
         if any(str(name).startswith(_PREFIX) for name in state_dict):
-            names_of = {id(each): name for name, each in self._named(operation)[0].items()}
-            names = [_PREFIX + names_of[id(param)] for param in self._params]
+            named = self._named(operation).tensors
+            names_of = {id(each): name for name, each in named.items()}
+            names = _names_in_file([names_of[id(param)] for param in self._params], state_dict)
             _check_keys(operation, state_dict, ["n_averaged", *names])
             averages = {name: state_dict[name] for name in names}
             n_averaged = _whole(operation, "n_averaged", state_dict["n_averaged"])
@@ -431,11 +436,18 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
     return after_step
 
 
-def _tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
-    """Returns the tensors of a model by the names of its state dict.
+class _Contents(NamedTuple):
+    """What a model has, by the names of its state dict."""
+
+    tensors: dict[str, Tensor]
+    copies: set[str]  # names of tensors that are neither a parameter nor a buffer
+    extra_states: dict[str, Any]  # those of ``get_extra_state`` that are no tensors
+
+
+def _contents_of(model: nn.Module) -> _Contents:
+    """Returns what a model has by the names of its state dict.
 
     A copy that a hook has put there gives way to the parameter or buffer of its name and shape.
-    Returned, too, are the names of all that is neither.
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     own: dict[str, Tensor] = {
@@ -443,19 +455,36 @@ def _tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     known = set(map(id, own.values()))
-    tensors: dict[str, Tensor] = {}
-    others: set[str] = set()
+    contents = _Contents({}, set(), {})
     for name, each in state.items():
         if not isinstance(each, Tensor):
+            contents.extra_states[name] = each
             continue
-        tensors[name] = each
+        contents.tensors[name] = each
         if id(each) in known:
             continue
         if name in own and own[name].shape == each.shape:
-            tensors[name] = own[name]
+            contents.tensors[name] = own[name]
         else:
-            others.add(name)
-    return tensors, others
+            contents.copies.add(name)
+    return contents
+
+
+def _names_in_file(names: list[str], state_dict: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of parameters in a file of ``AveragedModel``.
+
+    They are compared without what wrappers add to names, where a file lacks one of them as it is.
+    """
+    keys = [_PREFIX + name for name in names]
+    if all(key in state_dict for key in keys):
+        return keys
+    saved = [str(key) for key in state_dict if str(key).startswith(_PREFIX)]
+    bare_saved, bare = ops.without_wrappers(saved), ops.without_wrappers(names)
+    places = dict(zip(bare_saved, saved, strict=True))
+    are_unique = len(places) == len(saved) and len(set(bare)) == len(bare)
+    return [
+        places.get(name, key) if are_unique else key for name, key in zip(bare, keys, strict=True)
+    ]
 
 
 def _reshard(model: nn.Module | None) -> None:

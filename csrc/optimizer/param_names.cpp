@@ -28,12 +28,6 @@ std::string without_wrappers(const std::string& name) {
   return bare;
 }
 
-Names without_wrappers(const Names& names) {
-  Names bare;
-  for (const std::string& name : names) bare.push_back(without_wrappers(name));
-  return bare;
-}
-
 std::vector<int64_t> places_of(const Names& own, const Names& saved) {
   std::map<std::string, int64_t> places;
   for (const std::string& name : saved) places.emplace(name, places.size());
@@ -55,6 +49,12 @@ Names joined(const std::vector<Names>& groups) {
 }
 
 }  // namespace
+
+Names without_wrappers(const Names& names) {
+  Names bare;
+  for (const std::string& name : names) bare.push_back(without_wrappers(name));
+  return bare;
+}
 
 std::vector<int64_t> places_by_name(const Names& own, const Names& saved) {
   const std::vector<int64_t> places = places_of(own, saved);

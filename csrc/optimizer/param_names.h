@@ -11,6 +11,10 @@ namespace amp_ext {
 
 using Names = std::vector<std::string>;
 
+// Returns names without the parts that DistributedDataParallel, torch.compile,
+// FullyShardedDataParallel and checkpoint_wrapper add to them.
+AMP_EXT_API Names without_wrappers(const Names& names);
+
 // The places in the file of the parameters of a group, whose names are `own`. Empty if names do not
 // tell: unless both have the same names, each once. What wrappers add to names does not count.
 AMP_EXT_API std::vector<int64_t> places_by_name(const Names& own, const Names& saved);

@@ -25,6 +25,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("cpu_isa", &cpu_isa);
   module.def("configured_options", &optim::configured_options);
   module.def("names_of_all_buffers", &optim::names_of_all_buffers);
+  module.def("without_wrappers", py::overload_cast<const Names&>(&without_wrappers),
+             py::arg("names"));
   module.def("places_by_name", &places_by_name, py::arg("own"), py::arg("saved"));
   module.def("name_of_another_group", &name_of_another_group, py::arg("own"), py::arg("saved"));
   module.def(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -42,6 +43,82 @@ def test_it_is_torchs_average_in_its_files_too():
     assert average.n_averaged == 6
     reference = [param for param in theirs.module.parameters() if param.requires_grad]
     assert all(map(same_bits, average.averages, reference))
+
+
+class WithExtraState(nn.Linear):
+    """A layer with something else in its state dict, as TransformerEngine's layers have."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [torch.ones(1), {"amax": 1.0}, io.BytesIO(b"scales"), 3, None])
+def test_extra_states_of_all_types_are_in_its_files(extra):
+    model = WithExtraState(4, 2)
+    model.extra = extra
+    optimizer = amp_ext.optim.AdamW(model.parameters(), lr=0.1)
+    average = WeightAverage(optimizer, 0.9, model=model)
+    theirs = AveragedModel(model)
+    theirs.module.extra = "another"
+    written = average.averaged_state_dict()
+    assert list(written) == list(theirs.state_dict())
+    theirs.load_state_dict(written)
+    assert theirs.module.extra == extra
+    average.load_state_dict(theirs.state_dict())
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+WRAPPERS: dict[str, Any] = {
+    "nothing": lambda model: model,
+    "torch.compile": compiled,
+    "DataParallel": nn.DataParallel,
+    "compiled DataParallel": lambda model: compiled(nn.DataParallel(model)),
+    "checkpoint_wrapper": checkpoint_wrapper,
+}
+
+
+@pytest.mark.parametrize("after", WRAPPERS)
+@pytest.mark.parametrize("before", WRAPPERS)
+def test_names_in_files_are_compared_without_what_wrappers_add(before, after):
+    def wrapped(name: str) -> tuple[nn.Module, WeightAverage]:
+        torch.manual_seed(0)
+        model = WRAPPERS[name](nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
+        optimizer = amp_ext.optim.AdamW(model.parameters(), lr=0.1)
+        return model, WeightAverage(optimizer, 0.9, model=model)
+
+    model, source = wrapped(before)
+    step(source.optimizer)
+    step(source.optimizer)
+    theirs = AveragedModel(model)
+    for file in (source.averaged_state_dict(), theirs.state_dict()):
+        loaded = wrapped(after)[1]
+        step(loaded.optimizer)
+        loaded.load_state_dict(file | {"n_averaged": 1})
+        params = [key for key in file if key.endswith(("weight", "bias"))]
+        assert all(map(same_bits, loaded.averages, [file[key] for key in params]))
+
+
+def test_names_that_are_the_same_without_wrappers_are_refused():
+    """A module of the model may be called as a wrapper is."""
+    model = nn.ModuleDict({"module": nn.Linear(2, 2), "other": nn.ModuleDict()})
+    model["other"]["module"] = nn.Linear(2, 2)
+    optimizer = amp_ext.optim.AdamW(model.parameters(), lr=0.1)
+    average = WeightAverage(optimizer, 0.9, model=model)
+    step(optimizer)
+    file = average.averaged_state_dict()
+    average.load_state_dict(file)
+    without = {name.replace("module.module.", "module._orig_mod."): file[name] for name in file}
+    without["module.weight"] = torch.ones(2, 2)
+    with pytest.raises(KeyError, match=r"state_dict must have \['module.module.weight'"):
+        average.load_state_dict(without)
 
 
 def assert_refused_by_each(
