@@ -23,6 +23,8 @@ from harness.optimizer_cases import (
 from harness.reference import same_bits
 from harness.rows import rows
 
+import amp_ext
+
 Optimizer = torch.optim.Optimizer
 
 
@@ -83,6 +85,48 @@ def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch
     as_their_own(mine, other)
     as_their_own(back, other)
     assert {key: back.param_groups[0][key] for key in switch} == switch
+
+
+IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
+SCALERS = {"none": None, "torch": torch.amp.GradScaler, "amp_ext": amp_ext.GradScaler}
+
+
+def steps_under(make_scaler, *optimizers):
+    """Takes two steps, each with the same gradients in all optimizers, under a scaler or none."""
+    scalers = [make_scaler and make_scaler("cpu", init_scale=4.0) for _ in optimizers]
+    for _ in range(2):
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            losses = [(param.sin() * param).sum() for param in cases.params_of(optimizer)]
+            loss = torch.stack(losses).sum()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+
+@pytest.mark.parametrize("make_scaler", SCALERS.values(), ids=SCALERS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("name", cases.IN_TORCH)
+def test_each_implementation_of_torch_goes_on_from_our_file_and_we_from_its(
+    name, implementation, make_scaler
+):
+    """torch takes ``fused`` and ``foreach`` from the file; so they are set after the load."""
+    momentum = {"momentum": 0.9} if name == "SGD" else {}
+    mine = ours(name)(make_params(F32), lr=0.1, **momentum)
+    steps_under(make_scaler, mine)
+    file = copy.deepcopy(mine.state_dict())  # torch keeps the tensors of what it loads
+    torchs = cases.loading(theirs(name)(twins(mine), **implementation), file)
+    for group in torchs.param_groups:
+        group.update(implementation)
+    steps_under(make_scaler, mine, torchs)
+    cases.assert_all_close(mine, torchs, steps=2)
+    back = cases.loading(ours(name)(twins(torchs)), torchs.state_dict())
+    steps_under(make_scaler, torchs, back)
+    cases.assert_all_close(back, torchs, steps=2)
 
 
 @cases.each_in_torch
