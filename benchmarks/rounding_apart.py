@@ -1,0 +1,116 @@
+"""Draws how far two runs of one training go apart by rounding alone: docs/rounding_apart.png.
+
+    PYTHONPATH=. python benchmarks/rounding_apart.py              # half a minute
+    PYTHONPATH=. python benchmarks/rounding_apart.py other.png
+
+A small network of tanh layers is trained by ``torch.optim.AdamW``, in float32 on one thread. The
+other runs are ours, torch's fused one, and the first one again with weights that were moved by one
+unit in the last place at the start.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amp_ext.optim import AdamW
+
+FIGURE = Path(__file__).resolve().parents[1] / "docs" / "rounding_apart.png"
+STEPS, EVERY = 3000, 10
+WIDTH, DEPTH = 32, 6
+# By what the figure calls a run: the optimizer, whether the weights are moved, and the colour.
+RUNS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, str]] = {
+    "amp_ext": (lambda params: AdamW(params, lr=3e-3), False, "#004D7A"),
+    "torch, fused=True": (
+        lambda params: torch.optim.AdamW(params, lr=3e-3, fused=True),
+        False,
+        "#56B4E9",
+    ),
+    "torch, weights moved by one unit in the last place": (
+        lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=False),
+        True,
+        "#E69F00",
+    ),
+}
+
+
+class Run(NamedTuple):
+    """What was seen every few steps."""
+
+    weights: Tensor  # a row each time
+    losses: list[float]
+
+
+def trained(
+    make: Callable[[Any], torch.optim.Optimizer], is_moved: bool = False, steps: int = STEPS
+) -> Run:
+    """Trains the network from the same start, with the same batches."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), *layers, nn.Linear(WIDTH, 1))
+    if is_moved:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.nextafter(param, torch.tensor(torch.inf)))
+    optimizer = make(model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    weights, losses = [], []
+    for number in range(steps):
+        x = torch.randn(64, 8, generator=generator)
+        loss = nn.functional.mse_loss(model(x), (3.0 * x).sin().sum(1, keepdim=True))
+        if number % EVERY == 0:
+            weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+            losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return Run(torch.stack(weights), losses)
+
+
+def distances(run: Run, reference: Run) -> list[float]:
+    """Returns the distance of the weights from those of the reference, by their norm."""
+    apart = (run.weights - reference.weights).norm(dim=1)
+    return [float(each) for each in apart / reference.weights.norm(dim=1)]
+
+
+def draw(reference: Run, runs: dict[str, Run], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, run in runs.items():
+        colour = RUNS[name][2]
+        steps = range(0, EVERY * len(run.losses), EVERY)
+        left.plot(steps, distances(run, reference), color=colour, label=name)
+        right.plot(steps, smoothed(run.losses), color=colour)
+    right.plot(steps, smoothed(reference.losses), color="black", ls=":", label="torch")
+    left.set(title="distance of the weights from those of torch", xlabel="step", yscale="log")
+    right.set(title="loss, mean of 200 steps", xlabel="step")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    span = 200 // EVERY
+    windows = [losses[max(0, end - span) : end] for end in range(1, len(losses) + 1)]
+    return [sum(window) / len(window) for window in windows]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    reference = trained(lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=False))
+    runs = {name: trained(make, is_moved) for name, (make, is_moved, _) in RUNS.items()}
+    for name, run in runs.items():
+        found = distances(run, reference)
+        shown = ", ".join(f"step {at * EVERY}: {found[at]:.1e}" for at in (0, 1, 10, 100, -1))
+        print(f"{name}: {shown}; last losses {smoothed(run.losses)[-1]:.4f}")
+    print(f"torch: last losses {smoothed(reference.losses)[-1]:.4f}")
+    draw(reference, runs, Path(sys.argv[1]) if len(sys.argv) > 1 else FIGURE)
