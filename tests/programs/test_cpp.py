@@ -16,6 +16,7 @@ from harness.awkward import NAN
 from harness.deeds import Deed, Saved, comparable, do, whole
 from harness.guard_rules import norms_of_a_run
 from harness.optimizer_cases import CLASSES
+from harness.other_packages import OF_OTHERS
 from harness.refused_calls import REFUSED_CALLS
 from torch import Tensor
 
@@ -269,6 +270,20 @@ def test_files_of_others_load_as_in_python(run: Run, tmp_path: Path) -> None:
     saved["state"]["buckets"] = (1, 2)  # of no parameter
     deed = {**step, "calls": [("optimizer.load_state_dict", saved), ("optimizer.step",)]}
     assert do_in_cpp(run, deed, tmp_path)["optimizer"]["state"][0]["step"] == 2
+    assert_same_in_cpp(run, deed, tmp_path)
+
+
+@pytest.mark.parametrize("package", OF_OTHERS)
+def test_a_file_of_another_package_goes_on_as_in_python(
+    run: Run, package: str, tmp_path: Path
+) -> None:
+    name, options, file, before, _ = OF_OTHERS[package]
+    deed = {
+        "optimizer": name,
+        "options": options,
+        "params": [torch.tensor(before)],
+        "calls": [("optimizer.load_state_dict", file), ("optimizer.step",)],
+    }
     assert_same_in_cpp(run, deed, tmp_path)
 
 
