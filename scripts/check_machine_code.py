@@ -179,7 +179,7 @@ def name_of(signature: str) -> tuple[str, int, int]:
     """
     text = re.sub(r"amp_ext::|cuda::|\(anonymous namespace\)::", "", signature)
     shape = re.search(r"\bShape<(\d+)", text)
-    threads = int(shape[1]) if shape else 128 if "FastShape<" in text else 256
+    threads = int(shape[1]) if shape else 256
     buffer = r"Plain<\w+>|Ratio|Blockwise<\w+>"
     kinds = rf"Kinds<\w+, Plain<(\w+)>, (\w+)<(\w+)(?:, (\d+))?>((?:, (?:{buffer}))*) ?>"
     step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}", text)
@@ -188,6 +188,8 @@ def name_of(signature: str) -> tuple[str, int, int]:
         kept = {"Plain": "", "Mastered": " master", "Split": f" split{low_bits}"}[kind]
         buffers = re.findall(buffer, of_buffers)
         stored = stored_in(buffers, "double" if param == "double" else "float")
+        if "FastShape<" in text and param != "float":
+            threads //= 2
         name = f"step {functor}{len(buffers)} {param}{kept}, {grad} grad, {stored} buffers"
         codes = sum(not each.startswith("Plain") for each in buffers)
         exponents = sum(each.startswith("Blockwise") for each in buffers)

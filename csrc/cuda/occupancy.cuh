@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cuda/tensor_table.cuh"
 #include "kernels.h"
 
 namespace amp_ext::cuda {
@@ -60,13 +61,20 @@ constexpr int blocks_on(int architecture) {
   return kFormula == Weight::kMedium && Param::kMaster == Master::kFloat32 ? 4 : 3;
 }
 
-// The same for the fast path, in blocks of kFastThreads.
+// The threads of a block of the fast path.
+template <typename Streams>
+constexpr int fast_threads() {
+  return sizeof(typename Streams::Kinds::Param::Stored) == 2 ? kThreads / 2 : kThreads;
+}
+
+// For how many blocks of the fast path there are to be registers.
 template <template <typename> class Functor, typename Streams>
 constexpr int fast_blocks_on(int architecture) {
   constexpr bool kTakesMore =
       std::is_same_v<Functor<float>, Lion<float>> && Streams::Kinds::kHasCodes;
-  if (architecture >= 900 && architecture < 1000) return kTakesMore ? 6 : 8;
-  return blocks_on<Functor, Streams>(architecture) * kThreads / kFastThreads;
+  constexpr int kScale = kThreads / fast_threads<Streams>();
+  if (architecture >= 900 && architecture < 1000) return (kTakesMore ? 3 : 4) * kScale;
+  return blocks_on<Functor, Streams>(architecture) * kScale;
 }
 
 }  // namespace amp_ext::cuda

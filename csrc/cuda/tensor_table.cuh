@@ -26,7 +26,6 @@ struct Shape {
 };
 
 inline constexpr int kThreads = 256;
-inline constexpr int kFastThreads = 128;  // of the fast path of a step
 
 // Bytes of a kernel's arguments, which drivers take from CUDA 12.1 on.
 inline constexpr int kArgumentBytes = 32764;
