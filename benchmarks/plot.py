@@ -28,6 +28,7 @@ COLOURS = {
     "by_hand": "#E69F00",
     "buffered": "#F5D08A",
     "in_float32": "#7FA8C9",
+    "swa_utils": "#44AA99",
     "DeepSpeed": "#D55E00",
     "bitsandbytes": "#009E73",
     "torchao": "#CC79A7",
