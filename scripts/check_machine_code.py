@@ -2,9 +2,10 @@
 
     python scripts/check_machine_code.py FOLDER
 
-``FOLDER`` holds, for each source and architecture, ``NAME.compute_90.cubin`` as ``nvcc --keep``
-leaves it, and in ``*.log`` what ``ptxas -v`` said. The table ``machine_code.txt`` beside this file
-says what each kernel must reach. Exit code 1 if one falls short.
+``FOLDER`` holds, for each source and architecture, ``NAME.compute_90.cubin`` or
+``NAME.sm_90.cubin`` as ``nvcc --keep`` leaves it, and in ``*.log`` what ``ptxas -v`` said. The
+table ``machine_code.txt`` beside this file says what each kernel must reach. Exit code 1 if one
+falls short.
 
 A loop is a set of instructions of which each leads to every other; an innermost one holds no other.
 The main loops of a kernel are the innermost ones in which a thread moves 128 bits at once: as many
@@ -373,7 +374,7 @@ def disassembled(cubin: Path, nvdisasm: str) -> str:
 def read(folder: Path) -> list[Kernel]:
     """Returns the kernels that were compiled into a folder."""
     nvdisasm = find_nvdisasm()
-    cubins = sorted(folder.glob("*.compute_*.cubin"))
+    cubins = sorted([*folder.glob("*.compute_*.cubin"), *folder.glob("*.sm_*.cubin")])
     if not cubins:
         raise UnreadableError(f"there is no machine code in {folder}")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -381,7 +382,7 @@ def read(folder: Path) -> list[Kernel]:
         kernels = [
             kernel
             for cubin, listing in zip(cubins, listings, strict=True)
-            for kernel in parse(listing, cubin.suffixes[-2].replace(".compute", "sm"))
+            for kernel in parse(listing, re.sub(r"^\.(compute|sm)", "sm", cubin.suffixes[-2]))
         ]
     by_symbol = {(each.symbol, each.architecture): each for each in kernels}
     for log in folder.glob("*.log"):

@@ -4,6 +4,7 @@
 #
 #   PYTHON=.venv/bin/python   has nvdisasm among its packages, if neither the PATH nor the toolkit has
 #   MAX_JOBS=2                compiles so many files at once
+#   ARCHITECTURES='80 90 100' are compiled for; the CUDA build reads its own machine code for sm_90
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,7 @@ trap 'rm -rf "$out"' EXIT
 
 known=$(nvcc --list-gpu-arch)
 architectures=
-for number in 80 90 100; do
+for number in ${ARCHITECTURES:-80 90 100}; do
   # CUDA 12.8 is the first to know the last.
   ! grep -qx "compute_$number" <<< "$known" ||
     architectures+=" -gencode=arch=compute_$number,code=sm_$number"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the extension for the CPU and for CUDA against a CUDA PyTorch, from the source distribution, and
-# tests all that needs no GPU.
+# tests all that needs no GPU. Reads the machine code for sm_90, as compile_kernels.sh does for others.
 # Everything lies in .venv-cuda/<version of PyTorch>; what is built in the checkout stays as it is.
 #
 #   TORCH=2.11.0        version of PyTorch; its environment, several GB, is made when it is missing
@@ -38,7 +38,7 @@ find_python() {
 }
 
 requirements() {
-  grep -E '^(hypothesis|ninja|numpy|pytest|pytest-xdist|wheel)==' requirements.txt
+  grep -E '^(hypothesis|ninja|numpy|nvidia-cuda-nvdisasm|pytest|pytest-xdist|wheel)==' requirements.txt
 }
 
 # Complete or not at all. The wheels are unpacked and dropped, never cached.
@@ -61,11 +61,17 @@ make_cuda_environment() {
 build() {
   copy_sources "$home/source"
   export AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST='9.0+PTX'
+  # What nvcc leaves of a source that is not compiled again is as it was.
+  local code=$PWD/$home/machine_code
+  mkdir -p "$code"
+  export NVCC_APPEND_FLAGS="--keep --keep-dir $code -Xptxas -v"
   (cd "$home/source" && "$python" setup.py --name) > "$home/build.log" 2>&1 || {
     cat "$home/build.log" >&2
     fail "PyTorch $torch can't be tested on this machine" 3
   }
   install_copy
+  cat "$home/build.log" >> "$code/build.log"
+  "$python" scripts/check_machine_code.py "$code"
 }
 
 check() {
@@ -137,7 +143,7 @@ run_tests() {
 }
 
 [ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_cuda_environment
-digest="$torch $(digest_of csrc amp_ext/{include,share} tests/cpp setup.py scripts/{cuda_build,own_environment}.sh)"
+digest="$torch $(digest_of csrc amp_ext/{include,share} tests/cpp setup.py scripts/{cuda_build,own_environment}.sh scripts/{check_machine_code.py,machine_code.txt})"
 if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
   echo "the CUDA build for PyTorch $torch is as it was when it passed ($home)"
   exit
