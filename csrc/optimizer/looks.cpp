@@ -43,7 +43,11 @@ std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<Look> looks;
+  constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;  // rows
   for (size_t index = 0; index < rows_.size(); ++index) {
+    if (index + kTensorsAhead < rows_.size()) rows_[index + kTensorsAhead].prefetch_grad();
+    if (index + kStoragesAhead < rows_.size())
+      rows_[index + kStoragesAhead].prefetch_grad_storage();
     Row& row = rows_[index];
     if (!row.has_grad()) {
       row.seen_grad.reset();
@@ -52,11 +56,10 @@ std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
     checks_.check_grad(row);
     Look& look = look_of(looks, row, found_inf, options);
     row.see_grad();
-    at::Tensor dense = row.grad();
-    if (!dense.is_non_overlapping_and_dense()) {
-      dense = dense.contiguous();
-      row.staged.push_back({row.grad(), dense, false});  // keeps it alive
-    }
+    const bool is_dense = row.grad().is_non_overlapping_and_dense();
+    // The copy is kept alive.
+    if (!is_dense) row.staged.push_back({row.grad(), row.grad().contiguous(), false});
+    const at::Tensor& dense = is_dense ? row.grad() : row.staged.back().dense;
     look.records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
                                            static_cast<int64_t>(index)));
   }

@@ -109,6 +109,14 @@ struct Row {
     }
     if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
   }
+  // The same of what a scan of the gradients reads.
+  AMP_EXT_INLINE void prefetch_grad() const {
+    if (has_grad()) prefetch(grad().unsafeGetTensorImpl());
+  }
+  AMP_EXT_INLINE void prefetch_grad_storage() const {
+    if (has_grad()) prefetch(storage_of(grad()));
+    if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
+  }
   BufferFormat format(int buffer) const;  // by its dtype
   bool has_codes() const;                 // as the record says
 
