@@ -4,13 +4,14 @@
     python scripts/time_host.py --installed FOLDER      # beside what is built there already
     python scripts/time_host.py --against main --quick --rows 'AdamW, 6 '
     AMP_EXT_CPU_ISA=avx2 python scripts/time_host.py --rows kernel      # of other instructions
+    python scripts/time_host.py --rows kernel --elements 2048,16777216  # in faster caches, in none
 
 Steps of AdamW, and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`,
 and under a scaler, ours or torch's, where `scale`, `step` and `update` are timed. Every step finds
 new gradients, as after `zero_grad` and `backward`, which are not timed. "cold": before each step a
 walk over 64 MB has thrown code and data out of the caches. Then the kernels of the CPU: steps and
-looks at one tensor that stays in a cache. And how long importing amp_ext takes beside torch, whose
-files the system has in memory.
+looks at one tensor of `--elements`; the default of 2^18 stays in a cache. And how long importing
+amp_ext takes beside torch, whose files the system has in memory.
 
 Each package runs in two processes, which take turns with the others at every row and are started
 anew many times; the least time of each counts. "itself" is how far apart the two of one package
@@ -45,6 +46,7 @@ ROWS = [
 ]
 NUMEL, SWEPT = 64, 16_000_000  # float32
 IN_CACHE = 2**18  # elements
+AS_LONG = 2**18  # elements that a kernel takes while it is timed, at least
 
 OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")
 F16, BF16 = torch.float16, torch.bfloat16
@@ -66,6 +68,7 @@ KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
         for kept, master in KEPT.items()
         for name, state_dtype in (("bf16", BF16), ("8bit-bf16", "8bit-bf16"), ("8bit", "8bit"))
     },
+    "AdamW fp32, 8bit states": (torch.float32, "AdamW", {"state_dtype": "8bit"}),
     "SGD fp32": (torch.float32, "SGD", {}),
     "SGD momentum fp32": (torch.float32, "SGD", {"momentum": 0.9}),
     "SGD momentum bf16 + master, 8bit states": (
@@ -83,11 +86,13 @@ SIDES = ("before", "after", "before again", "after again")
 
 
 def make_kernel(row: str) -> Callable[[], float]:
-    """Returns what lets a kernel run over a tensor once and returns its microseconds."""
+    """Returns what lets a kernel run over a tensor and returns the microseconds of one run."""
     import amp_ext
 
-    dtype, name, options = KERNELS[row.removeprefix("kernel: ")]
-    param = torch.nn.Parameter(torch.ones(IN_CACHE, dtype=dtype))
+    kernel, elements = row.removeprefix("kernel: ").split(" x ")
+    dtype, name, options = KERNELS[kernel]
+    param = torch.nn.Parameter(torch.ones(int(elements), dtype=dtype))
+    repeats = max(1, AS_LONG // int(elements))
     param.grad = torch.full_like(param, 0.5)
     if name in OPERATIONS:
         one, found_inf = torch.ones(()), torch.zeros(())
@@ -99,8 +104,9 @@ def make_kernel(row: str) -> Callable[[], float]:
 
     def take() -> float:
         start = perf_counter_ns()
-        timed()
-        return (perf_counter_ns() - start) / 1e3
+        for _ in range(repeats):
+            timed()
+        return (perf_counter_ns() - start) / 1e3 / repeats
 
     return take
 
@@ -225,12 +231,17 @@ def main() -> None:
     parser.add_argument("--against", metavar="COMMIT", default="HEAD", help="builds and times it")
     parser.add_argument("--installed", metavar="FOLDER", type=Path, help="times this one instead")
     parser.add_argument("--rows", default="", help="regular expression that a row's name matches")
+    parser.add_argument(
+        "--elements", metavar="COUNTS", default=str(IN_CACHE), help="of the kernels' tensor: a,b,c"
+    )
     parser.add_argument("--quick", action="store_true", help="one round of three turns")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         return serve()
-    every_row = ["import amp_ext", *ROWS, *(f"kernel: {name}" for name in KERNELS)]
+    sizes = [int(size) for size in arguments.elements.split(",")]
+    kernels = [f"kernel: {name} x {size}" for size in sizes for name in KERNELS]
+    every_row = ["import amp_ext", *ROWS, *kernels]
     rows = [row for row in every_row if re.search(arguments.rows, row)]
     effort = (1, 3) if arguments.quick else (8, 6)
     times = measure(arguments.installed or build(arguments.against), rows, *effort)

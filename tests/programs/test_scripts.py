@@ -15,7 +15,7 @@ import amp_ext
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 ROWS = ["SGD, 2 tensors, our scaler", "SGD, 2 tensors, our scaler, cold"]
-ROWS += ["kernel: SGD momentum fp32", "kernel: unscale_ torch.bfloat16"]
+ROWS += ["kernel: SGD momentum fp32 x 2048", "kernel: unscale_ torch.bfloat16 x 2048"]
 pytestmark = pytest.mark.slow
 
 
@@ -72,7 +72,8 @@ def test_the_list_of_what_users_can_name_is_right(run_module):
 
 @pytest.mark.skipif(Path(amp_ext.__file__).parent.parent != ROOT, reason="the checkout isn't built")
 def test_a_timed_row_has_the_times_of_both_packages_and_how_far_each_is_from_itself():
-    printed = lines_of("time_host.py", "--quick", "--rows", "|".join(ROWS), "--installed", ROOT)
+    options = ("--quick", "--elements", "2048", "--installed", ROOT)
+    printed = lines_of("time_host.py", "--rows", "|".join(ROWS), *options)
     lines = [line.strip("| ").split(" | ") for line in printed[2:]]
     assert [line[0] for line in lines] == ROWS
     for _, *texts in lines:
