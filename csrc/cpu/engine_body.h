@@ -263,10 +263,16 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
   }
 }
 
+}  // namespace amp_ext::cpu::AMP_EXT_ISA
+
+#include "cpu/fast_path_body.h"
+
+namespace amp_ext::cpu::AMP_EXT_ISA {
+
 // Steps a tile of a record that has the kinds of one of the combinations, as every record has.
 template <int kBuffers, typename Functor, typename T, typename... Each>
 void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& constants,
-                     const Tile& tile) {
+                     bool is_usual, const Tile& tile) {
   const auto step_if_matching = [&](auto each) {
     using Combination = decltype(each);
     using Hyperparameters = typename Functor::Hyperparameters;
@@ -275,6 +281,12 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
     } else {
       using Kinds = KindsOf<Combination, Hyperparameters, kBuffers>;
       if (!has_kinds<Kinds>(tile.record)) return false;
+      if constexpr (kHasFastPath<Functor, Kinds>) {
+        if (is_usual && has_usual_dither<Kinds>(tile.record)) {
+          fast_step_tile_of<Streams<Kinds>>(constants, tile);
+          return true;
+        }
+      }
       step_tile_of<Streams<Kinds>>(constants, tile);
       return true;
     }
@@ -299,9 +311,12 @@ class ConstantsCache {
       group_ = record.group;
       step_ = step;
       constants_ = Constants::make(hyperparameters_[group_], record.step, factor_);
+      is_usual_ = !factor_.skip_nonfinite && Functor<T>::has_fast_path(hyperparameters_[group_]);
     }
     return constants_;
   }
+  // True if the fast path takes the options of the last record.
+  bool is_usual() const { return is_usual_; }
 
  private:
   const typename Functor<T>::Hyperparameters* hyperparameters_;  // [groups]
@@ -309,6 +324,7 @@ class ConstantsCache {
   int32_t group_ = -1;
   float step_ = -1.0f;
   Constants constants_;
+  bool is_usual_ = false;
 };
 
 template <template <typename> class Functor, int kBuffers>
@@ -321,9 +337,10 @@ void step_with(const StepLaunch& launch, const TileMap& tiles, const GradientFac
       using Param = decltype(element);
       using All = typename CombinationsFor<Param>::Type;
       if constexpr (std::is_same_v<Param, double>) {
-        step_tile_among<kBuffers>(All(), in_double.of(tile.record), tile);
+        step_tile_among<kBuffers>(All(), in_double.of(tile.record), false, tile);
       } else {
-        step_tile_among<kBuffers>(All(), in_float.of(tile.record), tile);
+        const auto& constants = in_float.of(tile.record);
+        step_tile_among<kBuffers>(All(), constants, in_float.is_usual(), tile);
       }
     });
   });

@@ -120,6 +120,36 @@ AMP_EXT_INLINE Vector<double> maximum(Vector<double> first, Vector<double> secon
 }
 #endif
 
+// The functions of storage.h and numeric.h for vectors.
+AMP_EXT_INLINE Vector<uint32_t> smaller_word(Vector<uint32_t> a, Vector<uint32_t> b) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return (Vector<uint32_t>)_mm512_maskz_min_epi32(0xffff, (__m512i)a, (__m512i)b);
+#else
+  using Signed = Vector<int32_t>;  // which every processor compares
+  return bit_cast<Vector<uint32_t>>(minimum(bit_cast<Signed>(a), bit_cast<Signed>(b)));
+#endif
+}
+AMP_EXT_INLINE Vector<uint32_t> larger_word(Vector<uint32_t> a, Vector<uint32_t> b) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return (Vector<uint32_t>)_mm512_maskz_max_epi32(0xffff, (__m512i)a, (__m512i)b);
+#else
+  using Signed = Vector<int32_t>;
+  return bit_cast<Vector<uint32_t>>(maximum(bit_cast<Signed>(a), bit_cast<Signed>(b)));
+#endif
+}
+AMP_EXT_INLINE Vector<float> magnitude_of(Vector<float> value) {
+  return bit_cast<Vector<float>>(bit_cast<Vector<uint32_t>>(value) & 0x7fffffffu);
+}
+AMP_EXT_INLINE Vector<float> add_exact_product(Vector<float> a, Vector<float> b, Vector<float> c) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return _mm512_maskz_fmadd_ps(0xffff, a, b, c);
+#elif AMP_EXT_VECTOR_X86 == 32
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // Whether any lane of a comparison holds.
 template <typename Mask>
 AMP_EXT_INLINE bool any(Mask mask) {
@@ -139,6 +169,41 @@ AMP_EXT_INLINE int32_t largest_lane(typename VectorOf<int32_t, kBytes>::type val
   } else {
     return value[0] > value[1] ? value[0] : value[1];
   }
+}
+
+#if AMP_EXT_VECTOR_X86 == 64
+// Halves the lanes of two vectors by maxima, which stand in turns in the result.
+AMP_EXT_INLINE __m512i fold_lanes(__m512i a, __m512i b) {
+  return _mm512_maskz_max_epi32(0xffff, _mm512_maskz_unpacklo_epi32(0xffff, a, b),
+                                _mm512_maskz_unpackhi_epi32(0xffff, a, b));
+}
+#elif AMP_EXT_VECTOR_X86 == 32
+AMP_EXT_INLINE __m256i fold_lanes(__m256i a, __m256i b) {
+  return _mm256_max_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+}
+#endif
+// The largest lane of vector i is returned in lane i. The remaining lanes repeat these numbers or
+// are 0.
+AMP_EXT_INLINE Vector<int32_t> largest_lanes(const Vector<int32_t> (&values)[kLanes<float> / 2]) {
+#if AMP_EXT_VECTOR_X86 == 64
+  const auto* const v = reinterpret_cast<const __m512i*>(values);
+  const __m512i low = fold_lanes(fold_lanes(v[0], v[2]), fold_lanes(v[1], v[3]));
+  const __m512i high = fold_lanes(fold_lanes(v[4], v[6]), fold_lanes(v[5], v[7]));
+  const __m512i all =
+      _mm512_maskz_max_epi32(0xffff, _mm512_maskz_shuffle_i64x2(0xff, low, high, 0x44),
+                             _mm512_maskz_shuffle_i64x2(0xff, low, high, 0xee));
+  return (Vector<int32_t>)_mm512_maskz_max_epi32(0xffff,
+                                                 _mm512_maskz_shuffle_i64x2(0xff, all, all, 0x88),
+                                                 _mm512_maskz_shuffle_i64x2(0xff, all, all, 0xdd));
+#elif AMP_EXT_VECTOR_X86 == 32
+  const auto* const v = reinterpret_cast<const __m256i*>(values);
+  const __m256i all = fold_lanes(fold_lanes(v[0], v[2]), fold_lanes(v[1], v[3]));
+  return (Vector<int32_t>)_mm256_max_epi32(all, _mm256_permute2x128_si256(all, all, 1));
+#else
+  Vector<int32_t> largest = {};
+  for (int i = 0; i < kLanes<float> / 2; ++i) largest[i] = largest_lane(values[i]);
+  return largest;
+#endif
 }
 
 AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
@@ -223,6 +288,83 @@ AMP_EXT_INLINE void store_low_bits(uint8_t* to, Vector<uint32_t> value) {
 #endif
 }
 
+// Stores the low 16 bits of each lane of two vectors.
+AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> first, Vector<uint32_t> second) {
+#if AMP_EXT_VECTOR_X86 == 32
+  const auto low = (__m256i)(first & 0xffffu), high = (__m256i)(second & 0xffffu);
+  store_bits(to, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+#else
+  store_low_bits(to, first);
+  store_low_bits(to + kLanes<uint32_t>, second);
+#endif
+}
+
+// Four neighbouring vectors.
+using FourVectors = Vector<uint32_t>[4];
+
+#if AMP_EXT_VECTOR_X86 == 64
+// Four vectors are packed into one by halves of registers, so that store_packed restores the order.
+// packed_signs keeps the sign of each lane in its byte.
+AMP_EXT_INLINE __m512i packed_bytes(const FourVectors& v) {
+  return _mm512_packus_epi16(_mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]),
+                             _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]));
+}
+AMP_EXT_INLINE __m512i packed_signs(const FourVectors& v) {
+  return _mm512_packs_epi16(_mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]),
+                            _mm512_packs_epi32((__m512i)v[2], (__m512i)v[3]));
+}
+AMP_EXT_INLINE void store_packed(uint8_t* to, __m512i bytes) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  store_bits(to, _mm512_maskz_permutexvar_epi32(0xffff, order, bytes));
+}
+#elif AMP_EXT_VECTOR_X86 == 32
+AMP_EXT_INLINE __m256i packed_bytes(const FourVectors& v) {
+  return _mm256_packus_epi16(_mm256_packus_epi32((__m256i)v[0], (__m256i)v[1]),
+                             _mm256_packus_epi32((__m256i)v[2], (__m256i)v[3]));
+}
+AMP_EXT_INLINE __m256i packed_signs(const FourVectors& v) {
+  return _mm256_packs_epi16(_mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
+                            _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]));
+}
+AMP_EXT_INLINE void store_packed(uint8_t* to, __m256i bytes) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  store_bits(to, _mm256_permutevar8x32_epi32(bytes, order));
+}
+#elif AMP_EXT_VECTOR_X86 == 16
+AMP_EXT_INLINE __m128i packed_signs(const FourVectors& v) {
+  return _mm_packs_epi16(_mm_packs_epi32((__m128i)v[0], (__m128i)v[1]),
+                         _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]));
+}
+AMP_EXT_INLINE __m128i packed_bytes(const FourVectors& v) {
+  return _mm_packus_epi16(_mm_packs_epi32((__m128i)v[0], (__m128i)v[1]),
+                          _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]));
+}
+AMP_EXT_INLINE void store_packed(uint8_t* to, __m128i bytes) { store_bits(to, bytes); }
+#endif
+
+// Stores the low 8 bits of each lane of four vectors. No lane has other bits.
+AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values) {
+#if AMP_EXT_VECTOR_X86 != 0
+  store_packed(to, packed_bytes(values));
+#else
+  for (int k = 0; k < 4; ++k) store_low_bits(to + k * kLanes<uint32_t>, values[k]);
+#endif
+}
+// Stores the low 7 bits of each lane, and in the upper bit of its byte the sign of the same lane of
+// `signs`.
+AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values,
+                                    const FourVectors& signs) {
+#if AMP_EXT_VECTOR_X86 != 0
+  using Bytes = decltype(packed_bytes(values));
+  const auto upper = (Bytes)(Vector<uint32_t>{} + 0x80808080u);
+  store_packed(to, packed_bytes(values) | (packed_signs(signs) & upper));
+#else
+  for (int k = 0; k < 4; ++k) {
+    store_low_bits(to + k * kLanes<uint32_t>, values[k] | (signs[k] >> 24 & 0x80u));
+  }
+#endif
+}
+
 // Elements of 16 or 8 bits, with zeros above.
 AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint8_t* from) {
 #if AMP_EXT_VECTOR_X86 == 64
@@ -253,6 +395,27 @@ AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint16_t* from) {
   return (Vector<uint32_t>)vmovl_u16(vld1_u16(from));
 #else
   return __builtin_convertvector(load_bits<Converted<uint16_t, uint32_t>>(from), Vector<uint32_t>);
+#endif
+}
+
+// Elements of 16 or 8 bits, with copies of their upper bit above.
+AMP_EXT_INLINE Vector<uint32_t> load_signed(const uint8_t* from) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return (Vector<uint32_t>)_mm512_maskz_cvtepi8_epi32(0xffff, load_bits<__m128i>(from));
+#elif AMP_EXT_VECTOR_X86 == 32
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i_u*>(from));
+  return (Vector<uint32_t>)_mm256_cvtepi8_epi32(bytes);
+#else
+  return (Vector<uint32_t>)((Vector<int32_t>)(load_wide(from) << 24) >> 24);
+#endif
+}
+AMP_EXT_INLINE Vector<uint32_t> load_signed(const uint16_t* from) {
+#if AMP_EXT_VECTOR_X86 == 64
+  return (Vector<uint32_t>)_mm512_maskz_cvtepi16_epi32(0xffff, load_bits<__m256i>(from));
+#elif AMP_EXT_VECTOR_X86 == 32
+  return (Vector<uint32_t>)_mm256_cvtepi16_epi32(load_bits<__m128i>(from));
+#else
+  return (Vector<uint32_t>)((Vector<int32_t>)(load_wide(from) << 16) >> 16);
 #endif
 }
 
@@ -349,7 +512,6 @@ AMP_EXT_INLINE void round_all(const T* from, int64_t count, Storage* to) {
   for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, load<Vector<T>>(from + i));
 }
 
-#if AMP_EXT_VECTOR_X86 != 0 || AMP_EXT_VECTOR_ARM != 0
 // Stores the upper 16 bits of each lane of two vectors.
 AMP_EXT_INLINE void store_upper_bits(uint16_t* to, Vector<uint32_t> first,
                                      Vector<uint32_t> second) {
@@ -364,9 +526,12 @@ AMP_EXT_INLINE void store_upper_bits(uint16_t* to, Vector<uint32_t> first,
   store_bits(to, _mm256_permute4x64_epi64(packed, 0xd8));
 #elif AMP_EXT_VECTOR_ARM == 16
   vst1q_u16(to, vuzp2q_u16((uint16x8_t)first, (uint16x8_t)second));
-#else
+#elif AMP_EXT_VECTOR_X86 == 16
   store_bits(
       to, _mm_packs_epi32(_mm_srai_epi32((__m128i)first, 16), _mm_srai_epi32((__m128i)second, 16)));
+#else
+  store_low_bits(to, first >> 16);
+  store_low_bits(to + kLanes<uint32_t>, second >> 16);
 #endif
 }
 
@@ -384,22 +549,20 @@ struct NanSeen {
     lanes = _mm256_or_ps(lanes, _mm256_cmp_ps(first, second, _CMP_UNORD_Q));
   }
   AMP_EXT_INLINE bool yes() const { return _mm256_movemask_ps(lanes) != 0; }
-#elif AMP_EXT_VECTOR_ARM == 16
-  Vector<int32_t> lanes = {};
-  AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
-    lanes |= (first != first) | (second != second);
-  }
-  AMP_EXT_INLINE bool yes() const { return any(lanes); }
-#else
+#elif AMP_EXT_VECTOR_X86 == 16
   __m128 lanes = {};
   AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
     lanes = _mm_or_ps(lanes, _mm_cmpunord_ps(first, second));
   }
   AMP_EXT_INLINE bool yes() const { return _mm_movemask_ps(lanes) != 0; }
+#else
+  Vector<int32_t> lanes = {};
+  AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
+    lanes |= (first != first) | (second != second);
+  }
+  AMP_EXT_INLINE bool yes() const { return any(lanes); }
 #endif
 };
-
-#endif
 
 // Rounds `count` elements, a multiple of the lanes, to the upper half of upper_bits(value, index),
 // unless the value is NaN. Two vectors share their packing, and looking for NaN costs half of
@@ -408,7 +571,6 @@ template <typename UpperBits>
 AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BFloat16* to,
                                             const UpperBits& upper_bits) {
   int64_t i = 0;
-#if AMP_EXT_VECTOR_X86 != 0 || AMP_EXT_VECTOR_ARM != 0
   constexpr int64_t kPair = 2 * kLanes<float>;
   NanSeen nan;
   for (; i + kPair <= count; i += kPair) {
@@ -418,7 +580,6 @@ AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BF
     store_upper_bits(&to[i].bits, upper_bits(first, i), upper_bits(second, i + kLanes<float>));
   }
   if (nan.yes()) i = 0;
-#endif
   for (; i < count; i += kLanes<float>) {
     const auto value = load<Vector<float>>(from + i);
     store_unless_nan(to + i, value, upper_bits(value, i));

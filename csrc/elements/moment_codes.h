@@ -34,17 +34,18 @@ AMP_EXT_INLINE U unit_below_root(U bits) {
 // The same unit, by the bits of the root itself.
 template <typename U>
 AMP_EXT_INLINE U unit_below(U bits) {
-  const U unit = bits & 0x7f800000u;
-  return select(as_signed(unit) < 0x1f800000, U{} + 0x1f800000u, unit);
+  return larger_word(bits & 0x7f800000u, U{} + 0x1f800000u);
 }
 
 // Twice the inverse of the unit below a finite root, by the bits of the root.
-AMP_EXT_INLINE uint32_t twice_inverse_unit(uint32_t bits) {
-  const uint32_t inverse = ~bits & 0x7f800000u;  // the bits of 2^128 less those of the unit
-  return inverse < 0x60000000u ? inverse : 0x60000000u;
+template <typename U>
+AMP_EXT_INLINE U twice_inverse_unit(U bits) {
+  const U inverse = ~bits & 0x7f800000u;  // the bits of 2^128 less those of the unit
+  return smaller_word(inverse, U{} + 0x60000000u);
 }
 // The same by the bits of a finite second moment.
-AMP_EXT_INLINE uint32_t twice_inverse_unit_below_root(uint32_t bits) {
+template <typename U>
+AMP_EXT_INLINE U twice_inverse_unit_below_root(U bits) {
   return ~((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
 }
 
@@ -58,8 +59,8 @@ AMP_EXT_INLINE uint32_t twice_inverse_unit_below_root(uint32_t bits) {
 struct RatioCode {
   static constexpr uint32_t kMirror = 0x82400000u;  // the bits of 128 plus those of 0.75
   static constexpr float kOrigin = 132.0f;
-  static constexpr float kOffset = 0.734375f;      // its bits are kMirror less those of kOrigin
-  static constexpr int32_t kLargest = 0x41800000;  // the bits of 16, which has place 126
+  static constexpr float kOffset = 0.734375f;       // its bits are kMirror less those of kOrigin
+  static constexpr uint32_t kLargest = 0x41800000;  // the bits of 16, which has place 126
   static constexpr uint32_t kNan = 0x7fu;
 
   template <typename U>
@@ -93,10 +94,10 @@ struct RatioCode {
 
   // The dithered place of a moment whose ratio is finite, in the bits 13 to 19. The sum is twice
   // that of `encode`, and rounded alike.
-  static AMP_EXT_INLINE uint32_t encode_number(float moment, uint32_t twice_inverse,
-                                               uint32_t word) {
-    const float sum =
-        fused_multiply_add(std::fabs(moment), float_of(twice_inverse), 2.0f * kOffset);
+  template <typename V, typename U>
+  static AMP_EXT_INLINE U encode_number(V moment, U twice_inverse, U word) {
+    const V sum =
+        add_exact_product(magnitude_of(moment), float_of(twice_inverse), V{} + 2.0f * kOffset);
     return place_of<1>(bits_of(sum)) + (word >> 19);
   }
 
@@ -112,8 +113,8 @@ struct RatioCode {
   // `sum` is multiplied by 2^kPower.
   template <int kPower = 0, typename U>
   static AMP_EXT_INLINE U place_of(U sum) {
-    constexpr int32_t kLimit = kLargest + (kPower << 23);
-    const U limited = select(as_signed(sum) < kLimit, sum, U{} + static_cast<uint32_t>(kLimit));
+    constexpr uint32_t kLimit = kLargest + (kPower << 23);
+    const U limited = smaller_word(sum, U{} + kLimit);
     return bits_of((1024.0f + kOrigin) - float_of(kMirror + (kPower << 23) - limited));
   }
 };
@@ -172,9 +173,9 @@ struct RootCode {
     return (float_of((code << 17) + kSixteenth) - 0.0625f) * unit;
   }
 
-  // The fast path has roots times 2^32, of second moments below 2^64, and always dithers. `largest`
-  // are the bits of the largest root of a block, lifted. Below kFastLeast, with what is added, they
-  // do not tell whether it is measured as 0, and the block is unusual.
+  // The fast path always dithers. That of a GPU has roots times 2^32, of second moments below 2^64.
+  // `largest` are the bits of the largest root of a block, lifted. Below kFastLeast, with what is
+  // added, they do not tell whether it is measured as 0, and the block is unusual.
   static constexpr uint32_t kFastExponent = 32;
   static constexpr uint32_t kFastLeast = (127u - 63u + kFastExponent) << 23;
   static AMP_EXT_INLINE bool is_unusual(uint32_t largest) {
@@ -184,16 +185,20 @@ struct RootCode {
   static AMP_EXT_INLINE uint32_t fast_unit(uint32_t largest) {
     return largest < kFastLeast ? 1 : ((largest + kReserve) >> 23) + 1 - kFastExponent;
   }
-  // The code in the bits 17 and up, plus kSixteenth. `least` is 2^-10 of the unit, times 2^32: what
-  // is not 0 has code 1 at least. `inverse_unit` is divided by 2^32.
-  static AMP_EXT_INLINE uint32_t fast_encode(float root, float least, float inverse_unit,
-                                             uint32_t word) {
-    const float measured = root < 0x1p-31f ? 0.0f : std::fmax(root, least);
-    return bits_of(fused_multiply_add(measured, inverse_unit, 0.0625f)) + added(true, word);
+  // The code in the bits 17 and up, plus kSixteenth. `root` and `least` are multiplied by
+  // 2^kExponent, `inverse_unit` is divided by it. `least` is 2^-10 of the unit: what is not 0 has
+  // code 1 at least.
+  template <int kExponent = kFastExponent, typename V, typename U>
+  static AMP_EXT_INLINE U fast_encode(V root, V least, V inverse_unit, U word) {
+    constexpr float kLeastRoot = kExponent == 0 ? 0x1p-63f : 0x1p-31f;
+    static_assert(kExponent == 0 || kExponent == kFastExponent);
+    const V measured = root < kLeastRoot ? V{} : maximum(root, least);
+    return bits_of(add_exact_product(measured, inverse_unit, V{} + 0.0625f)) + (word >> 15);
   }
   // decode() of a code in the bits 17 and up, plus kSixteenth; both products are exact.
-  static AMP_EXT_INLINE float fast_decode(uint32_t bits, float unit) {
-    return fused_multiply_add(float_of(bits), unit, unit * -0.0625f);
+  template <typename V, typename U>
+  static AMP_EXT_INLINE V fast_decode(U bits, V unit) {
+    return add_exact_product(float_of(bits), unit, unit * -0.0625f);
   }
 
  private:

@@ -35,6 +35,14 @@ AMP_EXT_INLINE double square_root(double value) { return std::sqrt(value); }
 // a * b + c, rounded once.
 AMP_EXT_INLINE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 
+// a * b + c where a * b is exact, or so small beside c that its rounding is lost.
+AMP_EXT_INLINE float add_exact_product(float a, float b, float c) {
+  return fused_multiply_add(a, b, c);
+}
+// The larger of two numbers, neither of which is NaN.
+AMP_EXT_INLINE float maximum(float a, float b) { return std::fmax(a, b); }
+AMP_EXT_INLINE float magnitude_of(float value) { return std::fabs(value); }
+
 // a * b, not joined with the sign that it is used with: where both signs of a product are used, the
 // compiler would multiply twice.
 AMP_EXT_INLINE float product(float a, float b) {

@@ -58,7 +58,8 @@ struct SplitMaster<BFloat16, kLowBits> {
   // The same of a parameter in the upper half of its word, and of a lower part that stands where it
   // belongs, with its sign in all bits above. NaN where somebody has written a zero beside a
   // negative lower part.
-  static AMP_EXT_INLINE float join_number(uint32_t param, uint32_t low) {
+  template <typename U>
+  static AMP_EXT_INLINE auto join_number(U param, U low) {
     return float_of(param + low);
   }
 

@@ -93,6 +93,13 @@ AMP_EXT_INLINE float float_of(uint32_t bits) {
 }
 
 AMP_EXT_INLINE int32_t as_signed(uint32_t bits) { return static_cast<int32_t>(bits); }
+// The smaller and the larger of two words, compared as signed numbers.
+AMP_EXT_INLINE uint32_t smaller_word(uint32_t a, uint32_t b) {
+  return as_signed(a) < as_signed(b) ? a : b;
+}
+AMP_EXT_INLINE uint32_t larger_word(uint32_t a, uint32_t b) {
+  return as_signed(a) < as_signed(b) ? b : a;
+}
 AMP_EXT_INLINE uint32_t to_integer(float value) { return static_cast<uint32_t>(value); }
 AMP_EXT_INLINE float to_number(uint32_t integer) { return static_cast<float>(as_signed(integer)); }
 

@@ -35,12 +35,13 @@ constexpr int64_t kSizes[] = {1, 7, 300, 9001};
 
 struct Option {
   const char* name;
-  bool dither, skip_nonfinite, write_back;
+  bool dither, skip_nonfinite, write_back, is_usual;
 };
-constexpr Option kOptions[] = {{"", false, false, false},
-                               {" dithered", true, false, false},
-                               {" writing back", false, false, true},
-                               {" skipping", true, true, true}};
+constexpr Option kOptions[] = {{"", false, false, false, false},
+                               {" dithered", true, false, false, false},
+                               {" as usual", true, false, false, true},
+                               {" writing back", false, false, true, false},
+                               {" skipping", true, true, true, false}};
 
 // FNV-1a.
 class Hash {
@@ -160,7 +161,8 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
   Hyperparameters hyperparameters;
   hyperparameters.lr = 0.01;
   hyperparameters.weight_decay = 0.1;
-  hyperparameters.clip_value = 3.0;
+  if (!option.is_usual) hyperparameters.clip_value = 3.0;
+  hyperparameters.decoupled_weight_decay = option.is_usual;
   hyperparameters.dither = option.dither;
   hyperparameters.write_back_grads = option.write_back;
   if constexpr (std::is_same_v<Hyperparameters, SgdHyperparameters>) {
@@ -174,6 +176,9 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
   record.param_dtype = numbers.param;
   record.master = numbers.master;
   record.dithered = dithered_numbers(hyperparameters);
+  for (int i = 0; i < kernel.buffers.count; ++i) {
+    if (option.dither && is_code(numbers.formats[i])) record.dithered |= kDithersBuffer0 << i;
+  }
   record.step = &step;
   size_t next = 0;
   record.grad = arrays[next++].data();
