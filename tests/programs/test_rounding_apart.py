@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+
+pytest.importorskip("matplotlib")
+
 from rounding_apart import RUNS, distances, draw, trained
 
 
