@@ -213,8 +213,6 @@ __device__ __forceinline__ uint32_t largest_of_block(const float (&values)[kCoun
   for (int i = 0; i < kCount; ++i) {
     largest = max(largest, Code::lifted(bits_of(values[i]), true, word + i * kPhaseStride));
   }
-  // All have loaded the exponent before one stores the next: shuffles order no memory.
-  __syncwarp();
 #pragma unroll
   for (int distance = kBlockSize / kCount / 2; distance > 0; distance /= 2) {
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
@@ -410,6 +408,9 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     ((is_unusual |=
       choose_unit<index>(packs, index == Kinds::kRoot ? roots : buffers[index], word_of)),
      ...);
+    // All have loaded before one stores: others read the exponent of a block, and those that are
+    // not inside a pack of another. Shuffles and votes order no memory.
+    __syncwarp();
     if (__any_sync(0xffffffffu, is_unusual)) return false;
 
     packs.param.template set<Streams::Param::kMayDither>(params, word_of(kParamStride));
