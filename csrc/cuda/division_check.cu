@@ -1,5 +1,8 @@
 // Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU,
 // whose approximations of both no standard describes.
+#include <algorithm>
+#include <cmath>
+
 #include "cuda/engine.h"
 #include "cuda/tensor_table.cuh"
 #include "elements/dither.h"

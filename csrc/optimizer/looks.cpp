@@ -43,7 +43,6 @@ std::vector<Plan::Look> Plan::look_at_grads(const OptionalTensor& found_inf,
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<Look> looks;
-  constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;  // rows
   for (size_t index = 0; index < rows_.size(); ++index) {
     if (index + kTensorsAhead < rows_.size()) rows_[index + kTensorsAhead].prefetch_grad();
     if (index + kStoragesAhead < rows_.size())

@@ -336,7 +336,6 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   check_inputs(options);
   // After unscale_ a scaler gives no scale, but what it has found.
   const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
-  constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;  // rows
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (i + kTensorsAhead < rows_.size()) rows_[i + kTensorsAhead].prefetch_tensors();
     if (i + kStoragesAhead < rows_.size()) rows_[i + kStoragesAhead].prefetch_storages();

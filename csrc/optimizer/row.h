@@ -8,6 +8,7 @@
 #include <c10/util/MaybeOwned.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -46,6 +47,9 @@ struct Staged {
   at::Tensor dense;
   bool written;
 };
+
+// How many rows ahead a loop over them fetches tensors, and their storages once those have arrived.
+inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
 struct Row {
   const void* object;
