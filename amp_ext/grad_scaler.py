@@ -249,7 +249,7 @@ class GradScaler(ScalerSettings):
         if not keeps_scale:
             check_has_groups("step", optimizer)
         elif args and callable(args[0]):
-            raise RuntimeError(NO_CLOSURE)  # it would make gradients without the scale
+            raise RuntimeError(NO_CLOSURE)  # gradients of a closure lack the scale
         state = self._state_of(optimizer)
         if "iteration" in state:
             state["iteration"].check_not_spent("step")

@@ -40,7 +40,7 @@ OF_OPTIMI = {"betas": (0.9, 0.99), "eps": 1e-6}
 class Row(NamedTuple):
     """One optimizer of another package, and ours in its place."""
 
-    package: str  # as it is installed
+    package: str  # name of the installed distribution
     theirs: str
     ours: str
     file: str  # LOADS, the function of the page, what to delete, or why it does not load

@@ -48,8 +48,8 @@ FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.bfloat16),
 ]
 
-# What AdamW keeps when memory is short: 10 and 7 bytes a bf16 parameter, and 8-bit moments of
-# float32 parameters.
+# States of AdamW for short memory: 10 and 7 bytes a bf16 parameter, and 8-bit moments of float32
+# parameters.
 SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split", state_dtype=torch.bfloat16),
     Work("AdamW", torch.bfloat16, masters="split8", state_dtype="8bit"),

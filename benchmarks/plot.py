@@ -1,7 +1,7 @@
 """Draws what a benchmark stored: shares of the streaming bandwidth, ratios to ours, or training.
 
-python benchmarks/plot.py results.json picture.png    # of `python -m amp_ext.bench --json`
-python benchmarks/plot.py training.json picture.png   # of benchmarks/training.py, or of peers.py
+python benchmarks/plot.py results.json picture.png  # results of `python -m amp_ext.bench --json`
+python benchmarks/plot.py training.json picture.png  # results of benchmarks/training.py or peers.py
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Task:
 
     model: Callable[[Sizes], nn.Module]
     batches: Callable[[Sizes, int, torch.device], Iterator[tuple[Tensor, Tensor]]]
-    unit: str  # of the figures for a second
+    unit: str  # what the rates count in a second
     items: Callable[[Sizes], int]  # in a batch
     options: dict[str, Any]
 
@@ -230,10 +230,10 @@ class Side:
     group: str  # torch's side comes first in each
     name: str
     autocast: torch.dtype | None = None  # over float32 parameters
-    dtype: torch.dtype = torch.float32  # of the parameters
+    dtype: torch.dtype = torch.float32  # parameters
     scaled: bool = False  # under a scaler, with clipping by norm
     ours: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # of our optimizer
+    options: dict[str, Any] = field(default_factory=dict)  # options of our optimizer
 
 
 FP16, BF16 = torch.float16, torch.bfloat16

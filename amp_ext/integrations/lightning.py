@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.integrations import import_client
 
-# The same library under another name, whose Trainer takes no plugins of this one.
+# The package pytorch_lightning is the same library, but its Trainer takes no plugins of lightning.
 _IN_PYTORCH_LIGHTNING = (
     "; for pytorch_lightning, whose Trainer refuses plugins of lightning, write "
     'pytorch_lightning.plugins.MixedPrecision("16-mixed", "cuda", '

@@ -441,7 +441,7 @@ class _Contents(NamedTuple):
 
     tensors: dict[str, Tensor]
     copies: set[str]  # names of tensors that are neither a parameter nor a buffer
-    extra_states: dict[str, Any]  # those of ``get_extra_state`` that are no tensors
+    extra_states: dict[str, Any]  # what ``get_extra_state`` gave that is no tensor
 
 
 def _contents_of(model: nn.Module) -> _Contents:

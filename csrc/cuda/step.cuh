@@ -379,7 +379,8 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
 template <typename Constants>
 struct BlockState {
   Constants constants;
-  // Of the fast path: taken for a constant, it would stand in instructions in the place of another.
+  // Bits for the fast path, read at run time: known at compile time, they would take the place of
+  // another constant in its instructions.
   uint32_t place_bits;
   bool skip;
 };

@@ -29,10 +29,10 @@ inline bool interpolates_from_start(double weight) {
   return !Interpolation<float>::of(weight, 1.0 - weight).from_end;
 }
 
-// What some elements have that only the general formula computes right.
+// Marks of elements that only the general formula computes right.
 struct Unusual {
   float not_finite = 0.0f;          // NaN after a result that is inf or NaN
-  uint32_t smallest = 0xffffffffu;  // of twice the bits of a magnitude
+  uint32_t smallest = 0xffffffffu;  // least of twice the bits of a magnitude
   uint32_t codes = 0;               // the upper bit of a byte for a code that is NaN
 
   AMP_EXT_INLINE void note_result(float result) {

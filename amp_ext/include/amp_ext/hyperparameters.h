@@ -42,8 +42,8 @@ inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 //   static constexpr BufferDescription kBuffers[]   its buffers, in the order of the formula
 //   const char* why_step() const                    when the formula asks for the step, or null
 //   bool needs_buffers() const                      whether it is another without any buffer
-//   constexpr double kept_share(int buffer) const             the share of a buffer that a step
-//   keeps for_each_field(visit)                           visit("beta1", &Own::beta1), ...
+//   double kept_share(int buffer) const             constexpr: what a step keeps of a buffer
+//   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
 //
 // They stay double until `for_tensor` of the formula.
 struct AMP_EXT_API CommonHyperparameters {
