@@ -1,0 +1,118 @@
+"""Checks that comments and docstrings open with their subject, not with a pronoun.
+
+Prints the share of those that open with a word of ``OPENING`` by folder, lists them, and exits with 1 if the share
+of all is above 3 %. ``--sample SEED`` draws comments, docstrings, errors and a page for a reader instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+LARGEST_SHARE = 0.03
+OPENING = re.compile(
+    r"(Of|Those|That|What|Which|Whose|Who|Whoever|The same|Likewise|All that|As|It|They|These"
+    r"|None|Such|Others?)\b",
+    re.IGNORECASE,
+)
+CXX_COMMENT = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^"'])*?)//+(.*)""")
+FILES = ["*.py", "*.cpp", "*.h", "*.cu", "*.cuh", ":!tests", ":!docs"]
+Lines = Iterator[tuple[int, str, str]]
+
+
+class Text(NamedTuple):
+    place: str
+    is_docstring: bool
+    text: str
+
+
+def python_comments(path: Path) -> Lines:
+    """Yields line, code before the comment, and comment."""
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.line[: token.start[1]], token.string.lstrip("#")
+
+
+def cxx_comments(path: Path) -> Lines:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if found := CXX_COMMENT.match(line):
+            yield number, found[1], found[2]
+
+
+def comments(path: Path) -> Iterator[Text]:
+    """Yields blocks of comment lines, and comments of 15 characters or more behind code."""
+    start = last = 0
+    block: list[str] = []
+    reader = python_comments if path.suffix == ".py" else cxx_comments
+    for number, code, comment in [*reader(path), (0, "", "")]:
+        if block and (code.strip() or number != last + 1):
+            yield Text(f"{path}:{start}", False, " ".join(block))
+            block = []
+        if code.strip():
+            if len(comment.strip()) >= 15:
+                yield Text(f"{path}:{number}", False, comment.strip())
+        else:
+            start, last = number if not block else start, number
+            block.append(comment.strip())
+
+
+def docstrings(path: Path) -> Iterator[Text]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            line = getattr(node, "lineno", 1)
+            yield Text(f"{path}:{line}", True, ast.get_docstring(node) or "")
+
+
+def all_texts() -> list[Text]:
+    """Returns the comments and docstrings of over 20 characters outside tests and docs."""
+    listed = subprocess.run(["git", "ls-files", *FILES], capture_output=True, text=True, check=True)
+    paths = [Path(line) for line in listed.stdout.split()]
+    found = [text for path in paths for text in comments(path)]
+    found += [text for path in paths if path.suffix == ".py" for text in docstrings(path)]
+    return [text for text in found if len(text.text) > 20]
+
+
+def print_sample(texts: list[Text], seed: int) -> None:
+    """Prints 10 comments, 5 docstrings, 5 errors of docs/errors.md and the name of a page."""
+    draw = random.Random(seed)
+    chosen = draw.sample([text for text in texts if not text.is_docstring], 10)
+    chosen += draw.sample([text for text in texts if text.is_docstring], 5)
+    for text in chosen:
+        print(f"--- {text.place}\n{text.text}")
+    rows = re.findall(r"^\| `(.+?)` \|", Path("docs/errors.md").read_text(), re.MULTILINE)
+    print("--- errors", *draw.sample(rows, 5), sep="\n")
+    print("--- page", draw.choice(sorted(Path("docs").glob("*.md"))), sep="\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, metavar="SEED")
+    seed: int | None = parser.parse_args().sample
+    texts = all_texts()
+    if seed is not None:
+        print_sample(texts, seed)
+        return 0
+    wrong = [text for text in texts if OPENING.match(text.text)]
+    for text in wrong:
+        print(f"{text.place}: {text.text[:80]}")
+    folders: dict[str, list[Text]] = {}
+    for text in texts:
+        folders.setdefault(str(Path(text.place).parent), []).append(text)
+    for folder, inside in folders.items():
+        count = sum(1 for text in inside if OPENING.match(text.text))
+        print(f"{folder}: {count} of {len(inside)}, {count / len(inside):.1%}")
+    print(f"all: {len(wrong)} of {len(texts)}, {len(wrong) / len(texts):.1%}")
+    return int(len(wrong) > LARGEST_SHARE * len(texts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
