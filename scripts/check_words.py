@@ -1,7 +1,8 @@
 """Checks that comments and docstrings open with their subject, not with a pronoun.
 
-Prints the share of those that open with a word of ``OPENING`` by folder, lists them, and exits with 1 if the share
-of all is above 3 %. ``--sample SEED`` draws comments, docstrings, errors and a page for a reader instead.
+Lists the texts that open with a word of ``OPENING``, prints their share by folder, and exits with 1
+if the share of all is above 3 %. ``--sample SEED`` draws comments, docstrings, errors and a page
+for a reader instead.
 """
 
 from __future__ import annotations
