@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext.hand_over import (
     NO_CLOSURE,
-    NOTHING_WAS_LOOKED_AT,
+    NOTHING_WAS_SCANNED,
     HandOver,
     UnscalesInStep,
     check_has_groups,
@@ -70,15 +70,15 @@ class GradScaler(ScalerSettings):
             outputs: A tensor, or an iterable of tensors.
         """
         if self._enabled and self._per_optimizer_states:  # not so in most loops
-            self._note_scale()
+            self._on_loss_scaled()
         return super().scale(outputs)
 
     @_disable_dynamo
-    def _note_scale(self) -> None:
+    def _on_loss_scaled(self) -> None:
         """Notes which gradients are unscaled: those that are made later may carry the scale."""
         for state in self._per_optimizer_states.values():
             if "iteration" in state:
-                state["iteration"].note_scale(state["stage"] is OptState.STEPPED)
+                state["iteration"].on_loss_scaled(state["stage"] is OptState.STEPPED)
 
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
         """Returns what is known of an optimizer since the last update.
@@ -97,13 +97,13 @@ class GradScaler(ScalerSettings):
         states[id(optimizer)] = states[id(inside)] = state
         return state
 
-    def _begin_look(self, operation: str, optimizer: Any, state: dict[str, Any]) -> Any:
+    def _start_iteration(self, operation: str, optimizer: Any, state: dict[str, Any]) -> Any:
         """Refuses gradients that don't carry the scale; returns the flag that a look starts from.
 
         From here on the state has the iteration that the compiled module keeps of the optimizer.
         """
         inside = optimizer_inside(optimizer)
-        return self._loss_scale.begin_look(operation, vars(self), state, inside)
+        return self._loss_scale.start_iteration(operation, vars(self), state, inside)
 
     @_disable_dynamo  # a compiled program steps around it
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -127,7 +127,7 @@ class GradScaler(ScalerSettings):
         if "iteration" in state:
             state["iteration"].check_not_spent("unscale_")
         if state["stage"] is OptState.READY:
-            self._begin_look("unscale_", optimizer, state)
+            self._start_iteration("unscale_", optimizer, state)
         # The method of torch's own class: that of FSDP1 would reduce the flags a second time.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         self._agree_over_group(state)
@@ -170,14 +170,14 @@ class GradScaler(ScalerSettings):
         """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
         state = self._state_of(optimizer)
         if "iteration" not in state:  # called directly, not through unscale_
-            self._begin_look("unscale_", optimizer, state)
+            self._start_iteration("unscale_", optimizer, state)
         allow_fp16 = allow_fp16 or self._takes_fp16
-        flags = self._look(optimizer, state, found_inf, inv_scale, allow_fp16)
+        flags = self._scan(optimizer, state, found_inf, inv_scale, allow_fp16)
         if flags is None:
             flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         return flags
 
-    def _look(
+    def _scan(
         self,
         optimizer: Any,
         state: dict[str, Any],
@@ -190,7 +190,7 @@ class GradScaler(ScalerSettings):
         Returns None if torch has to do it.
         """
         grads, sharded_over = local_grads(optimizer, "GradScaler")
-        flags: dict[torch.device, Tensor] | None = self._loss_scale.look(
+        flags: dict[torch.device, Tensor] | None = self._loss_scale.scan(
             state["iteration"], grads, found_inf, inv_scale, allow_fp16
         )
         if flags is not None and sharded_over:
@@ -201,16 +201,16 @@ class GradScaler(ScalerSettings):
         """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states.get(id(optimizer)) or self._state_of(optimizer)
-        found_inf = self._begin_look("step", optimizer, state)
+        found_inf = self._start_iteration("step", optimizer, state)
         flags: dict[torch.device, Tensor] | None = None
         unscaling = unscaling_optimizer(optimizer)
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
             pass  # someone's own way of looking
         elif unscaling is None:
-            flags = self._look(optimizer, state, found_inf, None, allow_fp16=True)
+            flags = self._scan(optimizer, state, found_inf, None, allow_fp16=True)
         else:
-            state["look"] = unscaling.look_at_gradients(found_inf, scale)
-            flags = dict(state["look"].found_infs)
+            state["scan"] = unscaling.scan_gradients(found_inf, scale)
+            flags = dict(state["scan"].found_infs)
         if flags is not None:
             state["found_inf_per_device"] = flags
             return flags if self._reduces_over() is None else self._agree_over_group(state)
@@ -261,7 +261,7 @@ class GradScaler(ScalerSettings):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             if not state["found_inf_per_device"]:
-                raise AssertionError(NOTHING_WAS_LOOKED_AT)
+                raise AssertionError(NOTHING_WAS_SCANNED)
             return self._maybe_opt_step(optimizer, state, *args, **kwargs)
         unscaling = unscaling_optimizer(optimizer)
         if unscaling is not None or not _takes_scaler(
@@ -291,13 +291,13 @@ class GradScaler(ScalerSettings):
             unscaling.accept_hand_over(None)
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
         scale: Any = self._scale
-        state.pop("look", None)
+        state.pop("scan", None)
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
             grad_scale = scale.clone() if preset is None else scale * preset
-        look = state.get("look")
+        scan = state.get("scan")
         found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
-        hand_over = HandOver(grad_scale, found_inf, look)
+        hand_over = HandOver(grad_scale, found_inf, scan)
         try:
             if unscaling is None:
                 try:
@@ -315,7 +315,7 @@ class GradScaler(ScalerSettings):
                 if preset is not None:
                     with contextlib.suppress(AttributeError):  # the optimizer has deleted it
                         del optimizer.grad_scale
-                again = None if hand_over.look is look else hand_over.look
+                again = None if hand_over.scan is scan else hand_over.scan
                 # Ranks agreed on the first look, and a hook may have taken all gradients away.
                 if again is not None and again.found_infs and self._reduces_over() is None:
                     state["found_inf_per_device"] = dict(again.found_infs)
@@ -346,7 +346,7 @@ class GradScaler(ScalerSettings):
         """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
         if not state["found_inf_per_device"]:
             if any(param.grad is not None for param in params_of(optimizer)):
-                raise AssertionError(NOTHING_WAS_LOOKED_AT)
+                raise AssertionError(NOTHING_WAS_SCANNED)
         elif "iteration" in state:
             state["iteration"].check_unscaled()
 
@@ -385,7 +385,7 @@ class GradScaler(ScalerSettings):
             new_scale = float(checked("GradScaler.update", "new_scale", new_scale))
         news = None
         if scale.device.type in DEVICE_TYPES:
-            news = self._update_from_looks(new_scale)
+            news = self._update_from_scans(new_scale)
         if news is None:
             super().update(
                 new_scale
@@ -395,7 +395,7 @@ class GradScaler(ScalerSettings):
         if self._reduces_over() is not None:
             self._loss_scale.check_scales()
 
-    def _update_from_looks(self, new_scale: float | Tensor | None) -> tuple[str, str, bool] | None:
+    def _update_from_scans(self, new_scale: float | Tensor | None) -> tuple[str, str, bool] | None:
         """Takes the flags of this iteration's looks to the kernel that updates the scale.
 
         The iteration ends with it, so that no second update counts these looks again. Returns what

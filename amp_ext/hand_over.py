@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "GradScan",
     "HandOver",
-    "Look",
     "UnscalesInStep",
     "check_has_groups",
     "moved",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 #: Of torch's scaler and of ours: what an optimizer says that found no gradient looked at.
-NOTHING_WAS_LOOKED_AT = "No inf checks were recorded for this optimizer."
+NOTHING_WAS_SCANNED = "No inf checks were recorded for this optimizer."
 #: The text with which torch's scaler refuses ``closure=``.
 NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
@@ -35,7 +35,7 @@ _SUPPORTS = "_step_supports_amp_scaling"
 
 
 @dataclass(slots=True)
-class Look:
+class GradScan:
     """What a look at all gradients of an optimizer has found.
 
     Attributes:
@@ -70,7 +70,7 @@ class HandOver:
 
     grad_scale: Tensor | None
     found_inf: Tensor | int | None
-    look: Look | None = None
+    scan: GradScan | None = None
     is_spent: bool = False
 
 
@@ -81,7 +81,7 @@ class UnscalesInStep(Protocol):
     there, they are bound to the optimizer itself.
     """
 
-    def look_at_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> Look:
+    def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
         """Looks for inf and NaN in all gradients, which it does not write.
 
         Args:

@@ -47,20 +47,20 @@ def find_nonfinite(
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in _named_tensors(source, params):
-        looked_at = tensor if params else tensor.grad
-        if looked_at is None:
+        scanned = tensor if params else tensor.grad
+        if scanned is None:
             continue
-        if looked_at.is_sparse:
-            looked_at = looked_at.coalesce()
-        if looked_at.layout is not torch.strided:
-            looked_at = looked_at.values()
-        if hasattr(looked_at, "to_local"):
-            looked_at = looked_at.to_local()
-        if looked_at.is_complex():
-            looked_at = torch.view_as_real(looked_at.resolve_conj())
-        if looked_at.is_floating_point():
-            looked_at = looked_at.detach()
-            tensors[name] = looked_at.float() if looked_at.itemsize == 1 else looked_at
+        if scanned.is_sparse:
+            scanned = scanned.coalesce()
+        if scanned.layout is not torch.strided:
+            scanned = scanned.values()
+        if hasattr(scanned, "to_local"):
+            scanned = scanned.to_local()
+        if scanned.is_complex():
+            scanned = torch.view_as_real(scanned.resolve_conj())
+        if scanned.is_floating_point():
+            scanned = scanned.detach()
+            tensors[name] = scanned.float() if scanned.itemsize == 1 else scanned
     by_device: dict[torch.device, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         by_device[tensor.device].append(name)

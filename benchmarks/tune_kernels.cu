@@ -229,7 +229,7 @@ struct Step {
 };
 
 template <typename Grad, bool kSumSquares>
-struct Look {
+struct GradScan {
   using Present = GradientShape<Grad>;
   static Described present() { return described<Present>(); }
   static constexpr const char* kPlace = "GradientShape in csrc/cuda/gradients.cuh";
@@ -239,16 +239,16 @@ struct Look {
 
   template <typename Shape>
   static int run(const Tensors& tensors, Scratch& scratch) {
-    const LookLaunch launch = {tensors.records.data(),
-                               static_cast<int64_t>(tensors.records.size()),
-                               scratch.grad_scale.at<float>(0),
-                               scratch.found_inf.at<float>(0),
-                               scratch.first_nonfinite.at<int64_t>(0),
-                               kSumSquares ? scratch.sum_of_squares.at<double>(0) : nullptr,
-                               false};
+    const GradScanLaunch launch = {tensors.records.data(),
+                                   static_cast<int64_t>(tensors.records.size()),
+                                   scratch.grad_scale.at<float>(0),
+                                   scratch.found_inf.at<float>(0),
+                                   scratch.first_nonfinite.at<int64_t>(0),
+                                   kSumSquares ? scratch.sum_of_squares.at<double>(0) : nullptr,
+                                   false};
     const SumScratch sums = {scratch.tile_sums.at<double>(0),
                              scratch.block_counter.at<uint32_t>(0)};
-    return launch_look<Grad, Shape>(launch, sums, nullptr);
+    return launch_scan<Grad, Shape>(launch, sums, nullptr);
   }
 };
 
@@ -369,10 +369,10 @@ int run(bool small) {
           "step bfloat16 with split masters and states of 8 bits"),
       in_all_shapes<Step<Combination<Plain<float>, Plain<float>, Coded<Codes::kAll>>>>(
           "step float32 with states of 8 bits"),
-      in_all_shapes<Look<float, false>>("look float32"),
-      in_all_shapes<Look<BFloat16, false>>("look bfloat16"),
-      in_all_shapes<Look<float, true>>("look and sum float32"),
-      in_all_shapes<Look<BFloat16, true>>("look and sum bfloat16"),
+      in_all_shapes<GradScan<float, false>>("scan float32"),
+      in_all_shapes<GradScan<BFloat16, false>>("scan bfloat16"),
+      in_all_shapes<GradScan<float, true>>("scan and sum float32"),
+      in_all_shapes<GradScan<BFloat16, true>>("scan and sum bfloat16"),
   };
   std::vector<Case> cases = {{10'000, 1},        {1'000'000, 1},      {1'000'000, 100},
                              {10'000'000, 1},    {10'000'000, 300},   {10'000'000, 10'000},

@@ -131,7 +131,7 @@ struct AverageLaunch {
 };
 
 // A look at gradients, which are only read.
-struct LookLaunch {
+struct GradScanLaunch {
   const TensorRecord* records;  // [count]
   int64_t count;
   const float* grad_scale;   // [1], or null; without a finite inverse it counts as an overflow

@@ -57,9 +57,9 @@ def bytes_of(work: Work, program: Program) -> tuple[float, float]:
     kept = sum(tensor.nbytes for tensor in states if tensor.dim() > 0) / elements
     size = work.dtype.itemsize
     reads = 0 if work.has_masters else size  # a whole master stands for its parameter
-    look = size if work.scaler or work.clip else 0
+    scan = size if work.scaler or work.clip else 0
     average = 4 if work.average else 0  # beside a read of what it averages
-    moved = size + reads + size + 2 * kept + look + 3 * average
+    moved = size + reads + size + 2 * kept + scan + 3 * average
     return 2 * size + kept + average, moved
 
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
-from amp_ext.hand_over import NO_CLOSURE, NOTHING_WAS_LOOKED_AT, HandOver, sum_of_flags
+from amp_ext.hand_over import NO_CLOSURE, NOTHING_WAS_SCANNED, HandOver, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.handed import HandedAttribute, drop_handed, handed_by_attributes
@@ -267,12 +267,12 @@ class FusedOptimizer(WatchedOptimizer):
         if guard is not None:
             guard.warn_if_blind()  # by the steps before: it may raise
         sums: tuple[Tensor | None, Tensor | None] = None, None
-        if hand_over.look is not None:
+        if hand_over.scan is not None:
             has_hooks = self._has_step_pre_hooks()
             written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
             if written and grad_scale is not None:
                 self._warn_of_hooks()
-            if not hand_over.look.found_infs:
+            if not hand_over.scan.found_infs:
                 self._check_no_grads()
             elif (
                 has_hooks
@@ -281,10 +281,10 @@ class FusedOptimizer(WatchedOptimizer):
                 and self._ranks_of_guard() is None
             ):
                 # A hook may have written gradients, and no version shows a write through ``.data``.
-                hand_over.look = self._look(found_inf, grad_scale)
-                if hand_over.look.found_infs:
-                    found_inf = sum_of_flags(hand_over.look.found_infs, found_inf.device)
-            sums = hand_over.look.sum_of_squares, hand_over.look.squares_of_params
+                hand_over.scan = self._scan(found_inf, grad_scale)
+                if hand_over.scan.found_infs:
+                    found_inf = sum_of_flags(hand_over.scan.found_infs, found_inf.device)
+            sums = hand_over.scan.sum_of_squares, hand_over.scan.squares_of_params
         if guard is not None and sums[0] is None and guard.ranks() is not None:
             sums = self._sums_over_ranks(grad_scale)  # also of a rank that inspects nothing
         inspection = None
@@ -300,8 +300,8 @@ class FusedOptimizer(WatchedOptimizer):
 
     def _sums_over_ranks(self, grad_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Looks at the gradients for a norm over ranks that no scaler has measured."""
-        look = self._look(torch.zeros((), device=self._first_device()), grad_scale)
-        return look.sum_of_squares, look.squares_of_params
+        scan = self._scan(torch.zeros((), device=self._first_device()), grad_scale)
+        return scan.sum_of_squares, scan.squares_of_params
 
     def _note_what_is_stepped(self, error: Exception, hand_over: HandOver) -> None:
         """Adds to an error of torch, whose type and text stay, how far the step has come."""
@@ -332,7 +332,7 @@ class FusedOptimizer(WatchedOptimizer):
     def _check_no_grads(self) -> None:
         """Refuses gradients that came after a scaler has looked and found none: nobody checked."""
         if self._has_grads():
-            raise AssertionError(NOTHING_WAS_LOOKED_AT)
+            raise AssertionError(NOTHING_WAS_SCANNED)
 
     def _has_grads(self) -> bool:
         return any(param.grad is not None for param in params_of(self))
@@ -350,7 +350,7 @@ class FusedOptimizer(WatchedOptimizer):
             return
         if last.is_spent:
             drop_handed(self)  # a scale that was set before was multiplied in
-        elif last.look is not None:
+        elif last.scan is not None:
             self.rebuild()  # the plan remembers a look that no step has used
 
     # Masters.

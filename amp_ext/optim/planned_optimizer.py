@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_ext.hand_over import Look, moved
+from amp_ext.hand_over import GradScan, moved
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.saved_optimizer import SavedOptimizer
 from amp_ext.sharding import sum_over_ranks
@@ -54,7 +54,7 @@ class PlannedOptimizer(SavedOptimizer):
             )
         return answer
 
-    def look_at_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> Look:
+    def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
         """Looks for inf and NaN in all gradients, for a scaler.
 
         If parameters are sharded, all ranks have to call this together.
@@ -67,29 +67,29 @@ class PlannedOptimizer(SavedOptimizer):
             What was found: for each device that holds a gradient a copy of ``found_inf``, set to 1
             if one there is inf or NaN; with shards, if one is on any rank.
         """
-        return self._look(found_inf, grad_scale)
+        return self._scan(found_inf, grad_scale)
 
-    def _look(self, found_inf: Tensor, grad_scale: Tensor | None) -> Look:
+    def _scan(self, found_inf: Tensor, grad_scale: Tensor | None) -> GradScan:
         """Looks for inf and NaN in all gradients."""
-        look = self._plan.compiled.look
-        found = self._ask_plan("look_at_gradients", look, found_inf, grad_scale)
+        scan = self._plan.compiled.scan
+        found = self._ask_plan("scan_gradients", scan, found_inf, grad_scale)
         return self._found_by_all_ranks(found, found_inf, grad_scale)
 
-    def _look_aside(self, grad_scale: Tensor | None) -> Look:
+    def _scan_without_recording(self, grad_scale: Tensor | None) -> GradScan:
         """Looks for inf and NaN in all gradients, and leaves no mark that a step would see."""
-        found = self._ask_plan("inspect", self._plan.compiled.look_aside, grad_scale)
+        found = self._ask_plan("inspect", self._plan.compiled.scan_without_recording, grad_scale)
         return self._found_by_all_ranks(found, None, grad_scale)
 
     def _found_by_all_ranks(
         self, found: list[Any], found_inf: Tensor | None, grad_scale: Tensor | None
-    ) -> Look:
+    ) -> GradScan:
         """Returns what a look has found, over all ranks if they have parts of it."""
         plan = self._plan
         flags = {flag.device: flag for flag, *_ in found}
         first_nonfinites = {flag.device: first for flag, first, *_ in found}
         group = self._ranks_of_guard()
         if not plan.sharded_over and group is None:
-            return Look(flags, first_nonfinites)
+            return GradScan(flags, first_nonfinites)
         if plan.sharded_over and group is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: norm_guard must have no process_group where parameters "
@@ -124,7 +124,7 @@ class PlannedOptimizer(SavedOptimizer):
             # Each rank's scale may be its own.
             square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
             sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
-        return Look(flags, first_nonfinites, sum_of_squares, squares_of_params)
+        return GradScan(flags, first_nonfinites, sum_of_squares, squares_of_params)
 
     def _ranks_of_guard(self) -> Any:
         """Returns the process group over which a guard wants the squares summed, or None."""

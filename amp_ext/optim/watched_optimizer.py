@@ -193,12 +193,12 @@ class WatchedOptimizer(PlannedOptimizer):
         handed = handed_by_scaler(scaler, self, f"{type(self).__name__}.inspect")
         found_inf, sum_of_squares = handed.found_inf, None
         if found_inf is None and handed.grad_scale is not None:
-            look = self._look_aside(handed.grad_scale)
-            flags = dict(look.found_infs)
+            scan = self._scan_without_recording(handed.grad_scale)
+            flags = dict(scan.found_infs)
             if hasattr(scaler, "flags_of_all_ranks"):
                 flags = scaler.flags_of_all_ranks(flags)
             found_inf = sum_of_flags(flags, handed.grad_scale.device)
-            sum_of_squares = look.sum_of_squares
+            sum_of_squares = scan.sum_of_squares
         return self._inspect(handed.grad_scale, found_inf, sum_of_squares)
 
     def inspect_next(self) -> None:
@@ -229,7 +229,7 @@ class WatchedOptimizer(PlannedOptimizer):
                 "inspect", plan.compiled.inspect, *arguments, sum_of_squares, is_in_step
             )
         if not found:  # a norm over ranks is wanted, as in a step
-            sum_of_squares = self._look_aside(None).sum_of_squares
+            sum_of_squares = self._scan_without_recording(None).sum_of_squares
             found = self._ask_plan(
                 "inspect", plan.compiled.inspect, *arguments, sum_of_squares, is_in_step
             )

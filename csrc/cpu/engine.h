@@ -18,7 +18,7 @@ struct Engine {
   // Returns the least number of a gradient that is inf or NaN, or kNoTensor. Fills
   // sums[tiles.number_of_tiles()], unless null, with the sums of squares of its tiles: inf or NaN
   // where a gradient is, unless those are left out.
-  int64_t (*look)(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
+  int64_t (*scan)(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
                   int64_t end);
   // Multiplies gradients in place. Returns the least number of one that was inf or NaN before.
   int64_t (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);

@@ -520,7 +520,7 @@ AMP_EXT_INLINE void with_grad(const Tile& tile, const Visit& visit) {
   });
 }
 
-inline int64_t look(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
+inline int64_t scan(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
                     int64_t end) {
   int64_t first = kNoTensor;
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
@@ -602,6 +602,6 @@ namespace amp_ext::cpu::AMP_EXT_ISA {
 #define AMP_EXT_STRING(name) AMP_EXT_STRING_OF(name)
 #define AMP_EXT_STRING_OF(name) #name
 const Engine kEngine = {
-    AMP_EXT_STRING(AMP_EXT_ISA), step, look, multiply, count_nonfinite, average};
+    AMP_EXT_STRING(AMP_EXT_ISA), step, scan, multiply, count_nonfinite, average};
 
 }  // namespace amp_ext::cpu::AMP_EXT_ISA

@@ -48,12 +48,12 @@ void Launcher::step(const StepLaunch& launch) const {
   }
 }
 
-void Launcher::look(const LookLaunch& launch) const {
+void Launcher::scan(const GradScanLaunch& launch) const {
   const TileMap tiles = tiles_of(launch.records, launch.count);
   std::vector<double> sums(launch.sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
   double* const sums_or_null = launch.sum_of_squares != nullptr ? sums.data() : nullptr;
   const int64_t first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-    return engine_.look(tiles, sums_or_null, launch.skip_nonfinite, begin, end);
+    return engine_.scan(tiles, sums_or_null, launch.skip_nonfinite, begin, end);
   });
   // In the order of the tiles, however many threads there were.
   for (const double sum : sums) *launch.sum_of_squares += sum;
@@ -79,7 +79,7 @@ void Launcher::multiply(const std::vector<TensorRecord>& records, const Multiply
     });
   } else if (found_inf != nullptr) {
     first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-      return engine_.look(tiles, nullptr, false, begin, end);
+      return engine_.scan(tiles, nullptr, false, begin, end);
     });
   }
   if (found_inf != nullptr && (first != kNoTensor || !is_finite(factor))) *found_inf = 1.0f;

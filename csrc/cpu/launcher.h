@@ -23,7 +23,7 @@ class Launcher {
       : engine_(engine), parallel_for_(parallel_for), asks_ahead_(asks_ahead) {}
 
   void step(const StepLaunch& launch) const;
-  void look(const LookLaunch& launch) const;
+  void scan(const GradScanLaunch& launch) const;
   void multiply(const std::vector<TensorRecord>& records, const MultiplyInputs& inputs,
                 float* found_inf, int64_t* first_nonfinite) const;
   void count_nonfinite(const std::vector<TensorRecord>& records, int64_t* counts) const;

@@ -117,10 +117,10 @@ int64_t number_of_tiles(const TensorRecord* records, int64_t count) {
   return tiles;
 }
 
-int look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
+int scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
-    return launch_look<Storage, GradientShape<Storage>>(launch_of_all, scratch, stream);
+    return launch_scan<Storage, GradientShape<Storage>>(launch_of_all, scratch, stream);
   });
 }
 

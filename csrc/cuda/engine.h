@@ -34,7 +34,7 @@ struct SumScratch {
 int64_t number_of_tiles(const TensorRecord* records, int64_t count);
 
 // One launch for each dtype. Sums are taken in a fixed order.
-int look(const LookLaunch& launch, const SumScratch& scratch, cudaStream_t stream);
+int scan(const GradScanLaunch& launch, const SumScratch& scratch, cudaStream_t stream);
 
 // Multiplies gradients in place, unless the factor is 1. found_inf and first_nonfinite (may be
 // null) as in a look, for the gradients before and for the factor. One launch for each dtype, which

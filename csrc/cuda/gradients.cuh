@@ -82,13 +82,13 @@ struct GradientTile {
 };
 
 // Where a block says that it found inf or NaN.
-struct LookOutputs {
+struct GradScanOutputs {
   float* found_inf;          // [1], or null: nothing is said
   int64_t* first_nonfinite;  // [1], or null
 };
 
 // Reports tensor `index` if a thread of the block has found inf or NaN.
-inline __device__ void report(bool found, int32_t index, const LookOutputs& outputs) {
+inline __device__ void report(bool found, int32_t index, const GradScanOutputs& outputs) {
   if (!__syncthreads_or(found) || threadIdx.x != 0) return;
   atomicExch(outputs.found_inf, 1.0f);
   if (outputs.first_nonfinite == nullptr) return;
@@ -119,10 +119,10 @@ __device__ T block_sum(T value) {
 }
 
 template <typename Table>
-struct LookArguments {
+struct GradScanArguments {
   Table table;
   const float* grad_scale;
-  LookOutputs outputs;
+  GradScanOutputs outputs;
   double* sum_of_squares;
   double* squares_of_tensors;
   SumScratch scratch;
@@ -164,7 +164,7 @@ __device__ double sum_of_tiles(const double* sums, int64_t count) {
 
 // Lets the last block of each tensor write the sum of the tensor's squares.
 template <typename Shape, typename Table, typename Tile>
-__device__ void sum_tensor(const LookArguments<Table>& arguments, const Tile& tile) {
+__device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile& tile) {
   const Table& table = arguments.table;
   if (blockIdx.x == 0) {  // no block has a tensor without elements
     for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
@@ -187,8 +187,8 @@ __device__ void sum_tensor(const LookArguments<Table>& arguments, const Tile& ti
 
 template <typename Storage, typename Table, typename Shape, bool kSumSquares>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    look_kernel(const LookArguments<Table> __grid_constant__ arguments) {
-  const LookOutputs& outputs = arguments.outputs;
+    scan_kernel(const GradScanArguments<Table> __grid_constant__ arguments) {
+  const GradScanOutputs& outputs = arguments.outputs;
   if (blockIdx.x == 0 && threadIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip) {
     atomicExch(outputs.found_inf, 1.0f);
   }
@@ -231,7 +231,7 @@ template <typename Table>
 struct MultiplyArguments {
   Table table;
   MultiplyInputs inputs;
-  LookOutputs outputs;
+  GradScanOutputs outputs;
 };
 
 template <typename Storage, typename Table, typename Shape>
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     multiply_kernel(const MultiplyArguments<Table> __grid_constant__ arguments) {
   using T = typename ComputeType<Storage>::type;
   const float factor = arguments.inputs.factor();
-  const LookOutputs& outputs = arguments.outputs;
+  const GradScanOutputs& outputs = arguments.outputs;
   if (factor == 1.0f && outputs.found_inf == nullptr) return;
   const bool bad_factor = blockIdx.x == 0 && threadIdx.x == 0 && !is_finite(factor);
   if (bad_factor && outputs.found_inf != nullptr) atomicExch(outputs.found_inf, 1.0f);
@@ -306,9 +306,10 @@ int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
 
 // Looks at the gradients of one dtype.
 template <typename Storage, typename Shape>
-int launch_look(const LookLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
+int launch_scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch,
+                cudaStream_t stream) {
   using Table = GradientTable<Shape>;
-  LookArguments<Table> arguments;
+  GradScanArguments<Table> arguments;
   arguments.grad_scale = launch_of_all.grad_scale;
   arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
   arguments.sum_of_squares = launch_of_all.sum_of_squares;
@@ -316,8 +317,8 @@ int launch_look(const LookLaunch& launch_of_all, const SumScratch& scratch, cuda
   arguments.scratch = scratch;
   arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
   const auto kernel = launch_of_all.sum_of_squares != nullptr
-                          ? look_kernel<Storage, Table, Shape, true>
-                          : look_kernel<Storage, Table, Shape, false>;
+                          ? scan_kernel<Storage, Table, Shape, true>
+                          : scan_kernel<Storage, Table, Shape, false>;
   return launch_gradients<Storage, Shape>(kernel, launch_of_all.records, launch_of_all.count,
                                           arguments, stream);
 }

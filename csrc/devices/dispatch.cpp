@@ -48,8 +48,8 @@ class CpuEngine : public DeviceEngine {
   void end_guarded_step(const at::Device&, const GradientInputs& inputs) const override {
     GradientFactor::end_guarded_step(inputs);
   }
-  void look(const at::Device&, const LookLaunch& launch, StepScratch&) const override {
-    launcher().look(launch);
+  void scan(const at::Device&, const GradScanLaunch& launch, StepScratch&) const override {
+    launcher().scan(launch);
   }
   void multiply(const at::Device&, const std::vector<TensorRecord>& records,
                 const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,

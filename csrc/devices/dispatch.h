@@ -48,7 +48,7 @@ class DeviceEngine {
                     StepScratch& scratch) const = 0;
   // Lets the guard of a step count its norm, after all launches that read it.
   virtual void end_guarded_step(const at::Device& device, const GradientInputs& inputs) const = 0;
-  virtual void look(const at::Device& device, const LookLaunch& launch,
+  virtual void scan(const at::Device& device, const GradScanLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
   // be null) as in a look, for the gradients before and for the factor. is_launched[records.size()]

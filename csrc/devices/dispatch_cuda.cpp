@@ -83,10 +83,10 @@ class CudaEngine : public DeviceEngine {
     on_stream(device, [&](cudaStream_t stream) { return cuda::end_guarded_step(inputs, stream); });
   }
 
-  void look(const at::Device& device, const LookLaunch& launch,
+  void scan(const at::Device& device, const GradScanLaunch& launch,
             StepScratch& scratch) const override {
     on_stream(device, [&](cudaStream_t stream) {
-      if (launch.sum_of_squares == nullptr) return cuda::look(launch, {}, stream);
+      if (launch.sum_of_squares == nullptr) return cuda::scan(launch, {}, stream);
       // Freed before the kernels run, in the order of the stream.
       const int64_t tiles = cuda::number_of_tiles(launch.records, launch.count);
       const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
@@ -96,7 +96,7 @@ class CudaEngine : public DeviceEngine {
         counters = at::zeros({launch.count}, at::TensorOptions(device).dtype(at::kInt));
         sums.tensor_counters = reinterpret_cast<uint32_t*>(counters.mutable_data_ptr<int32_t>());
       }
-      return cuda::look(launch, sums, stream);
+      return cuda::scan(launch, sums, stream);
     });
   }
 

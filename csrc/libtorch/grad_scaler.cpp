@@ -113,7 +113,7 @@ std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
 
 ScaledStep::~ScaledStep() = default;
 
-std::optional<GradientLook> ScaledStep::look_at_gradients(const at::Tensor&, const at::Tensor&) {
+std::optional<GradientScan> ScaledStep::scan_gradients(const at::Tensor&, const at::Tensor&) {
   return {};
 }
 
@@ -184,7 +184,7 @@ struct GradScaler::State {
   }
 
   // Looks at the gradients of an optimizer, and unscales them if there is an `inv_scale`.
-  void look(Iteration& iteration, const OptionalTensor& inv_scale) {
+  void scan(Iteration& iteration, const OptionalTensor& inv_scale) {
     TensorList params, present;
     for_each_param(*iteration.optimizer, [&](const at::Tensor& param) {
       params.push_back(param);
@@ -192,9 +192,9 @@ struct GradScaler::State {
     });
     const auto grads =
         grads_by_device(params, std::move(present), !inv_scale.has_value(), iteration.name_of);
-    const at::Tensor no_overflow = loss_scale.begin_look(iteration.slot);
+    const at::Tensor no_overflow = loss_scale.start_iteration(iteration.slot);
     if (inv_scale.has_value()) iteration.begin_unscaling(grads_in(*iteration.optimizer));
-    iteration.found_infs = iteration.look(loss_scale, grads, no_overflow, inv_scale);
+    iteration.found_infs = iteration.scan(loss_scale, grads, no_overflow, inv_scale);
   }
 
   void unscale(Iteration& iteration) {
@@ -203,7 +203,7 @@ struct GradScaler::State {
                 "unscale_() has already been called on this optimizer since the last update().");
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
     check_still_scaled("unscale_", iteration);
-    look(iteration, loss_scale.scale.to(at::kDouble).reciprocal().to(at::kFloat));
+    scan(iteration, loss_scale.scale.to(at::kDouble).reciprocal().to(at::kFloat));
     iteration.params.clear();
     for_each_param(*iteration.optimizer, [&](const at::Tensor& param) {
       iteration.params.emplace_back(param.getIntrusivePtr());
@@ -222,14 +222,14 @@ struct GradScaler::State {
   }
 
   // The optimizers of what is unscaled may be gone.
-  void note_scale() {
+  void on_loss_scaled() {
     for (Iteration& iteration : iterations) {  // none in most loops
       if (!iteration.is_unscaled()) continue;
       std::vector<ParamGrad> grads;
       for (const auto& param : iteration.params) {
         if (auto present = param.lock()) grads.push_back(grad_of(at::Tensor(std::move(present))));
       }
-      iteration.note_scale(grads, iteration.stage == Stage::kStepped);
+      iteration.on_loss_scaled(grads, iteration.stage == Stage::kStepped);
     }
   }
 
@@ -247,17 +247,17 @@ struct GradScaler::State {
     if (iteration.stage == Stage::kReady) {
       check_still_scaled("step", iteration);
       grad_scale = scale.clone();
-      std::optional<GradientLook> found =
-          scaled.look_at_gradients(loss_scale.begin_look(iteration.slot), scale);
+      std::optional<GradientScan> found =
+          scaled.scan_gradients(loss_scale.start_iteration(iteration.slot), scale);
       if (found.has_value()) {
         TORCH_CHECK(found->first_nonfinites.size() == found->found_infs.size(),
-                    "GradScaler.step: look_at_gradients must give a first_nonfinite for each "
+                    "GradScaler.step: scan_gradients must give a first_nonfinite for each "
                     "found_inf, got ",
                     found->first_nonfinites.size(), " for ", found->found_infs.size());
         loss_scale.keep_first_nonfinites(iteration.slot, found->first_nonfinites);
         iteration.found_infs = std::move(found->found_infs);
       } else {
-        look(iteration, {});
+        scan(iteration, {});
       }
     }
     const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
@@ -343,7 +343,7 @@ at::Tensor GradScaler::scale(const at::Tensor& output) {
   State& state = checked("scale");
   if (!state.enabled) return output;
   TORCH_CHECK(output.defined(), "outputs must be a Tensor or an iterable of Tensors");
-  state.note_scale();
+  state.on_loss_scaled();
   LossScale& loss_scale = state.loss_scale;
   if (!loss_scale.scale.defined()) loss_scale.make(output.device());
   return output * moved(loss_scale.scale, output.device());

@@ -40,7 +40,7 @@ std::vector<OnDevice> by_device(const TensorList& tensors) {
 NonfiniteCounts counted(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   const at::NoGradGuard no_grad;
   NonfiniteCounts counts;
-  TensorList looked_at;
+  TensorList scanned;
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined()) continue;
     at::Tensor dense = tensor.detach();
@@ -48,10 +48,10 @@ NonfiniteCounts counted(const std::vector<std::pair<std::string, at::Tensor>>& t
     if (dense.layout() != at::kStrided) dense = dense.values();
     if (dense.is_complex()) dense = at::view_as_real(dense.resolve_conj());
     if (!dense.is_floating_point()) continue;
-    looked_at.push_back(dense.element_size() == 1 ? dense.to(at::kFloat) : dense);
+    scanned.push_back(dense.element_size() == 1 ? dense.to(at::kFloat) : dense);
     counts.emplace_back(name, 0);
   }
-  for (const OnDevice& entry : by_device(looked_at)) {
+  for (const OnDevice& entry : by_device(scanned)) {
     const at::Tensor found = count_nonfinite(entry.tensors).cpu();
     for (size_t i = 0; i < entry.indices.size(); ++i) {
       counts[entry.indices[i]].second = found.const_data_ptr<int64_t>()[i];

@@ -169,17 +169,17 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   impl_->inspects_next = false;
 }
 
-std::optional<GradientLook> FusedOptimizer::look_at_gradients(const at::Tensor& found_inf,
-                                                              const at::Tensor& grad_scale) {
-  Operation operation(*this, "look_at_gradients");
+std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& found_inf,
+                                                           const at::Tensor& grad_scale) {
+  Operation operation(*this, "scan_gradients");
   OptionalTensor scale;
   if (grad_scale.defined()) scale = grad_scale;
-  GradientLook look;
-  for (const LookResult& result : operation.plan.look(found_inf, scale, operation.shared)) {
-    look.found_infs.push_back(result.found_inf);
-    look.first_nonfinites.push_back(result.first_nonfinite);
+  GradientScan scan;
+  for (const GradScanResult& result : operation.plan.scan(found_inf, scale, operation.shared)) {
+    scan.found_infs.push_back(result.found_inf);
+    scan.first_nonfinites.push_back(result.first_nonfinite);
   }
-  return look;
+  return scan;
 }
 
 Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
@@ -188,7 +188,8 @@ Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tenso
   GradientOptions options = operation.options(grad_scale, found_inf);
   if (grad_scale.defined() && !found_inf.defined()) {
     at::Tensor flag = at::zeros({}, at::TensorOptions(grad_scale.device()).dtype(at::kFloat));
-    for (const LookResult& result : operation.plan.look_aside(grad_scale, operation.shared)) {
+    for (const GradScanResult& result :
+         operation.plan.scan_without_recording(grad_scale, operation.shared)) {
       flag = flag + moved(result.found_inf, flag.device());
     }
     options.found_inf = flag;

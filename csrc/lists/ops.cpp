@@ -154,14 +154,15 @@ void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
   const DenseReads reads(tensors);
   if (sum != nullptr) sum_of_squares->zero_();
   StepScratch scratch;
-  const LookLaunch launch{reads.records.data(),
-                          static_cast<int64_t>(reads.records.size()),
-                          grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
-                          found_inf.mutable_data_ptr<float>(),
-                          first,
-                          sum,
-                          /*skip_nonfinite=*/false};
-  engine_of(device).look(device, launch, scratch);
+  const GradScanLaunch launch{
+      reads.records.data(),
+      static_cast<int64_t>(reads.records.size()),
+      grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
+      found_inf.mutable_data_ptr<float>(),
+      first,
+      sum,
+      /*skip_nonfinite=*/false};
+  engine_of(device).scan(device, launch, scratch);
 }
 
 at::Tensor count_nonfinite(const TensorList& tensors) {

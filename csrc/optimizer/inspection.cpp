@@ -133,20 +133,20 @@ void Plan::measure_moments(const Row& row, const at::Tensor& sums) const {
 void Plan::become_trial_of(const Plan& plan) {
   checks_ = plan.checks_;
   rows_ = plan.rows_;
-  looks_ = plan.looks_;
+  scans_ = plan.scans_;
   guard_ = plan.guard_;
   counts_norms_ = false;
   follow_landings();
 }
 
-std::vector<LookResult> Plan::look_aside(const OptionalTensor& grad_scale,
-                                         const optim::SharedOptions& options) const {
+std::vector<GradScanResult> Plan::scan_without_recording(
+    const OptionalTensor& grad_scale, const optim::SharedOptions& options) const {
   const OutsideInferenceMode normal;
   Plan trial(checks_.operation);
   trial.become_trial_of(*this);
   trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks sum what a look of the plan would find
-  std::vector<LookResult> results;
-  for (Look& look : trial.look_at_grads({}, grad_scale, options)) results.push_back(look.result);
+  std::vector<GradScanResult> results;
+  for (GradScan& scan : trial.scan_grads({}, grad_scale, options)) results.push_back(scan.result);
   return results;
 }
 
@@ -193,16 +193,16 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
   trial.checks_.described = table.buffers;
   trial.check_groups(table, options.max_grad_norm);
   trial.check_inputs(options);
-  bool looks_are_new = false;
-  const std::vector<Look> looks =
-      trial.looks_for_step(options, /*has_squares_of_params=*/false, looks_are_new);
+  bool freshly_scanned = false;
+  const std::vector<GradScan> scans =
+      trial.scans_for_step(options, /*has_squares_of_params=*/false, freshly_scanned);
   const at::Device device = rows_.empty() ? at::Device(at::kCPU) : rows_.front().param().device();
-  for (const Look& look : looks) {
-    if (!looks_are_new || !options.found_inf.has_value()) break;
-    options.found_inf = moved(*options.found_inf, device) + moved(look.result.found_inf, device);
+  for (const GradScan& scan : scans) {
+    if (!freshly_scanned || !options.found_inf.has_value()) break;
+    options.found_inf = moved(*options.found_inf, device) + moved(scan.result.found_inf, device);
   }
-  if (reads_norm(options.max_grad_norm) && !options.sum_of_squares.has_value() && !looks.empty()) {
-    options.sum_of_squares = sum_of_looks(looks, device);
+  if (reads_norm(options.max_grad_norm) && !options.sum_of_squares.has_value() && !scans.empty()) {
+    options.sum_of_squares = sum_over_scans(scans, device);
   }
   InspectedStep found;
   found.sums = at::full({number_of_params(), kInspectedSums}, std::nan(""),
@@ -224,7 +224,7 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
 void Plan::try_row(const Row& row, int64_t index, GroupTable& table, const GradientOptions& options,
                    StateStore& store, const at::Tensor& sums) {
   rows_ = {row};
-  looks_.clear();
+  scans_.clear();
   if (row.lacks_state()) set_state(0, std::move(store.make({index}).at(0)));
   const Row before = rows_[0];
   checks_.check_grad(before);

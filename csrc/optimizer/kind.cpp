@@ -166,9 +166,9 @@ const Kind& kind_of<SgdHyperparameters>() {
          {"dampening", OptionKind::kNumber, OnLoad::kRequired},
          {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}},
         [](const GroupOptions& options) {
-          const bool looks_ahead = options.is_set("nesterov");
+          const bool is_nesterov = options.is_set("nesterov");
           const bool can = options.is_set("momentum") && !options.is_set("dampening");
-          return looks_ahead && !can ? "Nesterov momentum requires a momentum and zero dampening"
+          return is_nesterov && !can ? "Nesterov momentum requires a momentum and zero dampening"
                                      : nullptr;
         });
     sgd.counts_from_buffer = true;

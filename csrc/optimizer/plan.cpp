@@ -52,7 +52,7 @@ Plan::Use::Use(Plan& plan, const char* operation) : plan_(plan) {
 
 Plan::Use::~Use() {
   // Of a step that was refused, no other may take the look for its own.
-  if (std::uncaught_exceptions() > exceptions_) plan_.looks_.clear();
+  if (std::uncaught_exceptions() > exceptions_) plan_.scans_.clear();
   plan_.let_go();
   if (plan_.must_forget_) plan_.drop_rows();
   plan_.user_ = std::thread::id();
@@ -96,7 +96,7 @@ void Plan::drop_rows() {
   must_forget_ = false;
   kept_.clear();
   rows_.clear();
-  looks_.clear();
+  scans_.clear();
   written_storages_.clear();
   first_nonfinites_.clear();
   scratch_ = {};
@@ -241,13 +241,13 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     has_grad_norm_ = wants_norm(options.max_grad_norm);
     has_grad_norms_ = tracks_grad_norms_ && !rows_.empty();
   }
-  bool looks_are_new = false;
-  const std::vector<Look> looks =
-      looks_for_step(options, squares_of_params.defined(), looks_are_new);
+  bool freshly_scanned = false;
+  const std::vector<GradScan> scans =
+      scans_for_step(options, squares_of_params.defined(), freshly_scanned);
   std::vector<Batch> all = batches();
   const at::Tensor landed = take_landed(all);
   for (Batch& batch : all) {
-    batch.inputs = inputs_on(batch.device, options, looks, looks_are_new);
+    batch.inputs = inputs_on(batch.device, options, scans, freshly_scanned);
     if (landed.defined() && landed.device() == batch.device) {
       batch.inputs.has_landed = landed.mutable_data_ptr<float>();
     }
@@ -269,9 +269,9 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     for (const Batch& batch : all) {
       if (batch.device == device && uses_cuda_engine(device) && !batch.is_skipped) last = &batch;
     }
-    if (last == nullptr) guarded = inputs_on(device, options, looks, looks_are_new);
+    if (last == nullptr) guarded = inputs_on(device, options, scans, freshly_scanned);
   }
-  write_norms(options, looks, squares_of_params, is_written);
+  write_norms(options, scans, squares_of_params, is_written);
   clear_autocast_cache();
   try {
     for (const Batch& batch : all) {
@@ -294,7 +294,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     remember_masters();
     choose_sample();
     if (options.grad_scale.has_value() && checks_.naming == Naming::kGroups) {
-      remember_scaled_grads(/*are_as_seen=*/!looks.empty());
+      remember_scaled_grads(/*are_as_seen=*/!scans.empty());
     }
     remember_step();
   } catch (...) {
@@ -366,22 +366,22 @@ std::vector<Plan::Batch> Plan::batches() {
 }
 
 Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptions& options,
-                                   const std::vector<Look>& looks, bool looks_are_new) const {
+                                   const std::vector<GradScan>& scans, bool freshly_scanned) const {
   DeviceInputs inputs{};
   if (options.grad_scale.has_value()) inputs.grad_scale = scalar_on(device, *options.grad_scale);
   if (options.found_inf.has_value()) {
     inputs.found_inf = scalar_on(device, *options.found_inf);
-    for (const Look& look : looks) {
+    for (const GradScan& scan : scans) {
       // What the last look found is in the option.
-      if (!looks_are_new) continue;
-      inputs.found_inf = inputs.found_inf.add(moved(look.result.found_inf, device));
+      if (!freshly_scanned) continue;
+      inputs.found_inf = inputs.found_inf.add(moved(scan.result.found_inf, device));
     }
   }
   const bool reads_norm = this->reads_norm(options.max_grad_norm);
   if (reads_norm && options.sum_of_squares.has_value()) {
     inputs.sum_of_squares = moved(*options.sum_of_squares, device).to(at::kDouble);
   } else if (reads_norm) {
-    inputs.sum_of_squares = sum_of_looks(looks, device);
+    inputs.sum_of_squares = sum_over_scans(scans, device);
   }
   inputs.pointers = {
       float_data(inputs.grad_scale), float_data(inputs.found_inf),

@@ -35,7 +35,7 @@
 namespace amp_ext {
 
 // What a look found on one device, in the parameters of one partition.
-struct LookResult {
+struct GradScanResult {
   at::Tensor found_inf;        // one float32
   at::Tensor first_nonfinite;  // one int64, the index of the first parameter, or kNoTensor
   at::Tensor sum_of_squares;   // one float64, or undefined if none was wanted
@@ -159,12 +159,12 @@ class AMP_EXT_API Plan {
   // plan's own first_nonfinite, which is lowered, for an update of the scale to read and reset.
   // Partitions are looked at apart. What one rank finds in its shards is not the whole: the step
   // that follows is given found_inf and the sums of squares then, and never looks itself.
-  std::vector<LookResult> look(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
-                               const optim::SharedOptions& options);
+  std::vector<GradScanResult> scan(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
+                                   const optim::SharedOptions& options);
 
   // The same for an inspection: no step goes by it, nor does an update of the scale.
-  std::vector<LookResult> look_aside(const OptionalTensor& grad_scale,
-                                     const optim::SharedOptions& options) const;
+  std::vector<GradScanResult> scan_without_recording(const OptionalTensor& grad_scale,
+                                                     const optim::SharedOptions& options) const;
 
   // Whether one of the gradients that the last look saw was written or replaced since.
   bool gradients_were_written() const;
@@ -257,8 +257,8 @@ class AMP_EXT_API Plan {
   };
 
   // A look at the gradients of one device and partition.
-  struct Look {
-    LookResult result;
+  struct GradScan {
+    GradScanResult result;
     std::vector<TensorRecord> records;
   };
 
@@ -301,29 +301,30 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   void take_norms(GradientOptions& options);
-  static at::Tensor sum_of_looks(const std::vector<Look>& looks, const at::Device& device);
+  static at::Tensor sum_over_scans(const std::vector<GradScan>& scans, const at::Device& device);
   at::Tensor take_landed(const std::vector<Batch>& batches);
-  void write_norms(const GradientOptions& options, const std::vector<Look>& looks,
+  void write_norms(const GradientOptions& options, const std::vector<GradScan>& scans,
                    const at::Tensor& squares_of_params, bool is_written);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
                          StateStore& store);
   void check_inputs(const GradientOptions& options) const;
   void check_step(const GroupTable& table, const GradientOptions& options);
-  std::vector<Look> looks_for_step(const GradientOptions& options, bool has_squares_of_params,
-                                   bool& is_new);
-  bool needs_look(const GradientOptions& options, bool has_squares_of_params, bool is_stale) const;
+  std::vector<GradScan> scans_for_step(const GradientOptions& options, bool has_squares_of_params,
+                                       bool& is_new);
+  bool needs_scan(const GradientOptions& options, bool has_squares_of_params, bool is_stale) const;
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
-                         const std::vector<Look>& looks, bool looks_are_new) const;
+                         const std::vector<GradScan>& scans, bool freshly_scanned) const;
   static std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device,
                                                        const GroupTable& table);
   void make_room(Batch& batch, const GroupTable& table) const;
   void step_batch(const Batch& batch, GroupTable& table, bool ends_guarded);
   void finish_batch(const Batch& batch, std::exception_ptr failure);
-  std::vector<Look> look_at_grads(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
-                                  const optim::SharedOptions& options);
-  Look& look_of(std::vector<Look>& looks, const Row& row, const OptionalTensor& found_inf,
-                const optim::SharedOptions& options) const;
+  std::vector<GradScan> scan_grads(const OptionalTensor& found_inf,
+                                   const OptionalTensor& grad_scale,
+                                   const optim::SharedOptions& options);
+  GradScan& scan_of(std::vector<GradScan>& scans, const Row& row, const OptionalTensor& found_inf,
+                    const optim::SharedOptions& options) const;
   at::Tensor first_nonfinite_on(const at::Device& device);
   bool gradients_are_as_seen() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
@@ -367,7 +368,7 @@ class AMP_EXT_API Plan {
   bool has_shards_ = false;
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // as of the last check
-  std::vector<Look> looks_;                           // of `look`, for the step that follows
+  std::vector<GradScan> scans_;                       // of `look`, for the step that follows
   // The first and the last gradient that the last step took.
   std::array<std::optional<SeenTensor>, 2> stepped_grads_;
   std::vector<at::Tensor> first_nonfinites_;  // one for each device

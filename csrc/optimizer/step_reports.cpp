@@ -24,10 +24,10 @@ at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_
 }  // namespace
 
 // The sum of squares of all looks, on a device; undefined if there was none.
-at::Tensor Plan::sum_of_looks(const std::vector<Look>& looks, const at::Device& device) {
+at::Tensor Plan::sum_over_scans(const std::vector<GradScan>& scans, const at::Device& device) {
   at::Tensor sum;
-  for (const Look& look : looks) {
-    const at::Tensor here = moved(look.result.sum_of_squares, device);
+  for (const GradScan& scan : scans) {
+    const at::Tensor here = moved(scan.result.sum_of_squares, device);
     sum = sum.defined() ? sum.add(here) : here;
   }
   return sum;
@@ -72,12 +72,12 @@ at::Tensor Plan::take_landed(const std::vector<Batch>& batches) {
 
 // Writes the norms that no kernel writes: that of each gradient, and that of all of them where
 // nothing is clipped by it on its device.
-void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& looks,
+void Plan::write_norms(const GradientOptions& options, const std::vector<GradScan>& scans,
                        const at::Tensor& squares_of_params, bool is_written) {
   if (wants_norm(options.max_grad_norm) && options.grad_norm.has_value() && !is_written) {
     const at::Tensor sum = options.sum_of_squares.has_value()
                                ? *options.sum_of_squares
-                               : sum_of_looks(looks, options.grad_norm->device());
+                               : sum_over_scans(scans, options.grad_norm->device());
     if (sum.defined()) {
       options.grad_norm->copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
     } else {
@@ -87,8 +87,8 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<Look>& 
   if (!has_grad_norms_) return;
   const at::Device device = grad_norms_.device();
   at::Tensor squares = squares_of_params;
-  for (const Look& look : looks) {
-    const at::Tensor here = moved(look.result.squares_of_params, device);
+  for (const GradScan& scan : scans) {
+    const at::Tensor here = moved(scan.result.squares_of_params, device);
     squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;
   }
   if (squares.defined()) {

@@ -248,31 +248,32 @@ OptionalTensor if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-Found found_in(const std::vector<LookResult>& results) {
+Found found_in(const std::vector<GradScanResult>& results) {
   Found found;
-  for (const LookResult& result : results) {
+  for (const GradScanResult& result : results) {
     found.emplace_back(result.found_inf, result.first_nonfinite, result.partition,
                        if_defined(result.sum_of_squares), if_defined(result.squares_of_params));
   }
   return found;
 }
 
-std::optional<Found> look(PlanOfPython& mine, const py::object& step_plan,
+std::optional<Found> scan(PlanOfPython& mine, const py::object& step_plan,
                           const py::object& optimizer, const at::Tensor& found_inf,
                           const OptionalTensor& grad_scale) {
-  Operation operation(mine, step_plan, optimizer, "look_at_gradients");
+  Operation operation(mine, step_plan, optimizer, "scan_gradients");
   if (!operation.is_current) return std::nullopt;
   const py::gil_scoped_release release;
-  return found_in(mine.plan.look(found_inf, grad_scale, operation.groups->shared));
+  return found_in(mine.plan.scan(found_inf, grad_scale, operation.groups->shared));
 }
 
 // A look that leaves no mark; its flags start from 0.
-std::optional<Found> look_aside(PlanOfPython& mine, const py::object& step_plan,
-                                const py::object& optimizer, const OptionalTensor& grad_scale) {
+std::optional<Found> scan_without_recording(PlanOfPython& mine, const py::object& step_plan,
+                                            const py::object& optimizer,
+                                            const OptionalTensor& grad_scale) {
   Operation operation(mine, step_plan, optimizer, "inspect");
   if (!operation.is_current) return std::nullopt;
   const py::gil_scoped_release release;
-  return found_in(mine.plan.look_aside(grad_scale, operation.groups->shared));
+  return found_in(mine.plan.scan_without_recording(grad_scale, operation.groups->shared));
 }
 
 std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object& step_plan,
@@ -450,10 +451,10 @@ void define_plan(py::module_& module) {
           },
           py::arg("max_grad_norm"))
       .def("list_params", &list_params, py::arg("optimizer"), py::arg("operation"), py::arg("rows"))
-      .def("look", &look, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
+      .def("scan", &scan, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
            py::arg("grad_scale"))
-      .def("look_aside", &look_aside, py::arg("step_plan"), py::arg("optimizer"),
-           py::arg("grad_scale"))
+      .def("scan_without_recording", &scan_without_recording, py::arg("step_plan"),
+           py::arg("optimizer"), py::arg("grad_scale"))
       .def("inspect", &inspect, py::arg("step_plan"), py::arg("optimizer"), py::arg("grad_scale"),
            py::arg("found_inf"), py::arg("sum_of_squares"), py::arg("is_in_step"))
       .def("gradients_were_written", &gradients_were_written, py::arg("step_plan"),

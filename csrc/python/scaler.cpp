@@ -43,10 +43,10 @@ struct LossScaleOfPython : LossScale {
   std::unordered_map<int64_t, py::dict> states;
 
   // Takes the first bad gradients that an optimizer has found by itself.
-  void keep_look(int64_t slot, const py::dict& state) {
-    if (!state.contains("look")) return;
+  void keep_scan(int64_t slot, const py::dict& state) {
+    if (!state.contains("scan")) return;
     std::vector<at::Tensor> first_nonfinites;
-    for (const py::handle each : state["look"].attr("first_nonfinites").attr("values")()) {
+    for (const py::handle each : state["scan"].attr("first_nonfinites").attr("values")()) {
       first_nonfinites.push_back(py::cast<at::Tensor>(each));
     }
     keep_first_nonfinites(slot, first_nonfinites);
@@ -151,9 +151,9 @@ int64_t number_behind(LossScaleOfPython& self, py::handle id) {
 
 // Begins a look at an optimizer, of which torch's dict has `state`, on behalf of an operation of
 // the scaler. Returns the flag to start from; none before there is a scale.
-OptionalTensor begin_look(LossScaleOfPython& self, const std::string& operation,
-                          const py::dict& attributes, const py::dict& state,
-                          const py::object& optimizer) {
+OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& operation,
+                               const py::dict& attributes, const py::dict& state,
+                               const py::object& optimizer) {
   if (const py::object scale = attributes["_scale"]; !scale.is_none()) {
     self.scale = py::cast<at::Tensor>(scale);
   }
@@ -171,17 +171,17 @@ OptionalTensor begin_look(LossScaleOfPython& self, const std::string& operation,
     iteration.check_still_scaled(operation, of_other, grads_of(optimizer));
   }
   const auto last = self.states.find(slot);
-  if (last != self.states.end()) self.keep_look(slot, last->second);
+  if (last != self.states.end()) self.keep_scan(slot, last->second);
   self.states[slot] = state;
   if (!self.scale.defined()) return {};
-  return self.begin_look(slot);
+  return self.start_iteration(slot);
 }
 
 // Looks at the gradients of an optimizer, of DTensors at this rank's part, and multiplies them by
 // `inv_scale`, if that is given. Returns a flag by device; none if torch has to do it.
-py::object look_at_grads(LossScaleOfPython& self, IterationOfPython& iteration,
-                         const std::vector<py::object>& given, const at::Tensor& found_inf,
-                         const OptionalTensor& inv_scale, bool allow_fp16) {
+py::object scan_grads(LossScaleOfPython& self, IterationOfPython& iteration,
+                      const std::vector<py::object>& given, const at::Tensor& found_inf,
+                      const OptionalTensor& inv_scale, bool allow_fp16) {
   const py::object optimizer = iteration.optimizer();
   TensorList params, present;
   for_each_param(optimizer,
@@ -200,7 +200,7 @@ py::object look_at_grads(LossScaleOfPython& self, IterationOfPython& iteration,
   std::vector<at::Tensor> flags;
   {
     const py::gil_scoped_release release;
-    flags = iteration.look(self, grads, found_inf, inv_scale);
+    flags = iteration.scan(self, grads, found_inf, inv_scale);
   }
   py::dict by_device;
   for (const at::Tensor& flag : flags) by_device[py::cast(flag.device())] = flag;
@@ -221,7 +221,7 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
       const auto& iteration = py::cast<const IterationOfPython&>(state["iteration"]);
       has_spent |= iteration.is_spent;
       slot = iteration.slot;
-      self.keep_look(*slot, py::reinterpret_borrow<py::dict>(state));
+      self.keep_scan(*slot, py::reinterpret_borrow<py::dict>(state));
       self.states.erase(*slot);
     }
     for (const auto& [device, flag] : py::dict(state["found_inf_per_device"])) {
@@ -262,11 +262,11 @@ void define_loss_scale(py::module_& module) {
       .def("check_unscaled",
            [](const IterationOfPython& self) { self.check_unscaled(grads_of(self.optimizer())); })
       .def(
-          "note_scale",
+          "on_loss_scaled",
           [](IterationOfPython& self, bool has_stepped) {
             const py::object optimizer = self.optimizer();
             if (!self.is_unscaled() || optimizer.is_none()) return;
-            self.note_scale(grads_of(optimizer), has_stepped);
+            self.on_loss_scaled(grads_of(optimizer), has_stepped);
           },
           py::arg("has_stepped"))
       .def("forget_unscaling", &IterationOfPython::forget_unscaling);
@@ -306,16 +306,16 @@ void define_loss_scale(py::module_& module) {
             PyDict_Update(attributes.ptr(), changes.ptr());
           },
           py::arg("attributes"), py::arg("state_dict"), py::arg("checked"))
-      .def("begin_look", &begin_look, py::arg("operation"), py::arg("attributes"), py::arg("state"),
-           py::arg("optimizer"))
-      .def("look", &look_at_grads, py::arg("iteration"), py::arg("grads"), py::arg("found_inf"),
+      .def("start_iteration", &start_iteration, py::arg("operation"), py::arg("attributes"),
+           py::arg("state"), py::arg("optimizer"))
+      .def("scan", &scan_grads, py::arg("iteration"), py::arg("grads"), py::arg("found_inf"),
            py::arg("inv_scale"), py::arg("allow_fp16"))
       .def(
           "note_different_scales",
           [](LossScaleOfPython& self, const py::dict& state, const py::dict& flags,
              const at::Tensor& differ) {
             const int64_t slot = py::cast<IterationOfPython&>(state["iteration"]).slot;
-            self.keep_look(slot, state);
+            self.keep_scan(slot, state);
             for (const auto& [device, flag] : flags) {
               self.note_different_scales(slot, py::cast<at::Device>(device), differ);
             }

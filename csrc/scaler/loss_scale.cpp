@@ -116,7 +116,7 @@ int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_there
   return static_cast<int64_t>(records_.size()) - 1;
 }
 
-const at::Tensor& LossScale::begin_look(int64_t slot) {
+const at::Tensor& LossScale::start_iteration(int64_t slot) {
   Record& record = record_of(slot);
   if (record.awaits_update) {  // the iteration of the last look was dropped
     for (const at::Tensor& first : record.first_nonfinites) first.fill_(kNoTensor);
@@ -129,7 +129,7 @@ const at::Tensor& LossScale::begin_look(int64_t slot) {
   return no_overflow_;
 }
 
-at::Tensor LossScale::look(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
+at::Tensor LossScale::scan(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                            const OptionalTensor& inv_scale) {
   const at::Device device = grads.at(0).device();
   const auto here = [&](const at::Tensor& number) { return moved(number, device); };

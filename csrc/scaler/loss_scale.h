@@ -85,12 +85,12 @@ class AMP_EXT_API LossScale {
 
   // Forgets what the last look at an optimizer found, if no update has read that. Returns a flag
   // without an overflow beside the scale, to copy.
-  const at::Tensor& begin_look(int64_t slot);
+  const at::Tensor& start_iteration(int64_t slot);
 
   // Looks at the gradients on one device, one for each parameter (grads_by_device), and multiplies
   // them by `inv_scale`, if that is given. Returns a copy of `found_inf`, set to 1 after an
   // overflow.
-  at::Tensor look(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
+  at::Tensor scan(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                   const OptionalTensor& inv_scale);
 
   // One int64 on a device, which a look lowers to the index of the first bad gradient. All

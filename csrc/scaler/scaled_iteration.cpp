@@ -89,7 +89,7 @@ void ScaledIteration::check_unscaled(const std::vector<ParamGrad>& grads) const 
               "update(), and backward anew");
 }
 
-void ScaledIteration::note_scale(const std::vector<ParamGrad>& grads, bool has_stepped) {
+void ScaledIteration::on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped) {
   if (!is_unscaled_) return;
   if (has_stepped) unscaled_.clear();
   if (loss_was_scaled_) return;
@@ -114,13 +114,13 @@ void ScaledIteration::forget_unscaling() {
   unscaled_.clear();
 }
 
-std::vector<at::Tensor> ScaledIteration::look(LossScale& loss_scale, const GradsByDevice& grads,
+std::vector<at::Tensor> ScaledIteration::scan(LossScale& loss_scale, const GradsByDevice& grads,
                                               const at::Tensor& found_inf,
                                               const OptionalTensor& inv_scale) {
   std::vector<at::Tensor> flags;
   try {
     for (const auto& on_device : grads) {
-      flags.push_back(loss_scale.look(slot, on_device.second, found_inf, inv_scale));
+      flags.push_back(loss_scale.scan(slot, on_device.second, found_inf, inv_scale));
     }
   } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
     throw;

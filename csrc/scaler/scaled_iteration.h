@@ -62,7 +62,7 @@ class AMP_EXT_API ScaledIteration {
 
   // A loss is scaled: what is written or replaced from here on may carry the scale. Where the
   // optimizer `has_stepped`, all gradients may be new.
-  void note_scale(const std::vector<ParamGrad>& grads, bool has_stepped);
+  void on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped);
   bool is_unscaled() const { return is_unscaled_; }
 
   // These gradients are to be unscaled. The iteration is spent until all of them are, and whoever
@@ -73,7 +73,7 @@ class AMP_EXT_API ScaledIteration {
 
   // Looks at gradients, and multiplies them by `inv_scale`, if that is given. Returns for each
   // device a copy of `found_inf`, set to 1 after an overflow.
-  std::vector<at::Tensor> look(LossScale& loss_scale, const GradsByDevice& grads,
+  std::vector<at::Tensor> scan(LossScale& loss_scale, const GradsByDevice& grads,
                                const at::Tensor& found_inf, const OptionalTensor& inv_scale);
 
  private:

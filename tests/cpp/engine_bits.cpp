@@ -239,7 +239,7 @@ uint64_t pattern_of(double value) {
   return bits;
 }
 
-void look_and_multiply(const cpu::Engine& engine, DType dtype, bool is_finite) {
+void scan_and_multiply(const cpu::Engine& engine, DType dtype, bool is_finite) {
   Hash hash;
   for (const int64_t numel : kSizes) {
     Array array(dtype, numel, 1, is_finite, false);
@@ -251,9 +251,9 @@ void look_and_multiply(const cpu::Engine& engine, DType dtype, bool is_finite) {
     const int64_t end = tiles.total_cost();
     std::vector<double> sums(tiles.number_of_tiles());
     std::atomic<int64_t> count{0};
-    hash.add(engine.look(tiles, nullptr, false, 0, end));
+    hash.add(engine.scan(tiles, nullptr, false, 0, end));
     for (const bool skip_nonfinite : {false, true}) {
-      hash.add(engine.look(tiles, sums.data(), skip_nonfinite, 0, end));
+      hash.add(engine.scan(tiles, sums.data(), skip_nonfinite, 0, end));
       // Sums of what is not finite may be inf or NaN.
       for (const double sum : sums) hash.add(std::isfinite(sum) ? pattern_of(sum) : 1);
     }
@@ -276,6 +276,6 @@ int main(int argc, char** argv) {
                      [&](const Numbers& numbers) { step_all(*engine, kernel, numbers); });
   }
   for (const DType dtype : kDTypes) {
-    for (const bool is_finite : {true, false}) look_and_multiply(*engine, dtype, is_finite);
+    for (const bool is_finite : {true, false}) scan_and_multiply(*engine, dtype, is_finite);
   }
 }

@@ -222,17 +222,18 @@ bool run_gradients() {
     const float half = 0.5f;
     if (overflow) static_cast<float*>(records[4].grad)[9000] = INFINITY;
     int64_t first = amp_ext::kNoTensor;
-    amp_ext::LookLaunch launch = {records.data(), count, &one, &found_inf, &first, nullptr, false};
-    int error = amp_ext::cuda::look(launch, {}, nullptr);
+    amp_ext::GradScanLaunch launch = {records.data(), count,   &one, &found_inf,
+                                      &first,         nullptr, false};
+    int error = amp_ext::cuda::scan(launch, {}, nullptr);
     launch.sum_of_squares = &sum_of_squares;
-    error |= amp_ext::cuda::look(launch, {tile_sums.data(), &block_counter}, nullptr);
+    error |= amp_ext::cuda::scan(launch, {tile_sums.data(), &block_counter}, nullptr);
     double finite_sum_of_squares = 0.0;
     launch.sum_of_squares = &finite_sum_of_squares;
     launch.skip_nonfinite = true;
     std::vector<double> squares(records.size(), -1.0);
     std::vector<uint32_t> tensor_counters(records.size());
     launch.squares_of_tensors = squares.data();
-    error |= amp_ext::cuda::look(launch, {tile_sums.data(), &block_counter, tensor_counters.data()},
+    error |= amp_ext::cuda::scan(launch, {tile_sums.data(), &block_counter, tensor_counters.data()},
                                  nullptr);
     const double sum_of_tensors = std::accumulate(squares.begin(), squares.end(), 0.0);
     right &= std::count(tensor_counters.begin(), tensor_counters.end(), 0u) == count;

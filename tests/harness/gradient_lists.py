@@ -79,8 +79,8 @@ def run_check_finite(tensors: Tensors, **options: Tensor) -> list[Number]:
     device = device_of(tensors)
     found_inf = torch.zeros((), device=device)
     first = torch.tensor(NOTHING_YET, device=device)
-    look = ops.unscale_ if "inv_scale" in options else ops.check_finite_
-    look(tensors, found_inf=found_inf, first_nonfinite=first, **options)
+    scan = ops.unscale_ if "inv_scale" in options else ops.check_finite_
+    scan(tensors, found_inf=found_inf, first_nonfinite=first, **options)
     return [found_inf.item(), first.item()]
 
 

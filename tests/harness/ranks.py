@@ -669,12 +669,12 @@ def an_inspection_of_sharded_parameters_is_that_of_the_whole(rank: int) -> None:
                 scaler.scale(torch.zeros(()))
             give_exact_grads(params, twins, step == BAD_STEP, step)
             params[1].grad = twins[1].grad = None
-            with collectives() as of_look:
-                both[0].look_at_gradients(torch.zeros(()))
+            with collectives() as of_scan:
+                both[0].scan_gradients(torch.zeros(()))
             with collectives() as sizes:
                 found = both[0].inspect(scaler)
-            looks = step > 0 or "max_grad_norm" in options
-            assert len(sizes) == len(of_look) * (2 if looks else 1), sizes
+            scans = step > 0 or "max_grad_norm" in options
+            assert len(sizes) == len(of_scan) * (2 if scans else 1), sizes
             wanted = both[1].inspect(scaler)
             assert found.skipped == wanted.skipped == (step == BAD_STEP)
             for name, numbers in wanted.to_dict()["params"].items():

@@ -162,11 +162,11 @@ def filled(value: float, device: Any = "cpu", make: MakeOptimizer | None = None)
 
 def takes(scaler_class: type | None, dtype: torch.dtype, device: torch.device) -> bool:
     """Tells whether gradients of a dtype can be there under a scaler, or without one."""
-    return scaler_class is not TorchScaler or _torch_looks_at(dtype, device)
+    return scaler_class is not TorchScaler or _torch_scans(dtype, device)
 
 
 @functools.cache
-def _torch_looks_at(dtype: torch.dtype, device: torch.device) -> bool:
+def _torch_scans(dtype: torch.dtype, device: torch.device) -> bool:
     """On a GPU torch's scaler refuses bfloat16."""
     grad = torch.ones(1, dtype=dtype, device=device)
     found_inf, inverse = (torch.full((), value, device=device) for value in (0.0, 1.0))
@@ -189,7 +189,7 @@ def give_grads(optimizer: Any, *bad: int, missing: tuple[int, ...] = ()) -> None
             param.grad[3] = NAN
 
 
-def look_and_step(scaler: TorchScaler, optimizer: Any, unscale: bool = False) -> Any:
+def scan_and_step(scaler: TorchScaler, optimizer: Any, unscale: bool = False) -> Any:
     if unscale:
         scaler.unscale_(optimizer)
     return scaler.step(optimizer)
@@ -199,7 +199,7 @@ def iterate(scaler: TorchScaler, *optimizers: Any, bad: Any = (), unscale: bool 
     """Takes one iteration; ``bad`` holds numbers of the last optimizer's parameters."""
     for optimizer in optimizers:
         give_grads(optimizer, *(bad if optimizer is optimizers[-1] else ()))
-        look_and_step(scaler, optimizer, unscale)
+        scan_and_step(scaler, optimizer, unscale)
     scaler.update()
 
 

@@ -209,7 +209,7 @@ def test_a_step_is_one_look_one_step_and_one_update(gpu, dtype, make, groups) ->
     kernels = kernels_of(step)
     print(f"{len(params)} tensors in {groups} groups, {len(kernels)} launches:", *kernels, sep="\n")
     ours = [kernel for kernel in kernels if "amp_ext" in kernel]
-    for name in ("look_kernel", "step_kernel", "update_scale_kernel"):
+    for name in ("scan_kernel", "step_kernel", "update_scale_kernel"):
         assert sum(name in kernel for kernel in ours) == 1, kernels
     assert len(ours) == 3, kernels
     assert len(kernels) <= 10, kernels  # torch's own: zeros, copies and sums of one number

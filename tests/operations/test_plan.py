@@ -239,8 +239,8 @@ def refused_step(optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-def look_without_step(optimizer: Optimizer) -> None:
-    optimizer.look_at_gradients(torch.zeros((), device=params_of(optimizer)[0].device))
+def scan_without_step(optimizer: Optimizer) -> None:
+    optimizer.scan_gradients(torch.zeros((), device=params_of(optimizer)[0].device))
 
 
 each_use = pytest.mark.parametrize(
@@ -251,7 +251,7 @@ each_use = pytest.mark.parametrize(
             "our-scaler": under_our_scaler,
             "skipped-step": partial(under_our_scaler, bad=True),
             "unscale-step": partial(under_our_scaler, unscale=True),
-            "look-without-step": look_without_step,
+            "look-without-step": scan_without_step,
             "refused-step": refused_step,
         }
     ),

@@ -172,12 +172,12 @@ def test_hooks_of_state_dicts_run_in_torchs_order(name, options):
         state_dict["param_groups"][0]["lr"] *= 2
         return state_dict
 
-    def look(optimizer):
+    def scan(optimizer):
         calls.append("load-post")
         assert_same_bits(optimizer, source)
 
     loaded.register_load_state_dict_pre_hook(double_lr)
-    loaded.register_load_state_dict_post_hook(look)
+    loaded.register_load_state_dict_post_hook(scan)
     loaded.load_state_dict(file)
     assert calls[2:] == ["load-pre", "load-post"]
     assert loaded.param_groups[0]["lr"] == 2 * options["lr"]

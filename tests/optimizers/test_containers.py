@@ -42,7 +42,7 @@ REFUSED = {
 # What reads them, and what the error calls it.
 READERS: dict[str, tuple[str, Callable[[Any, amp_ext.GradScaler], Any]]] = {
     "step": ("AdamW.step", lambda optimizer, scaler: optimizer.step()),
-    "scaler.step": ("AdamW.look_at_gradients", lambda optimizer, scaler: scaler.step(optimizer)),
+    "scaler.step": ("AdamW.scan_gradients", lambda optimizer, scaler: scaler.step(optimizer)),
     "unscale_": ("GradScaler", lambda optimizer, scaler: scaler.unscale_(optimizer)),
     "init_state": ("AdamW.init_state", lambda optimizer, scaler: optimizer.init_state()),
     "masters": ("AdamW.init_state", lambda optimizer, scaler: optimizer.master_params()),

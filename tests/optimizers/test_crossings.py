@@ -75,9 +75,9 @@ def test_a_warm_step_is_one_call(name, options, more) -> None:
 def test_a_warm_look_is_one_call(name, options) -> None:
     optimizer = warm(name, options, max_grad_norm=1.0)
     with crossings() as calls:
-        look = optimizer.look_at_gradients(torch.zeros(()), torch.ones(()))
-    assert len(look.found_infs) == 1
-    assert calls == ["Plan.look"]
+        scan = optimizer.scan_gradients(torch.zeros(()), torch.ones(()))
+    assert len(scan.found_infs) == 1
+    assert calls == ["Plan.scan"]
 
 
 @each_class
@@ -89,4 +89,4 @@ def test_a_warm_iteration_with_a_scaler_is_four_calls(name, options) -> None:
         with crossings() as calls:
             scaler.step(optimizer)
             scaler.update()
-    assert calls == ["LossScale.begin_look", "Plan.look", "Plan.step", "LossScale.update"]
+    assert calls == ["LossScale.start_iteration", "Plan.scan", "Plan.step", "LossScale.update"]

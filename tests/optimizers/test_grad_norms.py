@@ -160,7 +160,7 @@ def test_a_look_that_summed_nothing_is_not_taken_for_one_that_did(device):
     expected = norms_of(params)
     optimizer = optimizer_of(params)
     optimizer.track_grad_norms = False
-    optimizer.look_at_gradients(torch.zeros((), device=device))
+    optimizer.scan_gradients(torch.zeros((), device=device))
     optimizer.track_grad_norms = True
     optimizer.step()
     assert_norms(optimizer.grad_norms, expected)

@@ -276,13 +276,13 @@ def test_an_inspection_keeps_the_look_of_a_scaler(device):
     twin = copied(with_grads(optimizer))
     for each in (optimizer, twin):
         params_of(each)[0].grad[0, 0] = INF
-        each.look_at_gradients(torch.zeros((), device=device))
+        each.scan_gradients(torch.zeros((), device=device))
         params_of(each)[0].grad[0, 0] = 0.0
-    look = optimizer.inspect()
+    scan = optimizer.inspect()
     for each in (optimizer, twin):
         each.step()
     assert_same_bits(optimizer, twin)
-    assert not look.skipped
+    assert not scan.skipped
 
 
 def test_there_is_nothing_to_inspect_but_before_a_step(device):

@@ -248,10 +248,10 @@ def add_a_group(optimizer: cases.Optimizer) -> None:
     optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
 
 
-def drop_a_look(optimizer: cases.Optimizer) -> None:
+def drop_a_scan(optimizer: cases.Optimizer) -> None:
     found_inf = torch.zeros(())
-    look = optimizer.look_at_gradients(found_inf)
-    optimizer.accept_hand_over(HandOver(None, found_inf, look))
+    scan = optimizer.scan_gradients(found_inf)
+    optimizer.accept_hand_over(HandOver(None, found_inf, scan))
     optimizer.accept_hand_over(None)
 
 
@@ -270,8 +270,8 @@ NEW_PLANS = {
     "rebuild": lambda optimizer: optimizer.rebuild(),
     "moments": replace_moments,
     "option": keep_other_moments,
-    "look": drop_a_look,
-    "two": lambda optimizer: (optimizer.rebuild(), add_a_group(optimizer), drop_a_look(optimizer)),
+    "scan": drop_a_scan,
+    "two": lambda optimizer: (optimizer.rebuild(), add_a_group(optimizer), drop_a_scan(optimizer)),
 }
 
 

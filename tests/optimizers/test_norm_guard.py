@@ -236,8 +236,8 @@ def test_it_takes_no_launch_of_its_own(way: Way, clips, emulated):
 
     clipping = {"max_grad_norm": 1.0} if clips else {}
     without, guarded = run(**clipping), run(**clipping, norm_guard=NormGuard())
-    has_look = clips or way.scaler is amp_ext.GradScaler
-    assert guarded == without + (0 if has_look else 2), "a look for each dtype"
+    has_scan = clips or way.scaler is amp_ext.GradScaler
+    assert guarded == without + (0 if has_scan else 2), "a look for each dtype"
 
 
 def test_it_is_an_attribute_of_one_optimizer(device):
@@ -362,7 +362,7 @@ def test_only_a_step_with_gradients_counts(device):
     assert not guard.last_step_skipped(wait=True), "that of the last step"
     param.grad = torch.full_like(param, 5.0)
     for _ in range(3):
-        optimizer.look_at_gradients(torch.zeros((), device=device))
+        optimizer.scan_gradients(torch.zeros((), device=device))
     assert guard.stats(wait=True).norms == 71
     optimizer.register_step_pre_hook(lambda *_: setattr(param, "grad", param.grad.clone()))
     optimizer.step()  # looks a second time

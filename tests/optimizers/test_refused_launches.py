@@ -179,7 +179,7 @@ def test_a_refused_launch_leaves_each_parameter_whole(
         assert counts_in(error, name) == (len(new), sum(new), 0)
         left = bits_of(optimizer)
         assert_is_refused(optimizer)
-        with pytest.raises(RuntimeError, match=REFUSED.format(name, "(step|look_at_gradients)")):
+        with pytest.raises(RuntimeError, match=REFUSED.format(name, "(step|scan_gradients)")):
             step(optimizer)
         assert all(map(are_same, bits_of(optimizer), left))
         optimizer.load_state_dict(file)
@@ -255,7 +255,7 @@ def test_nothing_but_a_load_makes_an_optimizer_step_again(emulated):
     optimizer.refresh_masters()
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(file)
-    assert_is_refused(optimizer, "look_at_gradients", torch.zeros(()))
+    assert_is_refused(optimizer, "scan_gradients", torch.zeros(()))
     assert_is_refused(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
@@ -265,8 +265,8 @@ def test_nothing_but_a_load_makes_an_optimizer_step_again(emulated):
 def test_a_scaler_does_not_step_a_second_time(kind, emulated):
     optimizer, scaler = small(), kind("cpu", init_scale=SCALE)
     scaler.scale(torch.ones(1))
-    looks = 2 if kind is amp_ext.GradScaler else 0
-    with refusing_launch(looks + 1), pytest.raises(torch.AcceleratorError, match=WORDS):
+    scans = 2 if kind is amp_ext.GradScaler else 0
+    with refusing_launch(scans + 1), pytest.raises(torch.AcceleratorError, match=WORDS):
         scaler.step(optimizer)
     left = bits_of(optimizer)
     for _ in range(2):

@@ -283,7 +283,7 @@ def called_in_another_thread(function: Callable[[], Any]) -> list[BaseException]
     return errors
 
 
-@pytest.mark.parametrize("operation", ["step", "look_at_gradients"])
+@pytest.mark.parametrize("operation", ["step", "scan_gradients"])
 def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch) -> None:
     optimizer = optimizer_of("AdamW", {})
     twin = copy.deepcopy(optimizer)
@@ -311,11 +311,11 @@ def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "place", "name"),
     [((), step_plan, "made_states"), ((torch.zeros(()),), StepPlan, "list_groups")],
-    ids=["step", "look"],
+    ids=["step", "scan"],
 )
 def test_an_interrupted_call_keeps_no_thread_out(arguments, place, name, monkeypatch) -> None:
     optimizer = optimizer_of("AdamW", {})
-    call = optimizer.look_at_gradients if arguments else optimizer.step
+    call = optimizer.scan_gradients if arguments else optimizer.step
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -151,7 +151,7 @@ def test_a_step_a_save_and_a_load_inside_a_swap_are_refused_by_name():
     with average.swap():
         for name, refused in {
             "AdamW.step": optimizer.step,
-            "AdamW.look_at_gradients": lambda: optimizer.look_at_gradients(torch.zeros(())),
+            "AdamW.scan_gradients": lambda: optimizer.scan_gradients(torch.zeros(())),
             "AdamW.take_average": lambda: WeightAverage(optimizer),
             "AdamW.state_dict": optimizer.state_dict,
             "AdamW.load_state_dict": lambda: optimizer.load_state_dict(state),

@@ -259,8 +259,8 @@ def test_an_override_of_unscale_grads_is_what_runs(make, how, device, monkeypatc
     assert scaler.last_step_skipped(optimizer, wait=True)
     scaler.unscale_(optimizer)
     read_only = getattr(optimizer, "_step_supports_amp_scaling", False)
-    look = (1.0, 0.0, True)
-    assert calls == [look, look if read_only else (0.25, 0.0, False), (0.5, 0.0, False)]
+    scan = (1.0, 0.0, True)
+    assert calls == [scan, scan if read_only else (0.25, 0.0, False), (0.5, 0.0, False)]
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)

@@ -198,20 +198,20 @@ def test_a_hook_may_take_all_gradients_away(value, device):
 
 @pytest.mark.parametrize("hook", ["none", "pre", "pre-of-all", "post"])
 def test_gradients_are_looked_at_again_only_after_a_hook_before_the_step(hook, monkeypatch):
-    optimizer, scaler, looks = filled(4.0, make=plain_sgd), ready(), []
-    look = amp_ext.optim.SGD._look
+    optimizer, scaler, scans = filled(4.0, make=plain_sgd), ready(), []
+    scan = amp_ext.optim.SGD._scan
 
-    def counted(*arguments: Any) -> hand_over.Look:
-        looks.append(look(*arguments))
-        return looks[-1]
+    def counted(*arguments: Any) -> hand_over.GradScan:
+        scans.append(scan(*arguments))
+        return scans[-1]
 
-    monkeypatch.setattr(amp_ext.optim.SGD, "_look", counted)
+    monkeypatch.setattr(amp_ext.optim.SGD, "_scan", counted)
     handle = register_optimizer_step_pre_hook(lambda *_: None) if hook == "pre-of-all" else None
     if hook in ("pre", "post"):
         getattr(optimizer, f"register_step_{hook}_hook")(lambda *_: None)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
     scaler.step(optimizer)
-    assert len(looks) == (2 if "pre" in hook else 1)
+    assert len(scans) == (2 if "pre" in hook else 1)
     if handle is not None:
         handle.remove()
 
@@ -388,11 +388,11 @@ def test_an_optimizer_of_somebody_else_may_speak_the_protocol(device):
         _step_supports_amp_scaling = True
         handed: hand_over.HandOver | None = None
 
-        def look_at_gradients(self, found_inf: Any, grad_scale: Any = None) -> hand_over.Look:
+        def scan_gradients(self, found_inf: Any, grad_scale: Any = None) -> hand_over.GradScan:
             found = found_inf.clone()
             for param in params_of(self):
                 found += (~param.grad.isfinite()).any()
-            return hand_over.Look({found.device: found}, {})
+            return hand_over.GradScan({found.device: found}, {})
 
         def accept_hand_over(self, handed: hand_over.HandOver | None) -> None:
             self.handed = handed

@@ -36,7 +36,7 @@ def test_the_first_bad_parameter_of_the_last_skip_is_named(make, names, device):
     expected = None
     for missing, bad, unscale in ITERATIONS:
         give_grads(optimizer, *bad, missing=missing)
-        cases.look_and_step(scaler, optimizer, unscale)
+        cases.scan_and_step(scaler, optimizer, unscale)
         scaler.update()
         if bad:
             group, index = divmod(min(bad), 3)

@@ -110,7 +110,7 @@ def test_more_optimizers_than_one_launch_takes(unscale, device):
     for culprits in ((), (0,), (127, 128), (129,), (5, 128), ()):
         for i, optimizer in enumerate(optimizers):
             give_grads(optimizer, *[0] * (i in culprits))
-            cases.look_and_step(scaler, optimizer, unscale)
+            cases.scan_and_step(scaler, optimizer, unscale)
         scaler.update()
         assert skips(scaler)[0] is bool(culprits)
         assert [i for i, s in enumerate(skips(scaler, *optimizers)[1:]) if s] == list(culprits)

@@ -50,7 +50,7 @@ def test_gradients_are_multiplied_by_the_rounded_inverse_where_they_are(dtype, s
     assert recorded(scaler, optimizer) == [0.0]
 
 
-every_look = pytest.mark.parametrize("call", ["unscale_", "step", "_check_inf_per_device"])
+every_scan = pytest.mark.parametrize("call", ["unscale_", "step", "_check_inf_per_device"])
 
 
 SPARSE_VALUES = [[1.0, 2.0, 4.0], [1.0, INF, 4.0], []]
@@ -59,7 +59,7 @@ SPARSE_VALUES += [[3e38, 1.0, 3e38], [4e4, 1.0, 4e4]]  # whose sums overflow, on
 
 @pytest.mark.parametrize("values", SPARSE_VALUES, ids=str)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@every_look
+@every_scan
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @as_torch
 def test_sparse_gradients_of_torchs_sgd_are_treated_as_by_torch(scaler_class, call, dtype, values):
@@ -246,7 +246,7 @@ def test_at_a_scale_without_an_inverse_every_step_is_skipped(make, scale, unscal
         for _ in range(3):
             optimizer.zero_grad()
             scaler.scale((param * 2).sum()).backward()
-            cases.look_and_step(scaler, optimizer, unscale)
+            cases.scan_and_step(scaler, optimizer, unscale)
             assert recorded(scaler, optimizer) == [1.0]
             scaler.update()
             told.append(len(caught))

@@ -410,8 +410,8 @@ class Scalers:
         if self.enabled and self.kind != "torch":
             for call in (self.mine.unscale_, self.mine.step):
                 assert "must not be spent" in str(error_of(lambda c=call: c(sides.handle)))
-        has_look = any(state["found_inf_per_device"] for state in self.states())
-        if has_look or self.kind == "torch":
+        has_scan = any(state["found_inf_per_device"] for state in self.states())
+        if has_scan or self.kind == "torch":
             if not self.update(None):
                 self.update(self.twin.get_scale())
             return

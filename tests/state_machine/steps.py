@@ -276,12 +276,12 @@ class Step:
     def _sees_late_overflow(self) -> bool:
         """Returns whether gradients became inf or NaN after the scaler's look, and ours sees it."""
         mine = self.sides.mine
-        looks_again = mine.norm_guard is not None
+        scans_again = mine.norm_guard is not None
         if self.scalers is not None:
-            looks_again |= mine.track_grad_norms
-            looks_again |= mine.param_groups[0]["max_grad_norm"] is not None
-            looks_again |= self.was_ready and self.scalers.kind != "torch"
-        return looks_again and not all(b.grad.isfinite().all() for b in self.before.values())
+            scans_again |= mine.track_grad_norms
+            scans_again |= mine.param_groups[0]["max_grad_norm"] is not None
+            scans_again |= self.was_ready and self.scalers.kind != "torch"
+        return scans_again and not all(b.grad.isfinite().all() for b in self.before.values())
 
     def _before_torchs_step(self, *_: Any) -> None:
         """Gives torch's step the gradients that ours takes: those of the hook, clipped."""

@@ -162,7 +162,7 @@ class RecordingScaler(amp_ext.GradScaler):
         self.calls: list[str] = []
 
     def last_step_skipped(self, optimizer: Any = None, *, wait: bool = False) -> bool | None:
-        self.calls.append("wait" if wait else "look")
+        self.calls.append("wait" if wait else "scan")
         return super().last_step_skipped(optimizer, wait=wait)
 
     def update(self, new_scale: Any = None) -> None:

@@ -47,7 +47,7 @@ struct GradScalerOptions {
 };
 
 // What a look at all gradients of an optimizer has found.
-struct GradientLook {
+struct GradientScan {
   std::vector<at::Tensor> found_infs;  // one float32 for each device: not 0 if one is inf or NaN
   // For each device one int64, the number of the first bad gradient among the parameters of all
   // groups, or what it was before, which is larger. An update of the scale reads and resets it.
@@ -67,8 +67,8 @@ class AMP_EXT_API ScaledStep {
   // Looks for inf and NaN in all gradients, which it does not write. `found_inf` is copied, not
   // written; a `grad_scale` without a finite inverse counts as an overflow. None, as by default:
   // the scaler looks itself.
-  virtual std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
-                                                        const at::Tensor& grad_scale);
+  virtual std::optional<GradientScan> scan_gradients(const at::Tensor& found_inf,
+                                                     const at::Tensor& grad_scale);
 
   // Whether it steps so. If not, it is any other torch::optim::Optimizer to a scaler.
   virtual bool unscales_in_step() const { return true; }

@@ -284,8 +284,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   at::Tensor step(LossClosure closure = nullptr) override;
 
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
-  std::optional<GradientLook> look_at_gradients(const at::Tensor& found_inf,
-                                                const at::Tensor& grad_scale) override;
+  std::optional<GradientScan> scan_gradients(const at::Tensor& found_inf,
+                                             const at::Tensor& grad_scale) override;
   // Only of the classes here. One that derives from them returns true if its step is theirs.
   bool unscales_in_step() const override;
 

@@ -266,14 +266,13 @@ AMP_EXT_CHECK(what_was_moved_from_says_so) {
   const auto closure = []() -> torch::Tensor { throw std::logic_error("which is not evaluated"); };
   std::stringstream stream;
   const std::string words = ": the optimizer must have its parameters, got one that was moved from";
-  for (const auto& call :
-       Calls{[&] { optimizer.add_param_group(std::vector{param}); },
-             [&] { optimizer.step(closure); }, [&] { optimizer.step_scaled(one, none); },
-             [&] { optimizer.look_at_gradients(none, one); }, [&] { optimizer.grad_norm(); },
-             [&] { optimizer.init_state(); }, [&] { optimizer.rebuild(); },
-             [&] { optimizer.master_params(); }, [&] { optimizer.refresh_masters(); },
-             [&] { optimizer.state_dict(); }, [&] { torch::save(optimizer, stream); },
-             [&] { optimizer.load_state_dict(state); }}) {
+  for (const auto& call : Calls{
+           [&] { optimizer.add_param_group(std::vector{param}); }, [&] { optimizer.step(closure); },
+           [&] { optimizer.step_scaled(one, none); }, [&] { optimizer.scan_gradients(none, one); },
+           [&] { optimizer.grad_norm(); }, [&] { optimizer.init_state(); },
+           [&] { optimizer.rebuild(); }, [&] { optimizer.master_params(); },
+           [&] { optimizer.refresh_masters(); }, [&] { optimizer.state_dict(); },
+           [&] { torch::save(optimizer, stream); }, [&] { optimizer.load_state_dict(state); }}) {
     CHECK_REFUSED(call(), words);
     CHECK_REFUSED(call(), "amp_ext::optim::AdamW.");
   }
@@ -327,13 +326,13 @@ class Descent : public theirs::Optimizer, public amp_ext::ScaledStep {
     TORCH_CHECK(!fails, "afterwards");
     return torch::tensor(7.0);
   }
-  std::optional<amp_ext::GradientLook> look_at_gradients(const torch::Tensor&,
-                                                         const torch::Tensor&) override {
-    return look;
+  std::optional<amp_ext::GradientScan> scan_gradients(const torch::Tensor&,
+                                                      const torch::Tensor&) override {
+    return scan;
   }
 
   bool fails = false;
-  std::optional<amp_ext::GradientLook> look;
+  std::optional<amp_ext::GradientScan> scan;
 };
 
 // An optimizer of somebody else that does more than step.
@@ -400,7 +399,7 @@ AMP_EXT_CHECK(steps_of_others_are_skipped_or_spend_the_iteration) {
   give_grad(param, other, 2.0);
   CHECK_THAT(other.step(own).item<double>() == 7.0);
   other.update();
-  own.look = amp_ext::GradientLook{{torch::zeros({})}, {}};
+  own.scan = amp_ext::GradientScan{{torch::zeros({})}, {}};
   CHECK_REFUSED(other.step(own), "must give a first_nonfinite for each found_inf, got 0 for 1");
 }
 

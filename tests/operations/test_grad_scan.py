@@ -28,8 +28,8 @@ from amp_ext import ops
 def found(tensors: list[Tensor], *, before: float = 0.0, **options: Tensor) -> float:
     """Returns found_inf after a look, one that unscales where there is ``inv_scale``."""
     found_inf = torch.full((), before, device=tensors[0].device)
-    look = ops.unscale_ if "inv_scale" in options else ops.check_finite_
-    look(tensors, found_inf=found_inf, **options)
+    scan = ops.unscale_ if "inv_scale" in options else ops.check_finite_
+    scan(tensors, found_inf=found_inf, **options)
     return found_inf.item()
 
 
@@ -105,7 +105,7 @@ def test_counts_are_integers_beside_the_tensors_outside_of_any_graph(device) -> 
 # Sums of squares.
 
 
-def look(tensors: list[Tensor], *, before: float = -1.0, **options: Tensor) -> tuple[Tensor, float]:
+def scan(tensors: list[Tensor], *, before: float = -1.0, **options: Tensor) -> tuple[Tensor, float]:
     """Returns the sum of squares, which held ``before``, and found_inf."""
     device = tensors[0].device if tensors else "cpu"
     total = torch.full((), before, dtype=F64, device=device)
@@ -170,18 +170,18 @@ def test_inf_and_nan_are_found_among_numbers_whose_squares_are_inf(dtype, value,
 
 
 def test_a_sum_above_float64_is_inf_and_no_overflow_of_a_gradient(device) -> None:
-    total, found = look([torch.full((5,), 1e200, dtype=F64, device=device)])
+    total, found = scan([torch.full((5,), 1e200, dtype=F64, device=device)])
     assert (total.item(), found) == (INF, 0)
 
 
 @pytest.mark.parametrize("before", [0.0, 5.0, INF, NAN])
 def test_the_sum_is_set_whatever_was_there(before: float, device) -> None:
-    assert look([torch.full((3,), 2.0, device=device)], before=before)[0].item() == 12
+    assert scan([torch.full((3,), 2.0, device=device)], before=before)[0].item() == 12
     empty = torch.empty(0, device=device)
     nothings = [[], [empty], [empty, empty.view(3, 0)], [empty.half(), empty.double()]]
     zeros = [torch.zeros(70_000, dtype=dtype, device=device) for dtype in GRAD_DTYPES]
     for nothing in (*nothings, zeros, [-zero for zero in zeros], *([zero] for zero in zeros)):
-        total, found = look(nothing, before=before)
+        total, found = scan(nothing, before=before)
         assert same_bits(total, torch.zeros((), dtype=F64))
         assert found == 0
 
@@ -189,15 +189,15 @@ def test_the_sum_is_set_whatever_was_there(before: float, device) -> None:
 def test_the_sum_is_of_the_numbers_as_they_are_whatever_the_scale(device) -> None:
     tensors = [torch.full((3,), 2.0, device=device)]
     for scale, found in ((65536.0, 0), (3.0, 0), (0.0, 1), (1e-39, 1)):
-        total, found_inf = look(tensors, grad_scale=torch.tensor(scale, device=device))
+        total, found_inf = scan(tensors, grad_scale=torch.tensor(scale, device=device))
         assert (total.item(), found_inf) == (12, found)
 
 
 def test_every_run_gives_the_same_bits(device) -> None:
     for tensors in lists_to_sum(device):
-        first, _ = look(tensors)
-        assert same_bits(look(tensors)[0], first)
-        assert same_bits(look([tensor.clone() for tensor in tensors])[0], first)
+        first, _ = scan(tensors)
+        assert same_bits(scan(tensors)[0], first)
+        assert same_bits(scan([tensor.clone() for tensor in tensors])[0], first)
 
 
 def test_the_number_of_threads_does_not_change_a_bit() -> None:
@@ -205,6 +205,6 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     for count in (1, 2, 3):
         torch.manual_seed(0)
         with threads(count):
-            sums[count] = torch.stack([look(tensors)[0] for tensors in lists_to_sum("cpu")])
+            sums[count] = torch.stack([scan(tensors)[0] for tensors in lists_to_sum("cpu")])
     assert same_bits(sums[2], sums[1])
     assert same_bits(sums[3], sums[1])
