@@ -477,7 +477,7 @@ def average_weights_(
     counters: Tensor,
     *,
     master_params: Sequence[Tensor] | None = None,
-    has_landed: Tensor | None = None,
+    step_applied: Tensor | None = None,
     first_elements: Sequence[int] | None = None,
     decay: float | None = 0.999,
     every: int = 1,
@@ -495,7 +495,7 @@ def average_weights_(
             taken. Advanced.
         master_params: float32 masters of 16-bit parameters, or the lower parts of split ones: these
             are averaged. None: the parameters are.
-        has_landed: One float32, or None. If it is 0, the step was skipped: nothing is written.
+        step_applied: One float32, or None. If it is 0, the step was skipped: nothing is written.
         first_elements: Where the first element of each parameter stands in the whole of which it is
             a part, for the dither; None: each is the whole.
         decay: What an average keeps of itself each time, from 0 to 1; None: all weights count the
@@ -511,7 +511,15 @@ def average_weights_(
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
     """
     _C.average_weights_(
-        averages, params, counters, master_params, has_landed, first_elements, decay, every, warmup
+        averages,
+        params,
+        counters,
+        master_params,
+        step_applied,
+        first_elements,
+        decay,
+        every,
+        warmup,
     )
 
 

@@ -25,7 +25,7 @@ struct GradientFactor {
   bool overflow;
 
   // As a step leaves it for those who follow it on the device.
-  AMP_EXT_INLINE float has_landed() const { return skip ? 0.0f : 1.0f; }
+  AMP_EXT_INLINE float step_applied() const { return skip ? 0.0f : 1.0f; }
 
   static AMP_EXT_INLINE GradientFactor read(const GradientInputs& inputs) {
     // Loaded before the first is used: a GPU then waits once.

@@ -116,7 +116,7 @@ struct StepLaunch {
   bool* is_launched;  // [count], all false: set for those whose kernel was launched
   bool ends_guarded;  // whether the last kernel lets the guard count the norm
   // [1], written with 1 where the step is taken and with 0 where it is skipped, or null.
-  float* has_landed = nullptr;
+  float* step_applied = nullptr;
   bool may_take_fast_path = true;  // of the CUDA kernels: the same bits, in less time
 };
 
@@ -127,7 +127,7 @@ struct AverageLaunch {
   int64_t count;
   AverageHyperparameters hyperparameters;
   AverageCounters* counters;  // [1], advanced when all averages are written
-  const float* has_landed;    // [1], or null: it has; 0: nothing is written
+  const float* step_applied;  // [1], or null: it has; 0: nothing is written
 };
 
 // A look at gradients, which are only read.

@@ -98,7 +98,7 @@ class WatchedOptimizer(PlannedOptimizer):
             )
         if guard is not None:
             guard.attach(self)  # or raises
-            self.follow_landings()
+            self.track_step_applied()
         last = self._plan.norm_guard
         self._plan.compiled.set_guard(None if guard is None else guard.statistics)
         self._plan.norm_guard = guard
@@ -131,21 +131,21 @@ class WatchedOptimizer(PlannedOptimizer):
             if id(param) in names and not math.isnan(norm)
         }
 
-    def follow_landings(self) -> None:
+    def track_step_applied(self) -> None:
         """Lets every step from now on leave on the device whether it was taken.
 
         Steps of an optimizer that nobody follows write nothing for it.
         """
-        self._plan.compiled.follow_landings()
+        self._plan.compiled.track_step_applied()
 
     @property
-    def has_landed(self) -> Tensor | None:
+    def step_applied(self) -> Tensor | None:
         """1 if the last step was taken, 0 if it was skipped or no parameter had a gradient.
 
         One float32 on the device of the first parameter, which later steps write anew. None before
-        the first step that was followed (:meth:`follow_landings`).
+        the first step that was followed (:meth:`track_step_applied`).
         """
-        return self._plan.compiled.has_landed
+        return self._plan.compiled.step_applied
 
     def average_weights(self, operation: str, averages: ops.WeightAverages) -> None:
         """Lets averages of the weights do something with the parameters that there are now.

@@ -116,7 +116,7 @@ class WeightAverage:
         self._ask("take_average")
         if model is not None:
             self._check_model("WeightAverage", model)
-        optimizer.follow_landings()
+        optimizer.track_step_applied()
         self._hook = optimizer.register_step_post_hook(_hook_of(weakref.ref(self)))
         self._is_removed = False
         _averages.add(self)

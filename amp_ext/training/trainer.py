@@ -270,9 +270,9 @@ class MixedPrecisionTrainer(SavedTrainer):
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()
         if self._fused is not None and self._fused.norm_guard is not None:
-            landed = self._fused.has_landed
-            if landed is not None:
-                skipped = skipped | moved(landed == 0, skipped.device)
+            applied = self._fused.step_applied
+            if applied is not None:
+                skipped = skipped | moved(applied == 0, skipped.device)
         self._accumulated = 0
         self._scheduler_is_due = True
         if self.scaler is None and self._guard() is None:  # nothing to wait for

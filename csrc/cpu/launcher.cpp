@@ -35,7 +35,7 @@ int64_t Launcher::least_in_parallel(const TileMap& tiles, const Work& work) cons
 void Launcher::step(const StepLaunch& launch) const {
   const GradientFactor factor = GradientFactor::read(launch.inputs);
   if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
-  if (launch.has_landed != nullptr) *launch.has_landed = factor.has_landed();
+  if (launch.step_applied != nullptr) *launch.step_applied = factor.step_applied();
   if (factor.skip) return;
   const TileMap tiles = tiles_of(launch.records, launch.count);
   least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
@@ -97,8 +97,8 @@ void Launcher::count_nonfinite(const std::vector<TensorRecord>& records, int64_t
 }
 
 void Launcher::average(const AverageLaunch& launch) const {
-  const bool has_landed = launch.has_landed == nullptr || *launch.has_landed != 0.0f;
-  const AverageStep step = AverageStep::of(launch.hyperparameters, *launch.counters, has_landed);
+  const bool step_applied = launch.step_applied == nullptr || *launch.step_applied != 0.0f;
+  const AverageStep step = AverageStep::of(launch.hyperparameters, *launch.counters, step_applied);
   if (step.is_taken) {
     const TileMap tiles = tiles_of(launch.records, launch.count);
     least_in_parallel(tiles, [&](int64_t begin, int64_t end) {

@@ -74,7 +74,7 @@ struct AverageArguments {
       table;
   AverageHyperparameters hyperparameters;
   AverageCounters* counters;
-  const float* has_landed;
+  const float* step_applied;
   uint32_t* block_counter;
   bool is_last;  // of the launches of one step
 };
@@ -84,12 +84,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     average_kernel(const AverageArguments<Streams> __grid_constant__ arguments) {
   AMP_EXT_SHARED(AverageStep, shared_step);
   if (threadIdx.x == 0) {
-    const bool has_landed = arguments.has_landed == nullptr || *arguments.has_landed != 0.0f;
-    shared_step = AverageStep::of(arguments.hyperparameters, *arguments.counters, has_landed);
+    const bool step_applied = arguments.step_applied == nullptr || *arguments.step_applied != 0.0f;
+    shared_step = AverageStep::of(arguments.hyperparameters, *arguments.counters, step_applied);
   }
   __syncthreads();
   const AverageStep step = shared_step;
-  if (!step.has_landed) return;
+  if (!step.step_applied) return;
   if (threadIdx.x == 0 && arguments.is_last) {
     const bool is_last = count_block(arguments.block_counter) == gridDim.x - 1;
     if (is_last) step.advance(*arguments.counters);
@@ -123,7 +123,7 @@ int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, 
   Arguments arguments;
   arguments.hyperparameters = launch_of_all.hyperparameters;
   arguments.counters = launch_of_all.counters;
-  arguments.has_landed = launch_of_all.has_landed;
+  arguments.step_applied = launch_of_all.step_applied;
   arguments.block_counter = block_counter;
   auto& table = arguments.table;
   const auto flush = [&]() -> int {

@@ -319,7 +319,7 @@ struct StepArguments {
   bool ends_guarded;  // the last launch of a step
   GradientInputs inputs;
   float* grad_norm;         // [1], written with the norm, or null
-  float* has_landed;        // [1], written with 1 or 0, or null
+  float* step_applied;      // [1], written with 1 or 0, or null
   uint32_t* block_counter;  // null: no tensor has a step, and nothing ends
 };
 
@@ -405,7 +405,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const double lr = Constants::read_lr(group);
     const GradientFactor factor = GradientFactor::read(arguments.inputs);
     if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
-    if (tile == 0 && arguments.has_landed != nullptr) *arguments.has_landed = factor.has_landed();
+    if (tile == 0 && arguments.step_applied != nullptr)
+      *arguments.step_applied = factor.step_applied();
     block.skip = factor.skip;
     if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
     if constexpr (kFast) block.place_bits = RatioCode::kPlaceBits;
@@ -474,7 +475,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     arguments.ends_guarded = false;
     arguments.inputs = launch_of_all.inputs;
     arguments.grad_norm = launch_of_all.grad_norm;
-    arguments.has_landed = launch_of_all.has_landed;
+    arguments.step_applied = launch_of_all.step_applied;
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {

@@ -27,14 +27,14 @@ struct AverageCounters {
 
 // What one step means for an average.
 struct AverageStep {
-  bool has_landed;
+  bool step_applied;
   bool is_taken;
   bool is_first;  // the average becomes the weight
   Interpolation<float> towards_weight;
   uint64_t number;  // of the average, from 1
 
   static AMP_EXT_INLINE AverageStep of(const AverageHyperparameters& hyperparameters,
-                                       const AverageCounters& counters, bool has_landed) {
+                                       const AverageCounters& counters, bool step_applied) {
     const auto before = static_cast<double>(counters.averages);
     double decay = hyperparameters.decay;
     if (hyperparameters.warms_up) {
@@ -43,7 +43,7 @@ struct AverageStep {
     }
     if (hyperparameters.is_equal) decay = before / (before + 1.0);
     const double weight = hyperparameters.is_equal ? 1.0 / (before + 1.0) : 1.0 - decay;
-    return {has_landed, has_landed && (counters.steps + 1) % hyperparameters.every == 0,
+    return {step_applied, step_applied && (counters.steps + 1) % hyperparameters.every == 0,
             counters.averages == 0, Interpolation<float>::of(weight, decay),
             static_cast<uint64_t>(counters.averages + 1)};
   }
@@ -66,7 +66,7 @@ struct AverageStep {
   }
 
   AMP_EXT_INLINE void advance(AverageCounters& counters) const {
-    if (has_landed) ++counters.steps;
+    if (step_applied) ++counters.steps;
     if (is_taken) ++counters.averages;
   }
 };

@@ -205,7 +205,9 @@ std::optional<Inspection> FusedOptimizer::inspection() const {
   return inspected.has_value() ? std::optional<Inspection>(inspected->read()) : std::nullopt;
 }
 
-void FusedOptimizer::follow_landings() { checked("follow_landings").plan->follow_landings(); }
+void FusedOptimizer::track_step_applied() {
+  checked("track_step_applied").plan->track_step_applied();
+}
 
 void FusedOptimizer::average(Averaging averaging, WeightAverages& averages) {
   checked(name_of(averaging)).plan->check_before(averaging);

@@ -51,7 +51,7 @@ struct WeightAverage::Impl {
 WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
     : impl_(new Impl{optimizer, WeightAverages(std::move(options)), {}}) {
   update();
-  optimizer.follow_landings();
+  optimizer.track_step_applied();
 }
 
 WeightAverage::~WeightAverage() = default;

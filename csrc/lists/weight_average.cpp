@@ -22,8 +22,8 @@ void average_weights_(const AverageLists& lists, AverageOptions options) {
                   lists.counters.is_contiguous(),
               operation, ": counters must be two neighbouring Long elements, got ",
               lists.counters.scalar_type(), " of sizes ", lists.counters.sizes());
-  if (lists.has_landed.has_value()) {
-    check_number(operation, "has_landed", *lists.has_landed, at::kFloat, device);
+  if (lists.step_applied.has_value()) {
+    check_number(operation, "step_applied", *lists.step_applied, at::kFloat, device);
   }
   check_length(operation, "averages", averages, params);
   if (lists.master_params.has_value()) {
@@ -78,7 +78,7 @@ void average_weights_(const AverageLists& lists, AverageOptions options) {
   });
   StepScratch scratch;
   launch_average(weights, averages, options, lists.counters,
-                 lists.has_landed.value_or(at::Tensor()), scratch);
+                 lists.step_applied.value_or(at::Tensor()), scratch);
 }
 
 }  // namespace amp_ext

@@ -136,7 +136,7 @@ void Plan::become_trial_of(const Plan& plan) {
   scans_ = plan.scans_;
   guard_ = plan.guard_;
   counts_norms_ = false;
-  follow_landings();
+  track_step_applied();
 }
 
 std::vector<GradScanResult> Plan::scan_without_recording(
@@ -214,8 +214,8 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
     found.params.push_back({row.group, row.index_in_group, !master.empty(), kept.names()});
     if (row.has_grad()) trial.try_row(row, i, table, options, store, found.sums[i]);
   }
-  found.skipped = trial.has_landed().defined()
-                      ? moved(trial.has_landed(), device).eq(0)
+  found.skipped = trial.step_applied().defined()
+                      ? moved(trial.step_applied(), device).eq(0)
                       : at::zeros({}, at::TensorOptions(device).dtype(at::kBool));
   return found;
 }

@@ -64,7 +64,7 @@ void Plan::check_not_lent(const std::string& operation) const {
 
 void Plan::take_over(const Plan& before) {
   scaled_grads_ = before.scaled_grads();
-  follows_landings_ = before.follows_landings_;
+  tracks_step_applied_ = before.tracks_step_applied_;
   steps_ = before.steps_;
   finds_writes_ = before.finds_writes_;
   guard_ = before.guard_;
@@ -245,11 +245,11 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   const std::vector<GradScan> scans =
       scans_for_step(options, squares_of_params.defined(), freshly_scanned);
   std::vector<Batch> all = batches();
-  const at::Tensor landed = take_landed(all);
+  const at::Tensor applied = take_step_applied(all);
   for (Batch& batch : all) {
     batch.inputs = inputs_on(batch.device, options, scans, freshly_scanned);
-    if (landed.defined() && landed.device() == batch.device) {
-      batch.inputs.has_landed = landed.mutable_data_ptr<float>();
+    if (applied.defined() && applied.device() == batch.device) {
+      batch.inputs.step_applied = applied.mutable_data_ptr<float>();
     }
     batch.is_skipped = host_knows_of_skip(batch.device, batch.inputs.pointers);
     if (batch.is_skipped) continue;
@@ -281,10 +281,10 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
       }
       const GradientFactor factor = GradientFactor::read(batch.inputs.pointers);
       if (batch.inputs.grad_norm != nullptr) *batch.inputs.grad_norm = factor.grad_norm;
-      if (batch.inputs.has_landed != nullptr) *batch.inputs.has_landed = factor.has_landed();
+      if (batch.inputs.step_applied != nullptr) *batch.inputs.step_applied = factor.step_applied();
     }
-    if (landed.defined() && !landed.is_same(has_landed_)) {
-      has_landed_.copy_(landed, /*non_blocking=*/true);
+    if (applied.defined() && !applied.is_same(step_applied_)) {
+      step_applied_.copy_(applied, /*non_blocking=*/true);
     }
     ++steps_;
     if (guarded.has_value()) {
@@ -454,7 +454,7 @@ void Plan::step_batch(const Batch& batch, GroupTable& table, bool ends_guarded) 
                           inputs.grad_norm,
                           batch.is_launched.get(),
                           ends_guarded,
-                          inputs.has_landed};
+                          inputs.step_applied};
   std::exception_ptr failure;
   try {
     engine_of(batch.device).step(batch.device, launch, scratch_);

@@ -219,11 +219,11 @@ class AMP_EXT_API Plan {
   // Does nothing if the averages are in no parameters.
   void swap_out(WeightAverages& averages);
   void check_not_lent(const std::string& operation) const;
-  // Lets every step from now on leave `has_landed`.
-  void follow_landings() { follows_landings_ = true; }
+  // Lets every step from now on leave `step_applied`.
+  void track_step_applied() { tracks_step_applied_ = true; }
   // One float32 on the device of the first parameter: 1 if the last step was taken, 0 if it was
   // skipped or found no gradient. Undefined before the first step that was followed.
-  at::Tensor has_landed() const { return has_landed_; }
+  at::Tensor step_applied() const { return step_applied_; }
   // The norm of each, [parameters] float32; undefined where they are not tracked.
   at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
@@ -269,8 +269,8 @@ class AMP_EXT_API Plan {
     at::Tensor sum_of_squares;
     at::Tensor guard;
     GradientInputs pointers;
-    float* grad_norm;   // [1], or null
-    float* has_landed;  // [1], or null
+    float* grad_norm;     // [1], or null
+    float* step_applied;  // [1], or null
   };
 
   // A learning rate as the engine of one device reads it: from there, or a number.
@@ -302,7 +302,7 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   void take_norms(GradientOptions& options);
   static at::Tensor sum_over_scans(const std::vector<GradScan>& scans, const at::Device& device);
-  at::Tensor take_landed(const std::vector<Batch>& batches);
+  at::Tensor take_step_applied(const std::vector<Batch>& batches);
   void write_norms(const GradientOptions& options, const std::vector<GradScan>& scans,
                    const at::Tensor& squares_of_params, bool is_written);
   void check_with_states(const GroupTable& table, const GradientOptions& options,
@@ -360,8 +360,8 @@ class AMP_EXT_API Plan {
   std::vector<std::shared_ptr<NormStatistics>> retired_guards_;
   bool tracks_grad_norms_ = false;
   bool counts_norms_ = true;  // whether a step lets the guard count its norm
-  bool follows_landings_ = false;
-  at::Tensor has_landed_;
+  bool tracks_step_applied_ = false;
+  at::Tensor step_applied_;
   int64_t steps_ = 0;              // that have come to their end, taken or skipped
   std::vector<optim::Kept> kept_;  // by group, when the rows were listed
   std::vector<Row> rows_;

@@ -52,22 +52,22 @@ void Plan::take_norms(GradientOptions& options) {
     guard_->move_to(rows_.front().param().device());
 }
 
-// Where the step leaves whether it has landed: in `has_landed_`, or, where no batch is on the
+// Where the step leaves whether it has landed: in `step_applied_`, or, where no batch is on the
 // device of that, beside a batch. Undefined where nobody follows. A captured graph may write
-// `has_landed_` for as long as the plan lives.
-at::Tensor Plan::take_landed(const std::vector<Batch>& batches) {
-  if (!follows_landings_ || checks_.naming != Naming::kGroups || rows_.empty()) return {};
+// `step_applied_` for as long as the plan lives.
+at::Tensor Plan::take_step_applied(const std::vector<Batch>& batches) {
+  if (!tracks_step_applied_ || checks_.naming != Naming::kGroups || rows_.empty()) return {};
   const at::Device device = rows_.front().param().device();
   const OutsideInferenceMode normal;
   const auto options = at::TensorOptions(device).dtype(at::kFloat);
-  if (!has_landed_.defined() || has_landed_.device() != device) {
-    has_landed_ = at::zeros({}, options);
+  if (!step_applied_.defined() || step_applied_.device() != device) {
+    step_applied_ = at::zeros({}, options);
   }
-  if (batches.empty()) has_landed_.zero_();
+  if (batches.empty()) step_applied_.zero_();
   const bool is_here =
       batches.empty() || std::any_of(batches.begin(), batches.end(),
                                      [&](const Batch& batch) { return batch.device == device; });
-  return is_here ? has_landed_ : at::zeros({}, options.device(batches.front().device));
+  return is_here ? step_applied_ : at::zeros({}, options.device(batches.front().device));
 }
 
 // Writes the norms that no kernel writes: that of each gradient, and that of all of them where

@@ -103,7 +103,7 @@ std::string wrong_in(const AverageOptions& options) {
 
 void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
-                    const at::Tensor& counters, const at::Tensor& has_landed,
+                    const at::Tensor& counters, const at::Tensor& step_applied,
                     StepScratch& scratch) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> staged;
@@ -117,7 +117,7 @@ void launch_average(const std::vector<AveragedWeight>& weights,
   const AverageLaunch launch{
       records.data(), static_cast<int64_t>(records.size()), hyperparameters_of(options),
       reinterpret_cast<AverageCounters*>(counters.mutable_data_ptr<int64_t>()),
-      has_landed.defined() ? has_landed.const_data_ptr<float>() : nullptr};
+      step_applied.defined() ? step_applied.const_data_ptr<float>() : nullptr};
   engine_of(device).average(device, launch, scratch);
   for (const at::Tensor& average : averages) bump_version(average);
   bump_version(counters);
@@ -163,7 +163,7 @@ void Plan::check_before(Averaging averaging) const {
 void Plan::average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters) {
   switch (averaging) {
     case Averaging::kTake:
-      return averages.take(weights(masters), has_landed_, steps_);
+      return averages.take(weights(masters), step_applied_, steps_);
     case Averaging::kList:
       return averages.list(weights(masters));
     case Averaging::kRestart:
@@ -296,24 +296,25 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
   ++listings_;
 }
 
-void WeightAverages::take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed,
-                          int64_t step) {
+void WeightAverages::take(const std::vector<AveragedWeight>& weights,
+                          const at::Tensor& step_applied, int64_t step) {
   list(weights);
   const bool is_new = last_step_.has_value() && *last_step_ != step;
   last_step_ = step;
   if (!is_new) return;
   begin_joined(weights);
-  if (has_landed.defined()) launch(devices_, weights, averages(), options_, has_landed);
+  if (step_applied.defined()) launch(devices_, weights, averages(), options_, step_applied);
 }
 
 void WeightAverages::launch(const std::vector<OfDevice>& devices,
                             const std::vector<AveragedWeight>& weights,
                             const std::vector<at::Tensor>& averages, const AverageOptions& options,
-                            const at::Tensor& has_landed) {
+                            const at::Tensor& step_applied) {
   for (const OfDevice& one : devices) {
-    const at::Tensor landed = has_landed.defined() ? moved(has_landed, one.device) : has_landed;
+    const at::Tensor applied =
+        step_applied.defined() ? moved(step_applied, one.device) : step_applied;
     if (devices.size() == 1) {
-      launch_average(weights, averages, options, one.counters, landed, scratch_);
+      launch_average(weights, averages, options, one.counters, applied, scratch_);
       continue;
     }
     std::vector<AveragedWeight> here;
@@ -322,7 +323,7 @@ void WeightAverages::launch(const std::vector<OfDevice>& devices,
       here.push_back(weights[index]);
       averages_here.push_back(averages[index]);
     }
-    launch_average(here, averages_here, options, one.counters, landed, scratch_);
+    launch_average(here, averages_here, options, one.counters, applied, scratch_);
   }
 }
 

@@ -43,7 +43,8 @@ AMP_EXT_API std::string wrong_in(const AverageOptions& options);
 // the launch.
 void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
-                    const at::Tensor& counters, const at::Tensor& has_landed, StepScratch& scratch);
+                    const at::Tensor& counters, const at::Tensor& step_applied,
+                    StepScratch& scratch);
 
 // Throws on behalf of an operation if the parameters hold averages.
 void check_weights_are_in(const std::string& operation, bool is_swapped);
@@ -67,7 +68,8 @@ class AMP_EXT_API WeightAverages {
   // Takes one step into account, of the number that the host counts, unless it is the last one that
   // was taken. The step before the first call was taken before the averages began. A weight that
   // was listed since the last step begins anew as this one leaves it.
-  void take(const std::vector<AveragedWeight>& weights, const at::Tensor& has_landed, int64_t step);
+  void take(const std::vector<AveragedWeight>& weights, const at::Tensor& step_applied,
+            int64_t step);
 
   // Begins all averages anew at the present weights, after this step; in the same memory, where the
   // weights have dtypes and shapes as before.
@@ -121,7 +123,7 @@ class AMP_EXT_API WeightAverages {
   void list(const std::vector<AveragedWeight>& weights, bool begins_anew);
   void launch(const std::vector<OfDevice>& devices, const std::vector<AveragedWeight>& weights,
               const std::vector<at::Tensor>& averages, const AverageOptions& options,
-              const at::Tensor& has_landed);
+              const at::Tensor& step_applied);
   void begin(const std::vector<AveragedWeight>& weights, const std::vector<at::Tensor>& averages);
   void begin_joined(const std::vector<AveragedWeight>& weights);
 

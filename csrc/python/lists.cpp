@@ -194,17 +194,17 @@ void define_lists(py::module_& module) {
   module.def(
       "average_weights_",
       [](TensorList averages, TensorList params, at::Tensor counters,
-         OptionalTensorList master_params, OptionalTensor has_landed,
+         OptionalTensorList master_params, OptionalTensor step_applied,
          std::optional<std::vector<int64_t>> first_elements, std::optional<double> decay,
          int64_t every, bool warmup) {
         average_weights_(
             {std::move(averages), std::move(params), std::move(counters), std::move(master_params),
-             std::move(has_landed), std::move(first_elements)},
+             std::move(step_applied), std::move(first_elements)},
             {decay, every, warmup});
       },
       release_gil(), py::arg("averages"), py::arg("params"), py::arg("counters"),
-      py::arg("master_params"), py::arg("has_landed"), py::arg("first_elements"), py::arg("decay"),
-      py::arg("every"), py::arg("warmup"));
+      py::arg("master_params"), py::arg("step_applied"), py::arg("first_elements"),
+      py::arg("decay"), py::arg("every"), py::arg("warmup"));
   module.def("split_master", &split_master, release_gil(), py::arg("param"), py::arg("master"),
              py::arg("low_bits"));
   module.def("join_master", &join_master, release_gil(), py::arg("param"), py::arg("low"));

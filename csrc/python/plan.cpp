@@ -471,13 +471,14 @@ void define_plan(py::module_& module) {
             self.plan.check_not_lent(operation);
           },
           py::arg("operation"))
-      .def("follow_landings", [](PlanOfPython& self) { self.plan.follow_landings(); })
+      .def("track_step_applied", [](PlanOfPython& self) { self.plan.track_step_applied(); })
       .def_property_readonly(
           "grad_norm", [](const PlanOfPython& self) { return if_defined(self.plan.grad_norm()); })
       .def_property_readonly(
           "grad_norms", [](const PlanOfPython& self) { return if_defined(self.plan.grad_norms()); })
       .def_property_readonly(
-          "has_landed", [](const PlanOfPython& self) { return if_defined(self.plan.has_landed()); })
+          "step_applied",
+          [](const PlanOfPython& self) { return if_defined(self.plan.step_applied()); })
       .def_property_readonly("failure",
                              [](const PlanOfPython& self) { return self.plan.failure(); })
       .def_property_readonly("note_of_failure",

@@ -309,9 +309,9 @@ bool run_averages() {
   uint32_t block_counter = 0;
   const float landed[] = {1.0f, 0.0f, 1.0f};
   int error = 0;
-  for (const float& has_landed : landed) {
+  for (const float& step_applied : landed) {
     const amp_ext::AverageLaunch launch = {
-        records.data(), static_cast<int64_t>(records.size()), {}, &counters, &has_landed};
+        records.data(), static_cast<int64_t>(records.size()), {}, &counters, &step_applied};
     error |= amp_ext::cuda::average(launch, &block_counter, nullptr);
   }
   return error == cudaSuccess && block_counter == 0 && counters.steps == 2 &&

@@ -86,7 +86,7 @@ def test_masters_of_all_kinds_and_parameters_of_other_dtypes_stand_in_one_list(d
 def test_a_step_of_no_tensors_counts_too(device):
     counters, landed = new_counters(device), torch.ones((), device=device)
     for flag in (1.0, 0.0, 1.0):
-        ops.average_weights_([], [], counters, has_landed=landed.fill_(flag), every=2)
+        ops.average_weights_([], [], counters, step_applied=landed.fill_(flag), every=2)
     assert counters.tolist() == [2, 1]
 
 
@@ -114,7 +114,7 @@ def test_a_skipped_step_writes_nothing_and_every_counts_those_that_landed(device
         landed = torch.tensor(float(step % 4 != 1), device=device)
         weight = torch.full((5,), float(step), device=device)
         before = average.clone()
-        ops.average_weights_([average], [weight], counters, has_landed=landed, every=3, decay=0.0)
+        ops.average_weights_([average], [weight], counters, step_applied=landed, every=3, decay=0.0)
         if not same_bits(before, average):
             taken.append(step)
     assert taken == [3, 7, 11]  # the third, sixth and ninth of those that landed

@@ -88,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "unscale_": {"first_nonfinite": number(9, torch.int64)},
     "update_scale_": {"hysteresis": 2, "hysteresis_tracker": number(1, torch.int32)},
-    "average_weights_": {"has_landed": number(1.0), "decay": 0.9},
+    "average_weights_": {"step_applied": number(1.0), "decay": 0.9},
 }
 
 

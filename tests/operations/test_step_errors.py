@@ -397,7 +397,7 @@ WRONG_CALLS = [
     average("every must be at least 1, got 0", every=0),
     average("must be two neighbouring Long elements, got Float", counters=torch.zeros(2)),
     average("got Long of sizes [3]", counters=torch.zeros(3, dtype=torch.int64)),
-    average("has_landed must be", has_landed=torch.ones(1, dtype=F64)),
+    average("step_applied must be", step_applied=torch.ones(1, dtype=F64)),
     average("averages must have 1", averages=[]),
     average("averages[0] must be Float or BFloat16", averages=[ONE.half()]),
     average("dense", averages=[torch.ones(8)[::2]]),

@@ -18,7 +18,7 @@ def optimizer_of(device: torch.device, *dtypes: torch.dtype, **options: Any) -> 
     """An SGD over a parameter of each dtype, whose landings are followed."""
     params = [Parameter(torch.ones(5, device=device, dtype=dtype)) for dtype in dtypes]
     optimizer = amp_ext.optim.SGD(params, lr=0.1, **options)
-    optimizer.follow_landings()
+    optimizer.track_step_applied()
     return optimizer
 
 
@@ -39,24 +39,24 @@ def test_it_is_0_without_a_finite_inverse_of_the_scale_and_without_a_gradient(de
         give_grads(optimizer, *values)
         optimizer.grad_scale = torch.tensor(scale, device=device)
         optimizer.step()
-        assert optimizer.has_landed.item() == landed
+        assert optimizer.step_applied.item() == landed
 
 
 def test_it_stays_where_it_is_and_followers_outlive_a_load(device):
     optimizer = optimizer_of(device, F32)
     give_grads(optimizer, 1.0)
     optimizer.step()
-    word = optimizer.has_landed
+    word = optimizer.step_applied
     optimizer.step()
-    assert optimizer.has_landed is not None
-    assert optimizer.has_landed.data_ptr() == word.data_ptr()
+    assert optimizer.step_applied is not None
+    assert optimizer.step_applied.data_ptr() == word.data_ptr()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
-    assert optimizer.has_landed.item() == 1.0
+    assert optimizer.step_applied.item() == 1.0
     other = copy.deepcopy(optimizer)
     give_grads(other, 1.0)
     other.step()
-    assert other.has_landed is None, "nobody follows the copy"
+    assert other.step_applied is None, "nobody follows the copy"
 
 
 class CopyOfAttributes:

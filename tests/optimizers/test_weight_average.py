@@ -88,7 +88,7 @@ def test_a_flag_that_is_a_number_skips_the_average_too(device):
     optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=device), 1
     step(optimizer)
     assert average.n_averaged == 1
-    assert optimizer.has_landed == 0
+    assert optimizer.step_applied == 0
 
 
 def test_a_master_that_its_parameter_has_left_behind_is_what_the_next_step_would_make_of_it(device):
@@ -392,7 +392,7 @@ def test_an_average_is_one_launch_and_none_where_nobody_asks(averages, launches,
         for _ in range(steps):
             step(optimizer)
         if not held:
-            assert optimizer.has_landed is None
+            assert optimizer.step_applied is None
 
     begins = launches_of(lambda: call(0))
     assert begins == averages

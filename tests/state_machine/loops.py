@@ -342,7 +342,7 @@ class Loops(RuleBasedStateMachine):
         """Steps an object that derives from torch's class and has copied the optimizer's flag."""
         sides = self.sides(which)
         scalers = self.scalers_of(sides)
-        is_watched = sides.mine.norm_guard is not None or sides.mine.has_landed is not None
+        is_watched = sides.mine.norm_guard is not None or sides.mine.step_applied is not None
         writes_back = any(group["write_back_grads"] for group in sides.mine.param_groups)
         if scalers.kind in ("torch", "disabled") or is_watched or writes_back:
             return

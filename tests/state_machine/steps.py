@@ -110,7 +110,7 @@ class Step:
         if expected is None:
             expected = self._step_torchs(error)
         result = self._result(error, expected)
-        landed = None if self.plan.wrapped else self.sides.mine.has_landed
+        landed = None if self.plan.wrapped else self.sides.mine.step_applied
         if landed is not None and result in ("stepped", "skipped"):
             assert landed.item() == (result == "stepped" and bool(self.with_grads)), result
         if self.has_scale and result in ("stepped", "skipped", "interrupted"):

@@ -23,7 +23,7 @@ class Watching(Loops):
         mine = self.sides(which).mine
         mine.track_grad_norms = tracks
         mine.norm_guard = NormGuard(warmup_steps=10**6) if guards else None
-        mine.follow_landings()
+        mine.track_step_applied()
         self.did("watch")
 
     @rule(which=number, scaled=st.booleans())

@@ -375,7 +375,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                                     const std::vector<ListedParam>& params) const;
   bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
-  void follow_landings();
+  void track_step_applied();
   void average(Averaging averaging, WeightAverages& averages);
   void swap_back(WeightAverages& averages);
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);

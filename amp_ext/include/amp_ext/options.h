@@ -66,7 +66,7 @@ struct AMP_EXT_API AverageLists {
   TensorList params;                 // the weights
   at::Tensor counters;               // two int64: steps that have landed, and averages taken
   OptionalTensorList master_params;  // float32, or the lower parts of split ones
-  OptionalTensor has_landed;         // one float32; 0: nothing is written
+  OptionalTensor step_applied;       // one float32; 0: nothing is written
   std::optional<std::vector<int64_t>> first_elements;  // as in a step
 };
 
