@@ -156,7 +156,7 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
         self,
         step_plan: Any,
         optimizer: Any,
-        hand_over: Any,
+        amp_context: Any,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.hand_over import moved
+from amp_ext.amp_protocol import moved
 
 
 @torch.no_grad()

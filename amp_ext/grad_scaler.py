@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from amp_ext.hand_over import (
+from amp_ext.amp_protocol import (
     NO_CLOSURE,
     NOTHING_WAS_SCANNED,
-    HandOver,
-    UnscalesInStep,
+    AmpStepContext,
+    SupportsFusedUnscale,
     check_has_groups,
     optimizer_inside,
     sum_of_flags,
@@ -277,7 +277,7 @@ class GradScaler(ScalerSettings):
     def _step_with_scale(
         self,
         optimizer: Any,
-        unscaling: UnscalesInStep | None,
+        unscaling: SupportsFusedUnscale | None,
         state: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -286,9 +286,9 @@ class GradScaler(ScalerSettings):
         if self._reduces_over() is not None:
             check_guard(unscaling)
         # An interrupt may have come before the last step's end.
-        self._handed_attributes.take_back()
+        self._grad_scale_attributes.take_back()
         if unscaling is not None:
-            unscaling.accept_hand_over(None)
+            unscaling.set_amp_context(None)
         preset = grad_scale = getattr(optimizer, "grad_scale", None)
         scale: Any = self._scale
         state.pop("scan", None)
@@ -297,31 +297,31 @@ class GradScaler(ScalerSettings):
             grad_scale = scale.clone() if preset is None else scale * preset
         scan = state.get("scan")
         found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
-        hand_over = HandOver(grad_scale, found_inf, scan)
+        amp_context = AmpStepContext(grad_scale, found_inf, scan)
         try:
             if unscaling is None:
                 try:
-                    self._handed_attributes.set_for(optimizer, hand_over)
-                    hand_over.is_spent = True  # nobody sees how far a step of others comes
+                    self._grad_scale_attributes.set_for(optimizer, amp_context)
+                    amp_context.is_spent = True  # nobody sees how far a step of others comes
                     returned = optimizer.step(*args, **kwargs)
                 finally:
-                    self._handed_attributes.take_back()
+                    self._grad_scale_attributes.take_back()
             else:
                 try:
-                    unscaling.accept_hand_over(hand_over)
+                    unscaling.set_amp_context(amp_context)
                     returned = optimizer.step(*args, **kwargs)
                 finally:
-                    unscaling.accept_hand_over(None)
+                    unscaling.set_amp_context(None)
                 if preset is not None:
                     with contextlib.suppress(AttributeError):  # the optimizer has deleted it
                         del optimizer.grad_scale
-                again = None if hand_over.scan is scan else hand_over.scan
+                again = None if amp_context.scan is scan else amp_context.scan
                 # Ranks agreed on the first look, and a hook may have taken all gradients away.
                 if again is not None and again.found_infs and self._reduces_over() is None:
                     state["found_inf_per_device"] = dict(again.found_infs)
             state["stage"] = OptState.STEPPED
         except BaseException:
-            if hand_over.is_spent:
+            if amp_context.is_spent:
                 _spend(state)
             raise
         return returned

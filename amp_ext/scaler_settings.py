@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp_ext import ops
-from amp_ext.hand_over import HandedAttributes
+from amp_ext.amp_protocol import GradScaleAttributes
 from amp_ext.nonfinite import name_of_param
 from amp_ext.saved_dicts import check_is_dict, missing_entry
 from amp_ext.scaler_ranges import as_number, check_range, checked
@@ -124,7 +124,7 @@ class ScalerSettings(ScalerReports):
         """Starts counting: what is kept from here on belongs to this process."""
         self._loss_scale = ops.LossScale(name_of_param) if self._enabled else None
         self._last_update = None
-        self._handed_attributes = HandedAttributes()
+        self._grad_scale_attributes = GradScaleAttributes()
 
     @_disable_dynamo
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -190,7 +190,12 @@ class ScalerSettings(ScalerReports):
         """Leaves out what belongs to this process; a copy starts its counts anew."""
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        for name in ("_hysteresis_tracker", "_loss_scale", "_last_update", "_handed_attributes"):
+        for name in (
+            "_hysteresis_tracker",
+            "_loss_scale",
+            "_last_update",
+            "_grad_scale_attributes",
+        ):
             state.pop(name, None)
         if self._enabled and self._loss_scale.warned_of_scale:
             state["_warned_of_scale"] = True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.hand_over import check_has_groups, optimizer_inside
+from amp_ext.amp_protocol import check_has_groups, optimizer_inside
 from amp_ext.history_plot import Marks, plot_over_time
 
 __all__ = ["ScalerHistory", "ScalerReports", "ScalerStats"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_ext.hand_over import moved
+from amp_ext.amp_protocol import moved
 from amp_ext.nonfinite import check_params, params_of
 
 __all__ = [

@@ -157,7 +157,7 @@ def check_imports() -> Iterator[tuple[Path, int, str]]:
         for line, name in imports(path, ast.parse(path.read_text())):
             if re.match(r"amp_ext\._C\b", name) and inside not in ("binary.py", "ops.py"):
                 yield path, line, "only ops.py knows _C, which binary.py loads"
-            is_of_scaler = re.fullmatch(r"(grad_scaler|scaler_\w+|hand_over)\.py", inside)
+            is_of_scaler = re.fullmatch(r"(grad_scaler|scaler_\w+|amp_protocol)\.py", inside)
             if is_of_scaler and re.match(r"amp_ext\.optim\b", name):
                 yield path, line, f"the scaler must not import {name}"
             if inside.startswith("optim/") and re.match(r"amp_ext\.(grad_scaler|GradS)", name):

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
-from amp_ext.hand_over import NO_CLOSURE, NOTHING_WAS_SCANNED, HandOver, sum_of_flags
+from amp_ext.amp_protocol import NO_CLOSURE, NOTHING_WAS_SCANNED, AmpStepContext, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
-from amp_ext.optim.handed import HandedAttribute, drop_handed, handed_by_attributes
+from amp_ext.optim.amp_context import GradScaleAttribute, context_from_attributes, drop_amp_context
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Place, made_states, whole_master
 from amp_ext.optim.step_plan import StepPlan
@@ -44,7 +44,7 @@ class FusedOptimizer(WatchedOptimizer):
 
     A gradient scaler hands over ``grad_scale`` and ``found_inf`` for one step: gradients are
     unscaled inside the kernel, and a step whose ``found_inf`` is not 0 writes nothing at all,
-    without a look from the host. :mod:`amp_ext.hand_over` says how.
+    without a look from the host. :mod:`amp_ext.amp_protocol` says how.
 
     A state that was written in place or replaced by another tensor is always seen. Steps go on from
     a master that was written. If its parameter was written, too, the parameter wins in each element
@@ -102,9 +102,9 @@ class FusedOptimizer(WatchedOptimizer):
 
     _step_supports_amp_scaling = True
     _has_warned_of_hooks = False
-    _hand_over: HandOver | None = None  # of the scaler whose step this is
-    grad_scale = HandedAttribute("Scale of the gradients, one float32, while a scaler steps.")
-    found_inf = HandedAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
+    _amp_context: AmpStepContext | None = None  # of the scaler whose step this is
+    grad_scale = GradScaleAttribute("Scale of the gradients, one float32, while a scaler steps.")
+    found_inf = GradScaleAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets scalers unscale the gradients before a step that a class has written itself.
@@ -205,8 +205,8 @@ class FusedOptimizer(WatchedOptimizer):
                     for hook in hooks.values():
                         hook(optimizer, args, kwargs)
             except BaseException:
-                if optimizer._hand_over is None:  # torch's scaler leaves what it has set
-                    drop_handed(optimizer)
+                if optimizer._amp_context is None:  # torch's scaler leaves what it has set
+                    drop_amp_context(optimizer)
                 raise
             return returned
 
@@ -232,21 +232,21 @@ class FusedOptimizer(WatchedOptimizer):
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If nothing had a gradient when a scaler looked, and something has now.
         """
-        hand_over = self._hand_over
-        if hand_over is None:  # torch's scaler sets attributes, or somebody by hand
-            hand_over = handed_by_attributes(self)
+        amp_context = self._amp_context
+        if amp_context is None:  # torch's scaler sets attributes, or somebody by hand
+            amp_context = context_from_attributes(self)
         loss = None
         if closure is not None:
-            if hand_over.grad_scale is not None:
+            if amp_context.grad_scale is not None:
                 raise RuntimeError(NO_CLOSURE)  # its gradients would carry no scale
             with torch.enable_grad():
                 loss = closure()
-        if hand_over.is_spent:
+        if amp_context.is_spent:
             raise RuntimeError(
                 f"{type(self).__name__}: a step of the gradient scaler must step the optimizer "
                 "once, got a second step with the same gradients"
             )
-        found_inf = hand_over.found_inf
+        found_inf = amp_context.found_inf
         if found_inf is not None and not isinstance(found_inf, Tensor):
             if found_inf:
                 found_inf = torch.ones((), device=self._first_device())
@@ -254,25 +254,25 @@ class FusedOptimizer(WatchedOptimizer):
                 self._check_no_grads()
                 found_inf = None
         try:
-            self._step(hand_over, found_inf)
+            self._step(amp_context, found_inf)
         except Exception as error:
-            self._note_what_is_stepped(error, hand_over)
+            self._note_what_is_stepped(error, amp_context)
             raise
         return loss
 
-    def _step(self, hand_over: HandOver, found_inf: Tensor | int | None) -> None:
+    def _step(self, amp_context: AmpStepContext, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
-        plan, grad_scale = self._plan, hand_over.grad_scale
+        plan, grad_scale = self._plan, amp_context.grad_scale
         guard = plan.norm_guard
         if guard is not None:
             guard.warn_if_blind()  # by the steps before: it may raise
         sums: tuple[Tensor | None, Tensor | None] = None, None
-        if hand_over.scan is not None:
+        if amp_context.scan is not None:
             has_hooks = self._has_step_pre_hooks()
             written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
             if written and grad_scale is not None:
                 self._warn_of_hooks()
-            if not hand_over.scan.found_infs:
+            if not amp_context.scan.found_infs:
                 self._check_no_grads()
             elif (
                 has_hooks
@@ -281,17 +281,17 @@ class FusedOptimizer(WatchedOptimizer):
                 and self._ranks_of_guard() is None
             ):
                 # A hook may have written gradients, and no version shows a write through ``.data``.
-                hand_over.scan = self._scan(found_inf, grad_scale)
-                if hand_over.scan.found_infs:
-                    found_inf = sum_of_flags(hand_over.scan.found_infs, found_inf.device)
-            sums = hand_over.scan.sum_of_squares, hand_over.scan.squares_of_params
+                amp_context.scan = self._scan(found_inf, grad_scale)
+                if amp_context.scan.found_infs:
+                    found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
+            sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
         if guard is not None and sums[0] is None and guard.ranks() is not None:
             sums = self._sums_over_ranks(grad_scale)  # also of a rank that inspects nothing
         inspection = None
         if plan.inspects_next and self._has_grads():
             inspection = self._inspect(grad_scale, found_inf, sums[0], is_in_step=True)
         # It says in the hand-over that it is spent, before it writes.
-        arguments = hand_over, grad_scale, found_inf
+        arguments = amp_context, grad_scale, found_inf
         if not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
             sums = self._sums_over_ranks(grad_scale)
             self._ask_plan("step", plan.compiled.step, *arguments, *sums)
@@ -303,9 +303,9 @@ class FusedOptimizer(WatchedOptimizer):
         scan = self._scan(torch.zeros((), device=self._first_device()), grad_scale)
         return scan.sum_of_squares, scan.squares_of_params
 
-    def _note_what_is_stepped(self, error: Exception, hand_over: HandOver) -> None:
+    def _note_what_is_stepped(self, error: Exception, amp_context: AmpStepContext) -> None:
         """Adds to an error of torch, whose type and text stay, how far the step has come."""
-        if hand_over.is_spent:
+        if amp_context.is_spent:
             note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
             note = "nothing has been stepped; parameters and states are as before"
@@ -337,19 +337,19 @@ class FusedOptimizer(WatchedOptimizer):
     def _has_grads(self) -> bool:
         return any(param.grad is not None for param in params_of(self))
 
-    # A scaler: see amp_ext.hand_over.
+    # A scaler: see amp_ext.amp_protocol.
 
-    def accept_hand_over(self, hand_over: HandOver | None) -> None:
+    def set_amp_context(self, amp_context: AmpStepContext | None) -> None:
         """Takes what the next step needs of a scaler.
 
         Args:
-            hand_over: For one step, in place of ``grad_scale`` and ``found_inf``; None ends it.
+            amp_context: For one step, in place of ``grad_scale`` and ``found_inf``; None ends it.
         """
-        last, self._hand_over = self._hand_over, hand_over
-        if hand_over is not None or last is None:
+        last, self._amp_context = self._amp_context, amp_context
+        if amp_context is not None or last is None:
             return
         if last.is_spent:
-            drop_handed(self)  # a scale that was set before was multiplied in
+            drop_amp_context(self)  # a scale that was set before was multiplied in
         elif last.scan is not None:
             self.rebuild()  # the plan remembers a look that no step has used
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_ext.hand_over import GradScan, moved
+from amp_ext.amp_protocol import GradScan, moved
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.saved_optimizer import SavedOptimizer
 from amp_ext.sharding import sum_over_ranks

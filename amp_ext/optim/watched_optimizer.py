@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.hand_over import sum_of_flags
+from amp_ext.amp_protocol import sum_of_flags
 from amp_ext.nonfinite import names_of_params, params_of
-from amp_ext.optim.handed import handed_by_attributes, handed_by_scaler
+from amp_ext.optim.amp_context import context_from_attributes, context_from_scaler
 from amp_ext.optim.inspection import Inspection, combined
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.planned_optimizer import PlannedOptimizer
@@ -188,18 +188,18 @@ class WatchedOptimizer(PlannedOptimizer):
             >>> scaler.step(optimizer)
         """
         if scaler is None:
-            handed = handed_by_attributes(self)
-            return self._inspect(handed.grad_scale, handed.found_inf)
-        handed = handed_by_scaler(scaler, self, f"{type(self).__name__}.inspect")
-        found_inf, sum_of_squares = handed.found_inf, None
-        if found_inf is None and handed.grad_scale is not None:
-            scan = self._scan_without_recording(handed.grad_scale)
+            context = context_from_attributes(self)
+            return self._inspect(context.grad_scale, context.found_inf)
+        context = context_from_scaler(scaler, self, f"{type(self).__name__}.inspect")
+        found_inf, sum_of_squares = context.found_inf, None
+        if found_inf is None and context.grad_scale is not None:
+            scan = self._scan_without_recording(context.grad_scale)
             flags = dict(scan.found_infs)
             if hasattr(scaler, "flags_of_all_ranks"):
                 flags = scaler.flags_of_all_ranks(flags)
-            found_inf = sum_of_flags(flags, handed.grad_scale.device)
+            found_inf = sum_of_flags(flags, context.grad_scale.device)
             sum_of_squares = scan.sum_of_squares
-        return self._inspect(handed.grad_scale, found_inf, sum_of_squares)
+        return self._inspect(context.grad_scale, found_inf, sum_of_squares)
 
     def inspect_next(self) -> None:
         """Lets the next step leave in ``inspection`` what it does, as :meth:`inspect` tells it.

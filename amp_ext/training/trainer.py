@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_ext.amp_protocol import moved
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
-from amp_ext.hand_over import moved
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer

@@ -65,7 +65,7 @@ bool is_of_roots(const char* operation, const std::string& code) {
 
 // A moment as a step hands it over.
 template <typename Code>
-float handed_over(float moment) {
+float as_stored(float moment) {
   return std::is_same_v<Code, RootCode> ? square_root(moment) : moment;
 }
 
@@ -74,7 +74,7 @@ void encode_block(const float* moments, uint8_t* codes, uint8_t& exponent) {
   float measured[kBlockSize];
   uint32_t largest = 0;
   for (int i = 0; i < kBlockSize; ++i) {
-    measured[i] = Code::measured(handed_over<Code>(moments[i]));
+    measured[i] = Code::measured(as_stored<Code>(moments[i]));
     const uint32_t bits = bits_of(measured[i]) & 0x7fffffffu;
     largest = std::max(largest, Code::lifted(bits, false, 0u));
   }

@@ -179,8 +179,8 @@ void put_states(const py::object& states, const py::dict& made) {
 // says in the hand-over of a scaler that it writes, and lets other threads run.
 class StatesOfPython : public StateStore {
  public:
-  StatesOfPython(const Operation& operation, py::handle step_plan, py::handle hand_over)
-      : operation_(operation), plan_(step_plan), hand_over_(hand_over) {}
+  StatesOfPython(const Operation& operation, py::handle step_plan, py::handle amp_context)
+      : operation_(operation), plan_(step_plan), amp_context_(amp_context) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
     const py::tuple found = plan_.attr("make_states")(operation_.states, indices);
@@ -214,11 +214,11 @@ class StatesOfPython : public StateStore {
 
  private:
   void set_spent(py::handle is_spent) {
-    py::setattr(hand_over_, operation_.mine.names.is_spent, is_spent);
+    py::setattr(amp_context_, operation_.mine.names.is_spent, is_spent);
   }
 
   const Operation& operation_;
-  py::handle plan_, hand_over_;
+  py::handle plan_, amp_context_;
   py::object made_;
   std::optional<py::gil_scoped_release> release_;
 };
@@ -298,7 +298,7 @@ void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
 // None if the plan is not current; false if the step needs the sums of squares of all ranks; true
 // after it.
 std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
-                         const py::object& optimizer, const py::object& hand_over,
+                         const py::object& optimizer, const py::object& amp_context,
                          OptionalTensor grad_scale, OptionalTensor found_inf,
                          OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params) {
   Operation operation(mine, step_plan, optimizer, "step");
@@ -311,7 +311,7 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   GradientOptions options =
       operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
   warn_of_uncounted_write(plan, optimizer);
-  StatesOfPython store(operation, step_plan, hand_over);
+  StatesOfPython store(operation, step_plan, amp_context);
   try {
     plan.step(operation.groups->table, std::move(options), store,
               squares_of_params.value_or(at::Tensor()));
@@ -459,7 +459,7 @@ void define_plan(py::module_& module) {
            py::arg("found_inf"), py::arg("sum_of_squares"), py::arg("is_in_step"))
       .def("gradients_were_written", &gradients_were_written, py::arg("step_plan"),
            py::arg("optimizer"))
-      .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("hand_over"),
+      .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("amp_context"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
       .def("average", &average, py::arg("step_plan"), py::arg("optimizer"), py::arg("name"),

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_ext import ops
-from amp_ext.hand_over import HandOver
+from amp_ext.amp_protocol import AmpStepContext
 
 
 def still_step(optimizer: cases.Optimizer) -> None:
@@ -251,8 +251,8 @@ def add_a_group(optimizer: cases.Optimizer) -> None:
 def drop_a_scan(optimizer: cases.Optimizer) -> None:
     found_inf = torch.zeros(())
     scan = optimizer.scan_gradients(found_inf)
-    optimizer.accept_hand_over(HandOver(None, found_inf, scan))
-    optimizer.accept_hand_over(None)
+    optimizer.set_amp_context(AmpStepContext(None, found_inf, scan))
+    optimizer.set_amp_context(None)
 
 
 def keep_other_moments(optimizer: cases.Optimizer) -> None:

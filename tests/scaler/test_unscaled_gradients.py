@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext.hand_over import optimizer_inside
+from amp_ext.amp_protocol import optimizer_inside
 
 every_sgd = cases.over([plain_sgd, fused_sgd, looping_sgd])
 

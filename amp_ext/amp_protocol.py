@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "AmpStepContext",
     "GradScan",
-    "HandOver",
-    "UnscalesInStep",
+    "SupportsFusedUnscale",
     "check_has_groups",
     "moved",
     "optimizer_inside",
@@ -55,7 +55,7 @@ class GradScan:
 
 
 @dataclass(slots=True)
-class HandOver:
+class AmpStepContext:
     """What a scaler hands to an optimizer for one step.
 
     Attributes:
@@ -74,7 +74,7 @@ class HandOver:
     is_spent: bool = False
 
 
-class UnscalesInStep(Protocol):
+class SupportsFusedUnscale(Protocol):
     """An optimizer that unscales gradients inside its own step.
 
     A scaler finds both methods through an object that delegates to the optimizer as well: looked up
@@ -89,17 +89,17 @@ class UnscalesInStep(Protocol):
             grad_scale: One float32, or None. Without a finite inverse it counts as an overflow.
         """
 
-    def accept_hand_over(self, hand_over: HandOver | None) -> None:
+    def set_amp_context(self, amp_context: AmpStepContext | None) -> None:
         """Takes what the next step needs, in place of all that was set before; None ends it."""
 
 
-def unscaling_optimizer(optimizer: Any) -> UnscalesInStep | None:
+def unscaling_optimizer(optimizer: Any) -> SupportsFusedUnscale | None:
     """Returns the optimizer behind an object, if it unscales in its step and says so here.
 
     Args:
         optimizer: The optimizer itself, or an object that delegates to it and has its parameters.
     """
-    found = getattr(getattr(optimizer, "accept_hand_over", None), "__self__", None)
+    found = getattr(getattr(optimizer, "set_amp_context", None), "__self__", None)
     if found is None or found is optimizer or _has_params_of(optimizer, found):
         return found
     return None
@@ -207,31 +207,31 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
     return sum(others, first.clone())
 
 
-class HandedAttributes:
+class GradScaleAttributes:
     """What optimizers are handed in torch's way: ``grad_scale`` and ``found_inf``, for a step."""
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._handed: list[tuple[Any, str, Any]] = []
+        self._values: list[tuple[Any, str, Any]] = []
 
-    def set_for(self, optimizer: Any, hand_over: HandOver) -> None:
+    def set_for(self, optimizer: Any, amp_context: AmpStepContext) -> None:
         """Sets them until they are taken back, also on the optimizer that an object delegates to.
 
         Args:
             optimizer: The optimizer, or an object that delegates to it.
-            hand_over: What it must know.
+            amp_context: What it must know.
         """
         inner = _owner_of_hooks(optimizer)
         for holder in [optimizer] if inner is optimizer else [optimizer, inner]:
             for name in ("grad_scale", "found_inf"):
-                value = getattr(hand_over, name)
-                self._handed.append((holder, name, value))  # first: an interrupt may come
+                value = getattr(amp_context, name)
+                self._values.append((holder, name, value))  # first: an interrupt may come
                 setattr(holder, name, value)
 
     def take_back(self) -> None:
         """Deletes those that were set, and no others."""
-        for holder, name, value in self._handed:
+        for holder, name, value in self._values:
             if getattr(holder, name, None) is value:
                 with contextlib.suppress(AttributeError):  # the same object behind both
                     delattr(holder, name)
-        self._handed.clear()
+        self._values.clear()

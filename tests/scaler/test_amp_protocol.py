@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp_ext
-from amp_ext import hand_over
+from amp_ext import amp_protocol
 
 NO_CHECKS = r"^No inf checks were recorded for this optimizer\.$"
 both_scalers = pytest.mark.parametrize("scaler_class", [TorchScaler, amp_ext.GradScaler])
@@ -201,7 +201,7 @@ def test_gradients_are_looked_at_again_only_after_a_hook_before_the_step(hook, m
     optimizer, scaler, scans = filled(4.0, make=plain_sgd), ready(), []
     scan = amp_ext.optim.SGD._scan
 
-    def counted(*arguments: Any) -> hand_over.GradScan:
+    def counted(*arguments: Any) -> amp_protocol.GradScan:
         scans.append(scan(*arguments))
         return scans[-1]
 
@@ -386,15 +386,15 @@ def test_a_copy_made_within_a_step_has_nothing_that_was_handed_over(scaler_class
 def test_an_optimizer_of_somebody_else_may_speak_the_protocol(device):
     class Foreign(torch.optim.SGD):
         _step_supports_amp_scaling = True
-        handed: hand_over.HandOver | None = None
+        handed: amp_protocol.AmpStepContext | None = None
 
-        def scan_gradients(self, found_inf: Any, grad_scale: Any = None) -> hand_over.GradScan:
+        def scan_gradients(self, found_inf: Any, grad_scale: Any = None) -> amp_protocol.GradScan:
             found = found_inf.clone()
             for param in params_of(self):
                 found += (~param.grad.isfinite()).any()
-            return hand_over.GradScan({found.device: found}, {})
+            return amp_protocol.GradScan({found.device: found}, {})
 
-        def accept_hand_over(self, handed: hand_over.HandOver | None) -> None:
+        def set_amp_context(self, handed: amp_protocol.AmpStepContext | None) -> None:
             self.handed = handed
 
         def step(self, closure: Any = None) -> None:
@@ -416,7 +416,7 @@ def test_an_optimizer_of_somebody_else_may_speak_the_protocol(device):
 
 
 def test_an_object_without_an_optimizer_is_no_speaker():
-    assert hand_over.unscaling_optimizer(SimpleNamespace(accept_hand_over=lambda _: None)) is None
+    assert amp_protocol.unscaling_optimizer(SimpleNamespace(set_amp_context=lambda _: None)) is None
     optimizer = filled(4.0, make=plain_sgd)
-    assert hand_over.unscaling_optimizer(cases.Delegating(optimizer)) is optimizer
-    assert hand_over.unscaling_optimizer(torch.optim.SGD(params_of(optimizer))) is None
+    assert amp_protocol.unscaling_optimizer(cases.Delegating(optimizer)) is optimizer
+    assert amp_protocol.unscaling_optimizer(torch.optim.SGD(params_of(optimizer))) is None

@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from amp_ext.hand_over import HandOver, sum_of_flags
+from amp_ext.amp_protocol import AmpStepContext, sum_of_flags
 
-__all__ = ["HandedAttribute", "drop_handed", "handed_by_attributes", "handed_by_scaler"]
+__all__ = [
+    "GradScaleAttribute",
+    "context_from_attributes",
+    "context_from_scaler",
+    "drop_amp_context",
+]
 
 
-class HandedAttribute:
+class GradScaleAttribute:
     """An attribute in which torch's scaler hands something over: ``grad_scale``, ``found_inf``.
 
     torch sets both, calls ``optimizer.step`` and deletes both, unless that call raises: then the
@@ -35,9 +40,9 @@ class HandedAttribute:
         if optimizer is None:
             return self
         attributes = vars(optimizer)
-        hand_over = attributes.get("_hand_over")
-        if hand_over is not None:
-            return getattr(hand_over, self._name)
+        amp_context = attributes.get("_amp_context")
+        if amp_context is not None:
+            return getattr(amp_context, self._name)
         if self._name not in attributes:
             raise AttributeError(f"no gradient scaler has handed over {self._name}")
         return attributes[self._name]
@@ -49,13 +54,13 @@ class HandedAttribute:
         vars(optimizer).pop(self._name, None)  # torch deletes what may have been dropped
 
 
-def handed_by_attributes(optimizer: Any) -> HandOver:
+def context_from_attributes(optimizer: Any) -> AmpStepContext:
     """Returns what is in both attributes, None where nothing is."""
-    handed = vars(optimizer).get
-    return HandOver(handed("grad_scale"), handed("found_inf"))
+    context = vars(optimizer).get
+    return AmpStepContext(context("grad_scale"), context("found_inf"))
 
 
-def handed_by_scaler(scaler: Any, optimizer: Any, operation: str) -> HandOver:
+def context_from_scaler(scaler: Any, optimizer: Any, operation: str) -> AmpStepContext:
     """Returns what a scaler, ours or torch's, would hand over if it stepped an optimizer now.
 
     ``found_inf`` is None where the scaler has not looked yet: then the gradients carry the scale.
@@ -74,9 +79,9 @@ def handed_by_scaler(scaler: Any, optimizer: Any, operation: str) -> HandOver:
             f"{operation}: scaler must be a torch.amp.GradScaler or one of amp_ext, got "
             f"{type(scaler).__name__}"
         )
-    handed = handed_by_attributes(optimizer)
+    context = context_from_attributes(optimizer)
     if not scaler.is_enabled():
-        return handed
+        return context
     scale = scaler._scale
     if scale is None:
         raise RuntimeError(
@@ -91,10 +96,14 @@ def handed_by_scaler(scaler: Any, optimizer: Any, operation: str) -> HandOver:
             "taken: call it between backward() and step(), or inspect_next() at any time"
         )
     if stage is OptState.READY:
-        return HandOver(scale if handed.grad_scale is None else scale * handed.grad_scale, None)
-    return HandOver(handed.grad_scale, sum_of_flags(state["found_inf_per_device"], scale.device))
+        return AmpStepContext(
+            scale if context.grad_scale is None else scale * context.grad_scale, None
+        )
+    return AmpStepContext(
+        context.grad_scale, sum_of_flags(state["found_inf_per_device"], scale.device)
+    )
 
 
-def drop_handed(optimizer: Any) -> None:
+def drop_amp_context(optimizer: Any) -> None:
     """Drops both attributes, whoever has set them."""
     del optimizer.grad_scale, optimizer.found_inf
