@@ -64,14 +64,14 @@ class AmpStepContext:
             gradient when the scaler looked; None if there is no scaler.
         look: The look of this step; None if the gradients were unscaled before. The optimizer
             replaces it if it had to look again.
-        is_spent: Whether the optimizer has stepped with it. It says so right before it writes, and
+        is_used: Whether the optimizer has stepped with it. It says so right before it writes, and
             takes it back if nothing was written.
     """
 
     grad_scale: Tensor | None
     found_inf: Tensor | int | None
     scan: GradScan | None = None
-    is_spent: bool = False
+    is_used: bool = False
 
 
 class SupportsFusedUnscale(Protocol):

@@ -125,13 +125,13 @@ class GradScaler(ScalerSettings):
         check_has_groups("unscale_", optimizer)
         state = self._state_of(optimizer)
         if "iteration" in state:
-            state["iteration"].check_not_spent("unscale_")
+            state["iteration"].check_needs_no_reset("unscale_")
         if state["stage"] is OptState.READY:
             self._start_iteration("unscale_", optimizer, state)
         # The method of torch's own class: that of FSDP1 would reduce the flags a second time.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         self._agree_over_group(state)
-        state["iteration"].is_spent = False  # until here it was
+        state["iteration"].needs_reset = False  # until here it was
 
     def _reduces_over(self) -> Any:
         """Returns the process group whose ranks skip together, or None."""
@@ -252,7 +252,7 @@ class GradScaler(ScalerSettings):
             raise RuntimeError(NO_CLOSURE)  # gradients of a closure lack the scale
         state = self._state_of(optimizer)
         if "iteration" in state:
-            state["iteration"].check_not_spent("step")
+            state["iteration"].check_needs_no_reset("step")
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
         if state["stage"] is OptState.STEPPED:
@@ -271,7 +271,7 @@ class GradScaler(ScalerSettings):
         try:
             return super().step(optimizer, *args, **kwargs)
         except BaseException:  # it may have stepped
-            _spend(state)
+            _invalidate(state)
             raise
 
     def _step_with_scale(
@@ -302,7 +302,7 @@ class GradScaler(ScalerSettings):
             if unscaling is None:
                 try:
                     self._grad_scale_attributes.set_for(optimizer, amp_context)
-                    amp_context.is_spent = True  # nobody sees how far a step of others comes
+                    amp_context.is_used = True  # nobody sees how far a step of others comes
                     returned = optimizer.step(*args, **kwargs)
                 finally:
                     self._grad_scale_attributes.take_back()
@@ -321,8 +321,8 @@ class GradScaler(ScalerSettings):
                     state["found_inf_per_device"] = dict(again.found_infs)
             state["stage"] = OptState.STEPPED
         except BaseException:
-            if amp_context.is_spent:
-                _spend(state)
+            if amp_context.is_used:
+                _invalidate(state)
             raise
         return returned
 
@@ -338,7 +338,7 @@ class GradScaler(ScalerSettings):
             returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
             optimizer_state["stage"] = OptState.STEPPED  # at once: a second step must not come
         except BaseException:  # nobody sees how far it came
-            _spend(optimizer_state)
+            _invalidate(optimizer_state)
             raise
         return returned
 
@@ -419,9 +419,9 @@ def _takes_scaler(step: Any) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
-def _spend(state: dict[str, Any]) -> None:
+def _invalidate(state: dict[str, Any]) -> None:
     """Lets only an update go on from an exception in a step that may have written."""
     if "iteration" in state:
-        state["iteration"].is_spent = True
+        state["iteration"].needs_reset = True
     else:  # a client made the state
         state["stage"] = OptState.STEPPED

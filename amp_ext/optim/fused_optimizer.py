@@ -241,7 +241,7 @@ class FusedOptimizer(WatchedOptimizer):
                 raise RuntimeError(NO_CLOSURE)  # its gradients would carry no scale
             with torch.enable_grad():
                 loss = closure()
-        if amp_context.is_spent:
+        if amp_context.is_used:
             raise RuntimeError(
                 f"{type(self).__name__}: a step of the gradient scaler must step the optimizer "
                 "once, got a second step with the same gradients"
@@ -305,7 +305,7 @@ class FusedOptimizer(WatchedOptimizer):
 
     def _note_what_is_stepped(self, error: Exception, amp_context: AmpStepContext) -> None:
         """Adds to an error of torch, whose type and text stay, how far the step has come."""
-        if amp_context.is_spent:
+        if amp_context.is_used:
             note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
             note = "nothing has been stepped; parameters and states are as before"
@@ -348,7 +348,7 @@ class FusedOptimizer(WatchedOptimizer):
         last, self._amp_context = self._amp_context, amp_context
         if amp_context is not None or last is None:
             return
-        if last.is_spent:
+        if last.is_used:
             drop_amp_context(self)  # a scale that was set before was multiplied in
         elif last.scan is not None:
             self.rebuild()  # the plan remembers a look that no step has used

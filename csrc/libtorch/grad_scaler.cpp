@@ -198,7 +198,7 @@ struct GradScaler::State {
   }
 
   void unscale(Iteration& iteration) {
-    iteration.check_not_spent("unscale_");
+    iteration.check_needs_no_reset("unscale_");
     TORCH_CHECK(iteration.stage != Stage::kUnscaled,
                 "unscale_() has already been called on this optimizer since the last update().");
     TORCH_CHECK(iteration.stage != Stage::kStepped, "unscale_() is being called after step().");
@@ -209,7 +209,7 @@ struct GradScaler::State {
       iteration.params.emplace_back(param.getIntrusivePtr());
     });
     iteration.stage = Stage::kUnscaled;
-    iteration.is_spent = false;
+    iteration.needs_reset = false;
   }
 
   // Refuses gradients that unscale_ has not seen: they may still be scaled.
@@ -262,7 +262,7 @@ struct GradScaler::State {
     }
     const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
     // Of ours, one that throws has written nothing, or refuses all steps itself.
-    iteration.is_spent = dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
+    iteration.needs_reset = dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
     const at::AutoGradMode as_outside(grad_mode);
     return scaled.step_scaled(grad_scale, found_inf);
   }
@@ -273,7 +273,7 @@ struct GradScaler::State {
     for (const at::Tensor& found_inf : iteration.found_infs) {
       if (found_inf.item().toDouble() != 0.0) return {};
     }
-    iteration.is_spent = true;  // if this throws: nobody sees how far a step of others comes
+    iteration.needs_reset = true;  // if this throws: nobody sees how far a step of others comes
     const at::AutoGradMode as_outside(grad_mode);
     return iteration.optimizer->step();
   }
@@ -284,12 +284,12 @@ struct GradScaler::State {
                 "GradScaler.update: must be called after the steps of an iteration, "
                 "got a call inside of one");
     std::vector<std::pair<int64_t, at::Tensor>> flags;
-    bool has_spent = false;
+    bool had_reset = false;
     for (const Iteration& iteration : iterations) {
-      has_spent |= iteration.is_spent;
+      had_reset |= iteration.needs_reset;
       for (const at::Tensor& flag : iteration.found_infs) flags.emplace_back(iteration.slot, flag);
     }
-    TORCH_CHECK(!flags.empty() || set != nullptr || has_spent,
+    TORCH_CHECK(!flags.empty() || set != nullptr || had_reset,
                 "No inf checks were recorded prior to update.");
     const ScalerNews news = loss_scale.update(flags, set);
     iterations.clear();
@@ -373,7 +373,7 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
               "Closure use is not currently supported if GradScaler is enabled.");
   state.check_scale("step");
   State::Iteration& iteration = state.iteration_of(optimizer, "step");
-  iteration.check_not_spent("step");
+  iteration.check_needs_no_reset("step");
   if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);
   TORCH_CHECK(iteration.stage != State::Stage::kStepped,
               "step() has already been called since the last update().");
@@ -384,7 +384,7 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
     at::Tensor returned = scaled != nullptr ? state.step_scaled(iteration, *scaled, grad_mode)
                                             : state.step_unscaled(iteration, grad_mode);
     iteration.stage = State::Stage::kStepped;
-    iteration.is_spent = false;
+    iteration.needs_reset = false;
     state.is_stepping = was_stepping;
     return returned;
   } catch (...) {

@@ -57,7 +57,7 @@ struct Groups {
 struct Names {
   PyObject* param_groups = PyUnicode_InternFromString("param_groups");
   PyObject* state = PyUnicode_InternFromString("state");
-  PyObject* is_spent = PyUnicode_InternFromString("is_spent");
+  PyObject* is_used = PyUnicode_InternFromString("is_used");
 };
 
 // What StepPlan of Python is made of, which knows dicts and DTensors: operations take it, and ask
@@ -201,7 +201,7 @@ class StatesOfPython : public StateStore {
       put_states(operation_.states, made_);
       mine.states.keep(operation_.states, mine.state_keys);
     }
-    set_spent(Py_True);
+    set_is_used(Py_True);
     release_.emplace();
   }
 
@@ -209,12 +209,12 @@ class StatesOfPython : public StateStore {
   void take_back() {
     if (!release_.has_value()) return;  // it was refused
     release_.reset();
-    if (operation_.mine.plan.failure().empty()) set_spent(Py_False);
+    if (operation_.mine.plan.failure().empty()) set_is_used(Py_False);
   }
 
  private:
-  void set_spent(py::handle is_spent) {
-    py::setattr(amp_context_, operation_.mine.names.is_spent, is_spent);
+  void set_is_used(py::handle is_used) {
+    py::setattr(amp_context_, operation_.mine.names.is_used, is_used);
   }
 
   const Operation& operation_;

@@ -163,7 +163,7 @@ OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& opera
         std::make_shared<IterationOfPython>(slot, self.names_of(slot), reference_to(optimizer)));
   }
   const auto& iteration = py::cast<const IterationOfPython&>(state["iteration"]);
-  iteration.check_not_spent(operation);
+  iteration.check_needs_no_reset(operation);
   for (const auto& [key, other] : py::dict(attributes["_per_optimizer_states"])) {
     if (other.is(state) || !other.contains("iteration")) continue;
     const auto& of_other = py::cast<const IterationOfPython&>(other["iteration"]);
@@ -212,14 +212,14 @@ py::object scan_grads(LossScaleOfPython& self, IterationOfPython& iteration,
 py::object update(LossScaleOfPython& self, py::dict attributes, const py::object& new_scale,
                   const py::object& next_states) {
   std::vector<std::pair<int64_t, at::Tensor>> flags;
-  bool has_spent = false;
+  bool had_reset = false;
   std::unordered_set<const void*> seen;  // of a wrapper and of the optimizer inside
   for (const auto& [key, state] : py::dict(attributes["_per_optimizer_states"])) {
     if (!seen.insert(state.ptr()).second) continue;
     std::optional<int64_t> slot;
     if (state.contains("iteration")) {
       const auto& iteration = py::cast<const IterationOfPython&>(state["iteration"]);
-      has_spent |= iteration.is_spent;
+      had_reset |= iteration.needs_reset;
       slot = iteration.slot;
       self.keep_scan(*slot, py::reinterpret_borrow<py::dict>(state));
       self.states.erase(*slot);
@@ -229,7 +229,7 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
       flags.emplace_back(*slot, py::cast<at::Tensor>(flag));
     }
   }
-  if (flags.empty() && new_scale.is_none() && !has_spent) return py::none();
+  if (flags.empty() && new_scale.is_none() && !had_reset) return py::none();
   read_attributes(attributes, self);
   std::function<void()> set;
   if (THPVariable_Check(new_scale.ptr())) {
@@ -251,14 +251,14 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
 
 void define_loss_scale(py::module_& module) {
   py::class_<IterationOfPython, std::shared_ptr<IterationOfPython>>(module, "ScaledIteration")
-      .def_readwrite("is_spent", &IterationOfPython::is_spent)
+      .def_readwrite("needs_reset", &IterationOfPython::needs_reset)
       .def(
           "is_of",
           [](const IterationOfPython& self, py::handle optimizer) {
             return self.optimizer().is(optimizer);
           },
           py::arg("optimizer"))
-      .def("check_not_spent", &IterationOfPython::check_not_spent, py::arg("operation"))
+      .def("check_needs_no_reset", &IterationOfPython::check_needs_no_reset, py::arg("operation"))
       .def("check_unscaled",
            [](const IterationOfPython& self) { self.check_unscaled(grads_of(self.optimizer())); })
       .def(

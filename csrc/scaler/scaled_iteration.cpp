@@ -43,8 +43,8 @@ GradsByDevice grads_by_device(const TensorList& params, TensorList grads, bool a
   return by_device;
 }
 
-void ScaledIteration::check_not_spent(const std::string& operation) const {
-  TORCH_CHECK(!is_spent, "GradScaler.", operation,
+void ScaledIteration::check_needs_no_reset(const std::string& operation) const {
+  TORCH_CHECK(!needs_reset, "GradScaler.", operation,
               ": the iteration must not be spent, got an exception in it when gradients or "
               "parameters may have been written: call optimizer.zero_grad() and update(), and "
               "backward anew");
@@ -106,11 +106,11 @@ void ScaledIteration::begin_unscaling(const std::vector<ParamGrad>& grads) {
   for (const ParamGrad& each : grads) {
     if (each.grad.defined()) unscaled_[each.param].see(each);
   }
-  is_unscaled_ = is_spent = true;
+  is_unscaled_ = needs_reset = true;
 }
 
 void ScaledIteration::forget_unscaling() {
-  is_spent = is_unscaled_ = loss_was_scaled_ = false;
+  needs_reset = is_unscaled_ = loss_was_scaled_ = false;
   unscaled_.clear();
 }
 

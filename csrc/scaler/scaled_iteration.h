@@ -46,10 +46,10 @@ class AMP_EXT_API ScaledIteration {
   // Whether an exception came when gradients or parameters may have been written: only an update
   // goes on from there. Who steps an optimizer of others says so, since nobody sees how far it
   // comes.
-  bool is_spent = false;
+  bool needs_reset = false;
 
   // Throws on behalf of an operation of the scaler if the iteration is spent.
-  void check_not_spent(const std::string& operation) const;
+  void check_needs_no_reset(const std::string& operation) const;
 
   // Throws if one of these gradients was unscaled as that of another optimizer, which has its
   // parameter, too.

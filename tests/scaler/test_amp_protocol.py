@@ -227,7 +227,7 @@ def interrupt(*_: Any) -> None:
     raise Interrupt
 
 
-def assert_spent(scaler: Any, optimizer: Any) -> None:
+def assert_needs_reset(scaler: Any, optimizer: Any) -> None:
     for call in (scaler.step, scaler.unscale_):
         wanted = (
             rf"^GradScaler\.{call.__name__}: the iteration must not be spent, .*: call "
@@ -243,7 +243,7 @@ def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monk
         patch.setattr(scaler, "_agree_over_group", interrupt)
         with pytest.raises(Interrupt):
             scaler.unscale_(optimizer)
-    assert_spent(scaler, optimizer)
+    assert_needs_reset(scaler, optimizer)
 
 
 def test_a_look_that_no_step_has_used_is_forgotten(device):

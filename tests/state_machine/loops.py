@@ -407,7 +407,7 @@ class Loops(RuleBasedStateMachine):
             sides.handle.zero_grad()  # they are used up
             sides.twin.zero_grad()
             if scaled:
-                scalers.end_spent(sides)
+                scalers.end_invalidated(sides)
         self.did(f"interrupted_step {where} {result}")
 
     @precondition(lambda self: "interrupts" not in self.without)

@@ -405,7 +405,7 @@ class Scalers:
                 scaler.update(1024.0)
         return True
 
-    def end_spent(self, sides: Sides) -> None:
+    def end_invalidated(self, sides: Sides) -> None:
         """Updates after a step that has written and raised: ours needs no look for that."""
         if self.enabled and self.kind != "torch":
             for call in (self.mine.unscale_, self.mine.step):
