@@ -366,7 +366,7 @@ class FusedOptimizer(WatchedOptimizer):
         Raises:
             RuntimeError: If averages of the weights are in the parameters.
         """
-        self._plan.compiled.check_not_lent("refresh_masters")
+        self._plan.compiled.check_not_swapped_in("refresh_masters")
         self._check_params("refresh_masters")
         pairs = [
             (param, self.state[param]["master_param"])

@@ -37,7 +37,7 @@ class SavedOptimizer(DescribedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a pickle or a copy has, which refuses to step if this one does."""
-        self._plan.compiled.check_not_lent("__getstate__")
+        self._plan.compiled.check_not_swapped_in("__getstate__")
         state: dict[str, Any] = super().__getstate__()
         if self._plan.compiled.failure:
             state["_progress"] = self._plan.compiled.failure
@@ -94,7 +94,7 @@ class SavedOptimizer(DescribedOptimizer):
             TypeError, ValueError: If the params of a group can't be read again, or there is a state
                 of a parameter that is in no group.
         """
-        self._plan.compiled.check_not_lent("state_dict")
+        self._plan.compiled.check_not_swapped_in("state_dict")
         self._check_params("state_dict")
         try:
             state_dict = super().state_dict()
@@ -129,7 +129,7 @@ class SavedOptimizer(DescribedOptimizer):
                 Nothing has been changed then. After an interrupt the optimizer has either all of
                 the file or nothing.
         """
-        self._plan.compiled.check_not_lent("load_state_dict")
+        self._plan.compiled.check_not_swapped_in("load_state_dict")
         check_is_dict(operation_of(self), state_dict)
         # As in torch, whose code would cast every state to its parameter's dtype.
         state_dict = state_dict.copy()

@@ -233,7 +233,7 @@ SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
 
 c10::IValue FusedOptimizer::state_dict() const {
   const OptimizerKind& kind = checked("state_dict").kind;
-  impl_->plan->check_not_lent("state_dict");
+  impl_->plan->check_not_swapped_in("state_dict");
   auto states = new_dict();
   auto groups = new_list();
   int64_t number = 0;
@@ -414,7 +414,7 @@ struct FusedOptimizer::Load {
 };
 
 void FusedOptimizer::load_state_dict(const c10::IValue& state_dict) {
-  checked("load_state_dict").plan->check_not_lent("load_state_dict");
+  checked("load_state_dict").plan->check_not_swapped_in("load_state_dict");
   const OutsideInferenceMode normal;
   Load load{*this};
   load.read(state_dict);

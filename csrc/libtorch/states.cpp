@@ -101,7 +101,7 @@ std::vector<at::Tensor> FusedOptimizer::master_params() {
 }
 
 void FusedOptimizer::refresh_masters() {
-  checked("refresh_masters").plan->check_not_lent("refresh_masters");
+  checked("refresh_masters").plan->check_not_swapped_in("refresh_masters");
   TensorList params, masters;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {

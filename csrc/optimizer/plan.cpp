@@ -42,9 +42,9 @@ Plan::Use::Use(Plan& plan, const char* operation) : plan_(plan) {
   TORCH_CHECK(plan.user_.compare_exchange_strong(user, thread), optimizer, ".", operation,
               ": must be called by one thread at a time, got a call by thread ", thread,
               " while thread ", user, " is in one");
-  if (plan.failure_.empty() && !plan.is_lent_) return;
+  if (plan.failure_.empty() && !plan.is_swapped_in_) return;
   plan.user_ = std::thread::id();
-  plan.check_not_lent(operation);
+  plan.check_not_swapped_in(operation);
   TORCH_CHECK(false, optimizer, ".", operation,
               ": parameters must be as a whole step leaves them, got a step that failed: ",
               plan.failure_, "; ", kHowToGoOn);
@@ -58,8 +58,8 @@ Plan::Use::~Use() {
   plan_.user_ = std::thread::id();
 }
 
-void Plan::check_not_lent(const std::string& operation) const {
-  check_weights_are_in(c10::str(checks_.operation, ".", operation), is_lent_);
+void Plan::check_not_swapped_in(const std::string& operation) const {
+  check_weights_are_in(c10::str(checks_.operation, ".", operation), is_swapped_in_);
 }
 
 void Plan::take_over(const Plan& before) {

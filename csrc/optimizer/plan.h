@@ -213,12 +213,12 @@ class AMP_EXT_API Plan {
   void check_before(Averaging averaging) const;
   // In a use: lets averages do something with the weights on this rank, given the masters of
   // parameters without a state. A swap lends the parameters to the averages, which are in them
-  // until its end. Meanwhile no use begins, and `check_not_lent` throws on behalf of what is no
-  // use.
+  // until its end. Meanwhile no use begins, and `check_not_swapped_in` throws on behalf of what is
+  // no use.
   void average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters);
   // Does nothing if the averages are in no parameters.
   void swap_out(WeightAverages& averages);
-  void check_not_lent(const std::string& operation) const;
+  void check_not_swapped_in(const std::string& operation) const;
   // Lets every step from now on leave `step_applied`.
   void track_step_applied() { tracks_step_applied_ = true; }
   // One float32 on the device of the first parameter: 1 if the last step was taken, 0 if it was
@@ -346,7 +346,7 @@ class AMP_EXT_API Plan {
   RowChecks checks_;
   std::atomic<std::thread::id> user_{};  // the thread in a use
   bool must_forget_ = false;             // at the end of it
-  bool is_lent_ = false;
+  bool is_swapped_in_ = false;
   std::string failure_;
   // By Param::object, as of the rows that were dropped last.
   std::unordered_map<const void*, RoundedParam> rounded_params_;

@@ -157,7 +157,7 @@ std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
 }
 
 void Plan::check_before(Averaging averaging) const {
-  if (averaging == Averaging::kSwapIn) check_weights_are_in("WeightAverage.swap", is_lent_);
+  if (averaging == Averaging::kSwapIn) check_weights_are_in("WeightAverage.swap", is_swapped_in_);
 }
 
 void Plan::average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters) {
@@ -177,7 +177,7 @@ void Plan::swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& 
   averages.check_not_swapped("WeightAverage.swap");
   try {
     averages.swap_in(weights);
-    is_lent_ = true;
+    is_swapped_in_ = true;
   } catch (...) {
     forget_writes(averages.swap_out());
     throw;
@@ -188,7 +188,7 @@ void Plan::swap_out(WeightAverages& averages) {
   if (!averages.is_swapped()) return;
   const SwapEnd end = averages.swap_out();
   forget_writes(end);
-  is_lent_ = false;
+  is_swapped_in_ = false;
   if (end.failure != nullptr) std::rethrow_exception(end.failure);
 }
 

@@ -466,9 +466,9 @@ void define_plan(py::module_& module) {
            py::arg("averages"))
       .def("swap_back", &swap_back, py::arg("averages"))
       .def(
-          "check_not_lent",
+          "check_not_swapped_in",
           [](const PlanOfPython& self, const std::string& operation) {
-            self.plan.check_not_lent(operation);
+            self.plan.check_not_swapped_in(operation);
           },
           py::arg("operation"))
       .def("track_step_applied", [](PlanOfPython& self) { self.plan.track_step_applied(); })
