@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
     binary = _C  # which __getattr__ gives, and what follows
     Kept = _C.Kept
-    ListedParam = _C.ListedParam
+    ParamRef = _C.ParamRef
     OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription
     InspectedStep = _C.InspectedStep

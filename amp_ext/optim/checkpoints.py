@@ -14,7 +14,7 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, params_of
 from amp_ext.optim.described_optimizer import DescribedOptimizer
-from amp_ext.optim.state_store import Place, loaded_state
+from amp_ext.optim.state_store import PlacedParam, loaded_state
 from amp_ext.saved_dicts import first_keys, missing_entry
 from amp_ext.sharding import is_flattened
 
@@ -95,9 +95,9 @@ def check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: If one is not, which torch's ``state_dict`` has no key for.
     """
-    listed = set(map(id, params_of(optimizer)))
+    registered = set(map(id, params_of(optimizer)))
     for param in optimizer.state:
-        if isinstance(param, Tensor) and id(param) not in listed:
+        if isinstance(param, Tensor) and id(param) not in registered:
             raise ValueError(
                 f"{type(optimizer).__name__}.state_dict: state must be of parameters in "
                 f"param_groups, got one of shape {tuple(param.shape)} that is in no group: put "
@@ -223,9 +223,9 @@ def _in_order_of_names(
     if misplaced:
         raise ValueError(f"{operation}: {misplaced}")
     for loaded, names, saved_names in zip(in_order, own, saved, strict=True):
-        places = ops.places_by_name(names, saved_names)
-        if places:
-            loaded["params"] = [loaded["params"][place] for place in places]
+        placed_params = ops.places_by_name(names, saved_names)
+        if placed_params:
+            loaded["params"] = [loaded["params"][placed] for placed in placed_params]
     return in_order
 
 
@@ -282,8 +282,8 @@ def _copied_states(
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             param_keys.add(key)
             if saved_states.get(key):
-                place = Place(kept, param, group_index, index)
-                states[param] = loaded_state(place, saved_states[key], operation)
+                placed = PlacedParam(kept, param, group_index, index)
+                states[param] = loaded_state(placed, saved_states[key], operation)
     others = {key: value for key, value in saved_states.items() if key not in param_keys}
     if others and len(others) == len(saved_states):
         raise ValueError(

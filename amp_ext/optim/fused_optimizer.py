@@ -21,7 +21,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.amp_context import GradScaleAttribute, context_from_attributes, drop_amp_context
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.state_store import Place, made_states, whole_master
+from amp_ext.optim.state_store import PlacedParam, made_states, whole_master
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.optim.watched_optimizer import WatchedOptimizer
 from amp_ext.sharding import local_tensor
@@ -157,19 +157,19 @@ class FusedOptimizer(WatchedOptimizer):
         self._check_params("init_state")
         self._check_groups()
         trainable = [
-            Place(kept, param, group_index, index)
+            PlacedParam(kept, param, group_index, index)
             for group_index, group in enumerate(self.param_groups)
             for kept in [self.kept_by(group)]
             for index, param in enumerate(group["params"])
             if param.requires_grad
         ]
-        for place in trainable:
-            if is_lazy(place.param):
+        for placed in trainable:
+            if is_lazy(placed.param):
                 raise RuntimeError(
-                    f"{type(self).__name__}.init_state: param of {place} must have a shape, got a "
+                    f"{type(self).__name__}.init_state: param of {placed} must have a shape, got a "
                     "lazy parameter: run the model once first"
                 )
-            place.kept.check_is_stepped(place.listed(), "init_state")
+            placed.kept.check_is_stepped(placed.registered(), "init_state")
         made, _ = made_states(self.state, trainable)
         if made:
             ops.put_states(self.state, made)

@@ -65,7 +65,7 @@ class Inspection:
     @cached_property
     def _numbers(self) -> tuple[bool, dict[str, ParamInspection]]:
         skipped, params = self._inspected.read()
-        return skipped, {self._names[place]: ParamInspection(*it) for place, it in params}
+        return skipped, {self._names[placed]: ParamInspection(*it) for placed, it in params}
 
     @property
     def skipped(self) -> bool:
@@ -126,7 +126,7 @@ class Inspection:
         from matplotlib.figure import Figure
 
         names = list(self.params)
-        places = range(len(names))
+        placed_params = range(len(names))
         figure = Figure(figsize=(9, max(2.5, 1.5 + 0.22 * len(names))), layout="constrained")
         of_norms, of_shares = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
         columns = {
@@ -136,11 +136,13 @@ class Inspection:
         }
         for field, (label, color, marker) in columns.items():
             values = [getattr(param, field) for param in self.params.values()]
-            of_norms.plot(values, places, marker, color=color, label=label, markersize=5)
-        of_norms.set(xscale="log", yticks=places, yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+            of_norms.plot(values, placed_params, marker, color=color, label=label, markersize=5)
+        of_norms.set(
+            xscale="log", yticks=placed_params, yticklabels=names, ylim=(len(names) - 0.5, -0.5)
+        )
         of_norms.set_title("Norms" + (": the step is skipped" if self.skipped else ""), fontsize=10)
         unmoved = [100 * param.unmoved for param in self.params.values()]
-        of_shares.barh(places, unmoved, color="#ff7f0e", height=0.6)
+        of_shares.barh(placed_params, unmoved, color="#ff7f0e", height=0.6)
         of_shares.set(xlim=(0, 100))
         of_shares.set_title("Elements that stay as they are, %", fontsize=10)
         for axes in (of_norms, of_shares):

@@ -20,7 +20,7 @@ from amp_ext.optim.checkpoints import (
 from amp_ext.optim.described_optimizer import DescribedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import defaults_of, with_plain_options
-from amp_ext.optim.state_store import Place, float32_state
+from amp_ext.optim.state_store import PlacedParam, float32_state
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import is_flat, is_flattened
@@ -159,7 +159,9 @@ class SavedOptimizer(DescribedOptimizer):
                 zip(group["params"], saved["params"], strict=True)
             ):
                 if key in states:
-                    states[key] = float32_state(Place(kept, param, index, param_index), states[key])
+                    states[key] = float32_state(
+                        PlacedParam(kept, param, index, param_index), states[key]
+                    )
         return {**state_dict, "state": states, "param_groups": groups}
 
 

@@ -27,7 +27,7 @@ from amp_ext.sharding import is_dtensor, is_flattened, is_over_rows, laid_out_as
 
 __all__ = [
     "Local",
-    "Place",
+    "PlacedParam",
     "States",
     "check_flattened",
     "float32_state",
@@ -39,10 +39,10 @@ __all__ = [
 
 
 States = dict[Any, dict[str, Any]]
-Local = tuple["ops.Kept", "ops.ListedParam", dict[str, Tensor]]
+Local = tuple["ops.Kept", "ops.ParamRef", dict[str, Tensor]]
 
 
-class Place(NamedTuple):
+class PlacedParam(NamedTuple):
     """A parameter, what it keeps, and where it is listed."""
 
     kept: ops.Kept
@@ -54,10 +54,10 @@ class Place(NamedTuple):
         """Returns where it is listed, as errors say it."""
         return f"group {self.group_index}, param {self.index_in_group}"
 
-    def listed(self) -> ops.ListedParam:
+    def registered(self) -> ops.ParamRef:
         """Returns the parameter as the compiled module knows it."""
         param = self.param
-        return ops.ListedParam(
+        return ops.ParamRef(
             param,
             local_tensor(param.detach()),
             self.group_index,
@@ -95,14 +95,14 @@ def check_flattened(kept: ops.Kept, param: Tensor) -> None:
     """
     if not is_flattened(param):
         return
-    listed = Place(kept, param, 0, 0).listed()
-    if kept.has_codes(listed):
+    registered = PlacedParam(kept, param, 0, 0).registered()
+    if kept.has_codes(registered):
         raise ValueError(
             f"{kept.kind}: state_dtype must be torch.float32, torch.bfloat16 or None "
             "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
             f"got {kept.state_dtype!r}; fully_shard can"
         )
-    if kept.master_key(listed) not in ("", "master_param"):
+    if kept.master_key(registered) not in ("", "master_param"):
         raise ValueError(
             f"{kept.kind}: master_weights must be True or False for parameters that "
             "FullyShardedDataParallel flattens, which can't save the lower parts of masters, got "
@@ -111,12 +111,14 @@ def check_flattened(kept: ops.Kept, param: Tensor) -> None:
 
 
 @outside_inference_mode()
-def made_states(states: Mapping[Any, Any], places: Iterable[Place]) -> tuple[States, list[Local]]:
+def made_states(
+    states: Mapping[Any, Any], placed_params: Iterable[PlacedParam]
+) -> tuple[States, list[Local]]:
     """Makes the states of parameters whole, for the optimizer to keep.
 
     Args:
         states: Of the optimizer.
-        places: The parameters.
+        placed_params: The parameters.
 
     Returns:
         The states that are others than before, by their parameters; and for each place this rank's
@@ -128,52 +130,52 @@ def made_states(states: Mapping[Any, Any], places: Iterable[Place]) -> tuple[Sta
     """
     made: States = {}
     local: list[Local] = []
-    for place in places:
-        check_flattened(place.kept, place.param)
-        before = states.get(place.param, {})
-        parts, listed = place.parts(before), place.listed()
-        whole = place.kept.whole_state(listed, parts)
+    for placed in placed_params:
+        check_flattened(placed.kept, placed.param)
+        before = states.get(placed.param, {})
+        parts, registered = placed.parts(before), placed.registered()
+        whole = placed.kept.whole_state(registered, parts)
         dropped = parts.keys() - whole.keys()
         state = {key: value for key, value in before.items() if key not in dropped}
         for key, part in whole.items():
-            state[key] = before[key] if part is parts.get(key) else place.laid_out(key, part)
+            state[key] = before[key] if part is parts.get(key) else placed.laid_out(key, part)
         is_whole = isinstance(before, dict) and state.keys() == before.keys()
         if not is_whole or any(state[key] is not before[key] for key in state):
-            made[place.param] = state
-        local.append((place.kept, listed, whole))
+            made[placed.param] = state
+        local.append((placed.kept, registered, whole))
     return made, local
 
 
 @outside_inference_mode()
-def loaded_state(place: Place, saved: dict[str, Any], operation: str) -> dict[str, Any]:
+def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> dict[str, Any]:
     """Returns the state of a parameter that a file has, copied as the options want it.
 
     Args:
-        place: The parameter, which has been loaded.
+        placed: The parameter, which has been loaded.
         saved: Its state in the file.
         operation: What messages begin with.
 
     Raises:
         ValueError: If it does not fit the parameter, or a part of it is missing.
     """
-    kept, param = place.kept, place.param
+    kept, param = placed.kept, placed.param
     if is_lazy(param):
         raise ValueError(
-            f"{operation}: param of {place} must have a shape, got a lazy parameter: run the model "
-            "once first"
+            f"{operation}: param of {placed} must have a shape, got a lazy parameter: run the "
+            "model once first"
         )
-    listed = place.listed()
+    registered = placed.registered()
     check_flattened(kept, param)
-    kept.check_saved_state(listed, saved, operation)
+    kept.check_saved_state(registered, saved, operation)
     state = {key: copy.deepcopy(value) for key, value in saved.items() if not kept.is_key(key)}
-    parts = _parts_for(place, saved) if is_dtensor(param) else saved
-    loaded = kept.loaded_state(listed, parts)
-    return {key: place.laid_out(key, part) for key, part in loaded.items()} | state
+    parts = _parts_for(placed, saved) if is_dtensor(param) else saved
+    loaded = kept.loaded_state(registered, parts)
+    return {key: placed.laid_out(key, part) for key, part in loaded.items()} | state
 
 
-def _parts_for(place: Place, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns this rank's parts of what a file has for a DTensor, however it was sharded there."""
-    kept, param = place.kept, place.param
+    kept, param = placed.kept, placed.param
     local = local_tensor(param.detach())
     parts = {key: value for key, value in saved.items() if kept.is_key(key)}
     if not is_over_rows(param):  # the parts of the ranks cut blocks
@@ -185,7 +187,7 @@ def _parts_for(place: Place, saved: Mapping[str, Any]) -> dict[str, Any]:
         if key != "step" and isinstance(value, Tensor) and list(value.shape) == whole_sizes:
             sizes, _ = kept.layout_under(key, local)
             empty = torch.empty(sizes, dtype=value.dtype, device=local.device)
-            parts[key] = local_tensor(place.laid_out(key, empty).copy_(value))
+            parts[key] = local_tensor(placed.laid_out(key, empty).copy_(value))
     return parts
 
 
@@ -204,16 +206,16 @@ def _over_all_ranks(param: Any, whole: Tensor) -> Tensor:
     return laid_out
 
 
-def float32_state(place: Place, state: Mapping[str, Any]) -> dict[str, Any]:
+def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a state with float32 numbers under the keys of torch."""
-    kept = place.kept
-    parts = kept.float32_state(place.listed(), place.parts(state))
+    kept = placed.kept
+    parts = kept.float32_state(placed.registered(), placed.parts(state))
     found = {
         key: copy.deepcopy(value)
         for key, value in state.items()
         if key == "step" or not kept.is_key(key)
     }
-    return found | {key: place.laid_out(key, part) for key, part in parts.items()}
+    return found | {key: placed.laid_out(key, part) for key, part in parts.items()}
 
 
 def kept_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:

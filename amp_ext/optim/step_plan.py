@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.optim.inspection import Inspection
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.state_store import Local, Place, States, kept_master, made_states
+from amp_ext.optim.state_store import Local, PlacedParam, States, kept_master, made_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 __all__ = ["StepPlan"]
@@ -58,12 +58,12 @@ class StepPlan:
     def _set(
         self,
         sharded_over: ShardedOver,
-        places: list[Place],
+        placed_params: list[PlacedParam],
         dtensors: list[tuple[int, Tensor, str]],
     ) -> None:
         #: The ranks that have the other parts of these parameters; false if there are none.
         self.sharded_over = sharded_over
-        self._places = places  # as in the compiled plan
+        self._places = placed_params  # as in the compiled plan
         self._dtensors = dtensors  # row, parameter, name in errors
 
     def forget(self) -> None:
@@ -84,7 +84,7 @@ class StepPlan:
             ValueError: If a DTensor is neither sharded nor replicated.
         """
         self.forget()  # first: an interrupt may come
-        sharded_over, places, dtensors = ShardedOver(), [], []
+        sharded_over, placed_params, dtensors = ShardedOver(), [], []
         rows: list[tuple[int, int, Tensor, int | None, int]] = []
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
@@ -96,14 +96,14 @@ class StepPlan:
                     partition, first = sharded_over.add(param, name), first_element(param)
                     dtensors.append((len(rows), param, name))
                 rows.append((group_index, index, param, partition, first))
-                places.append(Place(kept[group_index], param, group_index, index))
-        self._set(sharded_over, places, dtensors)
-        self.compiled.list_params(optimizer, operation, rows)
+                placed_params.append(PlacedParam(kept[group_index], param, group_index, index))
+        self._set(sharded_over, placed_params, dtensors)
+        self.compiled.register_params(optimizer, operation, rows)
 
     @property
     def params(self) -> list[Tensor]:
         """The parameters that are listed."""
-        return [place.param for place in self._places]
+        return [placed.param for placed in self._places]
 
     # What the compiled plan asks for.
 

@@ -235,9 +235,9 @@ class WatchedOptimizer(PlannedOptimizer):
             )
         if plan.sharded_over:
             found.sums = plan.sharded_over.combine(plan.params, found.sums, combined)
-        places = [
+        placed_params = [
             (group_index, index)
             for group_index, group in enumerate(self.param_groups)
             for index in range(len(group["params"]))
         ]
-        return Inspection(found, dict(zip(places, names_of_params(self), strict=True)))
+        return Inspection(found, dict(zip(placed_params, names_of_params(self), strict=True)))

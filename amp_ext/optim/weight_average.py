@@ -246,9 +246,9 @@ class WeightAverage:
         entries = self._averaged(ours)
         target, copies_there = contents_there.tensors, contents_there.copies
         names = list(target)
-        places = ops.places_by_name([*entries], names)
-        if places:
-            names = [names[at] for at in places]
+        placed_params = ops.places_by_name([*entries], names)
+        if placed_params:
+            names = [names[at] for at in placed_params]
             copies_there = {
                 name for name, there in zip(entries, names, strict=True) if there in copies_there
             }
@@ -480,10 +480,11 @@ def _names_in_file(names: list[str], state_dict: Mapping[str, Any]) -> list[str]
         return keys
     saved = [str(key) for key in state_dict if str(key).startswith(_PREFIX)]
     bare_saved, bare = ops.without_wrappers(saved), ops.without_wrappers(names)
-    places = dict(zip(bare_saved, saved, strict=True))
-    are_unique = len(places) == len(saved) and len(set(bare)) == len(bare)
+    placed_params = dict(zip(bare_saved, saved, strict=True))
+    are_unique = len(placed_params) == len(saved) and len(set(bare)) == len(bare)
     return [
-        places.get(name, key) if are_unique else key for name, key in zip(bare, keys, strict=True)
+        placed_params.get(name, key) if are_unique else key
+        for name, key in zip(bare, keys, strict=True)
     ]
 
 

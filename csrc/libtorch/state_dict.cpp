@@ -237,7 +237,7 @@ c10::IValue FusedOptimizer::state_dict() const {
   auto states = new_dict();
   auto groups = new_list();
   int64_t number = 0;
-  std::set<const void*> listed;
+  std::set<const void*> registered;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     const auto& param_group = param_groups_[i];
     auto group = new_dict();
@@ -253,7 +253,7 @@ c10::IValue FusedOptimizer::state_dict() const {
     }
     auto params = new_list();
     for (const at::Tensor& param : param_group.params()) {
-      listed.insert(param.unsafeGetTensorImpl());
+      registered.insert(param.unsafeGetTensorImpl());
       if (const FusedParamState* const state = state_of(param)) {
         auto tensors = new_dict();
         for (const auto& [name, tensor] : state->tensors()) tensors.insert(name, tensor);
@@ -267,7 +267,7 @@ c10::IValue FusedOptimizer::state_dict() const {
   }
   for (const auto& [param, state] : state_) {
     const auto* const own = dynamic_cast<const FusedParamState*>(state.get());
-    TORCH_CHECK(own == nullptr || listed.count(param) != 0, kind.name,
+    TORCH_CHECK(own == nullptr || registered.count(param) != 0, kind.name,
                 ".state_dict: state must be of parameters in param_groups, got one of shape ",
                 own->param_.sizes(),
                 " that is in no group: put it back, or drop its state, "
@@ -292,7 +292,7 @@ struct FusedOptimizer::Load {
   std::vector<std::unique_ptr<FusedParamState>> states = {};
   std::vector<Dict> other_entries = {};  // of groups, such as initial_lr of a scheduler
   Dict other_states = new_dict();
-  std::set<std::string> listed = {};  // states of parameters that a group lists
+  std::set<std::string> registered = {};  // states of parameters that a group lists
 
   void read(const c10::IValue& state_dict) {
     const Dict dict = dict_of(operation, state_dict);
@@ -301,11 +301,11 @@ struct FusedOptimizer::Load {
     check_file();
     for (size_t i = 0; i < groups.size(); ++i) read_group(i);
     const Dict all_states = find(dict, "state")->toGenericDict();
-    TORCH_CHECK(!listed.empty() || saved.empty(), operation,
+    TORCH_CHECK(!registered.empty() || saved.empty(), operation,
                 ": state must have entries of the parameters that param_groups lists, got ",
                 shown_keys(all_states));
     for (const auto& entry : all_states) {
-      if (listed.count(shown(entry.key())) != 0) continue;
+      if (registered.count(shown(entry.key())) != 0) continue;
       other_states.insert(entry.key(), entry.value().deepcopy());
     }
   }
@@ -362,7 +362,7 @@ struct FusedOptimizer::Load {
     for (size_t j = 0; j < keys.size(); ++j) {
       const auto state = saved.find(shown(keys.get(j)));
       if (state == saved.end()) continue;
-      listed.insert(state->first);
+      registered.insert(state->first);
       TORCH_CHECK(state->second.isNone() || state->second.isGenericDict(), operation, ": state[",
                   state->first, "] must be a dict, got ", shown(state->second));
       if (state->second.isNone() || state->second.toGenericDict().empty()) continue;
@@ -372,7 +372,7 @@ struct FusedOptimizer::Load {
   }
 
   // `step` is that of the group, where that counts for states.
-  void read_state(const Kept& kept, const ListedParam& param, const Dict& dict,
+  void read_state(const Kept& kept, const ParamRef& param, const Dict& dict,
                   const std::optional<c10::IValue>& step) {
     SavedState found = saved_state(kept, dict);
     if (step.has_value() && found.find("step") == nullptr) {

@@ -41,10 +41,10 @@ std::vector<Kept> FusedOptimizer::kept_in(const std::vector<PlacedOptions>& grou
 
 // The states of parameters made whole, for `keep_states`.
 std::vector<StateMap> FusedOptimizer::made_states(const std::vector<Kept>& groups,
-                                                  const std::vector<ListedParam>& params) const {
+                                                  const std::vector<ParamRef>& params) const {
   const OutsideInferenceMode normal;
   std::vector<StateMap> made;
-  for (const ListedParam& param : params) {
+  for (const ParamRef& param : params) {
     const FusedParamState* const before = state_of(param.local);
     made.push_back(
         whole_state(groups[param.group], param, before != nullptr ? before->tensors_ : StateMap()));
@@ -53,8 +53,7 @@ std::vector<StateMap> FusedOptimizer::made_states(const std::vector<Kept>& group
 }
 
 // Returns whether a tensor is another one now.
-bool FusedOptimizer::keep_states(const std::vector<ListedParam>& params,
-                                 std::vector<StateMap> made) {
+bool FusedOptimizer::keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made) {
   bool has_changed = false;
   for (size_t i = 0; i < params.size(); ++i) {
     auto& kept = state_[params[i].local.unsafeGetTensorImpl()];
@@ -72,7 +71,7 @@ bool FusedOptimizer::keep_states(const std::vector<ListedParam>& params,
 void FusedOptimizer::init_state() {
   checked("init_state");
   const std::vector<Kept> kept = kept_in(checked_groups());
-  std::vector<ListedParam> trainable;
+  std::vector<ParamRef> trainable;
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
     for (size_t i = 0; i < params.size(); ++i) {

@@ -18,7 +18,7 @@ void FusedOptimizer::rebuild() { checked("rebuild").plan->forget(); }
 struct FusedOptimizer::Operation {
   FusedOptimizer& optimizer;
   Plan& plan;
-  Plan::Use use;
+  Plan::Lock use;
   SharedOptions shared;
   GroupTable table;
   std::vector<Kept> kept;  // by group
@@ -33,7 +33,7 @@ struct FusedOptimizer::Operation {
     table = kind.table(groups);
     kept = optimizer.kept_in(placed);
     if (take_params()) return;
-    list_params();
+    register_params();
     take_params();
   }
 
@@ -74,18 +74,18 @@ struct FusedOptimizer::Operation {
     return masters;
   }
 
-  void list_params() {
-    std::vector<Plan::Param> listed;
+  void register_params() {
+    std::vector<Plan::Param> registered;
     for (size_t group = 0; group < optimizer.param_groups_.size(); ++group) {
       const auto& params = optimizer.param_groups_[group].params();
       for (size_t i = 0; i < params.size(); ++i) {
         TORCH_CHECK(params[i].defined(), optimizer.impl_->kind.name, ": param of ", place(group, i),
                     " must be a tensor, got an undefined one");
-        listed.push_back({static_cast<int64_t>(group), static_cast<int64_t>(i),
-                          params[i].unsafeGetTensorImpl()});
+        registered.push_back({static_cast<int64_t>(group), static_cast<int64_t>(i),
+                              params[i].unsafeGetTensorImpl()});
       }
     }
-    plan.list_params(kept, listed);
+    plan.register_params(kept, registered);
     optimizer.impl_->state_count = optimizer.state_.size();
   }
 };
@@ -119,7 +119,7 @@ class FusedOptimizer::Store : public StateStore {
  private:
   FusedOptimizer& optimizer_;
   const std::vector<Kept>& kept_;
-  std::vector<ListedParam> params_;
+  std::vector<ParamRef> params_;
   std::vector<StateMap> made_;
 };
 

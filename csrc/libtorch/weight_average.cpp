@@ -26,10 +26,10 @@ struct WeightAverage::Impl {
   // Lists the parameters that the optimizer has now, if they are others.
   void list() {
     const std::vector<at::Tensor> now = params_now();
-    const bool are_listed =
+    const bool are_registered =
         std::equal(now.begin(), now.end(), params.begin(), params.end(),
                    [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
-    if (!are_listed) ask(Averaging::kList);
+    if (!are_registered) ask(Averaging::kList);
   }
 
   std::vector<at::Tensor> params_now() const {
@@ -116,8 +116,9 @@ void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
   const int64_t steps = whole("steps", entry_of(operation, dict, "steps"));
   const int64_t n_averaged = whole("n_averaged", entry_of(operation, dict, "n_averaged"));
   std::vector<int64_t> joined;
-  if (const auto listed = find(dict, "joined"); listed.has_value()) {
-    for (const c10::IValue& index : elements_of(*listed)) joined.push_back(whole("joined", index));
+  if (const auto registered = find(dict, "joined"); registered.has_value()) {
+    for (const c10::IValue& index : elements_of(*registered))
+      joined.push_back(whole("joined", index));
   }
   impl_->averages.check_not_swapped(operation);
   impl_->list();

@@ -77,7 +77,7 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
   if (gradient_options.grad_norm.has_value()) {
     check_number(operation, "grad_norm", *gradient_options.grad_norm, at::kFloat, device);
   }
-  std::vector<Plan::Param> listed;
+  std::vector<Plan::Param> registered;
   for (size_t i = 0; i < params.size(); ++i) {
     check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
     check_is_plain(operation, c10::str("grads[", i, "]"), lists.grads[i]);
@@ -86,10 +86,10 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
     const int64_t first_element = lists.first_elements.has_value() ? (*lists.first_elements)[i] : 0;
     TORCH_CHECK(first_element >= 0, operation, ": first_elements[", i, "] must be at least 0, got ",
                 first_element);
-    listed.push_back({0, static_cast<int64_t>(i), nullptr, {}, first_element});
+    registered.push_back({0, static_cast<int64_t>(i), nullptr, {}, first_element});
   }
   Plan plan(operation, names.buffers);
-  plan.list_params({}, listed);
+  plan.register_params({}, registered);
   for (size_t i = 0; i < params.size(); ++i) plan.take_param(i, params[i], lists.grads[i]);
   GroupTable table = GroupTable::of(std::vector<Group<Hyperparameters>>{options});
   StatesInLists store(lists, buffers);

@@ -35,7 +35,7 @@ Plan::Plan(std::string optimizer, std::string failure)
 Plan::Plan(std::string operation, std::vector<std::string> buffer_lists)
     : checks_{std::move(operation), std::move(buffer_lists), Naming::kLists} {}
 
-Plan::Use::Use(Plan& plan, const char* operation) : plan_(plan) {
+Plan::Lock::Lock(Plan& plan, const char* operation) : plan_(plan) {
   const auto thread = std::this_thread::get_id();
   std::thread::id user;
   const std::string& optimizer = plan.checks_.operation;
@@ -50,7 +50,7 @@ Plan::Use::Use(Plan& plan, const char* operation) : plan_(plan) {
               plan.failure_, "; ", kHowToGoOn);
 }
 
-Plan::Use::~Use() {
+Plan::Lock::~Lock() {
   // Of a step that was refused, no other may take the look for its own.
   if (std::uncaught_exceptions() > exceptions_) plan_.scans_.clear();
   plan_.let_go();
@@ -103,7 +103,7 @@ void Plan::drop_rows() {
   sample_.reset();
 }
 
-void Plan::list_params(std::vector<optim::Kept> kept, const std::vector<Param>& params) {
+void Plan::register_params(std::vector<optim::Kept> kept, const std::vector<Param>& params) {
   drop_rows();
   const auto keeps_more = [](const optim::Kept& a, const optim::Kept& b) {
     return a.buffer_count < b.buffer_count;

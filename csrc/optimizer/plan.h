@@ -78,14 +78,14 @@ class AMP_EXT_API Plan {
   // The time in which one thread works with a plan. At its end the plan drops all references to
   // parameters and gradients: between operations they belong to others, who may want to free or
   // swap them.
-  class AMP_EXT_API Use {
+  class AMP_EXT_API Lock {
    public:
     // Throws on behalf of an operation if another use has not ended, a step has failed amid its
     // launches, or the parameters are lent.
-    Use(Plan& plan, const char* operation);
-    ~Use();
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
+    Lock(Plan& plan, const char* operation);
+    ~Lock();
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
 
    private:
     Plan& plan_;
@@ -126,7 +126,7 @@ class AMP_EXT_API Plan {
 
   // In a use: forgets, and lists parameters that have no states yet, and what each group lets them
   // keep.
-  void list_params(std::vector<optim::Kept> kept, const std::vector<Param>& params);
+  void register_params(std::vector<optim::Kept> kept, const std::vector<Param>& params);
 
   int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
   // Group of the parameter at an index, and its index there.

@@ -43,7 +43,7 @@ void check_step(const SavedValue& value, const std::string& where) {
                     where, " must be finite and at least 0, got ", value.text);
 }
 
-void check_masters(const ListedParam& param, const SavedState& saved, const Where& where) {
+void check_masters(const ParamRef& param, const SavedState& saved, const Where& where) {
   for (const char* const key : kMasterKeys) {
     const SavedValue* const value = saved.find(key);
     if (value == nullptr) continue;
@@ -68,7 +68,7 @@ std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& n
   return saved_codes(present_in(saved), name);
 }
 
-void check_moments(const Kept& kept, const ListedParam& param, const SavedState& saved,
+void check_moments(const Kept& kept, const ParamRef& param, const SavedState& saved,
                    const Where& where) {
   for (const std::string& name : kept.all_names()) {
     if (const SavedValue* const numbers = saved.find(name)) {
@@ -90,7 +90,7 @@ at::Tensor copy_of(const SavedValue& value, const at::Tensor& param, at::ScalarT
   return at::empty_like(param, options).copy_(value.tensor);
 }
 
-Masters loaded_masters(const ListedParam& param, const SavedState& saved) {
+Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   Masters masters;
   for (const char* const key : kMasterKeys) {
     const SavedValue* const value = saved.find(key);
@@ -105,7 +105,7 @@ Masters loaded_masters(const ListedParam& param, const SavedState& saved) {
 }
 
 // Also those that the group keeps only with other options, to which a loop may change.
-StateMap loaded_moments(const Kept& kept, const ListedParam& param, const SavedState& saved) {
+StateMap loaded_moments(const Kept& kept, const ParamRef& param, const SavedState& saved) {
   const std::vector<MomentFormat> formats = kept.formats(param);
   Moments found;
   for (const MomentFormat& wanted : formats) {
@@ -144,7 +144,7 @@ const SavedValue* SavedState::find(const std::string& key) const {
   return found == values.end() ? nullptr : &found->second;
 }
 
-void check_saved_state(const Kept& kept, const ListedParam& param, const SavedState& saved,
+void check_saved_state(const Kept& kept, const ParamRef& param, const SavedState& saved,
                        const std::string& operation) {
   const auto where = [&](const std::string& key) {
     return c10::str(operation, ": ", key, " of ", param.place());
@@ -157,7 +157,7 @@ void check_saved_state(const Kept& kept, const ListedParam& param, const SavedSt
   if (const SavedValue* const step = saved.find("step")) check_step(*step, where("step"));
 }
 
-StateMap loaded_state(const Kept& kept, const ListedParam& param, const SavedState& saved) {
+StateMap loaded_state(const Kept& kept, const ParamRef& param, const SavedState& saved) {
   const std::string master_key = kept.master_key(param);
   const Masters masters = loaded_masters(param, saved);
   const StateMap moments = loaded_moments(kept, param, saved);

@@ -28,7 +28,7 @@ Moments moments_in(const Kept& kept, const StateMap& state) {
 
 // Refuses what is left of a state: new moments beside a late counter belong to no step. A maximum
 // may be missing, as it does where a loop switches AMSGrad on.
-void check_nothing_is_missing(const Kept& kept, const ListedParam& param, const StateMap& state) {
+void check_nothing_is_missing(const Kept& kept, const ParamRef& param, const StateMap& state) {
   const bool has_step = kept.keeps_step && tensor_under(state, "step").defined();
   if (!has_step && moments_in(kept, state).empty()) return;
   std::vector<std::string> keys;
@@ -105,17 +105,17 @@ bool Kept::is_key(const std::string& key) const {
          is_key_of_moment(key, all_names());
 }
 
-std::vector<MomentFormat> Kept::formats(const ListedParam& param) const {
+std::vector<MomentFormat> Kept::formats(const ParamRef& param) const {
   return formats_of(state_dtype, buffers, param.whole, param.has_whole_rows);
 }
 
-bool Kept::has_codes(const ListedParam& param) const {
+bool Kept::has_codes(const ParamRef& param) const {
   const auto formats = this->formats(param);
   return std::any_of(formats.begin(), formats.end(),
                      [](const MomentFormat& format) { return !format.code.empty(); });
 }
 
-std::string Kept::master_key(const ListedParam& param) const {
+std::string Kept::master_key(const ParamRef& param) const {
   return key_of_master(master_weights, param.whole.scalar_type());
 }
 
@@ -139,7 +139,7 @@ Kept kept_by(std::string kind, const GroupOptions& options, const Needs& needs) 
           options.master_weights(), options.state_dtype(),  options.rounding()};
 }
 
-void check_is_stepped(const Kept& kept, const ListedParam& param, const std::string& operation) {
+void check_is_stepped(const Kept& kept, const ParamRef& param, const std::string& operation) {
   const at::ScalarType dtype = param.whole.scalar_type();
   const at::Device device = param.whole.device();
   TORCH_CHECK((is_16_bit(dtype) || dtype == at::kFloat || dtype == at::kDouble) &&
@@ -149,7 +149,7 @@ void check_is_stepped(const Kept& kept, const ListedParam& param, const std::str
               python_name(dtype), " on ", device);
 }
 
-StateMap whole_state(const Kept& kept, const ListedParam& param, StateMap state) {
+StateMap whole_state(const Kept& kept, const ParamRef& param, StateMap state) {
   check_nothing_is_missing(kept, param, state);
   const at::Device device = param.local.device();
   const auto convert = [&](const std::string& key, at::ScalarType dtype) {
@@ -192,7 +192,7 @@ StateMap whole_state(const Kept& kept, const ListedParam& param, StateMap state)
   return state;
 }
 
-ParamState state_of_step(const Kept& kept, const ListedParam& param, const StateMap& state) {
+ParamState state_of_step(const Kept& kept, const ParamRef& param, const StateMap& state) {
   ParamState tensors;
   const std::vector<MomentFormat> formats = kept.formats(param);
   for (int i = 0; i < kept.buffer_count; ++i) {
@@ -205,7 +205,7 @@ ParamState state_of_step(const Kept& kept, const ListedParam& param, const State
   return tensors;
 }
 
-StateMap float32_state(const Kept& kept, const ListedParam& param, const StateMap& state) {
+StateMap float32_state(const Kept& kept, const ParamRef& param, const StateMap& state) {
   StateMap found;
   const Moments moments = whole_moments(moments_in(kept, state), kept.buffers);
   for (const std::string& name : kept.all_names()) {

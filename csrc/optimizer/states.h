@@ -32,7 +32,7 @@ AMP_EXT_API Masters masters_in(const StateMap& state);
 
 // A parameter, and where it is listed. What decides how its state is kept is asked of the whole, so
 // that every rank has the same; the tensors of the state are those of this rank's part.
-struct AMP_EXT_API ListedParam {
+struct AMP_EXT_API ParamRef {
   at::Tensor whole;  // of which only dtype, sizes and strides are read
   at::Tensor local;  // this rank's part of it, or all of it
   size_t group = 0;
@@ -64,13 +64,13 @@ struct AMP_EXT_API Kept {
   bool is_key(const std::string& key) const;
 
   // How each buffer of a parameter is kept, also those that the group does not keep.
-  std::vector<MomentFormat> formats(const ListedParam& param) const;
+  std::vector<MomentFormat> formats(const ParamRef& param) const;
 
   // Whether one of them is in codes.
-  bool has_codes(const ListedParam& param) const;
+  bool has_codes(const ParamRef& param) const;
 
   // The key of its master; empty for none.
-  std::string master_key(const ListedParam& param) const;
+  std::string master_key(const ParamRef& param) const;
 
   // The keys of what a state would need, given those that it has.
   std::vector<std::string> missing_from(const HasKey& has_key) const;
@@ -84,7 +84,7 @@ struct AMP_EXT_API Kept {
 };
 
 // Throws if no step takes parameters of its dtype, or on its device.
-AMP_EXT_API void check_is_stepped(const Kept& kept, const ListedParam& param,
+AMP_EXT_API void check_is_stepped(const Kept& kept, const ParamRef& param,
                                   const std::string& operation);
 
 // What the options of a group of an optimizer let its parameters keep.
@@ -94,16 +94,15 @@ AMP_EXT_API Kept kept_by(std::string kind, const GroupOptions& options, const Ne
 // The state of a parameter as the options want it, its dtype and device being so. What the state
 // lacks is made, and what the parameter was converted under is converted; nothing is written, and
 // tensors that fit are taken as they are. Throws if only a part of a state is there.
-AMP_EXT_API StateMap whole_state(const Kept& kept, const ListedParam& param, StateMap state);
+AMP_EXT_API StateMap whole_state(const Kept& kept, const ParamRef& param, StateMap state);
 
 // The tensors of a whole state that a step reads and writes.
-AMP_EXT_API ParamState state_of_step(const Kept& kept, const ListedParam& param,
+AMP_EXT_API ParamState state_of_step(const Kept& kept, const ParamRef& param,
                                      const StateMap& state);
 
 // The moments and the master of a state as float32 numbers under the keys of torch, float64 ones as
 // such. All are copies.
-AMP_EXT_API StateMap float32_state(const Kept& kept, const ListedParam& param,
-                                   const StateMap& state);
+AMP_EXT_API StateMap float32_state(const Kept& kept, const ParamRef& param, const StateMap& state);
 
 // Sizes and strides of what a state has under a key for a parameter, or for a part of it.
 AMP_EXT_API std::pair<std::vector<int64_t>, std::vector<int64_t>> layout_under(

@@ -244,19 +244,19 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
 
 // To begin anew, an average that does not fit its weight is one of others.
 void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begins_anew) {
-  bool are_listed = weights.size() == averages_.size();
-  for (size_t i = 0; are_listed && i < weights.size(); ++i) {
-    are_listed = averages_[i].object == weights[i].object;
-    if (are_listed && begins_anew) are_listed = fits(averages_[i], weights[i]);
+  bool are_registered = weights.size() == averages_.size();
+  for (size_t i = 0; are_registered && i < weights.size(); ++i) {
+    are_registered = averages_[i].object == weights[i].object;
+    if (are_registered && begins_anew) are_registered = fits(averages_[i], weights[i]);
   }
-  if (are_listed) {
+  if (are_registered) {
     for (size_t i = 0; i < weights.size(); ++i) check(averages_[i], weights[i]);
     return;
   }
   const OutsideInferenceMode normal;
   std::unordered_map<const void*, const Average*> before;
   for (const Average& average : averages_) before[average.object] = &average;
-  std::vector<Average> listed;
+  std::vector<Average> registered;
   std::vector<OfDevice> devices;
   std::vector<AveragedWeight> new_weights;
   std::vector<at::Tensor> new_averages;
@@ -265,7 +265,7 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
     const auto known = before.find(weight.object);
     if (known != before.end() && !(begins_anew && !fits(*known->second, weight))) {
       check(*known->second, weight);
-      listed.push_back(*known->second);
+      registered.push_back(*known->second);
     } else {
       const std::string name = name_of(weight);
       check_is_plain(kOperation, name, param);
@@ -275,10 +275,11 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
       new_weights.push_back(weight);
       new_averages.push_back(
           at::empty_like(param, param.options().dtype(options_.dtype).requires_grad(false)));
-      listed.push_back({weight.object, param.scalar_type(), new_averages.back(),
-                        /*has_joined=*/last_step_.has_value()});
+      registered.push_back({weight.object, param.scalar_type(), new_averages.back(),
+                            /*has_joined=*/last_step_.has_value()});
     }
-    on_device(devices, param.device()).indices.push_back(static_cast<int64_t>(listed.size()) - 1);
+    on_device(devices, param.device())
+        .indices.push_back(static_cast<int64_t>(registered.size()) - 1);
   }
   for (OfDevice& each : devices) {
     const auto known = std::find_if(devices_.begin(), devices_.end(),
@@ -291,7 +292,7 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
     scratch_.make_room(each.device);
   }
   begin(new_weights, new_averages);
-  averages_ = std::move(listed);
+  averages_ = std::move(registered);
   devices_ = std::move(devices);
   ++listings_;
 }

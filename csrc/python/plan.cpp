@@ -31,8 +31,8 @@ struct Groups {
   std::vector<optim::Kept> kept;
 
   Groups(const std::string& optimizer, const OptimizerDescription& described,
-         const py::object& listed) {
-    for (const py::handle group : listed) dicts.push_back(py::cast<py::dict>(group));
+         const py::object& registered) {
+    for (const py::handle group : registered) dicts.push_back(py::cast<py::dict>(group));
     std::vector<DictOptions> options;
     options.reserve(dicts.size());
     std::vector<const optim::GroupOptions*> read;
@@ -96,7 +96,7 @@ namespace {
 // be read, and the parameters were listed for these and the states as they are.
 struct Operation {
   PlanOfPython& mine;
-  Plan::Use use;
+  Plan::Lock use;
   py::object states;
   std::optional<Groups> groups;
   bool is_current = false;
@@ -133,10 +133,11 @@ struct Operation {
     Plan& plan = mine.plan;
     int64_t index = 0, group_index = 0;
     for (const py::dict& group : groups->dicts) {
-      PyObject* const listed = PyDict_GetItemWithError(group.ptr(), mine.described->params);
-      if (listed == nullptr || PyIter_Check(listed) || PyAnySet_Check(listed)) return false;
+      PyObject* const registered = PyDict_GetItemWithError(group.ptr(), mine.described->params);
+      if (registered == nullptr || PyIter_Check(registered) || PyAnySet_Check(registered))
+        return false;
       const auto params = py::reinterpret_steal<py::object>(
-          PySequence_Fast(listed, "params must be an iterable of tensors"));
+          PySequence_Fast(registered, "params must be an iterable of tensors"));
       if (!params) throw py::error_already_set();
       PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
       const Py_ssize_t size = PySequence_Fast_GET_SIZE(params.ptr());
@@ -187,7 +188,7 @@ class StatesOfPython : public StateStore {
     made_ = found[0];
     std::vector<ParamState> states;
     for (const py::handle each : found[1]) {
-      const auto parts = py::cast<std::tuple<optim::Kept*, optim::ListedParam*, py::dict>>(each);
+      const auto parts = py::cast<std::tuple<optim::Kept*, optim::ParamRef*, py::dict>>(each);
       states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
                                             state_of(std::get<2>(parts))));
       for (const auto& part : std::get<2>(parts)) operation_.mine.state_keys.add(part.first);
@@ -225,11 +226,11 @@ class StatesOfPython : public StateStore {
 
 // Lists the parameters of an optimizer anew. `rows` has for each its group, its index there,
 // itself, its partition if it is sharded, and where its first element stands.
-void list_params(
+void register_params(
     PlanOfPython& mine, const py::object& optimizer, const char* operation,
     const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
         rows) {
-  const Plan::Use use(mine.plan, operation);
+  const Plan::Lock use(mine.plan, operation);
   Groups groups = mine.groups_of(optimizer);
   std::vector<Plan::Param> params;
   for (const auto& [group, index, param, partition, first_element] : rows) {
@@ -237,7 +238,7 @@ void list_params(
   }
   mine.states.clear();
   mine.state_keys = py::set();
-  mine.plan.list_params(std::move(groups.kept), params);
+  mine.plan.register_params(std::move(groups.kept), params);
 }
 
 // What a look has found, by device and partition; none if the plan is not current.
@@ -450,7 +451,8 @@ void define_plan(py::module_& module) {
             return self.plan.wants_norm(max_grad_norm);
           },
           py::arg("max_grad_norm"))
-      .def("list_params", &list_params, py::arg("optimizer"), py::arg("operation"), py::arg("rows"))
+      .def("register_params", &register_params, py::arg("optimizer"), py::arg("operation"),
+           py::arg("rows"))
       .def("scan", &scan, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
            py::arg("grad_scale"))
       .def("scan_without_recording", &scan_without_recording, py::arg("step_plan"),

@@ -22,7 +22,7 @@ namespace amp_ext::python {
 namespace {
 
 using optim::Kept;
-using optim::ListedParam;
+using optim::ParamRef;
 using optim::StateMap;
 
 std::optional<std::string> state_dtype_name(const Kept& kept) {
@@ -146,7 +146,7 @@ void define_states(py::module_& module) {
         return master.defined() ? std::optional<at::Tensor>(master) : std::nullopt;
       },
       py::arg("param"), py::arg("masters"));
-  py::class_<ListedParam>(module, "ListedParam")
+  py::class_<ParamRef>(module, "ParamRef")
       .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("whole"),
            py::arg("local"), py::arg("group"), py::arg("index"), py::arg("has_whole_rows"));
   py::class_<Kept>(module, "Kept")
@@ -166,7 +166,7 @@ void define_states(py::module_& module) {
       .def("has_codes", &Kept::has_codes, py::arg("param"))
       .def(
           "whole_state",
-          [](const Kept& self, const ListedParam& param, const py::dict& state) {
+          [](const Kept& self, const ParamRef& param, const py::dict& state) {
             StateMap made = state_of(state);
             made = without_gil([&] { return optim::whole_state(self, param, std::move(made)); });
             return dict_of(made);
@@ -174,13 +174,13 @@ void define_states(py::module_& module) {
           py::arg("param"), py::arg("state"))
       .def(
           "check_is_stepped",
-          [](const Kept& self, const ListedParam& param, const std::string& operation) {
+          [](const Kept& self, const ParamRef& param, const std::string& operation) {
             optim::check_is_stepped(self, param, operation);
           },
           py::arg("param"), py::arg("operation"))
       .def(
           "float32_state",
-          [](const Kept& self, const ListedParam& param, const py::dict& state) {
+          [](const Kept& self, const ParamRef& param, const py::dict& state) {
             const StateMap now = state_of(state);
             return dict_of(without_gil([&] { return optim::float32_state(self, param, now); }));
           },
@@ -193,7 +193,7 @@ void define_states(py::module_& module) {
           py::arg("key"), py::arg("param"))
       .def(
           "check_saved_state",
-          [](const Kept& self, const ListedParam& param, const py::dict& saved,
+          [](const Kept& self, const ParamRef& param, const py::dict& saved,
              const std::string& operation) {
             optim::check_saved_state(self, param, saved_state(self, saved), operation);
           },
@@ -210,7 +210,7 @@ void define_states(py::module_& module) {
           py::arg("saved"))
       .def(
           "loaded_state",
-          [](const Kept& self, const ListedParam& param, const py::dict& saved) {
+          [](const Kept& self, const ParamRef& param, const py::dict& saved) {
             const optim::SavedState found = saved_state(self, saved);
             return dict_of(without_gil([&] { return optim::loaded_state(self, param, found); }));
           },

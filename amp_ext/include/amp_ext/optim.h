@@ -250,7 +250,7 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
 };
 
 struct Kept;
-struct ListedParam;
+struct ParamRef;
 struct OptimizerKind;
 class PlacedOptions;
 
@@ -372,8 +372,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedParamState* state_of(const at::Tensor& param) const;
   std::vector<Kept> kept_in(const std::vector<PlacedOptions>& groups) const;
   std::vector<StateMap> made_states(const std::vector<Kept>& groups,
-                                    const std::vector<ListedParam>& params) const;
-  bool keep_states(const std::vector<ListedParam>& params, std::vector<StateMap> made);
+                                    const std::vector<ParamRef>& params) const;
+  bool keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
   void track_step_applied();
   void average(Averaging averaging, WeightAverages& averages);
