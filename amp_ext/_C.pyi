@@ -29,7 +29,7 @@ class OptimizerDescription:
         self, options: dict[str, Any], where: str, shown: Callable[[Any], str]
     ) -> None: ...
     def check_as_torch(self, defaults: dict[str, Any], shown: Callable[[Any], str]) -> None: ...
-    def kept(self, kind: str, group: dict[str, Any]) -> Kept: ...
+    def state_spec(self, kind: str, group: dict[str, Any]) -> StateSpec: ...
 
 class ScaledIteration:
     needs_reset: bool
@@ -186,7 +186,7 @@ class ParamRef:  # a parameter, and where it is listed
         self, whole: Tensor, local: Tensor, group: int, index: int, has_whole_rows: bool
     ) -> None: ...
 
-class Kept:  # what a group lets its parameters keep
+class StateSpec:  # what a group lets its parameters keep
     kind: str
     names: list[str]
     keeps_step: bool

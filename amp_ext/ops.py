@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from amp_ext import _C as _C
 
     binary = _C  # which __getattr__ gives, and what follows
-    Kept = _C.Kept
+    StateSpec = _C.StateSpec
     ParamRef = _C.ParamRef
     OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription

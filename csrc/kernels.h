@@ -113,11 +113,12 @@ template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;
   using Float = Plain<float>;
-  using Kept = Mastered<Param>;
+  using StateSpec = Mastered<Param>;
   using With16 = Split<Param, 16>;
   using With8 = Split<Param, 8>;
-  using Whole = Combinations<Combination<Same, Kept, Buffers>, Combination<Float, Kept, Buffers>,
-                             Combination<Same, Same, Buffers>, Combination<Float, Same, Buffers>>;
+  using Whole =
+      Combinations<Combination<Same, StateSpec, Buffers>, Combination<Float, StateSpec, Buffers>,
+                   Combination<Same, Same, Buffers>, Combination<Float, Same, Buffers>>;
   using Parts =
       Combinations<Combination<Same, With16, Buffers>, Combination<Float, With16, Buffers>,
                    Combination<Same, With8, Buffers>, Combination<Float, With8, Buffers>>;

@@ -58,7 +58,7 @@ constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
     const BufferDescription& buffer = Hyperparameters::kBuffers[i];
     if (buffer.dither_stride == 0) continue;
     const bool freezes =
-        buffer.role == BufferRole::kSecondMoment || hyperparameters.kept_share(i) >= kFreezingShare;
+        buffer.role == BufferRole::kSecondMoment || hyperparameters.decay_of(i) >= kFreezingShare;
     if (freezes) numbers |= kDithersBuffer0 << i;
   }
   return static_cast<uint8_t>(numbers);

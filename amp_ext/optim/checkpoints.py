@@ -278,11 +278,11 @@ def _copied_states(
     states: dict[Any, Any] = {}
     param_keys = set()
     for group_index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        kept = optimizer.kept_by(group)
+        spec = optimizer.state_spec_of(group)
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             param_keys.add(key)
             if saved_states.get(key):
-                placed = PlacedParam(kept, param, group_index, index)
+                placed = PlacedParam(spec, param, group_index, index)
                 states[param] = loaded_state(placed, saved_states[key], operation)
     others = {key: value for key, value in saved_states.items() if key not in param_keys}
     if others and len(others) == len(saved_states):

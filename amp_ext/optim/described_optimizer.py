@@ -49,10 +49,10 @@ class DescribedOptimizer(torch.optim.Optimizer):
             ) from None
         return found
 
-    def kept_by(self, group: dict[str, Any]) -> ops.Kept:
+    def state_spec_of(self, group: dict[str, Any]) -> ops.StateSpec:
         """Returns what the parameters of a group keep in their states."""
-        kept: ops.Kept = self.description.kept(type(self).__name__, group)
-        return kept
+        spec: ops.StateSpec = self.description.state_spec(type(self).__name__, group)
+        return spec
 
     # Groups.
 
@@ -74,9 +74,9 @@ class DescribedOptimizer(torch.optim.Optimizer):
             group = self.param_groups[-1]
             self.check_options(group, f"{type(self).__name__}: %s of group {count}")
             self._check_unique(group["params"], count)
-            kept = self.kept_by(group)
+            spec = self.state_spec_of(group)
             for param in group["params"]:
-                check_flattened(kept, param)
+                check_flattened(spec, param)
         except BaseException:  # also an interrupt, after which a notebook goes on
             del self.param_groups[count:]
             raise

@@ -157,9 +157,9 @@ class FusedOptimizer(WatchedOptimizer):
         self._check_params("init_state")
         self._check_groups()
         trainable = [
-            PlacedParam(kept, param, group_index, index)
+            PlacedParam(spec, param, group_index, index)
             for group_index, group in enumerate(self.param_groups)
-            for kept in [self.kept_by(group)]
+            for spec in [self.state_spec_of(group)]
             for index, param in enumerate(group["params"])
             if param.requires_grad
         ]
@@ -169,7 +169,7 @@ class FusedOptimizer(WatchedOptimizer):
                     f"{type(self).__name__}.init_state: param of {placed} must have a shape, got a "
                     "lazy parameter: run the model once first"
                 )
-            placed.kept.check_is_stepped(placed.registered(), "init_state")
+            placed.spec.check_is_stepped(placed.registered(), "init_state")
         made, _ = made_states(self.state, trainable)
         if made:
             ops.put_states(self.state, made)

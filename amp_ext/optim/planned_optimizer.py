@@ -44,8 +44,8 @@ class PlannedOptimizer(SavedOptimizer):
             return answer
         self._check_params(operation)
         self._check_groups()
-        kept = [self.kept_by(group) for group in self.param_groups]
-        self._plan.list_groups(self, kept, operation)
+        specs = [self.state_spec_of(group) for group in self.param_groups]
+        self._plan.list_groups(self, specs, operation)
         answer = ask(self._plan, self, *arguments)
         if answer is None:
             raise RuntimeError(

@@ -154,13 +154,13 @@ class SavedOptimizer(DescribedOptimizer):
         ):
             has_masters = bool(saved["master_weights"])
             groups.append({**saved, "state_dtype": "float32", "master_weights": has_masters})
-            kept = self.kept_by(group)
+            spec = self.state_spec_of(group)
             for param_index, (param, key) in enumerate(
                 zip(group["params"], saved["params"], strict=True)
             ):
                 if key in states:
                     states[key] = float32_state(
-                        PlacedParam(kept, param, index, param_index), states[key]
+                        PlacedParam(spec, param, index, param_index), states[key]
                     )
         return {**state_dict, "state": states, "param_groups": groups}
 

@@ -30,8 +30,8 @@ __all__ = [
     "PlacedParam",
     "States",
     "check_flattened",
+    "existing_master",
     "float32_state",
-    "kept_master",
     "loaded_state",
     "made_states",
     "whole_master",
@@ -39,13 +39,13 @@ __all__ = [
 
 
 States = dict[Any, dict[str, Any]]
-Local = tuple["ops.Kept", "ops.ParamRef", dict[str, Tensor]]
+Local = tuple["ops.StateSpec", "ops.ParamRef", dict[str, Tensor]]
 
 
 class PlacedParam(NamedTuple):
     """A parameter, what it keeps, and where it is listed."""
 
-    kept: ops.Kept
+    spec: ops.StateSpec
     param: Tensor
     group_index: int
     index_in_group: int
@@ -71,12 +71,12 @@ class PlacedParam(NamedTuple):
         Raises:
             TypeError: If one is no tensor.
         """
-        kept, parts = self.kept, {}
+        spec, parts = self.spec, {}
         for key, value in state.items():
-            if value is None or not kept.is_key(key) or (key == "step" and not kept.keeps_step):
+            if value is None or not spec.is_key(key) or (key == "step" and not spec.keeps_step):
                 continue
             if not isinstance(value, Tensor):
-                raise TypeError(f"{kept.kind}: {key} of {self} must be a tensor, got {value!r}")
+                raise TypeError(f"{spec.kind}: {key} of {self} must be a tensor, got {value!r}")
             parts[key] = local_tensor(value)
         return parts
 
@@ -84,10 +84,10 @@ class PlacedParam(NamedTuple):
         """Returns this rank's part of what stands under a key as one laid out over the ranks."""
         if key == "step" or not is_dtensor(self.param):
             return part
-        return laid_out_as(self.param, part, *self.kept.layout_under(key, self.param))
+        return laid_out_as(self.param, part, *self.spec.layout_under(key, self.param))
 
 
-def check_flattened(kept: ops.Kept, param: Tensor) -> None:
+def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
     """Checks that FSDP1 can save what a parameter keeps, if it is one of those that it flattens.
 
     Raises:
@@ -95,18 +95,18 @@ def check_flattened(kept: ops.Kept, param: Tensor) -> None:
     """
     if not is_flattened(param):
         return
-    registered = PlacedParam(kept, param, 0, 0).registered()
-    if kept.has_codes(registered):
+    registered = PlacedParam(spec, param, 0, 0).registered()
+    if spec.has_codes(registered):
         raise ValueError(
-            f"{kept.kind}: state_dtype must be torch.float32, torch.bfloat16 or None "
+            f"{spec.kind}: state_dtype must be torch.float32, torch.bfloat16 or None "
             "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
-            f"got {kept.state_dtype!r}; fully_shard can"
+            f"got {spec.state_dtype!r}; fully_shard can"
         )
-    if kept.master_key(registered) not in ("", "master_param"):
+    if spec.master_key(registered) not in ("", "master_param"):
         raise ValueError(
-            f"{kept.kind}: master_weights must be True or False for parameters that "
+            f"{spec.kind}: master_weights must be True or False for parameters that "
             "FullyShardedDataParallel flattens, which can't save the lower parts of masters, got "
-            f"{kept.master_weights!r}; fully_shard can"
+            f"{spec.master_weights!r}; fully_shard can"
         )
 
 
@@ -131,10 +131,10 @@ def made_states(
     made: States = {}
     local: list[Local] = []
     for placed in placed_params:
-        check_flattened(placed.kept, placed.param)
+        check_flattened(placed.spec, placed.param)
         before = states.get(placed.param, {})
         parts, registered = placed.parts(before), placed.registered()
-        whole = placed.kept.whole_state(registered, parts)
+        whole = placed.spec.whole_state(registered, parts)
         dropped = parts.keys() - whole.keys()
         state = {key: value for key, value in before.items() if key not in dropped}
         for key, part in whole.items():
@@ -142,7 +142,7 @@ def made_states(
         is_whole = isinstance(before, dict) and state.keys() == before.keys()
         if not is_whole or any(state[key] is not before[key] for key in state):
             made[placed.param] = state
-        local.append((placed.kept, registered, whole))
+        local.append((placed.spec, registered, whole))
     return made, local
 
 
@@ -158,34 +158,34 @@ def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> 
     Raises:
         ValueError: If it does not fit the parameter, or a part of it is missing.
     """
-    kept, param = placed.kept, placed.param
+    spec, param = placed.spec, placed.param
     if is_lazy(param):
         raise ValueError(
             f"{operation}: param of {placed} must have a shape, got a lazy parameter: run the "
             "model once first"
         )
     registered = placed.registered()
-    check_flattened(kept, param)
-    kept.check_saved_state(registered, saved, operation)
-    state = {key: copy.deepcopy(value) for key, value in saved.items() if not kept.is_key(key)}
+    check_flattened(spec, param)
+    spec.check_saved_state(registered, saved, operation)
+    state = {key: copy.deepcopy(value) for key, value in saved.items() if not spec.is_key(key)}
     parts = _parts_for(placed, saved) if is_dtensor(param) else saved
-    loaded = kept.loaded_state(registered, parts)
+    loaded = spec.loaded_state(registered, parts)
     return {key: placed.laid_out(key, part) for key, part in loaded.items()} | state
 
 
 def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns this rank's parts of what a file has for a DTensor, however it was sharded there."""
-    kept, param = placed.kept, placed.param
+    spec, param = placed.spec, placed.param
     local = local_tensor(param.detach())
-    parts = {key: value for key, value in saved.items() if kept.is_key(key)}
+    parts = {key: value for key, value in saved.items() if spec.is_key(key)}
     if not is_over_rows(param):  # the parts of the ranks cut blocks
-        for name, code, keys in kept.blocks_in(parts):
+        for name, code, keys in spec.blocks_in(parts):
             codes, exponents = (_whole(parts.pop(key)).to(local.device) for key in keys)
             parts[name] = _over_all_ranks(param, ops.decode_groups(codes, exponents, code))
     for key, value in parts.items():
-        whole_sizes, _ = kept.layout_under(key, param)
+        whole_sizes, _ = spec.layout_under(key, param)
         if key != "step" and isinstance(value, Tensor) and list(value.shape) == whole_sizes:
-            sizes, _ = kept.layout_under(key, local)
+            sizes, _ = spec.layout_under(key, local)
             empty = torch.empty(sizes, dtype=value.dtype, device=local.device)
             parts[key] = local_tensor(placed.laid_out(key, empty).copy_(value))
     return parts
@@ -208,17 +208,17 @@ def _over_all_ranks(param: Any, whole: Tensor) -> Tensor:
 
 def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a state with float32 numbers under the keys of torch."""
-    kept = placed.kept
-    parts = kept.float32_state(placed.registered(), placed.parts(state))
+    spec = placed.spec
+    parts = spec.float32_state(placed.registered(), placed.parts(state))
     found = {
         key: copy.deepcopy(value)
         for key, value in state.items()
-        if key == "step" or not kept.is_key(key)
+        if key == "step" or not spec.is_key(key)
     }
     return found | {key: placed.laid_out(key, part) for key, part in parts.items()}
 
 
-def kept_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
+def existing_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
     """Returns this rank's part of a master as it is kept, or in float32; None if there is none.
 
     Args:
@@ -226,7 +226,7 @@ def kept_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
         state: Of the parameter.
     """
     parts = {key: local_tensor(master) for key, master in _masters_in(state).items()}
-    return ops.kept_master(local_tensor(param.detach()), parts)
+    return ops.existing_master(local_tensor(param.detach()), parts)
 
 
 def _masters_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -246,5 +246,5 @@ def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     made = ops.whole_master(part, parts)
     if made is part:
         return param.detach()
-    kept = [masters[key] for key in masters if made is parts[key]]
-    return (kept[0] if kept else laid_out_as(param, made)).detach()
+    spec = [masters[key] for key in masters if made is parts[key]]
+    return (spec[0] if spec else laid_out_as(param, made)).detach()

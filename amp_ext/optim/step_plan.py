@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.optim.inspection import Inspection
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.state_store import Local, PlacedParam, States, kept_master, made_states
+from amp_ext.optim.state_store import Local, PlacedParam, States, existing_master, made_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 __all__ = ["StepPlan"]
@@ -71,12 +71,12 @@ class StepPlan:
         self.compiled.forget()
         self._set(ShardedOver(), [], [])
 
-    def list_groups(self, optimizer: Any, kept: Sequence[ops.Kept], operation: str) -> None:
+    def list_groups(self, optimizer: Any, specs: Sequence[ops.StateSpec], operation: str) -> None:
         """Lists the parameters of all groups; states come with the gradients.
 
         Args:
             optimizer: Whose groups.
-            kept: What each group keeps.
+            specs: What the parameters of each group keep.
             operation: For which, for errors.
 
         Raises:
@@ -96,7 +96,7 @@ class StepPlan:
                     partition, first = sharded_over.add(param, name), first_element(param)
                     dtensors.append((len(rows), param, name))
                 rows.append((group_index, index, param, partition, first))
-                placed_params.append(PlacedParam(kept[group_index], param, group_index, index))
+                placed_params.append(PlacedParam(specs[group_index], param, group_index, index))
         self._set(sharded_over, placed_params, dtensors)
         self.compiled.register_params(optimizer, operation, rows)
 
@@ -124,7 +124,7 @@ class StepPlan:
         masters: dict[int, Tensor] = {}
         for index in indices:
             param = self._places[index].param
-            master = kept_master(param, states[param]) if param in states else None
+            master = existing_master(param, states[param]) if param in states else None
             if master is not None:
                 masters[index] = master
         return masters

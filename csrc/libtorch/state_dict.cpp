@@ -89,11 +89,11 @@ SavedValue saved_value(const c10::IValue& value) {
   return saved;
 }
 
-SavedState saved_state(const Kept& kept, const Dict& dict) {
+SavedState saved_state(const StateSpec& spec, const Dict& dict) {
   SavedState saved;
   saved.keys = shown_keys(dict);
   for (const auto& entry : dict) {
-    if (!entry.key().isString() || !kept.is_key(entry.key().toStringRef())) continue;
+    if (!entry.key().isString() || !spec.is_key(entry.key().toStringRef())) continue;
     if (entry.value().isNone()) continue;
     saved.values.emplace_back(entry.key().toStringRef(), saved_value(entry.value()));
   }
@@ -141,7 +141,7 @@ Loader loader_of(const OptimizerKind& kind, const std::string& operation) {
 // DeepSpeedCPULion writes an exp_avg_sq of zeros.
 Dict without_unused_moments(const OptimizerKind& kind, const Dict& state) {
   const Keys names = names_of_all_buffers();
-  auto kept = new_dict();
+  auto spec = new_dict();
   for (const auto& entry : state) {
     const std::string key = entry.key().isString() ? entry.key().toStringRef() : "";
     const auto is_it = [&](const auto& buffer) { return key == buffer.name; };
@@ -149,9 +149,9 @@ Dict without_unused_moments(const OptimizerKind& kind, const Dict& state) {
     const bool is_of_another = !is_own && std::find(names.begin(), names.end(), key) != names.end();
     const bool is_unused =
         is_of_another && entry.value().isTensor() && !entry.value().toTensor().any().item<bool>();
-    if (!is_unused) kept.insert(entry.key(), entry.value());
+    if (!is_unused) spec.insert(entry.key(), entry.value());
   }
-  return kept;
+  return spec;
 }
 
 // The states of a state dict by the text of their keys, which are ints in files of Python.
@@ -172,7 +172,7 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
                                            FusedOptions& configured) {
   const std::string place = c10::str(" of param_groups[", group, "]");
   auto options = kind.make_options();
-  const auto kept = configured.options();
+  const auto spec = configured.options();
   const auto places = options->options();
   for (size_t i = 0; i < places.size(); ++i) {
     const auto& [name, option] = places[i];
@@ -181,7 +181,7 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std:
     const OnLoad on_load = kind.options[i].on_load;
     const bool stays = !value.has_value() && on_load == OnLoad::kKeptIfMissing;
     if (on_load == OnLoad::kKept || stays) {
-      copy_option(kept[i].place, option);
+      copy_option(spec[i].place, option);
     } else if (value.has_value() && !is_fixed) {
       read_option(kind.options[i], option, *value, c10::str(operation, ": ", name, place));
     }
@@ -357,7 +357,7 @@ struct FusedOptimizer::Load {
       if (key == "'bias_correction'" || (key == "'step'" && counts_for_states)) continue;
       other_entries.back().insert(entry.key(), entry.value().deepcopy());
     }
-    const Kept kept = kept_by(kind.name, placed);
+    const StateSpec spec = state_spec_of(kind.name, placed);
     const auto keys = find(groups[i], "params")->toList();
     for (size_t j = 0; j < keys.size(); ++j) {
       const auto state = saved.find(shown(keys.get(j)));
@@ -367,24 +367,24 @@ struct FusedOptimizer::Load {
                   state->first, "] must be a dict, got ", shown(state->second));
       if (state->second.isNone() || state->second.toGenericDict().empty()) continue;
       const auto step = counts_for_states ? find(groups[i], "step") : std::nullopt;
-      read_state(kept, {params[j], params[j], i, j}, state->second.toGenericDict(), step);
+      read_state(spec, {params[j], params[j], i, j}, state->second.toGenericDict(), step);
     }
   }
 
   // `step` is that of the group, where that counts for states.
-  void read_state(const Kept& kept, const ParamRef& param, const Dict& dict,
+  void read_state(const StateSpec& spec, const ParamRef& param, const Dict& dict,
                   const std::optional<c10::IValue>& step) {
-    SavedState found = saved_state(kept, dict);
+    SavedState found = saved_state(spec, dict);
     if (step.has_value() && found.find("step") == nullptr) {
       found.values.emplace_back("step", saved_value(*step));
     }
-    check_saved_state(kept, param, found, operation);
+    check_saved_state(spec, param, found, operation);
     auto state = std::make_unique<FusedParamState>(param.local);
-    state->tensors_ = loaded_state(kept, param, found);
+    state->tensors_ = loaded_state(spec, param, found);
     auto others = new_dict();
     for (const auto& entry : dict) {
       const c10::IValue &key = entry.key(), &value = entry.value();
-      if (key.isString() && kept.is_key(key.toStringRef())) continue;
+      if (key.isString() && spec.is_key(key.toStringRef())) continue;
       if (key.isString() && value.isTensor()) {
         state->tensors_.emplace_back(key.toStringRef(), value.toTensor().detach().clone());
       } else {

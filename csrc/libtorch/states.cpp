@@ -33,14 +33,14 @@ FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
 }
 
 // What each group lets its parameters keep.
-std::vector<Kept> FusedOptimizer::kept_in(const std::vector<PlacedOptions>& groups) const {
-  std::vector<Kept> kept;
-  for (const PlacedOptions& group : groups) kept.push_back(kept_by(impl_->kind.name, group));
-  return kept;
+std::vector<StateSpec> FusedOptimizer::state_specs(const std::vector<PlacedOptions>& groups) const {
+  std::vector<StateSpec> specs;
+  for (const PlacedOptions& group : groups) specs.push_back(state_spec_of(impl_->kind.name, group));
+  return specs;
 }
 
 // The states of parameters made whole, for `keep_states`.
-std::vector<StateMap> FusedOptimizer::made_states(const std::vector<Kept>& groups,
+std::vector<StateMap> FusedOptimizer::made_states(const std::vector<StateSpec>& groups,
                                                   const std::vector<ParamRef>& params) const {
   const OutsideInferenceMode normal;
   std::vector<StateMap> made;
@@ -56,12 +56,12 @@ std::vector<StateMap> FusedOptimizer::made_states(const std::vector<Kept>& group
 bool FusedOptimizer::keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made) {
   bool has_changed = false;
   for (size_t i = 0; i < params.size(); ++i) {
-    auto& kept = state_[params[i].local.unsafeGetTensorImpl()];
-    auto* state = dynamic_cast<FusedParamState*>(kept.get());
+    auto& specs = state_[params[i].local.unsafeGetTensorImpl()];
+    auto* state = dynamic_cast<FusedParamState*>(specs.get());
     has_changed |= state == nullptr || !have_same_tensors(state->tensors_, made[i]);
     if (state == nullptr) {
-      kept = std::make_unique<FusedParamState>(params[i].local);
-      state = static_cast<FusedParamState*>(kept.get());
+      specs = std::make_unique<FusedParamState>(params[i].local);
+      state = static_cast<FusedParamState*>(specs.get());
     }
     state->tensors_ = std::move(made[i]);  // others may refer to it
   }
@@ -70,7 +70,7 @@ bool FusedOptimizer::keep_states(const std::vector<ParamRef>& params, std::vecto
 
 void FusedOptimizer::init_state() {
   checked("init_state");
-  const std::vector<Kept> kept = kept_in(checked_groups());
+  const std::vector<StateSpec> specs = state_specs(checked_groups());
   std::vector<ParamRef> trainable;
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
@@ -78,10 +78,10 @@ void FusedOptimizer::init_state() {
       const at::Tensor& param = params[i];
       if (!param.requires_grad()) continue;
       trainable.push_back({param, param, group, i});
-      check_is_stepped(kept[group], trainable.back(), "init_state");
+      check_is_stepped(specs[group], trainable.back(), "init_state");
     }
   }
-  if (keep_states(trainable, made_states(kept, trainable))) rebuild();
+  if (keep_states(trainable, made_states(specs, trainable))) rebuild();
 }
 
 std::vector<at::Tensor> FusedOptimizer::master_params() {
@@ -92,8 +92,8 @@ std::vector<at::Tensor> FusedOptimizer::master_params() {
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
       const FusedParamState* const state = state_of(param);
-      const Masters kept = state != nullptr ? masters_in(state->tensors_) : Masters();
-      masters.push_back(whole_master(param, kept).detach());
+      const Masters specs = state != nullptr ? masters_in(state->tensors_) : Masters();
+      masters.push_back(whole_master(param, specs).detach());
     }
   }
   return masters;

@@ -21,7 +21,7 @@ struct FusedOptimizer::Operation {
   Plan::Lock use;
   SharedOptions shared;
   GroupTable table;
-  std::vector<Kept> kept;  // by group
+  std::vector<StateSpec> specs;  // by group
 
   Operation(FusedOptimizer& of_optimizer, const char* operation)
       : optimizer(of_optimizer), plan(*optimizer.checked(operation).plan), use(plan, operation) {
@@ -31,7 +31,7 @@ struct FusedOptimizer::Operation {
     const OptimizerKind& kind = optimizer.impl_->kind;
     shared = shared_options(kind.name, groups);
     table = kind.table(groups);
-    kept = optimizer.kept_in(placed);
+    specs = optimizer.state_specs(placed);
     if (take_params()) return;
     register_params();
     take_params();
@@ -39,7 +39,8 @@ struct FusedOptimizer::Operation {
 
   // Hands over the parameters if they are those that the plan has listed.
   bool take_params() {
-    if (optimizer.impl_->state_count != optimizer.state_.size() || !plan.is_for(kept)) return false;
+    if (optimizer.impl_->state_count != optimizer.state_.size() || !plan.is_for(specs))
+      return false;
     int64_t number = 0, group_index = 0;
     for (const auto& group : optimizer.param_groups_) {
       for (const at::Tensor& param : group.params()) {
@@ -69,7 +70,7 @@ struct FusedOptimizer::Operation {
       const auto [group, index_in_group] = plan.place_of(index);
       const at::Tensor& param = optimizer.param_groups_[group].params()[index_in_group];
       const FusedParamState* const state = optimizer.state_of(param);
-      if (state != nullptr) masters[index] = kept_master(param, masters_in(state->tensors_));
+      if (state != nullptr) masters[index] = existing_master(param, masters_in(state->tensors_));
     }
     return masters;
   }
@@ -85,7 +86,7 @@ struct FusedOptimizer::Operation {
                               params[i].unsafeGetTensorImpl()});
       }
     }
-    plan.register_params(kept, registered);
+    plan.register_params(specs, registered);
     optimizer.impl_->state_count = optimizer.state_.size();
   }
 };
@@ -93,8 +94,8 @@ struct FusedOptimizer::Operation {
 // The states of the optimizer, for a step of its plan.
 class FusedOptimizer::Store : public StateStore {
  public:
-  Store(FusedOptimizer& optimizer, const std::vector<Kept>& kept)
-      : optimizer_(optimizer), kept_(kept) {}
+  Store(FusedOptimizer& optimizer, const std::vector<StateSpec>& specs)
+      : optimizer_(optimizer), specs_(specs) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
     params_.clear();  // a trial of a step makes states one after the other
@@ -103,10 +104,10 @@ class FusedOptimizer::Store : public StateStore {
       const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
       params_.push_back({param, param, static_cast<size_t>(group), static_cast<size_t>(index)});
     }
-    made_ = optimizer_.made_states(kept_, params_);
+    made_ = optimizer_.made_states(specs_, params_);
     std::vector<ParamState> states;
     for (size_t i = 0; i < indices.size(); ++i) {
-      states.push_back(state_of_step(kept_[params_[i].group], params_[i], made_[i]));
+      states.push_back(state_of_step(specs_[params_[i].group], params_[i], made_[i]));
     }
     return states;
   }
@@ -118,7 +119,7 @@ class FusedOptimizer::Store : public StateStore {
 
  private:
   FusedOptimizer& optimizer_;
-  const std::vector<Kept>& kept_;
+  const std::vector<StateSpec>& specs_;
   std::vector<ParamRef> params_;
   std::vector<StateMap> made_;
 };
@@ -152,11 +153,11 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   }
   std::optional<InspectedStep> inspected;
   if (impl_->inspects_next && operation.plan.has_grads()) {
-    Store store(*this, operation.kept);
+    Store store(*this, operation.specs);
     inspected = operation.plan.inspect(operation.table, options, store);
   }
   try {
-    Store store(*this, operation.kept);
+    Store store(*this, operation.specs);
     operation.plan.step(operation.table, std::move(options), store);
   } catch (c10::Error& error) {
     if (!operation.plan.failure().empty()) {
@@ -194,7 +195,7 @@ Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tenso
     }
     options.found_inf = flag;
   }
-  Store store(*this, operation.kept);
+  Store store(*this, operation.specs);
   return operation.plan.inspect(operation.table, std::move(options), store).read();
 }
 

@@ -209,9 +209,9 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
                         at::TensorOptions(device).dtype(at::kDouble));
   for (int64_t i = 0; i < number_of_params(); ++i) {
     const Row& row = rows_[i];
-    const optim::Kept& kept = kept_.at(row.group);
-    const std::string master = optim::key_of_master(kept.master_weights, row.param().scalar_type());
-    found.params.push_back({row.group, row.index_in_group, !master.empty(), kept.names()});
+    const optim::StateSpec& spec = specs_.at(row.group);
+    const std::string master = optim::key_of_master(spec.master_weights, row.param().scalar_type());
+    found.params.push_back({row.group, row.index_in_group, !master.empty(), spec.names()});
     if (row.has_grad()) trial.try_row(row, i, table, options, store, found.sums[i]);
   }
   found.skipped = trial.step_applied().defined()

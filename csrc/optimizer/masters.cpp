@@ -86,7 +86,7 @@ at::Tensor whole_master(const at::Tensor& param, const Masters& masters) {
   return whole != masters.end() ? whole->second : param;
 }
 
-at::Tensor kept_master(const at::Tensor& param, const Masters& masters) {
+at::Tensor existing_master(const at::Tensor& param, const Masters& masters) {
   if (masters.empty() || !is_16_bit(param.scalar_type())) return {};
   const auto& [key, master] = *masters.begin();
   const bool is_alone = masters.size() == 1 && master.device() == param.device();

@@ -33,7 +33,7 @@ AMP_EXT_API at::Tensor whole_master(const at::Tensor& param, const Masters& mast
 
 // That which is kept, if the parameter can be stepped with it as it is, with the elements of
 // `low_elements` if it is a lower part; or one made of its parts. Undefined if there is none.
-AMP_EXT_API at::Tensor kept_master(const at::Tensor& param, const Masters& masters);
+AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
 
 // The master that a parameter gets of those in a file: the same bytes, if it has them. A file with
 // a float32 master beside a lower part was written by somebody who knows the former only: it is the

@@ -94,7 +94,7 @@ void Plan::drop_rows() {
   rounded_params_ = rounded_params();
   scaled_grads_ = scaled_grads();
   must_forget_ = false;
-  kept_.clear();
+  specs_.clear();
   rows_.clear();
   scans_.clear();
   written_storages_.clear();
@@ -103,14 +103,14 @@ void Plan::drop_rows() {
   sample_.reset();
 }
 
-void Plan::register_params(std::vector<optim::Kept> kept, const std::vector<Param>& params) {
+void Plan::register_params(std::vector<optim::StateSpec> specs, const std::vector<Param>& params) {
   drop_rows();
-  const auto keeps_more = [](const optim::Kept& a, const optim::Kept& b) {
+  const auto keeps_more = [](const optim::StateSpec& a, const optim::StateSpec& b) {
     return a.buffer_count < b.buffer_count;
   };
-  const auto most = std::max_element(kept.begin(), kept.end(), keeps_more);
-  if (most != kept.end()) checks_.buffer_names = most->names();
-  kept_ = std::move(kept);
+  const auto most = std::max_element(specs.begin(), specs.end(), keeps_more);
+  if (most != specs.end()) checks_.buffer_names = most->names();
+  specs_ = std::move(specs);
   rows_.reserve(params.size());
   has_shards_ = false;
   for (const Param& param : params) {
@@ -207,7 +207,7 @@ void Plan::set_state(int64_t index, ParamState state) {
   memory_is_checked_ = false;
   row.was_contiguous.reset();
   const size_t group = row.group;
-  if (group < kept_.size() && kept_[group].state_dtype.is_coded()) {
+  if (group < specs_.size() && specs_[group].state_dtype.is_coded()) {
     row.was_contiguous = (row.is_sharded ? *row.shard_of : row.param()).is_contiguous();
   }
 }

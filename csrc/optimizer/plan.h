@@ -126,7 +126,7 @@ class AMP_EXT_API Plan {
 
   // In a use: forgets, and lists parameters that have no states yet, and what each group lets them
   // keep.
-  void register_params(std::vector<optim::Kept> kept, const std::vector<Param>& params);
+  void register_params(std::vector<optim::StateSpec> specs, const std::vector<Param>& params);
 
   int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
   // Group of the parameter at an index, and its index there.
@@ -134,7 +134,7 @@ class AMP_EXT_API Plan {
     return {rows_.at(index).group, rows_.at(index).index_in_group};
   }
   // Whether the groups that were listed kept the same states.
-  bool is_for(const std::vector<optim::Kept>& kept) const { return kept == kept_; }
+  bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
   // Whether that is the parameter at this index, and in this group.
   bool is_param(int64_t index, int64_t group, const void* object) const {
     return index < number_of_params() && rows_[index].object == object &&
@@ -362,8 +362,8 @@ class AMP_EXT_API Plan {
   bool counts_norms_ = true;  // whether a step lets the guard count its norm
   bool tracks_step_applied_ = false;
   at::Tensor step_applied_;
-  int64_t steps_ = 0;              // that have come to their end, taken or skipped
-  std::vector<optim::Kept> kept_;  // by group, when the rows were listed
+  int64_t steps_ = 0;                    // that have come to their end, taken or skipped
+  std::vector<optim::StateSpec> specs_;  // by group, when the rows were listed
   std::vector<Row> rows_;
   bool has_shards_ = false;
   bool memory_is_checked_ = false;

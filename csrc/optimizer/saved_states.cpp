@@ -68,9 +68,9 @@ std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& n
   return saved_codes(present_in(saved), name);
 }
 
-void check_moments(const Kept& kept, const ParamRef& param, const SavedState& saved,
+void check_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved,
                    const Where& where) {
-  for (const std::string& name : kept.all_names()) {
+  for (const std::string& name : spec.all_names()) {
     if (const SavedValue* const numbers = saved.find(name)) {
       check_numbers(*numbers, param.whole, where(name));
     }
@@ -105,8 +105,8 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
 }
 
 // Also those that the group keeps only with other options, to which a loop may change.
-StateMap loaded_moments(const Kept& kept, const ParamRef& param, const SavedState& saved) {
-  const std::vector<MomentFormat> formats = kept.formats(param);
+StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
+  const std::vector<MomentFormat> formats = spec.formats(param);
   Moments found;
   for (const MomentFormat& wanted : formats) {
     for (const MomentFormat& format : codes_of(saved, wanted.name)) {
@@ -144,24 +144,24 @@ const SavedValue* SavedState::find(const std::string& key) const {
   return found == values.end() ? nullptr : &found->second;
 }
 
-void check_saved_state(const Kept& kept, const ParamRef& param, const SavedState& saved,
+void check_saved_state(const StateSpec& spec, const ParamRef& param, const SavedState& saved,
                        const std::string& operation) {
   const auto where = [&](const std::string& key) {
     return c10::str(operation, ": ", key, " of ", param.place());
   };
-  for (const std::string& key : kept.missing_from(present_in(saved))) {
+  for (const std::string& key : spec.missing_from(present_in(saved))) {
     TORCH_CHECK_VALUE(false, where(key), " must be there, got ", saved.keys);
   }
   check_masters(param, saved, where);
-  check_moments(kept, param, saved, where);
+  check_moments(spec, param, saved, where);
   if (const SavedValue* const step = saved.find("step")) check_step(*step, where("step"));
 }
 
-StateMap loaded_state(const Kept& kept, const ParamRef& param, const SavedState& saved) {
-  const std::string master_key = kept.master_key(param);
+StateMap loaded_state(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
+  const std::string master_key = spec.master_key(param);
   const Masters masters = loaded_masters(param, saved);
-  const StateMap moments = loaded_moments(kept, param, saved);
-  const auto names = kept.all_names();
+  const StateMap moments = loaded_moments(spec, param, saved);
+  const auto names = spec.all_names();
   StateMap state;
   for (const auto& [key, value] : saved.values) {
     if (key == "step") {
@@ -176,9 +176,9 @@ StateMap loaded_state(const Kept& kept, const ParamRef& param, const SavedState&
   return state;
 }
 
-std::vector<MomentFormat> blocks_in(const Kept& kept, const SavedState& saved) {
+std::vector<MomentFormat> blocks_in(const StateSpec& spec, const SavedState& saved) {
   std::vector<MomentFormat> found;
-  for (const std::string& name : kept.all_names()) {
+  for (const std::string& name : spec.all_names()) {
     for (MomentFormat& format : codes_of(saved, name)) {
       if (!format.exponents_key().empty()) found.push_back(std::move(format));
     }

@@ -32,14 +32,15 @@ struct AMP_EXT_API SavedState {
 
 // Throws if a state does not fit a parameter, or a part of it is missing. Its tensors are those of
 // the file, whatever part of the parameter this rank has.
-AMP_EXT_API void check_saved_state(const Kept& kept, const ParamRef& param, const SavedState& saved,
-                                   const std::string& operation);
+AMP_EXT_API void check_saved_state(const StateSpec& spec, const ParamRef& param,
+                                   const SavedState& saved, const std::string& operation);
 
 // The state of a parameter, which has been loaded, as the options want it: copies of what a file
 // has, in its order; of the parts of this rank.
-AMP_EXT_API StateMap loaded_state(const Kept& kept, const ParamRef& param, const SavedState& saved);
+AMP_EXT_API StateMap loaded_state(const StateSpec& spec, const ParamRef& param,
+                                  const SavedState& saved);
 
 // The moments that a file has in codes with exponents, and not as numbers, too.
-AMP_EXT_API std::vector<MomentFormat> blocks_in(const Kept& kept, const SavedState& saved);
+AMP_EXT_API std::vector<MomentFormat> blocks_in(const StateSpec& spec, const SavedState& saved);
 
 }  // namespace amp_ext::optim

@@ -17,8 +17,8 @@ void drop(StateMap& state, const std::string& key) {
   state.erase(std::remove_if(state.begin(), state.end(), is_it), state.end());
 }
 
-Moments moments_in(const Kept& kept, const StateMap& state) {
-  const auto names = kept.all_names();
+Moments moments_in(const StateSpec& spec, const StateMap& state) {
+  const auto names = spec.all_names();
   Moments moments;
   for (const auto& [key, tensor] : state) {
     if (tensor.defined() && is_key_of_moment(key, names)) moments[key] = tensor;
@@ -28,29 +28,29 @@ Moments moments_in(const Kept& kept, const StateMap& state) {
 
 // Refuses what is left of a state: new moments beside a late counter belong to no step. A maximum
 // may be missing, as it does where a loop switches AMSGrad on.
-void check_nothing_is_missing(const Kept& kept, const ParamRef& param, const StateMap& state) {
-  const bool has_step = kept.keeps_step && tensor_under(state, "step").defined();
-  if (!has_step && moments_in(kept, state).empty()) return;
+void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, const StateMap& state) {
+  const bool has_step = spec.keeps_step && tensor_under(state, "step").defined();
+  if (!has_step && moments_in(spec, state).empty()) return;
   std::vector<std::string> keys;
   for (const auto& entry : state) keys.push_back(entry.first);
-  for (const std::string& key : kept.missing_from(keys_in(state))) {
+  for (const std::string& key : spec.missing_from(keys_in(state))) {
     const auto is_maximum = [&](const BufferDescription& buffer) {
       return buffer.role == BufferRole::kMaximum && key == buffer.name;
     };
-    TORCH_CHECK_VALUE(std::any_of(kept.buffers.begin(), kept.buffers.end(), is_maximum), kept.kind,
+    TORCH_CHECK_VALUE(std::any_of(spec.buffers.begin(), spec.buffers.end(), is_maximum), spec.kind,
                       ": ", key, " of ", param.place(), " must be there, got ", python_list(keys));
   }
 }
 
 // The number of steps behind a state; none where its counter says so.
-std::optional<double> steps_behind(const Kept& kept, const StateMap& state) {
+std::optional<double> steps_behind(const StateSpec& spec, const StateMap& state) {
   const bool lacks_step = !tensor_under(state, "step").defined();
-  if (!kept.needs_buffers && !kept.buffers.empty()) {  // torch's SGD keeps no counter
-    const auto names = kept.all_names();
+  if (!spec.needs_buffers && !spec.buffers.empty()) {  // torch's SGD keeps no counter
+    const auto names = spec.all_names();
     const bool has_buffers = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
       return has_moment(keys_in(state), name);
     });
-    if (!has_buffers && kept.buffer_count > 0) return 0.0;
+    if (!has_buffers && spec.buffer_count > 0) return 0.0;
     if (has_buffers && lacks_step) return 1.0;
   }
   return lacks_step ? std::optional<double>(0.0) : std::nullopt;
@@ -87,39 +87,39 @@ Masters masters_in(const StateMap& state) {
   return masters;
 }
 
-std::vector<std::string> Kept::all_names() const {
+std::vector<std::string> StateSpec::all_names() const {
   std::vector<std::string> names;
   for (const BufferDescription& buffer : buffers) names.emplace_back(buffer.name);
   return names;
 }
 
-std::vector<std::string> Kept::names() const {
+std::vector<std::string> StateSpec::names() const {
   std::vector<std::string> names = all_names();
   names.resize(buffer_count);
   return names;
 }
 
-bool Kept::is_key(const std::string& key) const {
+bool StateSpec::is_key(const std::string& key) const {
   return key == "step" ||
          std::find(kMasterKeys.begin(), kMasterKeys.end(), key) != kMasterKeys.end() ||
          is_key_of_moment(key, all_names());
 }
 
-std::vector<MomentFormat> Kept::formats(const ParamRef& param) const {
+std::vector<MomentFormat> StateSpec::formats(const ParamRef& param) const {
   return formats_of(state_dtype, buffers, param.whole, param.has_whole_rows);
 }
 
-bool Kept::has_codes(const ParamRef& param) const {
+bool StateSpec::has_codes(const ParamRef& param) const {
   const auto formats = this->formats(param);
   return std::any_of(formats.begin(), formats.end(),
                      [](const MomentFormat& format) { return !format.code.empty(); });
 }
 
-std::string Kept::master_key(const ParamRef& param) const {
+std::string StateSpec::master_key(const ParamRef& param) const {
   return key_of_master(master_weights, param.whole.scalar_type());
 }
 
-std::vector<std::string> Kept::missing_from(const HasKey& has_key) const {
+std::vector<std::string> StateSpec::missing_from(const HasKey& has_key) const {
   std::vector<std::string> missing;
   for (const std::string& name : needs_buffers ? names() : std::vector<std::string>()) {
     if (!has_moment(has_key, name)) missing.push_back(name);
@@ -128,42 +128,42 @@ std::vector<std::string> Kept::missing_from(const HasKey& has_key) const {
   return missing;
 }
 
-Kept kept_by(std::string kind, const GroupOptions& options) {
-  return kept_by(std::move(kind), options, options.kind().needs(options));
+StateSpec state_spec_of(std::string kind, const GroupOptions& options) {
+  return state_spec_of(std::move(kind), options, options.kind().needs(options));
 }
 
-Kept kept_by(std::string kind, const GroupOptions& options, const Needs& needs) {
+StateSpec state_spec_of(std::string kind, const GroupOptions& options, const Needs& needs) {
   const bool needs_buffers = !options.kind().counts_from_buffer;
   return {std::move(kind),          options.kind().buffers, buffer_count(options, needs),
           needs.counted_steps(),    needs_buffers,          needs_buffers && needs.step,
           options.master_weights(), options.state_dtype(),  options.rounding()};
 }
 
-void check_is_stepped(const Kept& kept, const ParamRef& param, const std::string& operation) {
+void check_is_stepped(const StateSpec& spec, const ParamRef& param, const std::string& operation) {
   const at::ScalarType dtype = param.whole.scalar_type();
   const at::Device device = param.whole.device();
   TORCH_CHECK((is_16_bit(dtype) || dtype == at::kFloat || dtype == at::kDouble) &&
                   (device.is_cpu() || device.is_cuda()),
-              kept.kind, ".", operation, ": param of ", param.place(),
+              spec.kind, ".", operation, ": param of ", param.place(),
               " must be float32, float64, float16 or bfloat16 on cpu or cuda, got ",
               python_name(dtype), " on ", device);
 }
 
-StateMap whole_state(const Kept& kept, const ParamRef& param, StateMap state) {
-  check_nothing_is_missing(kept, param, state);
+StateMap whole_state(const StateSpec& spec, const ParamRef& param, StateMap state) {
+  check_nothing_is_missing(spec, param, state);
   const at::Device device = param.local.device();
   const auto convert = [&](const std::string& key, at::ScalarType dtype) {
     const at::Tensor tensor = tensor_under(state, key);
     if (tensor.scalar_type() == dtype && tensor.device() == device) return;
     set_under(state, key, tensor.to(device, dtype));
   };
-  if (kept.keeps_step) {
-    const auto steps = steps_behind(kept, state);
+  if (spec.keeps_step) {
+    const auto steps = steps_behind(spec, state);
     const auto float32 = at::TensorOptions(device).dtype(at::kFloat);
     if (steps.has_value()) set_under(state, "step", at::full({}, *steps, float32));
     convert("step", at::kFloat);
   }
-  const std::string master_key = kept.master_key(param);
+  const std::string master_key = spec.master_key(param);
   if (!master_key.empty()) {
     const at::Tensor master = tensor_under(state, master_key);
     if (!master.defined()) {
@@ -175,10 +175,10 @@ StateMap whole_state(const Kept& kept, const ParamRef& param, StateMap state) {
   for (const char* const other : kMasterKeys) {
     if (other != master_key) drop(state, other);
   }
-  const Moments moments = moments_in(kept, state);
+  const Moments moments = moments_in(spec, state);
   std::vector<MomentFormat> formats;
-  for (const MomentFormat& format : kept.formats(param)) {
-    const bool is_used = formats.size() < static_cast<size_t>(kept.buffer_count);
+  for (const MomentFormat& format : spec.formats(param)) {
+    const bool is_used = formats.size() < static_cast<size_t>(spec.buffer_count);
     // Also buffers that the group keeps only with other options, to which a loop may change.
     if (is_used || has_moment(keys_in(state), format.name)) formats.push_back(format);
   }
@@ -192,23 +192,23 @@ StateMap whole_state(const Kept& kept, const ParamRef& param, StateMap state) {
   return state;
 }
 
-ParamState state_of_step(const Kept& kept, const ParamRef& param, const StateMap& state) {
+ParamState state_of_step(const StateSpec& spec, const ParamRef& param, const StateMap& state) {
   ParamState tensors;
-  const std::vector<MomentFormat> formats = kept.formats(param);
-  for (int i = 0; i < kept.buffer_count; ++i) {
+  const std::vector<MomentFormat> formats = spec.formats(param);
+  for (int i = 0; i < spec.buffer_count; ++i) {
     tensors.buffers.push_back(tensor_under(state, formats[i].key()));
     if (tensors.exponents.defined()) continue;
     tensors.exponents = tensor_under(state, formats[i].exponents_key());
   }
-  tensors.master_param = tensor_under(state, kept.master_key(param));
-  if (kept.keeps_step) tensors.step = tensor_under(state, "step");
+  tensors.master_param = tensor_under(state, spec.master_key(param));
+  if (spec.keeps_step) tensors.step = tensor_under(state, "step");
   return tensors;
 }
 
-StateMap float32_state(const Kept& kept, const ParamRef& param, const StateMap& state) {
+StateMap float32_state(const StateSpec& spec, const ParamRef& param, const StateMap& state) {
   StateMap found;
-  const Moments moments = whole_moments(moments_in(kept, state), kept.buffers);
-  for (const std::string& name : kept.all_names()) {
+  const Moments moments = whole_moments(moments_in(spec, state), spec.buffers);
+  for (const std::string& name : spec.all_names()) {
     const auto moment = moments.find(name);
     if (moment == moments.end()) continue;
     const at::ScalarType dtype =
@@ -222,11 +222,11 @@ StateMap float32_state(const Kept& kept, const ParamRef& param, const StateMap& 
   return found;
 }
 
-std::pair<std::vector<int64_t>, std::vector<int64_t>> layout_under(const Kept& kept,
+std::pair<std::vector<int64_t>, std::vector<int64_t>> layout_under(const StateSpec& spec,
                                                                    const std::string& key,
                                                                    const at::Tensor& param) {
   if (key == "step") return {};
-  if (is_key_of_exponents(key, kept.all_names())) {
+  if (is_key_of_exponents(key, spec.all_names())) {
     std::vector<int64_t> sizes = sizes_of_exponents(param);
     std::vector<int64_t> strides(sizes.size(), 1);
     if (sizes.size() == 2) strides[0] = sizes[1];

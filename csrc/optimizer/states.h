@@ -44,7 +44,7 @@ struct AMP_EXT_API ParamRef {
 };
 
 // What the formula and the options of a group let its parameters keep.
-struct AMP_EXT_API Kept {
+struct AMP_EXT_API StateSpec {
   std::string kind;                         // the name of the optimizer, for errors
   at::ArrayRef<BufferDescription> buffers;  // of the formula, which outlive this
   int buffer_count = 0;                     // of those that the group keeps, the first ones
@@ -76,7 +76,7 @@ struct AMP_EXT_API Kept {
   std::vector<std::string> missing_from(const HasKey& has_key) const;
 
   // Whether two let the parameters of one optimizer keep the same, and for the same reasons.
-  friend bool operator==(const Kept& a, const Kept& b) {
+  friend bool operator==(const StateSpec& a, const StateSpec& b) {
     return a.buffer_count == b.buffer_count && a.keeps_step == b.keeps_step &&
            a.master_weights == b.master_weights && a.state_dtype == b.state_dtype &&
            a.rounding == b.rounding;
@@ -84,28 +84,30 @@ struct AMP_EXT_API Kept {
 };
 
 // Throws if no step takes parameters of its dtype, or on its device.
-AMP_EXT_API void check_is_stepped(const Kept& kept, const ParamRef& param,
+AMP_EXT_API void check_is_stepped(const StateSpec& spec, const ParamRef& param,
                                   const std::string& operation);
 
 // What the options of a group of an optimizer let its parameters keep.
-AMP_EXT_API Kept kept_by(std::string kind, const GroupOptions& options);
-AMP_EXT_API Kept kept_by(std::string kind, const GroupOptions& options, const Needs& needs);
+AMP_EXT_API StateSpec state_spec_of(std::string kind, const GroupOptions& options);
+AMP_EXT_API StateSpec state_spec_of(std::string kind, const GroupOptions& options,
+                                    const Needs& needs);
 
 // The state of a parameter as the options want it, its dtype and device being so. What the state
 // lacks is made, and what the parameter was converted under is converted; nothing is written, and
 // tensors that fit are taken as they are. Throws if only a part of a state is there.
-AMP_EXT_API StateMap whole_state(const Kept& kept, const ParamRef& param, StateMap state);
+AMP_EXT_API StateMap whole_state(const StateSpec& spec, const ParamRef& param, StateMap state);
 
 // The tensors of a whole state that a step reads and writes.
-AMP_EXT_API ParamState state_of_step(const Kept& kept, const ParamRef& param,
+AMP_EXT_API ParamState state_of_step(const StateSpec& spec, const ParamRef& param,
                                      const StateMap& state);
 
 // The moments and the master of a state as float32 numbers under the keys of torch, float64 ones as
 // such. All are copies.
-AMP_EXT_API StateMap float32_state(const Kept& kept, const ParamRef& param, const StateMap& state);
+AMP_EXT_API StateMap float32_state(const StateSpec& spec, const ParamRef& param,
+                                   const StateMap& state);
 
 // Sizes and strides of what a state has under a key for a parameter, or for a part of it.
 AMP_EXT_API std::pair<std::vector<int64_t>, std::vector<int64_t>> layout_under(
-    const Kept& kept, const std::string& key, const at::Tensor& param);
+    const StateSpec& spec, const std::string& key, const at::Tensor& param);
 
 }  // namespace amp_ext::optim

@@ -155,9 +155,9 @@ void define_descriptions(py::module_& module) {
           },
           py::arg("options"), py::arg("where"), py::arg("shown"))
       .def(
-          "kept",
+          "state_spec",
           [](const Description& self, std::string kind, const py::dict& group) {
-            return optim::kept_by(std::move(kind), DictOptions(self, group));
+            return optim::state_spec_of(std::move(kind), DictOptions(self, group));
           },
           py::arg("kind"), py::arg("group"));
 }

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "python/group_options.h"
-#include "python/kept_states.h"
 #include "python/module.h"
+#include "python/state_snapshot.h"
 
 namespace amp_ext::python {
 
@@ -28,7 +28,7 @@ struct Groups {
   std::vector<py::dict> dicts;
   optim::SharedOptions shared;
   GroupTable table;
-  std::vector<optim::Kept> kept;
+  std::vector<optim::StateSpec> specs;
 
   Groups(const std::string& optimizer, const OptimizerDescription& described,
          const py::object& registered) {
@@ -48,7 +48,7 @@ struct Groups {
       if (!(entry.common->clip_value >= 0.0)) throw py::value_error("clip_value");
       const py::handle state_dtype = options[i].value(described.kind.option("state_dtype"));
       if (THPDtype_Check(state_dtype.ptr())) throw py::value_error("state_dtype");
-      kept.push_back(optim::kept_by(optimizer, options[i], entry.needs));
+      specs.push_back(optim::state_spec_of(optimizer, options[i], entry.needs));
     }
   }
 };
@@ -86,7 +86,7 @@ class PlanOfPython {
   const std::shared_ptr<OptimizerDescription> described;
   const Names names;
   Plan plan;
-  KeptStates states;
+  StateSnapshot states;
   py::set state_keys;  // of what steps work on
 };
 
@@ -105,7 +105,7 @@ struct Operation {
       : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
     try {
       groups.emplace(mine.groups_of(optimizer));
-      is_current = mine.states.are_in(states) && mine.plan.is_for(groups->kept) && take_params();
+      is_current = mine.states.are_in(states) && mine.plan.is_for(groups->specs) && take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // an interrupt
     } catch (const std::exception&) {
@@ -188,7 +188,7 @@ class StatesOfPython : public StateStore {
     made_ = found[0];
     std::vector<ParamState> states;
     for (const py::handle each : found[1]) {
-      const auto parts = py::cast<std::tuple<optim::Kept*, optim::ParamRef*, py::dict>>(each);
+      const auto parts = py::cast<std::tuple<optim::StateSpec*, optim::ParamRef*, py::dict>>(each);
       states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
                                             state_of(std::get<2>(parts))));
       for (const auto& part : std::get<2>(parts)) operation_.mine.state_keys.add(part.first);
@@ -238,7 +238,7 @@ void register_params(
   }
   mine.states.clear();
   mine.state_keys = py::set();
-  mine.plan.register_params(std::move(groups.kept), params);
+  mine.plan.register_params(std::move(groups.specs), params);
 }
 
 // What a look has found, by device and partition; none if the plan is not current.

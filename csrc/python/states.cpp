@@ -14,22 +14,22 @@
 
 #include "optimizer/saved_groups.h"
 #include "optimizer/saved_states.h"
-#include "python/kept_states.h"
 #include "python/module.h"
+#include "python/state_snapshot.h"
 
 namespace amp_ext::python {
 
 namespace {
 
-using optim::Kept;
 using optim::ParamRef;
 using optim::StateMap;
+using optim::StateSpec;
 
-std::optional<std::string> state_dtype_name(const Kept& kept) {
-  const auto& value = kept.state_dtype.value();
+std::optional<std::string> state_dtype_name(const StateSpec& spec) {
+  const auto& value = spec.state_dtype.value();
   if (const auto* const name = std::get_if<std::string>(&value)) return *name;
-  if (!kept.state_dtype.has_value()) return std::nullopt;
-  return kept.state_dtype == at::kFloat ? "float32" : "bfloat16";
+  if (!spec.state_dtype.has_value()) return std::nullopt;
+  return spec.state_dtype == at::kFloat ? "float32" : "bfloat16";
 }
 
 py::dict dict_of(const StateMap& state) {
@@ -78,13 +78,13 @@ optim::SavedValue saved_value(py::handle value, bool is_step) {
   return saved;
 }
 
-optim::SavedState saved_state(const Kept& kept, const py::dict& dict) {
+optim::SavedState saved_state(const StateSpec& spec, const py::dict& dict) {
   optim::SavedState saved;
   saved.keys = py::repr(py::list(dict));
   for (const auto& [name, value] : dict) {
     if (value.is_none() || !PyUnicode_Check(name.ptr())) continue;
     const auto key = py::cast<std::string>(name);
-    if (kept.is_key(key)) saved.values.emplace_back(key, saved_value(value, key == "step"));
+    if (spec.is_key(key)) saved.values.emplace_back(key, saved_value(value, key == "step"));
   }
   return saved;
 }
@@ -140,33 +140,34 @@ void define_states(py::module_& module) {
   module.def("whole_master", &optim::whole_master, py::call_guard<py::gil_scoped_release>(),
              py::arg("param"), py::arg("masters"));
   module.def(
-      "kept_master",
+      "existing_master",
       [](const at::Tensor& param, const optim::Masters& masters) {
-        const at::Tensor master = without_gil([&] { return optim::kept_master(param, masters); });
+        const at::Tensor master =
+            without_gil([&] { return optim::existing_master(param, masters); });
         return master.defined() ? std::optional<at::Tensor>(master) : std::nullopt;
       },
       py::arg("param"), py::arg("masters"));
   py::class_<ParamRef>(module, "ParamRef")
       .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("whole"),
            py::arg("local"), py::arg("group"), py::arg("index"), py::arg("has_whole_rows"));
-  py::class_<Kept>(module, "Kept")
-      .def_readonly("kind", &Kept::kind)
-      .def_property_readonly("names", &Kept::names)
-      .def_readonly("keeps_step", &Kept::keeps_step)
+  py::class_<StateSpec>(module, "StateSpec")
+      .def_readonly("kind", &StateSpec::kind)
+      .def_property_readonly("names", &StateSpec::names)
+      .def_readonly("keeps_step", &StateSpec::keeps_step)
       .def_property_readonly("master_weights",
-                             [](const Kept& self) { return self.master_weights.value(); })
+                             [](const StateSpec& self) { return self.master_weights.value(); })
       .def_property_readonly("state_dtype", &state_dtype_name)
       .def(
           "is_key",
-          [](const Kept& self, const py::object& key) {
+          [](const StateSpec& self, const py::object& key) {
             return py::isinstance<py::str>(key) && self.is_key(py::cast<std::string>(key));
           },
           py::arg("key"))
-      .def("master_key", &Kept::master_key, py::arg("param"))
-      .def("has_codes", &Kept::has_codes, py::arg("param"))
+      .def("master_key", &StateSpec::master_key, py::arg("param"))
+      .def("has_codes", &StateSpec::has_codes, py::arg("param"))
       .def(
           "whole_state",
-          [](const Kept& self, const ParamRef& param, const py::dict& state) {
+          [](const StateSpec& self, const ParamRef& param, const py::dict& state) {
             StateMap made = state_of(state);
             made = without_gil([&] { return optim::whole_state(self, param, std::move(made)); });
             return dict_of(made);
@@ -174,33 +175,33 @@ void define_states(py::module_& module) {
           py::arg("param"), py::arg("state"))
       .def(
           "check_is_stepped",
-          [](const Kept& self, const ParamRef& param, const std::string& operation) {
+          [](const StateSpec& self, const ParamRef& param, const std::string& operation) {
             optim::check_is_stepped(self, param, operation);
           },
           py::arg("param"), py::arg("operation"))
       .def(
           "float32_state",
-          [](const Kept& self, const ParamRef& param, const py::dict& state) {
+          [](const StateSpec& self, const ParamRef& param, const py::dict& state) {
             const StateMap now = state_of(state);
             return dict_of(without_gil([&] { return optim::float32_state(self, param, now); }));
           },
           py::arg("param"), py::arg("state"))
       .def(
           "layout_under",
-          [](const Kept& self, const std::string& key, const at::Tensor& param) {
+          [](const StateSpec& self, const std::string& key, const at::Tensor& param) {
             return optim::layout_under(self, key, param);
           },
           py::arg("key"), py::arg("param"))
       .def(
           "check_saved_state",
-          [](const Kept& self, const ParamRef& param, const py::dict& saved,
+          [](const StateSpec& self, const ParamRef& param, const py::dict& saved,
              const std::string& operation) {
             optim::check_saved_state(self, param, saved_state(self, saved), operation);
           },
           py::arg("param"), py::arg("saved"), py::arg("operation"))
       .def(
           "blocks_in",
-          [](const Kept& self, const py::dict& saved) {
+          [](const StateSpec& self, const py::dict& saved) {
             py::list found;
             for (const auto& format : optim::blocks_in(self, saved_state(self, saved))) {
               found.append(py::make_tuple(format.name, format.code, format.keys()));
@@ -210,7 +211,7 @@ void define_states(py::module_& module) {
           py::arg("saved"))
       .def(
           "loaded_state",
-          [](const Kept& self, const ParamRef& param, const py::dict& saved) {
+          [](const StateSpec& self, const ParamRef& param, const py::dict& saved) {
             const optim::SavedState found = saved_state(self, saved);
             return dict_of(without_gil([&] { return optim::loaded_state(self, param, found); }));
           },

@@ -261,7 +261,7 @@ def test_a_skipped_step_touches_nothing_and_moves_no_dither(device, name, option
 def test_what_is_exported_in_float32_rounds_to_what_it_was(name, options, dtype, kept):
     optimizer = trained(make(name, dtype, **options, **kept))
     exported, before = float32_state_dict(optimizer), bits_of(optimizer)
-    names = {*optimizer.kept_by(optimizer.param_groups[0]).names}
+    names = {*optimizer.state_spec_of(optimizer.param_groups[0]).names}
     names |= {"master_param"} if dtype != F32 else set()
     for index, master in enumerate(optimizer.master_params()):
         state = exported["state"][index]

@@ -75,7 +75,7 @@ def same(one: Any, other: Any) -> bool:
     return same_bits(one, other) if isinstance(one, Tensor) else one == other
 
 
-def kept_by(optimizer: Any) -> list[dict[str, Tensor]]:
+def state_spec_of(optimizer: Any) -> list[dict[str, Tensor]]:
     """Copies of what each parameter stores, and of what that stands for, in float64."""
     whole = copy.deepcopy(optimizer)
     whole.refresh_masters()
@@ -148,7 +148,7 @@ def inspect_and_step(optimizer: Any, way: Way, scaler: Any = None, twin: Any = N
     if way.unscale_first:
         scaler.unscale_(optimizer)
     grads = [grad.clone() for grad in grads_of(optimizer)]
-    left, before = everything(optimizer, scaler), kept_by(optimizer)
+    left, before = everything(optimizer, scaler), state_spec_of(optimizer)
     inspection = optimizer.inspect(scaler)
     assert same(everything(optimizer, scaler), left)
     assert all(map(same_bits, grads_of(optimizer), grads))
@@ -158,7 +158,9 @@ def inspect_and_step(optimizer: Any, way: Way, scaler: Any = None, twin: Any = N
     else:
         scaler.step(optimizer)
         scaler.update()
-    assert_close(inspection.to_dict()["params"], expected(optimizer, before, kept_by(optimizer)))
+    assert_close(
+        inspection.to_dict()["params"], expected(optimizer, before, state_spec_of(optimizer))
+    )
     assert optimizer.inspection.skipped == inspection.skipped
     assert_close(optimizer.inspection.to_dict()["params"], inspection.to_dict()["params"])
     if other_scaler is not None:
@@ -263,10 +265,10 @@ def test_a_hook_counts_for_the_next_step_and_a_second_look_for_the_inspection(de
     optimizer.register_step_pre_hook(double_grads)
     optimizer._has_warned_of_hooks = True
     scale_grads(with_grads(optimizer), scaler)
-    before = kept_by(optimizer)
+    before = state_spec_of(optimizer)
     optimizer.inspect_next()
     scaler.step(optimizer)
-    wanted = expected(optimizer, before, kept_by(optimizer))
+    wanted = expected(optimizer, before, state_spec_of(optimizer))
     assert_close(optimizer.inspection.to_dict()["params"], wanted)
 
 

@@ -226,7 +226,7 @@ def test_others_may_write_into_a_state_before_the_first_step(name, options) -> N
     optimizer = ours(name)([param], **options)
     held = optimizer.state[param]
     held["slow"] = torch.ones(3)
-    if not optimizer.kept_by(optimizer.param_groups[0]).keeps_step:
+    if not optimizer.state_spec_of(optimizer.param_groups[0]).keeps_step:
         held["step"] = 0  # theirs: neither read nor written
     cases.train([optimizer])
     assert held.get("step") in (0, torch.tensor(1.0))

@@ -69,7 +69,7 @@ class Lists:
         states = [optimizer.state[param] for param in self.params]
         steps = [state.get("step", torch.zeros(())) for state in states]
         self.lists: dict[str, Any] = {"steps": steps}
-        for name in optimizer.kept_by(self.group).names:
+        for name in optimizer.state_spec_of(self.group).names:
             self.lists[f"{name}s"] = [state[name] for state in states]
         if "master_param" in states[0]:
             self.lists["master_params"] = [state["master_param"] for state in states]

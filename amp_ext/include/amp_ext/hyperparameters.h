@@ -42,7 +42,7 @@ inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 //   static constexpr BufferDescription kBuffers[]   its buffers, in the order of the formula
 //   const char* why_step() const                    when the formula asks for the step, or null
 //   bool needs_buffers() const                      whether it is another without any buffer
-//   double kept_share(int buffer) const             constexpr: what a step keeps of a buffer
+//   double decay_of(int buffer) const             constexpr: what a step keeps of a buffer
 //   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
 //
 // They stay double until `for_tensor` of the formula.
@@ -88,7 +88,7 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
 
   const char* why_step() const { return "unless there is a timestep"; }
   bool needs_buffers() const { return true; }
-  constexpr double kept_share(int buffer) const { return buffer == 0 ? beta1 : beta2; }
+  constexpr double decay_of(int buffer) const { return buffer == 0 ? beta1 : beta2; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
@@ -111,7 +111,7 @@ struct AMP_EXT_API LionHyperparameters : CommonHyperparameters {
 
   const char* why_step() const { return nullptr; }
   bool needs_buffers() const { return true; }
-  constexpr double kept_share(int /*buffer*/) const { return beta2; }
+  constexpr double decay_of(int /*buffer*/) const { return beta2; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
@@ -136,7 +136,7 @@ struct AMP_EXT_API SgdHyperparameters : CommonHyperparameters {
                                                : nullptr;
   }
   bool needs_buffers() const { return momentum != 0.0; }
-  constexpr double kept_share(int /*buffer*/) const { return momentum; }
+  constexpr double decay_of(int /*buffer*/) const { return momentum; }
 
   template <typename Visit>
   static void for_each_field(const Visit& visit) {

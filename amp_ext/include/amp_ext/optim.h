@@ -249,7 +249,7 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
   std::shared_ptr<const c10::IValue> others_;  // what else a load has found: a dict, or null
 };
 
-struct Kept;
+struct StateSpec;
 struct ParamRef;
 struct OptimizerKind;
 class PlacedOptions;
@@ -370,8 +370,8 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
   const FusedOptions& checked_options(size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
-  std::vector<Kept> kept_in(const std::vector<PlacedOptions>& groups) const;
-  std::vector<StateMap> made_states(const std::vector<Kept>& groups,
+  std::vector<StateSpec> state_specs(const std::vector<PlacedOptions>& groups) const;
+  std::vector<StateMap> made_states(const std::vector<StateSpec>& groups,
                                     const std::vector<ParamRef>& params) const;
   bool keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();

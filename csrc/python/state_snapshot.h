@@ -23,36 +23,36 @@ inline optim::StateMap state_of(const pybind11::dict& tensors) {
 
 // Those that a plan updates. Each step compares them with what `state` has by then: a walk through
 // its dicts, in their order, that looks up nothing and calls nothing.
-class KeptStates {
+class StateSnapshot {
  public:
   // Keeps what `states`, a dict of each parameter's dict, has under these keys. What is no dict
   // can't be walked, and counts as replaced.
   void keep(const pybind11::object& states, const pybind11::set& keys) {
-    kept_.clear();
+    entries_.clear();
     is_dict_ = PyDict_Check(states.ptr());
     visit(states, [&](PyObject* param, PyObject* key, PyObject* value) {
       if (!PyUnicode_CheckExact(key) || !keys.contains(pybind11::handle(key))) return;
-      kept_.push_back({param, pybind11::reinterpret_borrow<pybind11::object>(key),
-                       pybind11::reinterpret_borrow<pybind11::object>(value)});
+      entries_.push_back({param, pybind11::reinterpret_borrow<pybind11::object>(key),
+                          pybind11::reinterpret_borrow<pybind11::object>(value)});
     });
   }
 
   void clear() {
     const std::vector<Entry> dropped =
-        std::exchange(kept_, {});  // what ends with them may call this
+        std::exchange(entries_, {});  // what ends with them may call this
     is_dict_ = true;
   }
 
   // Whether they are still there, each under its key and for its parameter.
   bool are_in(const pybind11::object& states) const {
-    auto next = kept_.begin();
+    auto next = entries_.begin();
     visit(states, [&](PyObject* param, PyObject* key, PyObject* value) {
-      if (next != kept_.end() && next->param == param && next->key.ptr() == key &&
+      if (next != entries_.end() && next->param == param && next->key.ptr() == key &&
           next->value.ptr() == value) {
         ++next;
       }
     });
-    return is_dict_ && next == kept_.end();
+    return is_dict_ && next == entries_.end();
   }
 
  private:
@@ -74,7 +74,7 @@ class KeptStates {
     }
   }
 
-  std::vector<Entry> kept_;
+  std::vector<Entry> entries_;
   bool is_dict_ = true;
 };
 
